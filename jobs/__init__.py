@@ -1,0 +1,1 @@
+"""One entrypoint per stage, for `ray job submit`."""

@@ -1,0 +1,69 @@
+"""The only place that calls ray.init: connect to a cluster, or start a private one that ends with us."""
+
+import atexit
+import logging
+import os
+from typing import Any
+
+import ray
+
+from scalingnote.config import Resources
+from scalingnote.errors import ConfigError
+
+
+def connect(address: str | None = None) -> None:
+    """Join `address` (or RAY_ADDRESS, set inside every Ray job), else start a local cluster.
+
+    "local" is passed on purpose: without an address Ray joins whatever cluster it finds on the machine,
+    also one left behind by a crash. A local cluster is private, so token authentication, which would
+    write a token file into the user's home, is off unless the user set RAY_AUTH_MODE.
+    """
+    if ray.is_initialized():
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    # Ray's own progress bars would interleave with ours.
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
+    if address:
+        ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+    else:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        ray.init(
+            "local",
+            num_cpus=max(2, os.cpu_count() or 2),
+            include_dashboard=False,
+            log_to_driver=True,
+            logging_level=logging.ERROR,
+        )
+        atexit.register(ray.shutdown)
+    _quieten()
+
+
+def require(resources: Resources, *, stage: str) -> None:
+    """Refuse, before work is spent, what the cluster could never schedule."""
+    have = ray.cluster_resources()
+    for key, need in (
+        ("CPU", resources.workers * resources.cpus_per_worker),
+        ("GPU", resources.workers * resources.gpus_per_worker),
+    ):
+        if need > have.get(key, 0.0):
+            raise ConfigError(
+                f"{stage} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "
+                f"lower {stage}.resources.workers or add nodes"
+            )
+
+
+def actor_options(resources: Resources) -> dict[str, Any]:
+    """Ray options of one actor or task."""
+    return {"num_cpus": resources.cpus_per_worker, "num_gpus": resources.gpus_per_worker}
+
+
+def _quieten() -> None:
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.train").setLevel(logging.WARNING)

@@ -1,0 +1,1 @@
+"""From click logs and ranking models to training triplets."""

@@ -1,0 +1,129 @@
+"""Configuration: frozen pydantic sections, read from YAML files laid over each other, then `--set`.
+
+A section says what a stage computes and is stored in its artifact. What only says *where* it runs
+(a :class:`Resources`) is left out of the artifact's identity: four workers or forty, same artifact.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from scalingnote.errors import ConfigError
+
+
+class Config(BaseModel):
+    """A section: immutable, unknown keys rejected."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Resources(Config):
+    """Where a stage runs. Never part of an artifact's identity."""
+
+    workers: int = Field(2, ge=1, description="actors or training ranks")
+    cpus_per_worker: float = Field(1.0, gt=0, description="CPU cores Ray reserves for each")
+    gpus_per_worker: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load(model: type[C], paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C:
+    """Read YAML files left to right (a later one wins, mappings merge), apply ``a.b=value``, validate.
+
+    A file may open with ``extends: other.yaml``, a path relative to itself.
+    """
+    merged: dict[str, Any] = {}
+    for path in paths:
+        merged = _merge(merged, _read(Path(path)))
+    for override in overrides:
+        key, found, value = override.partition("=")
+        if not found or not key.strip():
+            raise ConfigError(f"--set {override!r} is not of the form a.b=value")
+        nested: Any = yaml.safe_load(value)
+        for name in reversed(key.strip().split(".")):
+            nested = {name: nested}
+        merged = _merge(merged, nested)
+    return validate(model, merged, source=", ".join(str(path) for path in paths) or "--set")
+
+
+def validate(model: type[C], values: Mapping[str, Any], *, source: str) -> C:
+    """Validated section, or a ConfigError naming each wrong key, its place and the nearest right one."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        known = _all_keys(model)
+        lines = [_explain(dict(item), known) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from None
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """The whole section as plain JSON values."""
+    return config.model_dump(mode="json")
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """What of a section decides its artifact: everything but its :class:`Resources`."""
+    values = dump(config)
+    for name in type(config).model_fields:
+        value = getattr(config, name)
+        if isinstance(value, Resources):
+            del values[name]
+        elif isinstance(value, Config):
+            values[name] = identity(value)
+    return values
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        raise ConfigError(f"no config file at {path}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a {type(values).__name__}; a config is a mapping of sections")
+    base = values.pop("extends", None)
+    return _merge(_read(path.parent / base), values) if base else values
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        # A tagged section of another kind replaces the one below: its knobs mean something else.
+        same_kind = (
+            isinstance(old, dict)
+            and isinstance(value, dict)
+            and not any(tag in value and value[tag] != old.get(tag) for tag in ("kind", "name"))
+        )
+        merged[key] = _merge(old, value) if same_kind else value  # type: ignore[arg-type]
+    return merged
+
+
+def _explain(item: dict[str, Any], known: set[str]) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        return f"{place}: {item['msg']} (found {item.get('input')!r})"
+    near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+    return f"unknown key {place!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _all_keys(model: type[BaseModel]) -> set[str]:
+    keys: set[str] = set()
+    waiting: list[Any] = [model]
+    seen: set[Any] = set()
+    while waiting:
+        kind = waiting.pop()
+        if kind in seen:
+            continue
+        seen.add(kind)
+        waiting += getattr(kind, "__args__", ())
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys |= set(kind.model_fields)
+            waiting += [field.annotation for field in kind.model_fields.values()]
+    return keys

@@ -1,0 +1,25 @@
+"""The exceptions this package raises: what is wrong, the value found, and the remedy, in that order."""
+
+
+class ScalingNoteError(Exception):
+    """Base of every error a user can cause or mend; the CLI prints it without a traceback."""
+
+
+class ConfigError(ScalingNoteError):
+    """A configuration that cannot be run: an unknown key, a value out of bounds, two settings at odds."""
+
+
+class DataError(ScalingNoteError):
+    """Input data that no row-level quarantine can absorb: a missing file, a missing column, no usable row."""
+
+
+class ArtifactError(ScalingNoteError):
+    """An artifact that must not be read: unfinished, of another kind, or not the bytes its manifest names."""
+
+
+class TrainingError(ScalingNoteError):
+    """Training that cannot go on: a loss that is not finite, ranks that disagree, a lost checkpoint."""
+
+
+class SearchError(ScalingNoteError):
+    """A search that cannot be answered: a missing shard, a vector of the wrong dimension."""

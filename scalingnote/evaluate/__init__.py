@@ -1,0 +1,1 @@
+"""Reads the artifacts of any stage and says how good they are."""

@@ -1,0 +1,1 @@
+"""Embeddings to shards of an IVFPQ index that share one quantizer."""

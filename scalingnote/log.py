@@ -1,0 +1,121 @@
+"""Logging and progress: one line format everywhere, only rank 0 speaks, long work says how far it is.
+
+Progress is a plain log line every few seconds, the same on a terminal, in a job's log and in CI:
+
+    12:01:07 encode   8,192/20,000 documents  41%  512/s  ETA 23s  cpu 97%
+"""
+
+import logging
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+ROOT = "scalingnote"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Logger of a room, e.g. ``get_logger("encode")``; configured once by :func:`configure`."""
+    return logging.getLogger(f"{ROOT}.{name}")
+
+
+def configure(level: int = logging.INFO, *, rank: int = 0) -> None:
+    """Send this package's log to stderr. Ranks above 0 only speak of warnings."""
+    root = logging.getLogger(ROOT)
+    root.setLevel(level if rank == 0 else logging.WARNING)
+    root.propagate = False
+    if not root.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_Formatter())
+        root.addHandler(handler)
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        room = record.name.removeprefix(f"{ROOT}.")
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        mark = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        text = f"{clock} {room:<9}{mark}{record.getMessage()}"
+        if record.exc_info:
+            text += "\n" + self.formatException(record.exc_info)
+        return text
+
+
+class Progress:
+    """Counts finished rows and logs rate, ETA and CPU use, at most once every `every` seconds.
+
+    ``done`` starts above zero when a run resumes, so that the rate only counts this run's work.
+    """
+
+    def __init__(self, room: str, *, total: int, unit: str, done: int = 0, every: float = 5.0) -> None:
+        self._log = get_logger(room)
+        self._total, self._unit, self._every = total, unit, every
+        self._done, self._before = done, done
+        self._start = self._spoke = time.monotonic()
+
+    def __enter__(self) -> Self:
+        psutil.cpu_percent()  # the first call only starts the measuring interval
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._log.info(
+                "%s %s in %.1fs (%s/s)",
+                f"{self._done:,}",
+                self._unit,
+                time.monotonic() - self._start,
+                f"{self.rate:,.0f}",
+            )
+
+    @property
+    def rate(self) -> float:
+        """Rows per second of this run."""
+        return (self._done - self._before) / max(time.monotonic() - self._start, 1e-9)
+
+    def advance(self, rows: int, note: str = "") -> None:
+        """Record `rows` more as finished; `note` is appended to the next line that is shown."""
+        self._done += rows
+        now = time.monotonic()
+        if now - self._spoke < self._every:
+            return
+        self._spoke = now
+        left = (self._total - self._done) / max(self.rate, 1e-9)
+        share = 100 * self._done // max(self._total, 1)
+        self._log.info(
+            "%s/%s %s  %d%%  %s/s  ETA %.0fs  cpu %.0f%%%s",
+            f"{self._done:,}",
+            f"{self._total:,}",
+            self._unit,
+            share,
+            f"{self.rate:,.1f}" if self.rate < 10 else f"{self.rate:,.0f}",
+            left,
+            psutil.cpu_percent(),
+            f"  {note}" if note else "",
+        )
+
+
+def environment() -> dict[str, str | int | float]:
+    """Machine and versions a measured number belongs to; stored in reports and benchmark files."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    facts: dict[str, str | int | float] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpus": os.cpu_count() or 1,
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+    for package in ("scalingnote", "torch", "transformers", "ray", "faiss-cpu", "pyarrow", "numpy"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return facts

@@ -1,0 +1,1 @@
+"""Training objectives: pure functions of tensors, each a numbered equation of a paper."""

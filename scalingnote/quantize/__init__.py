@@ -1,0 +1,1 @@
+"""Embeddings to semantic IDs by residual K-means."""

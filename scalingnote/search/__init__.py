@@ -1,0 +1,1 @@
+"""Queries to results over the shards of an index."""

@@ -1,0 +1,264 @@
+"""The artifact contract: a directory of parts and a manifest written last, atomically.
+
+A stage *begins* an artifact, writes parts, and *commits*. A reader *opens* it and is refused when the
+manifest is missing (unfinished), of another kind, or when a part is not the bytes the manifest names.
+`_work/` inside an artifact belongs to the stage that builds it (checkpoints, commit records); it
+survives a kill so that the next run resumes, and is deleted by the commit.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+
+from scalingnote.config import Config, identity
+from scalingnote.errors import ArtifactError
+from scalingnote.log import environment
+from scalingnote.storage import filesystem as fs
+
+MANIFEST = "manifest.json"
+WORK = "_work"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of an artifact; `rows` is None where the file is not a table."""
+
+    sha256: str
+    bytes: int
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an artifact says of itself. `info` (times, versions, notes) is not part of its digest."""
+
+    kind: str
+    config: dict[str, Any]
+    parents: dict[str, dict[str, str]]
+    parts: dict[str, Part]
+    counts: dict[str, int]
+    info: dict[str, Any]
+    digest: str
+    schema_version: int = SCHEMA_VERSION
+
+
+def fingerprint(kind: str, config: Config, parents: Mapping[str, "Artifact"]) -> str:
+    """Identity of an artifact before it exists: same kind, settings and parents give the same value."""
+    return _hash([kind, SCHEMA_VERSION, identity(config), {k: a.digest for k, a in sorted(parents.items())}])
+
+
+@dataclass
+class Artifact:
+    """A finished artifact, open for reading."""
+
+    uri: str
+    manifest: Manifest
+    _verified: set[str] = field(default_factory=set, repr=False)
+
+    @property
+    def digest(self) -> str:
+        """Content identity: equal digests mean equal parts, config and parents."""
+        return self.manifest.digest
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Row counts and the like, as the building stage recorded them."""
+        return self.manifest.counts
+
+    def names(self, prefix: str = "", suffix: str = "") -> list[str]:
+        """Parts whose path starts with `prefix` and ends with `suffix`, sorted."""
+        return sorted(n for n in self.manifest.parts if n.startswith(prefix) and n.endswith(suffix))
+
+    def file(self, name: str) -> str:
+        """URI of a part, its bytes checked against the manifest at first use in this process."""
+        part = self.manifest.parts.get(name)
+        uri = fs.join(self.uri, name)
+        if part is None:
+            raise ArtifactError(f"{self.uri} has no part {name!r}; it has {self.names()[:8]}")
+        if name not in self._verified:
+            if not fs.exists(uri):
+                raise ArtifactError(f"{uri} is missing: restore it or delete {self.uri} and re-run")
+            found = fs.checksum(uri)
+            if found != part.sha256:
+                raise ArtifactError(
+                    f"{uri} is damaged: sha256 {found[:12]}, the manifest says {part.sha256[:12]}; "
+                    f"restore it or delete {self.uri} and re-run its stage"
+                )
+            self._verified.add(name)
+        return uri
+
+    def directory(self, prefix: str) -> Path:
+        """A local directory with the (checked) parts below `prefix`, copied there if remote."""
+        names = self.names(prefix.rstrip("/") + "/")
+        if not names:
+            raise ArtifactError(f"{self.uri} has no parts below {prefix!r}")
+        for name in names:
+            self.file(name)
+        return fs.download(self.uri, names) / prefix
+
+    def read_json(self, name: str) -> Any:
+        """A JSON part."""
+        return json.loads(fs.read_bytes(self.file(name)))
+
+    def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
+        """One table: a `.parquet` or memory-mapped `.arrow` part, or all Parquet parts below a prefix."""
+        if name.endswith(".arrow"):
+            return pa.ipc.open_file(fs.open_input(self.file(name))).read_all()
+        names = [name] if name in self.manifest.parts else self.names(f"{name}/", ".parquet")
+        if not names:
+            raise ArtifactError(f"{self.uri} has no table {name!r}; it has {self.names()[:8]}")
+        return pa.concat_tables(pq.read_table(fs.open_input(self.file(n)), columns=columns) for n in names)
+
+    def batches(
+        self, name: str, *, rows: int = 8192, columns: list[str] | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Stream a table part by part without ever holding it whole."""
+        names = [name] if name in self.manifest.parts else self.names(f"{name}/", ".parquet")
+        for part in names:
+            with fs.open_input(self.file(part)) as source:
+                yield from pq.ParquetFile(source).iter_batches(rows, columns=columns)
+
+
+def open_artifact(uri: str, *, kind: str) -> Artifact:
+    """Open a finished artifact of `kind`; ArtifactError says why it cannot be read."""
+    manifest = _read_manifest(uri)
+    if manifest is None:
+        raise ArtifactError(f"no finished {kind!r} artifact at {uri}: run the stage that builds it")
+    if manifest.kind != kind:
+        raise ArtifactError(f"{uri} holds {manifest.kind!r}, expected {kind!r}: check the path")
+    return Artifact(uri, manifest)
+
+
+class Draft:
+    """An artifact under construction. `finished` means an equal one is already there: skip the work."""
+
+    def __init__(self, uri: str, *, kind: str, config: Config, parents: Mapping[str, Artifact]) -> None:
+        self.uri, self._kind, self._config, self._parents = uri, kind, config, dict(parents)
+        self.fingerprint = fingerprint(kind, config, parents)
+        self._start = time.monotonic()
+        self._parts: dict[str, Part] = {}
+        self._existing = _read_manifest(uri)
+        self.finished = self._existing is not None
+        if self._existing and self._existing.info.get("fingerprint") != self.fingerprint:
+            raise ArtifactError(
+                f"{uri} already holds another {self._existing.kind!r} artifact (other settings or inputs): "
+                "choose another output or delete it"
+            )
+        self._claim()
+
+    def _claim(self) -> None:
+        """Unfinished work of other settings or inputs would be resumed as ours: clear it away."""
+        if self.finished:
+            return
+        claim = self.work("fingerprint")
+        if fs.exists(claim) and fs.read_bytes(claim).decode() == self.fingerprint:
+            return
+        fs.delete(self.uri)
+        fs.write_bytes(claim, self.fingerprint.encode())
+
+    def path(self, name: str) -> str:
+        """URI where a part goes."""
+        return fs.join(self.uri, name)
+
+    def work(self, name: str = "") -> str:
+        """URI inside the private, kill-surviving work directory."""
+        return fs.join(self.uri, WORK, name) if name else fs.join(self.uri, WORK)
+
+    def write_table(self, name: str, table: pa.Table) -> None:
+        """Write a `.parquet` (zstd) or `.arrow` (uncompressed, for memory mapping) part."""
+        self._parts[name] = write_table(self.path(name), table)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON part with sorted keys."""
+        self.write_bytes(name, json.dumps(value, indent=1, sort_keys=True).encode())
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Write any part."""
+        fs.write_bytes(self.path(name), data)
+        self._parts[name] = Part(hashlib.sha256(data).hexdigest(), len(data))
+
+    def register(self, name: str, part: Part) -> None:
+        """Record a part some worker wrote, with the checksum it computed while it held the bytes."""
+        self._parts[name] = part
+
+    def commit(self, *, counts: Mapping[str, int], **info: Any) -> Artifact:
+        """Write the manifest: from here on the artifact exists. Parts nobody registered are hashed now."""
+        for name, size in fs.list_files(self.uri).items():
+            if not name.startswith(f"{WORK}/") and name not in self._parts:
+                self._parts[name] = Part(fs.checksum(self.path(name)), size)
+        parents = {k: {"uri": a.uri, "digest": a.digest} for k, a in sorted(self._parents.items())}
+        parts = dict(sorted(self._parts.items()))
+        config = identity(self._config)
+        manifest = Manifest(
+            kind=self._kind,
+            config=config,
+            parents=parents,
+            parts=parts,
+            counts=dict(counts),
+            info={
+                "fingerprint": self.fingerprint,
+                "seconds": round(time.monotonic() - self._start, 3),
+                "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "environment": environment(),
+                **info,
+            },
+            digest=_hash(
+                [
+                    self._kind,
+                    config,
+                    {k: p["digest"] for k, p in parents.items()},
+                    {name: part.sha256 for name, part in parts.items()},
+                ]
+            ),
+        )
+        fs.write_bytes(self.path(MANIFEST), json.dumps(manifest, default=vars, indent=1).encode())
+        fs.delete(self.work())
+        return Artifact(self.uri, manifest)
+
+    def existing(self) -> Artifact:
+        """The finished artifact that makes this draft needless."""
+        return open_artifact(self.uri, kind=self._kind)
+
+
+def write_table(uri: str, table: pa.Table) -> Part:
+    """Write one table file and return its Part; equal tables give equal bytes."""
+    sink = pa.BufferOutputStream()
+    if uri.endswith(".arrow"):
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        pq.write_table(table, sink, compression="zstd", row_group_size=65_536)
+    data = sink.getvalue().to_pybytes()
+    fs.write_bytes(uri, data)
+    return Part(hashlib.sha256(data).hexdigest(), len(data), table.num_rows)
+
+
+def _read_manifest(uri: str) -> Manifest | None:
+    path = fs.join(uri, MANIFEST)
+    if not fs.exists(path):
+        return None
+    try:
+        values = json.loads(fs.read_bytes(path))
+        values["parts"] = {name: Part(**part) for name, part in values["parts"].items()}
+        manifest = Manifest(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArtifactError(f"{path} is not a manifest: {error}; delete {uri} and re-run") from None
+    if manifest.schema_version != SCHEMA_VERSION:
+        raise ArtifactError(
+            f"{uri} has schema version {manifest.schema_version}, this release reads {SCHEMA_VERSION}: "
+            "re-run the stage that built it"
+        )
+    return manifest
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,138 @@
+"""Paths: a local path or a URI, resolved to one pyarrow filesystem; joins, atomic writes, local copies.
+
+``s3://``, ``gs://`` and ``hdfs://`` are pyarrow's own; any other scheme is looked up in fsspec.
+"""
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.fs as pafs
+
+from scalingnote.errors import DataError
+
+
+def join(base: str, *names: str) -> str:
+    """`base` and `names` with one slash between; works on paths and URIs alike."""
+    return "/".join([base.rstrip("/"), *(name.strip("/") for name in names)])
+
+
+def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
+    """The filesystem of `uri` and the path inside it."""
+    if "://" not in uri:
+        return pafs.LocalFileSystem(), str(Path(uri).absolute())
+    scheme, rest = uri.split("://", 1)
+    try:
+        return _by_scheme(scheme), rest
+    except (ValueError, ImportError) as error:
+        raise DataError(f"no filesystem for {uri!r}: {error}; install its fsspec package") from None
+
+
+@lru_cache(maxsize=16)
+def _by_scheme(scheme: str) -> pafs.FileSystem:
+    if scheme in {"s3", "gs", "hdfs", "file"}:
+        return pafs.FileSystem.from_uri(f"{scheme}://{'/' if scheme == 'file' else 'bucket'}")[0]
+    import fsspec
+
+    return pafs.PyFileSystem(pafs.FSSpecHandler(fsspec.filesystem(scheme)))
+
+
+def exists(uri: str) -> bool:
+    """Whether a file or directory is there."""
+    filesystem, path = resolve(uri)
+    return bool(filesystem.get_file_info(path).type != pafs.FileType.NotFound)
+
+
+def read_bytes(uri: str) -> bytes:
+    """The whole file; DataError when it is missing."""
+    filesystem, path = resolve(uri)
+    try:
+        with filesystem.open_input_stream(path) as stream:
+            return bytes(stream.read())
+    except FileNotFoundError:
+        raise DataError(f"no file at {uri}") from None
+
+
+def write_bytes(uri: str, data: bytes) -> None:
+    """Write so that a reader sees the old file or the whole new one, never a part of it."""
+    filesystem, path = resolve(uri)
+    filesystem.create_dir(path.rsplit("/", 1)[0], recursive=True)
+    pending = f"{path}.pending"
+    with filesystem.open_output_stream(pending) as stream:
+        stream.write(data)
+    filesystem.move(pending, path)
+
+
+def list_files(uri: str) -> dict[str, int]:
+    """Every file below `uri`: path relative to it -> size in bytes, sorted; empty if there is none."""
+    filesystem, path = resolve(uri)
+    selector = pafs.FileSelector(path, recursive=True, allow_not_found=True)
+    found = {
+        info.path[len(path) :].strip("/"): info.size
+        for info in filesystem.get_file_info(selector)
+        if info.type == pafs.FileType.File
+    }
+    return dict(sorted(found.items()))
+
+
+def delete(uri: str) -> None:
+    """Remove a file or a directory with all below it; nothing happens if it is not there."""
+    filesystem, path = resolve(uri)
+    kind = filesystem.get_file_info(path).type
+    if kind == pafs.FileType.Directory:
+        filesystem.delete_dir(path)
+    elif kind == pafs.FileType.File:
+        filesystem.delete_file(path)
+
+
+def checksum(uri: str) -> str:
+    """sha256 of a file, read in blocks."""
+    digest = hashlib.sha256()
+    for block in _blocks(uri):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _blocks(uri: str, size: int = 1 << 22) -> Iterator[bytes]:
+    filesystem, path = resolve(uri)
+    with filesystem.open_input_stream(path) as stream:
+        while block := stream.read(size):
+            yield block
+
+
+def open_input(uri: str) -> pa.NativeFile:
+    """Random-access reader; memory-mapped when the file is local."""
+    filesystem, path = resolve(uri)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        return pa.memory_map(path)
+    return filesystem.open_input_file(path)
+
+
+def upload(local: str | Path, uri: str) -> None:
+    """Copy a local file or directory tree to `uri`."""
+    local = Path(local)
+    filesystem, path = resolve(uri)
+    filesystem.create_dir(path if local.is_dir() else path.rsplit("/", 1)[0], recursive=True)
+    pafs.copy_files(str(local), path, destination_filesystem=filesystem)
+
+
+def download(uri: str, files: list[str]) -> Path:
+    """A local directory with `files` of `uri`: itself when local, else a copy keyed by its URI."""
+    filesystem, path = resolve(uri)
+    if isinstance(filesystem, pafs.LocalFileSystem):
+        return Path(path)
+    key = hashlib.sha256(uri.encode()).hexdigest()[:24]
+    target = Path(tempfile.gettempdir()) / "scalingnote-cache" / key
+    for name in files:
+        copy = target / name
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as stream:
+                for block in _blocks(join(uri, name)):
+                    stream.write(block)
+            shutil.move(stream.name, copy)
+    return target

@@ -1,0 +1,72 @@
+"""Columns of every table that passes between stages; the one place where they are named.
+
+Documents may carry further columns: these are *features* (price, supplier, votes...), kept as they are.
+"""
+
+import pyarrow as pa
+
+DOCUMENTS = pa.schema(
+    {
+        "doc_id": pa.string(),
+        "title": pa.string(),
+        "topic": pa.string(),
+        "content": pa.string(),
+        # Documents of one group are never split between training and test (e.g. one medical focus).
+        "group": pa.string(),
+    }
+)
+QUERIES = pa.schema(
+    {
+        "query_id": pa.string(),
+        "query": pa.string(),
+        "split": pa.string(),  # "train" or "test"
+    }
+)
+QRELS = pa.schema({"query_id": pa.string(), "doc_id": pa.string(), "relevance": pa.int32()})
+IMPRESSIONS = pa.schema(
+    {
+        "session_id": pa.string(),
+        "user_id": pa.string(),  # may be null
+        "query_id": pa.string(),
+        "doc_id": pa.string(),
+        "position": pa.int32(),  # 1 is the top
+        "clicked": pa.bool_(),
+        "timestamp": pa.timestamp("s"),
+    }
+)
+SCORES = pa.schema({"query_id": pa.string(), "doc_id": pa.string(), "score": pa.float32()})
+TRIPLETS = pa.schema(
+    {
+        "query_id": pa.string(),
+        "query": pa.string(),
+        "positive": pa.string(),  # doc_id
+        "negatives": pa.list_(pa.string()),  # doc_ids
+        "source": pa.string(),  # "click" or "relevance"
+        "split": pa.string(),  # "train" or "validation"
+    }
+)
+REJECTED = pa.schema({"table": pa.string(), "row": pa.string(), "reason": pa.string()})
+
+
+def embedding_field(name: str, dim: int, *, dtype: str = "float32") -> pa.Field:
+    """An embedding column: FixedSizeList of float16 or float32, readable by any Arrow reader."""
+    return pa.field(name, pa.list_(pa.from_numpy_dtype(dtype), dim))
+
+
+def embeddings(views: list[str], dim: int, *, key: str = "doc_id", dtype: str = "float32") -> pa.Schema:
+    """Schema of an embeddings artifact: an id and one column per view."""
+    return pa.schema(
+        [pa.field(key, pa.string()), *(embedding_field(view, dim, dtype=dtype) for view in views)]
+    )
+
+
+def semantic_ids(levels: int) -> pa.Schema:
+    """Codes per level, and `suffix`: 0 unless an earlier document has the same codes, then 1, 2, ..."""
+    return pa.schema(
+        {
+            "doc_id": pa.string(),
+            "codes": pa.list_(pa.int32(), levels),
+            "suffix": pa.int32(),
+            "semantic_id": pa.string(),  # "c0-c1-...-suffix"
+        }
+    )

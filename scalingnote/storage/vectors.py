@@ -1,0 +1,25 @@
+"""Embedding columns between Arrow and numpy, without copies where the layout allows."""
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float, Shaped
+from numpy import ndarray
+
+
+def to_numpy(column: pa.ChunkedArray | pa.Array) -> Float[ndarray, "rows dim"]:
+    """A FixedSizeList column as a float32 matrix."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if isinstance(column, pa.ChunkedArray):  # zero chunks stay a ChunkedArray in some versions
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    dim = column.type.list_size
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    return np.ascontiguousarray(values.reshape(-1, dim), dtype=np.float32)
+
+
+def to_arrow(matrix: Shaped[ndarray, "rows dim"], *, dtype: str = "float32") -> pa.Array:
+    """A matrix as a FixedSizeList column of `dtype` (float16 or float32; integers keep theirs)."""
+    if np.issubdtype(matrix.dtype, np.floating):
+        matrix = matrix.astype(dtype)
+    values = pa.array(np.ascontiguousarray(matrix).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(values, matrix.shape[1])

@@ -1,0 +1,1 @@
+"""Stage I: both towers trained together, contrastively, on Ray Train."""
