@@ -1,0 +1,50 @@
+"""Knobs of a tower: which backbone, how long its input, how wide its embedding."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from scalingnote.config import Config
+
+PAPER_PROMPT = (
+    "Document: {{'title': {title}}}. Predict a query term: \"[TITLE_QUERY]\". "
+    "Document: {{'topic': {topic}, 'content': {content}}}. "
+    'Predict a query term: "[CONTENT_QUERY]", combine the predicted query terms, '
+    'and compress the above content into one word: "[EMB]".'
+)
+
+
+class Pretrained(Config):
+    """Any Hugging Face model, decoder or bidirectional encoder, by hub id or folder."""
+
+    kind: Literal["pretrained"] = "pretrained"
+    path: str = Field(description="hub id or folder, e.g. Qwen/Qwen2.5-7B-Instruct")
+    layers: int | None = Field(None, ge=1, description="keep only the first layers; None keeps all")
+
+
+class Scratch(Config):
+    """A small model of a known architecture with random weights and a tokenizer trained on the corpus."""
+
+    kind: Literal["scratch"] = "scratch"
+    architecture: Literal["qwen2", "bert"] = Field("qwen2", description="causal or bidirectional")
+    layers: int = Field(2, ge=1)
+    hidden: int = Field(128, ge=8, description="hidden size; a multiple of heads")
+    heads: int = Field(4, ge=1)
+    intermediate: int = Field(256, ge=8, description="width of the feed-forward part")
+    vocabulary: int = Field(8192, ge=300, description="byte-level BPE tokens learnt from the corpus")
+    max_positions: int = Field(512, ge=8, description="longest input in tokens")
+
+
+Backbone = Annotated[Pretrained | Scratch, Field(discriminator="kind")]
+
+
+class TowerConfig(Config):
+    """One tower: text -> tokens -> hidden states -> pooled state -> projected embedding."""
+
+    backbone: Backbone = Scratch()
+    max_length: int = Field(64, ge=4, description="tokens fed; content is cut first, then topic")
+    prompt: str = Field(
+        PAPER_PROMPT,
+        description="document towers only: {title} {topic} {content} and the placeholders "
+        "[TITLE_QUERY] [CONTENT_QUERY] [EMB], one per view (ScalingNote, section 3.2)",
+    )

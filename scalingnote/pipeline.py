@@ -1,0 +1,182 @@
+"""The run: its config, the order of its stages, and where each artifact lies.
+
+An artifact lies at ``{run_dir}/{stage}/{fingerprint}``: same settings and inputs, same place. So a re-run
+skips what is finished, a changed knob never overwrites old work, and methods that share a stage share
+its artifact.
+"""
+
+import difflib
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import yaml
+from pydantic import Field
+
+from scalingnote.collect.config import CollectConfig
+from scalingnote.config import Config, dump, validate
+from scalingnote.datasets.config import AnyDataset
+from scalingnote.distill.config import DistillConfig
+from scalingnote.encode.config import EncodeConfig, TeacherConfig
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.index.config import IndexConfig
+from scalingnote.log import get_logger
+from scalingnote.quantize.config import QuantizeConfig
+from scalingnote.search.config import ServeConfig
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import MANIFEST, Artifact, fingerprint, open_artifact
+from scalingnote.train.config import TrainConfig
+
+RUN_FILE = "run.yaml"
+log = get_logger("pipeline")
+
+
+class RunConfig(Config):
+    """Everything a run needs, one section per stage."""
+
+    run_dir: str = Field("runs/default", description="where artifacts go: a path or a URI (s3://...)")
+    address: str | None = Field(None, description="Ray cluster; None starts a private local one")
+    dataset: AnyDataset
+    collect: CollectConfig = CollectConfig()
+    train: TrainConfig = TrainConfig()
+    teacher: TeacherConfig = TeacherConfig()
+    distill: DistillConfig | None = Field(DistillConfig(), description="null: serve stage I's query tower")
+    encode: EncodeConfig = EncodeConfig()
+    quantize: QuantizeConfig = QuantizeConfig()
+    index: IndexConfig = IndexConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    serve: ServeConfig = ServeConfig()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One box of the picture: what it builds, from what, and the job that does it."""
+
+    name: str
+    builds: str
+    reads: tuple[str, ...]
+    section: str
+    job: str
+    may_read: tuple[str, ...] = ()
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("prepare", "dataset", (), "dataset", "scalingnote.datasets.job:run"),
+    Stage("collect", "triplets", ("dataset",), "collect", "scalingnote.collect.job:run"),
+    Stage("train", "dual_encoder", ("dataset", "triplets"), "train", "scalingnote.train.job:run"),
+    Stage(
+        "teacher",
+        "query_embeddings",
+        ("triplets", "dual_encoder"),
+        "teacher",
+        "scalingnote.encode.job:run_queries",
+    ),
+    Stage("distill", "student", ("dataset", "query_embeddings"), "distill", "scalingnote.distill.job:run"),
+    Stage("encode", "embeddings", ("dataset", "dual_encoder"), "encode", "scalingnote.encode.job:run"),
+    Stage("quantize", "semantic_ids", ("embeddings",), "quantize", "scalingnote.quantize.job:run"),
+    Stage(
+        "index",
+        "index",
+        ("dataset", "embeddings", "semantic_ids"),
+        "index",
+        "scalingnote.index.job:run",
+    ),
+    Stage(
+        "evaluate",
+        "report",
+        ("dataset", "dual_encoder", "embeddings", "index"),
+        "evaluate",
+        "scalingnote.evaluate.job:run",
+        may_read=("student",),
+    ),
+)
+NAMES = tuple(stage.name for stage in STAGES)
+
+
+def stages(config: RunConfig) -> list[Stage]:
+    """The stages this config asks for, in order: without a distill section there is no student."""
+    return [s for s in STAGES if config.distill or s.name not in {"teacher", "distill"}]
+
+
+def select(
+    config: RunConfig, *, only: str | None = None, start: str | None = None, until: str | None = None
+) -> list[Stage]:
+    """The stages named by ``--only``, ``--from`` and ``--until``."""
+    wanted = stages(config)
+    names = [stage.name for stage in wanted]
+    for name in (only, start, until):
+        if name is not None and name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"no stage {name!r} in this run; it has {', '.join(names)}{hint}")
+    if only:
+        start = until = only
+    first = names.index(start) if start else 0
+    last = names.index(until) if until else len(names) - 1
+    return wanted[first : last + 1]
+
+
+def run(config: RunConfig, chosen: Sequence[Stage] | None = None) -> dict[str, Artifact]:
+    """Run the chosen stages (default: all) in order, skipping finished ones; returns kind -> artifact."""
+    chosen = stages(config) if chosen is None else list(chosen)
+    fs.write_bytes(fs.join(config.run_dir, RUN_FILE), yaml.safe_dump(dump(config)).encode())
+    built: dict[str, Artifact] = {}
+    for number, stage in enumerate(chosen, 1):
+        parents, uri = _place(config, stage)
+        if _finished(uri):
+            built[stage.builds] = open_artifact(uri, kind=stage.builds)
+            log.info("%d/%d %s: finished before, %s", number, len(chosen), stage.name, uri)
+            continue
+        log.info("%d/%d %s", number, len(chosen), stage.name)
+        from scalingnote import cluster  # late: importing Ray takes longer than showing --help
+
+        cluster.connect(config.address)
+        module, function = stage.job.split(":")
+        job = getattr(importlib.import_module(module), function)
+        artifact = job(
+            getattr(config, stage.section),
+            **{kind: parent.uri for kind, parent in parents.items()},
+            output=uri,
+        )
+        built[stage.builds] = artifact
+        log.info("%s -> %s  (%.1fs)", stage.name, uri, artifact.manifest.info["seconds"])
+        if stage.builds == "report":
+            publish(artifact, config.run_dir)
+    return built
+
+
+def locate(config: RunConfig, kind: str) -> Artifact:
+    """The finished artifact of `kind` that this config names; ArtifactError tells which stage to run."""
+    stage = next(s for s in STAGES if s.builds == kind)
+    _, uri = _place(config, stage)
+    if not _finished(uri):
+        raise ArtifactError(f"no {kind} for this config in {config.run_dir}: run stage {stage.name!r} first")
+    return open_artifact(uri, kind=kind)
+
+
+def load_run(run_dir: str) -> RunConfig:
+    """The config of the last run in `run_dir`."""
+    path = fs.join(run_dir, RUN_FILE)
+    if not fs.exists(path):
+        raise ConfigError(f"no run at {run_dir}: `scalingnote run CONFIG --set run_dir={run_dir}` makes one")
+    return validate(RunConfig, yaml.safe_load(fs.read_bytes(path)), source=path)
+
+
+def publish(report: Artifact, run_dir: str) -> None:
+    """Copy a report to the top of the run directory, where people look for it."""
+    for name in report.names("report."):
+        fs.write_bytes(fs.join(run_dir, name), fs.read_bytes(report.file(name)))
+
+
+def _place(config: RunConfig, stage: Stage) -> tuple[dict[str, Artifact], str]:
+    """Parents (finished, by kind) and URI of a stage's artifact."""
+    kinds = {s.builds for s in stages(config)}
+    wanted = (*stage.reads, *(kind for kind in stage.may_read if kind in kinds))
+    parents = {kind: locate(config, kind) for kind in wanted}
+    mark = fingerprint(stage.builds, getattr(config, stage.section), parents)
+    return parents, fs.join(config.run_dir, stage.name, mark[:12])
+
+
+def _finished(uri: str) -> bool:
+    return fs.exists(fs.join(uri, MANIFEST))
