@@ -1,0 +1,119 @@
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalingnote.bm25 import BM25, document_texts, terms
+from scalingnote.errors import DataError
+
+TEXTS = [
+    "The sun warms the sea",
+    "sea salt and sea air",
+    "",
+    "a DataFrame is read by pandas.read_csv",
+    "空调维修价格表",
+    "sun sun sun",
+]
+
+
+def formula(texts: list[str], query: str, k1: float, b: float) -> list[float]:
+    """BM25 as written down: sum over query terms of idf times saturated term frequency."""
+    documents = [terms(text) for text in texts]
+    average = sum(map(len, documents)) / len(documents)
+    scores = []
+    for document in documents:
+        score = 0.0
+        for term in terms(query):
+            frequency = sum(other == term for other in document)
+            holders = sum(term in other for other in documents)
+            idf = math.log(1 + (len(documents) - holders + 0.5) / (holders + 0.5))
+            score += idf * frequency / (frequency + k1 * (1 - b + b * len(document) / average))
+        scores.append(score)
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The Sun, the sea!", ["the", "sun", "the", "sea"]),
+        ("torch.nn.Conv2d", ["torch.nn.conv2d", "torch", "nn", "conv2d"]),
+        ("read_csv", ["read_csv", "read", "csv"]),
+        ("DataFrame", ["dataframe", "data", "frame"]),
+        ("HTTPServer", ["httpserver", "http", "server"]),
+        ("NASA end.", ["nasa", "end"]),
+        ("空调维修", ["空", "调", "维", "修", "空调", "调维", "维修"]),
+        ("买iPhone吗", ["买", "iphone", "i", "phone", "吗"]),
+        ("Ｃａｆé __init__", ["café", "init"]),
+        (" ,。", []),
+    ],
+)
+def test_terms(text, expected):
+    assert terms(text) == expected
+
+
+@pytest.mark.parametrize("query", ["sea", "the sun", "sea sea", "pandas.read_csv", "空调价格"])
+@pytest.mark.parametrize(("k1", "b"), [(1.2, 0.75), (0.9, 0.4)])
+def test_scores_are_the_formula(query, k1, b):
+    rows, scores = BM25.build(TEXTS, k1=k1, b=b).search([query], k=len(TEXTS))
+    expected = formula(TEXTS, query, k1, b)
+    found = {int(row): float(score) for row, score in zip(rows[0], scores[0], strict=True) if row >= 0}
+    assert found == pytest.approx({row: score for row, score in enumerate(expected) if score > 0}, rel=1e-5)
+    assert list(scores[0]) == sorted(scores[0], reverse=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    texts=st.lists(st.text("ab c", max_size=8), min_size=1, max_size=12),
+    query=st.text("ab c", max_size=6),
+    k=st.integers(1, 15),
+)
+def test_order_is_by_score_then_row(texts, query, k):
+    texts = [*texts, "a b c"]
+    rows, scores = BM25.build(texts).search([query], k)
+    every, values = BM25.build(texts).search([query], len(texts))
+    order = sorted(
+        range(len(texts)), key=lambda i: (-dict(zip(every[0], values[0], strict=True)).get(i, 0), i)
+    )
+    matching = [row for row in order if row in every[0]]
+    assert [row for row in rows[0] if row >= 0] == matching[:k]
+    assert (scores[0][rows[0] < 0] == 0).all()
+
+
+def test_a_query_without_known_terms_finds_nothing():
+    rows, scores = BM25.build(TEXTS).search(["zebra", ""], k=3)
+    assert (rows == -1).all()
+    assert (scores == 0).all()
+
+
+def test_saved_index_answers_alike(tmp_path):
+    index = BM25.build(TEXTS)
+    index.save(tmp_path / "bm25")
+    loaded = BM25.load(tmp_path / "bm25")
+    assert loaded.size == len(TEXTS)
+    for mine, theirs in zip(index.search(TEXTS, 4), loaded.search(TEXTS, 4), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_files_do_not_depend_on_the_hash_seed(tmp_path):
+    code = f"from scalingnote.bm25 import BM25; BM25.build({TEXTS!r}).save(__import__('sys').argv[1])"
+    for seed in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / seed)], check=True, env={"PYTHONHASHSEED": seed}
+        )
+    for file in sorted((tmp_path / "1").iterdir()):
+        assert file.read_bytes() == (tmp_path / "2" / file.name).read_bytes(), file.name
+
+
+def test_no_terms_is_refused():
+    with pytest.raises(DataError, match="none of 2 documents"):
+        BM25.build(["", " , "])
+
+
+def test_document_texts_join_the_three_columns():
+    table = pa.table({"title": ["t"], "topic": [None], "content": ["c"], "doc_id": ["d"]})
+    assert document_texts(table) == ["t\n\nc"]
