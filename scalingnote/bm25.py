@@ -21,7 +21,7 @@ from scalingnote.errors import DataError
 
 # Han, kana and hangul: scripts written without (reliable) spaces between words.
 _CJK = "\u3005\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
-_RUN = re.compile(rf"[{_CJK}]+|[^\W_{_CJK}]+(?:[._]+[^\W_{_CJK}]+)*")
+_RUN = re.compile(rf"([{_CJK}]+)|([^\W_{_CJK}]+(?:[._]+[^\W_{_CJK}]+)*)")
 _SEPARATOR = re.compile(r"[._]+")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
@@ -35,12 +35,12 @@ def terms(text: str) -> list[str]:
     stand for words, characters keep one-character words and word borders findable.
     """
     found: list[str] = []
-    for run in _RUN.findall(unicodedata.normalize("NFKC", text)):
-        if _is_cjk(run[0]):
-            found.extend(run)
-            found.extend(run[i : i + 2] for i in range(len(run) - 1))
+    for cjk, run in _RUN.findall(unicodedata.normalize("NFKC", text)):
+        if cjk:
+            found.extend(cjk)
+            found.extend(cjk[i : i + 2] for i in range(len(cjk) - 1))
             continue
-        words = _SEPARATOR.split(run)
+        words = _SEPARATOR.split(run) if "." in run or "_" in run else [run]
         if len(words) > 1:
             found.append(run.lower())
         for word in words:
@@ -104,10 +104,6 @@ class BM25:
     def load(cls, folder: str | Path) -> "BM25":
         """Open a saved index memory-mapped: processes of one machine share its pages."""
         return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False))
-
-
-def _is_cjk(character: str) -> bool:
-    return re.match(f"[{_CJK}]", character) is not None
 
 
 def _best(

@@ -1,0 +1,30 @@
+"""Knobs of the report: which measures at which depth, what beside, and what the methods are called."""
+
+from pydantic import Field
+
+from scalingnote.config import Config, Resources
+
+
+class MethodNames(Config):
+    """What the report calls each query tower, e.g. the names of the literature."""
+
+    dual_encoder: str = Field("scalingdual", min_length=1, description="stage I's own query tower")
+    student: str = Field("scalingnote", min_length=1, description="the distilled query tower")
+
+
+class EvaluateConfig(Config):
+    """Full retrieval: every test query against every document of the pool."""
+
+    recall_at: tuple[int, ...] = Field(
+        (1, 10, 50, 100), min_length=1, description="K of R@K; the paper shows 50, 100, 500 and 1000"
+    )
+    mrr_at: int = Field(10, ge=1, description="depth of MRR")
+    ndcg_at: int = Field(10, ge=1, description="depth of nDCG")
+    run_depth: int = Field(100, ge=1, description="results kept per query and method, in runs/*.trec")
+    names: MethodNames = MethodNames()
+    bm25: bool = Field(True, description="show BM25 over the same pool beside the towers")
+    bm25_k1: float = Field(1.2, ge=0, description="BM25's term saturation")
+    bm25_b: float = Field(0.75, ge=0, le=1, description="BM25's length normalisation")
+    examples: int = Field(8, ge=0, description="test queries shown with their top results")
+    seed: int = Field(0, description="of the choice of examples")
+    resources: Resources = Resources()
