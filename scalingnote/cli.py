@@ -1,0 +1,257 @@
+"""`scalingnote`: the command line. Each command reads its arguments and calls the room that does the work.
+
+Only argparse is loaded before a command is chosen, so `--help` answers at once.
+"""
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scalingnote import __version__
+from scalingnote.errors import ConfigError, ScalingNoteError
+
+if TYPE_CHECKING:
+    from scalingnote.pipeline import RunConfig
+
+STAGES = {
+    "prepare": "read a dataset into documents, queries and qrels",
+    "collect": "mine training triplets from clicks and relevance",
+    "train": "stage I: train both towers",
+    "teacher": "embed the training queries with stage I's query tower",
+    "distill": "stage II: train the small query tower on those embeddings",
+    "encode": "embed the documents",
+    "quantize": "assign semantic IDs by residual K-means",
+    "index": "build the sharded index",
+    "evaluate": "measure and write the report",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0 done, 1 not fit, 2 wrong input, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.command(options))
+    except ScalingNoteError as error:
+        if os.environ.get("SCALINGNOTE_DEBUG") == "1":
+            raise
+        # Ray wraps an error of a remote task together with its traceback; the cause is the error itself.
+        print(f"scalingnote: {getattr(error, 'cause', error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `scalingnote datasets list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("scalingnote", description="Train, index and serve dual encoders.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, function: Any, text: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        made.set_defaults(command=function, name=name)
+        return made
+
+    run = command("run", _run, "run the stages of a config, skipping finished ones")
+    _add_config(run)
+    which = run.add_mutually_exclusive_group()
+    which.add_argument("--only", metavar="STAGE", help="run this stage alone")
+    which.add_argument("--from", metavar="STAGE", dest="start", help="run from this stage on")
+    run.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    for name, text in STAGES.items():
+        stage = command(name, _run, text)
+        _add_config(stage)
+        stage.set_defaults(only=name, start=None, until=None)
+
+    compare = command(
+        "compare", _compare, "run several methods on one dataset and lay their reports together"
+    )
+    _add_config(compare)
+    compare.add_argument("--methods", nargs="+", required=True, metavar="FILE", help="one config per method")
+
+    search = command("search", _search, "search a finished run from the shell, without a server")
+    search.add_argument("query", help="what to look for")
+    search.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    search.add_argument("-k", type=int, default=5, help="number of results, default: %(default)s")
+
+    serve = command("serve", _serve, "serve a finished run: HTTP and a search page on one URL")
+    serve.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    _add_set(serve)
+
+    submit = command("submit", _submit, "send one stage to a Ray cluster as a job")
+    submit.add_argument("stage", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
+    _add_config(submit)
+    submit.add_argument("--address", required=True, metavar="URL", help="e.g. http://head-node:8265")
+    submit.add_argument("--submission-id", metavar="ID", help="refused if used before: submits once")
+    submit.add_argument("--wait", action="store_true", help="follow the log, end with the job's exit code")
+
+    datasets = command("datasets", _datasets, "list, describe or download the datasets")
+    datasets.add_argument("action", choices=("list", "describe", "fetch"))
+    datasets.add_argument("dataset", nargs="?", metavar="NAME")
+
+    doctor = command("doctor", _doctor, "check this machine and say what to do about each finding")
+    doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", nargs="+", metavar="CONFIG", help="YAML files, later ones laid over earlier"
+    )
+    _add_set(parser)
+
+
+def _add_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=VALUE",
+        dest="overrides",
+        help="override one knob; repeatable",
+    )
+
+
+def _load(options: argparse.Namespace, *more: str) -> "RunConfig":
+    from scalingnote.config import load
+    from scalingnote.log import configure
+    from scalingnote.pipeline import RunConfig
+
+    configure()
+    return load(RunConfig, [*options.config, *more], options.overrides)
+
+
+def _run(options: argparse.Namespace) -> int:
+    config = _load(options)
+    from scalingnote import pipeline
+
+    chosen = pipeline.select(config, only=options.only, start=options.start, until=options.until)
+    built = pipeline.run(config, chosen)
+    if "report" in built:
+        from scalingnote.evaluate.report import comparison_table
+
+        print(comparison_table([built["report"].read_json("report.json")]))
+    width = max(len(kind) for kind in built)
+    for kind, artifact in built.items():
+        print(f"{kind:<{width}}  {artifact.uri}")
+    if "report" in built:
+        print(f"\nreport: {config.run_dir}/report.html\ntry it: scalingnote serve --run {config.run_dir}")
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    configs = [_load(options, method) for method in options.methods]  # all checked before any is run
+    from scalingnote import pipeline
+    from scalingnote.evaluate.report import comparison_table, merge_reports
+    from scalingnote.storage import filesystem as fs
+
+    places = {config.run_dir for config in configs}
+    if len(places) > 1:
+        raise ConfigError(
+            f"methods name different run_dirs {sorted(places)}: give one with --set run_dir=..."
+        )
+    reports = [pipeline.run(config)["report"].read_json("report.json") for config in configs]
+    table = comparison_table(reports)
+    run_dir = configs[0].run_dir
+    merged = json.dumps(merge_reports(reports), indent=1, sort_keys=True)
+    fs.write_bytes(fs.join(run_dir, "compare.json"), merged.encode())
+    fs.write_bytes(fs.join(run_dir, "compare.md"), f"{table}\n".encode())
+    print(f"{table}\n\n{fs.join(run_dir, 'compare.md')}\n{fs.join(run_dir, 'compare.json')}")
+    return 0
+
+
+def _search(options: argparse.Namespace) -> int:
+    if not options.query.strip() or options.k < 1:
+        raise ConfigError("nothing to search: give some text and -k of at least 1")
+    from scalingnote import pipeline
+
+    config = pipeline.load_run(options.run)
+    index = pipeline.locate(config, "index")
+    tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
+    import numpy as np
+
+    from scalingnote.encode.encoder import Encoder
+    from scalingnote.search.searcher import Searcher
+
+    clock = [time.perf_counter()]
+    encoder = Encoder.load(tower.directory("query"))
+    searcher = Searcher.open(index.uri)
+    clock.append(time.perf_counter())
+    queries = encoder.encode_queries([options.query])
+    queries = queries / np.maximum(np.linalg.norm(queries, axis=1, keepdims=True), 1e-12)
+    clock.append(time.perf_counter())
+    results = searcher.search(queries.astype(np.float32), k=options.k)[0]
+    clock.append(time.perf_counter())
+    for rank, result in enumerate(results, 1):
+        document = searcher.document(result)
+        title = document["title"] or result.doc_id
+        print(f"{rank:>3}. {result.score:.4f}  {title}")
+        print(f"     {result.doc_id} · {document['topic']} · {document['semantic_id']}")
+        print(f"     {' '.join(document['snippet'].split())[:200]}\n")
+    load, encode, search = (1000 * (after - before) for before, after in itertools.pairwise(clock))
+    print(f"{len(results)} results; load {load:.0f} ms, encode {encode:.1f} ms, search {search:.1f} ms")
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from scalingnote.log import configure
+
+    configure()
+    # By name: the apps stand beside the command line, not below it.
+    return int(importlib.import_module("serve.app").run(options.run, overrides=options.overrides))
+
+
+def _submit(options: argparse.Namespace) -> int:
+    config = _load(options)
+    return int(
+        importlib.import_module("jobs.submit").submit(
+            options.stage,
+            options.config,
+            run_dir=config.run_dir,
+            address=options.address,
+            overrides=options.overrides,
+            submission_id=options.submission_id,
+            wait=options.wait,
+        )
+    )
+
+
+def _datasets(options: argparse.Namespace) -> int:
+    from scalingnote.datasets import registry
+    from scalingnote.log import configure
+
+    configure()
+    if options.action == "list":
+        width = max(len(name) for name in registry.names())
+        for name in registry.names():
+            print(f"{name:<{width}}  {'here   ' if registry.available(name) else 'to fetch'}")
+        return 0
+    if options.dataset is None:
+        raise ConfigError(f"name a dataset: scalingnote datasets {options.action} NAME; see `datasets list`")
+    if options.action == "describe":
+        print(registry.describe(options.dataset))
+    else:
+        path: Path = registry.fetch(options.dataset)
+        print(path)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from scalingnote import doctor
+
+    findings = doctor.examine()
+    print(doctor.as_json(findings) if options.json else doctor.as_text(findings))
+    return 1 if any(finding.level == "stops" for finding in findings) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

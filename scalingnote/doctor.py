@@ -1,0 +1,252 @@
+"""`scalingnote doctor`: looks at the machine and its installation, says what to do about each finding."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+GB = 2**30
+PYTHON = (3, 11)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: `stops` means that a run cannot work before the remedy is taken."""
+
+    subject: str
+    level: Literal["ok", "warn", "stops"]
+    found: str
+    remedy: str = ""
+
+
+def examine(*, directory: Path | None = None) -> list[Finding]:
+    """Every check, in the order in which a newcomer meets them; runs would be written below `directory`."""
+    directory = directory or Path.cwd()
+    checks = (
+        _machine(),
+        _python(),
+        _packages(),
+        _ray(),
+        _clusters(),
+        _accelerators(),
+        _precision(),
+        _memory(),
+        _disk(directory),
+        _datasets(),
+    )
+    return [finding for check in checks for finding in check]
+
+
+def as_json(findings: list[Finding]) -> str:
+    """The findings for a program."""
+    return json.dumps([asdict(finding) for finding in findings], indent=1)
+
+
+def as_text(findings: list[Finding]) -> str:
+    """The findings for a person: one line each, a remedy below where there is one."""
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.level:<5}  {finding.subject:<{width}}  {finding.found}")
+        if finding.remedy:
+            lines.append(f"{'':<5}  {'':<{width}}  -> {finding.remedy}")
+    stops = sum(finding.level == "stops" for finding in findings)
+    lines.append(f"\n{stops} findings stop a run" if stops else "\nready to run")
+    return "\n".join(lines)
+
+
+def _machine() -> Iterator[Finding]:
+    cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    memory = psutil.virtual_memory().total / GB
+    found = f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.1f} GB"
+    if platform.system() == "Windows":
+        yield Finding("machine", "warn", found, "Ray's Windows support is partial: use WSL 2")
+    else:
+        yield Finding("machine", "ok", found)
+
+
+def _python() -> Iterator[Finding]:
+    version = platform.python_version()
+    if tuple(map(int, platform.python_version_tuple()[:2])) < PYTHON:
+        yield Finding("python", "stops", version, f"install Python {PYTHON[0]}.{PYTHON[1]} or newer")
+    else:
+        yield Finding("python", "ok", version)
+
+
+def _packages() -> Iterator[Finding]:
+    from packaging.requirements import Requirement
+
+    wrong = []
+    try:
+        stated = importlib.metadata.requires("scalingnote") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("packages", "stops", "scalingnote itself is not installed", "pip install '.[cpu]'")
+        return
+    needed = [r for r in map(Requirement, stated) if r.marker is None or r.marker.evaluate({"extra": ""})]
+    for requirement in needed:
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            wrong.append((f"{requirement.name} is missing", requirement))
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            wrong.append((f"{requirement.name} is {version}, wanted {requirement.specifier}", requirement))
+    for found, requirement in wrong:
+        yield Finding("packages", "stops", found, f"pip install '{requirement.name}{requirement.specifier}'")
+    if importlib.util.find_spec("faiss") is None:
+        yield Finding("packages", "stops", "faiss is missing", "pip install 'scalingnote[cpu]' (or [gpu])")
+    elif not wrong:
+        yield Finding("packages", "ok", f"{len(needed)} requirements and faiss are met")
+
+
+def _ray() -> Iterator[Finding]:
+    try:
+        ray = importlib.import_module("ray")
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing
+        yield Finding(
+            "ray", "stops", f"cannot be imported: {error}", "reinstall it: pip install --force-reinstall ray"
+        )
+        return
+    programs = Path(str(ray.__file__)).parent / "core" / "src" / "ray"
+    for program in (programs / "raylet" / "raylet", programs / "gcs" / "gcs_server"):
+        if not os.access(program, os.X_OK):
+            yield Finding("ray", "stops", f"{program} cannot be executed", "reinstall Ray for this platform")
+            return
+    yield Finding("ray", "ok", str(ray.__version__))
+
+
+def _clusters() -> Iterator[Finding]:
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        yield Finding(
+            "RAY_ADDRESS",
+            "warn",
+            address,
+            "runs join this cluster; `unset RAY_ADDRESS` for a private local one",
+        )
+    running = [process.info["pid"] for process in psutil.process_iter(["pid", "name"]) if _is_gcs(process)]
+    if running:
+        yield Finding(
+            "clusters",
+            "warn",
+            f"{len(running)} Ray cluster(s) on this machine (gcs_server {', '.join(map(str, running[:4]))})",
+            "runs start their own beside them; if one is left over from a crash, `ray stop` frees its memory",
+        )
+
+
+def _is_gcs(process: psutil.Process) -> bool:
+    return str(process.info["name"]).startswith("gcs_server")
+
+
+def _accelerators() -> Iterator[Finding]:
+    torch = _torch()
+    if torch is None:
+        return  # reported among the packages
+    if not torch.cuda.is_available():
+        yield Finding("gpu", "ok", "none: everything runs on the CPU")
+        return
+    for number in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        found = f"{facts.name}, {free / GB:.0f} of {total / GB:.0f} GB free"
+        if free < total / 2:
+            yield Finding("gpu", "warn", found, "something else uses it: see nvidia-smi")
+        else:
+            yield Finding(
+                "gpu", "ok", found, "use it with --set train.resources.gpus_per_worker=1 (encode, distill...)"
+            )
+
+
+def _precision() -> Iterator[Finding]:
+    """Whether bfloat16 is worth anything here: CPUs without AMX or AVX512-BF16 emulate it, slowly."""
+    torch = _torch()
+    if torch is None:
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    seconds = {}
+    for name in ("float32", "bfloat16"):
+        matrix = torch.ones(512, 512, dtype=getattr(torch, name), device=device)
+        best = float("inf")
+        for _ in range(4):  # the first one warms up
+            start = time.perf_counter()
+            (matrix @ matrix).sum().item()  # .item() waits for the device
+            best = min(best, time.perf_counter() - start)
+        seconds[name] = best
+    ratio = seconds["float32"] / seconds["bfloat16"]
+    found = f"{ratio:.2g} times the speed of float32 on {device} (512 x 512 matmul)"
+    if ratio < 1:
+        yield Finding("bfloat16", "ok", found, "keep float32 here")
+    else:
+        yield Finding("bfloat16", "ok", found)
+
+
+def _memory() -> Iterator[Finding]:
+    free = psutil.virtual_memory().available / GB
+    found = f"{free:.1f} GB free"
+    if free < 1.5:
+        yield Finding("memory", "stops", found, "Ray alone needs 1.5 GB: end other programs")
+    elif free < 6:
+        yield Finding(
+            "memory", "warn", found, "lower --set train.resources.workers=1 and encode.resources.workers=1"
+        )
+    else:
+        yield Finding("memory", "ok", found)
+    shared = Path("/dev/shm")
+    if shared.exists() and shutil.disk_usage(shared).total < 1 * GB:
+        size = shutil.disk_usage(shared).total / GB
+        yield Finding(
+            "/dev/shm",
+            "warn",
+            f"{size:.2f} GB",
+            "Ray falls back to disk: start the container with --shm-size=4g",
+        )
+
+
+def _disk(directory: Path) -> Iterator[Finding]:
+    if not os.access(directory, os.W_OK):
+        yield Finding("disk", "stops", f"{directory} is read-only", "run from a directory you may write to")
+        return
+    for subject, place in (("disk", directory), ("ray's disk", Path(os.environ.get("RAY_TMPDIR", "/tmp")))):
+        if not place.exists():
+            continue
+        usage = shutil.disk_usage(place)
+        found = f"{usage.free / GB:.1f} GB free in {place}"
+        if usage.free < 1 * GB:
+            yield Finding(subject, "stops", found, "free some, or point --set run_dir=... elsewhere")
+        elif usage.free < 5 * GB or usage.free < 0.05 * usage.total:
+            yield Finding(subject, "warn", found, "Ray stops spilling when a disk is 95 % full: free some")
+        else:
+            yield Finding(subject, "ok", found)
+
+
+def _datasets() -> Iterator[Finding]:
+    place = os.environ.get("SCALINGNOTE_DATA")
+    if not place:
+        yield Finding("datasets", "ok", "SCALINGNOTE_DATA is unset: datasets are downloaded when first used")
+    elif not Path(place).is_dir():
+        yield Finding(
+            "datasets",
+            "stops",
+            f"SCALINGNOTE_DATA={place} is no directory",
+            "correct it, or unset it to download",
+        )
+    else:
+        held = sorted(path.name for path in Path(place).iterdir() if path.is_dir())
+        yield Finding("datasets", "ok", f"SCALINGNOTE_DATA={place} holds {', '.join(held) or 'nothing'}")
+
+
+def _torch() -> Any | None:
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        return None

@@ -1,0 +1,27 @@
+"""Ask several replicas at once and go on with those that answer in time: awaitables in, answers or None out."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+log = logging.getLogger("ray.serve")  # so that it lands in the replica's own log file
+
+
+async def in_time(calls: Sequence[Awaitable[T]], *, deadline_s: float) -> list[T | None]:
+    """The answers in the order of `calls`; None where a call failed or took longer than `deadline_s`.
+
+    The calls run together, so this returns after at most `deadline_s` however many are stuck.
+    """
+    return await asyncio.gather(*(_one(n, call, deadline_s) for n, call in enumerate(calls)))
+
+
+async def _one(number: int, call: Awaitable[T], deadline_s: float) -> T | None:
+    try:
+        return await asyncio.wait_for(call, deadline_s)
+    except TimeoutError:
+        log.warning("call %d of the fan-out took longer than %gs and was left out", number, deadline_s)
+    except Exception:  # whatever broke one shard must not cost the answers of the others
+        log.exception("call %d of the fan-out failed and was left out", number)
+    return None
