@@ -1,4 +1,4 @@
-"""Ask several replicas at once and go on with those that answer in time: awaitables in, answers or None out."""
+"""Ask several replicas at once and go on with those that answer in time: calls in, answers or None out."""
 
 import asyncio
 import logging

@@ -1,0 +1,97 @@
+"""Send one stage to a Ray cluster: the working directory goes up, the job's log and exit code come back."""
+
+import asyncio
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from scalingnote.errors import ConfigError
+from scalingnote.log import get_logger
+
+# Anchored at the root: `scalingnote/data/` would be code. Ray leaves out what .gitignore names, too.
+EXCLUDES = ["/.git", "/.venv", "/runs", "/data", "/build", "/dist", "*.egg-info", "__pycache__", ".*_cache"]
+log = get_logger("submit")
+
+
+def submit(
+    stage: str,
+    configs: Sequence[str],
+    *,
+    run_dir: str,
+    address: str,
+    overrides: Sequence[str] = (),
+    submission_id: str | None = None,
+    wait: bool = False,
+) -> int:
+    """Submit `jobs/{stage}.py` from the current directory; returns an exit code (the job's if waited for)."""
+    command = shlex.join(entrypoint(stage, configs, run_dir=run_dir, overrides=overrides))
+    client = _connect(address)
+    log.info("%s: %s", address, command)
+    try:
+        job = client.submit_job(
+            entrypoint=command,
+            submission_id=submission_id,
+            runtime_env={"working_dir": ".", "excludes": EXCLUDES},
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"{address} refused the job: {str(error).strip().splitlines()[-1]}") from None
+    if not wait:
+        print(job)
+        return 0
+    try:
+        return asyncio.run(_follow(client, job))
+    except KeyboardInterrupt:
+        print(f"{job} goes on; end it with: ray job stop {job} --address {address}", file=sys.stderr)
+        raise
+
+
+def entrypoint(
+    stage: str, configs: Sequence[str], *, run_dir: str, overrides: Sequence[str] = ()
+) -> list[str]:
+    """The command of the job; ConfigError where it could not find its files on the cluster."""
+    script = f"jobs/{stage}.py"
+    if not Path(script).is_file():
+        raise ConfigError(
+            f"no {script} in {Path.cwd()}: submit from the root of the project, which is uploaded"
+        )
+    command = ["python", script]
+    for config in configs:
+        if not Path(config).resolve().is_relative_to(Path.cwd()):
+            raise ConfigError(f"{config} is not below {Path.cwd()}, which is uploaded: copy it there")
+        command += ["--config", os.path.relpath(config)]
+    # A job's own working directory vanishes with it, so a relative run_dir is pinned to where it is here;
+    # and a job belongs to the cluster that runs it, whatever address its config names.
+    pinned = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
+    for override in (*overrides, f"run_dir={pinned}", "address=null"):
+        command += ["--set", override]
+    return command
+
+
+def _connect(address: str) -> JobSubmissionClient:
+    # These would silently win over the address that was asked for.
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
+        os.environ.pop(name, None)
+    try:
+        return JobSubmissionClient(address)
+    except (ConnectionError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"no Ray cluster answers at {address} ({reason}): give the dashboard's URL, e.g. http://head:8265"
+        ) from None
+
+
+async def _follow(client: JobSubmissionClient, job: str) -> int:
+    async for lines in client.tail_job_logs(job):
+        print(lines, end="", flush=True)
+    details: JobDetails = client.get_job_info(job)
+    while not details.status.is_terminal():  # the log may end a moment before the job does
+        await asyncio.sleep(0.2)
+        details = client.get_job_info(job)
+    print(f"{job}: {details.status.value.lower()}", file=sys.stderr)
+    if details.status == JobStatus.SUCCEEDED:
+        return 0
+    return details.driver_exit_code or 1
