@@ -1,0 +1,213 @@
+"""What to prepare: a config class per data source, told apart by `name`, and the click simulator's knobs."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from scalingnote.config import Config
+
+
+class ClickModelConfig(Config):
+    """A position-biased click simulator (examination hypothesis): P(click) = P(examined) x P(attractive)."""
+
+    sessions_per_query: int = Field(3, ge=1, description="how often each training query is issued")
+    results_per_session: int = Field(10, ge=1, description="length of the exposed list")
+    relevant_per_session: int = Field(
+        3, ge=1, description="at most so many relevant documents among the exposed ones"
+    )
+    same_topic_share: float = Field(
+        0.7, ge=0, le=1, description="share of the non-relevant exposures drawn from the relevant one's topic"
+    )
+    eta: float = Field(
+        1.0,
+        ge=0,
+        description="position bias: rank r is examined with probability 1/r**eta (Joachims et al. 2017)",
+    )
+    attractiveness: float = Field(
+        0.9, gt=0, le=1, description="P(click | examined) of the highest grade; lower grades in proportion"
+    )
+    noise: float = Field(0.05, ge=0, le=1, description="P(click | examined) of a non-relevant document")
+    ranker_skill: float = Field(
+        1.0, ge=0, description="how far up the simulated engine puts relevant documents; 0 shuffles them"
+    )
+    users: int = Field(1000, ge=1, description="sessions are dealt to so many users")
+    start: str = Field(
+        "2024-01-01T00:00:00",
+        pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}$",
+        description="UTC time of the first session",
+    )
+    seconds_between_sessions: int = Field(30, ge=1, description="time from one session to the next")
+    seed: int = Field(0, ge=0, description="seed of every draw")
+
+
+class DatasetConfig(Config):
+    """What every source has in common."""
+
+    seed: int = Field(0, ge=0, description="seed of the train/test split and of the subsets")
+    test_fraction: float = Field(0.1, ge=0, le=1, description="share of query groups held out for test")
+    max_documents: int | None = Field(
+        None, ge=1, description="keep so many documents: whole groups in the order of a seeded hash"
+    )
+    max_queries: int | None = Field(
+        None, ge=1, description="keep so many queries, in the order of a seeded hash"
+    )
+    max_title_chars: int = Field(512, ge=1, description="a document with a longer title is set aside")
+    max_content_chars: int = Field(20_000, ge=1, description="longer content is cut, and counted")
+    documents_per_part: int = Field(4096, ge=1, description="rows of one documents/part-*.parquet")
+    click_model: ClickModelConfig | None = Field(
+        ClickModelConfig(),
+        description="simulates impressions where the source has none; null: no impressions",
+    )
+
+
+class PythonDocs(DatasetConfig):
+    """Documentation of installed Python packages; queries are first sentences of docstrings."""
+
+    name: Literal["python_docs"] = "python_docs"
+    packages: tuple[str, ...] = Field(
+        (
+            "stdlib",
+            "torch",
+            "numpy",
+            "scipy",
+            "pandas",
+            "pyarrow",
+            "sympy",
+            "networkx",
+            "matplotlib",
+            "transformers",
+            "ray",
+            "fastapi",
+            "pydantic",
+        ),
+        min_length=1,
+        description="packages to walk; 'stdlib' is a stated set of standard library modules",
+    )
+    module_depth: int = Field(
+        3, ge=1, description="import submodules down to so many name components (3: torch.nn.functional)"
+    )
+    omit_name_words: bool = Field(
+        False, description="leave the words of the object's own name out of its query: no lexical shortcut"
+    )
+    timeout_s: float = Field(120.0, gt=0, description="a package that takes longer is lost, and reported")
+    min_query_words: int = Field(4, ge=1, description="a shorter first sentence makes no query")
+    max_query_documents: int = Field(
+        5, ge=1, description="a first sentence shared by more documents makes no query"
+    )
+
+
+class MedQuad(DatasetConfig):
+    """16,407 English medical questions and answers; groups are medical foci."""
+
+    name: Literal["medquad"] = "medquad"
+
+
+class StackExchangeDevOps(DatasetConfig):
+    """Questions and answers of devops.stackexchange.com, graded by acceptance and votes."""
+
+    name: Literal["stackexchange_devops"] = "stackexchange_devops"
+
+
+class ChorusIcecat(DatasetConfig):
+    """19,406 products of an electronics shop, 135 queries judged 0-3."""
+
+    name: Literal["chorus_icecat"] = "chorus_icecat"
+    # A tenth of 135 queries would measure nothing.
+    test_fraction: float = Field(0.5, ge=0, le=1, description="share of query groups held out for test")
+
+
+class ZhReadingTitles(DatasetConfig):
+    """Titled Chinese paragraphs with human questions (DRCD, CMRC 2018, XQuAD-zh); groups are articles."""
+
+    name: Literal["zh_reading_titles"] = "zh_reading_titles"
+
+
+class ZhMedicalQA(DatasetConfig):
+    """7,644 Chinese medical questions with a department and an answer."""
+
+    name: Literal["zh_medical_qa"] = "zh_medical_qa"
+
+
+class DuReaderDemoZh(DatasetConfig):
+    """Chinese web queries with the engine's ranks and the pages an annotator selected."""
+
+    name: Literal["dureader_demo_zh"] = "dureader_demo_zh"
+    test_fraction: float = Field(0.2, ge=0, le=1, description="share of query groups held out for test")
+
+
+class Beir(DatasetConfig):
+    """A directory in the BEIR layout: corpus.jsonl, queries.jsonl, qrels/{train,dev,test}.tsv."""
+
+    name: Literal["beir"] = "beir"
+    path: str = Field(description="the directory")
+
+
+class MsMarco(DatasetConfig):
+    """Files in the MS MARCO passage layout: collection.tsv, queries*.tsv, qrels*.tsv."""
+
+    name: Literal["msmarco"] = "msmarco"
+    collection: str = Field(description="doc_id <tab> content, or doc_id <tab> title <tab> content")
+    train_queries: str | None = Field(None, description="query_id <tab> query")
+    train_qrels: str | None = Field(None, description="query_id 0 doc_id relevance")
+    test_queries: str | None = Field(None, description="query_id <tab> query")
+    test_qrels: str | None = Field(None, description="query_id 0 doc_id relevance")
+
+    @model_validator(mode="after")
+    def _pairs(self) -> "MsMarco":
+        for split in ("train", "test"):
+            queries, qrels = getattr(self, f"{split}_queries"), getattr(self, f"{split}_qrels")
+            if (queries is None) != (qrels is None):
+                raise ValueError(f"{split}_queries and {split}_qrels come together: give both or neither")
+        if self.train_queries is None and self.test_queries is None:
+            raise ValueError("no queries: give train_queries and train_qrels, or the test ones")
+        return self
+
+
+class TableFile(Config):
+    """One JSON-lines or Parquet file (or a glob of them) and where its columns are found."""
+
+    path: str = Field(description="file or glob; .jsonl or .parquet")
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="our column name -> the file's; a name left out is looked up as it is",
+    )
+
+
+FeatureType = Literal["string", "int64", "float64", "bool"]
+
+
+class Columns(DatasetConfig):
+    """Your own files: JSON lines or Parquet with a column mapping."""
+
+    name: Literal["columns"] = "columns"
+    documents: TableFile = Field(description="doc_id, title, topic, content, group")
+    queries: TableFile = Field(description="query_id, query, optionally split")
+    qrels: TableFile | None = Field(None, description="query_id, doc_id, relevance")
+    impressions: TableFile | None = Field(
+        None, description="session_id, user_id, query_id, doc_id, position, clicked, timestamp (seconds)"
+    )
+    scores: TableFile | None = Field(None, description="query_id, doc_id, score")
+    features: dict[str, FeatureType] = Field(
+        default_factory=dict, description="further document columns to keep, and their types"
+    )
+
+    @model_validator(mode="after")
+    def _supervised(self) -> "Columns":
+        if self.qrels is None and self.impressions is None:
+            raise ValueError("neither qrels nor impressions: nothing says which document answers a query")
+        return self
+
+
+AnyDataset = Annotated[
+    PythonDocs
+    | MedQuad
+    | StackExchangeDevOps
+    | ChorusIcecat
+    | ZhReadingTitles
+    | ZhMedicalQA
+    | DuReaderDemoZh
+    | Beir
+    | MsMarco
+    | Columns,
+    Field(discriminator="name"),
+]

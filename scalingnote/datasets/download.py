@@ -1,0 +1,126 @@
+"""Files of a data source: found in `$SCALINGNOTE_DATA` or the user's cache, else downloaded and checked.
+
+Every URL names a commit and every file a sha256, so what is read today is what is read next year.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scalingnote.errors import DataError
+from scalingnote.log import Progress, get_logger
+
+_BLOCK = 1 << 18
+_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file to download. `sha256` is None only where the server makes the bytes afresh (an archive of a
+    commit); then `convert` checks what came out of it."""
+
+    name: str
+    url: str
+    sha256: str | None
+
+
+def github(repository: str, commit: str, path: str) -> str:
+    """URL of a file's bytes at a commit."""
+    return f"https://raw.githubusercontent.com/{repository}/{commit}/{path}"
+
+
+def cache_directory() -> Path:
+    """`$SCALINGNOTE_CACHE`, else ~/.cache/scalingnote."""
+    return Path(os.environ.get("SCALINGNOTE_CACHE") or Path.home() / ".cache" / "scalingnote")
+
+
+def locate(name: str, files: Sequence[str]) -> Path | None:
+    """The directory that has all `files` of a data set: `$SCALINGNOTE_DATA/name`, else the cache's."""
+    local = os.environ.get("SCALINGNOTE_DATA")
+    for base in ([Path(local)] if local else []) + [cache_directory()]:
+        if all((base / name / file).is_file() for file in files):
+            return base / name
+    return None
+
+
+def fetch(
+    name: str, *, files: Sequence[str], remotes: Sequence[Remote], convert: Callable[[Path, Path], None]
+) -> Path:
+    """The data set's directory, downloaded first if it is nowhere yet.
+
+    `convert(downloads, target)` turns the downloaded files into `files`. They appear in the cache all at
+    once; what was downloaded stays beside them under ``downloads/`` until then, so a second try resumes.
+    """
+    found = locate(name, files)
+    if found:
+        return found
+    base = cache_directory()
+    downloads = base / "downloads" / name
+    for remote in remotes:
+        download(remote, downloads, remedy=f"put {', '.join(files)} into $SCALINGNOTE_DATA/{name}/")
+    base.mkdir(parents=True, exist_ok=True)
+    target = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
+    try:
+        convert(downloads, target)
+        shutil.rmtree(base / name, ignore_errors=True)  # an incomplete one, or locate had found it
+        target.rename(base / name)
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+    shutil.rmtree(downloads)
+    get_logger("datasets").info("%s is at %s", name, base / name)
+    return base / name
+
+
+def download(remote: Remote, directory: Path, *, remedy: str) -> Path:
+    """Download one file into `directory`: resume a partial one, check its sha256, then give it its name."""
+    target, partial = directory / remote.name, directory / f"{remote.name}.part"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    have = partial.stat().st_size if partial.exists() else 0
+    request = urllib.request.Request(remote.url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            resumed = have > 0 and response.status == 206
+            total = int(response.headers.get("Content-Length") or 0) + (have if resumed else 0)
+            done = have if resumed else 0
+            with (
+                partial.open("ab" if resumed else "wb") as stream,
+                Progress("datasets", total=total >> 10, unit="KiB", done=done >> 10) as progress,
+            ):
+                while block := response.read(_BLOCK):
+                    stream.write(block)
+                    progress.advance(len(block) >> 10, remote.name)
+    except urllib.error.HTTPError as error:
+        if error.code == 416:  # nothing left of a finished partial file
+            pass
+        else:
+            raise DataError(f"{remote.url} answered {error.code} {error.reason}: {remedy}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise DataError(f"cannot download {remote.url} ({reason}): go online, or {remedy}") from None
+    if remote.sha256:
+        check(partial, remote.sha256, remedy=f"download it again, or {remedy}", damaged=partial.unlink)
+    partial.replace(target)
+    return target
+
+
+def check(path: Path, sha256: str, *, remedy: str, damaged: Callable[[], None] = lambda: None) -> None:
+    """DataError, after calling `damaged`, unless the file has this sha256."""
+    with path.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != sha256:
+        damaged()
+        raise DataError(f"{path.name} has sha256 {found}, expected {sha256}: {remedy}")
+
+
+def keep(downloads: Path, target: Path) -> None:
+    """The conversion of files that are read as they come."""
+    for path in sorted(downloads.iterdir()):
+        shutil.copyfile(path, target / path.name)

@@ -1,0 +1,219 @@
+"""The gate every row passes: raw dicts in, tables of the agreed schema out, bad rows set aside by name."""
+
+import heapq
+import re
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from scalingnote.datasets.config import DatasetConfig
+from scalingnote.datasets.quarantine import Quarantine
+from scalingnote.datasets.rows import Row, Rows, Unreadable
+from scalingnote.datasets.split import uniform
+
+# Everything below a space but tab and line ends, DEL and the C1 block; and halves of surrogate pairs,
+# which JSON escapes can smuggle in and UTF-8 cannot carry.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_MAX_ID_CHARS = 256
+
+
+class _BadRowError(Exception):
+    """Why a row is set aside."""
+
+
+def documents(
+    rows: Rows, *, config: DatasetConfig, features: pa.Schema, quarantine: Quarantine
+) -> Iterator[Row]:
+    """Documents that can be indexed, with the columns of DOCUMENTS and `features`; `group` is never empty."""
+    seen: set[str] = set()
+
+    def check(row: Row) -> Row:
+        doc_id = _identifier(row, "doc_id")
+        if doc_id in seen:
+            raise _BadRowError("duplicate doc_id")
+        title, topic, content = (_text(row, key, quarantine) for key in ("title", "topic", "content"))
+        if not title and not content:
+            raise _BadRowError("no text")
+        if len(title) > config.max_title_chars:
+            raise _BadRowError(f"title longer than {config.max_title_chars} characters")
+        if len(content) > config.max_content_chars:
+            content = content[: config.max_content_chars]
+            quarantine.mend("content_truncated")
+        seen.add(doc_id)
+        group = _text(row, "group", quarantine) or doc_id
+        return {
+            "doc_id": doc_id,
+            "title": title,
+            "topic": topic,
+            "content": content,
+            "group": group,
+            **{field.name: _feature(row, field, quarantine) for field in features},
+        }
+
+    return _checked("documents", rows, check, quarantine)
+
+
+def queries(rows: Rows, *, quarantine: Quarantine) -> Iterator[Row]:
+    """Queries with an id and a text; `split` is "train", "test" or, where the source names none, empty."""
+    seen: set[str] = set()
+
+    def check(row: Row) -> Row:
+        query_id = _identifier(row, "query_id")
+        if query_id in seen:
+            raise _BadRowError("duplicate query_id")
+        query = " ".join(_text(row, "query", quarantine).split())
+        if not query:
+            raise _BadRowError("empty query")
+        split = row.get("split") or ""
+        if split not in ("", "train", "test"):
+            raise _BadRowError(f"split {split!r} is neither train nor test")
+        seen.add(query_id)
+        return {"query_id": query_id, "query": query, "split": split}
+
+    return _checked("queries", rows, check, quarantine)
+
+
+def pairs(
+    table: str, rows: Rows, *, query_ids: Iterable[str], doc_ids: Iterable[str], quarantine: Quarantine
+) -> Iterator[Row]:
+    """Rows of qrels, impressions or scores whose query and document are known; each qrel and score once."""
+    known_queries, known_documents = set(query_ids), set(doc_ids)
+    finish = {"qrels": _qrel, "impressions": _impression, "scores": _score}[table]
+    once = table != "impressions"
+    seen: set[tuple[str, str]] = set()
+
+    def check(row: Row) -> Row:
+        query_id, doc_id = _identifier(row, "query_id"), _identifier(row, "doc_id")
+        if query_id not in known_queries:
+            raise _BadRowError("unknown query_id")
+        if doc_id not in known_documents:
+            raise _BadRowError("unknown doc_id")
+        if once and (query_id, doc_id) in seen:
+            raise _BadRowError("duplicate query and document")
+        seen.add((query_id, doc_id))
+        return {"query_id": query_id, "doc_id": doc_id, **finish(row)}
+
+    return _checked(table, rows, check, quarantine)
+
+
+def subset(
+    rows: Iterable[Row], *, size: int, seed: int, rank: Callable[[Row], Any] | None = None, key: str = "group"
+) -> list[Row]:
+    """The `size` rows that come first by `rank`, ties and no rank at all settled by a hash of `key`.
+
+    Rows keep their order. Only the chosen ones are ever held in memory.
+    """
+
+    def order(item: tuple[int, Row]) -> tuple[Any, float, int]:
+        number, row = item
+        return (rank(row) if rank else 0, uniform(row[key], seed=seed), number)
+
+    return [row for _, row in sorted(heapq.nsmallest(size, enumerate(rows), key=order), key=lambda x: x[0])]
+
+
+def _checked(name: str, rows: Rows, check: Callable[[Row], Row], quarantine: Quarantine) -> Iterator[Row]:
+    for row in rows:
+        if isinstance(row, Unreadable):
+            quarantine.reject(name, row.row, row.reason)
+            continue
+        try:
+            checked = check(row)
+        except _BadRowError as bad:
+            quarantine.reject(name, row, str(bad))
+        else:
+            yield checked
+
+
+def _identifier(row: Row, key: str) -> str:
+    value = row.get(key)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if value is None or value == "":
+        raise _BadRowError(f"no {key}")
+    if not isinstance(value, str):
+        raise _BadRowError(f"{key} is of type {type(value).__name__}")
+    value = value.strip()
+    if not value:
+        raise _BadRowError(f"no {key}")
+    if len(value) > _MAX_ID_CHARS:
+        raise _BadRowError(f"{key} longer than {_MAX_ID_CHARS} characters")
+    if _CONTROL.search(value) or _SURROGATE.search(value):
+        raise _BadRowError(f"{key} with control characters")
+    return value
+
+
+def _text(row: Row, key: str, quarantine: Quarantine) -> str:
+    value = row.get(key)
+    if value is None:
+        return ""
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise _BadRowError("invalid UTF-8") from None
+    if not isinstance(value, str):
+        raise _BadRowError(f"{key} is of type {type(value).__name__}, not text")
+    if _SURROGATE.search(value):
+        value = _SURROGATE.sub("\ufffd", value)
+        quarantine.mend("lone_surrogates_replaced")
+    if _CONTROL.search(value):
+        value = _CONTROL.sub(" ", value)
+        quarantine.mend("control_characters_blanked")
+    return value.strip()
+
+
+def _feature(row: Row, field: pa.Field, quarantine: Quarantine) -> Any:
+    value = row.get(field.name)
+    if value is None:
+        return None
+    if pa.types.is_string(field.type):
+        return _text(row, field.name, quarantine)
+    try:
+        return pa.scalar(value, type=field.type).as_py()
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        quarantine.mend(f"feature_{field.name}_dropped")
+        return None
+
+
+def _qrel(row: Row) -> Row:
+    relevance = _number(row, "relevance")
+    if relevance != int(relevance) or not -(2**31) <= relevance < 2**31:
+        raise _BadRowError("relevance is not a whole number")
+    return {"relevance": int(relevance)}
+
+
+def _score(row: Row) -> Row:
+    return {"score": _number(row, "score")}
+
+
+def _impression(row: Row) -> Row:
+    position = _number(row, "position")
+    if position < 1 or position != int(position) or position >= 2**31:
+        raise _BadRowError("position is not 1 or above")
+    clicked = row.get("clicked")
+    if clicked not in (True, False):  # 0 and 1 pass
+        raise _BadRowError("clicked is neither true nor false")
+    user = row.get("user_id")
+    return {
+        "session_id": _identifier(row, "session_id"),
+        "user_id": None if user is None else _identifier(row, "user_id"),
+        "position": int(position),
+        "clicked": bool(clicked),
+        "timestamp": int(_number(row, "timestamp")),
+    }
+
+
+def _number(row: Row, key: str) -> float:
+    value = row.get(key)
+    if isinstance(value, datetime):
+        value = value.replace(tzinfo=value.tzinfo or UTC).timestamp()
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise _BadRowError(f"{key} is not a number") from None
+    if number != number or number in (float("inf"), float("-inf")):
+        raise _BadRowError(f"{key} is not finite")
+    return number

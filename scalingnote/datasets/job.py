@@ -1,0 +1,218 @@
+"""Stage "prepare": rows of any source in, one `dataset` artifact out: checked, split, with impressions.
+
+Documents are streamed into parts; ids, groups and topics, queries and judgements are held in memory.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from scalingnote.datasets import click_model, intake, registry
+from scalingnote.datasets.config import AnyDataset
+from scalingnote.datasets.quarantine import Quarantine
+from scalingnote.datasets.rows import Row, Source
+from scalingnote.datasets.split import held_out
+from scalingnote.errors import DataError
+from scalingnote.log import get_logger
+from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
+
+log = get_logger("datasets")
+_SPEAK_EVERY_S = 5.0
+
+
+def run(config: AnyDataset, *, output: str) -> Artifact:
+    """Build the data set at `output`, or return it if it is there.
+
+    DataError when nothing usable remains; single bad rows are set aside in `rejected.parquet` and counted
+    by reason in the manifest (`rejected_by_reason`).
+    """
+    draft = Draft(output, kind="dataset", config=config, parents={})
+    if draft.finished:
+        return draft.existing()
+    about = registry.describe(config.name)
+    source = registry.read(config)
+    quarantine = Quarantine()
+
+    catalogue = _write_documents(draft, source, config=config, quarantine=quarantine)
+    tables, left_out = _supervision(source, catalogue, config=config, quarantine=quarantine)
+    simulated = config.click_model is not None and not tables["impressions"].num_rows
+    if simulated:
+        tables["impressions"] = _simulated(tables, catalogue, config=config)
+
+    for name, table in tables.items():
+        if table.num_rows or name in ("queries", "qrels"):
+            draft.write_table(f"{name}.parquet", table)
+    draft.write_table("rejected.parquet", quarantine.table())
+    counts = {"documents": len(catalogue.group_of), **{name: t.num_rows for name, t in tables.items()}}
+    for split in ("train", "test"):
+        counts[f"{split}_queries"] = pc.sum(pc.equal(tables["queries"]["split"], split)).as_py() or 0
+    counts["rejected"] = sum(quarantine.rejected.values())
+    artifact = draft.commit(
+        counts=counts,
+        simulated_clicks=simulated,
+        description=about.summary,
+        licence=about.licence,
+        rejected_by_reason=dict(sorted(quarantine.rejected.items())),
+        mended=dict(sorted(quarantine.mended.items())),
+        left_out=left_out,
+        **source.notes,
+    )
+    log.info(
+        "%s: %s documents, %s train and %s test queries, %s rejected rows -> %s",
+        config.name,
+        *(f"{counts[name]:,}" for name in ("documents", "train_queries", "test_queries", "rejected")),
+        output,
+    )
+    return artifact
+
+
+class _Catalogue:
+    """What later steps need to know of the documents: all that were offered, and those a subset kept."""
+
+    def __init__(self) -> None:
+        self.offered: set[str] = set()
+        self.group_of: dict[str, str] = {}
+        self.topics: list[str] = []
+
+    def offer(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Note sound rows as they pass."""
+        for row in rows:
+            self.offered.add(row["doc_id"])
+            yield row
+
+    def keep(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Note the rows that are written as they pass."""
+        for row in rows:
+            self.group_of[row["doc_id"]] = row["group"]
+            self.topics.append(row["topic"])
+            yield row
+
+
+def _write_documents(
+    draft: Draft, source: Source, *, config: AnyDataset, quarantine: Quarantine
+) -> _Catalogue:
+    catalogue = _Catalogue()
+    rows: Iterable[Row] = catalogue.offer(
+        intake.documents(source.documents, config=config, features=source.features, quarantine=quarantine)
+    )
+    if config.max_documents is not None:
+        rows = intake.subset(rows, size=config.max_documents, seed=config.seed, rank=source.rank)
+    rows = catalogue.keep(rows)
+    schema = pa.schema([*DOCUMENTS, *source.features])
+    spoke = time.monotonic()
+    number = 0
+    while part := list(islice(rows, config.documents_per_part)):
+        draft.write_table(f"documents/part-{number:05d}.parquet", pa.Table.from_pylist(part, schema=schema))
+        number += 1
+        if time.monotonic() - spoke > _SPEAK_EVERY_S:
+            spoke = time.monotonic()
+            log.info("%s documents", f"{len(catalogue.group_of):,}")
+    if not number:
+        raise DataError(f"{config.name}: no usable document{_reasons(quarantine)}")
+    return catalogue
+
+
+def _supervision(
+    source: Source, catalogue: _Catalogue, *, config: AnyDataset, quarantine: Quarantine
+) -> tuple[dict[str, pa.Table], dict[str, int]]:
+    """Queries with their split and the pairs that name them; and how many of each the subsets left out.
+
+    Rows are judged against all that was offered, so that a subset does not make sound ones look wrong.
+    """
+    queries = {row["query_id"]: row for row in intake.queries(source.queries, quarantine=quarantine)}
+    pairs = {
+        name: list(
+            intake.pairs(
+                name, rows, query_ids=queries, doc_ids=catalogue.offered, quarantine=quarantine
+            )
+        )
+        for name, rows in (
+            ("qrels", source.qrels),
+            ("impressions", source.impressions),
+            ("scores", source.scores),
+        )
+    }  # fmt: skip
+    sound = {name: len(rows) for name, rows in {"queries": queries, **pairs}.items()}
+
+    usable = _supervised(pairs)
+    for query_id in [query_id for query_id in queries if query_id not in usable]:
+        quarantine.reject("queries", queries.pop(query_id), "no relevant document and no impression")
+        sound["queries"] -= 1
+    pairs = {name: [r for r in rows if r["doc_id"] in catalogue.group_of] for name, rows in pairs.items()}
+    usable = _supervised(pairs)
+    chosen: Iterable[Row] = [row for row in queries.values() if row["query_id"] in usable]
+    if config.max_queries is not None:
+        chosen = intake.subset(chosen, size=config.max_queries, seed=config.seed, key="query_id")
+    queries = {row["query_id"]: row for row in chosen}
+    pairs = {name: [r for r in rows if r["query_id"] in queries] for name, rows in pairs.items()}
+    if not queries:
+        raise DataError(f"{config.name}: no query with a relevant document remains{_reasons(quarantine)}")
+
+    _split(queries, pairs, group_of=catalogue.group_of, config=config)
+    tables = {
+        "queries": pa.Table.from_pylist(list(queries.values()), schema=QUERIES),
+        "qrels": pa.Table.from_pylist(pairs["qrels"], schema=QRELS),
+        "impressions": pa.Table.from_pylist(pairs["impressions"], schema=IMPRESSIONS),
+        "scores": pa.Table.from_pylist(pairs["scores"], schema=SCORES),
+    }
+    left_out = {name: count - tables[name].num_rows for name, count in sound.items()}
+    left_out["documents"] = len(catalogue.offered) - len(catalogue.group_of)
+    return tables, {name: count for name, count in sorted(left_out.items()) if count}
+
+
+def _supervised(pairs: dict[str, list[Row]]) -> set[str]:
+    """Queries something is known of: a relevant document, or what was shown for them."""
+    relevant = {row["query_id"] for row in pairs["qrels"] if row["relevance"] > 0}
+    return relevant | {row["query_id"] for row in pairs["impressions"]}
+
+
+def _split(
+    queries: dict[str, Row], pairs: dict[str, list[Row]], *, group_of: dict[str, str], config: AnyDataset
+) -> None:
+    """Fill in `split` where the source names none."""
+    undecided = [query_id for query_id, row in queries.items() if not row["split"]]
+    positives = [(r["query_id"], r["doc_id"]) for r in pairs["qrels"] if r["relevance"] > 0]
+    positives += [(r["query_id"], r["doc_id"]) for r in pairs["impressions"] if r["clicked"]]
+    test = held_out(
+        positives, query_ids=queries, group_of=group_of, fraction=config.test_fraction, seed=config.seed
+    )
+    for query_id in undecided:
+        queries[query_id]["split"] = "test" if query_id in test else "train"
+    found = {row["split"] for row in queries.values()}
+    if undecided and 0 < config.test_fraction < 1 and len(found) < 2:
+        log.warning(
+            "all %d queries are for %s: they share too many documents, or are too few, for test_fraction=%g",
+            len(queries),
+            *found,
+            config.test_fraction,
+        )
+
+
+def _simulated(tables: dict[str, pa.Table], catalogue: _Catalogue, *, config: AnyDataset) -> pa.Table:
+    """Impressions of training queries; documents in a group that a test query is judged on stay unseen."""
+    assert config.click_model is not None
+    queries, qrels = tables["queries"], tables["qrels"]
+    test = queries.filter(pc.equal(queries["split"], "test"))["query_id"]
+    is_test = pc.is_in(qrels["query_id"], value_set=test.combine_chunks())
+    relevant = qrels.filter(pc.and_(is_test, pc.greater(qrels["relevance"], 0)))
+    hidden = {catalogue.group_of[doc_id] for doc_id in relevant["doc_id"].to_pylist()}
+    seen = [
+        (doc_id, topic)
+        for (doc_id, group), topic in zip(catalogue.group_of.items(), catalogue.topics, strict=True)
+        if group not in hidden
+    ]
+    return click_model.simulate(
+        qrels.filter(pc.invert(is_test)),
+        doc_ids=[doc_id for doc_id, _ in seen],
+        topics=[topic for _, topic in seen],
+        config=config.click_model,
+    )
+
+
+def _reasons(quarantine: Quarantine) -> str:
+    worst = quarantine.rejected.most_common(3)
+    return "; set aside: " + ", ".join(f"{count:,} x {reason}" for reason, count in worst) if worst else ""
