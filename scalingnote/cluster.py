@@ -3,12 +3,14 @@
 import atexit
 import logging
 import os
+import warnings
 from typing import Any
 
 import ray
 
 from scalingnote.config import Resources
 from scalingnote.errors import ConfigError
+from scalingnote.log import LINE
 
 
 def connect(address: str | None = None) -> None:
@@ -37,6 +39,7 @@ def connect(address: str | None = None) -> None:
             logging_level=logging.ERROR,
         )
         atexit.register(ray.shutdown)
+        _relay_only_our_lines()
     _quieten()
 
 
@@ -59,11 +62,32 @@ def actor_options(resources: Resources) -> dict[str, Any]:
     return {"num_cpus": resources.cpus_per_worker, "num_gpus": resources.gpus_per_worker}
 
 
+def _relay_only_our_lines() -> None:
+    """Show our workers' progress lines bare, and leave Ray's own remarks in its log files.
+
+    Without a dashboard Ray Train's placement group cleaner warns every second of each training run.
+    """
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+    def show(data: dict[str, Any]) -> None:
+        for line in data["lines"]:
+            if LINE.match(line):
+                print(line, file=sys.stderr, flush=True)
+
+    dispatcher.remove_handler("ray_print_logs")
+    dispatcher.add_handler("ray_print_logs", show)
+
+
 def _quieten() -> None:
     from ray.data import DataContext
 
-    context = DataContext.get_current()
+    with warnings.catch_warnings():
+        # Ray warns of its own default settings when it first makes a context.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context = DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.train").setLevel(logging.WARNING)
+    for name in ("ray.data", "ray.train"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # "Progress bars disabled": we know, we did it.
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)
