@@ -1,4 +1,4 @@
-"""What all nine jobs share: read `--config` and `--set`, run one stage, print one JSON line about the artifact.
+"""What the nine jobs share: read `--config` and `--set`, run one stage, print one JSON line about it.
 
 The stages before it must be finished in the same `run_dir`, which every node of the cluster can reach.
 """

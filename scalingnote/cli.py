@@ -4,6 +4,7 @@ Only argparse is loaded before a command is chosen, so `--help` answers at once.
 """
 
 import argparse
+import dataclasses
 import importlib
 import itertools
 import json
@@ -11,7 +12,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalingnote import __version__
@@ -231,17 +231,18 @@ def _datasets(options: argparse.Namespace) -> int:
 
     configure()
     if options.action == "list":
-        width = max(len(name) for name in registry.names())
+        width = max(map(len, registry.names()))
         for name in registry.names():
-            print(f"{name:<{width}}  {'here   ' if registry.available(name) else 'to fetch'}")
+            state = "here" if registry.available(name) else "fetch"
+            print(f"{name:<{width}}  {state:<5}  {registry.describe(name).summary}")
         return 0
     if options.dataset is None:
         raise ConfigError(f"name a dataset: scalingnote datasets {options.action} NAME; see `datasets list`")
-    if options.action == "describe":
-        print(registry.describe(options.dataset))
-    else:
-        path: Path = registry.fetch(options.dataset)
-        print(path)
+    if options.action == "fetch":
+        print(registry.fetch(options.dataset))
+        return 0
+    for key, value in dataclasses.asdict(registry.describe(options.dataset)).items():
+        print(f"{key:<10}  {value}")
     return 0
 
 
