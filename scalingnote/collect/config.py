@@ -1,6 +1,6 @@
 """Knobs of triplet collection: which evidence becomes training data, and how hard its negatives are."""
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -25,7 +25,7 @@ class CollectConfig(Config):
     resources: Resources = Resources()
 
     @model_validator(mode="after")
-    def _ranks_in_order(self) -> Self:
+    def _ranks_in_order(self) -> "CollectConfig":
         if self.top_t < self.top_k + self.num_negatives:
             raise ValueError(
                 f"top_t={self.top_t} leaves fewer than num_negatives={self.num_negatives} ranks above "

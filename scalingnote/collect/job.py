@@ -141,7 +141,7 @@ def _scatter_tables(
         return Counter()
     scatter = ray.data.from_items(slices, override_num_blocks=len(slices)).map(
         partial(_scatter_row_group, kind=kind, target=target, shared=shared, parts=config.parts),
-        compute=TaskPoolStrategy(size=config.resources.workers),
+        compute=TaskPoolStrategy(size=min(config.resources.workers, len(slices))),
         num_cpus=config.resources.cpus_per_worker,
     )
     total = sum(dataset.manifest.parts[name].rows or 0 for name in parts)
@@ -183,7 +183,7 @@ def _scatter_bm25(
             "parts": config.parts,
         },
         fn_kwargs={"shared": shared},
-        compute=ActorPoolStrategy(size=config.resources.workers),
+        compute=ActorPoolStrategy(size=min(config.resources.workers, len(slices))),
         num_cpus=config.resources.cpus_per_worker,
     )
     return _watch(ranked, total=len(known.queries), unit="queries ranked", count="queries")
@@ -242,7 +242,7 @@ def _gather(
     buckets = [{"bucket": number} for number in range(config.parts)]
     gathered = ray.data.from_items(buckets, override_num_blocks=config.parts).map(
         partial(_gather_bucket, evidence=evidence, output=draft.uri, shared=shared, config=config),
-        compute=TaskPoolStrategy(size=config.resources.workers),
+        compute=TaskPoolStrategy(size=min(config.resources.workers, config.parts)),
         num_cpus=config.resources.cpus_per_worker,
     )
     with Progress("collect", total=len(known.queries), unit="queries") as progress:
