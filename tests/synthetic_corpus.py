@@ -1,0 +1,69 @@
+"""Small corpora for the tests of quantize, index and search: clustered unit vectors in artifacts."""
+
+import numpy as np
+import pyarrow as pa
+
+from scalingnote.config import Config
+from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.schema import DOCUMENTS
+from scalingnote.storage.vectors import to_arrow
+
+
+class Settings(Config):
+    """Stands in for the config of the stages that would have built these artifacts."""
+
+    seed: int = 0
+
+
+def vectors(count: int, dim: int, *, seed: int = 0, clusters: int | None = None) -> np.ndarray:
+    """Unit vectors in nested clusters whose spectrum falls by a power law, as text embeddings do."""
+    rng = np.random.default_rng(seed)
+    spectrum = np.arange(1, dim + 1) ** -0.5
+    centres = rng.standard_normal((clusters or max(4, count // 40), dim)) * spectrum
+    popularity = 1 / np.arange(1, len(centres) + 1) ** 0.7
+    chosen = rng.choice(len(centres), count, p=popularity / popularity.sum())
+    return unit(centres[chosen] + 0.5 * rng.standard_normal((count, dim)) * spectrum)
+
+
+def queries(documents: np.ndarray, count: int, *, seed: int = 1) -> np.ndarray:
+    """Perturbed documents."""
+    rng = np.random.default_rng(seed)
+    chosen = documents[rng.choice(len(documents), count, replace=len(documents) < count)]
+    noise = rng.standard_normal(chosen.shape) * 0.4 / np.sqrt(chosen.shape[1])
+    return unit(chosen + noise)
+
+
+def unit(matrix: np.ndarray) -> np.ndarray:
+    return (matrix / np.linalg.norm(matrix, axis=1, keepdims=True)).astype(np.float32)
+
+
+def dataset(uri: str, *, sizes: list[int]) -> Artifact:
+    """Documents d0, d1, ... in parts of the given sizes."""
+    draft = Draft(uri, kind="dataset", config=Settings(), parents={})
+    first = 0
+    for number, size in enumerate(sizes):
+        names = range(first, first + size)
+        columns = {
+            "doc_id": [f"d{i}" for i in names],
+            "title": [f"Title {i}" for i in names],
+            "topic": [f"topic {i % 7}" for i in names],
+            "content": [f"Text  of\ndocument {i}. " * 30 for i in names],
+            "group": [f"g{i}" for i in names],
+        }
+        draft.write_table(f"documents/part-{number:05d}.parquet", pa.table(columns, schema=DOCUMENTS))
+        first += size
+    return draft.commit(counts={"documents": first})
+
+
+def embeddings(
+    uri: str, matrix: np.ndarray, *, parent: Artifact, sizes: list[int], missing: tuple[int, ...] = ()
+) -> Artifact:
+    """Row i of `matrix` is the summary of document d<i>; rows in `missing` were set aside."""
+    draft = Draft(uri, kind="embeddings", config=Settings(), parents={"dataset": parent})
+    first = 0
+    for number, size in enumerate(sizes):
+        rows = [i for i in range(first, first + size) if i not in missing]
+        table = pa.table({"doc_id": [f"d{i}" for i in rows], "summary": to_arrow(matrix[rows])})
+        draft.write_table(f"embeddings/part-{number:05d}.parquet", table)
+        first += size
+    return draft.commit(counts={"documents": len(matrix) - len(missing)})
