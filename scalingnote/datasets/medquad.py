@@ -5,7 +5,6 @@ content = the answer. Groups are foci, so no focus is both trained on and tested
 publishers withdrew for copyright are not there: 16,407 of 47,441 remain.
 """
 
-import hashlib
 import json
 import xml.etree.ElementTree as ET
 import zipfile
@@ -15,7 +14,16 @@ from pathlib import Path
 
 from scalingnote.datasets.config import MedQuad
 from scalingnote.datasets.download import Remote, check
-from scalingnote.datasets.rows import Row, Source, Unreadable, json_lines, mapped, readable
+from scalingnote.datasets.rows import (
+    Row,
+    Source,
+    Unreadable,
+    first_of_each,
+    json_lines,
+    mapped,
+    readable,
+    text_id,
+)
 
 _COMMIT = "577bd37b96c02d1833b2c9eed2de9f96964e96cb"
 FILES = ("qa.jsonl",)
@@ -29,7 +37,7 @@ def read(config: MedQuad, directory: Path) -> Source:
     path = directory / "qa.jsonl"
     return Source(
         documents=mapped(_answers(path), _document),
-        queries=_queries(path),
+        queries=map(_query, first_of_each(readable(_answers(path)), "query_id")),
         qrels=map(_qrel, readable(_answers(path))),
     )
 
@@ -76,7 +84,7 @@ def _answers(path: Path) -> Iterator[Row | Unreadable]:
         again = met[row["qa_id"]]
         return {
             "doc_id": row["qa_id"] if again == 1 else f"{row['qa_id']}~{again}",
-            "query_id": "q-" + hashlib.sha256(row["question"].casefold().encode()).hexdigest()[:16],
+            "query_id": text_id(row["question"], prefix="q"),
             **{key: row[key] for key in ("question", "answer", "focus", "qtype", "category")},
         }
 
@@ -93,12 +101,8 @@ def _document(row: Row) -> Row:
     }
 
 
-def _queries(path: Path) -> Iterator[Row]:
-    met: set[str] = set()
-    for row in readable(_answers(path)):
-        if row["query_id"] not in met:
-            met.add(row["query_id"])
-            yield {"query_id": row["query_id"], "query": row["question"]}
+def _query(row: Row) -> Row:
+    return {"query_id": row["query_id"], "query": row["question"]}
 
 
 def _qrel(row: Row) -> Row:

@@ -2,7 +2,9 @@
 
 import csv
 import glob
+import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +64,26 @@ def mapped(rows: Rows, rename: Callable[[Row], Row]) -> Iterator[Row | Unreadabl
 def readable(rows: Rows) -> Iterator[Row]:
     """Only the rows that could be read: for a table drawn from a file whose losses another one reports."""
     return (row for row in rows if isinstance(row, dict))
+
+
+def text_id(text: str, *, prefix: str) -> str:
+    """An id that equal texts share, whatever their case."""
+    return f"{prefix}-{hashlib.sha256(text.casefold().encode('utf-8', 'replace')).hexdigest()[:16]}"
+
+
+def first_of_each(rows: Iterable[Row], key: str) -> Iterator[Row]:
+    """Rows whose `key` was not met before."""
+    met: set[str] = set()
+    for row in rows:
+        if row[key] not in met:
+            met.add(row[key])
+            yield row
+
+
+def first_sentence(text: str, *, max_chars: int = 120) -> str:
+    """The opening sentence, English or Chinese; a title for texts that have none."""
+    end = re.search(r"[。！？\n]|[.!?](?=\s|$)", text.strip())
+    return text.strip()[: end.end() if end else None][:max_chars].strip()
 
 
 def json_lines(path: Path) -> Iterator[Row | Unreadable]:
