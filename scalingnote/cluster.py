@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -31,6 +32,7 @@ def connect(address: str | None = None) -> None:
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # C++ remarks on every actor we start
         ray.init(
             "local",
             num_cpus=max(2, os.cpu_count() or 2),

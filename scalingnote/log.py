@@ -7,14 +7,15 @@ Progress is a plain log line every few seconds, the same on a terminal, in a job
 
 import logging
 import os
+import re
 import sys
 import time
 from types import TracebackType
-from typing import Self
 
 import psutil
 
 ROOT = "scalingnote"
+LINE = re.compile(r"\d\d:\d\d:\d\d \w+ ")  # how every line of ours begins
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -56,7 +57,7 @@ class Progress:
         self._done, self._before = done, done
         self._start = self._spoke = time.monotonic()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Progress":
         psutil.cpu_percent()  # the first call only starts the measuring interval
         return self
 

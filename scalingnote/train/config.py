@@ -64,5 +64,3 @@ class TrainConfig(Config):
                 f"global_batch {self.global_batch} does not divide over {self.resources.workers} workers"
             )
         return self
-
-

@@ -1,0 +1,100 @@
+"""Stage II on Ray Train: stored teacher embeddings in, a student query tower out. No teacher is loaded."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import ray.train
+import torch
+from ray.train.torch import get_device
+
+from scalingnote.config import dump, validate
+from scalingnote.distill.batching import LessonBatches
+from scalingnote.distill.config import DistillConfig
+from scalingnote.distill.objective import StageTwo
+from scalingnote.log import configure, get_logger
+from scalingnote.models import tower
+from scalingnote.models.precision import compute_dtype
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.train import corpus
+from scalingnote.train.batching import total_steps
+from scalingnote.train.checkpoint import Checkpoints
+from scalingnote.train.job import launch
+from scalingnote.train.loop import fit
+
+log = get_logger("distill")
+
+
+def run(config: DistillConfig, *, query_embeddings: str, output: str) -> Artifact:
+    """Train the student; killed at any moment, the next call resumes from the newest checkpoint."""
+    parents = {"query_embeddings": open_artifact(query_embeddings, kind="query_embeddings")}
+    draft = Draft(output, kind="student", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    queries = parents["query_embeddings"].table("embeddings", ["query", "split"])
+    rows = pc.sum(pc.equal(queries["split"], "train")).as_py() or 0
+    steps = total_steps(rows=rows, global_batch=config.global_batch, epochs=config.epochs)
+    learnt = corpus.tokenizers({"student": config.student}, texts=lambda: queries["query"].to_pylist())
+    log.info("%s queries, %d steps", f"{rows:,}", steps)
+    launch(
+        _worker,
+        {
+            "config": dump(config),
+            "query_embeddings": query_embeddings,
+            "output": output,
+            "work": draft.work(),
+            "tokenizer": learnt.get("student"),
+            "steps": steps,
+        },
+        resources=config.resources,
+        max_failures=config.max_failures,
+    )
+    return draft.commit(counts={"queries": rows, "steps": steps})
+
+
+def _worker(settings: dict[str, Any]) -> None:
+    """One rank: rebuild the student from config and seed, train, and let rank 0 write it."""
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    configure(rank=rank)
+    config = validate(DistillConfig, settings["config"], source="distill")
+    torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
+    table = open_artifact(settings["query_embeddings"], kind="query_embeddings").table("embeddings")
+    student = tower.build(
+        config.student,
+        role="query",
+        dim=table.schema.field("embedding").type.list_size,
+        tokenizer_json=settings["tokenizer"],
+        seed=config.seed,
+    )
+    batches = LessonBatches(
+        table.filter(pc.equal(table["split"], "train")),
+        student=student,
+        global_batch=config.global_batch,
+        rank=rank,
+        world=world,
+        seed=config.seed,
+    )
+    device = get_device()
+    stage = StageTwo(student, cosine_weight=config.cosine_weight).to(device)
+    curve = fit(
+        stage,
+        lambda step: batches(step).to(device),
+        steps=settings["steps"],
+        rows_per_step=config.global_batch,
+        settings=config.optimizer,
+        checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=config.keep_checkpoints),
+        checkpoint_every=config.checkpoint_every,
+        dtype=compute_dtype(config.precision, device),
+        seed=config.seed,
+        room="distill",
+    )
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as folder:
+            stage.student.cpu().save(Path(folder) / "query")
+            fs.upload(folder, settings["output"])
+        fs.write_bytes(fs.join(settings["output"], "curve.json"), json.dumps(curve, indent=0).encode())
+    ray.train.report({"step": settings["steps"]})

@@ -1,0 +1,81 @@
+"""The encoder: text in, embeddings out; one class for the offline jobs, evaluation and serving."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+import torch
+from jaxtyping import Float
+from numpy import ndarray
+
+from scalingnote.encode.batching import by_tokens
+from scalingnote.errors import ConfigError, DataError
+from scalingnote.models.precision import Precision, compute_dtype
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.tower import Tower, collate
+
+
+class Encoder:
+    """A trained tower, ready to encode. Weights are converted once: autocast would recast them per call."""
+
+    def __init__(
+        self,
+        tower: Tower,
+        *,
+        token_budget: int = 8192,
+        precision: Precision = "auto",
+        device: torch.device | None = None,
+    ) -> None:
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device, self._budget = device, token_budget
+        self._tower = tower.eval().to(device)
+        self._tower.backbone.to(compute_dtype(precision, device))
+        self._tower.requires_grad_(False)
+        self.dim, self.views = tower.dim, tower.views
+        self.tokens = 0  # of the last call, padding left out
+
+    @classmethod
+    def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> Self:
+        """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact)."""
+        return cls(Tower.load(folder), token_budget=token_budget, precision=precision)
+
+    def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
+        """Query embeddings, not normalised. An empty query is a query of its end token alone."""
+        if not isinstance(self._tower.prompt, QueryPrompt):
+            raise ConfigError("this is a document tower: it cannot encode queries")
+        return self._encode(self._tower.prompt.rows(queries))[:, 0]
+
+    def encode_documents(self, documents: pa.Table) -> dict[str, Float[ndarray, "docs dim"]]:
+        """View -> embeddings, not normalised, of rows with title, topic and content.
+
+        DataError when a row cannot be encoded; :meth:`encode_rows` sets such rows aside instead.
+        """
+        views, problems = self.encode_rows(documents)
+        if problems:
+            row, reason = next(iter(problems.items()))
+            raise DataError(f"document row {row}: {reason}")
+        return views
+
+    def encode_rows(
+        self, documents: pa.Table
+    ) -> tuple[dict[str, Float[ndarray, "docs dim"]], dict[int, str]]:
+        """Embeddings of the rows that can be encoded, in order, and row -> reason for those that cannot."""
+        if not isinstance(self._tower.prompt, DocumentPrompt):
+            raise ConfigError("this is a query tower: it cannot encode documents")
+        fields = [documents[name].to_pylist() for name in ("title", "topic", "content")]
+        rows = self._tower.prompt.rows(*fields)
+        problems = {i: str(row) for i, row in enumerate(rows) if not isinstance(row, Row)}
+        encoded = self._encode([row for row in rows if isinstance(row, Row)])
+        return {view: encoded[:, i] for i, view in enumerate(self.views)}, problems
+
+    @torch.inference_mode()
+    def _encode(self, rows: Sequence[Row]) -> Float[ndarray, "rows views dim"]:
+        out = np.empty((len(rows), len(self.views), self.dim), dtype=np.float32)
+        lengths = [len(row.ids) for row in rows]
+        self.tokens = sum(lengths)
+        for chosen in by_tokens(lengths, budget=self._budget):
+            batch = collate([rows[i] for i in chosen], pad=self._tower.pad)
+            out[chosen] = self._tower(batch.to(self._device)).cpu().numpy()
+        return out

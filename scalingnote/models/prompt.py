@@ -1,0 +1,150 @@
+"""Text to token rows: the document prompt with its views, the query with its end token.
+
+A row knows where its embeddings are read. A causal model predicts a placeholder from the state *before*
+it, so that is the position pooled, and nothing from the last placeholder on is fed. A bidirectional
+model fills a placeholder in place: the state *at* it is pooled (ScalingNote, section 3.2).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from scalingnote.errors import ConfigError, DataError
+
+PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]": "summary"}
+VIEWS = tuple(PLACEHOLDERS.values())
+_PIECE = re.compile(r"(\{title\}|\{topic\}|\{content\}|\[TITLE_QUERY\]|\[CONTENT_QUERY\]|\[EMB\])")
+# Tokenising 20,000 characters to keep 60 tokens is wasted: no tokenizer packs more than this on average.
+_CHARS_PER_TOKEN = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """Token ids of one input and the positions whose hidden states are pooled, one per view."""
+
+    ids: list[int]
+    positions: list[int]
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids a tower adds around text; None where its tokenizer has no such token."""
+
+    pad: int
+    end: int | None
+    first: int | None
+
+
+class QueryPrompt:
+    """A query as the tower reads it: ``text end`` pooled at the end, or ``first text end`` at the first."""
+
+    views = ("query",)
+
+    def __init__(self, tokenizer: Tokenizer, special: SpecialTokens, *, max_length: int, causal: bool):
+        if causal and special.end is None:
+            raise ConfigError("a causal query tower needs a tokenizer with an end-of-sequence token")
+        if not causal and special.first is None:
+            raise ConfigError("a bidirectional query tower needs a tokenizer with a [CLS] token")
+        self._tokenizer, self._max_length = tokenizer, max_length
+        self._head = [] if causal or special.first is None else [special.first]
+        self._tail = [] if special.end is None else [special.end]
+        self._causal = causal
+
+    def rows(self, queries: Sequence[str]) -> list[Row]:
+        """One row per query; a query longer than `max_length` loses its end, never its end token."""
+        room = self._max_length - len(self._head) - len(self._tail)
+        rows = []
+        for ids in _tokenize(self._tokenizer, queries, room):
+            row = [*self._head, *ids[:room], *self._tail]
+            rows.append(Row(row, [len(row) - 1 if self._causal else 0]))
+        return rows
+
+
+class DocumentPrompt:
+    """A document laid out by a template of literals, fields and placeholders."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        special: SpecialTokens,
+        *,
+        template: str,
+        max_length: int,
+        causal: bool,
+        max_positions: int | None = None,
+    ):
+        self._tokenizer, self._max_length, self._causal = tokenizer, max_length, causal
+        self._max_positions = max_positions
+        pieces = [piece.replace("{{", "{").replace("}}", "}") for piece in _split(template)]
+        self.views = tuple(PLACEHOLDERS[piece] for piece in pieces if piece in PLACEHOLDERS)
+        if not self.views:
+            raise ConfigError(f"the document prompt has none of {list(PLACEHOLDERS)}: {template!r}")
+        if causal:
+            last = max(i for i, piece in enumerate(pieces) if piece in PLACEHOLDERS)
+            pieces = pieces[: last + 1]
+        self._pieces: list[str | list[int]] = []
+        for piece in pieces:
+            if piece in ("{title}", "{topic}", "{content}"):
+                self._pieces.append(piece[1:-1])
+            elif piece in PLACEHOLDERS:
+                self._pieces.append([_placeholder_id(tokenizer, piece)])
+            else:
+                self._pieces.append(tokenizer.encode(piece, add_special_tokens=False).ids)
+        self._placeholders = [piece in PLACEHOLDERS for piece in pieces]
+        self._head = [special.first] if not causal and special.first is not None else []
+        self._tail = [special.end] if not causal and special.end is not None else []
+        fixed = sum(len(piece) for piece in self._pieces if isinstance(piece, list))
+        self._fixed = fixed + len(self._head) + len(self._tail) - int(causal)
+        if self._fixed >= max_length:
+            raise ConfigError(
+                f"the document prompt alone takes {self._fixed} of max_length={max_length} tokens: "
+                "raise max_length or shorten the prompt"
+            )
+
+    def rows(
+        self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
+    ) -> list[Row | DataError]:
+        """One row per document; content is cut first, then topic, never the title or a placeholder.
+
+        A title so long that the row exceeds the model's positions gives a DataError in its place.
+        """
+        room = self._max_length
+        columns = [_tokenize(self._tokenizer, texts, room) for texts in (titles, topics, contents)]
+        return [self._row(*fields) for fields in zip(*columns, strict=True)]
+
+    def _row(self, title: list[int], topic: list[int], content: list[int]) -> Row | DataError:
+        spare = max(self._max_length - self._fixed - len(title), 0)
+        topic = topic[:spare]
+        fields = {"title": title, "topic": topic, "content": content[: spare - len(topic)]}
+        ids: list[int] = list(self._head)
+        positions = []
+        for piece, placeholder in zip(self._pieces, self._placeholders, strict=True):
+            if placeholder:
+                positions.append(max(len(ids) - 1, 0) if self._causal else len(ids))
+            ids.extend(fields[piece] if isinstance(piece, str) else piece)
+        if self._causal:
+            ids.pop()  # the last placeholder is predicted, never read
+        ids.extend(self._tail)
+        if self._max_positions is not None and len(ids) > self._max_positions:
+            return DataError(
+                f"title takes {len(title)} tokens, the model reads {self._max_positions}: shorten the title"
+            )
+        return Row(ids, positions)
+
+
+def _split(template: str) -> list[str]:
+    return [piece for piece in _PIECE.split(template) if piece]
+
+
+def _placeholder_id(tokenizer: Tokenizer, token: str) -> int:
+    found: int | None = tokenizer.token_to_id(token)
+    if found is None:
+        raise ConfigError(f"the tokenizer has no token {token}; towers add it when they are built")
+    return found
+
+
+def _tokenize(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> list[list[int]]:
+    cut = [text[: room * _CHARS_PER_TOKEN] for text in texts]
+    return [encoding.ids for encoding in tokenizer.encode_batch_fast(cut, add_special_tokens=False)]

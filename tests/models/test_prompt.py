@@ -1,0 +1,96 @@
+import pytest
+from tokenizers import Tokenizer
+
+from scalingnote.errors import ConfigError, DataError
+from scalingnote.models import backbone
+from scalingnote.models.config import PAPER_PROMPT
+from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt, Row, SpecialTokens
+
+SPECIAL = SpecialTokens(pad=0, end=5, first=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = Tokenizer.from_str(backbone.train_tokenizer(["join a sequence of tensors"] * 9, vocabulary=300))
+    made.add_special_tokens(list(PLACEHOLDERS))
+    return made
+
+
+def prompt(tokenizer: Tokenizer, *, causal: bool, max_length: int = 400, **more: object) -> DocumentPrompt:
+    return DocumentPrompt(
+        tokenizer, SPECIAL, template=PAPER_PROMPT, max_length=max_length, causal=causal, **more
+    )
+
+
+def one(made: DocumentPrompt, *fields: str) -> Row:
+    (row,) = made.rows(*([field] for field in fields))
+    assert isinstance(row, Row)
+    return row
+
+
+def test_a_bidirectional_tower_pools_at_the_placeholders(tokenizer: Tokenizer):
+    row = one(prompt(tokenizer, causal=False), "title", "topic", "content")
+    assert [tokenizer.id_to_token(row.ids[p]) for p in row.positions] == list(PLACEHOLDERS)
+    assert (row.ids[0], row.ids[-1]) == (SPECIAL.first, SPECIAL.end)
+
+
+def test_a_causal_tower_pools_just_before_them_and_is_not_fed_the_last(tokenizer: Tokenizer):
+    row = one(prompt(tokenizer, causal=True), "title", "topic", "content")
+    following = [tokenizer.id_to_token(row.ids[p + 1]) for p in row.positions[:2]]
+    assert following == ["[TITLE_QUERY]", "[CONTENT_QUERY]"]
+    assert row.positions[2] == len(row.ids) - 1
+    assert tokenizer.token_to_id("[EMB]") not in row.ids
+
+
+def test_the_prompt_reads_as_the_paper_prints_it(tokenizer: Tokenizer):
+    row = one(prompt(tokenizer, causal=True), "T", "P", "C")
+    text = tokenizer.decode(row.ids, skip_special_tokens=False)
+    assert (
+        text
+        == PAPER_PROMPT.replace("{{", "{")
+        .replace("}}", "}")
+        .replace("{title}", "T")
+        .replace("{topic}", "P")
+        .replace("{content}", "C")
+        .split("[EMB]")[0]
+    )
+
+
+def test_content_is_cut_first_then_topic_never_the_title(tokenizer: Tokenizer):
+    title, topic, content = "title words", "topic words", "x y z " * 50
+    whole = one(prompt(tokenizer, causal=True), title, topic, "")
+    text = {}
+    for room in (len(whole.ids) + 10, len(whole.ids) - 3):
+        row = one(prompt(tokenizer, causal=True, max_length=room), title, topic, content)
+        assert len(row.ids) <= room
+        text[room] = tokenizer.decode(row.ids)
+        assert title in text[room]
+    longer, shorter = text.values()
+    assert topic in longer
+    assert topic not in shorter
+    assert "x y" in longer
+    assert "x y" not in shorter
+
+
+def test_a_title_beyond_the_models_positions_is_an_error_in_its_place(tokenizer: Tokenizer):
+    made = prompt(tokenizer, causal=True, max_positions=300)
+    good, bad = made.rows(["short", "word " * 400], ["", ""], ["", ""])
+    assert isinstance(good, Row)
+    assert isinstance(bad, DataError)
+    assert "shorten the title" in str(bad)
+
+
+def test_a_prompt_longer_than_max_length_is_refused(tokenizer: Tokenizer):
+    with pytest.raises(ConfigError, match="raise max_length or shorten the prompt"):
+        prompt(tokenizer, causal=True, max_length=20)
+
+
+def test_queries_keep_their_end_token(tokenizer: Tokenizer):
+    causal = QueryPrompt(tokenizer, SPECIAL, max_length=6, causal=True)
+    long, empty = causal.rows(["join a sequence of tensors, all of them", ""])
+    assert len(long.ids) == 6
+    assert (long.ids[-1], long.positions) == (SPECIAL.end, [5])
+    assert (empty.ids, empty.positions) == ([SPECIAL.end], [0])
+    encoder = QueryPrompt(tokenizer, SPECIAL, max_length=6, causal=False)
+    (row,) = encoder.rows(["join a sequence of tensors, all of them"])
+    assert (row.ids[0], row.ids[-1], row.positions, len(row.ids)) == (SPECIAL.first, SPECIAL.end, [0], 6)

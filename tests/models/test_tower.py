@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models import backbone, tower
+from scalingnote.models.config import Pretrained, Scratch, TowerConfig
+from scalingnote.models.prompt import Row
+from scalingnote.models.tower import Tower, collate
+
+DOCUMENTS = (["torch stack", "numpy"], ["torch function", ""], ["joins tensors along a new axis", "arrays"])
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json() -> str:
+    texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
+    return backbone.train_tokenizer(texts, vocabulary=400)
+
+
+def build(tokenizer_json: str, scratch: Scratch, role: str, **more: object) -> Tower:
+    config = tiny.query_tower(scratch) if role == "query" else tiny.document_tower(scratch)
+    config = config.model_copy(update=more)
+    return tower.build(config, role=role, dim=16, tokenizer_json=tokenizer_json, seed=0).eval()
+
+
+@pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
+def test_padding_changes_nothing(tokenizer_json: str, scratch: Scratch):
+    made = build(tokenizer_json, scratch, "document")
+    rows = made.prompt.rows(*DOCUMENTS)
+    together = made(collate(rows, pad=made.pad))
+    assert together.shape == (2, 3, 16)
+    for i, row in enumerate(rows):
+        alone = made(collate([row], pad=made.pad))
+        torch.testing.assert_close(alone[0], together[i], atol=1e-5, rtol=1e-5)
+
+
+def test_a_causal_view_ignores_what_follows_it(tokenizer_json: str):
+    made = build(tokenizer_json, tiny.CAUSAL, "document")
+    rows = made.prompt.rows(["same title"] * 2, ["one", "two"], ["first content", "another"])
+    found = made(collate(rows, pad=made.pad))
+    torch.testing.assert_close(found[0, 0], found[1, 0])  # the title view saw only the title
+    assert not torch.allclose(found[0, 2], found[1, 2])
+
+
+def test_the_pooled_state_is_the_one_that_predicts_the_placeholder(tokenizer_json: str):
+    made = build(tokenizer_json, tiny.CAUSAL, "document")
+    (row,) = made.prompt.rows(["a title"], ["topic"], ["content"])
+    emb = made.tokenizer.convert_tokens_to_ids("[EMB]")
+    fed = collate([Row([*row.ids, emb], row.positions)], pad=made.pad)
+    torch.testing.assert_close(made(fed), made(collate([row], pad=made.pad)), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("role", ["query", "document"])
+@pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
+def test_a_saved_tower_encodes_the_same(tokenizer_json: str, tmp_path: Path, scratch: Scratch, role: str):
+    made = build(tokenizer_json, scratch, role)
+    made.save(tmp_path / "tower")
+    again = Tower.load(tmp_path / "tower")
+    fields = (["join tensors"],) if role == "query" else DOCUMENTS
+    rows = made.prompt.rows(*fields)
+    assert again.prompt.rows(*fields) == rows
+    torch.testing.assert_close(again(collate(rows, pad=again.pad)), made(collate(rows, pad=made.pad)))
+
+
+def test_both_towers_of_one_seed_start_from_the_same_backbone(tokenizer_json: str):
+    query = build(tokenizer_json, tiny.CAUSAL, "query")
+    document = build(tokenizer_json, tiny.CAUSAL, "document")
+    for left, right in zip(query.backbone.parameters(), document.backbone.parameters(), strict=True):
+        torch.testing.assert_close(left, right, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
+def test_any_hugging_face_folder_is_a_backbone(tokenizer_json: str, tmp_path: Path, scratch: Scratch):
+    deep = scratch.model_copy(update={"layers": 3})
+    made = backbone.build(deep, tokenizer_json=tokenizer_json, seed=1)
+    made.model.save_pretrained(tmp_path)
+    made.tokenizer.save_pretrained(tmp_path)
+    config = TowerConfig(
+        backbone=Pretrained(path=str(tmp_path), layers=2), max_length=40, prompt=tiny.SHORT_PROMPT
+    )
+    loaded = tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
+    assert loaded.causal == (scratch.architecture == "qwen2")
+    assert loaded.backbone.config.num_hidden_layers == 2
+    assert loaded(collate(loaded.prompt.rows(*DOCUMENTS), pad=loaded.pad)).shape == (2, 3, 16)
+
+
+def test_what_cannot_be_loaded_says_so(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot load a backbone"):
+        backbone.load(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match="is not a tower"):
+        Tower.load(tmp_path)

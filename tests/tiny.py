@@ -1,0 +1,89 @@
+"""A tiny corpus that can be learnt: each topic has its own words, queries use the words of their document."""
+
+import itertools
+
+import numpy as np
+import pyarrow as pa
+
+from scalingnote.config import Config
+from scalingnote.models.config import Scratch, TowerConfig
+from scalingnote.storage import schema
+from scalingnote.storage.artifact import Artifact, Draft
+
+SHORT_PROMPT = "{title} [TITLE_QUERY] {topic} {content} [CONTENT_QUERY] [EMB]"
+CAUSAL = Scratch(layers=1, hidden=32, heads=2, intermediate=48, vocabulary=400, max_positions=64)
+BIDIRECTIONAL = CAUSAL.model_copy(update={"architecture": "bert"})
+DOCUMENTS = 96
+
+
+class Nothing(Config):
+    """The config of an artifact made by hand."""
+
+
+def words(rng: np.random.Generator, count: int) -> list[str]:
+    syllables = ["ba", "ko", "li", "me", "nu", "ra", "si", "ta", "ve", "zo"]
+    return ["".join(rng.choice(syllables, 3)) for _ in range(count)]
+
+
+def document_rows(count: int = DOCUMENTS) -> list[dict[str, str]]:
+    rng = np.random.default_rng(7)
+    return [
+        {
+            "doc_id": f"d{i:03d}",
+            "title": " ".join(words(rng, 2)),
+            "topic": f"topic {i % 4}",
+            "content": " ".join(words(rng, 12)),
+            "group": f"d{i:03d}",
+        }
+        for i in range(count)
+    ]
+
+
+def dataset(uri: str, *, count: int = DOCUMENTS, rows_per_part: int = 32) -> Artifact:
+    """A dataset artifact: one query per document, every eighth for test."""
+    draft = Draft(uri, kind="dataset", config=Nothing(), parents={})
+    documents = document_rows(count)
+    for number, start in enumerate(range(0, count, rows_per_part)):
+        piece = pa.Table.from_pylist(documents[start : start + rows_per_part], schema=schema.DOCUMENTS)
+        draft.write_table(f"documents/part-{number:05d}.parquet", piece)
+    queries, qrels = [], []
+    for i, document in enumerate(documents):
+        text = f"{document['title'].split()[0]} {document['content'].split()[3]}"
+        split = "test" if i % 8 == 0 else "train"
+        queries.append({"query_id": f"q{i:03d}", "query": text, "split": split})
+        qrels.append({"query_id": f"q{i:03d}", "doc_id": document["doc_id"], "relevance": 1})
+    draft.write_table("queries.parquet", pa.Table.from_pylist(queries, schema=schema.QUERIES))
+    draft.write_table("qrels.parquet", pa.Table.from_pylist(qrels, schema=schema.QRELS))
+    return draft.commit(
+        counts={"documents": count, "queries": count},
+        simulated_clicks=True,
+        description="tiny",
+        licence="none",
+    )
+
+
+def triplets(uri: str, dataset: Artifact) -> Artifact:
+    """Triplets of the training queries, the next training document as hard negative."""
+    queries = [q for q in dataset.table("queries.parquet").to_pylist() if q["split"] == "train"]
+    rows = [
+        {
+            "query_id": query["query_id"],
+            "query": query["query"],
+            "positive": "d" + query["query_id"][1:],
+            "negatives": ["d" + other["query_id"][1:]],
+            "source": "click",
+            "split": "validation" if i % 10 == 9 else "train",
+        }
+        for i, (query, other) in enumerate(itertools.pairwise([*queries, queries[0]]))
+    ]
+    draft = Draft(uri, kind="triplets", config=Nothing(), parents={"dataset": dataset})
+    draft.write_table("triplets/part-00000.parquet", pa.Table.from_pylist(rows, schema=schema.TRIPLETS))
+    return draft.commit(counts={"triplets": len(rows)}, simulated_clicks=True)
+
+
+def query_tower(backbone: Scratch = CAUSAL) -> TowerConfig:
+    return TowerConfig(backbone=backbone, max_length=16)
+
+
+def document_tower(backbone: Scratch = CAUSAL) -> TowerConfig:
+    return TowerConfig(backbone=backbone, max_length=40, prompt=SHORT_PROMPT)
