@@ -69,10 +69,10 @@ def run(config: CollectConfig, *, dataset: str, output: str) -> Artifact:
             f"and {config.num_negatives} hard negatives ({counts['without_negatives']:,} lack negatives)"
         )
     names = ("triplets", "train", "validation", *config.sources, "without_negatives", "rows", "ignored_rows")
-    simulated = bool(source.manifest.info.get("simulated_clicks", False))
     artifact = draft.commit(
         counts={name: counts[name] for name in names} | {"queries": len(known.queries)},
-        simulated_clicks=simulated and "click" in config.sources,
+        # Also where no click is a positive: clicks keep documents from being relevance negatives.
+        simulated_clicks=bool(source.manifest.info.get("simulated_clicks", False)),
         ranking_model="scores" if scored else "bm25",
     )
     log.info(

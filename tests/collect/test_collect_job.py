@@ -42,7 +42,7 @@ def make_dataset(uri, *, impressions=True, scores=False):
     if scores:
         ranked = [(f"q{i}", f"d{(i * 5 + j) % 60}", float(-j)) for i in range(40) for j in range(15)]
         draft.write_table("scores.parquet", table(SCORES, ranked))
-    return draft.commit(counts={}, simulated_clicks=True)
+    return draft.commit(counts={}, simulated_clicks=impressions)
 
 
 TEST_DOCUMENTS = {f"d{i}" for i in (3, 4, 5, 15, 16, 17)}  # the groups of d3 and d17

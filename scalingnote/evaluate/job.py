@@ -1,0 +1,290 @@
+"""The evaluate stage: test queries through every method, against the whole pool, into one report.
+
+Query towers are searched exactly; the one that is served also through the index; BM25 stands beside. The
+pool is read part by part, so it never has to fit in memory.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from scalingnote import cluster, topk
+from scalingnote.bm25 import BM25, document_texts
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import ArtifactError, DataError
+from scalingnote.evaluate.ann_recall import ann_recall
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.lineage import lineage, seconds
+from scalingnote.evaluate.page import Example, Hit, page
+from scalingnote.evaluate.report import comparison_table, markdown
+from scalingnote.evaluate.retrieval import measure
+from scalingnote.log import Progress, environment, get_logger
+from scalingnote.search.searcher import Searcher
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import trec, vectors
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+
+log = get_logger("evaluate")
+INDEXED_VIEW = "summary"
+INDEX_RECALL_AT = (10, 100)
+QUERIES_PER_BLOCK = 256
+TITLES_PER_EXAMPLE = 3
+
+
+def run(
+    config: EvaluateConfig,
+    *,
+    dataset: str,
+    dual_encoder: str,
+    embeddings: str,
+    index: str,
+    student: str | None = None,
+    output: str,
+) -> Artifact:
+    """Build the `report` artifact. DataError when no test query has a relevant document."""
+    parents = {
+        "dataset": open_artifact(dataset, kind="dataset"),
+        "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
+        "embeddings": open_artifact(embeddings, kind="embeddings"),
+        "index": open_artifact(index, kind="index"),
+    }
+    if student:
+        parents["student"] = open_artifact(student, kind="student")
+    draft = Draft(output, kind="report", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    test = test_set(parents["dataset"])
+    doc_ids = parents["embeddings"].table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
+    depth = max(config.run_depth, config.mrr_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT)
+
+    runs: dict[str, trec.Run] = {}
+    served = config.names.student if student else config.names.dual_encoder
+    for kind, name in (("dual_encoder", config.names.dual_encoder), ("student", config.names.student)):
+        if kind not in parents:
+            continue
+        queries = unit(encode_queries(parents[kind], test.queries, config=config, name=name))
+        runs[name] = _exact(parents["embeddings"], queries, test=test, doc_ids=doc_ids, depth=depth)
+        if name == served:
+            runs[f"{name} (index)"] = _through_index(index, queries, test=test, depth=depth)
+    if config.bm25:
+        runs["bm25"] = _bm25(parents["dataset"], test=test, doc_ids=doc_ids, depth=depth, config=config)
+
+    rankings = {
+        name: {q: [doc for doc, _ in found] for q, found in run.items()} for name, run in runs.items()
+    }
+    ancestors = lineage(parents.values())
+    exact, approximate = rankings[served], rankings[f"{served} (index)"]
+    report = {
+        "dataset": _name(parents["dataset"]),
+        "num_documents": len(doc_ids),
+        "num_queries": len(test.query_ids),
+        "simulated_clicks": bool(parents["dataset"].manifest.info.get("simulated_clicks", False)),
+        "methods": {
+            name: measure(
+                ranking,
+                test.qrels,
+                recall_at=config.recall_at,
+                mrr_at=config.mrr_at,
+                ndcg_at=config.ndcg_at,
+            )
+            for name, ranking in rankings.items()
+        },
+        "index": {
+            f"recall@{k}": ann_recall(
+                [approximate[q] for q in test.query_ids], [exact[q] for q in test.query_ids], k=k
+            )
+            for k in INDEX_RECALL_AT
+        }
+        | {"bytes_per_vector": parents["index"].manifest.info["bytes_per_vector"]},
+        "seconds": seconds(ancestors),
+        "environment": environment(),
+    }
+    draft.write_json("report.json", report)
+    draft.write_bytes("report.md", markdown(report).encode())
+    examples = _examples(parents["dataset"], rankings, test=test, config=config)
+    draft.write_bytes("report.html", page(report, examples=examples, ancestors=ancestors).encode())
+    trec.write_qrels(draft.path("qrels.trec"), test.qrels)
+    for name, run in runs.items():
+        shown = {query_id: found[: config.run_depth] for query_id, found in run.items()}
+        tag = name.replace(" (index)", "-index").replace(" ", "-")
+        trec.write_run(draft.path(f"runs/{tag}.trec"), shown, tag=tag)
+    artifact = draft.commit(
+        counts={"documents": len(doc_ids), "queries": len(test.query_ids), "methods": len(runs)}
+        | {"queries_without_relevant": test.without_relevant}
+    )
+    log.info("\n%s\n%s", comparison_table([report]), fs.join(output, "report.html"))
+    return artifact
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """Test queries that have a relevant document, and the judgements of each."""
+
+    query_ids: list[str]
+    queries: list[str]
+    qrels: trec.Qrels
+    without_relevant: int  # test queries left out
+
+    __test__ = False  # not one of pytest's
+
+
+def test_set(dataset: Artifact) -> TestSet:
+    """Queries of the test split, in the order of their ids."""
+    queries = dataset.table("queries.parquet").sort_by("query_id")
+    queries = queries.filter(pc.equal(queries["split"], "test"))
+    text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
+    qrels: trec.Qrels = {query_id: {} for query_id in text}
+    for row in dataset.table("qrels.parquet").sort_by("doc_id").to_pylist():
+        if row["query_id"] in qrels:
+            qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
+    usable = [query_id for query_id, judged in qrels.items() if any(grade > 0 for grade in judged.values())]
+    if not usable:
+        raise DataError(
+            f"none of {len(text):,} test queries of {dataset.uri} has a relevant document: "
+            "raise dataset.test_fraction or add judgements"
+        )
+    return TestSet(usable, [text[q] for q in usable], {q: qrels[q] for q in usable}, len(text) - len(usable))
+
+
+test_set.__test__ = False  # type: ignore[attr-defined]
+
+
+def encode_queries(
+    tower: Artifact, queries: Sequence[str], *, config: EvaluateConfig, name: str
+) -> Float[ndarray, "queries dim"]:
+    """Embeddings of `queries` by an artifact's query tower, as it gives them, from one Ray task.
+
+    A task, not the driver: on a cluster the driver often sits on a head node without GPU.
+    """
+    task = ray.remote(num_returns="streaming", **cluster.actor_options(config.resources))(_encode_blocks)
+    blocks: Any = task.remote(tower, list(queries))
+    found: list[ndarray] = []
+    with Progress("evaluate", total=len(queries), unit=f"queries encoded by {name}") as progress:
+        for block in blocks:
+            found.append(ray.get(block))
+            progress.advance(len(found[-1]))
+    return np.concatenate(found)
+
+
+def _encode_blocks(tower: Artifact, queries: list[str]) -> Iterator[ndarray]:
+    encoder = Encoder.load(tower.directory("query"))
+    for start in range(0, len(queries), QUERIES_PER_BLOCK):
+        yield encoder.encode_queries(queries[start : start + QUERIES_PER_BLOCK])
+
+
+def unit(matrix: Float[ndarray, "rows dim"]) -> Float[ndarray, "rows dim"]:
+    """Rows of length 1; a row of zeros stays."""
+    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
+    scaled: ndarray = (matrix / np.maximum(norms, 1e-12)).astype(np.float32)
+    return scaled
+
+
+def _exact(
+    embeddings: Artifact,
+    queries: Float[ndarray, "queries dim"],
+    *,
+    test: TestSet,
+    doc_ids: pa.Array,
+    depth: int,
+) -> trec.Run:
+    """The true answer: every document of the pool scored, part by part."""
+    scores = np.empty((len(queries), 0), np.float32)
+    rows = np.empty((len(queries), 0), np.int64)
+    offset = 0
+    with Progress("evaluate", total=len(doc_ids), unit="documents searched") as progress:
+        for name in embeddings.names("embeddings/", ".parquet"):
+            documents = vectors.to_numpy(embeddings.table(name, columns=[INDEXED_VIEW])[INDEXED_VIEW])
+            if documents.shape[1] != queries.shape[1]:
+                raise ArtifactError(
+                    f"the query tower gives {queries.shape[1]} dimensions, {embeddings.uri} has "
+                    f"{documents.shape[1]}: evaluate with towers that were trained together"
+                )
+            best, found = topk.search(queries, documents, k=depth)
+            scores, rows = topk.merge(np.hstack([scores, best]), np.hstack([rows, found + offset]), k=depth)
+            offset += len(documents)
+            progress.advance(len(documents))
+    return _run(test, doc_ids, rows, scores)
+
+
+def _through_index(
+    index: str, queries: Float[ndarray, "queries dim"], *, test: TestSet, depth: int
+) -> trec.Run:
+    searcher = Searcher.open(index)
+    run: trec.Run = {}
+    with Progress("evaluate", total=len(queries), unit="queries through the index") as progress:
+        for start in range(0, len(queries), QUERIES_PER_BLOCK):
+            answers = searcher.search(queries[start : start + QUERIES_PER_BLOCK], k=depth)
+            for query_id, results in zip(test.query_ids[start:], answers, strict=False):
+                run[query_id] = [(result.doc_id, float(result.score)) for result in results]
+            progress.advance(len(answers))
+    return run
+
+
+def _bm25(
+    dataset: Artifact, *, test: TestSet, doc_ids: pa.Array, depth: int, config: EvaluateConfig
+) -> trec.Run:
+    """BM25 over the same pool: documents without an embedding are left out here, too."""
+    documents = dataset.table("documents", columns=["doc_id", "title", "topic", "content"])
+    documents = documents.filter(pc.is_in(documents["doc_id"], value_set=doc_ids))
+    log.info("building BM25 over %s documents", f"{documents.num_rows:,}")
+    bm25 = BM25.build(document_texts(documents), k1=config.bm25_k1, b=config.bm25_b)
+    rows, scores = bm25.search(test.queries, depth)
+    return _run(test, documents["doc_id"].combine_chunks(), rows, scores)
+
+
+def _run(
+    test: TestSet,
+    doc_ids: pa.Array,
+    rows: Int[ndarray, "queries k"],
+    scores: Float[ndarray, "queries k"],
+) -> trec.Run:
+    run: trec.Run = {}
+    for query_id, found, values in zip(test.query_ids, rows, scores, strict=True):
+        kept = found >= 0
+        run[query_id] = list(
+            zip(doc_ids.take(pa.array(found[kept])).to_pylist(), values[kept].tolist(), strict=True)
+        )
+    return run
+
+
+def _examples(
+    dataset: Artifact,
+    rankings: Mapping[str, Mapping[str, Sequence[str]]],
+    *,
+    test: TestSet,
+    config: EvaluateConfig,
+) -> list[Example]:
+    draw = np.random.default_rng(config.seed).permutation(len(test.query_ids))[: config.examples]
+    chosen = [(test.query_ids[i], test.queries[i]) for i in sorted(draw.tolist())]
+    shown = {
+        query_id: {name: found[query_id][:TITLES_PER_EXAMPLE] for name, found in rankings.items()}
+        for query_id, _ in chosen
+    }
+    wanted = pa.array(
+        sorted({doc for row in shown.values() for docs in row.values() for doc in docs}), pa.string()
+    )
+    titles: dict[str, Any] = {}
+    for batch in dataset.batches("documents", columns=["doc_id", "title"]):
+        batch = batch.filter(pc.is_in(batch["doc_id"], value_set=wanted))
+        titles.update(zip(batch["doc_id"].to_pylist(), batch["title"].to_pylist(), strict=True))
+    return [
+        Example(
+            query,
+            {
+                name: [Hit(doc, titles.get(doc) or "", test.qrels[query_id].get(doc, 0) > 0) for doc in docs]
+                for name, docs in shown[query_id].items()
+            },
+        )
+        for query_id, query in chosen
+    ]
+
+
+def _name(dataset: Artifact) -> str:
+    return str(dataset.manifest.config.get("name", dataset.uri.rstrip("/").rsplit("/", 1)[-1]))

@@ -1,0 +1,99 @@
+"""report.html: a report, its plots, example queries and lineage on one page that needs nothing else."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from string import Template
+
+from scalingnote.evaluate import plots
+from scalingnote.evaluate.lineage import Ancestor
+from scalingnote.evaluate.report import READING, SIMULATED, Report
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A result as the page shows it."""
+
+    doc_id: str
+    title: str
+    relevant: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """A test query, and the first results of each method for it."""
+
+    query: str
+    results: Mapping[str, Sequence[Hit]]
+
+
+def page(report: Report, *, examples: Sequence[Example], ancestors: Sequence[Ancestor]) -> str:
+    """The whole page. Everything that comes from data is escaped."""
+    template = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    environment = report["environment"].items()
+    return template.substitute(
+        dataset=escape(str(report["dataset"])),
+        documents=f"{report['num_documents']:,}",
+        queries=f"{report['num_queries']:,}",
+        simulated=f'<p class="note">{SIMULATED}</p>' if report["simulated_clicks"] else "",
+        methods=_methods(report["methods"]),
+        recall_plot=plots.recall_bars(report["methods"]),
+        reading=READING,
+        index_plot=plots.index_bars(report["index"]),
+        bytes_per_vector=f"{report['index']['bytes_per_vector']:g}",
+        seconds_plot=plots.stage_bars(report["seconds"]) if report["seconds"] else "",
+        examples="\n".join(map(_example, examples)) or "<p>None were asked for.</p>",
+        lineage=_lineage(ancestors),
+        environment="".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in environment),
+    )
+
+
+def _methods(methods: Mapping[str, Mapping[str, float]]) -> str:
+    names = list(next(iter(methods.values())))
+    best = {name: max(row[name] for row in methods.values()) for name in names}
+    rows = []
+    for method, row in methods.items():
+        cells = (
+            f'<td class="best">{row[name]:.3f}</td>'
+            if row[name] == best[name]
+            else f"<td>{row[name]:.3f}</td>"
+            for name in names
+        )
+        rows.append(f'<tr><th scope="row">{escape(method)}</th>{"".join(cells)}</tr>')
+    return _table(["method", *names], rows)
+
+
+def _example(example: Example) -> str:
+    columns = []
+    for method, hits in example.results.items():
+        items = "".join(
+            f'<li class="{"relevant" if hit.relevant else "other"}">{escape(hit.title or hit.doc_id)}'
+            + ('<span class="mark" title="judged relevant"> ✓</span>' if hit.relevant else "")
+            + f"<code>{escape(hit.doc_id)}</code></li>"
+            for hit in hits
+        )
+        columns.append(f"<div><h4>{escape(method)}</h4><ol>{items}</ol></div>")
+    body = f'<div class="columns">{"".join(columns)}</div>'
+    return f"<details><summary>{escape(example.query)}</summary>{body}</details>"
+
+
+def _lineage(ancestors: Iterable[Ancestor]) -> str:
+    rows = []
+    for ancestor in ancestors:
+        counts = ancestor.artifact.counts if ancestor.artifact else {}
+        known = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in counts.items())
+        digest = f'<code title="{escape(ancestor.digest)}">{escape(ancestor.digest[:12])}</code>'
+        rows.append(
+            f'<tr><th scope="row">{escape(ancestor.stage)}</th><td class="text">{escape(ancestor.kind)}</td>'
+            f'<td class="text">{digest}</td>'
+            f'<td class="text">{escape(known) if ancestor.artifact else "no longer there"}</td>'
+            f'<td class="text"><code>{escape(ancestor.uri)}</code></td></tr>'
+        )
+    return _table(["stage", "artifact", "digest", "counts", "where"], rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[str]) -> str:
+    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(rows)
+    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -1,0 +1,143 @@
+"""Reports as data and as Markdown: measured numbers in, report.json's shape, tables and comparisons out.
+
+{"dataset", "num_documents", "num_queries", "simulated_clicks",
+ "methods": {NAME: {"R@1": ..., "MRR@10": ..., "nDCG@10": ...}},
+ "index": {"recall@10", "recall@100", "bytes_per_vector"},
+ "seconds": {STAGE: s}, "environment": {...}}
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scalingnote.errors import DataError
+
+Report = dict[str, Any]
+SAME = ("dataset", "num_documents", "num_queries", "simulated_clicks")
+READING = (
+    "R@K is the share of queries with a relevant document among their first K of the whole pool "
+    "(Success@K where a query has several). Methods are searched exactly; “(index)” is the same query "
+    "tower searched through the compressed index."
+)
+SIMULATED = "Training clicks were simulated from judged data with a position-biased click model."
+
+
+def merge_reports(reports: Sequence[Report]) -> Report:
+    """One report of several methods over one dataset.
+
+    `methods` is the union; `index` and `seconds` become {METHOD: ...}, under the name of the tower that was
+    searched through the index. A name that reports give different numbers gets `` #2``, `` #3``...
+    DataError when the reports are not of the same documents and queries.
+    """
+    if not reports:
+        raise DataError("no reports to compare: run at least one method")
+    first = reports[0]
+    for report in reports[1:]:
+        unequal = [name for name in SAME if report[name] != first[name]]
+        if unequal:
+            name = unequal[0]
+            raise DataError(
+                f"reports differ in {name}: {first[name]!r} and {report[name]!r}; "
+                "compare methods that were run on one dataset"
+            )
+    merged: Report = {name: first[name] for name in SAME}
+    merged |= {"methods": {}, "index": {}, "seconds": {}, "environment": first["environment"]}
+    for report in reports:
+        names = {name: _free(merged["methods"], name, row) for name, row in report["methods"].items()}
+        merged["methods"] |= {names[name]: row for name, row in report["methods"].items()}
+        served = names[_served(report)].removesuffix(" (index)")
+        merged["index"][served] = report["index"]
+        merged["seconds"][served] = report["seconds"]
+    return merged
+
+
+def comparison_table(reports: Sequence[Report]) -> str:
+    """Markdown: a line per method with its measures, then a line per index with recall and size."""
+    merged = merge_reports(reports)
+    methods: dict[str, dict[str, float]] = merged["methods"]
+    names = list(dict.fromkeys(name for row in methods.values() for name in row))
+    best = {name: max(row[name] for row in methods.values() if name in row) for name in names}
+    lines = [
+        f"{merged['dataset']}: {merged['num_documents']:,} documents, {merged['num_queries']:,} queries",
+        "",
+        *_table(
+            ["method", *names],
+            [
+                [method, *(_cell(row.get(name), best[name]) for name in names)]
+                for method, row in sorted(methods.items(), key=lambda item: _rank(item, names))
+            ],
+        ),
+        "",
+        *_table(
+            ["index of", "recall@10", "recall@100", "bytes per vector", "pipeline"],
+            [
+                [
+                    method,
+                    f"{index['recall@10']:.3f}",
+                    f"{index['recall@100']:.3f}",
+                    f"{index['bytes_per_vector']:g}",
+                    f"{sum(merged['seconds'][method].values()):,.0f}s",
+                ]
+                for method, index in merged["index"].items()
+            ],
+        ),
+    ]
+    if merged["simulated_clicks"]:
+        lines += ["", SIMULATED]
+    return "\n".join(lines)
+
+
+def markdown(report: Report) -> str:
+    """report.md: the comparison table of one report, how to read it, and the time of each stage."""
+    return "\n".join(
+        [
+            "# Retrieval report",
+            "",
+            comparison_table([report]),
+            "",
+            READING,
+            "",
+            *_table(["stage", "seconds"], [[s, f"{t:,.1f}"] for s, t in report["seconds"].items()]),
+            "",
+            ", ".join(f"{name} {value}" for name, value in report["environment"].items()),
+            "",
+        ]
+    )
+
+
+def _served(report: Report) -> str:
+    """The method that went through the index; without one, the first."""
+    names: list[str] = list(report["methods"])
+    return next((name for name in names if name.endswith(" (index)")), names[0])
+
+
+def _free(taken: Mapping[str, Any], name: str, row: Mapping[str, float]) -> str:
+    base, index, free, number = name.removesuffix(" (index)"), name.endswith(" (index)"), name, 1
+    while free in taken and taken[free] != row:
+        number += 1
+        free = f"{base} #{number}{' (index)' if index else ''}"
+    return free
+
+
+def _rank(item: tuple[str, Mapping[str, float]], names: Sequence[str]) -> tuple[float, str]:
+    """Best first by the last measure (nDCG), which looks at grades and ranks; then by name."""
+    return -item[1].get(names[-1], 0.0), item[0]
+
+
+def _cell(value: float | None, best: float) -> str:
+    if value is None:
+        return "–"
+    return f"**{value:.3f}**" if value == best else f"{value:.3f}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table whose columns also line up as plain text."""
+    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    aligned = [
+        [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        for line in (head, *rows)
+    ]
+    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
+    return [f"| {' | '.join(line)} |" for line in (aligned[0], rule, *aligned[1:])]
