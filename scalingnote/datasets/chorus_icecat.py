@@ -77,7 +77,7 @@ def convert(downloads: Path, target: Path) -> None:
 
 def _product(row: Row) -> Row:
     attributes = [
-        f"{key.split('_', 2)[2].strip('_').replace('_', ' ')}: {_shown(value)}"
+        f"{key.split('_', 2)[2].strip('_').replace('_', ' ')}: {value if isinstance(value, str) else _shown(value)}"
         for key, value in row.items()
         if key.startswith("attr_")
     ]

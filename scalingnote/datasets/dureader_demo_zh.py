@@ -60,8 +60,11 @@ def convert(downloads: Path, target: Path) -> None:
     """The same rows without the segmented copies of every text."""
     kept = ("question_id", "question", "question_type", "fact_or_opinion", "answers")
     for part in _SHA256:
-        with (target / f"search.{part}.jsonl").open("w", encoding="utf-8") as stream:
-            for line in (downloads / f"search.{part}.json").read_text(encoding="utf-8").splitlines():
+        with (
+            (downloads / f"search.{part}.json").open("rb") as lines,  # as text, U+2028 would end a line
+            (target / f"search.{part}.jsonl").open("w", encoding="utf-8") as stream,
+        ):
+            for line in lines:
                 row = json.loads(line)
                 pages = [
                     {

@@ -17,6 +17,7 @@ from scalingnote.datasets.split import uniform
 # which JSON escapes can smuggle in and UTF-8 cannot carry.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+_EITHER = re.compile(rf"{_CONTROL.pattern}|{_SURROGATE.pattern}")
 _MAX_ID_CHARS = 256
 
 
@@ -140,7 +141,7 @@ def _identifier(row: Row, key: str) -> str:
         raise _BadRowError(f"no {key}")
     if len(value) > _MAX_ID_CHARS:
         raise _BadRowError(f"{key} longer than {_MAX_ID_CHARS} characters")
-    if _CONTROL.search(value) or _SURROGATE.search(value):
+    if _EITHER.search(value):
         raise _BadRowError(f"{key} with control characters")
     return value
 
@@ -156,6 +157,8 @@ def _text(row: Row, key: str, quarantine: Quarantine) -> str:
             raise _BadRowError("invalid UTF-8") from None
     if not isinstance(value, str):
         raise _BadRowError(f"{key} is of type {type(value).__name__}, not text")
+    if not _EITHER.search(value):
+        return value.strip()
     if _SURROGATE.search(value):
         value = _SURROGATE.sub("\ufffd", value)
         quarantine.mend("lone_surrogates_replaced")

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from scalingnote.datasets.config import MsMarco
-from scalingnote.datasets.rows import Row, Source, Unreadable, files, mapped, separated
+from scalingnote.datasets.rows import Row, Source, Unreadable, files, separated
 
 
 def read(config: MsMarco, directory: Path | None = None) -> Source:
@@ -26,10 +26,10 @@ def read(config: MsMarco, directory: Path | None = None) -> Source:
     def queries() -> Iterator[Row | Unreadable]:
         # Test first: a query that is in both splits is not trained on.
         for split, (path, _) in sorted(given.items()):
-            mark = split if len(given) == 2 else ""
-            yield from mapped(
-                _tabbed(path, ("query_id", "query")), lambda row, mark=mark: {**row, "split": mark}
-            )
+            for row in _tabbed(path, ("query_id", "query")):
+                if isinstance(row, dict) and len(given) == 2:
+                    row["split"] = split
+                yield row
 
     def qrels() -> Iterator[Row | Unreadable]:
         for _, path in given.values():

@@ -4,8 +4,9 @@ The pairing is CodeSearchNet's (Husain et al. 2019): the first sentence of a doc
 is left of the object's documentation is its document. Nothing is downloaded, and the data is whatever
 versions are installed, so the same environment gives the same rows.
 
-A subset (`max_documents`) keeps the least nested names first (``json.dumps`` before
-``torch.nn.Module.named_buffers``), and decides among names of one depth by a seeded hash.
+A subset (`max_documents`) keeps the least nested names first (``json.dumps`` before ``os.path.join`` before
+``torch.nn.functional.relu``), functions and classes before the methods of their depth, and decides among
+equals by a seeded hash.
 """
 
 import hashlib
@@ -79,7 +80,11 @@ def read(config: PythonDocs, directory: Path | None = None) -> Source:
         if isinstance(row, dict):
             row["group"] = group_of.get(row["doc_id"], row["doc_id"])
     notes = {"packages": versions, "duplicates_removed": duplicates}
-    return Source(documents, queries, qrels, rank=lambda row: row["title"].count("."), notes=notes)
+    return Source(documents, queries, qrels, rank=_nesting, notes=notes)
+
+
+def _nesting(row: Row) -> tuple[int, bool]:
+    return row["title"].count("."), row["topic"].endswith((" method", " property"))
 
 
 def first_sentence(doc: str, name: str) -> tuple[str, str, str]:
@@ -112,9 +117,8 @@ def plain(text: str) -> str:
 
 def without_name_words(sentence: str, name: str) -> str:
     """The sentence without the words its object is named by, whatever their ending."""
-    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name.rpartition(".")[2])
-    stems = {_stem(part) for part in parts}
-    return " ".join(w for w in sentence.split() if _stem(re.sub(r"\W", "", w)) not in stems)
+    named = _word_stems(name.rpartition(".")[2])
+    return " ".join(w for w in sentence.split() if not (_word_stems(w) and _word_stems(w) <= named))
 
 
 def _document(item: dict[str, Any], *, config: PythonDocs) -> tuple[Row, str]:
@@ -203,6 +207,11 @@ def _heading(paragraph: str) -> bool:
 
 def _scrub(text: str) -> str:
     return _ADDRESS.sub("", text).replace(str(Path.home()), "~")
+
+
+def _word_stems(text: str) -> set[str]:
+    """Stems of the words of a name: of HTTPServer_start, http, server and start."""
+    return {_stem(part) for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", text)}
 
 
 def _stem(word: str) -> str:

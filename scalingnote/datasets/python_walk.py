@@ -39,6 +39,7 @@ _STANDARD_LIBRARY = """
 
 _SKIPPED = re.compile(r"^(_.*|tests?|testing|conftest|setup|benchmarks?|examples?|vendor|externals?)$")
 _MAX_SOURCE_LINES = 60
+_MAX_MEMBERS = 100
 _SHORT_DOC = 200  # characters of docstring after which the source code adds little
 
 
@@ -166,7 +167,13 @@ def _describe(name: str, kind: str, value: Any) -> dict[str, Any] | None:
     source = (
         _source(value) if kind in ("function", "method", "property") and len(doc) < 2 * _SHORT_DOC else ""
     )
-    return {"name": name, "kind": kind, "signature": _signature(value, kind), "doc": doc, "source": source}
+    return {
+        "name": name,
+        "kind": kind,
+        "signature": _signature(value, kind),
+        "doc": doc,
+        "source": source or _members_listed(value, kind),
+    }
 
 
 def _signature(value: Any, kind: str) -> str:
@@ -176,6 +183,18 @@ def _signature(value: Any, kind: str) -> str:
         return str(inspect.signature(value))
     except Exception:
         return ""  # many C functions; their docstring opens with it
+
+
+def _members_listed(value: Any, kind: str) -> str:
+    """Names a module or class offers: all there is to say of one with a single sentence of documentation."""
+    if kind not in ("module", "class"):
+        return ""
+    public = sorted(
+        str(name)
+        for name, member in vars(value).items()
+        if not str(name).startswith("_") and not isinstance(member, types.ModuleType)
+    )
+    return ", ".join(public[:_MAX_MEMBERS])
 
 
 def _source(value: Any) -> str:

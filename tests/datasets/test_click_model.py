@@ -1,0 +1,120 @@
+"""The simulated click log: position bias, relevance, what may be exposed, determinism."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from scalingnote.datasets.click_model import examination, simulate
+from scalingnote.datasets.config import ClickModelConfig
+from scalingnote.storage.schema import IMPRESSIONS, QRELS
+
+DOCS = [f"d{n:04d}" for n in range(2000)]
+TOPICS = [f"t{n % 20}" for n in range(2000)]
+
+
+def judged(queries=1000, grades=(1,)):
+    rows = [
+        {"query_id": f"q{q}", "doc_id": DOCS[(7 * q + 20 * n) % len(DOCS)], "relevance": grade}
+        for q in range(queries)
+        for n, grade in enumerate(grades)
+    ]
+    return pa.Table.from_pylist(rows, schema=QRELS)
+
+
+def log(qrels, **settings):
+    return simulate(qrels, doc_ids=DOCS, topics=TOPICS, config=ClickModelConfig(**settings))
+
+
+def rates(table, keys):
+    """Slow and obvious: click-through rate per key."""
+    seen, clicked = {}, {}
+    for key, click in zip(keys, table["clicked"].to_pylist(), strict=True):
+        seen[key] = seen.get(key, 0) + 1
+        clicked[key] = clicked.get(key, 0) + click
+    return {key: clicked[key] / seen[key] for key in sorted(seen)}
+
+
+def test_click_through_falls_with_position_as_stated():
+    table = log(judged(3000), ranker_skill=0.0, eta=1.0)
+    by_position = rates(table, table["position"].to_pylist())
+    assert sorted(by_position) == list(range(1, 11))
+    for position in (2, 3, 5):
+        assert by_position[position] / by_position[1] == pytest.approx(1 / position, rel=0.2)
+
+
+def test_better_grades_get_more_clicks():
+    qrels = judged(2000, grades=(1, 3))
+    grade_of = {(r["query_id"], r["doc_id"]): r["relevance"] for r in qrels.to_pylist()}
+    table = log(qrels, eta=0.0, noise=0.05, attractiveness=0.9)
+    keys = [
+        grade_of.get(pair, 0)
+        for pair in zip(table["query_id"].to_pylist(), table["doc_id"].to_pylist(), strict=True)
+    ]
+    assert rates(table, keys) == pytest.approx({0: 0.05, 1: 0.3, 3: 0.9}, abs=0.03)
+
+
+def test_a_skilled_engine_ranks_relevant_documents_higher():
+    def mean_rank(skill):
+        table = log(judged(500), ranker_skill=skill)
+        relevant = {(r["query_id"], r["doc_id"]) for r in judged(500).to_pylist()}
+        return np.mean(
+            [row["position"] for row in table.to_pylist() if (row["query_id"], row["doc_id"]) in relevant]
+        )
+
+    assert mean_rank(3.0) < mean_rank(1.0) < mean_rank(0.0)
+
+
+def test_a_session_is_a_list_without_repeats_or_gaps():
+    table = log(judged(200, grades=(2, 1, 0)), sessions_per_query=2)
+    sessions = {}
+    for row in table.to_pylist():
+        sessions.setdefault(row["session_id"], []).append(row)
+    assert len(sessions) == 400
+    for rows in sessions.values():
+        assert [row["position"] for row in rows] == list(range(1, 11))
+        assert len({row["doc_id"] for row in rows}) == 10
+        assert len({(row["query_id"], row["user_id"], row["timestamp"]) for row in rows}) == 1
+
+
+def test_only_the_documents_it_was_given_are_exposed():
+    qrels = judged(300, grades=(1, 1))
+    seen = DOCS[::2]
+    table = simulate(qrels, doc_ids=seen, topics=TOPICS[::2], config=ClickModelConfig())
+    assert set(table["doc_id"].to_pylist()) <= set(seen)
+    # A query whose relevant documents are all hidden is never issued.
+    usable = {row["query_id"] for row in qrels.to_pylist() if row["doc_id"] in set(seen)}
+    assert set(table["query_id"].to_pylist()) == usable
+
+
+def test_same_topic_share():
+    topic_of = dict(zip(DOCS, TOPICS, strict=True))
+    relevant = {row["query_id"]: row["doc_id"] for row in judged().to_pylist()}
+    for share in (0.0, 0.5, 1.0):
+        rows = [
+            r
+            for r in log(judged(), same_topic_share=share).to_pylist()
+            if r["doc_id"] != relevant[r["query_id"]]
+        ]
+        alike = np.mean([topic_of[row["doc_id"]] == topic_of[relevant[row["query_id"]]] for row in rows])
+        assert alike == pytest.approx(share + (1 - share) / 20, abs=0.03)
+
+
+def test_seeded():
+    assert log(judged(50), seed=1).equals(log(judged(50), seed=1))
+    assert not log(judged(50), seed=1).equals(log(judged(50), seed=2))
+
+
+def test_a_pool_smaller_than_the_list():
+    qrels = pa.Table.from_pylist([{"query_id": "q", "doc_id": "a", "relevance": 1}], schema=QRELS)
+    table = simulate(qrels, doc_ids=["a", "b"], topics=["", ""], config=ClickModelConfig())
+    assert set(table["doc_id"].to_pylist()) <= {"a", "b"}
+    assert table["position"].to_pylist()[0] == 1
+
+
+def test_without_a_relevant_document_there_is_no_log():
+    qrels = pa.Table.from_pylist([{"query_id": "q", "doc_id": "d0000", "relevance": 0}], schema=QRELS)
+    assert log(qrels).equals(IMPRESSIONS.empty_table())
+
+
+def test_examination():
+    np.testing.assert_allclose(examination(4, eta=2.0), [1, 1 / 4, 1 / 9, 1 / 16])

@@ -1,0 +1,295 @@
+"""Files in, tables out: the generic readers on tiny files, the registered sets on their real files."""
+
+import json
+import os
+import urllib.error
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import TypeAdapter
+
+from scalingnote.datasets import config as configs
+from scalingnote.datasets import download, registry
+from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco
+from scalingnote.datasets.job import run
+from scalingnote.datasets.stackexchange_devops import text_of
+from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES
+
+
+def splits(artifact):
+    return dict(
+        zip(*(artifact.table("queries.parquet")[c].to_pylist() for c in ("query", "split")), strict=True)
+    )
+
+
+def write_lines(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows)
+    )
+
+
+def test_beir(tmp_path):
+    write_lines(
+        tmp_path / "corpus.jsonl",
+        {"_id": "1", "title": "One", "text": "first"},
+        {"_id": "2", "title": "", "text": "second"},
+        b'{"_id": "3", "text": "\xff"}\n',
+        {"_id": "4", "title": "no text field"},
+    )
+    queries = [{"_id": n, "text": f"query {n}"} for n in ("a", "b", "c")]
+    write_lines(tmp_path / "queries.jsonl", *queries)
+    write_lines(tmp_path / "qrels" / "train.tsv", b"query-id\tcorpus-id\tscore\na\t1\t1\n")
+    write_lines(tmp_path / "qrels" / "test.tsv", b"query-id\tcorpus-id\tscore\nb\t2\t2\nb\t9\t1\nbroken\n")
+    artifact = run(Beir(path=str(tmp_path), click_model=None), output=str(tmp_path / "out"))
+    assert splits(artifact) == {"query a": "train", "query b": "test"}
+    assert artifact.counts["documents"] == 2
+    assert artifact.counts["impressions"] == 0
+    assert artifact.names("impressions") == []
+    assert artifact.manifest.info["rejected_by_reason"] == {
+        "documents: invalid UTF-8": 1,
+        "documents: not in the source's format: KeyError 'text'": 1,
+        "qrels: 1 fields, expected 3": 1,
+        "qrels: unknown doc_id": 1,
+    }
+    assert artifact.table("rejected.parquet").num_rows == 4
+
+
+def test_msmarco(tmp_path):
+    write_lines(tmp_path / "collection.tsv", b"1\tfirst passage\n2\tsecond passage\n3\n")
+    write_lines(tmp_path / "queries.tsv", *(f"q{n}\tquery {n}\n".encode() for n in range(40)))
+    write_lines(tmp_path / "qrels.tsv", *(f"q{n} 0 {1 + n % 2} 1\n".encode() for n in range(40)))
+    config = MsMarco(
+        collection=str(tmp_path / "coll*.tsv"),
+        train_queries=str(tmp_path / "queries.tsv"),
+        train_qrels=str(tmp_path / "qrels.tsv"),
+        test_fraction=0.5,
+        seed=1,
+    )
+    artifact = run(config, output=str(tmp_path / "out"))
+    table = artifact.table("documents")
+    assert table.to_pylist()[0] == {
+        "doc_id": "1",
+        "title": "",
+        "topic": "",
+        "content": "first passage",
+        "group": "1",
+    }
+    # Queries that share a document share a split.
+    assert len({splits(artifact)[f"query {n}"] for n in range(0, 40, 2)}) == 1
+    with pytest.raises(ValueError, match="come together"):
+        MsMarco(collection="x", train_queries="y")
+
+
+def test_columns(tmp_path):
+    write_lines(
+        tmp_path / "notes.jsonl",
+        *({"id": n, "heading": f"note {n}", "body": "b", "likes": n, "by": "x"} for n in range(9)),
+    )
+    pq.write_table(
+        pa.table({"qid": ["a", "b"], "text": ["alpha", "beta"], "split": ["train", "test"]}),
+        tmp_path / "q.parquet",
+    )
+    pq.write_table(pa.table({"query_id": ["a", "b"], "doc_id": ["1", "2"]}), tmp_path / "qrels.parquet")
+    exposure = {
+        "session_id": "s",
+        "query_id": "a",
+        "doc_id": "3",
+        "position": 1,
+        "clicked": True,
+        "timestamp": 5,
+    }
+    write_lines(tmp_path / "log.jsonl", exposure, {**exposure, "position": -1})
+    config = Columns(
+        documents={
+            "path": str(tmp_path / "notes.jsonl"),
+            "columns": {"doc_id": "id", "title": "heading", "content": "body"},
+        },
+        queries={"path": str(tmp_path / "q.parquet"), "columns": {"query_id": "qid", "query": "text"}},
+        qrels={"path": str(tmp_path / "qrels.parquet")},
+        impressions={"path": str(tmp_path / "log.jsonl")},
+        features={"likes": "int64", "by": "string"},
+        documents_per_part=4,
+    )
+    artifact = run(config, output=str(tmp_path / "out"))
+    documents = artifact.table("documents")
+    assert documents.schema.names == [*DOCUMENTS.names, "likes", "by"]
+    assert documents["likes"].to_pylist() == list(range(9))
+    assert len(artifact.names("documents/")) == 3
+    assert artifact.table("qrels.parquet")["relevance"].to_pylist() == [1, 1]
+    assert artifact.table("impressions.parquet").num_rows == 1  # the data's own: nothing is simulated
+    assert not artifact.manifest.info["simulated_clicks"]
+    assert splits(artifact) == {"alpha": "train", "beta": "test"}
+    wrong = config.model_copy(
+        update={
+            "queries": configs.TableFile(
+                path=str(tmp_path / "qrels.parquet"), columns={"query": "q", "typo": "x"}
+            )
+        }
+    )
+    with pytest.raises(DataError, match="typo"):
+        run(wrong, output=str(tmp_path / "other"))
+
+
+def test_a_subset_leaves_out_without_rejecting(tmp_path):
+    write_lines(
+        tmp_path / "d.jsonl", *({"doc_id": n, "title": f"t{n}", "group": f"g{n // 2}"} for n in range(100))
+    )
+    write_lines(tmp_path / "q.jsonl", *({"query_id": n, "query": f"q{n}"} for n in range(100)))
+    write_lines(tmp_path / "r.jsonl", *({"query_id": n, "doc_id": n} for n in range(100)))
+    files = {
+        name: {"path": str(tmp_path / f"{short}.jsonl")}
+        for name, short in (("documents", "d"), ("queries", "q"), ("qrels", "r"))
+    }
+    artifact = run(Columns(**files, max_documents=40, max_queries=30), output=str(tmp_path / "out"))
+    assert artifact.counts["documents"] == 40
+    assert artifact.counts["queries"] == 30
+    assert artifact.counts["rejected"] == 0
+    assert artifact.manifest.info["left_out"] == {"documents": 60, "queries": 70, "qrels": 70}
+    groups = artifact.table("documents")["group"].to_pylist()
+    assert len(set(groups)) == 20  # whole groups
+    assert set(artifact.table("qrels.parquet")["doc_id"].to_pylist()) <= set(
+        artifact.table("documents")["doc_id"].to_pylist()
+    )
+
+
+def test_a_finished_data_set_is_returned_and_another_is_refused(tmp_path):
+    write_lines(tmp_path / "d.jsonl", {"doc_id": "1", "title": "t"})
+    write_lines(tmp_path / "q.jsonl", {"query_id": "1", "query": "q", "doc_id": "1"})
+    files = {
+        name: {"path": str(tmp_path / f"{short}.jsonl")}
+        for name, short in (("documents", "d"), ("queries", "q"), ("qrels", "q"))
+    }
+    first = run(Columns(**files), output=str(tmp_path / "out"))
+    (tmp_path / "d.jsonl").unlink()
+    assert run(Columns(**files), output=str(tmp_path / "out")).digest == first.digest
+    with pytest.raises(ArtifactError, match="already holds another"):
+        run(Columns(**files, seed=1), output=str(tmp_path / "out"))
+
+
+def test_the_union_is_told_apart_by_name():
+    adapter = TypeAdapter(AnyDataset)
+    for name in registry.names():
+        needed = {
+            "beir": {"path": "x"},
+            "msmarco": {"collection": "x", "test_queries": "y", "test_qrels": "z"},
+            "columns": {"documents": {"path": "d"}, "queries": {"path": "q"}, "qrels": {"path": "r"}},
+        }.get(name, {})
+        assert adapter.validate_python({"name": name, **needed}).name == name
+    with pytest.raises(ConfigError, match="choose one of python_docs"):
+        registry.describe("nothing")
+
+
+def test_offline_says_what_to_do(tmp_path, monkeypatch):
+    def refuse(request, timeout):
+        raise urllib.error.URLError("network unreachable")
+
+    monkeypatch.delenv("SCALINGNOTE_DATA", raising=False)
+    monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path))
+    monkeypatch.setattr(download.urllib.request, "urlopen", refuse)
+    assert not registry.available("medquad")
+    assert registry.available("python_docs")
+    with pytest.raises(DataError, match=r"archive/577bd37.*network unreachable.*\$SCALINGNOTE_DATA/medquad/"):
+        registry.fetch("medquad")
+
+
+def remote(tmp_path, content=b"hello " * 1000, sha256=None):
+    import hashlib
+
+    source = tmp_path / "source.bin"
+    source.write_bytes(content)
+    return download.Remote("file.bin", source.as_uri(), sha256 or hashlib.sha256(content).hexdigest())
+
+
+def test_download_checks_converts_and_caches(tmp_path, monkeypatch):
+    monkeypatch.delenv("SCALINGNOTE_DATA", raising=False)
+    monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path / "cache"))
+    asked = {"files": ["file.bin"], "remotes": [remote(tmp_path)], "convert": download.keep}
+    found = download.fetch("thing", **asked)
+    assert found == tmp_path / "cache" / "thing"
+    assert (found / "file.bin").read_bytes() == b"hello " * 1000
+    assert [path.name for path in (tmp_path / "cache").iterdir() if path.name != "downloads"] == ["thing"]
+    (tmp_path / "source.bin").unlink()
+    assert download.fetch("thing", **asked) == found
+    (tmp_path / "local" / "thing").mkdir(parents=True)
+    (tmp_path / "local" / "thing" / "file.bin").touch()
+    monkeypatch.setenv("SCALINGNOTE_DATA", str(tmp_path / "local"))
+    assert download.fetch("thing", **asked) == tmp_path / "local" / "thing"
+
+
+def test_a_damaged_download_is_refused_and_forgotten(tmp_path):
+    with pytest.raises(DataError, match=r"expected 0000.*: download it again, or do that"):
+        download.download(remote(tmp_path, sha256="0000"), tmp_path / "to", remedy="do that")
+    assert list((tmp_path / "to").iterdir()) == []
+
+
+def test_a_failed_conversion_leaves_nothing_that_looks_finished(tmp_path, monkeypatch):
+    monkeypatch.delenv("SCALINGNOTE_DATA", raising=False)
+    monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path / "cache"))
+
+    def broken(downloads, target):
+        (target / "file.bin").touch()
+        raise DataError("half way")
+
+    with pytest.raises(DataError, match="half way"):
+        download.fetch("thing", files=["file.bin"], remotes=[remote(tmp_path)], convert=broken)
+    assert download.locate("thing", ["file.bin"]) is None
+
+
+def test_html():
+    assert text_of("<p>a <code>if x &lt; 3</code></p>\n<p>&amp;b</p>") == "a if x < 3 &b"
+
+
+@pytest.fixture
+def real():
+    if not os.environ.get("SCALINGNOTE_DATA"):
+        pytest.skip("SCALINGNOTE_DATA is unset: the registered data sets are not on this machine")
+    return Path(os.environ["SCALINGNOTE_DATA"])
+
+
+REAL = {
+    "medquad": (16_407, 14_345, "What is (are) Adult Acute Lymphoblastic Leukemia ?"),
+    "stackexchange_devops": (4_968, 3_221, "How to order physical backup of S3 data?"),
+    "chorus_icecat": (19_406, 116, "laptop"),
+    "zh_reading_titles": (3_344, 12_415, "陸特和漢斯雷頓開創了哪一地區對梵語的學術研究？"),
+    "zh_medical_qa": (7_244, 7_266, "高血压患者能吃党参吗？"),
+    "dureader_demo_zh": (1_393, 200, "微信分享链接打开app"),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_registered_data_sets(name, real, tmp_path):
+    documents, queries, sample = REAL[name]
+    config = TypeAdapter(AnyDataset).validate_python(
+        {"name": name, "click_model": {"sessions_per_query": 1, "results_per_session": 5}}
+    )
+    artifact = run(config, output=str(tmp_path / "out"))
+    assert (artifact.counts["documents"], artifact.counts["queries"]) == (documents, queries)
+    assert artifact.manifest.info["licence"]
+    assert artifact.manifest.info["simulated_clicks"] == (name != "dureader_demo_zh")
+    table = artifact.table("documents")
+    assert table.schema.names[:5] == DOCUMENTS.names
+    for part, schema in (("queries", QUERIES), ("qrels", QRELS), ("impressions", IMPRESSIONS)):
+        # Names: Parquet has no seconds, so a timestamp comes back in milliseconds.
+        assert artifact.table(f"{part}.parquet").schema.names == schema.names
+
+    split = {row["query_id"]: row for row in artifact.table("queries.parquet").to_pylist()}
+    assert sample in {row["query"] for row in split.values()}
+    group_of = dict(zip(table["doc_id"].to_pylist(), table["group"].to_pylist(), strict=True))
+    title_of = dict(zip(table["doc_id"].to_pylist(), table["title"].to_pylist(), strict=True))
+    touched = {"train": set(), "test": set()}
+    same = 0
+    for row in artifact.table("qrels.parquet").to_pylist():
+        if row["relevance"] > 0:
+            touched[split[row["query_id"]]["split"]].add(group_of[row["doc_id"]])
+            same += split[row["query_id"]]["query"] == title_of[row["doc_id"]]
+    assert touched["train"]
+    assert touched["test"]
+    assert not touched["train"] & touched["test"]
+    assert same <= 0.02 * queries  # a title that is the query would make the task void
+    if artifact.manifest.info["simulated_clicks"]:
+        exposed = set(artifact.table("impressions.parquet")["doc_id"].to_pylist())
+        assert not {group_of[doc_id] for doc_id in exposed} & touched["test"]
