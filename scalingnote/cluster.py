@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from scalingnote.config import Resources
-from scalingnote.errors import ConfigError
+from scalingnote.errors import ConfigError, ScalingNoteError
 from scalingnote.log import LINE
 
 
@@ -62,6 +62,16 @@ def require(resources: Resources, *, stage: str) -> None:
 def actor_options(resources: Resources) -> dict[str, Any]:
     """Ray options of one actor or task."""
     return {"num_cpus": resources.cpus_per_worker, "num_gpus": resources.gpus_per_worker}
+
+
+def fetch(reference: Any) -> Any:
+    """Result of a task. An error a user can mend is raised as itself, without Ray's wrapping and trace."""
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ScalingNoteError):
+            raise error.cause from None
+        raise
 
 
 def _relay_only_our_lines() -> None:

@@ -1,9 +1,12 @@
 """Small corpora for the tests of quantize, index and search: clustered unit vectors in artifacts."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pyarrow as pa
 
 from scalingnote.config import Config
+from scalingnote.quantize.semantic_id import to_table
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.schema import DOCUMENTS
 from scalingnote.storage.vectors import to_arrow
@@ -67,3 +70,34 @@ def embeddings(
         draft.write_table(f"embeddings/part-{number:05d}.parquet", table)
         first += size
     return draft.commit(counts={"documents": len(matrix) - len(missing)})
+
+
+def semantic_ids(uri: str, source: Artifact) -> Artifact:
+    """IDs "1-0-<number of the document>"."""
+    draft = Draft(uri, kind="semantic_ids", config=Settings(), parents={"embeddings": source})
+    for name in source.names("embeddings/", ".parquet"):
+        doc_ids = source.table(name, ["doc_id"])["doc_id"]
+        numbers = [int(doc_id[1:]) for doc_id in doc_ids.to_pylist()]
+        codes = np.tile([1, 0], (len(numbers), 1))
+        table = to_table(doc_ids, codes, np.array(numbers, np.int32))
+        draft.write_table("codes/" + name.removeprefix("embeddings/"), table)
+    return draft.commit(counts={})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The parents of an index."""
+
+    matrix: np.ndarray
+    uris: dict[str, str]
+
+    @classmethod
+    def build(
+        cls, base: str, *, sizes: list[int], dim: int, missing: tuple[int, ...] = (), seed: int = 0
+    ) -> "Corpus":
+        matrix = vectors(sum(sizes), dim, seed=seed)
+        documents = dataset(f"{base}/dataset", sizes=sizes)
+        embedded = embeddings(f"{base}/embeddings", matrix, parent=documents, sizes=sizes, missing=missing)
+        named = semantic_ids(f"{base}/semantic_ids", embedded)
+        uris = {"dataset": documents.uri, "embeddings": embedded.uri, "semantic_ids": named.uri}
+        return cls(matrix, uris)

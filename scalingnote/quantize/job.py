@@ -60,7 +60,7 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
         for part, suffix in zip(parts, suffixes, strict=True)
     ]
     for part, reference in zip(parts, written, strict=True):
-        draft.register(_codes(part), ray.get(reference))
+        draft.register(_codes(part), cluster.fetch(reference))
 
     statistics = semantic_id.statistics(codes, size=config.codes, residual_energy=energy)
     draft.write_json("statistics.json", statistics)
@@ -121,7 +121,7 @@ def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact) -> bytes:
         return fs.read_bytes(draft.path(CODEBOOKS))
     matrices = sample(source, documents=config.sample_documents, seed=config.seed, resources=config.resources)
     fit = ray.remote(**cluster.actor_options(config.resources))(_fit)
-    codebooks: bytes = safetensors.save({"codebooks": ray.get(fit.remote(config, *matrices))})
+    codebooks: bytes = safetensors.save({"codebooks": cluster.fetch(fit.remote(config, *matrices))})
     return codebooks
 
 

@@ -1,0 +1,208 @@
+"""The searcher: query embeddings go in, the best documents of an index come out, with their scores.
+
+It may hold all shards of an index, or a few of them: then :meth:`Searcher.candidates` of several searchers go
+through :func:`merge_candidates`, and the answer is the one a searcher of all shards gives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+from numpy import ndarray
+
+from scalingnote import topk
+from scalingnote.errors import SearchError
+from scalingnote.index import ivf
+from scalingnote.index import shard as shards_of
+from scalingnote.storage.artifact import open_artifact
+
+MAX_K = 1000
+# A candidate's shard and row as one number that sorts by shard, then row.
+_ROW_BITS = 40
+
+
+@dataclass(frozen=True)
+class Result:
+    """A document found. `score` is the cosine of query and document, as exact as the index keeps vectors."""
+
+    doc_id: str
+    score: float
+    shard: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A result before its document is looked up."""
+
+    score: float
+    shard: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The best of each query, best first, as arrays: what travels from a shard to where answers are merged.
+
+    Where a query has fewer candidates than the widest, `score` is -inf and `shard` and `row` are -1.
+    """
+
+    score: Float[ndarray, "queries k"]
+    shard: Int[ndarray, "queries k"]
+    row: Int[ndarray, "queries k"]
+
+    def __len__(self) -> int:
+        return len(self.score)
+
+    def __getitem__(self, query: int) -> list[Candidate]:
+        """The candidates of one query."""
+        found = zip(self.score[query], self.shard[query], self.row[query], strict=True)
+        return [Candidate(float(score), int(shard), int(row)) for score, shard, row in found if row >= 0]
+
+
+def merge_candidates(answers: Sequence[Candidates], *, k: int) -> Candidates:
+    """The k best of several searchers' candidates; of equal scores the lower shard, then row, comes first."""
+    scores = np.concatenate([answer.score for answer in answers], axis=1)
+    ids = np.concatenate([_pack(answer.shard, answer.row) for answer in answers], axis=1)
+    best, chosen = topk.merge(scores, ids, k=k)
+    return Candidates(
+        best,
+        np.where(chosen < 0, -1, chosen >> _ROW_BITS),
+        np.where(chosen < 0, -1, chosen % (1 << _ROW_BITS)),
+    )
+
+
+class Searcher:
+    """Shards of an index, open for search. Threads may share one."""
+
+    def __init__(
+        self,
+        layout: shards_of.Layout,
+        centroids: Float[ndarray, "nlist dim"],
+        shards: Sequence[shards_of.Shard],
+        *,
+        nprobe: int | None = None,
+    ) -> None:
+        self.layout = layout
+        self.nprobe = _checked_nprobe(nprobe or layout.nprobe, layout.nlist)
+        self._centroids = centroids
+        self._shards = {shard.number: shard for shard in shards}
+
+    @classmethod
+    def open(
+        cls, index_uri: str, *, shards: Sequence[int] | None = None, nprobe: int | None = None
+    ) -> "Searcher":
+        """Open the shards with these numbers, or all; `nprobe` None takes the index's own.
+
+        Raises ArtifactError when a file is missing or damaged, SearchError when a shard does not exist.
+        """
+        index = open_artifact(index_uri, kind="index")
+        layout = shards_of.open_layout(index)
+        numbers = range(layout.shards) if shards is None else list(shards)
+        unknown = [number for number in numbers if number not in range(layout.shards)]
+        if unknown:
+            raise SearchError(
+                f"{index_uri} has no shard {unknown[0]}: its shards are 0 to {layout.shards - 1}"
+            )
+        centroids = shards_of.open_centroids(index)
+        refine = layout.refine != "none"
+        opened = [shards_of.open_shard(index, n, centroids=centroids, refine=refine) for n in numbers]
+        return cls(layout, centroids, opened, nprobe=nprobe)
+
+    def __len__(self) -> int:
+        """Documents in the shards held."""
+        return sum(len(shard.documents) for shard in self._shards.values())
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the queries."""
+        return self.layout.dim
+
+    @property
+    def shards(self) -> list[int]:
+        """Numbers of the shards held."""
+        return sorted(self._shards)
+
+    def search(
+        self, queries: Float[ndarray, "queries dim"], *, k: int, nprobe: int | None = None
+    ) -> list[list[Result]]:
+        """The k best documents of each query, best first; fewer where the lists scanned hold fewer.
+
+        Queries need not be of unit length. Raises SearchError for queries that cannot be searched.
+        """
+        found = self.candidates(queries, k=k, nprobe=nprobe)
+        names = np.empty(found.row.shape, object)
+        for number, shard in self._shards.items():
+            here = found.shard == number
+            names[here] = shard.documents["doc_id"].take(found.row[here]).to_pylist()
+        return [
+            [Result(name, c.score, c.shard, c.row) for name, c in zip(row, found[query], strict=False)]
+            for query, row in enumerate(names.tolist())
+        ]
+
+    def candidates(
+        self, queries: Float[ndarray, "queries dim"], *, k: int, nprobe: int | None = None
+    ) -> Candidates:
+        """The k best of the shards held. Same checks as :meth:`search`."""
+        unit = self._checked(queries, k)
+        probes = self.nprobe if nprobe is None else _checked_nprobe(nprobe, self.layout.nlist)
+        chosen = ivf.choose_lists(unit, self._centroids, nprobe=probes)
+        answers = [
+            _numbered(
+                number,
+                *ivf.search(shard.lists, unit, chosen=chosen, k=k, refine_factor=self.layout.refine_factor),
+            )
+            for number, shard in sorted(self._shards.items())
+        ]
+        return merge_candidates(answers, k=k)
+
+    def document(self, result: Result | Candidate) -> dict[str, str]:
+        """doc_id, title, topic, snippet and semantic_id of a result."""
+        return self.documents([result.row], shard=result.shard)[0]
+
+    def documents(self, rows: Sequence[int], *, shard: int | None = None) -> list[dict[str, str]]:
+        """The same for rows of a shard, which need not be named when only one is held."""
+        if shard is None and len(self._shards) == 1:
+            shard = self.shards[0]
+        if shard not in self._shards:
+            raise SearchError(f"shard {shard} is not held here: this searcher holds {self.shards}")
+        table = self._shards[shard].documents
+        outside = [row for row in rows if row not in range(len(table))]
+        if outside:
+            raise SearchError(f"shard {shard} has no row {outside[0]}: it has {len(table)} documents")
+        found: list[dict[str, str]] = table.take(list(rows)).to_pylist()
+        return found
+
+    def _checked(self, queries: Shaped[ndarray, "..."], k: int) -> Float[ndarray, "queries dim"]:
+        """Queries as unit vectors; SearchError says what is wrong with them."""
+        if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
+            raise SearchError(f"k is {k!r}: ask for 1 to {MAX_K} results")
+        if queries.ndim != 2 or queries.shape[1] != self.dim:
+            raise SearchError(
+                f"queries have shape {queries.shape}, the index has embeddings of dim {self.dim}: "
+                f"pass [queries, {self.dim}] from the query tower this index was built for"
+            )
+        if not np.issubdtype(queries.dtype, np.floating):
+            raise SearchError(f"queries are {queries.dtype}: pass floats")
+        lengths = np.linalg.norm(queries.astype(np.float64), axis=1, keepdims=True)
+        broken = np.flatnonzero(~(np.isfinite(lengths[:, 0]) & (lengths[:, 0] > 0)))
+        if len(broken):
+            raise SearchError(f"query {broken[0]} is not finite or all zero: its direction says nothing")
+        return np.asarray(queries / lengths, np.float32)
+
+
+def _checked_nprobe(nprobe: int, nlist: int) -> int:
+    if nprobe < 1:
+        raise SearchError(f"nprobe is {nprobe}: scan 1 to {nlist} lists")
+    return min(nprobe, nlist)
+
+
+def _pack(shard: Int[ndarray, "queries k"], row: Int[ndarray, "queries k"]) -> Int[ndarray, "queries k"]:
+    return np.where(row < 0, -1, (shard << _ROW_BITS) + row)
+
+
+def _numbered(
+    number: int, scores: Float[ndarray, "queries k"], rows: Int[ndarray, "queries k"]
+) -> Candidates:
+    return Candidates(scores, np.where(rows < 0, -1, number), rows)

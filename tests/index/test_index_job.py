@@ -1,0 +1,145 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from scalingnote.config import Resources
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.index import job
+from scalingnote.index.config import IndexConfig
+from scalingnote.storage.artifact import Artifact, open_artifact
+from synthetic_corpus import Corpus
+
+CONFIG = IndexConfig(shards=2, nlist=8, nbits=5, iterations=4, train_documents=500, snippet_chars=40)
+SIZES = [300, 200, 140]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.build(f"{tmp_path_factory.mktemp('corpus')}", sizes=SIZES, dim=16, missing=(5, 639))
+
+
+@pytest.fixture(scope="module")
+def index(cluster: None, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return job.run(CONFIG, **corpus.uris, output=f"{tmp_path_factory.mktemp('index')}/index")
+
+
+def test_the_index_holds_every_embedded_document_once(index: Artifact, corpus: Corpus) -> None:
+    found = open_artifact(index.uri, kind="index")
+    tables = [found.table(f"shard-{number:05d}/documents.arrow") for number in range(2)]
+    assert [len(table) for table in tables] == [319, 319]
+    doc_ids = [doc_id for table in tables for doc_id in table["doc_id"].to_pylist()]
+    assert doc_ids == [f"d{i}" for i in range(640) if i not in (5, 639)]
+    assert tables[0].slice(7, 1).to_pylist() == [
+        {
+            "doc_id": "d8",
+            "title": "Title 8",
+            "topic": "topic 1",
+            "snippet": "Text of document 8. Text of document 8. "[:40],
+            "semantic_id": "1-0-8",
+        }
+    ]
+
+
+def test_counts_and_bytes_are_those_of_the_files(index: Artifact) -> None:
+    files = list(Path(index.uri).rglob("*.faiss"))
+    assert sorted(path.relative_to(index.uri).as_posix() for path in files) == [
+        "coarse.faiss",
+        "shard-00000/ivfpq.faiss",
+        "shard-00000/refine.faiss",
+        "shard-00001/ivfpq.faiss",
+        "shard-00001/refine.faiss",
+    ]
+    size = sum(path.stat().st_size for path in files)
+    assert index.counts == {
+        "documents": 638,
+        "documents_not_embedded": 2,
+        "shards": 2,
+        "bytes": size,
+        "bytes_per_vector": round(size / 638),
+    }
+    layout = json.loads(Path(index.uri, "index.json").read_text())
+    assert layout == {
+        "dim": 16,
+        "documents": 638,
+        "shards": 2,
+        "nlist": 8,
+        "m": 4,
+        "nbits": 5,
+        "refine": "sq8",
+        "refine_factor": 4,
+        "nprobe": 16,
+    }
+
+
+def test_a_killed_run_keeps_its_quantizer_and_its_finished_shards(
+    index: Artifact, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Path(tmp_path, "index")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "part_rows", _die_on("documents/", job.part_rows))
+        with pytest.raises(KeyboardInterrupt):
+            job.run(CONFIG, **corpus.uris, output=str(output))
+    (output / "_work/shards/00001.json").unlink()
+    (output / "shard-00001/ivfpq.faiss").write_bytes(b"half written")
+    kept = [output / "_work/quantizer/coarse.faiss", output / "shard-00000/ivfpq.faiss"]
+    before = [path.stat().st_mtime_ns for path in kept]
+    after: list[int] = []
+
+    def look(*arguments: object, **named: object) -> object:
+        after.extend(path.stat().st_mtime_ns for path in kept)
+        return commit(*arguments, **named)
+
+    commit = job.Draft.commit
+    monkeypatch.setattr(job.Draft, "commit", look)
+    # Another number of workers, for the same bytes.
+    config = CONFIG.model_copy(update={"resources": Resources(workers=1)})
+    assert job.run(config, **corpus.uris, output=str(output)).digest == index.digest
+    assert after == before
+
+
+def _die_on(prefix: str, original: object) -> object:
+    def part_rows(artifact: Artifact, parts: list[str]) -> object:
+        if parts[0].startswith(prefix):
+            raise KeyboardInterrupt
+        return original(artifact, parts)
+
+    return part_rows
+
+
+def test_more_shards_than_documents_of_a_part_and_no_refinement(
+    cluster: None, corpus: Corpus, tmp_path: Path
+) -> None:
+    config = CONFIG.model_copy(update={"shards": 5, "refine": "none", "nlist": None})
+    index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
+    rows = [index.manifest.parts[name].rows for name in index.names("shard-", "documents.arrow")]
+    assert rows == [127, 128, 127, 128, 128]
+    assert not index.names("shard-", "refine.faiss")
+    assert index.read_json("index.json")["nlist"] == 500 // 39
+
+
+def test_semantic_ids_of_other_embeddings_are_refused(corpus: Corpus, tmp_path: Path) -> None:
+    other = Corpus.build(f"{tmp_path}/other", sizes=SIZES, dim=16, seed=9)
+    uris = {**corpus.uris, "semantic_ids": other.uris["semantic_ids"]}
+    with pytest.raises(ArtifactError, match="re-run quantize on these embeddings"):
+        job.run(CONFIG, **uris, output=f"{tmp_path}/index")
+
+
+def test_a_dataset_without_the_documents_is_refused(cluster: None, corpus: Corpus, tmp_path: Path) -> None:
+    other = Corpus.build(f"{tmp_path}/other", sizes=[300, 200, 100], dim=16)
+    uris = {**corpus.uris, "dataset": other.uris["dataset"]}
+    with pytest.raises(ArtifactError, match=r"39 embeddings, first of 'd600', have no document"):
+        job.run(CONFIG, **uris, output=f"{tmp_path}/index")
+
+
+def test_settings_that_cannot_be_trained_are_refused_before_any_work(corpus: Corpus, tmp_path: Path) -> None:
+    config = CONFIG.model_copy(update={"train_documents": 20})
+    with pytest.raises(ConfigError, match=r"index.nbits=5 needs 32 training documents, found 20"):
+        job.run(config, **corpus.uris, output=f"{tmp_path}/index")
+
+
+def test_an_index_of_no_embedding_is_refused(tmp_path: Path) -> None:
+    empty = Corpus.build(f"{tmp_path}/empty", sizes=[2], dim=16, missing=(0, 1))
+    with pytest.raises(ArtifactError, match="has no embedding"):
+        job.run(CONFIG, **empty.uris, output=f"{tmp_path}/index")

@@ -1,0 +1,56 @@
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalingnote.errors import ArtifactError
+from scalingnote.index import shard
+
+
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 7))
+def test_shards_are_even_ranges_that_cover_the_corpus_in_order(rows: list[int], shards: int) -> None:
+    parts = [f"part-{number}" for number in range(len(rows))]
+    assigned = shard.assign(parts, rows, shards=shards)
+    covered = [
+        (piece.part, row) for pieces in assigned for piece in pieces for row in range(piece.start, piece.stop)
+    ]
+    assert covered == [(part, row) for part, count in zip(parts, rows, strict=True) for row in range(count)]
+    sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in assigned]
+    assert len(sizes) == shards
+    assert max(sizes) - min(sizes) <= 1
+
+
+DOCUMENTS = pa.table(
+    {
+        "doc_id": ["a", "b", "c"],
+        "title": ["A", "B", None],
+        "topic": ["x", "y", "z"],
+        "content": ["one\n\n two   three", "深度学习 模型", None],
+    },
+    schema=pa.schema({name: pa.string() for name in ("doc_id", "title", "topic", "content")}),
+)
+SEMANTIC_IDS = pa.table({"doc_id": ["c", "a", "b"], "semantic_id": ["3-0", "1-0", "2-0"]})
+
+
+def test_document_rows_follow_the_embeddings_and_open_the_content() -> None:
+    rows = shard.document_rows(
+        pa.chunked_array([["c", "a"]]), documents=DOCUMENTS, semantic_ids=SEMANTIC_IDS, snippet_chars=7
+    )
+    assert rows.to_pylist() == [
+        {"doc_id": "c", "title": None, "topic": "z", "snippet": "", "semantic_id": "3-0"},
+        {"doc_id": "a", "title": "A", "topic": "x", "snippet": "one two", "semantic_id": "1-0"},
+    ]
+    chinese = shard.document_rows(
+        pa.chunked_array([["b"]]), documents=DOCUMENTS, semantic_ids=SEMANTIC_IDS, snippet_chars=3
+    )
+    assert chinese["snippet"].to_pylist() == ["深度学"]
+
+
+def test_embeddings_of_another_dataset_are_refused() -> None:
+    unknown = pa.chunked_array([["a", "q"]])
+    with pytest.raises(ArtifactError, match=r"1 embeddings, first of 'q', have no document"):
+        shard.document_rows(unknown, documents=DOCUMENTS, semantic_ids=SEMANTIC_IDS, snippet_chars=5)
+    with pytest.raises(ArtifactError, match=r"first of 'b', have no semantic ID"):
+        shard.document_rows(
+            pa.chunked_array([["b"]]), documents=DOCUMENTS, semantic_ids=SEMANTIC_IDS[:2], snippet_chars=5
+        )
