@@ -61,7 +61,7 @@ class Served:
     @property
     def shards(self) -> int:
         """Number of shards of the index."""
-        return len({name.partition("/")[0] for name in self.index.names("shard-")})
+        return int(self.index.read_json("index.json")["shards"])
 
     @property
     def cpus(self) -> float:
@@ -72,16 +72,26 @@ class Served:
 
 
 def find(args: AppArgs) -> Served:
-    """Open the artifacts that `args` name; ConfigError or ArtifactError says what is not there."""
+    """Open the artifacts that `args` name; ConfigError or ArtifactError says what is amiss with them."""
     own = args.serve.model_dump(exclude_unset=True)
     if args.run_dir is not None:
         run = pipeline.load_run(args.run_dir)
         index = pipeline.locate(run, "index")
         tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
-        return Served(index, tower, run.serve.model_copy(update=own), run.address)
-    assert args.index is not None  # AppArgs checked
-    assert args.query_tower is not None
-    return Served(open_artifact(args.index, kind="index"), _tower(args.query_tower), args.serve, None)
+        served = Served(index, tower, run.serve.model_copy(update=own), run.address)
+    else:
+        assert args.index is not None  # AppArgs saw to it
+        assert args.query_tower is not None
+        served = Served(open_artifact(args.index, kind="index"), _tower(args.query_tower), args.serve, None)
+    dims = (
+        served.index.read_json("index.json")["dim"],
+        served.query_tower.read_json("query/tower.json")["dim"],
+    )
+    if dims[0] != dims[1]:
+        raise ConfigError(
+            f"the index has embeddings of dim {dims[0]}, the query tower of {dims[1]}: not a pair"
+        )
+    return served
 
 
 def build(args: AppArgs) -> Application:

@@ -4,30 +4,36 @@ Nothing here waits longer than the deadline: a shard that is slow or gone is lef
 answer says so. Only when the encoder or all shards are silent does a client get 503.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastapi import FastAPI, HTTPException
-from fastapi.responses import HTMLResponse
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse
 from jaxtyping import Float
 from numpy import ndarray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from scalingnote.search.searcher import Result, merge_candidates
 
 from scalingnote import __version__
 from scalingnote.search.config import ServeConfig
+from scalingnote.search.searcher import Candidate, merge_candidates
+from serve.clock import Clock
 from serve.fan_out import in_time
 from serve.messages import Health, Hit, SearchRequest, SearchResponse, Timings
 
 PAGE = Path(__file__).parent / "page" / "index.html"
-api = FastAPI(title="ScalingNote search", version=__version__)
+
+
+async def _refuse(_: Request, error: RequestValidationError) -> JSONResponse:
+    """422 that says where and why. The input is not repeated: NaN, say, has no place in JSON."""
+    detail = [{"loc": item["loc"], "msg": item["msg"]} for item in error.errors()]
+    return JSONResponse({"detail": detail}, 422)
 
 
 @serve.deployment(max_ongoing_requests=256)
-@serve.ingress(api)
+@serve.ingress()
 class Gateway:
     """Ingress of the application; holds handles only, so replicas are cheap."""
 
@@ -37,11 +43,19 @@ class Gateway:
         self._encoder, self._shards, self._config = encoder, list(shards), config
         self._page = PAGE.read_text(encoding="utf-8")
 
-    @api.post("/search")
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve's hook: the HTTP side of this replica."""
+        api = FastAPI(title="ScalingNote search", version=__version__)
+        api.post("/search")(self.search)
+        api.get("/healthz")(self.health)
+        api.get("/", response_class=HTMLResponse)(self.page)
+        api.exception_handler(RequestValidationError)(_refuse)
+        return api
+
     async def search(self, request: SearchRequest) -> SearchResponse:
         """The best documents for a query, best first."""
         query = self._checked(request)
-        clock = _Clock()
+        clock = Clock()
         embedding = await self._encode(query)
         encode = clock.lap()
         results, answered = await self._candidates(embedding, request.k)
@@ -55,7 +69,6 @@ class Gateway:
             shards_answered=answered - lost,
         )
 
-    @api.get("/healthz")
     async def health(self) -> Health:
         """Whether encoder and shards answer; 503 when no query could be answered."""
         pings = [handle.ping.remote() for handle in (self._encoder, *self._shards)]
@@ -71,7 +84,6 @@ class Gateway:
             raise HTTPException(503, health.model_copy(update={"status": "down"}).model_dump())
         return health
 
-    @api.get("/", response_class=HTMLResponse)
     async def page(self) -> HTMLResponse:
         """The search page."""
         return HTMLResponse(self._page)
@@ -80,6 +92,12 @@ class Gateway:
         query, config = request.query.strip(), self._config
         if not query:
             raise HTTPException(422, "query is empty: send some text")
+        try:
+            query.encode()
+        except (
+            UnicodeEncodeError
+        ):  # half of a surrogate pair, which JSON can spell and tokenizers cannot read
+            raise HTTPException(422, "query is not valid Unicode") from None
         if len(query) > config.max_query_chars:
             raise HTTPException(
                 422, f"query has {len(query)} characters, this server takes up to {config.max_query_chars}"
@@ -94,7 +112,7 @@ class Gateway:
             raise HTTPException(503, "the query encoder does not answer: try again")
         return embedding
 
-    async def _candidates(self, embedding: Float[ndarray, " dim"], k: int) -> tuple[list[Result], int]:
+    async def _candidates(self, embedding: Float[ndarray, " dim"], k: int) -> tuple[list[Candidate], int]:
         """The k best of all shards that answer, and how many did."""
         calls = [shard.candidates.remote(embedding, k) for shard in self._shards]
         answers = [a for a in await in_time(calls, deadline_s=self._config.deadline_s) if a is not None]
@@ -102,9 +120,9 @@ class Gateway:
             raise HTTPException(503, "no shard of the index answers: try again")
         return merge_candidates(answers, k=k)[0], len(answers)
 
-    async def _documents(self, results: Sequence[Result]) -> tuple[list[Hit], int]:
+    async def _documents(self, results: Sequence[Candidate]) -> tuple[list[Hit], int]:
         """The results with their documents, in order; and how many shards fell silent since they searched."""
-        by_shard: dict[int, list[Result]] = defaultdict(list)
+        by_shard: dict[int, list[Candidate]] = defaultdict(list)
         for result in results:
             by_shard[result.shard].append(result)
         calls = [
@@ -118,17 +136,3 @@ class Gateway:
                 found |= {(shard, r.row): document for r, document in zip(wanted, documents, strict=True)}
         hits = [Hit(score=r.score, **found[r.shard, r.row]) for r in results if (r.shard, r.row) in found]
         return hits, sum(documents is None for documents in answers)
-
-
-class _Clock:
-    """Milliseconds since the last lap, and in total."""
-
-    def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
-
-    def lap(self) -> float:
-        before, self._lap = self._lap, time.perf_counter()
-        return round(1000 * (self._lap - before), 3)
-
-    def total(self) -> float:
-        return round(1000 * (time.perf_counter() - self._start), 3)
