@@ -1,8 +1,12 @@
 """Knobs of the report: which measures at which depth, what beside, and what the methods are called."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from scalingnote.config import Config, Resources
+
+Depth = Annotated[int, Field(ge=1, le=1000)]  # 1000 is the deepest an index is searched
 
 
 class MethodNames(Config):
@@ -15,12 +19,14 @@ class MethodNames(Config):
 class EvaluateConfig(Config):
     """Full retrieval: every test query against every document of the pool."""
 
-    recall_at: tuple[int, ...] = Field(
+    recall_at: tuple[Depth, ...] = Field(
         (1, 10, 50, 100), min_length=1, description="K of R@K; the paper shows 50, 100, 500 and 1000"
     )
-    mrr_at: int = Field(10, ge=1, description="depth of MRR")
-    ndcg_at: int = Field(10, ge=1, description="depth of nDCG")
-    run_depth: int = Field(100, ge=1, description="results kept per query and method, in runs/*.trec")
+    mrr_at: int = Field(10, ge=1, le=1000, description="depth of MRR")
+    ndcg_at: int = Field(10, ge=1, le=1000, description="depth of nDCG")
+    run_depth: int = Field(
+        100, ge=1, le=1000, description="results kept per query and method, in runs/*.trec"
+    )
     names: MethodNames = MethodNames()
     bm25: bool = Field(True, description="show BM25 over the same pool beside the towers")
     bm25_k1: float = Field(1.2, ge=0, description="BM25's term saturation")

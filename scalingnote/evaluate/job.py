@@ -4,7 +4,7 @@ Query towers are searched exactly; the one that is served also through the index
 pool is read part by part, so it never has to fit in memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,12 +159,13 @@ test_set.__test__ = False  # type: ignore[attr-defined]
 def encode_queries(
     tower: Artifact, queries: Sequence[str], *, config: EvaluateConfig, name: str
 ) -> Float[ndarray, "queries dim"]:
-    """Embeddings of `queries` by an artifact's query tower, as it gives them, from one Ray task.
+    """Embeddings of `queries` by an artifact's query tower, as it gives them, from one Ray actor.
 
-    A task, not the driver: on a cluster the driver often sits on a head node without GPU.
+    Not in the driver: on a cluster that often sits on a head node without GPU.
     """
-    task = ray.remote(num_returns="streaming", **cluster.actor_options(config.resources))(_encode_blocks)
-    blocks: Any = task.remote(tower, list(queries))
+    actor: Any = ray.remote(**cluster.actor_options(config.resources))(_QueryTower).remote(tower)
+    starts = range(0, len(queries), QUERIES_PER_BLOCK)
+    blocks = [actor.encode.remote(list(queries[start : start + QUERIES_PER_BLOCK])) for start in starts]
     found: list[ndarray] = []
     with Progress("evaluate", total=len(queries), unit=f"queries encoded by {name}") as progress:
         for block in blocks:
@@ -173,10 +174,14 @@ def encode_queries(
     return np.concatenate(found)
 
 
-def _encode_blocks(tower: Artifact, queries: list[str]) -> Iterator[ndarray]:
-    encoder = Encoder.load(tower.directory("query"))
-    for start in range(0, len(queries), QUERIES_PER_BLOCK):
-        yield encoder.encode_queries(queries[start : start + QUERIES_PER_BLOCK])
+class _QueryTower:
+    """A query tower, loaded where Ray has room for it."""
+
+    def __init__(self, tower: Artifact) -> None:
+        self._encoder = Encoder.load(tower.directory("query"))
+
+    def encode(self, queries: list[str]) -> Float[ndarray, "queries dim"]:
+        return self._encoder.encode_queries(queries)
 
 
 def unit(matrix: Float[ndarray, "rows dim"]) -> Float[ndarray, "rows dim"]:

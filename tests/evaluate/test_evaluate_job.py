@@ -1,0 +1,174 @@
+"""The evaluate stage on a tiny corpus: a real query tower with random weights, an index that forgets."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import tiny
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import ArtifactError, DataError
+from scalingnote.evaluate import job
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.lineage import lineage
+from scalingnote.models import backbone, tower
+from scalingnote.storage import trec, vectors
+from scalingnote.storage.artifact import Draft
+
+DIM = 16
+CONFIG = EvaluateConfig(recall_at=(1, 10), run_depth=20, examples=2)
+
+
+@dataclass(frozen=True)
+class Found:
+    doc_id: str
+    score: float
+
+
+class ForgetfulSearcher:
+    """Exact search that never finds the best document."""
+
+    def __init__(self, documents, doc_ids):
+        self.documents, self.doc_ids = documents, doc_ids
+
+    def search(self, queries, *, k):
+        scores = queries @ self.documents.T
+        order = np.argsort(-scores, axis=1, kind="stable")[:, 1 : k + 1]
+        return [
+            [Found(self.doc_ids[i], float(row[i])) for i in best]
+            for row, best in zip(scores, order, strict=True)
+        ]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Artifacts as the stages before would leave them; documents lie near their query's embedding."""
+    root = tmp_path_factory.mktemp("world")
+    dataset = tiny.dataset(str(root / "dataset"))
+    texts = [" ".join(row.values()) for row in tiny.document_rows()]
+    tokenizer = backbone.train_tokenizer(texts, vocabulary=400)
+
+    made = {"dataset": dataset}
+    for seed, kind in enumerate(("dual_encoder", "student")):
+        draft = Draft(str(root / kind), kind=kind, config=tiny.Nothing(), parents={"dataset": dataset})
+        built = tower.build(tiny.query_tower(), role="query", dim=DIM, tokenizer_json=tokenizer, seed=seed)
+        built.save(Path(draft.path("query")))
+        made[kind] = draft.commit(counts={})
+
+    queries = dataset.table("queries.parquet")["query"].to_pylist()
+    encoder = Encoder.load(made["dual_encoder"].directory("query"))
+    noise = np.random.default_rng(0).normal(size=(len(queries), DIM)).astype(np.float32)
+    near = job.unit(job.unit(encoder.encode_queries(queries)) + 0.15 * job.unit(noise))
+    ids = dataset.table("documents")["doc_id"].to_pylist()
+    parents = {"dataset": dataset, "dual_encoder": made["dual_encoder"]}
+    draft = Draft(str(root / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents=parents)
+    for number, start in enumerate(range(0, len(ids), 40)):
+        part = {"doc_id": ids[start : start + 40], "summary": vectors.to_arrow(near[start : start + 40])}
+        draft.write_table(f"embeddings/part-{number:05d}.parquet", pa.table(part))
+    made["embeddings"] = draft.commit(counts={})
+    parents = {"dataset": dataset, "embeddings": made["embeddings"]}
+    draft = Draft(str(root / "index"), kind="index", config=tiny.Nothing(), parents=parents)
+    made["index"] = draft.commit(counts={}, bytes_per_vector=20.5)
+    return made, ids, near, encoder
+
+
+@pytest.fixture
+def searcher(world, monkeypatch):
+    _, ids, near, _ = world
+    monkeypatch.setattr(job.Searcher, "open", classmethod(lambda _, uri: ForgetfulSearcher(near, ids)))
+
+
+def uris(made, *kinds):
+    return {kind: made[kind].uri for kind in kinds}
+
+
+ALL = ("dataset", "dual_encoder", "embeddings", "index", "student")
+
+
+def test_report(cluster, world, searcher, tmp_path):
+    made, ids, near, encoder = world
+    artifact = job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "a"))
+    again = job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "b"))
+    assert artifact.digest == again.digest
+
+    report = artifact.read_json("report.json")
+    assert set(report) == {
+        "dataset",
+        "num_documents",
+        "num_queries",
+        "simulated_clicks",
+        "methods",
+        "index",
+        "seconds",
+        "environment",
+    }
+    assert (report["num_documents"], report["num_queries"]) == (96, 12)
+    assert report["simulated_clicks"] is True
+    assert set(report["methods"]) == {"scalingdual", "scalingnote", "scalingnote (index)", "bm25"}
+    for row in report["methods"].values():
+        assert set(row) == {"R@1", "R@10", "MRR@10", "nDCG@10"}
+    assert report["index"] == {
+        "recall@10": pytest.approx(0.9),
+        "recall@100": pytest.approx(95 / 96),
+        "bytes_per_vector": 20.5,
+    }
+    assert set(report["seconds"]) == {"prepare", "train", "distill", "encode", "index"}
+
+    # The dual encoder's run is the ranking of a plain matrix product over the whole pool.
+    test = job.test_set(made["dataset"])
+    scores = job.unit(encoder.encode_queries(test.queries)) @ near.T
+    run = trec.read_run(artifact.file("runs/scalingdual.trec"))
+    for query_id, row in zip(test.query_ids, scores, strict=True):
+        best = np.argsort(-row, kind="stable")[:20]
+        assert [doc for doc, _ in run[query_id]] == [ids[i] for i in best]
+        assert [s for _, s in run[query_id]] == pytest.approx(row[best].tolist(), abs=1e-6)
+    own = [q for q in test.query_ids if run[q][0][0] == "d" + q[1:]]
+    assert report["methods"]["scalingdual"]["R@1"] == pytest.approx(len(own) / 12)
+    assert trec.read_qrels(artifact.file("qrels.trec")) == test.qrels
+    assert artifact.names("runs/") == [
+        f"runs/{n}.trec" for n in ("bm25", "scalingdual", "scalingnote-index", "scalingnote")
+    ]
+    html = Path(artifact.file("report.html")).read_text()
+    assert all(kind in html for kind in ALL)
+    assert html.count("<details>") == 2
+
+
+def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch, tmp_path):
+    made, *_, encoder = world
+    monkeypatch.setattr(job, "encode_queries", lambda _, queries, **__: encoder.encode_queries(queries))
+    config = CONFIG.model_copy(update={"bm25": False})
+    artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
+    assert set(artifact.read_json("report.json")["methods"]) == {"scalingdual", "scalingdual (index)"}
+
+
+def test_a_tower_of_another_width_is_refused(world, monkeypatch, tmp_path):
+    made, *_ = world
+    monkeypatch.setattr(
+        job, "encode_queries", lambda _, queries, **__: np.ones((len(queries), 8), np.float32)
+    )
+    with pytest.raises(ArtifactError, match="gives 8 dimensions"):
+        job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "report"))
+
+
+def test_a_dataset_without_judged_test_queries_is_refused(tmp_path):
+    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
+    draft.write_table("queries.parquet", pa.table({"query_id": ["q"], "query": ["x"], "split": ["test"]}))
+    draft.write_table("qrels.parquet", pa.table({"query_id": ["q"], "doc_id": ["d"], "relevance": [0]}))
+    with pytest.raises(DataError, match="none of 1 test queries"):
+        job.test_set(draft.commit(counts={}))
+
+
+def test_lineage_tells_what_is_gone(tmp_path):
+    dataset = tiny.dataset(str(tmp_path / "dataset"), count=8)
+    triplets = tiny.triplets(str(tmp_path / "triplets"), dataset)
+    assert [(a.stage, a.artifact is None) for a in lineage([triplets])] == [
+        ("prepare", False),
+        ("collect", False),
+    ]
+    (tmp_path / "dataset" / "manifest.json").unlink()
+    assert [(a.stage, a.artifact is None) for a in lineage([triplets])] == [
+        ("prepare", True),
+        ("collect", False),
+    ]

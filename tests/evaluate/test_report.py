@@ -1,0 +1,94 @@
+import copy
+
+import pytest
+
+from scalingnote.errors import DataError
+from scalingnote.evaluate.page import Example, Hit, page
+from scalingnote.evaluate.report import comparison_table, markdown, merge_reports
+
+REPORT = {
+    "dataset": "shop",
+    "num_documents": 1200,
+    "num_queries": 40,
+    "simulated_clicks": True,
+    "methods": {
+        "scalingdual": {"R@1": 0.5, "R@10": 0.9, "MRR@10": 0.6, "nDCG@10": 0.7},
+        "scalingdual (index)": {"R@1": 0.45, "R@10": 0.85, "MRR@10": 0.55, "nDCG@10": 0.65},
+        "bm25": {"R@1": 0.3, "R@10": 0.95, "MRR@10": 0.4, "nDCG@10": 0.5},
+    },
+    "index": {"recall@10": 0.93, "recall@100": 0.91, "bytes_per_vector": 20.5},
+    "seconds": {"prepare": 1.5, "train": 62.25},
+    "environment": {"cpus": 2, "torch": "2.13.0"},
+}
+
+
+def other(name, r1):
+    report = copy.deepcopy(REPORT)
+    rows = report["methods"]
+    rows[name] = {**rows.pop("scalingdual"), "R@1": r1}
+    rows[f"{name} (index)"] = rows.pop("scalingdual (index)")
+    return report
+
+
+def test_table_lines_up_and_marks_the_best():
+    lines = comparison_table([REPORT]).splitlines()
+    assert lines[0] == "shop: 1,200 documents, 40 queries"
+    table = [line for line in lines if line.startswith("|")]
+    assert [line.split("|")[1].strip() for line in table[2:5]] == [
+        "scalingdual",
+        "scalingdual (index)",
+        "bm25",
+    ]
+    assert "**0.950**" in table[4]
+    assert "**0.500**" in table[2]
+    assert len({len(line) for line in table[:5]}) == 1
+    assert "0.930" in table[7]
+    assert "simulated" in lines[-1]
+
+
+def test_merge_is_a_union_under_the_served_towers():
+    merged = merge_reports([REPORT, other("scalingnote", 0.4)])
+    assert list(merged["methods"]) == [
+        "scalingdual",
+        "scalingdual (index)",
+        "bm25",
+        "scalingnote",
+        "scalingnote (index)",
+    ]
+    assert set(merged["index"]) == set(merged["seconds"]) == {"scalingdual", "scalingnote"}
+
+
+def test_merge_keeps_both_of_a_name_with_two_results():
+    merged = merge_reports([REPORT, other("scalingdual", 0.4)])
+    assert merged["methods"]["scalingdual"]["R@1"] == 0.5
+    assert merged["methods"]["scalingdual #2"]["R@1"] == 0.4
+
+
+def test_merge_refuses_other_data():
+    different = {**REPORT, "num_documents": 7}
+    with pytest.raises(DataError, match="num_documents: 1200 and 7"):
+        merge_reports([REPORT, different])
+    with pytest.raises(DataError, match="no reports"):
+        merge_reports([])
+
+
+def test_markdown_tells_times_and_environment():
+    text = markdown(REPORT)
+    assert "62.2" in text
+    assert "torch 2.13.0" in text
+    assert "Success@K" in text
+
+
+def test_page_escapes_data_and_needs_nothing_else():
+    report = {**REPORT, "dataset": "<script>alert(1)</script>"}
+    example = Example(
+        "a < b", {"bm25": [Hit("d&1", "T<i>tle", relevant=True), Hit("d2", "", relevant=False)]}
+    )
+    html = page(report, examples=[example], ancestors=[])
+    assert "<script" not in html
+    assert "a &lt; b" in html
+    assert "T&lt;i&gt;tle" in html
+    assert html.count("<svg") == 3
+    assert "currentColor" in html
+    assert "https://" not in html.replace("https://www.w3.org", "").replace("https://matplotlib.org", "")
+    assert html == page(report, examples=[example], ancestors=[])
