@@ -77,7 +77,7 @@ def convert(downloads: Path, target: Path) -> None:
 
 def _product(row: Row) -> Row:
     attributes = [
-        f"{key.split('_', 2)[2].strip('_').replace('_', ' ')}: {value if isinstance(value, str) else _shown(value)}"
+        f"{_label(key)}: {value if isinstance(value, str) else _shown(value)}"
         for key, value in row.items()
         if key.startswith("attr_")
     ]
@@ -101,6 +101,11 @@ def _judgement(row: Row) -> Row:
         "doc_id": row["docid"],
         "relevance": int(row["rating"]),
     }
+
+
+def _label(key: str) -> str:
+    """attr_t_product_colour -> product colour"""
+    return key.split("_", 2)[2].strip("_").replace("_", " ")
 
 
 def _shown(value: object) -> str:

@@ -12,7 +12,9 @@ import inspect
 import json
 import linecache
 import pkgutil
+import random
 import re
+import secrets
 import sys
 import textwrap
 import types
@@ -220,9 +222,20 @@ def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
         raise OSError("no network while documentation is collected")
 
 
+def _without_entropy() -> None:
+    """Some docstrings show draws made at import (scipy.stats.Normal): let every run draw the same.
+
+    numpy takes its entropy from `secrets.randbits`, the standard library's `random` is seeded.
+    """
+    random.seed(0)
+    secrets.randbits = random.Random(0).getrandbits  # type: ignore[assignment]
+
+
 def main() -> None:
     """Walk the package the command line names."""
     package, depth, output = sys.argv[1:]
+    if package != "stdlib":  # whose own documentation of `secrets` stays as it is
+        _without_entropy()
     sys.addaudithook(_refuse_network)
     with open(output, "w", encoding="utf-8", errors="backslashreplace") as stream:
         for row in walk(package, depth=int(depth)):

@@ -65,6 +65,15 @@ def message():
 message.__doc__ = "What happened at import was this. " + said
 '''
 
+RANDOM = """
+import numpy as np
+
+def draw():
+    pass
+
+draw.__doc__ = f"Something is drawn here. A draw: {np.random.default_rng().random()}"
+"""
+
 
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
@@ -75,6 +84,7 @@ def packages(tmp_path, monkeypatch):
         "walked_raise": "raise RuntimeError('not on this machine')\n",
         "walked_hang": "import time\ntime.sleep(600)\n",
         "walked_noisy": NOISY,
+        "walked_random": RANDOM,
     }.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -149,6 +159,13 @@ def test_numpy_names():
     documents, queries, query_of, _ = rows_of(PythonDocs(packages=("numpy",), module_depth=1))
     assert queries[query_of["numpy.concatenate"]] == "Join a sequence of arrays along an existing axis"
     assert documents["numpy.add"]["content"].startswith("add(x1, x2, /, out=None")
+
+
+def test_docstrings_with_random_draws_are_the_same_every_time(packages):
+    config = PythonDocs(packages=("walked_random",))
+    first, second = (rows_of(config)[0]["walked_random.draw"]["content"] for _ in range(2))
+    assert "A draw" in first
+    assert first == second
 
 
 def test_two_runs_give_the_same_bytes(tmp_path):
