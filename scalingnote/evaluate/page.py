@@ -8,7 +8,7 @@ from string import Template
 
 from scalingnote.evaluate import plots
 from scalingnote.evaluate.lineage import Ancestor
-from scalingnote.evaluate.report import READING, SIMULATED, Report
+from scalingnote.evaluate.report import READING, SIMULATED, Report, measures
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def page(report: Report, *, examples: Sequence[Example], ancestors: Sequence[Anc
 
 
 def _methods(methods: Mapping[str, Mapping[str, float]]) -> str:
-    names = list(next(iter(methods.values())))
+    names = measures(methods)
     best = {name: max(row[name] for row in methods.values()) for name in names}
     rows = []
     for method, row in methods.items():

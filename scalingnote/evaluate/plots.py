@@ -1,6 +1,7 @@
 """Plots of the report: numbers in, SVG text out that takes its ink from the page, light or dark."""
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
@@ -75,4 +76,5 @@ def _svg(figure: Figure, *, name: str) -> str:
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = stream.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # names nobody refers to, and every plot would repeat
     return text.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)

@@ -54,7 +54,7 @@ def comparison_table(reports: Sequence[Report]) -> str:
     """Markdown: a line per method with its measures, then a line per index with recall and size."""
     merged = merge_reports(reports)
     methods: dict[str, dict[str, float]] = merged["methods"]
-    names = list(dict.fromkeys(name for row in methods.values() for name in row))
+    names = measures(methods)
     best = {name: max(row[name] for row in methods.values() if name in row) for name in names}
     lines = [
         f"{merged['dataset']}: {merged['num_documents']:,} documents, {merged['num_queries']:,} queries",
@@ -84,6 +84,13 @@ def comparison_table(reports: Sequence[Report]) -> str:
     if merged["simulated_clicks"]:
         lines += ["", SIMULATED]
     return "\n".join(lines)
+
+
+def measures(methods: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Names of the measures: R@K by K, then MRR, then nDCG, whatever order a JSON file gave them."""
+    families = ["R", "MRR", "nDCG"]
+    names = {name for row in methods.values() for name in row}
+    return sorted(names, key=lambda name: (families.index(name.split("@")[0]), int(name.split("@")[1])))
 
 
 def markdown(report: Report) -> str:

@@ -1,10 +1,11 @@
 import copy
+import re
 
 import pytest
 
 from scalingnote.errors import DataError
 from scalingnote.evaluate.page import Example, Hit, page
-from scalingnote.evaluate.report import comparison_table, markdown, merge_reports
+from scalingnote.evaluate.report import comparison_table, markdown, measures, merge_reports
 
 REPORT = {
     "dataset": "shop",
@@ -44,6 +45,11 @@ def test_table_lines_up_and_marks_the_best():
     assert len({len(line) for line in table[:5]}) == 1
     assert "0.930" in table[7]
     assert "simulated" in lines[-1]
+
+
+def test_measures_are_in_the_order_of_their_depth():
+    row = dict.fromkeys(["MRR@10", "R@1", "R@10", "R@100", "R@50", "nDCG@10"], 0.5)
+    assert measures({"a": row}) == ["R@1", "R@10", "R@50", "R@100", "MRR@10", "nDCG@10"]
 
 
 def test_merge_is_a_union_under_the_served_towers():
@@ -89,6 +95,9 @@ def test_page_escapes_data_and_needs_nothing_else():
     assert "a &lt; b" in html
     assert "T&lt;i&gt;tle" in html
     assert html.count("<svg") == 3
+    ids = re.findall(r'\bid="([^"]*)"', html)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'"#([^"]*)"', html)) <= set(ids)
     assert "currentColor" in html
     assert "https://" not in html.replace("https://www.w3.org", "").replace("https://matplotlib.org", "")
     assert html == page(report, examples=[example], ancestors=[])
