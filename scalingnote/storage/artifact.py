@@ -103,7 +103,7 @@ class Artifact:
             raise ArtifactError(f"{self.uri} has no parts below {prefix!r}")
         for name in names:
             self.file(name)
-        return fs.download(self.uri, names) / prefix
+        return fs.download(self.uri, names, version=self.digest) / prefix
 
     def read_json(self, name: str) -> Any:
         """A JSON part."""

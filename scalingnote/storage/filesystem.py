@@ -26,16 +26,20 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     if "://" not in uri:
         return pafs.LocalFileSystem(), str(Path(uri).absolute())
     scheme, rest = uri.split("://", 1)
+    authority, _, path = rest.partition("/")
     try:
-        return _by_scheme(scheme), rest
+        filesystem = _connect(scheme, authority)
     except (ValueError, ImportError) as error:
         raise DataError(f"no filesystem for {uri!r}: {error}; install its fsspec package") from None
+    # A bucket is part of the path, a host is not.
+    return filesystem, f"/{path}" if scheme in {"hdfs", "file"} else rest
 
 
 @lru_cache(maxsize=16)
-def _by_scheme(scheme: str) -> pafs.FileSystem:
+def _connect(scheme: str, authority: str) -> pafs.FileSystem:
+    """One connection per bucket or host: buckets differ in region, hosts in cluster."""
     if scheme in {"s3", "gs", "hdfs", "file"}:
-        return pafs.FileSystem.from_uri(f"{scheme}://{'/' if scheme == 'file' else 'bucket'}")[0]
+        return pafs.FileSystem.from_uri(f"{scheme}://{authority}/")[0]
     import fsspec
 
     return pafs.PyFileSystem(pafs.FSSpecHandler(fsspec.filesystem(scheme)))
@@ -120,12 +124,15 @@ def upload(local: str | Path, uri: str) -> None:
     pafs.copy_files(str(local), path, destination_filesystem=filesystem)
 
 
-def download(uri: str, files: list[str]) -> Path:
-    """A local directory with `files` of `uri`: itself when local, else a copy keyed by its URI."""
+def download(uri: str, files: list[str], *, version: str = "") -> Path:
+    """A local directory with `files` of `uri`: itself when local, else a copy kept per URI and `version`.
+
+    What is at a remote URI may change: `version` names its contents, so that no stale copy is taken for it.
+    """
     filesystem, path = resolve(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
         return Path(path)
-    key = hashlib.sha256(uri.encode()).hexdigest()[:24]
+    key = hashlib.sha256(f"{uri} {version}".encode()).hexdigest()[:24]
     target = Path(tempfile.gettempdir()) / "scalingnote-cache" / key
     for name in files:
         copy = target / name

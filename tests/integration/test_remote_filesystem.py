@@ -1,0 +1,106 @@
+"""Stages on a remote filesystem: a local S3 endpoint stands in for the object store."""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from scalingnote import cluster
+from scalingnote.errors import ArtifactError
+from scalingnote.index import job as index_job
+from scalingnote.index.config import IndexConfig
+from scalingnote.quantize import job as quantize_job
+from scalingnote.quantize.config import QuantizeConfig
+from scalingnote.search.searcher import Searcher
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import open_artifact
+from synthetic_corpus import Corpus, queries
+
+QUANTIZE = QuantizeConfig(levels=2, codes=16, sample_documents=200, iterations=3)
+INDEX = IndexConfig(nlist=4, nbits=5, iterations=3)
+SIZES = [120, 90]
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """The URI of an empty bucket, and a Ray cluster whose workers reach it."""
+    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    import boto3
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    boto3.client("s3").create_bucket(Bucket="corpus")
+    # Workers inherit the environment the cluster started with: one that runs already does not know the store.
+    shared = ray.is_initialized()
+    ray.shutdown()
+    cluster.connect()
+    try:
+        yield "s3://corpus"
+    finally:
+        ray.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        server.stop()
+        if shared:
+            cluster.connect()
+
+
+def test_stages_give_the_same_artifacts_there_as_here(bucket: str, tmp_path: Path) -> None:
+    def run(base: str) -> tuple[Corpus, dict[str, str], list[str]]:
+        corpus = Corpus.build(base, sizes=SIZES, dim=16)
+        ids = quantize_job.run(QUANTIZE, embeddings=corpus.uris["embeddings"], output=f"{base}/ids")
+        uris = {**corpus.uris, "semantic_ids": ids.uri}
+        index = index_job.run(INDEX, **uris, output=f"{base}/index")
+        return corpus, {"ids": ids.digest, "index": index.digest}, index.names()
+
+    corpus, there, names = run(f"{bucket}/run")
+    _, here, _ = run(str(tmp_path))
+    assert there == here
+    assert sorted([*names, "manifest.json"]) == list(fs.list_files(f"{bucket}/run/index"))  # no work is left
+    again = quantize_job.run(QUANTIZE, embeddings=corpus.uris["embeddings"], output=f"{bucket}/run/ids")
+    assert again.digest == there["ids"]
+
+    asked = queries(corpus.matrix, 5)
+    remote, local = Searcher.open(f"{bucket}/run/index"), Searcher.open(f"{tmp_path}/index")
+    assert remote.search(asked, k=5) == local.search(asked, k=5)
+    first = remote.search(asked, k=1)[0][0]
+    assert remote.document(first)["doc_id"] == first.doc_id
+
+
+def test_damage_to_a_remote_part_is_refused(bucket: str) -> None:
+    corpus = Corpus.build(f"{bucket}/damaged", sizes=[20], dim=16)
+    artifact = open_artifact(corpus.uris["embeddings"], kind="embeddings")
+    name = "embeddings/part-00000.parquet"
+    data = np.frombuffer(fs.read_bytes(fs.join(artifact.uri, name)), np.uint8).copy()
+    data[len(data) // 2] ^= 1
+    fs.write_bytes(fs.join(artifact.uri, name), data.tobytes())
+    with pytest.raises(ArtifactError, match=f"s3://corpus/damaged/embeddings/{name} is damaged"):
+        artifact.table(name)
+
+
+def test_a_tree_goes_there_and_back_and_no_stale_copy_is_read(bucket: str, tmp_path: Path) -> None:
+    source, uri = tmp_path / "tower", f"{bucket}/{tmp_path.name}"
+    (source / "query").mkdir(parents=True)
+    for version in ("1", "22"):
+        (source / "query" / "tower.json").write_text(version)
+        fs.upload(source, uri)
+        assert fs.list_files(uri) == {"query/tower.json": len(version)}
+        copy = fs.download(uri, ["query/tower.json"], version=fs.checksum(f"{uri}/query/tower.json"))
+        assert (copy / "query/tower.json").read_text() == version
+    fs.delete(uri)
+    assert not fs.exists(uri)
