@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -69,7 +71,7 @@ def test_merged_shards_equal_one_index(refine: str, documents: np.ndarray, asked
     whole = _search(quantizer, _filled(quantizer, documents), asked, k=15, nprobe=4, factor=80)
     bounds = [0, 500, 500, 1200]  # the second shard is empty
     scores, rows = [], []
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         shard = _filled(quantizer, documents[start:stop])
         found = _search(quantizer, shard, asked, k=15, nprobe=4, factor=80)
         scores.append(found[0])

@@ -4,13 +4,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load
-from synthetic_corpus import dataset, embeddings, vectors
 
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.quantize import job, residual_kmeans
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from synthetic_corpus import dataset, embeddings, vectors
 
 SIZES = [300, 250, 50]
 CONFIG = QuantizeConfig(levels=2, codes=16, sample_documents=400, iterations=5)

@@ -2,11 +2,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from synthetic_corpus import vectors
 
 from scalingnote.errors import ConfigError
 from scalingnote.quantize import residual_kmeans
 from scalingnote.quantize.sample import choose
+from synthetic_corpus import vectors
 
 LEVELS, CODES = 4, 16
 

@@ -1,0 +1,182 @@
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scalingnote import topk
+from scalingnote.errors import ArtifactError, SearchError
+from scalingnote.index import job
+from scalingnote.index.config import IndexConfig
+from scalingnote.search.searcher import Candidates, Result, Searcher, merge_candidates
+from synthetic_corpus import Corpus, queries, vectors
+
+# Every list is scanned and every document re-ranked by its floats: the index leaves nothing to chance.
+EXACT = IndexConfig(
+    shards=3, nlist=8, nprobe=8, nbits=5, iterations=4, train_documents=500, refine="flat", refine_factor=100
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.build(f"{tmp_path_factory.mktemp('corpus')}", sizes=[300, 340], dim=16)
+
+
+@pytest.fixture(scope="module")
+def uri(cluster: None, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return job.run(EXACT, **corpus.uris, output=f"{tmp_path_factory.mktemp('index')}/index").uri
+
+
+@pytest.fixture(scope="module")
+def searcher(uri: str) -> Searcher:
+    return Searcher.open(uri)
+
+
+@pytest.fixture(scope="module")
+def asked(corpus: Corpus) -> np.ndarray:
+    return queries(corpus.matrix, 30)
+
+
+@pytest.fixture
+def copy(uri: str, tmp_path: Path) -> Path:
+    """The index in a place where it may be damaged."""
+    return Path(shutil.copytree(uri, tmp_path / "index"))
+
+
+def test_an_exhaustive_search_equals_exact_search(
+    searcher: Searcher, corpus: Corpus, asked: np.ndarray
+) -> None:
+    scores, rows = topk.search(asked, corpus.matrix, k=10)
+    found = searcher.search(3.0 * asked, k=10)  # a query's length does not matter
+    assert [[result.doc_id for result in results] for results in found] == [
+        [f"d{row}" for row in line] for line in rows
+    ]
+    np.testing.assert_allclose([[r.score for r in results] for results in found], scores, atol=1e-5)
+
+
+def test_a_result_leads_to_its_document(searcher: Searcher, corpus: Corpus) -> None:
+    result = searcher.search(corpus.matrix[400:401], k=1)[0][0]
+    assert result == Result("d400", result.score, shard=1, row=400 - 213)
+    assert result.score == pytest.approx(1.0, abs=1e-5)
+    assert searcher.document(result) == {
+        "doc_id": "d400",
+        "title": "Title 400",
+        "topic": "topic 1",
+        "snippet": ("Text of document 400. " * 30)[:240],
+        "semantic_id": "1-0-400",
+    }
+
+
+def test_searchers_of_single_shards_merge_to_the_whole_in_any_order(
+    searcher: Searcher, uri: str, asked: np.ndarray
+) -> None:
+    parts = [Searcher.open(uri, shards=[number]) for number in (2, 0, 1)]
+    assert [len(part) for part in parts] == [214, 213, 213]
+    merged = merge_candidates([part.candidates(asked, k=12) for part in parts], k=12)
+    whole = searcher.candidates(asked, k=12)
+    for name in ("score", "shard", "row"):
+        np.testing.assert_array_equal(getattr(merged, name), getattr(whole, name))
+    best = merged[0][0]
+    assert parts[[2, 0, 1].index(best.shard)].documents([best.row]) == [searcher.document(best)]
+
+
+def test_a_batch_and_its_queries_one_by_one_find_the_same(searcher: Searcher, asked: np.ndarray) -> None:
+    batch = searcher.search(asked, k=7, nprobe=3)
+    assert [searcher.search(query[None], k=7, nprobe=3)[0] for query in asked] == batch
+    assert searcher.search(asked, k=7, nprobe=3) == batch
+
+
+def test_nprobe_is_chosen_per_search_and_bounded_by_the_lists(
+    searcher: Searcher, uri: str, asked: np.ndarray
+) -> None:
+    few, all_lists = (searcher.search(asked, k=10, nprobe=nprobe) for nprobe in (1, 10**6))
+    assert few != all_lists == searcher.search(asked, k=10)
+    assert Searcher.open(uri, nprobe=1).search(asked, k=10) == few
+
+
+def test_of_equal_scores_the_lower_shard_and_row_come_first() -> None:
+    def answer(score: list[float], shard: list[int], row: list[int]) -> Candidates:
+        return Candidates(np.array([score], np.float32), np.array([shard]), np.array([row]))
+
+    merged = merge_candidates(
+        [
+            answer([0.5, 0.5, -np.inf], [2, 2, -1], [0, 7, -1]),
+            answer([0.9, 0.5, 0.5], [1, 1, 1], [9, 3, 8]),
+        ],
+        k=5,
+    )
+    assert [(c.shard, c.row) for c in merged[0]] == [(1, 9), (1, 3), (1, 8), (2, 0), (2, 7)]
+
+
+def test_k_beyond_the_documents_gives_all_of_them(cluster: None, asked: np.ndarray, tmp_path: Path) -> None:
+    small = Corpus.build(f"{tmp_path}/small", sizes=[40], dim=16)
+    config = EXACT.model_copy(update={"nlist": 1, "shards": 50})  # ten shards hold nothing
+    searcher = Searcher.open(job.run(config, **small.uris, output=f"{tmp_path}/index").uri)
+    found = searcher.search(asked, k=1000)
+    assert all({r.doc_id for r in results} == {f"d{i}" for i in range(40)} for results in found)
+    assert all([r.score for r in rs] == sorted((r.score for r in rs), reverse=True) for rs in found)
+    empty = next(
+        number for number in searcher.shards if not len(Searcher.open(f"{tmp_path}/index", shards=[number]))
+    )
+    assert Searcher.open(f"{tmp_path}/index", shards=[empty]).search(asked, k=5) == [[] for _ in asked]
+    assert searcher.search(asked[:0], k=5) == []
+
+
+def test_a_missing_shard_is_named(copy: Path, asked: np.ndarray) -> None:
+    (copy / "shard-00001/ivfpq.faiss").unlink()
+    with pytest.raises(ArtifactError, match=r"shard-00001/ivfpq.faiss is missing"):
+        Searcher.open(str(copy))
+    assert len(Searcher.open(str(copy), shards=[0, 2])) == 427  # the others are still there to be searched
+
+
+@pytest.mark.parametrize("name", ["coarse.faiss", "shard-00002/ivfpq.faiss", "shard-00000/documents.arrow"])
+def test_one_flipped_byte_is_refused(name: str, copy: Path) -> None:
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(data)
+    with pytest.raises(ArtifactError, match=f"{name} is damaged"):
+        Searcher.open(str(copy))
+
+
+def test_what_does_not_exist_is_refused(searcher: Searcher, uri: str) -> None:
+    with pytest.raises(SearchError, match="has no shard 3: its shards are 0 to 2"):
+        Searcher.open(uri, shards=[0, 3])
+    with pytest.raises(SearchError, match="shard 1 is not held here"):
+        Searcher.open(uri, shards=[0]).documents([0], shard=1)
+    with pytest.raises(SearchError, match="this searcher holds"):
+        searcher.documents([0])
+    with pytest.raises(SearchError, match="shard 0 has no row 213"):
+        searcher.documents([0, 213], shard=0)
+
+
+def _with(value: float) -> np.ndarray:
+    broken = vectors(3, 16)
+    broken[1] = value
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("asked", "k", "message"),
+    [
+        (vectors(2, 15), 5, r"queries have shape \(2, 15\), the index has embeddings of dim 16"),
+        (vectors(2, 16)[0], 5, r"shape \(16,\)"),
+        (np.ones((2, 16), np.int64), 5, "queries are int64"),
+        (_with(np.nan), 5, "query 1 is not finite"),
+        (_with(np.inf), 5, "query 1 is not finite"),
+        (_with(0.0), 5, "query 1 is not finite or all zero"),
+        (vectors(2, 16), 0, "k is 0: ask for 1 to 1000"),
+        (vectors(2, 16), 1001, "k is 1001"),
+    ],
+)
+def test_a_query_that_cannot_be_searched_is_refused(
+    asked: np.ndarray, k: int, message: str, searcher: Searcher
+) -> None:
+    # Below the type checker of the tests, as a caller without one would.
+    search = getattr(Searcher.candidates, "__wrapped__", Searcher.candidates)
+    with pytest.raises(SearchError, match=message):
+        search(searcher, asked, k=k)
+
+
+def test_an_nprobe_of_zero_is_refused(searcher: Searcher, asked: np.ndarray) -> None:
+    with pytest.raises(SearchError, match="nprobe is 0"):
+        searcher.search(asked, k=3, nprobe=0)
