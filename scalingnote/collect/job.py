@@ -52,6 +52,7 @@ def run(config: CollectConfig, *, dataset: str, output: str) -> Artifact:
     known = trainable(source)
     shared = ray.put(known)
     evidence = draft.work("evidence")
+    fs.delete(evidence)  # a killed run's slices may be half there, and are quicker redone than checked
 
     counts: Counter[str] = Counter()
     # Clicks matter to both sources: a clicked document is no negative of its query.
@@ -167,8 +168,7 @@ def _scatter_bm25(
     documents = dataset.table("documents")
     documents = documents.filter(pc.is_in(documents["doc_id"], value_set=known.documents))
     log.info("building BM25 over %s training documents", f"{documents.num_rows:,}")
-    # Under the fingerprint: a node's cached copy of a remote index must never be another run's.
-    folder = draft.work(f"bm25-{draft.fingerprint[:12]}")
+    folder = draft.work("bm25")
     with tempfile.TemporaryDirectory() as local:
         BM25.build(document_texts(documents), k1=config.bm25_k1, b=config.bm25_b).save(local)
         fs.upload(local, folder)
@@ -178,6 +178,7 @@ def _scatter_bm25(
         _Ranker,  # type: ignore[arg-type]  # Ray's annotation forgets callable classes
         fn_constructor_kwargs={
             "index": folder,
+            "version": draft.fingerprint,
             "target": target,
             "depth": config.top_t,
             "parts": config.parts,
@@ -192,8 +193,8 @@ def _scatter_bm25(
 class _Ranker:
     """Ranks slices of the training queries with one memory-mapped BM25 index."""
 
-    def __init__(self, index: str, target: str, depth: int, parts: int) -> None:
-        self._bm25 = BM25.load(fs.download(index, list(fs.list_files(index))))
+    def __init__(self, index: str, version: str, target: str, depth: int, parts: int) -> None:
+        self._bm25 = BM25.load(fs.download(index, list(fs.list_files(index)), version=version))
         self._target, self._depth, self._parts = target, depth, parts
 
     def __call__(self, row: dict[str, Any], *, shared: Any) -> dict[str, int]:
