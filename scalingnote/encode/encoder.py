@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -37,7 +36,7 @@ class Encoder:
         self.tokens = 0  # of the last call, padding left out
 
     @classmethod
-    def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> Self:
+    def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> "Encoder":
         """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact)."""
         return cls(Tower.load(folder), token_budget=token_budget, precision=precision)
 

@@ -1,0 +1,56 @@
+# Two commands: `make quickstart` and `make test`. Both install what they need into .venv first.
+PYTHON ?= python3
+DATASET ?= python_docs
+SERVE ?= 1
+SET ?=
+BIN := .venv/bin
+CONFIG := configs/quickstart/$(DATASET).yaml
+# Real data beside the checkout, where there is some; a user's machine downloads it instead.
+ifneq ($(wildcard ../shared/data),)
+export SCALINGNOTE_DATA ?= $(abspath ../shared/data)
+endif
+
+.PHONY: quickstart compare test check format lock clean
+
+quickstart: .venv/installed
+	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %)
+ifneq ($(SERVE),0)
+	$(BIN)/scalingnote serve --run $$($(BIN)/scalingnote where $(CONFIG) $(SET:%=--set %))
+endif
+
+compare: .venv/installed
+	$(BIN)/scalingnote compare $(CONFIG) --methods configs/methods/*.yaml $(SET:%=--set %)
+
+test: .venv/installed-dev
+	$(BIN)/pytest
+
+check: .venv/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/scalingnote check-configs configs
+
+format: .venv/installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Versions change here and nowhere else: edit pyproject.toml, run this, run the tests, commit both.
+lock: .venv/installed-dev
+	$(BIN)/pip freeze --exclude-editable | grep -v '^torch==' > constraints.txt
+	echo 'torch==2.13.0' >> constraints.txt
+
+clean:
+	rm -rf .venv runs build *.egg-info
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ScalingNote needs Python 3.11 or newer, found " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python pyproject.toml constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu]'
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
+	touch $@

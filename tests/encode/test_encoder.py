@@ -1,0 +1,69 @@
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import tiny
+from scalingnote.encode.batching import by_tokens
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import ConfigError, DataError
+from scalingnote.models import backbone, tower
+from scalingnote.models.tower import Tower, collate
+
+
+@pytest.fixture(scope="module")
+def document() -> Tower:
+    texts = [row["content"] for row in tiny.document_rows()]
+    learnt = backbone.train_tokenizer(texts, vocabulary=400)
+    return tower.build(tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=0)
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget():
+    lengths = [3, 50, 7, 7, 1, 120, 0, 9]
+    batches = list(by_tokens(lengths, budget=60))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 60
+
+
+def test_sorting_by_length_does_not_move_results(document: Tower):
+    table = pa.Table.from_pylist(tiny.document_rows(20))
+    encoded = Encoder(document, token_budget=100).encode_documents(table)
+    fields = [table[name].to_pylist() for name in ("title", "topic", "content")]
+    with torch.inference_mode():
+        for i, row in enumerate(document.prompt.rows(*fields)):
+            alone = document(collate([row], pad=document.pad))[0]
+            for v, view in enumerate(document.views):
+                np.testing.assert_allclose(encoded[view][i], alone[v].numpy(), atol=1e-5)
+
+
+def test_a_row_that_cannot_be_encoded_is_set_aside_with_its_reason(document: Tower):
+    rows = tiny.document_rows(3)
+    rows[1]["title"] = "word " * 200
+    table = pa.Table.from_pylist(rows)
+    views, problems = Encoder(document).encode_rows(table)
+    assert len(views["summary"]) == 2
+    assert list(problems) == [1]
+    assert "shorten the title" in problems[1]
+    with pytest.raises(DataError, match="document row 1"):
+        Encoder(document).encode_documents(table)
+
+
+def test_no_rows_give_no_embeddings(document: Tower):
+    empty = pa.Table.from_pylist(tiny.document_rows(1)).slice(1)
+    assert Encoder(document).encode_documents(empty)["summary"].shape == (0, 16)
+
+
+def test_a_document_tower_refuses_queries(document: Tower):
+    with pytest.raises(ConfigError, match="cannot encode queries"):
+        Encoder(document).encode_queries(["x"])
+
+
+def test_a_loaded_encoder_gives_the_same_embeddings(document: Tower, tmp_path: Path):
+    document.save(tmp_path / "document")
+    table = pa.Table.from_pylist(tiny.document_rows(4))
+    first = Encoder(document).encode_documents(table)["summary"]
+    second = Encoder.load(tmp_path / "document").encode_documents(table)["summary"]
+    np.testing.assert_allclose(first, second, atol=1e-6)

@@ -1,0 +1,114 @@
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from scalingnote.config import Config, Resources
+from scalingnote.errors import ArtifactError
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+
+
+class Settings(Config):
+    knob: int = 1
+    resources: Resources = Resources()
+
+
+TABLE = pa.table({"id": ["a", "b", "c"], "n": [1, 2, 3]})
+
+
+def build(uri: str, *, knob: int = 1, workers: int = 2, rows: pa.Table = TABLE) -> Artifact:
+    draft = Draft(
+        uri, kind="thing", config=Settings(knob=knob, resources=Resources(workers=workers)), parents={}
+    )
+    draft.write_table("rows/part-00000.parquet", rows)
+    draft.write_table("rows.arrow", rows)
+    draft.write_json("facts.json", {"b": 1, "a": [2]})
+    return draft.commit(counts={"rows": len(rows)})
+
+
+@pytest.fixture(params=["local", "fsspec"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The contract holds on a local path and on a filesystem that only fsspec knows."""
+    return str(tmp_path / "art") if request.param == "local" else f"memory://{tmp_path}/art"
+
+
+def test_what_is_committed_is_read_back(uri: str):
+    build(uri)
+    artifact = open_artifact(uri, kind="thing")
+    assert artifact.table("rows").equals(TABLE)
+    assert artifact.table("rows.arrow").equals(TABLE)
+    assert artifact.read_json("facts.json") == {"a": [2], "b": 1}
+    assert pa.Table.from_batches(artifact.batches("rows", rows=2)).equals(TABLE)
+    assert artifact.counts == {"rows": 3}
+    assert artifact.manifest.parts["rows/part-00000.parquet"].rows == 3
+
+
+def test_without_a_manifest_there_is_nothing_to_read(uri: str):
+    draft = Draft(uri, kind="thing", config=Settings(), parents={})
+    draft.write_table("rows/part-00000.parquet", TABLE)
+    with pytest.raises(ArtifactError, match="no finished 'thing' artifact"):
+        open_artifact(uri, kind="thing")
+
+
+def test_another_kind_is_refused(uri: str):
+    build(uri)
+    with pytest.raises(ArtifactError, match="holds 'thing', expected 'index'"):
+        open_artifact(uri, kind="index")
+
+
+@pytest.mark.parametrize("name", ["rows/part-00000.parquet", "rows.arrow", "facts.json"])
+def test_a_flipped_byte_in_any_part_is_refused_by_name(uri: str, name: str):
+    build(uri)
+    data = bytearray(fs.read_bytes(fs.join(uri, name)))
+    data[len(data) // 2] ^= 1
+    fs.write_bytes(fs.join(uri, name), bytes(data))
+    with pytest.raises(ArtifactError, match=f"{name} is damaged"):
+        open_artifact(uri, kind="thing").file(name)
+
+
+def test_a_missing_part_is_refused_by_name(uri: str):
+    build(uri)
+    fs.delete(fs.join(uri, "facts.json"))
+    with pytest.raises(ArtifactError, match=r"facts\.json is missing"):
+        open_artifact(uri, kind="thing").read_json("facts.json")
+
+
+def test_a_manifest_that_is_not_one_is_refused(uri: str):
+    build(uri)
+    fs.write_bytes(fs.join(uri, "manifest.json"), b'{"kind": "thing"}')
+    with pytest.raises(ArtifactError, match="is not a manifest"):
+        open_artifact(uri, kind="thing")
+
+
+def test_the_same_settings_and_rows_give_the_same_digest_wherever_they_ran(tmp_path: Path):
+    first = build(str(tmp_path / "first"))
+    assert build(str(tmp_path / "second"), workers=7).digest == first.digest
+    assert build(str(tmp_path / "third"), knob=2).digest != first.digest
+    assert build(str(tmp_path / "fourth"), rows=TABLE.slice(1)).digest != first.digest
+
+
+def test_a_finished_artifact_is_not_built_again(uri: str):
+    built = build(uri)
+    draft = Draft(uri, kind="thing", config=Settings(), parents={})
+    assert draft.finished
+    assert draft.existing().digest == built.digest
+
+
+def test_a_finished_artifact_of_other_settings_is_never_overwritten(uri: str):
+    build(uri)
+    with pytest.raises(ArtifactError, match="already holds another 'thing' artifact"):
+        Draft(uri, kind="thing", config=Settings(knob=2), parents={})
+
+
+def test_unfinished_work_is_resumed_only_by_the_same_settings(uri: str):
+    draft = Draft(uri, kind="thing", config=Settings(), parents={})
+    fs.write_bytes(draft.work("checkpoint"), b"state")
+    assert fs.exists(Draft(uri, kind="thing", config=Settings(), parents={}).work("checkpoint"))
+    other = Draft(uri, kind="thing", config=Settings(knob=2), parents={})
+    assert not fs.exists(other.work("checkpoint"))
+
+
+def test_a_commit_leaves_no_work_behind(uri: str):
+    build(uri)
+    assert not [name for name in fs.list_files(uri) if name.startswith("_work")]

@@ -1,0 +1,95 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scalingnote.config import Config, Resources, identity, load
+from scalingnote.errors import ConfigError
+from scalingnote.pipeline import RunConfig, select
+from scalingnote.train.config import TrainConfig
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("quickstart/[!b]*.yaml")), ids=lambda p: p.stem)
+def test_every_run_config_parses_alone_and_with_every_method(path: Path):
+    load(RunConfig, [path])
+    for method in sorted(CONFIGS.glob("methods/*.yaml")):
+        load(RunConfig, [path, method])
+
+
+def test_a_typo_is_refused_with_its_place_and_the_right_word():
+    with pytest.raises(ConfigError, match=r"unknown key 'global_bach'; did you mean 'global_batch'\?"):
+        load(TrainConfig, [], ["global_bach=3"])
+
+
+def test_a_wrong_value_names_its_key_and_what_was_found():
+    with pytest.raises(ConfigError, match=r"optimizer\.peak_lr: .*greater than 0 \(found -1\)"):
+        load(TrainConfig, [], ["optimizer.peak_lr=-1"])
+
+
+def test_settings_at_odds_are_refused():
+    with pytest.raises(ConfigError, match="does not divide over 2 workers"):
+        load(TrainConfig, [], ["global_batch=33"])
+
+
+def test_later_files_win_and_a_tagged_section_of_another_kind_replaces(tmp_path: Path):
+    (tmp_path / "base.yaml").write_text(
+        "dim: 64\nlosses: {matryoshka: [64]}\nquery: {backbone: {kind: scratch, layers: 1}}"
+    )
+    (tmp_path / "over.yaml").write_text(
+        "extends: base.yaml\ndim: 96\nquery: {backbone: {kind: pretrained, path: some/model}}"
+    )
+    config = load(TrainConfig, [tmp_path / "over.yaml"], ["losses.alpha=0.25"])
+    assert (config.dim, config.losses.matryoshka, config.losses.alpha) == (96, (64,), 0.25)
+    assert config.query.backbone.kind == "pretrained"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("a: [", "is not YAML"), ("- 1", "holds a list"), (None, "no config file")],
+)
+def test_files_that_are_no_config_say_why(tmp_path: Path, text: str | None, message: str):
+    if text is not None:
+        (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(TrainConfig, [tmp_path / "c.yaml"])
+
+
+class Inner(Config):
+    size: int = 1
+    resources: Resources = Resources()
+
+
+class Outer(Config):
+    inner: Inner = Inner()
+    resources: Resources = Resources()
+
+
+def test_where_it_runs_is_not_what_it_is():
+    wide = Outer(inner=Inner(resources=Resources(workers=9)), resources=Resources(workers=9))
+    assert identity(wide) == identity(Outer()) == {"inner": {"size": 1}}
+    assert identity(Outer(inner=Inner(size=2))) != identity(Outer())
+
+
+def test_stages_are_chosen_by_name():
+    config = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml"])
+    assert [s.name for s in select(config, start="encode", until="index")] == ["encode", "quantize", "index"]
+    assert [s.name for s in select(config, only="train")] == ["train"]
+    with pytest.raises(ConfigError, match=r"no stage 'quantise'.*did you mean 'quantize'\?"):
+        select(config, only="quantise")
+
+
+def test_without_a_student_there_is_no_teacher_either():
+    config = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml", CONFIGS / "methods/twinbert.yaml"])
+    assert {"teacher", "distill"}.isdisjoint(stage.name for stage in select(config))
+
+
+def test_configs_load_without_heavy_libraries():
+    code = (
+        "import sys, scalingnote.pipeline\n"
+        "print(sorted({'torch', 'transformers', 'faiss', 'ray'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
