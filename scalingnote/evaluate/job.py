@@ -132,8 +132,6 @@ class TestSet:
     qrels: trec.Qrels
     without_relevant: int  # test queries left out
 
-    __test__ = False  # not one of pytest's
-
 
 def test_set(dataset: Artifact) -> TestSet:
     """Queries of the test split, in the order of their ids."""
@@ -151,9 +149,6 @@ def test_set(dataset: Artifact) -> TestSet:
             "raise dataset.test_fraction or add judgements"
         )
     return TestSet(usable, [text[q] for q in usable], {q: qrels[q] for q in usable}, len(text) - len(usable))
-
-
-test_set.__test__ = False  # type: ignore[attr-defined]
 
 
 def encode_queries(

@@ -93,7 +93,8 @@ def document_rows(
     opening = pc.utf8_slice_codeunits(found["content"].fill_null(""), 0, 8 * snippet_chars)
     line = pc.utf8_trim_whitespace(pc.replace_substring_regex(opening, r"\s+", " "))
     snippet = pc.utf8_slice_codeunits(line, 0, snippet_chars)
-    columns = [doc_ids, found["title"], found["topic"], snippet, named["semantic_id"]]
+    title, topic = (found[name].fill_null("") for name in ("title", "topic"))
+    columns = [doc_ids, title, topic, snippet, named["semantic_id"]]
     return pa.table(dict(zip(DOCUMENTS.names, columns, strict=True)), schema=DOCUMENTS)
 
 

@@ -124,7 +124,7 @@ def upload(local: str | Path, uri: str) -> None:
     pafs.copy_files(str(local), path, destination_filesystem=filesystem)
 
 
-def download(uri: str, files: list[str], *, version: str = "") -> Path:
+def download(uri: str, files: list[str], *, version: str) -> Path:
     """A local directory with `files` of `uri`: itself when local, else a copy kept per URI and `version`.
 
     What is at a remote URI may change: `version` names its contents, so that no stale copy is taken for it.

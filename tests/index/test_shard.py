@@ -37,7 +37,7 @@ def test_document_rows_follow_the_embeddings_and_open_the_content() -> None:
         pa.chunked_array([["c", "a"]]), documents=DOCUMENTS, semantic_ids=SEMANTIC_IDS, snippet_chars=7
     )
     assert rows.to_pylist() == [
-        {"doc_id": "c", "title": None, "topic": "z", "snippet": "", "semantic_id": "3-0"},
+        {"doc_id": "c", "title": "", "topic": "z", "snippet": "", "semantic_id": "3-0"},
         {"doc_id": "a", "title": "A", "topic": "x", "snippet": "one two", "semantic_id": "1-0"},
     ]
     chinese = shard.document_rows(
