@@ -89,7 +89,7 @@ class PythonDocs(DatasetConfig):
     omit_name_words: bool = Field(
         False, description="leave the words of the object's own name out of its query: no lexical shortcut"
     )
-    timeout_s: float = Field(120.0, gt=0, description="a package that takes longer is lost, and reported")
+    timeout_s: float = Field(300.0, gt=0, description="a package that takes longer is lost, and reported")
     min_query_words: int = Field(4, ge=1, description="a shorter first sentence makes no query")
     max_query_documents: int = Field(
         5, ge=1, description="a first sentence shared by more documents makes no query"
