@@ -31,7 +31,7 @@ IMPRESSIONS = pa.schema(
         "doc_id": pa.string(),
         "position": pa.int32(),  # 1 is the top
         "clicked": pa.bool_(),
-        "timestamp": pa.timestamp("s"),
+        "timestamp": pa.timestamp("ms"),  # UTC; Parquet keeps no seconds
     }
 )
 SCORES = pa.schema({"query_id": pa.string(), "doc_id": pa.string(), "score": pa.float32()})
