@@ -5,6 +5,7 @@ fields of :class:`AppArgs` as its ``args``.
 """
 
 import json
+import logging
 import signal
 import socket
 import threading
@@ -115,6 +116,7 @@ def _bind(served: Served) -> Application:
 
 def run(run_dir: str, *, overrides: Sequence[str] = ()) -> int:
     """Serve a run until CTRL-C or SIGTERM, then take down what was started; returns the exit code."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     args = load(AppArgs, (), [f"run_dir={json.dumps(run_dir)}", *overrides])
     served = find(args)
     port = _free_port(served.config.host, served.config.port)
@@ -129,8 +131,8 @@ def run(run_dir: str, *, overrides: Sequence[str] = ()) -> int:
         stop.wait()
     finally:
         log.info("shutting down")
-        serve.delete(NAME) if served.address else serve.shutdown()
-        ray.shutdown()
+        serve.delete(NAME)  # replicas finish what they are at
+        ray.shutdown()  # ends a private cluster, leaves one that was joined
     return 0
 
 
