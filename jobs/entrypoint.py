@@ -25,12 +25,21 @@ def main(stage: str, arguments: Sequence[str] | None = None) -> int:
 
     from scalingnote import pipeline
     from scalingnote.config import load
-    from scalingnote.errors import ScalingNoteError
+    from scalingnote.errors import ConfigError, ScalingNoteError
     from scalingnote.log import configure
 
     configure()
     try:
         config = load(pipeline.RunConfig, options.config, options.overrides)
+        if (
+            not os.path.isabs(config.run_dir)
+            and "://" not in config.run_dir
+            and _on_a_cluster(config.address)
+        ):
+            raise ConfigError(
+                f"run_dir is {config.run_dir!r}, and a job's own directory vanishes with it: "
+                "--set run_dir=... to a full path or a URI that every node reaches"
+            )
         built = pipeline.run(config, pipeline.select(config, only=stage))
     except ScalingNoteError as error:
         if os.environ.get("SCALINGNOTE_DEBUG") == "1":
@@ -48,3 +57,7 @@ def main(stage: str, arguments: Sequence[str] | None = None) -> int:
     }
     print(json.dumps(line), flush=True)
     return 0
+
+
+def _on_a_cluster(address: str | None) -> bool:
+    return bool(address or os.environ.get("RAY_ADDRESS"))  # Ray sets it inside every job

@@ -1,7 +1,9 @@
 """Send one stage to a Ray cluster: the working directory goes up, the job's log and exit code come back."""
 
 import asyncio
+import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ def submit(
             runtime_env={"working_dir": ".", "excludes": EXCLUDES},
         )
     except RuntimeError as error:
-        raise ConfigError(f"{address} refused the job: {str(error).strip().splitlines()[-1]}") from None
+        raise ConfigError(f"{address} refused the job: {_reason(error)}") from None
     if not wait:
         print(job)
         return 0
@@ -72,16 +74,24 @@ def entrypoint(
 
 
 def _connect(address: str) -> JobSubmissionClient:
+    logging.getLogger("ray").setLevel(logging.WARNING)  # its account of the upload is not the job's log
     # These would silently win over the address that was asked for.
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):
         os.environ.pop(name, None)
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"no Ray cluster answers at {address} ({reason}): give the dashboard's URL, e.g. http://head:8265"
+            f"no Ray cluster answers at {address} ({_reason(error)}): give the dashboard's URL, "
+            "e.g. http://head:8265"
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """The one line that matters: a server answers with its whole traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]*Error: ", line)]
+    return (named or lines)[-1]
 
 
 async def _follow(client: JobSubmissionClient, job: str) -> int:

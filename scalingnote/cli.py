@@ -127,7 +127,11 @@ def _load(options: argparse.Namespace, *more: str) -> "RunConfig":
     from scalingnote.pipeline import RunConfig
 
     configure()
-    return load(RunConfig, [*options.config, *more], options.overrides)
+    config = load(RunConfig, [*options.config, *more], options.overrides)
+    if "://" not in config.run_dir and (config.address or os.environ.get("RAY_ADDRESS")):
+        # Workers of a cluster that is joined, not started here, have other working directories.
+        return config.model_copy(update={"run_dir": os.path.abspath(config.run_dir)})
+    return config
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -174,7 +178,8 @@ def _search(options: argparse.Namespace) -> int:
         raise ConfigError("nothing to search: give some text and -k of at least 1")
     from scalingnote import pipeline
 
-    config = pipeline.load_run(options.run)
+    # The run may have been moved, or be named from another directory, since its config was written.
+    config = pipeline.load_run(options.run).model_copy(update={"run_dir": options.run})
     index = pipeline.locate(config, "index")
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
     import numpy as np

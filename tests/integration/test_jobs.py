@@ -1,0 +1,254 @@
+"""Three doors, one result: a stage in process, from the shell and as a job gives the same digest."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from scalingnote import pipeline
+from scalingnote.config import load
+from scalingnote.storage.artifact import open_artifact
+
+ROOT = Path(pipeline.__file__).parents[1]
+SCRIPTS = Path(sys.executable).parent
+STAGES = ("prepare", "collect")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A Ray head node of our own: where drivers join it, and where jobs are submitted."""
+
+    address: str
+    dashboard: str
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout with a config and data, small enough to be uploaded in no time."""
+    base = tmp_path_factory.mktemp("project")
+    for name in ("jobs", "scalingnote"):
+        shutil.copytree(ROOT / name, base / name, ignore=shutil.ignore_patterns("__pycache__"))
+    words = [a + b for a in ("al", "be", "ga", "de") for b in ("pha", "ta", "mma")]
+    documents, queries, qrels = [], [], []
+    for i in range(80):
+        pair = f"{words[i % 12]} {words[i * 7 % 11]} number{i}"
+        documents.append({"doc_id": f"d{i}", "title": pair, "content": f"{pair} explained at length"})
+        queries.append({"query_id": f"q{i}", "query": f"what is {pair}"})
+        qrels.append({"query_id": f"q{i}", "doc_id": f"d{i}", "relevance": 1})
+    # The files lie beside the project, as data sets do, and are named by their full path.
+    data = tmp_path_factory.mktemp("data")
+    for name, rows in (("documents", documents), ("queries", queries), ("qrels", qrels)):
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (base / "configs").mkdir()
+    (base / "configs" / "tiny.yaml").write_text(
+        f"""
+run_dir: runs/tiny
+dataset:
+  name: columns
+  documents: {{path: {data}/documents.jsonl}}
+  queries: {{path: {data}/queries.jsonl}}
+  qrels: {{path: {data}/qrels.jsonl}}
+collect: {{top_k: 2, top_t: 20, parts: 2}}
+"""
+    )
+    return base
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    # Unix sockets have short names, so Ray's directory cannot lie below pytest's.
+    place = tempfile.mkdtemp(prefix="sn-", dir="/tmp")
+    port, dashboard, client, agent, agent_grpc, metrics, environment = free_ports(7)
+    command = [
+        SCRIPTS / "ray",
+        "start",
+        "--head",
+        "--block",
+        "--disable-usage-stats",
+        "--num-cpus=2",
+        f"--temp-dir={place}",
+        f"--port={port}",
+        f"--dashboard-port={dashboard}",
+        f"--ray-client-server-port={client}",
+        f"--dashboard-agent-listen-port={agent}",
+        f"--dashboard-agent-grpc-port={agent_grpc}",
+        f"--metrics-export-port={metrics}",
+        f"--runtime-env-agent-port={environment}",
+        "--object-store-memory=100000000",
+    ]
+    with open(f"{place}/head.log", "w") as log:
+        process = psutil.Popen(
+            command, stdout=log, stderr=log, env=shell_environment(), start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{dashboard}"
+        wait_for(f"{url}/api/jobs/", process, Path(f"{place}/head.log"))
+        yield Head(f"127.0.0.1:{port}", url)
+    finally:
+        # Exactly the processes started here; other clusters may run on this machine.
+        family = [*process.children(recursive=True), process]
+        for member in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.terminate()
+        _, alive = psutil.wait_procs(family, timeout=5)
+        for member in alive:
+            member.kill()
+        psutil.wait_procs(alive, timeout=15)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.socket() for _ in range(count)]
+    for one in held:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+def shell_environment(**more: str) -> dict[str, str]:
+    """This environment with our `python` first, and without what would point Ray elsewhere."""
+    kept = {k: v for k, v in os.environ.items() if k not in {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"}}
+    return kept | {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"} | more
+
+
+def wait_for(url: str, process: psutil.Popen, log: Path) -> None:
+    for _ in range(240):
+        assert process.is_running(), log.read_text()
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"no answer from {url}\n{log.read_text()}")
+
+
+def shell(project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(SCRIPTS / "scalingnote"), *arguments],
+        cwd=project,
+        env=shell_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def submit(project: Path, head: Head, stage: str, run_dir: str) -> subprocess.CompletedProcess[str]:
+    # An address in the environment must not win over the one that is given.
+    return shell(
+        project,
+        *("submit", stage, "configs/tiny.yaml", "--address", head.dashboard, "--set", f"run_dir={run_dir}"),
+        "--wait",
+        RAY_ADDRESS="http://127.0.0.1:9",
+    )
+
+
+def digests(project: Path, run_dir: str) -> dict[str, str]:
+    config = load(pipeline.RunConfig, [project / "configs" / "tiny.yaml"], [f"run_dir={project / run_dir}"])
+    return {stage: pipeline.locate(config, kind).digest for stage, kind in zip(STAGES, KINDS, strict=True)}
+
+
+KINDS = ("dataset", "triplets")
+
+
+@pytest.fixture(scope="module")
+def in_process(project: Path, head: Head) -> Iterator[dict[str, str]]:
+    ours = not ray.is_initialized()
+    overrides = [f"run_dir={project}/runs/in-process", f"address={head.address}"]
+    config = load(pipeline.RunConfig, [project / "configs" / "tiny.yaml"], overrides)
+    pipeline.run(config, pipeline.select(config, until="collect"))
+    yield digests(project, "runs/in-process")
+    if ours:
+        ray.shutdown()
+
+
+def test_a_job_without_its_inputs_ends_with_the_stage_to_run(project: Path, head: Head) -> None:
+    done = submit(project, head, "collect", "runs/empty")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "run stage 'prepare' first" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_jobs_build_what_is_built_in_process(project: Path, head: Head, in_process: dict[str, str]) -> None:
+    for stage, kind in zip(STAGES, KINDS, strict=True):
+        done = submit(project, head, stage, "runs/jobs")
+        assert done.returncode == 0, done.stdout + done.stderr
+        line = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        # The relative run_dir was pinned: the artifact outlives the job's own directory.
+        artifact = open_artifact(line["uri"], kind=kind)
+        assert Path(line["uri"]).is_relative_to(project / "runs" / "jobs")
+        assert (line["stage"], line["digest"]) == (stage, artifact.digest)
+        assert line["counts"] == artifact.counts
+    assert digests(project, "runs/jobs") == in_process
+
+
+def test_the_shell_builds_what_is_built_in_process(
+    project: Path, head: Head, in_process: dict[str, str]
+) -> None:
+    for stage in STAGES:
+        options = ("--set", "run_dir=runs/shell", "--set", f"address={head.address}")
+        done = shell(project, stage, "configs/tiny.yaml", *options)
+        assert done.returncode == 0, done.stderr
+    assert digests(project, "runs/shell") == in_process
+
+
+def test_a_job_refuses_a_run_dir_that_would_vanish_with_it(project: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "jobs/prepare.py", "--config", "configs/tiny.yaml"],
+        cwd=project,
+        env=shell_environment(RAY_ADDRESS="127.0.0.1:9"),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("prepare: run_dir is 'runs/tiny'")
+
+
+def test_a_submission_id_is_used_once(project: Path, head: Head) -> None:
+    arguments = (
+        "submit",
+        "prepare",
+        "configs/tiny.yaml",
+        "--address",
+        head.dashboard,
+        "--submission-id",
+        "once",
+    )
+    first, second = shell(project, *arguments), shell(project, *arguments)
+    assert (first.returncode, first.stdout) == (0, "once\n")
+    assert second.returncode == 2
+    assert "once" in second.stderr
+    assert second.stderr.count("\n") <= 3  # progress lines, but no traceback
+
+
+def test_what_the_cluster_could_not_find_is_not_submitted(project: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.yaml"
+    outside.write_text((project / "configs" / "tiny.yaml").read_text())
+    nowhere = ("--address", "http://127.0.0.1:9")
+    for place, config, reason in (
+        (project, str(outside), "copy it there"),
+        (tmp_path, str(outside), "submit from the root of the project"),
+        (project, "configs/tiny.yaml", "no Ray cluster answers at http://127.0.0.1:9"),
+    ):
+        done = shell(place, "submit", "prepare", config, *nowhere)
+        assert done.returncode == 2
+        assert reason in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
