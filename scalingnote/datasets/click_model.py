@@ -177,7 +177,7 @@ def _table(
         "doc_id": doc_ids.take(pa.array(docs[session, column])),
         "position": pa.array(column + 1, pa.int32()),
         "clicked": pa.array(clicked[session, column]),
-        "timestamp": pa.array(epoch + number * config.seconds_between_sessions, pa.timestamp("s")),
+        "timestamp": pa.array(epoch + number * config.seconds_between_sessions, pa.timestamp("ms")),
     }
     return pa.table(columns, schema=IMPRESSIONS)
 
