@@ -13,10 +13,7 @@ endif
 .PHONY: quickstart compare test check format lock clean
 
 quickstart: .venv/installed
-	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %)
-ifneq ($(SERVE),0)
-	$(BIN)/scalingnote serve --run $$($(BIN)/scalingnote where $(CONFIG) $(SET:%=--set %))
-endif
+	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
 
 compare: .venv/installed
 	$(BIN)/scalingnote compare $(CONFIG) --methods configs/methods/*.yaml $(SET:%=--set %)
@@ -29,7 +26,7 @@ check: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/scalingnote check-configs configs
+	$(BIN)/pytest tests/test_config.py
 
 format: .venv/installed-dev
 	$(BIN)/ruff format .

@@ -67,10 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--only", metavar="STAGE", help="run this stage alone")
     which.add_argument("--from", metavar="STAGE", dest="start", help="run from this stage on")
     run.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    run.add_argument("--serve", action="store_true", help="then serve what was built, until CTRL-C")
     for name, text in STAGES.items():
         stage = command(name, _run, text)
         _add_config(stage)
-        stage.set_defaults(only=name, start=None, until=None)
+        stage.set_defaults(only=name, start=None, until=None, serve=False)
 
     compare = command(
         "compare", _compare, "run several methods on one dataset and lay their reports together"
@@ -149,7 +150,7 @@ def _run(options: argparse.Namespace) -> int:
         print(f"{kind:<{width}}  {artifact.uri}")
     if "report" in built:
         print(f"\nreport: {config.run_dir}/report.html\ntry it: scalingnote serve --run {config.run_dir}")
-    return 0
+    return _serve_run(config.run_dir, options.overrides) if options.serve else 0
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -211,8 +212,12 @@ def _serve(options: argparse.Namespace) -> int:
     from scalingnote.log import configure
 
     configure()
+    return _serve_run(options.run, options.overrides)
+
+
+def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
     # By name: the apps stand beside the command line, not below it.
-    return int(importlib.import_module("serve.app").run(options.run, overrides=options.overrides))
+    return int(importlib.import_module("serve.app").run(run_dir, overrides=overrides))
 
 
 def _submit(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scalingnote.errors import TrainingError
-from scalingnote.log import Progress
+from scalingnote.log import Progress, get_logger
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import Optimizer
 from scalingnote.train.distributed import rank, world_size
@@ -47,6 +47,8 @@ def fit(
         foreach=True,
     )
     start, curve = checkpoints.restore(module, optimizer)
+    if start:
+        get_logger(room).info("resuming at step %d of %d", start, steps)
     wrapped = DistributedDataParallel(module) if world_size() > 1 else module
     device = next(module.parameters()).device
     module.train()

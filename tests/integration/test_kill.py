@@ -1,0 +1,106 @@
+"""kill -9 of the driver in the middle of train, then of encode: the re-run ends as if nothing happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tiny
+from scalingnote import pipeline
+from scalingnote.config import load
+from scalingnote.pipeline import RunConfig
+
+
+def write_lines(path: Path, rows: list[dict]) -> dict[str, str]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"path": str(path)}
+
+
+def write_config(folder: Path) -> Path:
+    documents = tiny.document_rows()
+    queries = [
+        {"query_id": f"q{i}", "query": f"{row['title']} {row['content'][:12]}"}
+        for i, row in enumerate(documents)
+    ]
+    qrels = [
+        {"query_id": f"q{i}", "doc_id": row["doc_id"], "relevance": 1} for i, row in enumerate(documents)
+    ]
+    settings = {
+        "dataset": {
+            "name": "columns",
+            "documents": write_lines(folder / "documents.jsonl", documents),
+            "queries": write_lines(folder / "queries.jsonl", queries),
+            "qrels": write_lines(folder / "qrels.jsonl", qrels),
+            "documents_per_part": 4,
+        },
+        "collect": {"top_k": 2, "top_t": 10},
+        "train": {
+            "query": tiny.query_tower().model_dump(),
+            "document": tiny.document_tower().model_dump(),
+            "dim": 16,
+            "losses": {"matryoshka": [8, 16]},
+            "global_batch": 16,
+            "epochs": 20,
+            "checkpoint_every": 10,
+        },
+        "distill": None,
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(json.loads(json.dumps(settings))))
+    return path
+
+
+def command(config: Path, run_dir: Path) -> list[str]:
+    return [
+        *(str(Path(sys.executable).with_name("scalingnote")), "run", str(config)),
+        *("--until", "encode", "--set", f"run_dir={run_dir}"),
+    ]
+
+
+def kill_when(ready: Callable[[], bool], arguments: list[str]) -> None:
+    """Start a driver and SIGKILL it at the first moment `ready` holds; it must not have finished before."""
+    driver = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 200
+        while not ready():
+            assert driver.poll() is None, "the driver ended before it could be killed"
+            assert time.monotonic() < deadline, "nothing to kill within 200 s"
+            time.sleep(0.02)
+    finally:
+        os.kill(driver.pid, signal.SIGKILL)
+        driver.wait()
+
+
+def count(run_dir: Path, pattern: str) -> int:
+    return len(list(run_dir.glob(pattern)))
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.timeout(600)
+def test_a_killed_driver_loses_and_doubles_nothing(tmp_path: Path):
+    config = write_config(tmp_path)
+    run_dir = tmp_path / "killed"
+    arguments = command(config, run_dir)
+
+    kill_when(lambda: count(run_dir, "train/*/_work/checkpoints/*.safetensors") >= 1, arguments)
+    assert count(run_dir, "train/*/manifest.json") == 0
+    kill_when(lambda: count(run_dir, "encode/*/_work/parts/*.json") >= 3, arguments)
+    assert count(run_dir, "encode/*/manifest.json") == 0
+    finished = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert "train: finished before" in finished.stderr
+    assert "resuming: " in finished.stderr
+
+    undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}"])
+    expected = pipeline.run(undisturbed, pipeline.select(undisturbed, until="encode"))
+    killed = load(RunConfig, [config], [f"run_dir={run_dir}"])
+    for kind in ("dual_encoder", "embeddings"):
+        assert pipeline.locate(killed, kind).digest == expected[kind].digest
+    encoded = pipeline.locate(killed, "embeddings").table("embeddings", ["doc_id"])["doc_id"].to_pylist()
+    assert sorted(encoded) == [row["doc_id"] for row in tiny.document_rows()]
