@@ -124,17 +124,13 @@ def run(run_dir: str, *, overrides: Sequence[str] = ()) -> int:
     served = find(args)
     port = _free_port(served.config.host, served.config.port)
     served = replace(served, config=served.config.model_copy(update={"port": port}))
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
     cluster.connect(served.address)
     try:
-        url = start(served)
-        print(f"{url}  (CTRL-C ends it)", flush=True)
-        stop.wait()
-    finally:
+        print(f"{start(served)}  (CTRL-C ends it)", flush=True)
+        _wait_for_a_signal()
         log.info("shutting down")
         serve.delete(NAME)  # replicas finish what they are at
+    finally:
         ray.shutdown()  # ends a private cluster, leaves one that was joined
     return 0
 
@@ -161,6 +157,13 @@ def launch(app: Application, config: ServeConfig) -> str:
         raise SearchError(f"Ray Serve could not start the application: {error}") from None
     host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
     return f"http://{host}:{config.port}"
+
+
+def _wait_for_a_signal() -> None:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, whose own handler aborts the process
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
 
 
 def _tower(uri: str) -> Artifact:

@@ -1,12 +1,15 @@
 """A real index and a real query tower behind HTTP: what is served is what is searched in process."""
 
 import json
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from ray import serve
 
@@ -126,3 +129,31 @@ def test_replicas_that_would_not_fit_are_refused(index: Artifact, query_tower: A
     assert served.cpus == 5 * 50
     with pytest.raises(ConfigError, match="reserve 250 CPUs"):
         app.start(served)
+
+
+def test_a_signal_ends_the_server_and_all_it_started(index: Artifact, query_tower: Artifact) -> None:
+    # SIGTERM, as a process manager sends it: the harder one, for which Ray has a handler of its own.
+    program = f"""
+import sys
+from serve import app
+args = app.AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve={{"port": 0}})
+found = app.find(args)
+app.find = lambda _: found
+sys.exit(app.run("a run"))
+"""
+    command = [sys.executable, "-c", program]
+    root = Path(app.__file__).parents[1]
+    server = psutil.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        address = next(line for line in server.stdout if line.startswith("http://")).split()[0]
+        assert ask(address, "bakoli", k=2)["shards_answered"] == 3
+        family = server.children(recursive=True)
+        assert any("raylet" in member.name() for member in family)
+        server.terminate()
+        assert server.wait(timeout=60) == 0
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert not alive
+    finally:
+        for member in [*server.children(recursive=True), server] if server.is_running() else []:
+            member.kill()
+        server.stdout.close()
