@@ -164,7 +164,7 @@ def _compare(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"methods name different run_dirs {sorted(places)}: give one with --set run_dir=..."
         )
-    reports = [pipeline.run(config)["report"].read_json("report.json") for config in configs]
+    reports = [pipeline.run(config, record=False)["report"].read_json("report.json") for config in configs]
     table = comparison_table(reports)
     run_dir = configs[0].run_dir
     merged = json.dumps(merge_reports(reports), indent=1, sort_keys=True)
@@ -179,8 +179,7 @@ def _search(options: argparse.Namespace) -> int:
         raise ConfigError("nothing to search: give some text and -k of at least 1")
     from scalingnote import pipeline
 
-    # The run may have been moved, or be named from another directory, since its config was written.
-    config = pipeline.load_run(options.run).model_copy(update={"run_dir": options.run})
+    config = pipeline.load_run(options.run)
     index = pipeline.locate(config, "index")
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
     import numpy as np

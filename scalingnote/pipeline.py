@@ -72,7 +72,7 @@ STAGES: tuple[Stage, ...] = (
         "teacher",
         "scalingnote.encode.job:run_queries",
     ),
-    Stage("distill", "student", ("dataset", "query_embeddings"), "distill", "scalingnote.distill.job:run"),
+    Stage("distill", "student", ("query_embeddings",), "distill", "scalingnote.distill.job:run"),
     Stage("encode", "embeddings", ("dataset", "dual_encoder"), "encode", "scalingnote.encode.job:run"),
     Stage("quantize", "semantic_ids", ("embeddings",), "quantize", "scalingnote.quantize.job:run"),
     Stage(
@@ -117,10 +117,16 @@ def select(
     return wanted[first : last + 1]
 
 
-def run(config: RunConfig, chosen: Sequence[Stage] | None = None) -> dict[str, Artifact]:
-    """Run the chosen stages (default: all) in order, skipping finished ones; returns kind -> artifact."""
+def run(
+    config: RunConfig, chosen: Sequence[Stage] | None = None, *, record: bool = True
+) -> dict[str, Artifact]:
+    """Run the chosen stages (default: all) in order, skipping finished ones; returns kind -> artifact.
+
+    `record` makes this the run that `search` and `serve` find, and puts its report at the top of run_dir.
+    """
     chosen = stages(config) if chosen is None else list(chosen)
-    fs.write_bytes(fs.join(config.run_dir, RUN_FILE), yaml.safe_dump(dump(config)).encode())
+    if record:
+        fs.write_bytes(fs.join(config.run_dir, RUN_FILE), yaml.safe_dump(dump(config)).encode())
     built: dict[str, Artifact] = {}
     for number, stage in enumerate(chosen, 1):
         parents, uri = _place(config, stage)
@@ -141,8 +147,8 @@ def run(config: RunConfig, chosen: Sequence[Stage] | None = None) -> dict[str, A
         )
         built[stage.builds] = artifact
         log.info("%s -> %s  (%.1fs)", stage.name, uri, artifact.manifest.info["seconds"])
-        if stage.builds == "report":
-            publish(artifact, config.run_dir)
+    if record and "report" in built:
+        publish(built["report"], config.run_dir)
     return built
 
 
@@ -156,11 +162,12 @@ def locate(config: RunConfig, kind: str) -> Artifact:
 
 
 def load_run(run_dir: str) -> RunConfig:
-    """The config of the last run in `run_dir`."""
+    """The config of the last run in `run_dir`, wherever that directory lies now."""
     path = fs.join(run_dir, RUN_FILE)
     if not fs.exists(path):
         raise ConfigError(f"no run at {run_dir}: `scalingnote run CONFIG --set run_dir={run_dir}` makes one")
-    return validate(RunConfig, yaml.safe_load(fs.read_bytes(path)), source=path)
+    config = validate(RunConfig, yaml.safe_load(fs.read_bytes(path)), source=path)
+    return config.model_copy(update={"run_dir": run_dir})
 
 
 def publish(report: Artifact, run_dir: str) -> None:

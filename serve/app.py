@@ -77,9 +77,9 @@ def find(args: AppArgs) -> Served:
     """Open the artifacts that `args` name; ConfigError or ArtifactError says what is amiss with them."""
     own = args.serve.model_dump(exclude_unset=True)
     if args.run_dir is not None:
-        # The run may have been moved since, and replicas have working directories of their own.
+        # Replicas have working directories of their own.
         place = args.run_dir if "://" in args.run_dir else os.path.abspath(args.run_dir)
-        run = pipeline.load_run(place).model_copy(update={"run_dir": place})
+        run = pipeline.load_run(place)
         index = pipeline.locate(run, "index")
         tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
         served = Served(index, tower, run.serve.model_copy(update=own), run.address)

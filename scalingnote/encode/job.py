@@ -45,7 +45,10 @@ def run(config: EncodeConfig, *, dataset: str, dual_encoder: str, output: str) -
     if missing:
         raise ConfigError(f"the document tower's prompt has no view {missing}; it has {facts['views']}")
     names = parents["dataset"].names("documents/", ".parquet")
-    rows = {name: parents["dataset"].manifest.parts[name].rows or 0 for name in names}
+    rows = {
+        name.replace("documents/", "embeddings/", 1): parents["dataset"].manifest.parts[name].rows or 0
+        for name in names
+    }
     settings = {
         "dataset": dataset,
         "dual_encoder": dual_encoder,

@@ -102,7 +102,7 @@ def run(
             )
             for k in INDEX_RECALL_AT
         }
-        | {"bytes_per_vector": parents["index"].manifest.info["bytes_per_vector"]},
+        | {"bytes_per_vector": parents["index"].counts["bytes_per_vector"]},
         "seconds": seconds(ancestors),
         "environment": environment(),
     }

@@ -70,7 +70,7 @@ def world(tmp_path_factory):
     made["embeddings"] = draft.commit(counts={})
     parents = {"dataset": dataset, "embeddings": made["embeddings"]}
     draft = Draft(str(root / "index"), kind="index", config=tiny.Nothing(), parents=parents)
-    made["index"] = draft.commit(counts={}, bytes_per_vector=20.5)
+    made["index"] = draft.commit(counts={"bytes_per_vector": 20})
     return made, ids, near, encoder
 
 
@@ -112,7 +112,7 @@ def test_report(cluster, world, searcher, tmp_path):
     assert report["index"] == {
         "recall@10": pytest.approx(0.9),
         "recall@100": pytest.approx(95 / 96),
-        "bytes_per_vector": 20.5,
+        "bytes_per_vector": 20,
     }
     assert set(report["seconds"]) == {"prepare", "train", "distill", "encode", "index"}
 
