@@ -128,11 +128,7 @@ def _load(options: argparse.Namespace, *more: str) -> "RunConfig":
     from scalingnote.pipeline import RunConfig
 
     configure()
-    config = load(RunConfig, [*options.config, *more], options.overrides)
-    if "://" not in config.run_dir and (config.address or os.environ.get("RAY_ADDRESS")):
-        # Workers of a cluster that is joined, not started here, have other working directories.
-        return config.model_copy(update={"run_dir": os.path.abspath(config.run_dir)})
-    return config
+    return load(RunConfig, [*options.config, *more], options.overrides)
 
 
 def _run(options: argparse.Namespace) -> int:

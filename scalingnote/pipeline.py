@@ -182,7 +182,7 @@ def _place(config: RunConfig, stage: Stage) -> tuple[dict[str, Artifact], str]:
     wanted = (*stage.reads, *(kind for kind in stage.may_read if kind in kinds))
     parents = {kind: locate(config, kind) for kind in wanted}
     mark = fingerprint(stage.builds, getattr(config, stage.section), parents)
-    return parents, fs.join(config.run_dir, stage.name, mark[:12])
+    return parents, fs.absolute(fs.join(config.run_dir, stage.name, mark[:12]))
 
 
 def _finished(uri: str) -> bool:

@@ -21,6 +21,11 @@ def join(base: str, *names: str) -> str:
     return "/".join([base.rstrip("/"), *(name.strip("/") for name in names)])
 
 
+def absolute(uri: str) -> str:
+    """`uri` as seen from any working directory; workers have others than the driver."""
+    return uri if "://" in uri else str(Path(uri).absolute())
+
+
 def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     """The filesystem of `uri` and the path inside it."""
     if "://" not in uri:

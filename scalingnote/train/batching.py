@@ -51,7 +51,7 @@ def total_steps(*, rows: int, global_batch: int, epochs: float) -> int:
 
 
 class TripletBatches:
-    """Tokenised triplets of any step, for one rank.
+    """Triplets of any step, for one rank. Every text is tokenised once, not once an epoch.
 
     `documents` must hold every document the triplets name; TrainingError otherwise.
     """
@@ -70,9 +70,9 @@ class TripletBatches:
     ) -> None:
         assert isinstance(query.prompt, QueryPrompt)
         assert isinstance(document.prompt, DocumentPrompt)
-        self._triplets, self._documents = triplets, documents
-        self._query_prompt, self._query_pad = query.prompt, query.pad
-        self._document_prompt, self._document_pad = document.prompt, document.pad
+        self._query_pad, self._document_pad = query.pad, document.pad
+        self._queries = query.prompt.rows(triplets["query"].to_pylist())
+        self._documents = _document_rows(document.prompt, documents)
         self._shares = {"global_batch": global_batch, "rank": rank, "world": world, "seed": seed}
         row_of = {doc_id: row for row, doc_id in enumerate(documents["doc_id"].to_pylist())}
         positives = triplets["positive"].to_pylist()
@@ -101,21 +101,23 @@ class TripletBatches:
         chosen = rows_of_step(step, rows=len(self), **self._shares)
         # Positives first, then each column of negatives: the layout the objective gathers by.
         document_rows = self._rows[chosen].T.reshape(-1)
-        queries = self._triplets["query"].take(pa.array(chosen)).to_pylist()
-        taken = self._documents.take(pa.array(document_rows))
-        fields = [taken[name].to_pylist() for name in ("title", "topic", "content")]
-        documents: list[Row] = []
-        for row in self._document_prompt.rows(*fields):
-            if not isinstance(row, Row):
-                raise TrainingError(f"a training document cannot be encoded: {row}")
-            documents.append(row)
         return Triplets(
-            queries=collate(self._query_prompt.rows(queries), pad=self._query_pad),
-            documents=collate(documents, pad=self._document_pad),
+            queries=collate([self._queries[i] for i in chosen], pad=self._query_pad),
+            documents=collate([self._documents[i] for i in document_rows], pad=self._document_pad),
             query_ids=torch.from_numpy(self._query_hashes[chosen]),
             document_ids=torch.from_numpy(self._document_hashes[document_rows]),
             known_positives=torch.from_numpy(self._known[chosen]),
         )
+
+
+def _document_rows(prompt: DocumentPrompt, documents: pa.Table) -> list[Row]:
+    rows: list[Row] = []
+    for batch in documents.to_batches(max_chunksize=4096):
+        for row in prompt.rows(*(batch[name].to_pylist() for name in ("title", "topic", "content"))):
+            if not isinstance(row, Row):
+                raise TrainingError(f"training document {documents['doc_id'][len(rows)]}: {row}")
+            rows.append(row)
+    return rows
 
 
 def _known_positives(
