@@ -1,10 +1,12 @@
 """The only place that calls ray.init: connect to a cluster, or start a private one that ends with us."""
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -33,13 +35,14 @@ def connect(address: str | None = None) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # C++ remarks on every actor we start
-        ray.init(
-            "local",
-            num_cpus=max(2, os.cpu_count() or 2),
-            include_dashboard=False,
-            log_to_driver=True,
-            logging_level=logging.ERROR,
-        )
+        with _stderr_closed():
+            ray.init(
+                "local",
+                num_cpus=max(2, os.cpu_count() or 2),
+                include_dashboard=False,
+                log_to_driver=True,
+                logging_level=logging.ERROR,
+            )
         atexit.register(ray.shutdown)
         _relay_only_our_lines()
     _quieten()
@@ -72,6 +75,20 @@ def fetch(reference: Any) -> Any:
         if isinstance(error.cause, ScalingNoteError):
             raise error.cause from None
         raise
+
+
+@contextlib.contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Ray's C++ core tells stderr which log level it found, whatever the level. Exceptions still rise."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _relay_only_our_lines() -> None:

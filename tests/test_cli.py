@@ -159,7 +159,9 @@ def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monk
         draft.commit(counts={})
         reports[name] = open_artifact(str(tmp_path / name), kind="report")
         (tmp_path / f"{name}.yaml").write_text(f"evaluate: {{names: {{student: {name}}}}}\n")
-    monkeypatch.setattr(pipeline, "run", lambda config: {"report": reports[config.evaluate.names.student]})
+    monkeypatch.setattr(
+        pipeline, "run", lambda config, record: {"report": reports[config.evaluate.names.student]}
+    )
     monkeypatch.setattr("scalingnote.evaluate.report.merge_reports", lambda all_: {"merged": all_})
     monkeypatch.setattr(
         "scalingnote.evaluate.report.comparison_table", lambda all_: f"| {len(all_)} methods |"

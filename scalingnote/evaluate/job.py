@@ -23,7 +23,7 @@ from scalingnote.evaluate.ann_recall import ann_recall
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.lineage import lineage, seconds
 from scalingnote.evaluate.page import Example, Hit, page
-from scalingnote.evaluate.report import comparison_table, markdown
+from scalingnote.evaluate.report import markdown
 from scalingnote.evaluate.retrieval import measure
 from scalingnote.log import Progress, environment, get_logger
 from scalingnote.search.searcher import Searcher
@@ -119,7 +119,13 @@ def run(
         counts={"documents": len(doc_ids), "queries": len(test.query_ids), "methods": len(runs)}
         | {"queries_without_relevant": test.without_relevant}
     )
-    log.info("\n%s\n%s", comparison_table([report]), fs.join(output, "report.html"))
+    log.info(
+        "%d methods, %s queries, %s documents: %s",
+        len(runs),
+        f"{len(test.query_ids):,}",
+        f"{len(doc_ids):,}",
+        fs.join(output, "report.html"),
+    )
     return artifact
 
 

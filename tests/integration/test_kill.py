@@ -40,7 +40,8 @@ def write_config(folder: Path) -> Path:
             "qrels": write_lines(folder / "qrels.jsonl", qrels),
             "documents_per_part": 4,
         },
-        "collect": {"top_k": 2, "top_t": 10},
+        "collect": {"top_k": 2, "top_t": 10, "resources": {"workers": 1}},
+        "encode": {"resources": {"workers": 1}},
         "train": {
             "query": tiny.query_tower().model_dump(),
             "document": tiny.document_tower().model_dump(),
