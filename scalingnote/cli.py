@@ -178,8 +178,6 @@ def _search(options: argparse.Namespace) -> int:
     config = pipeline.load_run(options.run)
     index = pipeline.locate(config, "index")
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
-    import numpy as np
-
     from scalingnote.encode.encoder import Encoder
     from scalingnote.search.searcher import Searcher
 
@@ -188,9 +186,8 @@ def _search(options: argparse.Namespace) -> int:
     searcher = Searcher.open(index.uri)
     clock.append(time.perf_counter())
     queries = encoder.encode_queries([options.query])
-    queries = queries / np.maximum(np.linalg.norm(queries, axis=1, keepdims=True), 1e-12)
     clock.append(time.perf_counter())
-    results = searcher.search(queries.astype(np.float32), k=options.k)[0]
+    results = searcher.search(queries, k=options.k)[0]
     clock.append(time.perf_counter())
     for rank, result in enumerate(results, 1):
         document = searcher.document(result)

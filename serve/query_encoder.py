@@ -7,12 +7,12 @@ a crowd shares forward passes.
 import asyncio
 from collections.abc import Sequence
 
-import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 from ray import serve
 
 from scalingnote.encode.encoder import Encoder
+from scalingnote.storage import vectors
 from scalingnote.storage.artifact import open_artifact
 
 BATCH = 32
@@ -34,8 +34,7 @@ class QueryEncoder:
     async def encode(self, queries: list[str]) -> Sequence[Float[ndarray, " dim"]]:
         """The unit embedding of each query, float32. Callers pass one query; Serve makes the list."""
         embeddings = await asyncio.to_thread(self._encoder.encode_queries, queries)
-        norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
-        return list((embeddings / np.maximum(norms, 1e-12)).astype(np.float32))
+        return list(vectors.unit(embeddings))
 
     async def ping(self) -> bool:
         """Answers as long as the replica's event loop turns."""

@@ -12,9 +12,10 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("quickstart/[!b]*.yaml")), ids=lambda p: p.stem)
 def test_every_run_config_parses_alone_and_with_every_method(path: Path):
-    load(RunConfig, [path])
-    for method in sorted(CONFIGS.glob("methods/*.yaml")):
-        load(RunConfig, [path, method])
+    alone = load(RunConfig, [path])
+    methods = [load(RunConfig, [path, method]) for method in sorted(CONFIGS.glob("methods/*.yaml"))]
+    assert {config.run_dir for config in methods} == {alone.run_dir}
+    assert {config.distill is None for config in methods} == {True, False}
 
 
 def test_a_typo_is_refused_with_its_place_and_the_right_word():

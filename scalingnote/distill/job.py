@@ -1,14 +1,10 @@
 """Stage II on Ray Train: stored teacher embeddings in, a student query tower out. No teacher is loaded."""
 
-import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
 import ray.train
 import torch
-from ray.train.torch import get_device
 
 from scalingnote.config import dump, validate
 from scalingnote.distill.batching import LessonBatches
@@ -16,14 +12,10 @@ from scalingnote.distill.config import DistillConfig
 from scalingnote.distill.objective import StageTwo
 from scalingnote.log import configure, get_logger
 from scalingnote.models import tower
-from scalingnote.models.precision import compute_dtype
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train import corpus
 from scalingnote.train.batching import total_steps
-from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.job import launch
-from scalingnote.train.loop import fit
+from scalingnote.train.job import launch, train_rank
 
 log = get_logger("distill")
 
@@ -78,23 +70,11 @@ def _worker(settings: dict[str, Any]) -> None:
         world=world,
         seed=config.seed,
     )
-    device = get_device()
-    stage = StageTwo(student, cosine_weight=config.cosine_weight).to(device)
-    curve = fit(
-        stage,
-        lambda step: batches(step).to(device),
-        steps=settings["steps"],
-        rows_per_step=config.global_batch,
-        settings=config.optimizer,
-        checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=config.keep_checkpoints),
-        checkpoint_every=config.checkpoint_every,
-        dtype=compute_dtype(config.precision, device),
-        seed=config.seed,
+    train_rank(
+        StageTwo(student, cosine_weight=config.cosine_weight),
+        batches,
+        schedule=config,
+        settings=settings,
         room="distill",
+        save=lambda stage, folder: stage.student.save(folder / "query"),
     )
-    if rank == 0:
-        with tempfile.TemporaryDirectory() as folder:
-            stage.student.cpu().save(Path(folder) / "query")
-            fs.upload(folder, settings["output"])
-        fs.write_bytes(fs.join(settings["output"], "curve.json"), json.dumps(curve, indent=0).encode())
-    ray.train.report({"step": settings["steps"]})

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray.data
@@ -125,7 +124,7 @@ class DocumentParts:
         table = self._dataset.table(name.replace("embeddings/", "documents/", 1), COLUMNS)
         embeddings, problems = self._encoder.encode_rows(table)
         kept = table["doc_id"].filter(pa.array([i not in problems for i in range(len(table))]))
-        columns = [vectors.to_arrow(_unit(embeddings[view]), dtype=dtype) for view in views]
+        columns = [vectors.to_arrow(vectors.unit(embeddings[view]), dtype=dtype) for view in views]
         rejected = [
             {"table": "documents", "row": table["doc_id"][i].as_py(), "reason": reason}
             for i, reason in sorted(problems.items())
@@ -219,9 +218,3 @@ def _run_parts(
 
 def _record_name(name: str) -> str:
     return name.replace("/", "-") + ".json"
-
-
-def _unit(matrix: np.ndarray) -> np.ndarray:
-    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
-    unit: np.ndarray = matrix / np.maximum(norms, 1e-12)
-    return unit

@@ -6,6 +6,7 @@ pool is read part by part, so it never has to fit in memory.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,51 +62,12 @@ def run(
     if draft.finished:
         return draft.existing()
     test = test_set(parents["dataset"])
-    doc_ids = parents["embeddings"].table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
-    depth = max(config.run_depth, config.mrr_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT)
-
-    runs: dict[str, trec.Run] = {}
-    served = config.names.student if student else config.names.dual_encoder
-    for kind, name in (("dual_encoder", config.names.dual_encoder), ("student", config.names.student)):
-        if kind not in parents:
-            continue
-        queries = unit(encode_queries(parents[kind], test.queries, config=config, name=name))
-        runs[name] = _exact(parents["embeddings"], queries, test=test, doc_ids=doc_ids, depth=depth)
-        if name == served:
-            runs[f"{name} (index)"] = _through_index(index, queries, test=test, depth=depth)
-    if config.bm25:
-        runs["bm25"] = _bm25(parents["dataset"], test=test, doc_ids=doc_ids, depth=depth, config=config)
-
+    runs = _retrieve(config, parents, test=test)
     rankings = {
         name: {q: [doc for doc, _ in found] for q, found in run.items()} for name, run in runs.items()
     }
     ancestors = lineage(parents.values())
-    exact, approximate = rankings[served], rankings[f"{served} (index)"]
-    report = {
-        "dataset": _name(parents["dataset"]),
-        "num_documents": len(doc_ids),
-        "num_queries": len(test.query_ids),
-        "simulated_clicks": bool(parents["dataset"].manifest.info.get("simulated_clicks", False)),
-        "methods": {
-            name: measure(
-                ranking,
-                test.qrels,
-                recall_at=config.recall_at,
-                mrr_at=config.mrr_at,
-                ndcg_at=config.ndcg_at,
-            )
-            for name, ranking in rankings.items()
-        },
-        "index": {
-            f"recall@{k}": ann_recall(
-                [approximate[q] for q in test.query_ids], [exact[q] for q in test.query_ids], k=k
-            )
-            for k in INDEX_RECALL_AT
-        }
-        | {"bytes_per_vector": parents["index"].counts["bytes_per_vector"]},
-        "seconds": seconds(ancestors),
-        "environment": environment(),
-    }
+    report = _measured(config, parents, rankings, test=test) | {"seconds": seconds(ancestors)}
     draft.write_json("report.json", report)
     draft.write_bytes("report.md", markdown(report).encode())
     examples = _examples(parents["dataset"], rankings, test=test, config=config)
@@ -115,18 +77,68 @@ def run(
         shown = {query_id: found[: config.run_depth] for query_id, found in run.items()}
         tag = name.replace(" (index)", "-index").replace(" ", "-")
         trec.write_run(draft.path(f"runs/{tag}.trec"), shown, tag=tag)
-    artifact = draft.commit(
-        counts={"documents": len(doc_ids), "queries": len(test.query_ids), "methods": len(runs)}
+    documents, queries = report["num_documents"], report["num_queries"]
+    place = fs.join(output, "report.html")
+    log.info("%d methods, %s queries, %s documents: %s", len(runs), f"{queries:,}", f"{documents:,}", place)
+    return draft.commit(
+        counts={"documents": documents, "queries": queries, "methods": len(runs)}
         | {"queries_without_relevant": test.without_relevant}
     )
-    log.info(
-        "%d methods, %s queries, %s documents: %s",
-        len(runs),
-        f"{len(test.query_ids):,}",
-        f"{len(doc_ids):,}",
-        fs.join(output, "report.html"),
+
+
+def _served(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
+    """The name of the query tower that is searched through the index."""
+    return config.names.student if "student" in parents else config.names.dual_encoder
+
+
+def _retrieve(
+    config: EvaluateConfig, parents: Mapping[str, Artifact], *, test: "TestSet"
+) -> dict[str, trec.Run]:
+    """Method -> run: each query tower exactly, the served one through the index too, and BM25."""
+    doc_ids = parents["embeddings"].table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
+    depth = max(config.run_depth, config.mrr_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT)
+    runs: dict[str, trec.Run] = {}
+    for kind, name in (("dual_encoder", config.names.dual_encoder), ("student", config.names.student)):
+        if kind not in parents:
+            continue
+        queries = vectors.unit(encode_queries(parents[kind], test.queries, config=config, name=name))
+        runs[name] = _exact(parents["embeddings"], queries, test=test, doc_ids=doc_ids, depth=depth)
+        if name == _served(config, parents):
+            runs[f"{name} (index)"] = _through_index(parents["index"].uri, queries, test=test, depth=depth)
+    if config.bm25:
+        runs["bm25"] = _bm25(parents["dataset"], test=test, doc_ids=doc_ids, depth=depth, config=config)
+    return runs
+
+
+def _measured(
+    config: EvaluateConfig,
+    parents: Mapping[str, Artifact],
+    rankings: Mapping[str, Mapping[str, list[str]]],
+    *,
+    test: "TestSet",
+) -> dict[str, Any]:
+    """The report but for its times."""
+    measured = partial(
+        measure,
+        qrels=test.qrels,
+        recall_at=config.recall_at,
+        mrr_at=config.mrr_at,
+        ndcg_at=config.ndcg_at,
     )
-    return artifact
+    served = _served(config, parents)
+    exact, approximate = (
+        [rankings[name][q] for q in test.query_ids] for name in (served, f"{served} (index)")
+    )
+    recalls: dict[str, float] = {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in INDEX_RECALL_AT}
+    return {
+        "dataset": _name(parents["dataset"]),
+        "num_documents": parents["embeddings"].counts["documents"],
+        "num_queries": len(test.query_ids),
+        "simulated_clicks": bool(parents["dataset"].manifest.info.get("simulated_clicks", False)),
+        "methods": {name: measured(ranking) for name, ranking in rankings.items()},
+        "index": recalls | {"bytes_per_vector": parents["index"].counts["bytes_per_vector"]},
+        "environment": environment(),
+    }
 
 
 @dataclass(frozen=True)
@@ -183,13 +195,6 @@ class _QueryTower:
 
     def encode(self, queries: list[str]) -> Float[ndarray, "queries dim"]:
         return self._encoder.encode_queries(queries)
-
-
-def unit(matrix: Float[ndarray, "rows dim"]) -> Float[ndarray, "rows dim"]:
-    """Rows of length 1; a row of zeros stays."""
-    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
-    scaled: ndarray = (matrix / np.maximum(norms, 1e-12)).astype(np.float32)
-    return scaled
 
 
 def _exact(

@@ -23,3 +23,10 @@ def to_arrow(matrix: Shaped[ndarray, "rows dim"], *, dtype: str = "float32") -> 
         matrix = matrix.astype(dtype)
     values = pa.array(np.ascontiguousarray(matrix).reshape(-1))
     return pa.FixedSizeListArray.from_arrays(values, matrix.shape[1])
+
+
+def unit(matrix: Float[ndarray, "rows dim"]) -> Float[ndarray, "rows dim"]:
+    """Rows of length 1, as float32; a row of zeros stays."""
+    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
+    scaled: ndarray = (matrix / np.maximum(norms, 1e-12)).astype(np.float32)
+    return scaled

@@ -33,16 +33,14 @@ class Losses(Config):
     matryoshka_weights: tuple[float, ...] | None = Field(None, description="w^m; None means all 1")
 
 
-class TrainConfig(Config):
-    """Stage I: both towers, trained together."""
+class Schedule(Config):
+    """How long and how carefully to train; what both stages have in common."""
 
-    query: TowerConfig = TowerConfig(max_length=32)
-    document: TowerConfig = TowerConfig(max_length=96)
-    dim: int = Field(128, ge=2, description="embedding width after the projection")
-    losses: Losses = Losses()
     optimizer: Optimizer = Optimizer()
-    global_batch: int = Field(128, ge=2, description="triplets per step over all ranks; 480 in the paper")
-    epochs: float = Field(1.0, ge=0, description="passes over the training triplets; 0 leaves them untrained")
+    global_batch: int = Field(
+        128, ge=2, description="rows per step over all ranks; 480 and 40,000 in the paper"
+    )
+    epochs: float = Field(1.0, ge=0, description="passes over the rows; 0 leaves the weights untrained")
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the hardware multiplies it faster, else float32"
     )
@@ -53,14 +51,27 @@ class TrainConfig(Config):
     resources: Resources = Resources()
 
     @model_validator(mode="after")
+    def _divides(self) -> "Schedule":
+        if self.global_batch % self.resources.workers:
+            raise ValueError(
+                f"global_batch {self.global_batch} does not divide over {self.resources.workers} workers"
+            )
+        return self
+
+
+class TrainConfig(Schedule):
+    """Stage I: both towers, trained together."""
+
+    query: TowerConfig = TowerConfig(max_length=32)
+    document: TowerConfig = TowerConfig(max_length=96)
+    dim: int = Field(128, ge=2, description="embedding width after the projection")
+    losses: Losses = Losses()
+
+    @model_validator(mode="after")
     def _fits(self) -> "TrainConfig":
         losses = self.losses
         if max(losses.matryoshka) > self.dim:
             raise ValueError(f"matryoshka prefix {max(losses.matryoshka)} exceeds dim {self.dim}")
         if losses.matryoshka_weights and len(losses.matryoshka_weights) != len(losses.matryoshka):
             raise ValueError("matryoshka_weights needs one weight per prefix")
-        if self.global_batch % self.resources.workers:
-            raise ValueError(
-                f"global_batch {self.global_batch} does not divide over {self.resources.workers} workers"
-            )
         return self

@@ -4,13 +4,14 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow.compute as pc
 import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer, get_device
+from torch import nn
 
 from scalingnote import cluster
 from scalingnote.config import Resources, dump, validate
@@ -23,11 +24,12 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train import batching, corpus
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.config import TrainConfig
+from scalingnote.train.config import Schedule, TrainConfig
 from scalingnote.train.loop import fit
 from scalingnote.train.objective import StageOne
 
 log = get_logger("train")
+M = TypeVar("M", bound=nn.Module)
 
 
 def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
@@ -130,23 +132,42 @@ def _worker(settings: dict[str, Any]) -> None:
         world=world,
         seed=config.seed,
     )
+    train_rank(
+        StageOne(DualEncoder(query, document), config.losses),
+        batches,
+        schedule=config,
+        settings=settings,
+        room="train",
+        save=lambda stage, folder: stage.towers.save(folder),
+    )
+
+
+def train_rank(
+    stage: M,
+    batches: Callable[[int], Any],
+    *,
+    schedule: Schedule,
+    settings: dict[str, Any],
+    room: str,
+    save: Callable[[M, Path], None],
+) -> None:
+    """Train one rank's module through the loop; rank 0 then saves it and the loss curve as parts."""
     device = get_device()
-    stage = StageOne(DualEncoder(query, document), config.losses).to(device)
     curve = fit(
-        stage,
+        stage.to(device),
         lambda step: batches(step).to(device),
         steps=settings["steps"],
-        rows_per_step=config.global_batch,
-        settings=config.optimizer,
-        checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=config.keep_checkpoints),
-        checkpoint_every=config.checkpoint_every,
-        dtype=compute_dtype(config.precision, device),
-        seed=config.seed,
-        room="train",
+        rows_per_step=schedule.global_batch,
+        settings=schedule.optimizer,
+        checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=schedule.keep_checkpoints),
+        checkpoint_every=schedule.checkpoint_every,
+        dtype=compute_dtype(schedule.precision, device),
+        seed=schedule.seed,
+        room=room,
     )
-    if rank == 0:
+    if ray.train.get_context().get_world_rank() == 0:
         with tempfile.TemporaryDirectory() as folder:
-            stage.towers.cpu().save(Path(folder))
+            save(stage.cpu(), Path(folder))
             fs.upload(folder, settings["output"])
         fs.write_bytes(fs.join(settings["output"], "curve.json"), json.dumps(curve, indent=0).encode())
     ray.train.report({"step": settings["steps"]})

@@ -60,7 +60,7 @@ def world(tmp_path_factory):
     queries = dataset.table("queries.parquet")["query"].to_pylist()
     encoder = Encoder.load(made["dual_encoder"].directory("query"))
     noise = np.random.default_rng(0).normal(size=(len(queries), DIM)).astype(np.float32)
-    near = job.unit(job.unit(encoder.encode_queries(queries)) + 0.15 * job.unit(noise))
+    near = vectors.unit(vectors.unit(encoder.encode_queries(queries)) + 0.15 * vectors.unit(noise))
     ids = dataset.table("documents")["doc_id"].to_pylist()
     parents = {"dataset": dataset, "dual_encoder": made["dual_encoder"]}
     draft = Draft(str(root / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents=parents)
@@ -118,7 +118,7 @@ def test_report(cluster, world, searcher, tmp_path):
 
     # The dual encoder's run is the ranking of a plain matrix product over the whole pool.
     test = job.test_set(made["dataset"])
-    scores = job.unit(encoder.encode_queries(test.queries)) @ near.T
+    scores = vectors.unit(encoder.encode_queries(test.queries)) @ near.T
     run = trec.read_run(artifact.file("runs/scalingdual.trec"))
     for query_id, row in zip(test.query_ids, scores, strict=True):
         best = np.argsort(-row, kind="stable")[:20]
