@@ -67,7 +67,7 @@ def world(tmp_path_factory):
     for number, start in enumerate(range(0, len(ids), 40)):
         part = {"doc_id": ids[start : start + 40], "summary": vectors.to_arrow(near[start : start + 40])}
         draft.write_table(f"embeddings/part-{number:05d}.parquet", pa.table(part))
-    made["embeddings"] = draft.commit(counts={})
+    made["embeddings"] = draft.commit(counts={"documents": len(ids)})
     parents = {"dataset": dataset, "embeddings": made["embeddings"]}
     draft = Draft(str(root / "index"), kind="index", config=tiny.Nothing(), parents=parents)
     made["index"] = draft.commit(counts={"bytes_per_vector": 20})

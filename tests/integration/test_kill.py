@@ -52,6 +52,8 @@ def write_config(folder: Path) -> Path:
             "checkpoint_every": 10,
         },
         "distill": None,
+        "quantize": {"levels": 2, "codes": 8},
+        "index": {"nlist": 2, "nprobe": 2, "nbits": 4},
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(settings))))
@@ -105,3 +107,9 @@ def test_a_killed_driver_loses_and_doubles_nothing(tmp_path: Path):
         assert pipeline.locate(killed, kind).digest == expected[kind].digest
     encoded = pipeline.locate(killed, "embeddings").table("embeddings", ["doc_id"])["doc_id"].to_pylist()
     assert sorted(encoded) == [row["doc_id"] for row in tiny.document_rows()]
+
+    report = pipeline.run(killed)["report"].read_json("report.json")
+    assert set(report["methods"]) == {"scalingdual", "scalingdual (index)", "bm25"}
+    assert report["methods"]["scalingdual"]["R@50"] > 0.9
+    assert report["index"]["recall@10"] > 0.9
+    assert (tmp_path / "killed" / "report.html").exists()
