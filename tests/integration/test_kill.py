@@ -110,6 +110,6 @@ def test_a_killed_driver_loses_and_doubles_nothing(tmp_path: Path):
 
     report = pipeline.run(killed)["report"].read_json("report.json")
     assert set(report["methods"]) == {"scalingdual", "scalingdual (index)", "bm25"}
-    assert report["methods"]["scalingdual"]["R@50"] > 0.9
+    assert report["methods"]["bm25"]["R@10"] > 0.9  # every query holds its document's title
     assert report["index"]["recall@10"] > 0.9
     assert (tmp_path / "killed" / "report.html").exists()
