@@ -41,8 +41,8 @@ def run(config: DistillConfig, *, query_embeddings: str, output: str) -> Artifac
             "tokenizer": learnt.get("student"),
             "steps": steps,
         },
-        resources=config.resources,
-        max_failures=config.max_failures,
+        schedule=config,
+        room="distill",
     )
     return draft.commit(counts={"queries": rows, "steps": steps})
 

@@ -14,7 +14,7 @@ from ray.train.torch import TorchTrainer, get_device
 from torch import nn
 
 from scalingnote import cluster
-from scalingnote.config import Resources, dump, validate
+from scalingnote.config import dump, validate
 from scalingnote.errors import ScalingNoteError, TrainingError
 from scalingnote.log import configure, get_logger
 from scalingnote.models import tower
@@ -60,8 +60,8 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
             "tokenizers": learnt,
             "steps": steps,
         },
-        resources=config.resources,
-        max_failures=config.max_failures,
+        schedule=config,
+        room="train",
     )
     return draft.commit(counts={"triplets": rows, "documents": len(documents), "steps": steps})
 
@@ -70,14 +70,15 @@ def launch(
     worker: Callable[[dict[str, Any]], None],
     settings: dict[str, Any],
     *,
-    resources: Resources,
-    max_failures: int,
+    schedule: Schedule,
+    room: str,
 ) -> None:
     """Run `worker` on every rank under Ray Train and wait; a dead rank restarts the group.
 
     Ray's own records go to ``settings["work"]``; the worker finds its state in its own checkpoints there.
     """
-    cluster.require(resources, stage="train")
+    resources, max_failures = schedule.resources, schedule.max_failures
+    cluster.require(resources, stage=room)
     filesystem, path = fs.resolve(fs.join(settings["work"], "ray"))
     trainer = TorchTrainer(
         worker,
