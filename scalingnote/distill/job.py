@@ -2,16 +2,21 @@
 
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import ray.train
+import safetensors.torch
 import torch
 
 from scalingnote.config import dump, validate
 from scalingnote.distill.batching import LessonBatches
 from scalingnote.distill.config import DistillConfig
+from scalingnote.distill.inherit import inherit
 from scalingnote.distill.objective import StageTwo
 from scalingnote.log import configure, get_logger
 from scalingnote.models import tower
+from scalingnote.models.config import Scratch
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train import corpus
 from scalingnote.train.batching import total_steps
@@ -29,7 +34,7 @@ def run(config: DistillConfig, *, query_embeddings: str, output: str) -> Artifac
     queries = parents["query_embeddings"].table("embeddings", ["query", "split"])
     rows = pc.sum(pc.equal(queries["split"], "train")).as_py() or 0
     steps = total_steps(rows=rows, global_batch=config.global_batch, epochs=config.epochs)
-    learnt = corpus.tokenizers({"student": config.student}, texts=lambda: queries["query"].to_pylist())
+    tokenizer = _tokenizer(config, parents["query_embeddings"], queries)
     log.info("%s queries, %d steps", f"{rows:,}", steps)
     launch(
         _worker,
@@ -38,13 +43,25 @@ def run(config: DistillConfig, *, query_embeddings: str, output: str) -> Artifac
             "query_embeddings": query_embeddings,
             "output": output,
             "work": draft.work(),
-            "tokenizer": learnt.get("student"),
+            "tokenizer": tokenizer,
             "steps": steps,
         },
         schedule=config,
         room="distill",
     )
     return draft.commit(counts={"queries": rows, "steps": steps})
+
+
+def _tokenizer(config: DistillConfig, teacher: Artifact, queries: pa.Table) -> str | None:
+    """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
+    if _inherits(config):
+        return fs.read_bytes(teacher.file("teacher/tokenizer.json")).decode()
+    learnt = corpus.tokenizers({"student": config.student}, texts=lambda: queries["query"].to_pylist())
+    return learnt.get("student")
+
+
+def _inherits(config: DistillConfig) -> bool:
+    return config.inherit_tokens and isinstance(config.student.backbone, Scratch)
 
 
 def _worker(settings: dict[str, Any]) -> None:
@@ -54,7 +71,8 @@ def _worker(settings: dict[str, Any]) -> None:
     configure(rank=rank)
     config = validate(DistillConfig, settings["config"], source="distill")
     torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
-    table = open_artifact(settings["query_embeddings"], kind="query_embeddings").table("embeddings")
+    teacher = open_artifact(settings["query_embeddings"], kind="query_embeddings")
+    table = teacher.table("embeddings")
     student = tower.build(
         config.student,
         role="query",
@@ -62,6 +80,9 @@ def _worker(settings: dict[str, Any]) -> None:
         tokenizer_json=settings["tokenizer"],
         seed=config.seed,
     )
+    if _inherits(config):
+        weights = safetensors.torch.load(fs.read_bytes(teacher.file("teacher/tokens.safetensors")))
+        inherit(student.token_embeddings, weights["weight"])
     batches = LessonBatches(
         table.filter(pc.equal(table["split"], "train")),
         student=student,

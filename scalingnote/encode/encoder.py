@@ -29,9 +29,9 @@ class Encoder:
     ) -> None:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device, self._budget = device, token_budget
-        self._tower = tower.eval().to(device)
-        self._tower.backbone.to(compute_dtype(precision, device))
-        self._tower.requires_grad_(False)
+        self.tower = tower.eval().to(device)
+        self.tower.backbone.to(compute_dtype(precision, device))
+        self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
         self.tokens = 0  # of the last call, padding left out
 
@@ -42,9 +42,9 @@ class Encoder:
 
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
         """Query embeddings, not normalised. An empty query is a query of its end token alone."""
-        if not isinstance(self._tower.prompt, QueryPrompt):
+        if not isinstance(self.tower.prompt, QueryPrompt):
             raise ConfigError("this is a document tower: it cannot encode queries")
-        return self._encode(self._tower.prompt.rows(queries))[:, 0]
+        return self._encode(self.tower.prompt.rows(queries))[:, 0]
 
     def encode_documents(self, documents: pa.Table) -> dict[str, Float[ndarray, "docs dim"]]:
         """View -> embeddings, not normalised, of rows with title, topic and content.
@@ -61,10 +61,10 @@ class Encoder:
         self, documents: pa.Table
     ) -> tuple[dict[str, Float[ndarray, "docs dim"]], dict[int, str]]:
         """Embeddings of the rows that can be encoded, in order, and row -> reason for those that cannot."""
-        if not isinstance(self._tower.prompt, DocumentPrompt):
+        if not isinstance(self.tower.prompt, DocumentPrompt):
             raise ConfigError("this is a query tower: it cannot encode documents")
         fields = [documents[name].to_pylist() for name in ("title", "topic", "content")]
-        rows = self._tower.prompt.rows(*fields)
+        rows = self.tower.prompt.rows(*fields)
         problems = {i: str(row) for i, row in enumerate(rows) if not isinstance(row, Row)}
         encoded = self._encode([row for row in rows if isinstance(row, Row)])
         return {view: encoded[:, i] for i, view in enumerate(self.views)}, problems
@@ -75,6 +75,6 @@ class Encoder:
         lengths = [len(row.ids) for row in rows]
         self.tokens = sum(lengths)
         for chosen in by_tokens(lengths, budget=self._budget):
-            batch = collate([rows[i] for i in chosen], pad=self._tower.pad)
-            out[chosen] = self._tower(batch.to(self._device)).cpu().numpy()
+            batch = collate([rows[i] for i in chosen], pad=self.tower.pad)
+            out[chosen] = self.tower(batch.to(self._device)).cpu().numpy()
         return out

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray.data
+import safetensors.torch
 import torch
 
 from scalingnote import cluster
@@ -74,7 +75,10 @@ def run(config: EncodeConfig, *, dataset: str, dual_encoder: str, output: str) -
 
 
 def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, output: str) -> Artifact:
-    """The training queries through stage I's query tower: the teacher's embeddings, not normalised."""
+    """The training queries through stage I's query tower: the teacher's embeddings, not normalised.
+
+    Beside them lie the teacher's tokenizer and token embeddings.
+    """
     parents = {
         "triplets": open_artifact(triplets, kind="triplets"),
         "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
@@ -97,6 +101,7 @@ def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, outp
         "output": output,
         "work": draft.work("parts"),
         "queries": draft.work(),
+        "first": next(iter(rows)),
         "token_budget": config.token_budget,
     }
     records = _each_part(QueryParts, settings, rows=rows, resources=config.resources, unit="queries")
@@ -151,10 +156,19 @@ class QueryParts:
         with fs.open_input(fs.join(self._settings["queries"], source)) as stream:
             table = pq.read_table(stream)
         embeddings = self._encoder.encode_queries(table["query"].to_pylist())
+        if name == self._settings["first"]:
+            self._write_vocabulary()
         out = table.append_column(
             schema.embedding_field("embedding", self._encoder.dim), vectors.to_arrow(embeddings)
         )
         return out, [], self._encoder.tokens
+
+    def _write_vocabulary(self) -> None:
+        """What a student may inherit, so that distillation never loads the teacher."""
+        tower, folder = self._encoder.tower, fs.join(self._settings["output"], "teacher")
+        weight = tower.token_embeddings.weight.float().cpu().contiguous()
+        fs.write_bytes(fs.join(folder, "tokens.safetensors"), safetensors.torch.save({"weight": weight}))
+        fs.write_bytes(fs.join(folder, "tokenizer.json"), tower.tokenizer.backend_tokenizer.to_str().encode())
 
 
 def _commit(name: str, encode: Callable[[str], tuple[pa.Table, list[Any], int]], settings: Any) -> str:

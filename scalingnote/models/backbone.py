@@ -140,7 +140,7 @@ def _from_scratch(config: Scratch, tokenizer_json: str) -> Backbone:
         eos_token="[EOS]",
     )
     size: dict[str, Any] = {
-        "vocab_size": len(tokenizer) + len(PLACEHOLDERS),
+        "vocab_size": len(tokenizer.get_vocab().keys() | PLACEHOLDERS.keys()),
         "hidden_size": config.hidden,
         "intermediate_size": config.intermediate,
         "num_hidden_layers": config.layers,

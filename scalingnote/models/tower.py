@@ -86,6 +86,11 @@ class Tower(nn.Module):
         """Names of the embeddings a row gives, in order."""
         return self.prompt.views
 
+    @property
+    def token_embeddings(self) -> nn.Embedding:
+        """The backbone's input table, a row per token of the vocabulary."""
+        return self.backbone.get_input_embeddings()  # type: ignore[operator, no-any-return]
+
     def forward(self, batch: Batch) -> Float[Tensor, "rows views dim"]:
         """Embeddings in float32, not normalised."""
         # Right padding: in a causal model real tokens never see pads, and no mask means the fast kernel.
