@@ -1,14 +1,18 @@
-"""What to prepare: a config class per data source, told apart by `name`, and the click simulator's knobs."""
+"""What to prepare: a config class per data source, told apart by `name`, and per click model, by `kind`."""
 
-from typing import Annotated, Literal
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from scalingnote.config import Config
+from scalingnote.config import Config, Resources
 
 
 class ClickModelConfig(Config):
-    """A position-biased click simulator (examination hypothesis): P(click) = P(examined) x P(attractive)."""
+    """A simulated engine and its users: what every click model has in common.
+
+    A result is clicked when it is examined and found attractive; the models differ in what is examined.
+    """
 
     sessions_per_query: int = Field(3, ge=1, description="how often each training query is issued")
     results_per_session: int = Field(10, ge=1, description="length of the exposed list")
@@ -18,15 +22,24 @@ class ClickModelConfig(Config):
     same_topic_share: float = Field(
         0.7, ge=0, le=1, description="share of the non-relevant exposures drawn from the relevant one's topic"
     )
-    eta: float = Field(
-        1.0,
-        ge=0,
-        description="position bias: rank r is examined with probability 1/r**eta (Joachims et al. 2017)",
-    )
     attractiveness: float = Field(
         0.9, gt=0, le=1, description="P(click | examined) of the highest grade; lower grades in proportion"
     )
     noise: float = Field(0.05, ge=0, le=1, description="P(click | examined) of a non-relevant document")
+    satisfaction: float = Field(
+        0.8, ge=0, le=1, description="P(satisfied | clicked) of the highest grade; lower grades in proportion"
+    )
+    satisfaction_noise: float = Field(
+        0.05, ge=0, le=1, description="P(satisfied | clicked) of a non-relevant document"
+    )
+    # So 81 % of the satisfied clicks and 8 % of the others last the customary 30 s (Fox et al. 2005).
+    satisfied_dwell_s: float = Field(
+        60.0, gt=0, description="median seconds spent on a document that satisfies"
+    )
+    unsatisfied_dwell_s: float = Field(10.0, gt=0, description="median seconds spent on one that does not")
+    dwell_sigma: float = Field(
+        0.8, ge=0, description="spread of dwell times: standard deviation of their natural logarithm"
+    )
     ranker_skill: float = Field(
         1.0, ge=0, description="how far up the simulated engine puts relevant documents; 0 shuffles them"
     )
@@ -38,6 +51,53 @@ class ClickModelConfig(Config):
     )
     seconds_between_sessions: int = Field(30, ge=1, description="time from one session to the next")
     seed: int = Field(0, ge=0, description="seed of every draw")
+
+    @model_validator(mode="after")
+    def _satisfaction_lasts(self) -> "ClickModelConfig":
+        if self.satisfied_dwell_s < self.unsatisfied_dwell_s:
+            raise ValueError(
+                f"satisfied_dwell_s={self.satisfied_dwell_s:g} is below "
+                f"unsatisfied_dwell_s={self.unsatisfied_dwell_s:g}: a satisfied user stays longer; swap them"
+            )
+        return self
+
+
+class PositionClicks(ClickModelConfig):
+    """Position-based: whether a place is examined depends on its position alone (Craswell et al. 2008)."""
+
+    kind: Literal["position"] = "position"
+    eta: float = Field(
+        1.0,
+        ge=0,
+        description="position bias: rank r is examined with probability 1/r**eta (Joachims et al. 2017)",
+    )
+
+
+class CascadeClicks(ClickModelConfig):
+    """Cascade: read from the top, click the first attractive result, stop there (Craswell et al. 2008)."""
+
+    kind: Literal["cascade"] = "cascade"
+
+
+class DynamicBayesianClicks(ClickModelConfig):
+    """Dynamic Bayesian network: read from the top until satisfied or tired (Chapelle and Zhang 2009)."""
+
+    kind: Literal["dbn"] = "dbn"
+    perseverance: float = Field(
+        0.9, ge=0, le=1, description="gamma: P(next place examined | this one examined, not satisfied by it)"
+    )
+
+
+def _position_unless_said(values: Any) -> Any:
+    # A config may set one knob of the default model without naming the model.
+    return {"kind": "position", **values} if isinstance(values, dict) else values
+
+
+AnyClickModel = Annotated[
+    PositionClicks | CascadeClicks | DynamicBayesianClicks,
+    Field(discriminator="kind"),
+    BeforeValidator(_position_unless_said),
+]
 
 
 class DatasetConfig(Config):
@@ -54,8 +114,8 @@ class DatasetConfig(Config):
     max_title_chars: int = Field(512, ge=1, description="a document with a longer title is set aside")
     max_content_chars: int = Field(20_000, ge=1, description="longer content is cut, and counted")
     documents_per_part: int = Field(4096, ge=1, description="rows of one documents/part-*.parquet")
-    click_model: ClickModelConfig | None = Field(
-        ClickModelConfig(),
+    click_model: AnyClickModel | None = Field(
+        PositionClicks(),
         description="simulates impressions where the source has none; null: no impressions",
     )
 
@@ -198,6 +258,86 @@ class Columns(DatasetConfig):
         return self
 
 
+def _utc(time: datetime) -> datetime:
+    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+
+
+Window = tuple[Annotated[datetime, AfterValidator(_utc)], Annotated[datetime, AfterValidator(_utc)]]
+
+
+class Logs(DatasetConfig):
+    """A search platform's documents and impression log, split by time; of any size, prepared on Ray."""
+
+    name: Literal["logs"] = "logs"
+    documents: TableFile = Field(description="doc_id, title, topic, content, optionally group")
+    unpaired: TableFile | None = Field(
+        None, description="further documents, shown to nobody: they make the pool that is searched larger"
+    )
+    impressions: TableFile = Field(
+        description="session_id, query (its text), doc_id, position, clicked, timestamp; optionally user_id, "
+        "query_id, dwell_s (seconds)"
+    )
+    scores: TableFile | None = Field(None, description="query (its text) or query_id, doc_id, score")
+    qrels: TableFile | None = Field(
+        None,
+        description="query (its text) or query_id, doc_id, relevance, judged by people; null: what was "
+        "clicked in the test window is relevant",
+    )
+    features: dict[str, FeatureType] = Field(
+        default_factory=dict, description="further document columns to keep, and their types"
+    )
+    train: Window | None = Field(
+        None,
+        description="[start, end) of the impressions to learn from; ISO 8601, UTC where it names no zone",
+    )
+    test: Window | None = Field(None, description="[start, end) of the test queries, after the train window")
+    test_fraction: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="without windows: so much of the log's time span, at its end, is for test",
+    )
+    timestamp_unit: Literal["s", "ms", "us"] = Field(
+        "s", description="unit of timestamps that are plain numbers, counted from 1970"
+    )
+    fold_case: bool = Field(
+        True, description="queries that differ in case only are one query, shown in its most frequent form"
+    )
+    min_clicks: int = Field(
+        1, ge=1, description="clicks in the test window that make a document relevant to a test query"
+    )
+    min_dwell_s: float = Field(
+        0.0, ge=0, description="such a click lasts so many seconds, or nobody measured how long it did"
+    )
+    hold_out_documents: bool = Field(
+        False,
+        description="train on no document that a test query is judged on; the paper holds out queries only",
+    )
+    parts: int = Field(16, ge=1, description="buckets of every shuffle: a task holds the ids of one")
+    slice_mb: int = Field(64, ge=1, description="MiB of input, uncompressed, that a task reads at once")
+    resources: Resources = Resources()
+    # Nothing of a log is drawn, thinned out or simulated: these knobs of other sources must not look as if.
+    seed: Literal[0] = Field(0, description="nothing is drawn: windows of time decide")
+    max_documents: None = Field(None, description="a log is taken whole")
+    max_queries: None = Field(None, description="a log is taken whole: narrow the windows instead")
+    click_model: None = Field(None, description="the clicks are real")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "Logs":
+        if (self.train is None) != (self.test is None):
+            raise ValueError("train and test windows come together: give both or neither")
+        if self.train and self.test:
+            for name, (start, end) in (("train", self.train), ("test", self.test)):
+                if start >= end:
+                    raise ValueError(f"the {name} window ends at {end}, before it starts: swap its two times")
+            if self.test[0] < self.train[1]:
+                raise ValueError(
+                    f"the test window starts at {self.test[0]}, before train ends at {self.train[1]}: "
+                    "a query must be new to the model when it is tested"
+                )
+        return self
+
+
 AnyDataset = Annotated[
     PythonDocs
     | MedQuad
@@ -208,6 +348,7 @@ AnyDataset = Annotated[
     | DuReaderDemoZh
     | Beir
     | MsMarco
-    | Columns,
+    | Columns
+    | Logs,
     Field(discriminator="name"),
 ]

@@ -205,7 +205,8 @@ def _impression(row: Row) -> Row:
         "user_id": None if user is None else _identifier(row, "user_id"),
         "position": int(position),
         "clicked": bool(clicked),
-        "timestamp": int(_number(row, "timestamp")),
+        "timestamp": int(1000 * _number(row, "timestamp")),  # seconds in, milliseconds kept
+        "dwell_s": None if row.get("dwell_s") is None else _number(row, "dwell_s"),
     }
 
 

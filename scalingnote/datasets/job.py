@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.datasets import click_model, intake, registry
-from scalingnote.datasets.config import AnyDataset
+from scalingnote.datasets.config import AnyClickModel, AnyDataset, Logs
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.datasets.rows import Row, Source
 from scalingnote.datasets.split import held_out
@@ -30,6 +30,11 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
     DataError when nothing usable remains; single bad rows are set aside in `rejected.parquet` and counted
     by reason in the manifest (`rejected_by_reason`).
     """
+    match config:
+        case Logs():
+            from scalingnote.datasets.logs.job import run as run_logs  # late: no other source needs Ray
+
+            return run_logs(config, output=output)
     draft = Draft(output, kind="dataset", config=config, parents={})
     if draft.finished:
         return draft.existing()
@@ -39,9 +44,9 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
 
     catalogue = _write_documents(draft, source, config=config, quarantine=quarantine)
     tables, left_out = _supervision(source, catalogue, config=config, quarantine=quarantine)
-    simulated = config.click_model is not None and not tables["impressions"].num_rows
-    if simulated:
-        tables["impressions"] = _simulated(tables, catalogue, config=config)
+    simulator = None if tables["impressions"].num_rows else config.click_model
+    if simulator:
+        tables["impressions"] = _simulated(tables, catalogue, config=simulator)
 
     for name, table in tables.items():
         if table.num_rows or name in ("queries", "qrels"):
@@ -53,7 +58,8 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
     counts["rejected"] = sum(quarantine.rejected.values())
     artifact = draft.commit(
         counts=counts,
-        simulated_clicks=simulated,
+        simulated_clicks=simulator is not None,
+        click_model=simulator.kind if simulator else None,
         description=about.summary,
         licence=about.licence,
         rejected_by_reason=dict(sorted(quarantine.rejected.items())),
@@ -192,9 +198,8 @@ def _split(
         )
 
 
-def _simulated(tables: dict[str, pa.Table], catalogue: _Catalogue, *, config: AnyDataset) -> pa.Table:
+def _simulated(tables: dict[str, pa.Table], catalogue: _Catalogue, *, config: AnyClickModel) -> pa.Table:
     """Impressions of training queries; documents in a group that a test query is judged on stay unseen."""
-    assert config.click_model is not None
     queries, qrels = tables["queries"], tables["qrels"]
     test = queries.filter(pc.equal(queries["split"], "test"))["query_id"]
     is_test = pc.is_in(qrels["query_id"], value_set=test.combine_chunks())
@@ -209,7 +214,7 @@ def _simulated(tables: dict[str, pa.Table], catalogue: _Catalogue, *, config: An
         qrels.filter(pc.invert(is_test)),
         doc_ids=[doc_id for doc_id, _ in seen],
         topics=[topic for _, topic in seen],
-        config=config.click_model,
+        config=config,
     )
 
 

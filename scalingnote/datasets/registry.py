@@ -80,6 +80,13 @@ _DESCRIPTIONS = {
         Description(
             "columns", "JSON-lines or Parquet files with a column mapping", "any", "yours", downloaded=False
         ),
+        Description(
+            "logs",
+            "a platform's documents and impression log, of any size, split by time",
+            "any",
+            "yours",
+            downloaded=False,
+        ),
     )
 }
 

@@ -105,15 +105,22 @@ class Artifact:
             self.file(name)
         return fs.download(self.uri, names, version=self.digest) / prefix
 
+    def table_parts(self, name: str) -> list[str]:
+        """The Parquet parts of a table, which is one file or a folder of them; none when it is not there."""
+        for single in (name, f"{name}.parquet"):
+            if single in self.manifest.parts:
+                return [single]
+        return self.names(f"{name}/", ".parquet")
+
     def read_json(self, name: str) -> Any:
         """A JSON part."""
         return json.loads(fs.read_bytes(self.file(name)))
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
-        """One table: a `.parquet` or memory-mapped `.arrow` part, or all Parquet parts below a prefix."""
+        """One table: a memory-mapped `.arrow` part, or the Parquet parts that :meth:`table_parts` finds."""
         if name.endswith(".arrow"):
             return pa.ipc.open_file(fs.open_input(self.file(name))).read_all()
-        names = [name] if name in self.manifest.parts else self.names(f"{name}/", ".parquet")
+        names = self.table_parts(name)
         if not names:
             raise ArtifactError(f"{self.uri} has no table {name!r}; it has {self.names()[:8]}")
         return pa.concat_tables(pq.read_table(fs.open_input(self.file(n)), columns=columns) for n in names)
@@ -122,8 +129,7 @@ class Artifact:
         self, name: str, *, rows: int = 8192, columns: list[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Stream a table part by part without ever holding it whole."""
-        names = [name] if name in self.manifest.parts else self.names(f"{name}/", ".parquet")
-        for part in names:
+        for part in self.table_parts(name):
             with fs.open_input(self.file(part)) as source:
                 yield from pq.ParquetFile(source).iter_batches(rows, columns=columns)
 
@@ -229,14 +235,17 @@ class Draft:
         return open_artifact(self.uri, kind=self._kind)
 
 
-def write_table(uri: str, table: pa.Table) -> Part:
-    """Write one table file and return its Part; equal tables give equal bytes."""
+def write_table(uri: str, table: pa.Table, *, use_dictionary: bool | list[str] = True) -> Part:
+    """Write one table file and return its Part; equal tables give equal bytes.
+
+    `use_dictionary` names the Parquet columns whose values repeat; looking for repeats costs time.
+    """
     sink = pa.BufferOutputStream()
     if uri.endswith(".arrow"):
         with pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
     else:
-        pq.write_table(table, sink, compression="zstd", row_group_size=65_536)
+        pq.write_table(table, sink, compression="zstd", row_group_size=65_536, use_dictionary=use_dictionary)
     data = sink.getvalue().to_pybytes()
     fs.write_bytes(uri, data)
     return Part(hashlib.sha256(data).hexdigest(), len(data), table.num_rows)

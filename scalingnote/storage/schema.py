@@ -32,6 +32,7 @@ IMPRESSIONS = pa.schema(
         "position": pa.int32(),  # 1 is the top
         "clicked": pa.bool_(),
         "timestamp": pa.timestamp("ms"),  # UTC; Parquet keeps no seconds
+        "dwell_s": pa.float32(),  # seconds spent on a clicked document; null where nobody measured
     }
 )
 SCORES = pa.schema({"query_id": pa.string(), "doc_id": pa.string(), "score": pa.float32()})
@@ -42,6 +43,9 @@ TRIPLETS = pa.schema(
         "positive": pa.string(),  # doc_id
         "negatives": pa.list_(pa.string()),  # doc_ids
         "source": pa.string(),  # "click" or "relevance"
+        "hop": pa.string(),  # "one": the query's own evidence; "multi": an associated query's
+        "via": pa.string(),  # query_id whose evidence this is, for hop "multi"; else null
+        "weight": pa.float32(),  # of this row in the losses
         "split": pa.string(),  # "train" or "validation"
     }
 )

@@ -1,15 +1,21 @@
-"""The simulated click log: position bias, relevance, what may be exposed, determinism."""
+"""The simulated click log: position bias, relevance, what may be exposed, determinism.
+
+That each click model's parameters come back out of its log is in test_click_recovery.py.
+"""
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets.click_model import examination, simulate
-from scalingnote.datasets.config import ClickModelConfig
+from scalingnote.datasets import click_model
+from scalingnote.datasets.click_model import simulate, simulate_chunks
+from scalingnote.datasets.config import Beir, CascadeClicks, DynamicBayesianClicks, PositionClicks
+from scalingnote.datasets.job import run
 from scalingnote.storage.schema import IMPRESSIONS, QRELS
 
 DOCS = [f"d{n:04d}" for n in range(2000)]
 TOPICS = [f"t{n % 20}" for n in range(2000)]
+KINDS = {"position": PositionClicks, "cascade": CascadeClicks, "dbn": DynamicBayesianClicks}
 
 
 def judged(queries=1000, grades=(1,)):
@@ -21,8 +27,8 @@ def judged(queries=1000, grades=(1,)):
     return pa.Table.from_pylist(rows, schema=QRELS)
 
 
-def log(qrels, **settings):
-    return simulate(qrels, doc_ids=DOCS, topics=TOPICS, config=ClickModelConfig(**settings))
+def log(qrels, kind="position", **settings):
+    return simulate(qrels, doc_ids=DOCS, topics=TOPICS, config=KINDS[kind](**settings))
 
 
 def rates(table, keys):
@@ -79,7 +85,7 @@ def test_a_session_is_a_list_without_repeats_or_gaps():
 def test_only_the_documents_it_was_given_are_exposed():
     qrels = judged(300, grades=(1, 1))
     seen = DOCS[::2]
-    table = simulate(qrels, doc_ids=seen, topics=TOPICS[::2], config=ClickModelConfig())
+    table = simulate(qrels, doc_ids=seen, topics=TOPICS[::2], config=PositionClicks())
     assert set(table["doc_id"].to_pylist()) <= set(seen)
     # A query whose relevant documents are all hidden is never issued.
     usable = {row["query_id"] for row in qrels.to_pylist() if row["doc_id"] in set(seen)}
@@ -99,14 +105,68 @@ def test_same_topic_share():
         assert alike == pytest.approx(share + (1 - share) / 20, abs=0.03)
 
 
-def test_seeded():
-    assert log(judged(50), seed=1).equals(log(judged(50), seed=1))
-    assert not log(judged(50), seed=1).equals(log(judged(50), seed=2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_seeded(kind):
+    assert log(judged(50), kind, seed=1).equals(log(judged(50), kind, seed=1))
+    assert not log(judged(50), kind, seed=1).equals(log(judged(50), kind, seed=2))
+
+
+@pytest.mark.parametrize("at_a_time", [65_536, 40])
+def test_the_kinds_differ_in_clicks_alone(monkeypatch, at_a_time):
+    monkeypatch.setattr(click_model, "_SESSIONS_AT_A_TIME", at_a_time)
+    logs = {kind: log(judged(50), kind) for kind in KINDS}
+    for kind in KINDS:
+        assert (
+            logs[kind]
+            .drop_columns(["clicked", "dwell_s"])
+            .equals(logs["position"].drop_columns(["clicked", "dwell_s"]))
+        )
+    assert len({tuple(table["clicked"].to_pylist()) for table in logs.values()}) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_follow_each_other_in_time(monkeypatch, kind):
+    monkeypatch.setattr(click_model, "_SESSIONS_AT_A_TIME", 40)
+    config = KINDS[kind](seconds_between_sessions=60)
+    chunks = list(simulate_chunks(judged(50), doc_ids=DOCS, topics=TOPICS, config=config))
+    assert [len(chunk["session_id"].unique()) for chunk in chunks] == [40, 40, 40, 30]
+    table = pa.concat_tables(chunks)
+    assert table.equals(log(judged(50), kind, seconds_between_sessions=60))
+    start = np.datetime64("2024-01-01T00:00:00")
+    np.testing.assert_array_equal(
+        table["timestamp"].to_numpy(), np.repeat(start + 60 * np.arange(150).astype("m8[s]"), 10)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dwell_is_known_of_clicks_alone(kind):
+    table = log(judged(100), kind)
+    assert table.schema.equals(IMPRESSIONS)
+    assert table["dwell_s"].is_valid().to_pylist() == table["clicked"].to_pylist()
+    assert min(table["dwell_s"].drop_null().to_pylist()) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_artifact_says_which_model_clicked(tmp_path, kind):
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(f'{{"_id": "d{n}", "title": "t{n}", "text": "text {n}"}}\n' for n in range(20))
+    )
+    (tmp_path / "queries.jsonl").write_text(
+        "".join(f'{{"_id": "q{n}", "text": "query {n}"}}\n' for n in range(20))
+    )
+    (tmp_path / "qrels").mkdir()
+    pairs = "".join(f"q{n}\td{n}\t1\n" for n in range(20))
+    (tmp_path / "qrels" / "train.tsv").write_text("query-id\tcorpus-id\tscore\n" + pairs)
+    artifact = run(Beir(path=str(tmp_path), click_model=KINDS[kind]()), output=str(tmp_path / "out"))
+    assert artifact.manifest.info["simulated_clicks"] is True
+    assert artifact.manifest.info["click_model"] == kind
+    clicked, dwell = (artifact.table("impressions.parquet")[name] for name in ("clicked", "dwell_s"))
+    assert dwell.is_valid().to_pylist() == clicked.to_pylist()
 
 
 def test_a_pool_smaller_than_the_list():
     qrels = pa.Table.from_pylist([{"query_id": "q", "doc_id": "a", "relevance": 1}], schema=QRELS)
-    table = simulate(qrels, doc_ids=["a", "b"], topics=["", ""], config=ClickModelConfig())
+    table = simulate(qrels, doc_ids=["a", "b"], topics=["", ""], config=PositionClicks())
     assert set(table["doc_id"].to_pylist()) <= {"a", "b"}
     assert table["position"].to_pylist()[0] == 1
 
@@ -114,7 +174,3 @@ def test_a_pool_smaller_than_the_list():
 def test_without_a_relevant_document_there_is_no_log():
     qrels = pa.Table.from_pylist([{"query_id": "q", "doc_id": "d0000", "relevance": 0}], schema=QRELS)
     assert log(qrels).equals(IMPRESSIONS.empty_table())
-
-
-def test_examination():
-    np.testing.assert_allclose(examination(4, eta=2.0), [1, 1 / 4, 1 / 9, 1 / 16])

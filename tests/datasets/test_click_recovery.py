@@ -1,0 +1,198 @@
+"""Each click model's parameters, estimated from its log alone, are the ones the log was simulated with.
+
+The estimators see impressions only: which session showed which document where, what was clicked and for
+how long. Relevance grades serve to look the true values up, never to estimate.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from scalingnote.datasets.click_model import simulate
+from scalingnote.datasets.config import CascadeClicks, DynamicBayesianClicks, PositionClicks
+from scalingnote.storage.schema import QRELS
+
+K = 6
+QUERIES, DOCS = 6, 24  # few pairs, each seen often: each has an attractiveness to estimate
+PAIRS = QUERIES * DOCS
+GRADES = np.zeros((QUERIES, DOCS), int)
+for query in range(QUERIES):
+    GRADES[query, 3 * query : 3 * query + 3] = 3, 2, 1
+GRADES = GRADES.ravel()
+SHARED = {
+    "sessions_per_query": 5000,
+    "results_per_session": K,
+    "attractiveness": 0.75,
+    "noise": 0.15,
+    "satisfaction": 0.9,
+    "satisfaction_noise": 0.2,
+}
+ATTRACTIVENESS = np.array([0.15, 0.25, 0.5, 0.75])[GRADES]
+SATISFACTION = np.array([0.2, 0.3, 0.6, 0.9])[GRADES]
+USERS = {
+    "position": PositionClicks(eta=0.7, ranker_skill=1.5, **SHARED),
+    "cascade": CascadeClicks(**SHARED),
+    "dbn": DynamicBayesianClicks(perseverance=0.8, **SHARED),
+}
+
+
+@dataclass
+class Log:
+    """Places are rows, the top first; sessions are columns."""
+
+    pair: np.ndarray
+    clicked: np.ndarray
+    dwell: np.ndarray  # NaN where not clicked
+
+    def count(self, weight):
+        """Sum of one weight per place and session, by pair."""
+        return np.bincount(self.pair.ravel(), weight.ravel().astype(float), PAIRS)
+
+
+@pytest.fixture(scope="module")
+def logs():
+    return {kind: simulated(config) for kind, config in USERS.items()}
+
+
+def simulated(config):
+    qrels = [
+        {"query_id": f"q{n // DOCS}", "doc_id": f"d{n % DOCS}", "relevance": grade}
+        for n, grade in enumerate(GRADES.tolist())
+    ]
+    table = simulate(
+        pa.Table.from_pylist(qrels, schema=QRELS),
+        doc_ids=[f"d{n}" for n in range(DOCS)],
+        topics=["one"] * DOCS,
+        config=config,
+    )
+    # Sessions follow each other, and every one filled its K places.
+    np.testing.assert_array_equal(table["position"].to_numpy().reshape(-1, K), [[*range(1, K + 1)]] * 30_000)
+    query, doc = (
+        np.array([int(name[1:]) for name in table[column].to_pylist()]) for column in ("query_id", "doc_id")
+    )
+    columns = (query * DOCS + doc, table["clicked"].to_numpy(), table["dwell_s"].to_numpy())
+    return Log(*(np.ascontiguousarray(column.reshape(-1, K).T) for column in columns))
+
+
+def assert_recovered(estimate, truth, *, of_grade, of_pair):
+    """The mean over each grade's pairs is within one tolerance, every relevant pair within another."""
+    for grade in range(4):
+        assert estimate[grade == GRADES].mean() == pytest.approx(truth[grade == GRADES][0], abs=of_grade)
+    assert np.abs(estimate - truth)[GRADES > 0].max() < of_pair
+
+
+def test_position_based_by_expectation_maximisation(logs):
+    """Examination and attractiveness are told apart, although better documents stand higher."""
+    log = logs["position"]
+    cell = log.pair + PAIRS * np.arange(K)[:, None]
+    seen = np.bincount(cell.ravel(), minlength=K * PAIRS).reshape(K, PAIRS)
+    clicks = np.bincount(cell[log.clicked], minlength=K * PAIRS).reshape(K, PAIRS)
+
+    examined, attractive = np.full((K, 1), 0.5), np.full(PAIRS, 0.5)
+    for _ in range(200):
+        both = examined * attractive
+        was_examined = clicks + (seen - clicks) * (examined - both) / (1 - both)
+        was_attractive = clicks + (seen - clicks) * (attractive - both) / (1 - both)
+        examined = was_examined.sum(1, keepdims=True) / seen.sum(1, keepdims=True)
+        attractive = was_attractive.sum(0) / seen.sum(0)
+    # A log shows only their product: the top place is the one that counts as examined.
+    examined, attractive = examined[:, 0] / examined[0], attractive * examined[0]
+
+    np.testing.assert_allclose(examined, np.arange(1, K + 1) ** -0.7, atol=0.03)
+    eta = -np.polyfit(np.log(np.arange(1, K + 1)), np.log(examined), 1)[0]
+    assert eta == pytest.approx(0.7, abs=0.03)
+    assert_recovered(attractive, ATTRACTIVENESS, of_grade=0.02, of_pair=0.06)
+
+
+def test_cascade_by_first_clicks(logs):
+    """All down to the click was examined, so that a plain ratio estimates the attractiveness."""
+    log = logs["cascade"]
+    assert log.clicked.sum(0).max() == 1  # never a click after a click
+    examined = np.cumsum(log.clicked, axis=0) - log.clicked == 0
+    assert_recovered(
+        log.count(log.clicked) / log.count(examined), ATTRACTIVENESS, of_grade=0.01, of_pair=0.05
+    )
+    for place in range(K):  # an examined document is as attractive at the end of a list as at its top
+        at = examined[place]
+        expected = ATTRACTIVENESS[log.pair[place, at]].mean()
+        assert log.clicked[place, at].mean() == pytest.approx(expected, abs=0.03)
+
+
+def test_dynamic_bayesian_by_expectation_maximisation(logs):
+    log = logs["dbn"]
+    attractive, satisfying, gamma = np.full(PAIRS, 0.5), np.full(PAIRS, 0.5), 0.5
+    for _ in range(25):
+        attractive, satisfying, gamma = dbn_step(log, attractive, satisfying, gamma)
+    assert gamma == pytest.approx(0.8, abs=0.02)
+    assert_recovered(attractive, ATTRACTIVENESS, of_grade=0.015, of_pair=0.05)
+    assert_recovered(satisfying, SATISFACTION, of_grade=0.04, of_pair=0.1)
+
+
+def dbn_step(log, attractive, satisfying, gamma):
+    """One step of expectation maximisation: better a, s and gamma, as ratios of expected counts.
+
+    Down to the last click everything was read and no earlier click satisfied. What is hidden: whether the
+    last click satisfied, and if not (or without a click), how far down the user still read.
+    """
+    a, s = attractive[log.pair], satisfying[log.pair]
+    sessions = np.arange(a.shape[1])
+    last = np.where(log.clicked.any(0), K - 1 - log.clicked[::-1].argmax(0), -1)
+    some = last >= 0
+    # silent[i]: P(no click below place i | i was read and did not satisfy).
+    silent = np.ones_like(a)
+    for i in reversed(range(K - 1)):
+        silent[i] = (1 - gamma) + gamma * (1 - a[i + 1]) * silent[i + 1]
+
+    stopped = s[last, sessions] / (s[last, sessions] + (1 - s[last, sessions]) * silent[last, sessions])
+    satisfied = np.zeros_like(a)
+    satisfied[last[some], sessions[some]] = stopped[some]
+
+    place = np.arange(K)[:, None]
+    read = (place <= np.maximum(last, 0)).astype(float)  # the top is always read
+    may_go_on, goes_on = 0.0, 0.0
+    for i in range(K - 1):
+        undecided = (i >= last) * (read[i] - satisfied[i])
+        below = undecided * gamma * (1 - a[i + 1]) * silent[i + 1] / silent[i]
+        read[i + 1] += below
+        may_go_on += (i < last).sum() + undecided.sum()
+        goes_on += (i < last).sum() + below.sum()
+    clicks = log.count(log.clicked)
+    return clicks / log.count(read), log.count(satisfied) / clicks, goes_on / may_go_on
+
+
+@pytest.mark.parametrize("kind", USERS)
+def test_dwell_by_a_mixture_of_two_lognormals(logs, kind):
+    """Both medians, their spread, and the share of satisfied clicks come out of the dwell times alone."""
+    log = logs[kind]
+    np.testing.assert_array_equal(np.isnan(log.dwell), ~log.clicked)
+    seconds = np.log(log.dwell[log.clicked].astype(float))
+    share, means, spread = 0.5, np.quantile(seconds, [0.9, 0.1]), seconds.std()
+    for _ in range(60):
+        odds = np.exp(((seconds - means[1]) ** 2 - (seconds - means[0]) ** 2) / (2 * spread**2))
+        satisfied = share * odds / (share * odds + 1 - share)
+        share = satisfied.mean()
+        means = np.array([np.average(seconds, weights=w) for w in (satisfied, 1 - satisfied)])
+        away = satisfied * (seconds - means[0]) ** 2 + (1 - satisfied) * (seconds - means[1]) ** 2
+        spread = math.sqrt(away.mean())
+    np.testing.assert_allclose(np.exp(means), [60, 10], rtol=0.08)
+    assert spread == pytest.approx(0.8, abs=0.03)
+    assert share == pytest.approx(SATISFACTION[log.pair[log.clicked]].mean(), abs=0.03)
+
+
+def test_whoever_clicks_on_was_not_satisfied(logs):
+    """In the dynamic Bayesian model every click but the last has the shorter median."""
+    log = logs["dbn"]
+    later = log.clicked[::-1].cumsum(0)[::-1] > 1
+    assert np.median(log.dwell[log.clicked & later]) == pytest.approx(10, rel=0.05)
+
+
+def test_a_dwell_threshold_finds_the_satisfying_documents(logs):
+    """What `min_dwell_s` keeps: the share of clicks of half a minute follows the grade."""
+    log = logs["position"]
+    grade = GRADES[log.pair[log.clicked]]
+    shares = [(log.dwell[log.clicked][grade == g] >= 30).mean() for g in range(4)]
+    # 81 % of the satisfied clicks and 8 % of the others.
+    np.testing.assert_allclose(shares, [0.807 * s + 0.085 * (1 - s) for s in (0.2, 0.3, 0.6, 0.9)], atol=0.03)

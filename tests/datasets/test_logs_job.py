@@ -1,0 +1,419 @@
+"""A log in any number of files and parts gives what a page of plain Python gives; killed runs go on."""
+
+import hashlib
+import json
+import random
+import unicodedata
+from collections import Counter, defaultdict
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scalingnote.datasets import intake
+from scalingnote.datasets.config import Logs
+from scalingnote.datasets.job import run as prepare
+from scalingnote.datasets.logs import flow
+from scalingnote.datasets.logs.inputs import plan
+from scalingnote.datasets.quarantine import Quarantine
+from scalingnote.errors import DataError
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Draft
+
+DAY = 86_400
+WINDOWS = {"train": ["1970-01-02", "1970-01-11"], "test": ["1970-01-11", "1970-01-16"]}
+TABLES = ("documents", "queries", "qrels", "impressions", "scores")
+
+
+# --- a small log with faults ------------------------------------------------------------------------------
+
+
+def random_log(seed, *, judged=False):
+    """Rows of every table. About one in eight has a fault."""
+    rng = random.Random(seed)
+    texts = [f"{word} {number}" for word in ("lamp", "Sofa", "ＤＥＳＫ") for number in range(24)]
+
+    def called(text):
+        """The same query as users may type it."""
+        return rng.choice([text, text, text.upper(), f"  {text} ", text.replace(" ", "\u3000")])
+
+    documents = [{"doc_id": f"d{n}", "title": f"title {n}", "content": f"text {n}"} for n in range(40)]
+    for row in documents:
+        row |= {"topic": rng.choice(["home", None]), "group": rng.choice([None, "g"]), "price": rng.random()}
+    documents += [{**documents[n], "title": "again"} for n in rng.sample(range(40), 4)]
+    documents += [{"doc_id": None, "title": "t"}, {"doc_id": "bare", "title": " "}]
+    rng.shuffle(documents)
+    unpaired = [{"doc_id": f"u{n}", "content": f"more {n}"} for n in range(8)] + [
+        {"doc_id": "d0", "title": "x"}
+    ]
+    impressions = []
+    for number in range(400):
+        when = rng.randrange(0, 17 * DAY)
+        # Some queries come up late, so that the test window has unseen ones.
+        late = when > 9.5 * DAY and rng.random() < 0.5
+        row = {
+            "session_id": f"s{number // 5}",
+            "user_id": rng.choice([None, f"u{number % 7}"]),
+            "query": called(texts[60 + rng.randrange(12) if late else min(int(rng.expovariate(0.06)), 59)]),
+            "doc_id": f"d{rng.randrange(3) if late else min(int(rng.expovariate(0.08)), 39)}",
+            "position": number % 5 + 1,
+            "clicked": rng.random() < 0.4,
+            "timestamp": when,
+            "dwell_s": rng.choice([None, 5.0, 50.0]),
+        }
+        row |= rng.choice(IMPRESSION_FAULTS) if rng.random() < 0.12 else {}
+        impressions.append(row)
+    scores = [
+        {"query": called(text), "doc_id": f"d{rng.randrange(45)}", "score": rng.random()}
+        for text in [*texts, "nobody asked"]
+        for _ in range(3)
+    ] + [{"query": " ", "doc_id": "d1", "score": 1.0}, {"query": texts[0], "doc_id": "d1", "score": None}]
+    qrels = [
+        {"query": called(text), "doc_id": f"d{rng.randrange(45)}", "relevance": rng.choice([0, 1, 2])}
+        for text in [*texts[::2], "judged only"]
+        for _ in range(3)
+    ]
+    log = {"documents": documents, "unpaired": unpaired, "impressions": impressions, "scores": scores}
+    return log | ({"qrels": qrels} if judged else {})
+
+
+IMPRESSION_FAULTS = [
+    {"session_id": None},
+    {"user_id": ""},
+    {"query": " \t "},
+    {"query": None},
+    {"doc_id": "never heard of"},
+    {"doc_id": "x" * 300},
+    {"position": 0},
+    {"position": None},
+    {"clicked": None},
+    {"timestamp": None},
+    {"dwell_s": float("inf")},
+]
+TYPES = {
+    "position": pa.int64(),
+    "clicked": pa.bool_(),
+    "timestamp": pa.int64(),
+    **dict.fromkeys(("dwell_s", "score", "price"), pa.float64()),
+    "relevance": pa.int64(),
+}
+
+
+def write(log, folder, *, files, form):
+    """Every table as `files` files of the given form; returns the paths as a config wants them."""
+    paths = {}
+    for table, rows in log.items():
+        names = sorted({name for row in rows for name in row})
+        schema = pa.schema([(name, TYPES.get(name, pa.string())) for name in names])
+        (folder / table).mkdir(parents=True, exist_ok=True)
+        each = -(-len(rows) // files)
+        for number in range(files):
+            piece, path = rows[number * each : (number + 1) * each], folder / table / f"{number:03d}.{form}"
+            if form == "parquet":
+                pq.write_table(pa.Table.from_pylist(piece, schema=schema), path, row_group_size=17)
+            else:
+                path.write_text("".join(json.dumps(row) + "\n" for row in piece))
+        paths[table] = {"path": str(folder / table)}
+    return paths
+
+
+# --- the same in plain Python -----------------------------------------------------------------------------
+
+
+def twin(log, config):
+    """What the artifact must hold, a row at a time, with the row checks of `intake`."""
+    quarantine, left_out = Quarantine(), Counter()
+    features = pa.schema([("price", pa.float64())])
+    documents = list(
+        intake.documents(
+            [*log["documents"], *log["unpaired"]], config=config, features=features, quarantine=quarantine
+        )
+    )
+    doc_ids = [row["doc_id"] for row in documents]
+
+    def sound(table):
+        rows = []
+        for row in log.get(table, ()):
+            if not (row["query"] or "").strip():
+                quarantine.reject(table, row, "empty query")
+                continue
+            text = " ".join(row["query"].split())
+            rows.append({**row, "query_id": query_id(text), "shown": text})
+        return rows
+
+    rows = {table: sound(table) for table in ("impressions", "scores", "qrels")}
+    ids = {row["query_id"] for table in rows.values() for row in table}
+
+    def pairs(table, known=ids):
+        """Documents are looked up before queries: a row that lacks both lacks its document."""
+        here = [row for row in rows[table] if row["doc_id"] in doc_ids or row["query_id"] in known]
+        for row in rows[table]:
+            if row not in here:
+                quarantine.reject(table, row, "unknown doc_id")
+        return list(intake.pairs(table, here, query_ids=known, doc_ids=doc_ids, quarantine=quarantine))
+
+    # What a query is called: by all rows that are sound themselves, whatever became of their document.
+    named = {row["doc_id"] for row in log["impressions"] if row["doc_id"]}
+    own = [row for row in rows["impressions"] if _sound_alone(row, named)]
+    calls = defaultdict(Counter)
+    for row in own:
+        calls[row["query_id"]][row["shown"]] += 1
+    for row in rows["qrels"]:
+        calls[row["query_id"]][row["shown"]] += 0
+    text = {key: min(found, key=lambda t: (-found[t], t)) for key, found in calls.items()}
+
+    train_window, test_window = (
+        (start.timestamp(), end.timestamp()) for start, end in (config.train, config.test)
+    )
+    train, clicks, in_test = [], Counter(), set()
+    for row in pairs("impressions"):
+        row["timestamp"] //= 1000  # intake keeps milliseconds
+        if train_window[0] <= row["timestamp"] < train_window[1]:
+            train.append(row)
+        elif test_window[0] <= row["timestamp"] < test_window[1]:
+            in_test.add(row["query_id"])
+            enough = row["dwell_s"] is None or row["dwell_s"] >= config.min_dwell_s
+            clicks[row["query_id"], row["doc_id"]] += row["clicked"] and enough
+        else:
+            left_out["impressions outside both windows"] += 1
+    trained = {row["query_id"] for row in train}
+    if config.qrels:
+        judged = pairs("qrels", set(text))
+    else:
+        judged = [
+            {"query_id": q, "doc_id": d, "relevance": 1}
+            for (q, d), count in clicks.items()
+            if count >= config.min_clicks
+        ]
+    test = {row["query_id"] for row in judged if row["relevance"] > 0} - trained
+    qrels = [row for row in judged if row["query_id"] in test]
+    scores = pairs("scores", set(text))
+    useful = [row for row in scores if row["query_id"] in trained]
+    logged = {row["query_id"] for row in own}
+    left_out += Counter(
+        {
+            "queries of the test window that training has seen": len(in_test & trained),
+            "queries of the test window without a relevant document": len(in_test - trained - test),
+            "queries without an impression in either window": len(logged - trained - in_test),
+            "scores of queries that are not for training": len(scores) - len(useful),
+            "judgements of queries that are not for test": len(judged) - len(qrels) if config.qrels else 0,
+        }
+    )
+    queries = [{"query_id": q, "query": text[q], "split": "train"} for q in trained]
+    queries += [{"query_id": q, "query": text[q], "split": "test"} for q in test]
+    tables = {
+        "documents": documents,
+        "queries": queries,
+        "qrels": qrels,
+        "impressions": train,
+        "scores": useful,
+    }
+    return tables, dict(quarantine.rejected), dict(left_out)
+
+
+def _sound_alone(row, named):
+    return bool(
+        list(
+            intake.pairs(
+                "impressions", [row], query_ids=[row["query_id"]], doc_ids=named, quarantine=Quarantine()
+            )
+        )
+    )
+
+
+def query_id(text):
+    plain = " ".join(unicodedata.normalize("NFKC", text).split()).lower()
+    return hashlib.blake2b(plain.encode(), digest_size=8).hexdigest()
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+
+def serially(task, items):
+    return map(task, items)
+
+
+def build(config, output, *, each=serially):
+    draft = Draft(str(output), kind="dataset", config=config, parents={})
+    return draft.existing() if draft.finished else flow.build(config, draft, plan(config), each=each)
+
+
+def contents(artifact):
+    """All rows of all tables, in an order of their own."""
+    found = {name: artifact.table(name).to_pylist() for name in TABLES if artifact.names(f"{name}/")}
+    for row in found.get("impressions", ()):
+        row["timestamp"] = int(row["timestamp"].timestamp() + 0.5 - _zone(row["timestamp"]))
+    return {name: in_order(rows) for name, rows in found.items()}
+
+
+def _zone(naive):
+    return naive.timestamp() - naive.replace(tzinfo=UTC).timestamp()
+
+
+def in_order(rows):
+    def plain(value):
+        return f"{value:.5g}" if isinstance(value, float) else value
+
+    return sorted(
+        ({name: plain(value) for name, value in sorted(row.items())} for row in rows),
+        key=lambda row: str(row),
+    )
+
+
+@pytest.mark.parametrize(
+    ("seed", "files", "parts", "form", "settings"),
+    [
+        (0, 1, 1, "jsonl", {}),
+        (0, 3, 3, "parquet", {"min_clicks": 2}),
+        (1, 2, 2, "jsonl", {"min_dwell_s": 10.0}),
+    ],
+)
+def test_the_artifact_equals_the_twin(tmp_path, seed, files, parts, form, settings):
+    log = random_log(seed, judged=seed == 1)
+    paths = write(log, tmp_path / "in", files=files, form=form)
+    config = Logs(
+        **paths, **WINDOWS, **settings, features={"price": "float64"}, parts=parts, documents_per_part=7
+    )
+    artifact = build(config, tmp_path / "out")
+    tables, rejected, left_out = twin(log, config)
+    assert contents(artifact) == {name: in_order(rows) for name, rows in tables.items()}
+    info = artifact.manifest.info
+    assert info["rejected_by_reason"] == rejected
+    assert info["left_out"] == {name: count for name, count in left_out.items() if count}
+    assert artifact.counts["rejected"] == sum(rejected.values()) == len(artifact.table("rejected"))
+    assert artifact.counts["train_queries"] > 10
+    assert artifact.counts["test_queries"] >= 1
+    assert not any(name.endswith(".pending") for name in fs.list_files(artifact.uri))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A config over a log in two files a table, and the digest of its artifact."""
+    folder = tmp_path_factory.mktemp("small")
+    log = {table: rows[:60] for table, rows in random_log(3).items()}
+    config = Logs(**write(log, folder / "in", files=2, form="jsonl"), **WINDOWS, parts=2)
+    return config, build(config, folder / "out").digest
+
+
+def test_the_order_of_arrival_does_not_matter(small, tmp_path):
+    config, digest = small
+
+    def backwards(task, items):
+        return map(task, reversed(items))
+
+    artifact = build(config, tmp_path / "out", each=backwards)
+    assert artifact.digest == digest
+    assert artifact.table("rejected").num_rows > 3
+
+
+@pytest.mark.parametrize("tasks", [3, 9, 15])
+def test_a_killed_run_goes_on_and_doubles_nothing(small, tmp_path, tasks, caplog):
+    config, digest = small
+    budget = iter(range(tasks))
+    killed = []
+
+    def mortal(task, items):
+        for item in items:
+            if next(budget, None) is None:
+                # Killed after the work and before the record: the worst moment.
+                task.keywords["task"](item[1])
+                killed.append(item)
+                raise KeyboardInterrupt
+            yield task(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(config, tmp_path / "out", each=mortal)
+    assert killed
+    done = []
+
+    def counted(task, items):
+        done.extend(items)
+        return map(task, items)
+
+    assert build(config, tmp_path / "out", each=counted).digest == digest
+    assert (
+        len(done) == len(plan(config)) + 2 + len([p for p in plan(config) if p.table in EVIDENCE]) + 2 - tasks
+    )
+
+
+EVIDENCE = ("impressions", "scores", "qrels")
+
+
+def test_work_of_other_files_is_not_taken_for_ours(small, tmp_path):
+    config, digest = small
+
+    # An earlier run, killed, saw one more file of impressions.
+    extra = tmp_path / "extra"
+    log = random_log(4)
+    paths = write({"impressions": log["impressions"]}, extra, files=1, form="jsonl")
+    output = tmp_path / "out"
+    draft = Draft(str(output), kind="dataset", config=config, parents={})
+    other = config.model_copy(update={"impressions": Logs(**{**_paths(config), **paths}).impressions})
+    with pytest.raises(Exception, match="killed"):
+        flow.build(config, draft, plan(other), each=_killed_after(11))
+    fs.write_bytes(draft.path("impressions/part-00000-00077.parquet"), b"stale")
+    assert build(config, output).digest == digest
+
+
+def _paths(config):
+    return {name: getattr(config, name).model_dump() for name in ("documents", "impressions")}
+
+
+def _killed_after(tasks):
+    budget = iter(range(tasks))
+
+    def each(task, items):
+        for item in items:
+            if next(budget, None) is None:
+                raise RuntimeError("killed")
+            yield task(item)
+
+    return each
+
+
+def test_without_windows_the_last_tenth_of_the_time_is_for_test(small, tmp_path):
+    config, _ = small
+    artifact = build(config.model_copy(update={"train": None, "test": None}), tmp_path / "out")
+    first, last = (_seconds(text) for text in artifact.manifest.info["span"])
+    train, test = (
+        [_seconds(text) for text in artifact.manifest.info["windows"][name]] for name in ("train", "test")
+    )
+    assert (train[0], test[1]) == (first, pytest.approx(last + 0.001))
+    assert train[1] == test[0] == pytest.approx(last - 0.1 * (last - first), abs=0.01)
+
+
+def _seconds(text):
+    return datetime.fromisoformat(text).timestamp()
+
+
+@pytest.mark.parametrize(
+    ("table", "rows", "error"),
+    [
+        (
+            "documents",
+            [{"doc_id": "x", "title": ""}],
+            "no usable row of documents; set aside: 1 x documents: no text",
+        ),
+        ("impressions", [], "no usable row of impressions"),
+    ],
+)
+def test_nothing_usable_says_why(small, tmp_path, table, rows, error):
+    paths = _paths(small[0]) | write({table: rows}, tmp_path / "in", files=1, form="jsonl")
+    with pytest.raises(DataError, match=error):
+        build(Logs(**paths, **WINDOWS), tmp_path / "out")
+
+
+def test_windows_beside_the_log_are_refused_before_the_log_is_moved(small, tmp_path):
+    windows = {"train": ["2024-01-01", "2024-02-01"], "test": ["2024-02-01", "2024-03-01"]}
+    with pytest.raises(DataError, match=r"the log spans 1970-01-0.* to 1970-01-1.*timestamp_unit"):
+        build(Logs(**_paths(small[0]), **windows), tmp_path / "out")
+
+
+def test_on_ray(cluster, small, tmp_path):
+    config, digest = small
+    artifact = prepare(config, output=str(tmp_path / "out"))
+    assert artifact.digest == digest
+    assert prepare(config, output=str(tmp_path / "out")).manifest == artifact.manifest
+    assert artifact.manifest.info["simulated_clicks"] is False
+    assert artifact.manifest.info["hold_out_documents"] is False

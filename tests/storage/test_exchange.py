@@ -1,0 +1,34 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from scalingnote.storage import exchange
+
+SCHEMA = pa.schema({"key": pa.string(), "value": pa.int64()})
+
+
+@pytest.mark.parametrize(
+    "keys", [[f"k{i % 50}" for i in range(400)], list(range(400))], ids=["text", "numbers"]
+)
+def test_every_row_arrives_once_in_the_bucket_of_its_key(tmp_path, keys):
+    whole = pa.table({"key": keys, "value": range(400)})
+    for number in range(4):
+        piece = whole.slice(number * 100, 100)
+        exchange.scatter(
+            piece, exchange.bucket_of(piece["key"], 7), target=str(tmp_path), name=f"slice-{number}"
+        )
+    gathered = [exchange.gather(str(tmp_path), bucket, schema=whole.schema) for bucket in range(7)]
+    assert sorted(v for table in gathered for v in table["value"].to_pylist()) == list(range(400))
+    assert [exchange.rows_in(str(tmp_path), bucket) for bucket in range(7)] == [len(t) for t in gathered]
+    for bucket, table in enumerate(gathered):
+        assert set(exchange.bucket_of(table["key"], 7).tolist()) <= {bucket}
+        assert table["value"].to_pylist() == sorted(table["value"].to_pylist())  # slice after slice
+
+
+def test_a_slice_that_is_written_again_replaces_itself(tmp_path):
+    table = pa.table({"key": ["a", "b"], "value": [1, 2]}, schema=SCHEMA)
+    for _ in range(2):
+        exchange.scatter(table, np.array([0, 0]), target=str(tmp_path), name="one")
+    assert exchange.gather(str(tmp_path), 0, schema=SCHEMA).equals(table)
+    exchange.scatter(SCHEMA.empty_table(), np.array([], np.int64), target=str(tmp_path), name="two")
+    assert len(exchange.gather(str(tmp_path), 1, schema=SCHEMA)) == 0
