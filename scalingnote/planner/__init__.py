@@ -1,0 +1,1 @@
+"""The query planner: how important each word of a query is."""

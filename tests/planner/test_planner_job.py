@@ -1,0 +1,93 @@
+from collections import Counter
+
+import pyarrow as pa
+import pytest
+
+import tiny
+from scalingnote.errors import ArtifactError, DataError
+from scalingnote.models.config import Scratch
+from scalingnote.planner import job
+from scalingnote.planner.config import Learned, Statistics
+from scalingnote.planner.planner import load
+from scalingnote.planner.words import words
+from scalingnote.storage.artifact import Draft, open_artifact
+from scalingnote.storage.schema import DOCUMENTS, QRELS, QUERIES
+
+LEARNED = Learned(
+    backbone=Scratch(
+        architecture="bert", layers=1, hidden=16, heads=2, intermediate=16, vocabulary=300, max_positions=64
+    ),
+    epochs=1,
+)
+
+
+def test_both_backends_from_one_dataset(cluster, tmp_path):
+    source = tiny.dataset(str(tmp_path / "dataset"), rows_per_part=7)
+    config = Statistics(min_df=2, max_words=50)
+    counted = job.run(config, dataset=source.uri, output=str(tmp_path / "counted"))
+    texts = [" ".join([d["title"], d["topic"], d["content"]]) for d in tiny.document_rows()]
+    held = Counter(word for text in texts for word in set(words(text)))
+    often = sorted(((word, df) for word, df in held.items() if df >= 2), key=lambda row: (-row[1], row[0]))
+    table = counted.table("words.parquet")
+    assert list(zip(table["word"].to_pylist(), table["df"].to_pylist(), strict=True)) == often[:50]
+    assert counted.counts == {
+        "texts": 96,
+        "words": 50,
+        "rare_words_left_out": len(held) - len(often),
+        "words_over_max_words": len(often) - 50,
+    }
+
+    learned = job.run(LEARNED, dataset=source.uri, output=str(tmp_path / "learned"))
+    assert learned.counts == {"texts": 84, "positives": 84}
+    assert len(learned.manifest.info["loss"]) == 1
+    assert learned.manifest.info["validation_mse"] > 0
+
+    query = source.table("queries")["query"][0].as_py()
+    for section, artifact in ((config, counted), (LEARNED, learned)):
+        planner = load(open_artifact(artifact.uri, kind="planner"))
+        assert set(planner.importances(query)) == set(words(query))
+        again = job.run(section, dataset=source.uri, output=artifact.uri)
+        assert again.digest == artifact.digest
+    with pytest.raises(ArtifactError, match="choose another output"):
+        job.run(Statistics(), dataset=source.uri, output=counted.uri)
+
+
+def test_of_the_queries_only_those_for_training_are_counted():
+    asked = pa.record_batch({"query": ["fig", "plum", "pear"], "split": ["train", "test", "train"]})
+    assert job._texts(asked, Statistics(corpus="queries")) == ["fig", "pear"]
+    documents = pa.record_batch({"title": ["fig", None], "content": ["ripe", "plum"]})
+    assert job._texts(documents, Statistics(fields=("title", "content"))) == ["fig\nripe", "\nplum"]
+
+
+def dataset(uri, *, documents, queries, qrels):
+    draft = Draft(str(uri), kind="dataset", config=tiny.Nothing(), parents={})
+    for name, rows, schema in (
+        ("documents/part-00000", documents, DOCUMENTS),
+        ("queries", queries, QUERIES),
+        ("qrels", qrels, QRELS),
+    ):
+        columns = [pa.array(list(c), f.type) for c, f in zip(zip(*rows, strict=True), schema, strict=True)]
+        draft.write_table(f"{name}.parquet", pa.table(columns, schema=schema))
+    return draft.commit(counts={})
+
+
+HELD_OUT = {
+    "documents": [("d0", "fig", "", "", "g"), ("d1", "plum", "", "", "g"), ("d2", "pear", "", "", "h")],
+    "queries": [("q0", "fig", "test"), ("q1", "plum", "train"), ("q2", "ripe pear", "train")],
+}
+
+
+def test_training_sees_no_test_query_and_no_document_of_its_group(tmp_path):
+    qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 1)]
+    source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)
+    texts, targets, pairs = job._examples(LEARNED, source)
+    assert texts == [["ripe", "pear"]]
+    assert [target.tolist() for target in targets] == [[0, 1]]
+    assert pairs == 1
+
+
+def test_nothing_to_learn_from(tmp_path):
+    qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 0)]
+    source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)
+    with pytest.raises(DataError, match=r"planner\.positives"):
+        job._train(LEARNED, source.uri, str(tmp_path / "encoder"))
