@@ -1,6 +1,7 @@
-"""Evidence about queries (exposures with clicks, ranked candidates) comes in, the rows of one part go out."""
+"""One-hop triplets of one bucket: its queries' evidence comes in, triplets and what is known go out."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -9,65 +10,53 @@ import pyarrow.compute as pc
 
 from scalingnote.collect.clicks import click_triplets
 from scalingnote.collect.config import CollectConfig
+from scalingnote.collect.multi_hop import KNOWN, ONE_HOP
 from scalingnote.collect.relevance import relevance_triplet
-from scalingnote.collect.triplet import Triplet, share
-from scalingnote.storage.schema import TRIPLETS
+from scalingnote.collect.triplet import Triplet
 
-# One row is a document seen beside a query: exposed to a user (`clicked` is set) or ranked (`score` is set).
-EVIDENCE = pa.schema(
-    {"query_id": pa.string(), "doc_id": pa.string(), "clicked": pa.bool_(), "score": pa.float32()}
-)
-
-
-def exposures(impressions: pa.Table) -> pa.Table:
-    """Evidence of a click log."""
-    clicked = pc.fill_null(impressions["clicked"], False)
-    return _evidence(impressions["query_id"], impressions["doc_id"], clicked=clicked)
-
-
-def rankings(scores: pa.Table) -> pa.Table:
-    """Evidence of a ranking model; rows without a score say nothing and are left out."""
-    scores = scores.filter(pc.is_finite(pc.fill_null(scores["score"], float("nan"))))
-    return _evidence(scores["query_id"], scores["doc_id"], score=scores["score"])
+# doc_id, clicked, satisfied (both None unless shown to a user), score (None unless ranked)
+Seen = list[tuple[str, bool | None, bool | None, float | None]]
 
 
 def assemble(
-    evidence: pa.Table, queries: pa.Table, *, config: CollectConfig
-) -> tuple[pa.Table, dict[str, int]]:
-    """Triplets of all queries in `evidence`, sorted by query_id, source and positive, and their counts.
+    evidence: pa.Table, query_ids: pa.Array, *, config: CollectConfig
+) -> tuple[pa.Table, pa.Table, dict[str, int]]:
+    """ONE_HOP triplets and KNOWN documents of the queries in `query_ids`, numbered by their place in it.
 
-    `queries` holds the text of every query_id. A triplet with fewer than ``num_negatives`` negatives is
-    left out and counted as ``without_negatives``: a training row has exactly that many.
+    Evidence of other queries is left out and counted (``ignored_rows``). So is a triplet with fewer than
+    ``num_negatives`` negatives (``without_negatives``): a training row has exactly that many.
     """
-    text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
-    order = [("query_id", "ascending"), ("score", "descending"), ("doc_id", "ascending")]
+    row = pc.index_in(evidence["query_id"], value_set=query_ids)
+    evidence = evidence.append_column("row", row.cast(pa.int64())).filter(pc.is_valid(row))
+    counts = Counter(ignored_rows=len(row) - len(evidence))
+    order = [("row", "ascending"), ("score", "descending"), ("doc_id", "ascending")]
     evidence = evidence.take(pc.sort_indices(evidence, order))
-    query_ids = evidence["query_id"].to_pylist()
-    columns = [evidence[name].to_pylist() for name in ("doc_id", "clicked", "score")]
-    rows = []
-    counts: Counter[str] = Counter()
-    for start, stop in pairwise(_borders(query_ids)):
-        query_id = query_ids[start]
+    rows = evidence["row"].to_numpy()
+    columns = [evidence[name].to_pylist() for name in ("doc_id", "clicked", "satisfied", "score")]
+    triplets, known = [], []
+    for start, stop in pairwise([0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]):
+        if start == stop:
+            break
+        number = int(rows[start])
         seen = list(zip(*(column[start:stop] for column in columns), strict=True))
-        split = "validation" if share(query_id, seed=config.seed) < config.validation_fraction else "train"
-        for source, triplet in _triplets(query_id, seen, config):
+        positives = {doc_id for doc_id, clicked, _, _ in seen if clicked}
+        rejected = {doc_id for doc_id, clicked, _, _ in seen if clicked is False}
+        for source, triplet in _triplets(query_ids[number].as_py(), seen, config):
+            positives.add(triplet.positive)
+            rejected.update(triplet.negatives)
             if len(triplet.negatives) < config.num_negatives:
                 counts["without_negatives"] += 1
-                continue
-            counts.update(["triplets", source, split])
-            rows.append((query_id, text[query_id], triplet.positive, triplet.negatives, source, split))
-    values = zip(*rows, strict=True) if rows else [[]] * len(TRIPLETS)
-    table = pa.table(
-        [pa.array(list(value), field.type) for value, field in zip(values, TRIPLETS, strict=True)],
-        schema=TRIPLETS,
-    )
-    return table, dict(counts)
+            else:
+                triplets.append((number, triplet.positive, triplet.negatives, source))
+        known += [(number, doc_id, True) for doc_id in sorted(positives)]
+        known += [(number, doc_id, False) for doc_id in sorted(rejected - positives)]
+    return _table(triplets, ONE_HOP), _table(known, KNOWN), dict(counts)
 
 
-def _triplets(
-    query_id: str, seen: list[tuple[str, bool | None, float | None]], config: CollectConfig
-) -> list[tuple[str, Triplet]]:
-    impressions = [(doc_id, clicked) for doc_id, clicked, _ in seen if clicked is not None]
+def _triplets(query_id: str, seen: Seen, config: CollectConfig) -> list[tuple[str, Triplet]]:
+    impressions = [
+        (doc_id, clicked, bool(satisfied)) for doc_id, clicked, satisfied, _ in seen if clicked is not None
+    ]
     found: list[tuple[str, Triplet]] = []
     if "click" in config.sources:
         triplets = click_triplets(
@@ -79,35 +68,27 @@ def _triplets(
         )
         found += [("click", triplet) for triplet in triplets]
     if "relevance" in config.sources:
+        ranking: dict[str, float] = {}
+        for doc_id, _, _, score in seen:
+            if score is not None:
+                ranking.setdefault(doc_id, score)  # a document scored twice keeps its better rank
         triplet = relevance_triplet(
             query_id,
-            # A document scored twice keeps its better rank.
-            list(dict.fromkeys(doc_id for doc_id, _, score in seen if score is not None)),
-            clicked={doc_id for doc_id, clicked in impressions if clicked},
+            list(ranking.items()),
+            clicked={doc_id for doc_id, clicked, _ in impressions if clicked},
             top_k=config.top_k,
             top_t=config.top_t,
             num_negatives=config.num_negatives,
+            max_score_ratio=config.max_negative_score_ratio,
             seed=config.seed,
         )
         found += [("relevance", triplet)] if triplet else []
     return found
 
 
-def _borders(sorted_ids: list[str]) -> list[int]:
-    if not sorted_ids:
-        return []
-    ids = np.array(sorted_ids, dtype=object)
-    return [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
-
-
-def _evidence(
-    query_id: pa.ChunkedArray,
-    doc_id: pa.ChunkedArray,
-    *,
-    clicked: pa.ChunkedArray | None = None,
-    score: pa.ChunkedArray | None = None,
-) -> pa.Table:
-    rows = len(query_id)
-    none = {name: pa.nulls(rows, EVIDENCE.field(name).type) for name in ("clicked", "score")}
-    columns = [query_id, doc_id, none["clicked"] if clicked is None else clicked]
-    return pa.table([*columns, none["score"] if score is None else score], schema=EVIDENCE)
+def _table(rows: Sequence[tuple[object, ...]], schema: pa.Schema) -> pa.Table:
+    values = zip(*rows, strict=True) if rows else [[]] * len(schema)
+    return pa.table(
+        [pa.array(list(value), field.type) for value, field in zip(values, schema, strict=True)],
+        schema=schema,
+    )

@@ -1,24 +1,144 @@
 """Knobs of triplet collection: which evidence becomes training data, and how hard its negatives are."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from scalingnote.config import Config, Resources
 
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Share(Config):
+    """What becomes of one source's triplets."""
+
+    sample: float = Field(1.0, ge=0, le=1, description="share that is kept, by a seeded hash")
+    weight: float = Field(1.0, gt=0, description="of each row in the losses of stage I")
+
+
+class Mixing(Config):
+    """The four sources of ScalingNote, section 4.1: whose evidence, and whether it was lent."""
+
+    click_one: Share = Share()
+    click_multi: Share = Share()
+    relevance_one: Share = Share()
+    relevance_multi: Share = Share()
+
+
+class ScoreTable(Config):
+    """The dataset's own relevance scores."""
+
+    kind: Literal["scores"] = "scores"
+
+
+class BM25Ranker(Config):
+    """BM25 over the training documents."""
+
+    kind: Literal["bm25"] = "bm25"
+    k1: float = Field(1.2, ge=0, description="term saturation")
+    b: float = Field(0.75, ge=0, le=1, description="length normalisation")
+
+
+class AssociationConfig(Config):
+    """Which queries lend each other their evidence (ScalingNote, Algorithm 1)."""
+
+    click_threshold: float = Field(
+        0.5, ge=0, description="q1 takes q2's clicks if q2 scores q1's top 2 terms above this"
+    )
+    relevance_threshold: float = Field(
+        0.3, ge=0, description="q1 and q2 share rankings if each scores the other's top 4 terms above this"
+    )
+    max_terms: int = Field(
+        8, ge=4, le=16, description="terms above the threshold that a query answers for, the best ones"
+    )
+    max_associates: int = Field(
+        32, ge=1, description="queries that may lend to one query and kind, the strongest ones"
+    )
+
+
+class DecontaminationConfig(Config):
+    """Which training queries are too near to a test query (SimHash; LightRetriever, appendix, Table 6)."""
+
+    max_distance: int = Field(
+        12, ge=0, le=20, description="bits of 64 by which near duplicates may differ; 3 in the literature"
+    )
+    extra_letters: int | None = Field(
+        3, ge=0, description="letters that near duplicates may not share; null: the bits alone decide"
+    )
+
+
+class CrossEncoderConfig(Config):
+    """A cross-encoder that scores BM25's candidates."""
+
+    kind: Literal["cross_encoder"] = "cross_encoder"
+    path: str = Field(min_length=1, description="Hugging Face id or folder; a classifier with one label")
+    candidates: int = Field(100, ge=1, description="documents per query that BM25 proposes")
+    max_length: int = Field(512, ge=8, description="tokens of query and document together")
+    batch_size: int = Field(64, ge=1, description="pairs per forward pass")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the weights; bfloat16 is faster on GPUs and scores in steps of 0.4%"
+    )
+    activation: Literal["sigmoid", "none"] = Field(
+        "sigmoid", description="of the logit; scores in 0..1 can be compared as ratios"
+    )
+
+
+class QueryGenerationConfig(Config):
+    """New queries near the observed ones (EmbedDistill, section 4.3 and appendix E)."""
+
+    path: str = Field(
+        "facebook/bart-base", min_length=1, description="Hugging Face id or folder of an encoder-decoder"
+    )
+    sigmas: tuple[NonNegative, ...] = Field(
+        (0.1, 0.2), min_length=1, description="one query is generated with each noise's standard deviation"
+    )
+    mask_fraction: float = Field(0.1, ge=0, lt=1, description="of a query's tokens, masked before encoding")
+    max_length: int = Field(64, ge=4, description="tokens of a query, read and written")
+    num_beams: int = Field(1, ge=1, description="1 decodes greedily")
+    batch_size: int = Field(64, ge=1, description="queries per forward pass")
+    precision: Literal["float32", "bfloat16"] = Field("float32", description="of the weights")
+    seed: int = Field(0, description="of noise and masks, together with the query's id and sigma")
+
+    @model_validator(mode="after")
+    def _distinct_sigmas(self) -> "QueryGenerationConfig":
+        if len(set(self.sigmas)) < len(self.sigmas):
+            raise ValueError(f"sigmas={self.sigmas} repeats one: its query would be generated twice")
+        return self
+
+
+AnyRanker = Annotated[ScoreTable | BM25Ranker | CrossEncoderConfig, Field(discriminator="kind")]
+
 
 class CollectConfig(Config):
-    """Click pairs and relevance pairs (ScalingNote, section 4.1), one-hop."""
+    """From evidence to triplets (ScalingNote, section 4.1)."""
 
     sources: tuple[Literal["click", "relevance"], ...] = Field(
         ("click", "relevance"), min_length=1, description="'click' needs a dataset with impressions"
     )
     num_negatives: int = Field(1, ge=1, description="hard negatives per triplet; 1 in the paper")
-    min_clicks: int = Field(1, ge=1, description="clicks a document needs to be a query's positive")
+    min_clicks: int = Field(1, ge=1, description="satisfied clicks that make a document a query's positive")
+    min_dwell_s: float = Field(
+        0.0, ge=0, description="a click satisfied when the user stayed so long, or nobody measured it"
+    )
+    ranker: AnyRanker | None = Field(
+        None, description="source of 'relevance'; null: the dataset's scores where it has them, else bm25"
+    )
     top_k: int = Field(10, ge=1, description="ranks up to K are dropped as likely false negatives")
     top_t: int = Field(50, ge=2, description="hard negatives are drawn from ranks K+1 to T")
-    bm25_k1: float = Field(1.2, ge=0, description="ranking model of datasets without scores: saturation")
-    bm25_b: float = Field(0.75, ge=0, le=1, description="and its length normalisation")
+    max_negative_score_ratio: float | None = Field(
+        None, gt=0, description="a hard negative scores at most this many times what the positive does"
+    )
+    association: AssociationConfig | None = Field(
+        AssociationConfig(), description="null: no multi-hop triplets"
+    )
+    max_multi_hop: int = Field(4, ge=1, description="triplets a query borrows, per source; the strongest")
+    mixing: Mixing = Mixing()
+    decontamination: DecontaminationConfig | None = Field(
+        DecontaminationConfig(), description="null: training queries may repeat test queries"
+    )
+    query_generation: QueryGenerationConfig | None = Field(
+        None, description="further queries for distillation (EmbedDistill, section 4.3)"
+    )
     validation_fraction: float = Field(0.1, ge=0, lt=1, description="share of the queries; 9:1 in the paper")
     parts: int = Field(8, ge=1, description="files of the artifact; a query lies in one of them, by hash")
     seed: int = Field(0, description="of the draws and of the validation split")

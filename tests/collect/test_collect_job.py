@@ -3,18 +3,30 @@
 import pyarrow as pa
 import pytest
 
-from scalingnote.collect.assemble import assemble, exposures, rankings
-from scalingnote.collect.config import CollectConfig
-from scalingnote.collect.job import run, trainable
+from scalingnote.collect.assemble import assemble
+from scalingnote.collect.config import AssociationConfig, CollectConfig, ScoreTable
+from scalingnote.collect.evidence import exposures, rankings
+from scalingnote.collect.job import run
 from scalingnote.config import Config
+from scalingnote.datasets.trainable import held_out_documents, queries
 from scalingnote.errors import DataError
+from scalingnote.planner import job as planner_job
+from scalingnote.planner.config import Statistics
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Draft
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
 
 WORDS = ["lamp", "sofa", "desk", "chair", "shelf", "rug", "bed", "mirror", "stool", "vase", "plant", "clock"]
 WORDS += ["frame", "bench", "crate"]
 TEST_QUERIES = {"q3", "q17"}
-CONFIG = CollectConfig(top_k=2, top_t=12, parts=3, validation_fraction=0.3)
+ONE_HOP = CollectConfig(
+    top_k=2, top_t=12, parts=3, validation_fraction=0.3, association=None, decontamination=None
+)
+# In a shop of so few words, all are frequent: importances are near 0.
+CONFIG = ONE_HOP.model_copy(
+    update={"association": AssociationConfig(click_threshold=0, relevance_threshold=0)}
+)
+PLANNER = Statistics(fields=("title",), min_df=1)
 
 
 def table(schema, rows):
@@ -24,7 +36,8 @@ def table(schema, rows):
 
 def make_dataset(uri, *, impressions=True, scores=False):
     draft = Draft(str(uri), kind="dataset", config=Config(), parents={})
-    text = [f"{WORDS[i % 15]} {WORDS[i * 7 % 15]} {WORDS[i * 4 % 11]} item" for i in range(60)]
+    # Every fifteenth text is the same: such queries are associated by clicks and by relevance.
+    text = [f"{WORDS[i % 15]} {WORDS[i * 7 % 15 - 1]} shop item" for i in range(60)]
     documents = [(f"d{i}", text[i], "home", f"model {i}", f"g{i // 3}") for i in range(60)]
     draft.write_table("documents/part-00000.parquet", table(DOCUMENTS, documents[:30]))
     draft.write_table("documents/part-00001.parquet", table(DOCUMENTS, documents[30:]))
@@ -33,11 +46,20 @@ def make_dataset(uri, *, impressions=True, scores=False):
     draft.write_table("qrels.parquet", table(QRELS, [(f"q{i}", f"d{i}", 1) for i in range(40)]))
     if impressions:
         log = [
-            ("s", None, f"q{i}", f"d{(i + 7 * rank) % 60}", rank + 1, rank == 0 or (i + rank) % 9 == 0, 0)
+            (
+                "s",
+                None,
+                f"q{i}",
+                f"d{(i + 7 * rank) % 60}",
+                rank + 1,
+                rank == 0 or (i + rank) % 9 == 0,
+                0,
+                None,
+            )
             for i in range(40)
             for rank in range(6)
         ]
-        log += [("s", None, "q0", "unknown", 9, True, 0), ("s", None, "stranger", "d1", 1, True, 0)]
+        log += [("s", None, "stranger", "d1", 1, True, 0, None)]
         draft.write_table("impressions.parquet", table(IMPRESSIONS, log))
     if scores:
         ranked = [(f"q{i}", f"d{(i * 5 + j) % 60}", float(-j)) for i in range(40) for j in range(15)]
@@ -53,11 +75,16 @@ def dataset(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("shop") / "dataset")
 
 
-def test_trainable_leaves_out_test_queries_and_their_groups(dataset):
-    known = trainable(dataset)
-    assert set(known.documents.to_pylist()) == {f"d{i}" for i in range(60)} - TEST_DOCUMENTS
-    assert not TEST_QUERIES & set(known.queries["query_id"].to_pylist())
-    assert len(known.queries) == 38
+@pytest.fixture(scope="module")
+def planner(cluster, dataset, tmp_path_factory):
+    return planner_job.run(PLANNER, dataset=dataset.uri, output=str(tmp_path_factory.mktemp("planner") / "p"))
+
+
+def test_training_sees_no_test_query_and_no_document_of_its_group(dataset):
+    assert set(held_out_documents(dataset).to_pylist()) == TEST_DOCUMENTS
+    train = queries(dataset, "train")["query_id"].to_pylist()
+    assert len(train) == 38
+    assert not TEST_QUERIES & set(train)
 
 
 def test_documents_without_a_group_stand_alone(tmp_path):
@@ -66,30 +93,22 @@ def test_documents_without_a_group_stand_alone(tmp_path):
     draft.write_table("documents/part-00000.parquet", table(DOCUMENTS, documents))
     draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test")]))
     draft.write_table("qrels.parquet", table(QRELS, [("q", "d0", 1), ("q", "d2", 0)]))
-    assert trainable(draft.commit(counts={})).documents.to_pylist() == ["d1", "d2"]
+    dataset = draft.commit(counts={})
+    assert held_out_documents(dataset).to_pylist() == ["d0"]
+    by_time = draft.commit(counts={}, hold_out_documents=False)
+    assert held_out_documents(by_time).to_pylist() == []
 
 
-def test_job(cluster, dataset, tmp_path):
-    artifact = run(CONFIG, dataset=dataset.uri, output=str(tmp_path / "a"))
-    again = run(CONFIG, dataset=dataset.uri, output=str(tmp_path / "b"))
-    assert artifact.digest == again.digest
+def test_one_hop(dataset, planner, tmp_path):
+    artifact = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "a"))
     assert artifact.manifest.info["simulated_clicks"] is True
     assert artifact.manifest.info["ranking_model"] == "bm25"
-
     rows = artifact.table("triplets").to_pylist()
-    clicked = {}
-    for row in dataset.table("impressions.parquet").to_pylist():
-        if row["clicked"]:
-            clicked.setdefault(row["query_id"], set()).add(row["doc_id"])
+    clicked = clicks(dataset)
     splits = {}
     for row in rows:
-        assert row["query_id"] not in TEST_QUERIES
-        seen = {row["positive"], *row["negatives"]}
-        assert not seen & TEST_DOCUMENTS
-        assert "unknown" not in seen
-        assert len(row["negatives"]) == 1
-        assert row["positive"] not in row["negatives"]
-        assert not clicked[row["query_id"]] & set(row["negatives"])
+        check(row, clicked)
+        assert (row["hop"], row["via"]) == ("one", None)
         if row["source"] == "click":
             assert row["positive"] in clicked[row["query_id"]]
         splits.setdefault(row["query_id"], set()).add(row["split"])
@@ -98,19 +117,68 @@ def test_job(cluster, dataset, tmp_path):
 
     counts = artifact.counts
     assert counts["triplets"] == len(rows) == counts["train"] + counts["validation"]
-    assert counts["click"] == sum(row["source"] == "click" for row in rows) > 38
-    assert counts["relevance"] == sum(row["source"] == "relevance" for row in rows) > 30
-    assert counts["rows"] == 242
-    assert 2 <= counts["ignored_rows"] < 50
+    assert counts["click_one"] == sum(row["source"] == "click" for row in rows) > 38
+    assert counts["relevance_one"] == sum(row["source"] == "relevance" for row in rows) > 30
+    assert counts["pairs"] == len({(row["query_id"], row["positive"]) for row in rows})
+    assert counts["documents"] == len({doc for row in rows for doc in (row["positive"], *row["negatives"])})
+    assert 2 <= counts["ignored_rows"] + counts["held_out_rows"] < 60
     for name in artifact.names("triplets/"):
         keys = [(r["query_id"], r["source"], r["positive"]) for r in artifact.table(name).to_pylist()]
         assert keys == sorted(keys)
 
 
-def test_given_scores_replace_bm25(cluster, tmp_path):
+def clicks(dataset):
+    clicked = {}
+    for row in dataset.table("impressions").to_pylist():
+        if row["clicked"]:
+            clicked.setdefault(row["query_id"], set()).add(row["doc_id"])
+    return clicked
+
+
+def check(row, clicked):
+    """What holds for every triplet, whoever's evidence it is."""
+    assert row["query_id"] not in TEST_QUERIES
+    seen = {row["positive"], *row["negatives"]}
+    assert not seen & TEST_DOCUMENTS
+    assert len(row["negatives"]) == 1
+    assert row["positive"] not in row["negatives"]
+    assert not clicked[row["query_id"]] & set(row["negatives"])
+    assert row["weight"] == 1.0
+
+
+def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(planner, tmp_path, monkeypatch):
+    dataset = make_dataset(tmp_path / "dataset", scores=True)
+    artifact = run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "a"))
+    rows = artifact.table("triplets").to_pylist()
+    clicked = clicks(dataset)
+    own = {(r["query_id"], r["source"], r["positive"]): r["negatives"] for r in rows if r["hop"] == "one"}
+    lent = [row for row in rows if row["hop"] == "multi"]
+    assert {row["source"] for row in lent} == {"click", "relevance"}
+    for row in lent:
+        check(row, clicked)
+        assert own[row["via"], row["source"], row["positive"]] == row["negatives"]
+        assert row["positive"] not in clicked[row["query_id"]]
+    assert len(lent) == artifact.counts["click_multi"] + artifact.counts["relevance_multi"]
+    page = fs.read_bytes(artifact.file("statistics.md")).decode()
+    assert "**Clicks are simulated.**" in page
+    assert "Rows of relevance_multi" in page
+
+    def die(context):
+        raise KeyboardInterrupt
+
+    # Killed near the end; what the steps before it wrote is kept, and gives the same triplets.
+    monkeypatch.setattr("scalingnote.collect.summary.draw_samples", die)
+    with pytest.raises(KeyboardInterrupt):
+        run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    monkeypatch.undo()
+    again = run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    assert again.digest == artifact.digest
+
+
+def test_given_scores_replace_bm25(planner, tmp_path):
     dataset = make_dataset(tmp_path / "dataset", impressions=False, scores=True)
-    config = CONFIG.model_copy(update={"sources": ("relevance",)})
-    artifact = run(config, dataset=dataset.uri, output=str(tmp_path / "triplets"))
+    config = ONE_HOP.model_copy(update={"sources": ("relevance",)})
+    artifact = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "triplets"))
     assert artifact.manifest.info["ranking_model"] == "scores"
     assert artifact.manifest.info["simulated_clicks"] is False
     allowed = [f"d{i}" for i in range(60) if f"d{i}" not in TEST_DOCUMENTS]
@@ -121,28 +189,35 @@ def test_given_scores_replace_bm25(cluster, tmp_path):
         assert set(row["negatives"]) <= set(ranking[CONFIG.top_k : CONFIG.top_t])
 
 
-def test_clicks_without_a_log_are_refused_before_work(tmp_path):
+def test_evidence_that_is_not_there_is_refused_before_work(planner, tmp_path):
     dataset = make_dataset(tmp_path / "dataset", impressions=False)
-    with pytest.raises(DataError, match=r"collect\.sources"):
-        run(CONFIG, dataset=dataset.uri, output=str(tmp_path / "triplets"))
+    for update, message in (
+        ({}, r"collect\.sources"),
+        ({"sources": ("relevance",), "ranker": ScoreTable()}, r"collect\.ranker"),
+    ):
+        config = CONFIG.model_copy(update=update)
+        with pytest.raises(DataError, match=message):
+            run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "triplets"))
 
 
-def test_assemble_counts_what_lacks_negatives():
-    log = pa.table({"query_id": ["q", "q", "r"], "doc_id": ["a", "b", "c"], "clicked": [True, None, True]})
-    queries = pa.table({"query_id": ["q", "r"], "query": ["x", "y"]})
+def test_assemble_counts_what_lacks_negatives_and_what_nobody_asked():
+    log = table(
+        IMPRESSIONS,
+        [
+            ("s", None, query, doc, 1, clicked, 0, dwell)
+            for query, doc, clicked, dwell in (
+                ("q", "a", True, 9.0), ("q", "b", None, None), ("r", "c", True, None), ("x", "a", True, None),
+                ("q", "d", True, 2.0),
+            )
+        ],
+    )  # fmt: skip
     config = CollectConfig(sources=("click",), validation_fraction=0)
-    rows, counts = assemble(exposures(log), queries, config=config)
-    assert rows.to_pylist() == [
-        {
-            "query_id": "q",
-            "query": "x",
-            "positive": "a",
-            "negatives": ["b"],
-            "source": "click",
-            "split": "train",
-        }
-    ]
-    assert counts == {"triplets": 1, "click": 1, "train": 1, "without_negatives": 1}
+    triplets, known, counts = assemble(exposures(log, min_dwell_s=5.0), pa.array(["q", "r"]), config=config)
+    assert triplets.to_pylist() == [{"row": 0, "positive": "a", "negatives": ["b"], "source": "click"}]
+    assert [tuple(row.values()) for row in known.to_pylist()] == [
+        (0, "a", True), (0, "d", True), (0, "b", False), (1, "c", True),
+    ]  # fmt: skip
+    assert counts == {"ignored_rows": 1, "without_negatives": 1}
 
 
 def test_rankings_without_a_score_say_nothing():
@@ -152,6 +227,6 @@ def test_rankings_without_a_score_say_nothing():
 
 
 def test_assemble_of_no_evidence_is_an_empty_part():
-    rows, counts = assemble(exposures(table(IMPRESSIONS, [])), table(QUERIES, []), config=CollectConfig())
-    assert rows.num_rows == 0
-    assert counts == {}
+    nothing = exposures(table(IMPRESSIONS, []), min_dwell_s=0.0)
+    triplets, known, counts = assemble(nothing, pa.array([], pa.string()), config=CollectConfig())
+    assert (len(triplets), len(known), counts) == (0, 0, {"ignored_rows": 0})

@@ -1,0 +1,66 @@
+"""How a benchmark speaks: a table on the screen, metrics with their machine in a JSON file, peak memory."""
+
+import argparse
+import json
+import multiprocessing
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from scalingnote.log import environment
+
+T = TypeVar("T")
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser that knows ``--json FILE``."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write metrics, tables and environment to this file")
+    return parser
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows with equal keys as a Markdown table."""
+    lines = [[*rows[0]], *([_text(value) for value in row.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    print(f"\n{title}\n")
+    for number, line in enumerate(lines):
+        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+        if number == 0:
+            print("|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+    sys.stdout.flush()
+
+
+def write(path: Path | None, *, metrics: Mapping[str, float], **tables: Any) -> None:
+    """Write ``{"metrics": ..., "environment": ..., **tables}``; nothing without a path."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {"metrics": dict(metrics), "environment": environment(), **tables}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def alone(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """The result of `work` in a fresh process, whose memory is nobody else's."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *args, **kwargs).result()
+
+
+def peak_memory_mb() -> float:
+    """Largest resident size of this process so far (Linux; 0 elsewhere)."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return 0.0
+    # Not getrusage: its figure survives an exec, so a small child would report its parent's peak.
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
