@@ -1,4 +1,4 @@
-"""Mine training triplets from clicks and relevance: `python jobs/collect.py --config FILE`."""
+"""Turn clicks and rankings into training triplets: `python jobs/collect.py --config FILE`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What the nine jobs share: read `--config` and `--set`, run one stage, print one JSON line about it.
+"""What the jobs share: read `--config` and `--set`, run one stage, print one JSON line about it.
 
 The stages before it must be finished in the same `run_dir`, which every node of the cluster can reach.
 """
@@ -21,6 +21,7 @@ def main(stage: str, arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"jobs/{stage}.py", description=f"Run the stage {stage!r}.")
     parser.add_argument("--config", action="append", required=True, metavar="FILE", help="repeatable")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", dest="overrides")
+    parser.add_argument("--round", type=int, metavar="N", help="of stage I, if it is not the last one")
     options = parser.parse_args(arguments)
 
     from scalingnote import pipeline
@@ -40,7 +41,8 @@ def main(stage: str, arguments: Sequence[str] | None = None) -> int:
                 f"run_dir is {config.run_dir!r}, and a job's own directory vanishes with it: "
                 "--set run_dir=... to a full path or a URI that every node reaches"
             )
-        built = pipeline.run(config, pipeline.select(config, only=stage))
+        name = f"{stage}@{options.round}" if options.round else stage
+        built = pipeline.run(config, pipeline.select(config, only=name))
     except ScalingNoteError as error:
         if os.environ.get("SCALINGNOTE_DEBUG") == "1":
             raise

@@ -54,13 +54,17 @@ def submit(
 def entrypoint(
     stage: str, configs: Sequence[str], *, run_dir: str, overrides: Sequence[str] = ()
 ) -> list[str]:
-    """The command of the job; ConfigError where it could not find its files on the cluster."""
+    """The command of the job; ConfigError where it could not find its files on the cluster.
+
+    A stage of an earlier round is named ``train@1``.
+    """
+    stage, _, number = stage.partition("@")
     script = f"jobs/{stage}.py"
     if not Path(script).is_file():
         raise ConfigError(
             f"no {script} in {Path.cwd()}: submit from the root of the project, which is uploaded"
         )
-    command = ["python", script]
+    command = ["python", script, *(["--round", number] if number else [])]
     for config in configs:
         if not Path(config).resolve().is_relative_to(Path.cwd()):
             raise ConfigError(f"{config} is not below {Path.cwd()}, which is uploaded: copy it there")

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 STAGES = {
     "prepare": "read a dataset into documents, queries and qrels",
-    "collect": "mine training triplets from clicks and relevance",
+    "planner": "learn which words of a query matter",
+    "collect": "turn clicks and rankings into training triplets",
     "train": "stage I: train both towers",
     "teacher": "embed the training queries with stage I's query tower",
     "distill": "stage II: train the small query tower on those embeddings",
     "encode": "embed the documents",
+    "mine": "find fresh hard negatives with the trained towers",
     "quantize": "assign semantic IDs by residual K-means",
     "index": "build the sharded index",
     "evaluate": "measure and write the report",
@@ -89,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_set(serve)
 
     submit = command("submit", _submit, "send one stage to a Ray cluster as a job")
-    submit.add_argument("stage", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
+    submit.add_argument("stage", type=_stage, metavar="STAGE", help=", ".join(STAGES) + "; train@1: round 1")
     _add_config(submit)
     submit.add_argument("--address", required=True, metavar="URL", help="e.g. http://head-node:8265")
     submit.add_argument("--submission-id", metavar="ID", help="refused if used before: submits once")
@@ -102,6 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor = command("doctor", _doctor, "check this machine and say what to do about each finding")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
+
+
+def _stage(name: str) -> str:
+    if name.partition("@")[0] not in STAGES:
+        raise argparse.ArgumentTypeError(f"no stage {name!r}; choose from {', '.join(STAGES)}")
+    return name
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

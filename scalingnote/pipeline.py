@@ -8,7 +8,7 @@ its artifact.
 import difflib
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import yaml
 from pydantic import Field
@@ -22,6 +22,8 @@ from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.index.config import IndexConfig
 from scalingnote.log import get_logger
+from scalingnote.mine.config import MineConfig
+from scalingnote.planner.config import PlannerConfig, Statistics
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.search.config import ServeConfig
 from scalingnote.storage import filesystem as fs
@@ -38,7 +40,12 @@ class RunConfig(Config):
     run_dir: str = Field("runs/default", description="where artifacts go: a path or a URI (s3://...)")
     address: str | None = Field(None, description="Ray cluster; None starts a private local one")
     dataset: AnyDataset
+    planner: PlannerConfig = Statistics()
     collect: CollectConfig = CollectConfig()
+    rounds: int = Field(
+        1, ge=1, description="of stage I; each but the first trains on negatives mined with the one before"
+    )
+    mine: MineConfig = MineConfig()
     train: TrainConfig = TrainConfig()
     teacher: TeacherConfig = TeacherConfig()
     distill: DistillConfig | None = Field(DistillConfig(), description="null: serve stage I's query tower")
@@ -51,7 +58,10 @@ class RunConfig(Config):
 
 @dataclass(frozen=True)
 class Stage:
-    """One box of the picture: what it builds, from what, and the job that does it."""
+    """One box of the picture: what it builds, from what, and the job that does it.
+
+    It reads the newest artifact of a kind that the stages before it built.
+    """
 
     name: str
     builds: str
@@ -63,7 +73,8 @@ class Stage:
 
 STAGES: tuple[Stage, ...] = (
     Stage("prepare", "dataset", (), "dataset", "scalingnote.datasets.job:run"),
-    Stage("collect", "triplets", ("dataset",), "collect", "scalingnote.collect.job:run"),
+    Stage("planner", "planner", ("dataset",), "planner", "scalingnote.planner.job:run"),
+    Stage("collect", "triplets", ("dataset", "planner"), "collect", "scalingnote.collect.job:run"),
     Stage("train", "dual_encoder", ("dataset", "triplets"), "train", "scalingnote.train.job:run"),
     Stage(
         "teacher",
@@ -74,6 +85,13 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage("distill", "student", ("query_embeddings",), "distill", "scalingnote.distill.job:run"),
     Stage("encode", "embeddings", ("dataset", "dual_encoder"), "encode", "scalingnote.encode.job:run"),
+    Stage(
+        "mine",
+        "triplets",
+        ("dataset", "triplets", "dual_encoder", "embeddings"),
+        "mine",
+        "scalingnote.mine.job:run",
+    ),
     Stage("quantize", "semantic_ids", ("embeddings",), "quantize", "scalingnote.quantize.job:run"),
     Stage(
         "index",
@@ -92,11 +110,24 @@ STAGES: tuple[Stage, ...] = (
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)
+_ROUND = ("train", "encode", "mine")
 
 
 def stages(config: RunConfig) -> list[Stage]:
-    """The stages this config asks for, in order: without a distill section there is no student."""
-    return [s for s in STAGES if config.distill or s.name not in {"teacher", "distill"}]
+    """The stages this config asks for, in order: without a distill section there is no student.
+
+    A round of stage I before the last is ``train@1``, ``encode@1``, ``mine@1``, and so on.
+    """
+    left_out = {"mine"} if config.distill else {"mine", "teacher", "distill"}
+    wanted = [stage for stage in STAGES if stage.name not in left_out]
+    earlier = [
+        replace(stage, name=f"{stage.name}@{number}")
+        for number in range(1, config.rounds)
+        for stage in STAGES
+        if stage.name in _ROUND
+    ]
+    at = [stage.name for stage in wanted].index("train")
+    return [*wanted[:at], *earlier, *wanted[at:]]
 
 
 def select(
@@ -154,11 +185,7 @@ def run(
 
 def locate(config: RunConfig, kind: str) -> Artifact:
     """The finished artifact of `kind` that this config names; ArtifactError tells which stage to run."""
-    stage = next(s for s in STAGES if s.builds == kind)
-    _, uri = _place(config, stage)
-    if not _finished(uri):
-        raise ArtifactError(f"no {kind} for this config in {config.run_dir}: run stage {stage.name!r} first")
-    return open_artifact(uri, kind=kind)
+    return _newest(config, kind, stages(config))
 
 
 def load_run(run_dir: str) -> RunConfig:
@@ -176,13 +203,28 @@ def publish(report: Artifact, run_dir: str) -> None:
         fs.write_bytes(fs.join(run_dir, name), fs.read_bytes(report.file(name)))
 
 
+def _newest(config: RunConfig, kind: str, built: Sequence[Stage]) -> Artifact:
+    """What the last of the stages `built` that builds `kind` left behind."""
+    stage = next((stage for stage in reversed(built) if stage.builds == kind), None)
+    if stage is None:
+        raise ArtifactError(f"this run builds no {kind}: its stages are {', '.join(s.name for s in built)}")
+    _, uri = _place(config, stage)
+    if not _finished(uri):
+        raise ArtifactError(f"no {kind} for this config in {config.run_dir}: run stage {stage.name!r} first")
+    return open_artifact(uri, kind=kind)
+
+
 def _place(config: RunConfig, stage: Stage) -> tuple[dict[str, Artifact], str]:
     """Parents (finished, by kind) and URI of a stage's artifact."""
-    kinds = {s.builds for s in stages(config)}
+    order = stages(config)
+    before = order[: order.index(stage)]
+    kinds = {s.builds for s in before}
     wanted = (*stage.reads, *(kind for kind in stage.may_read if kind in kinds))
-    parents = {kind: locate(config, kind) for kind in wanted}
+    parents = {kind: _newest(config, kind, before) for kind in wanted}
     mark = fingerprint(stage.builds, getattr(config, stage.section), parents)
-    return parents, fs.absolute(fs.join(config.run_dir, stage.name, mark[:12]))
+    # A round's artifact lies beside its stage's others: one round is the first of two.
+    folder = stage.name.partition("@")[0]
+    return parents, fs.absolute(fs.join(config.run_dir, folder, mark[:12]))
 
 
 def _finished(uri: str) -> bool:

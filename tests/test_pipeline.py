@@ -21,11 +21,19 @@ def test_a_job_takes_what_its_stage_reads(stage: Stage):
     assert optional == set(stage.may_read)
 
 
-def test_stages_only_read_what_earlier_ones_build():
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_stages_only_read_what_earlier_ones_build(rounds: int):
     built: set[str] = set()
-    for stage in STAGES:
+    for stage in pipeline.stages(load(RunConfig, [CONFIG], [f"rounds={rounds}"])):
         assert {*stage.reads, *stage.may_read} <= built
         built.add(stage.builds)
+
+
+def test_a_second_round_trains_on_what_the_first_one_mined():
+    one, two = (load(RunConfig, [CONFIG], [f"rounds={rounds}"]) for rounds in (1, 2))
+    names = [stage.name for stage in pipeline.stages(two)]
+    assert names[:7] == ["prepare", "planner", "collect", "train@1", "encode@1", "mine@1", "train"]
+    assert names[6:] == [stage.name for stage in pipeline.stages(one)][3:]
 
 
 def test_a_missing_input_names_the_stage_that_builds_it(tmp_path: Path):

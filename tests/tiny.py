@@ -72,6 +72,9 @@ def triplets(uri: str, dataset: Artifact) -> Artifact:
             "positive": "d" + query["query_id"][1:],
             "negatives": ["d" + other["query_id"][1:]],
             "source": "click",
+            "hop": "one",
+            "via": None,
+            "weight": 1.0,
             "split": "validation" if i % 10 == 9 else "train",
         }
         for i, (query, other) in enumerate(itertools.pairwise([*queries, queries[0]]))

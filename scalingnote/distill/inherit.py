@@ -31,4 +31,5 @@ def fitted(tokens: Float[Tensor, "vocabulary hidden"], *, width: int) -> Float[T
         wider: Tensor = nn.functional.pad(tokens, (0, width - hidden))
         return wider
     _, directions = torch.linalg.eigh((tokens.T @ tokens).double())
-    return tokens @ directions[:, -width:].flip(1).to(tokens.dtype)
+    rotated: Tensor = tokens @ directions[:, -width:].flip(1).to(tokens.dtype)
+    return rotated

@@ -75,9 +75,9 @@ def run(config: EncodeConfig, *, dataset: str, dual_encoder: str, output: str) -
 
 
 def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, output: str) -> Artifact:
-    """The training queries through stage I's query tower: the teacher's embeddings, not normalised.
+    """Training queries, also generated ones, through stage I's query tower; not normalised.
 
-    Beside them lie the teacher's tokenizer and token embeddings.
+    These embeddings are the teacher's. Beside them lie the teacher's tokenizer and token embeddings.
     """
     parents = {
         "triplets": open_artifact(triplets, kind="triplets"),
@@ -90,6 +90,11 @@ def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, outp
     unique = table.group_by("query_id", use_threads=False).aggregate([("query", "first"), ("split", "first")])
     queries = unique.rename_columns({"query_first": "query", "split_first": "split"}).sort_by("query_id")
     queries = queries.select(["query_id", "query", "split"])
+    if parents["triplets"].names("generated/"):
+        # Generated queries teach; nobody asked them, so they validate nothing.
+        generated = parents["triplets"].table("generated", ["query_id", "query"])
+        split = pa.array(["train"] * len(generated), pa.string())
+        queries = pa.concat_tables([queries, generated.append_column("split", split)])
     rows = {}
     for number, start in enumerate(range(0, len(queries), config.rows_per_part)):
         name = f"embeddings/part-{number:05d}.parquet"

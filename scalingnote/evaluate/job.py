@@ -153,11 +153,11 @@ class TestSet:
 
 def test_set(dataset: Artifact) -> TestSet:
     """Queries of the test split, in the order of their ids."""
-    queries = dataset.table("queries.parquet").sort_by("query_id")
+    queries = dataset.table("queries").sort_by("query_id")
     queries = queries.filter(pc.equal(queries["split"], "test"))
     text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
     qrels: trec.Qrels = {query_id: {} for query_id in text}
-    for row in dataset.table("qrels.parquet").sort_by("doc_id").to_pylist():
+    for row in dataset.table("qrels").sort_by("doc_id").to_pylist():
         if row["query_id"] in qrels:
             qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
     usable = [query_id for query_id, judged in qrels.items() if any(grade > 0 for grade in judged.values())]

@@ -18,7 +18,7 @@ READING = (
     "(Success@K where a query has several). Methods are searched exactly; “(index)” is the same query "
     "tower searched through the compressed index."
 )
-SIMULATED = "Training clicks were simulated from judged data with a position-biased click model."
+SIMULATED = "Training clicks were simulated from judged data (dataset.click_model)."
 
 
 def merge_reports(reports: Sequence[Report]) -> Report:

@@ -13,14 +13,16 @@ def info_nce(
     positives: Int[Tensor, " queries"],
     ignore: Bool[Tensor, "queries docs"],
     temperature: float,
+    weights: Float[Tensor, " queries"] | None = None,
 ) -> Float[Tensor, ""]:
     """Mean cross entropy of each query's positive against all candidates (ScalingNote, Eq. 5).
 
     Both sides are unit vectors, so the score is the cosine. `positives[i]` is the column of query i's
     positive; `ignore` marks candidates left out of a row's denominator (the positive never is).
-    Eq. 6 is the same with the sides exchanged.
+    Eq. 6 is the same with the sides exchanged. `weights` multiply the rows' losses before the mean.
     """
     scores = queries @ candidates.T / temperature
     keep = torch.zeros_like(ignore).scatter_(1, positives[:, None], True)
     scores = scores.masked_fill(ignore & ~keep, -torch.inf)
-    return F.cross_entropy(scores, positives)
+    losses = F.cross_entropy(scores, positives, reduction="none")
+    return (losses if weights is None else losses * weights).mean()

@@ -11,11 +11,13 @@ def margin_loss(
     negatives: Float[Tensor, "queries negatives dim"],
     *,
     margin: float,
+    weights: Float[Tensor, " queries"] | None = None,
 ) -> Float[Tensor, ""]:
     """Mean of max(0, margin - s(q, d+) + s(q, d-)) over queries and their hard negatives (Eq. 9).
 
-    All inputs are unit vectors.
+    All vectors are of length 1. `weights` multiply the queries' losses before the mean.
     """
     right = (queries * positives).sum(-1, keepdim=True)
     wrong = torch.einsum("qd,qnd->qn", queries, negatives)
-    return torch.relu(margin - right + wrong).mean()
+    losses = torch.relu(margin - right + wrong)
+    return (losses if weights is None else losses * weights[:, None]).mean()

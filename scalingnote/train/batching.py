@@ -89,6 +89,7 @@ class TripletBatches:
         except ValueError:
             raise TrainingError("triplets carry unequal numbers of negatives: re-run collect") from None
         self._document_hashes = hash_ids(documents["doc_id"].to_pylist())
+        self._weights = triplets["weight"].to_numpy()
         query_ids = triplets["query_id"].to_pylist()
         self._query_hashes = hash_ids(query_ids)
         self._known = _known_positives(query_ids, self._document_hashes[self._rows[:, 0]])
@@ -107,6 +108,7 @@ class TripletBatches:
             query_ids=torch.from_numpy(self._query_hashes[chosen]),
             document_ids=torch.from_numpy(self._document_hashes[document_rows]),
             known_positives=torch.from_numpy(self._known[chosen]),
+            weights=torch.from_numpy(self._weights[chosen]),
         )
 
 

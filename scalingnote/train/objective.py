@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +26,7 @@ class Triplets:
     query_ids: Int[Tensor, " queries"]
     document_ids: Int[Tensor, " docs"]
     known_positives: Int[Tensor, "queries known"]  # padded with -1
+    weights: Float[Tensor, " queries"]  # of each row in every loss
 
     def to(self, device: torch.device) -> "Triplets":
         """The same triplets on a device."""
@@ -65,11 +67,17 @@ def stage_one_loss(
     not_negatives = _matches(triplets.document_ids[:size], triplets.known_positives, candidate_ids)
     not_queries = _same_need(triplets)
 
+    shared: dict[str, Any] = {
+        "positives": own,
+        "temperature": losses.temperature,
+        "weights": triplets.weights,
+    }
+
     def forward_loss(q: Tensor, d: Tensor) -> Tensor:
-        return info_nce(q, d, positives=own, ignore=not_negatives, temperature=losses.temperature)
+        return info_nce(q, d, ignore=not_negatives, **shared)
 
     def backward_loss(d: Tensor, q: Tensor) -> Tensor:
-        return info_nce(d, q, positives=own, ignore=not_queries, temperature=losses.temperature)
+        return info_nce(d, q, ignore=not_queries, **shared)
 
     prefixes = {"dims": losses.matryoshka, "weights": losses.matryoshka_weights}
     contrastive = margin = torch.zeros((), device=queries.device)
@@ -80,7 +88,7 @@ def stage_one_loss(
         contrastive = contrastive + (there + back) / 2
         if len(documents) > size and losses.alpha:
             negatives = documents[size:, view].unflatten(0, (-1, size)).transpose(0, 1)
-            hinge = partial(margin_loss, margin=losses.margin)
+            hinge = partial(margin_loss, margin=losses.margin, weights=triplets.weights)
             margin = margin + over_prefixes(hinge, queries, positives, negatives, **prefixes)  # type: ignore[arg-type]
     return contrastive, margin
 

@@ -24,7 +24,7 @@ from scalingnote.storage.artifact import open_artifact
 
 ROOT = Path(pipeline.__file__).parents[1]
 SCRIPTS = Path(sys.executable).parent
-STAGES = ("prepare", "collect")
+STAGES = ("prepare", "planner")
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def digests(project: Path, run_dir: str) -> dict[str, str]:
     return {stage: pipeline.locate(config, kind).digest for stage, kind in zip(STAGES, KINDS, strict=True)}
 
 
-KINDS = ("dataset", "triplets")
+KINDS = ("dataset", "planner")
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def in_process(project: Path, head: Head) -> Iterator[dict[str, str]]:
     ours = not ray.is_initialized()
     overrides = [f"run_dir={project}/runs/in-process", f"address={head.address}"]
     config = load(pipeline.RunConfig, [project / "configs" / "tiny.yaml"], overrides)
-    pipeline.run(config, pipeline.select(config, until="collect"))
+    pipeline.run(config, pipeline.select(config, until="planner"))
     yield digests(project, "runs/in-process")
     if ours:
         ray.shutdown()

@@ -40,7 +40,7 @@ def write_config(folder: Path) -> Path:
             "qrels": write_lines(folder / "qrels.jsonl", qrels),
             "documents_per_part": 4,
         },
-        "collect": {"top_k": 2, "top_t": 10, "resources": {"workers": 1}},
+        "collect": {"decontamination": None, "top_k": 2, "top_t": 10, "resources": {"workers": 1}},
         "encode": {"resources": {"workers": 1}},
         "train": {
             "query": tiny.query_tower().model_dump(),
@@ -92,6 +92,8 @@ def test_a_killed_driver_loses_and_doubles_nothing(tmp_path: Path):
     run_dir = tmp_path / "killed"
     arguments = command(config, run_dir)
 
+    kill_when(lambda: count(run_dir, "collect/*/_work/done/one-hop.json") == 1, arguments)
+    assert count(run_dir, "collect/*/manifest.json") == 0
     kill_when(lambda: count(run_dir, "train/*/_work/checkpoints/*.safetensors") >= 1, arguments)
     assert count(run_dir, "train/*/manifest.json") == 0
     kill_when(lambda: count(run_dir, "encode/*/_work/parts/*.json") >= 3, arguments)
@@ -103,7 +105,7 @@ def test_a_killed_driver_loses_and_doubles_nothing(tmp_path: Path):
     undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}"])
     expected = pipeline.run(undisturbed, pipeline.select(undisturbed, until="encode"))
     killed = load(RunConfig, [config], [f"run_dir={run_dir}"])
-    for kind in ("dual_encoder", "embeddings"):
+    for kind in ("triplets", "dual_encoder", "embeddings"):
         assert pipeline.locate(killed, kind).digest == expected[kind].digest
     encoded = pipeline.locate(killed, "embeddings").table("embeddings", ["doc_id"])["doc_id"].to_pylist()
     assert sorted(encoded) == [row["doc_id"] for row in tiny.document_rows()]

@@ -100,7 +100,9 @@ def test_equations_5_to_12_together(denominator: str):
     document_ids = np.array([1, 2, 3, 4, 5, 6, 1, 7])  # the third hard negative is the first positive
     known = np.array([[1, 3], [2, -1], [1, 3], [4, 5]])  # the fourth query is also answered by 5
     empty = Batch(*(torch.zeros(1, 1, dtype=torch.long) for _ in range(3)))
-    triplets = Triplets(empty, empty, *(torch.tensor(ids) for ids in (query_ids, document_ids, known)))
+    weights = np.array([1.0, 0.5, 2.0, 1.0])
+    columns_of = (query_ids, document_ids, known, weights)
+    triplets = Triplets(empty, empty, *(torch.tensor(column) for column in columns_of))
     losses = Losses(temperature=TAU, denominator=denominator, matryoshka=dims, alpha=0.5)
     contrastive, margin = stage_one_loss(torch.tensor(queries), torch.tensor(documents), triplets, losses)
 
@@ -116,15 +118,15 @@ def test_equations_5_to_12_together(denominator: str):
                     if j == i or (document_ids[j] != document_ids[i] and document_ids[j] not in known[i])
                 ]
                 total = sum(np.exp(cos(q[i], d[j]) / TAU) for j in kept)
-                expected_contrastive -= np.log(np.exp(cos(q[i], d[i]) / TAU) / total) / size / 2
+                expected_contrastive -= np.log(np.exp(cos(q[i], d[i]) / TAU) / total) * weights[i] / size / 2
                 kept = [
                     j
                     for j in range(size)
                     if j == i or (query_ids[j] != query_ids[i] and document_ids[i] not in known[j])
                 ]
                 total = sum(np.exp(cos(q[j], d[i]) / TAU) for j in kept)
-                expected_contrastive -= np.log(np.exp(cos(q[i], d[i]) / TAU) / total) / size / 2
+                expected_contrastive -= np.log(np.exp(cos(q[i], d[i]) / TAU) / total) * weights[i] / size / 2
                 hinge = 0.2 - cos(q[i], d[i]) + cos(q[i], d[size + i])
-                expected_margin += max(0.0, hinge) / size
+                expected_margin += max(0.0, hinge) * weights[i] / size
     assert contrastive.item() == pytest.approx(expected_contrastive, rel=1e-6)
     assert margin.item() == pytest.approx(expected_margin, rel=1e-6)

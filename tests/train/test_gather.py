@@ -47,6 +47,7 @@ def batch_of(made: StageOne, rank: int, world: int) -> Triplets:
         query_ids=ids[own],
         document_ids=torch.cat([ids, ids + 1000])[rows],
         known_positives=torch.stack([ids, (ids + 5) % 17], dim=1)[own],
+        weights=(1 + ids % 3).float()[own],
     )
 
 

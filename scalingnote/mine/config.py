@@ -1,0 +1,39 @@
+"""Knobs of hard-negative mining: which ranks of which run, and what is too good to be a negative."""
+
+from pydantic import Field, model_validator
+
+from scalingnote.config import Config, Resources
+
+
+class MineConfig(Config):
+    """Negatives that the last round's dual encoder, or a given run, ranks high (ANCE, Xiong et al. 2021)."""
+
+    runs: tuple[str, ...] = Field(
+        (),
+        description="TREC run files over the training queries (dense, BM25, hybrid); "
+        "none: search with the last round's dual encoder",
+    )
+    first_rank: int = Field(11, ge=1, description="ranks above are dropped as likely false negatives")
+    last_rank: int = Field(100, ge=1, description="negatives are drawn from ranks first_rank to last_rank")
+    num_negatives: int = Field(1, ge=1, description="hard negatives per triplet")
+    max_score_ratio: float | None = Field(
+        0.95, gt=0, description="a negative scores at most this many times what the positive does; null: any"
+    )
+    max_per_query: int | None = Field(
+        None, ge=1, description="distinct negatives one query gets over all its triplets; null: no bound"
+    )
+    max_documents: int | None = Field(
+        None, ge=1, description="search so many training documents, by a seeded hash; null: all"
+    )
+    token_budget: int = Field(8192, ge=64, description="padded tokens per forward pass")
+    seed: int = Field(0, description="of the draws")
+    resources: Resources = Resources()
+
+    @model_validator(mode="after")
+    def _window_holds_enough(self) -> "MineConfig":
+        if self.last_rank < self.first_rank + self.num_negatives - 1:
+            raise ValueError(
+                f"ranks {self.first_rank} to {self.last_rank} hold fewer than num_negatives="
+                f"{self.num_negatives}: raise last_rank"
+            )
+        return self

@@ -1,0 +1,173 @@
+"""The mine stage: triplets and a ranking of their queries come in, triplets with harder negatives go out.
+
+The ranking is an exact search of the last round's document embeddings, a part of triplets per Ray task, or
+comes from run files. Embeddings are laid out once and memory-mapped by every actor of a machine.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import ray.data
+import torch
+
+from scalingnote import cluster, topk
+from scalingnote.collect.triplet import share
+from scalingnote.datasets.trainable import held_out_documents
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import DataError
+from scalingnote.log import Progress, get_logger
+from scalingnote.mine.config import MineConfig
+from scalingnote.mine.hard_negatives import Ranking, positives_by_query, refresh
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import trec, vectors
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_table
+
+log = get_logger("mine")
+SEARCHED_VIEW = "summary"
+POOL = "documents.arrow"
+
+
+def run(
+    config: MineConfig, *, dataset: str, triplets: str, dual_encoder: str, embeddings: str, output: str
+) -> Artifact:
+    """Build the next round's `triplets`. DataError when no negative could be mined at all."""
+    parents = {
+        "dataset": open_artifact(dataset, kind="dataset"),
+        "triplets": open_artifact(triplets, kind="triplets"),
+        "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
+        "embeddings": open_artifact(embeddings, kind="embeddings"),
+    }
+    draft = Draft(output, kind="triplets", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    cluster.require(config.resources, stage="mine")
+    if not config.runs:
+        _lay_out_pool(config, parents, draft)
+    settings = {"config": config, "parents": parents, "work": draft.work(), "output": output}
+    source = parents["triplets"]
+    names = source.names("triplets/", ".parquet")
+    parts = ray.data.from_items([{"name": name} for name in names], override_num_blocks=len(names))
+    mined = parts.map_batches(
+        Miner,
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(config.resources.workers, len(names))),
+        fn_constructor_kwargs=settings,
+        num_cpus=config.resources.cpus_per_worker,
+        num_gpus=config.resources.gpus_per_worker or None,
+    )
+    counts = Counter(mined=0, kept=0, lost=0, triplets=0)
+    with Progress("mine", total=source.counts["triplets"], unit="triplets") as progress:
+        for row in mined.iter_rows():
+            record = json.loads(row["record"])
+            draft.register(record["name"], Part(**record["part"]))
+            counts.update(record["counts"])
+            progress.advance(source.manifest.parts[record["name"]].rows or 0)
+    if not counts["mined"]:
+        raise DataError(
+            f"no negative was mined for {source.counts['triplets']:,} triplets: widen first_rank..last_rank "
+            "or raise max_score_ratio"
+        )
+    for name in source.names("generated/"):
+        draft.write_bytes(name, fs.read_bytes(source.file(name)))
+    log.info("%s", ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    return draft.commit(
+        counts=dict(counts), simulated_clicks=bool(source.manifest.info.get("simulated_clicks", False))
+    )
+
+
+def _lay_out_pool(config: MineConfig, parents: dict[str, Artifact], draft: Draft) -> None:
+    """The documents to search, as one memory-mapped table: those that training may see."""
+    held_out = held_out_documents(parents["dataset"])
+    pool = parents["embeddings"].table("embeddings", columns=["doc_id", SEARCHED_VIEW])
+    pool = pool.filter(pc.invert(pc.is_in(pool["doc_id"], value_set=held_out)))
+    if config.max_documents is not None and len(pool) > config.max_documents:
+        order = np.argsort([share(doc_id, seed=config.seed) for doc_id in pool["doc_id"].to_pylist()])
+        pool = pool.take(pa.array(np.sort(order[: config.max_documents])))
+    dim = pool.schema.field(SEARCHED_VIEW).type.list_size
+    matrix = vectors.to_arrow(vectors.to_numpy(pool[SEARCHED_VIEW]).astype(np.float32))
+    log.info("searching %s documents in %d dimensions", f"{len(pool):,}", dim)
+    write_table(
+        draft.work(POOL), pa.table({"doc_id": pool["doc_id"].combine_chunks(), SEARCHED_VIEW: matrix})
+    )
+
+
+class Miner:
+    """Actor: reads whole parts, orders documents for their queries, writes them with fresh negatives."""
+
+    def __init__(self, config: MineConfig, parents: dict[str, Artifact], work: str, output: str) -> None:
+        self._config, self._triplets, self._output = config, parents["triplets"], output
+        self._ranking = FromRuns(config, parents) if config.runs else FromTowers(config, parents, work)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Names of parts in, their records out."""
+        return {"record": [self._mine(name) for name in batch["name"]]}
+
+    def _mine(self, name: str) -> str:
+        part = self._triplets.table(name)
+        rankings, scores = self._ranking.rank(part)
+        known = positives_by_query(part)
+        fresh, counts = refresh(part, rankings, known=known, positive_scores=scores, config=self._config)
+        written = write_table(fs.join(self._output, name), fresh)
+        record = {"name": name, "part": asdict(written), "counts": counts | {"triplets": len(fresh)}}
+        return json.dumps(record)
+
+
+class FromTowers:
+    """Ranks by the dual encoder that the triplets trained."""
+
+    def __init__(self, config: MineConfig, parents: dict[str, Artifact], work: str) -> None:
+        torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
+        towers = parents["dual_encoder"].directory("query")
+        self._encoder = Encoder.load(towers, token_budget=config.token_budget)
+        self._depth = config.last_rank
+        local = fs.download(work, [POOL], version=parents["embeddings"].digest)
+        pool = pa.ipc.open_file(pa.memory_map(str(Path(local) / POOL))).read_all()
+        self._doc_ids = pool["doc_id"].to_pylist()
+        self._row_of = {doc_id: row for row, doc_id in enumerate(self._doc_ids)}
+        self._documents = vectors.to_numpy(pool[SEARCHED_VIEW])
+
+    def rank(self, part: pa.Table) -> tuple[Mapping[str, Ranking], list[float | None]]:
+        """Rankings by query_id, and the score of each row's positive."""
+        text = dict(zip(part["query_id"].to_pylist(), part["query"].to_pylist(), strict=True))
+        queries = vectors.unit(self._encoder.encode_queries(list(text.values())))
+        scores, rows = topk.search(queries, self._documents, k=self._depth)
+        rankings = {
+            query_id: [(self._doc_ids[row], float(score)) for row, score in zip(found, values, strict=True)]
+            for query_id, found, values in zip(text, rows.tolist(), scores.tolist(), strict=True)
+        }
+        row_of_query = {query_id: row for row, query_id in enumerate(text)}
+        return rankings, [
+            float(queries[row_of_query[query_id]] @ self._documents[self._row_of[doc_id]])
+            if doc_id in self._row_of
+            else None
+            for query_id, doc_id in zip(
+                part["query_id"].to_pylist(), part["positive"].to_pylist(), strict=True
+            )
+        ]
+
+
+class FromRuns:
+    """Ranks by run files; documents that training may not see are taken out first."""
+
+    def __init__(self, config: MineConfig, parents: dict[str, Artifact]) -> None:
+        held_out = set(held_out_documents(parents["dataset"]).to_pylist())
+        self._runs: trec.Run = {}
+        for uri in config.runs:
+            for query_id, found in trec.read_run(uri).items():
+                self._runs[query_id] = [hit for hit in found if hit[0] not in held_out]
+
+    def rank(self, part: pa.Table) -> tuple[Mapping[str, Ranking], list[float | None]]:
+        """Rankings by query_id, and the score of each row's positive where the run holds it."""
+        return self._runs, [
+            dict(self._runs.get(query_id, [])).get(doc_id)
+            for query_id, doc_id in zip(
+                part["query_id"].to_pylist(), part["positive"].to_pylist(), strict=True
+            )
+        ]

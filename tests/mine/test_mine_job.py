@@ -1,0 +1,85 @@
+"""The mine stage on a tiny corpus: a real query tower with random weights, documents near their queries."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import tiny
+from scalingnote.datasets.trainable import held_out_documents
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import DataError
+from scalingnote.mine import job
+from scalingnote.mine.config import MineConfig
+from scalingnote.models import backbone, tower
+from scalingnote.storage import trec, vectors
+from scalingnote.storage.artifact import Artifact, Draft
+
+DIM = 16
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory) -> dict[str, Artifact]:
+    root = tmp_path_factory.mktemp("mine")
+    dataset = tiny.dataset(str(root / "dataset"))
+    triplets = tiny.triplets(str(root / "triplets"), dataset)
+    texts = [" ".join(row.values()) for row in tiny.document_rows()]
+    learnt = backbone.train_tokenizer(texts, vocabulary=400)
+    draft = Draft(str(root / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
+    made = tower.build(tiny.query_tower(), role="query", dim=DIM, tokenizer_json=learnt, seed=0)
+    made.save(Path(draft.path("query")))
+    towers = draft.commit(counts={})
+
+    queries = dataset.table("queries")["query"].to_pylist()
+    noise = np.random.default_rng(0).normal(size=(len(queries), DIM)).astype(np.float32)
+    near = vectors.unit(Encoder(made).encode_queries(queries)) + 0.2 * vectors.unit(noise)
+    draft = Draft(str(root / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents={})
+    doc_ids = dataset.table("documents")["doc_id"]
+    part = pa.table({"doc_id": doc_ids, "summary": vectors.to_arrow(vectors.unit(near))})
+    draft.write_table("embeddings/part-00000.parquet", part)
+    embeddings = draft.commit(counts={"documents": len(part)})
+    return {"dataset": dataset, "triplets": triplets, "dual_encoder": towers, "embeddings": embeddings}
+
+
+def uris(parents: dict[str, Artifact]) -> dict[str, str]:
+    return {kind: artifact.uri for kind, artifact in parents.items()}
+
+
+def test_negatives_are_what_the_towers_rank_high(cluster, parents, tmp_path):
+    config = MineConfig(first_rank=3, last_rank=6, max_score_ratio=None)
+    mined = job.run(config, **uris(parents), output=str(tmp_path / "a"))
+    again = job.run(config, **uris(parents), output=str(tmp_path / "b"))
+    assert mined.digest == again.digest
+    assert mined.counts["triplets"] == parents["triplets"].counts["triplets"]
+    assert mined.manifest.info["simulated_clicks"] is True
+
+    before, after = (found.table("triplets").to_pylist() for found in (parents["triplets"], mined))
+    embeddings = parents["embeddings"].table("embeddings")
+    held_out = set(held_out_documents(parents["dataset"]).to_pylist())
+    encoder = Encoder.load(parents["dual_encoder"].directory("query"))
+    matrix = vectors.to_numpy(embeddings["summary"])
+    assert [{**row, "negatives": []} for row in after] == [{**row, "negatives": []} for row in before]
+    for row in after:
+        scores = matrix @ encoder.encode_queries([row["query"]])[0]
+        ranked = [embeddings["doc_id"][i].as_py() for i in np.argsort(-scores)]
+        window = [doc_id for doc_id in ranked if doc_id not in held_out][2:6]
+        assert set(row["negatives"]) <= {*window} - {row["positive"]}
+
+
+def test_any_run_can_be_mined(cluster, parents, tmp_path):
+    rows = parents["triplets"].table("triplets").to_pylist()
+    run = {row["query_id"]: [(row["positive"], 2.0), ("d008", 1.5), ("d001", 1.0)] for row in rows}
+    trec.write_run(str(tmp_path / "run.trec"), run, tag="bm25")
+    config = MineConfig(runs=(str(tmp_path / "run.trec"),), first_rank=2, last_rank=2, max_score_ratio=0.6)
+    mined = job.run(config, **uris(parents), output=str(tmp_path / "mined"))
+    # d008 is a test document, so d001 is second; it scores half of what the positive does.
+    found = {row["query_id"]: row["negatives"] for row in mined.table("triplets").to_pylist()}
+    assert {tuple(negatives) for query_id, negatives in found.items() if query_id != "q001"} == {("d001",)}
+    assert mined.counts["kept"] == 1  # d001 answers q001
+
+
+def test_nothing_to_mine_is_an_error(cluster, parents, tmp_path):
+    config = MineConfig(first_rank=1, last_rank=3, max_score_ratio=1e-6)
+    with pytest.raises(DataError, match="widen first_rank"):
+        job.run(config, **uris(parents), output=str(tmp_path / "none"))
