@@ -90,9 +90,6 @@ ALL = ("dataset", "dual_encoder", "embeddings", "index", "student")
 def test_report(cluster, world, searcher, tmp_path):
     made, ids, near, encoder = world
     artifact = job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "a"))
-    again = job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "b"))
-    assert artifact.digest == again.digest
-
     report = artifact.read_json("report.json")
     assert set(report) == {
         "dataset",

@@ -41,6 +41,8 @@ def write_config(folder: Path) -> Path:
             "documents_per_part": 4,
         },
         "collect": {"decontamination": None, "top_k": 2, "top_t": 10, "resources": {"workers": 1}},
+        # One worker each: what is tested is who remembers what, and a second one takes long to start.
+        "planner": {"kind": "statistics", "resources": {"workers": 1}},
         "encode": {"resources": {"workers": 1}},
         "train": {
             "query": tiny.query_tower().model_dump(),
@@ -48,8 +50,9 @@ def write_config(folder: Path) -> Path:
             "dim": 16,
             "losses": {"matryoshka": [8, 16]},
             "global_batch": 16,
-            "epochs": 20,
-            "checkpoint_every": 10,
+            "epochs": 8,
+            "checkpoint_every": 4,
+            "resources": {"workers": 1},
         },
         "distill": None,
         "quantize": {"levels": 2, "codes": 8},

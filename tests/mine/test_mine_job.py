@@ -49,8 +49,6 @@ def uris(parents: dict[str, Artifact]) -> dict[str, str]:
 def test_negatives_are_what_the_towers_rank_high(cluster, parents, tmp_path):
     config = MineConfig(first_rank=3, last_rank=6, max_score_ratio=None)
     mined = job.run(config, **uris(parents), output=str(tmp_path / "a"))
-    again = job.run(config, **uris(parents), output=str(tmp_path / "b"))
-    assert mined.digest == again.digest
     assert mined.counts["triplets"] == parents["triplets"].counts["triplets"]
     assert mined.manifest.info["simulated_clicks"] is True
 
