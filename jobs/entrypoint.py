@@ -41,7 +41,7 @@ def main(stage: str, arguments: Sequence[str] | None = None) -> int:
                 f"run_dir is {config.run_dir!r}, and a job's own directory vanishes with it: "
                 "--set run_dir=... to a full path or a URI that every node reaches"
             )
-        name = f"{stage}@{options.round}" if options.round else stage
+        name = f"{stage}@{options.round}" if options.round is not None else stage
         built = pipeline.run(config, pipeline.select(config, only=name))
     except ScalingNoteError as error:
         if os.environ.get("SCALINGNOTE_DEBUG") == "1":

@@ -160,7 +160,7 @@ def run(
         fs.write_bytes(fs.join(config.run_dir, RUN_FILE), yaml.safe_dump(dump(config)).encode())
     built: dict[str, Artifact] = {}
     for number, stage in enumerate(chosen, 1):
-        parents, uri = _place(config, stage)
+        parents, uri = _place(config, stage, {})
         if _finished(uri):
             built[stage.builds] = open_artifact(uri, kind=stage.builds)
             log.info("%d/%d %s: finished before, %s", number, len(chosen), stage.name, uri)
@@ -185,7 +185,7 @@ def run(
 
 def locate(config: RunConfig, kind: str) -> Artifact:
     """The finished artifact of `kind` that this config names; ArtifactError tells which stage to run."""
-    return _newest(config, kind, stages(config))
+    return _newest(config, kind, stages(config), {})
 
 
 def load_run(run_dir: str) -> RunConfig:
@@ -203,24 +203,31 @@ def publish(report: Artifact, run_dir: str) -> None:
         fs.write_bytes(fs.join(run_dir, name), fs.read_bytes(report.file(name)))
 
 
-def _newest(config: RunConfig, kind: str, built: Sequence[Stage]) -> Artifact:
-    """What the last of the stages `built` that builds `kind` left behind."""
+def _newest(config: RunConfig, kind: str, built: Sequence[Stage], opened: dict[str, Artifact]) -> Artifact:
+    """What the last of the stages `built` that builds `kind` left behind.
+
+    `opened` remembers artifacts by stage: those of many stages have the same ancestors.
+    """
     stage = next((stage for stage in reversed(built) if stage.builds == kind), None)
     if stage is None:
         raise ArtifactError(f"this run builds no {kind}: its stages are {', '.join(s.name for s in built)}")
-    _, uri = _place(config, stage)
-    if not _finished(uri):
-        raise ArtifactError(f"no {kind} for this config in {config.run_dir}: run stage {stage.name!r} first")
-    return open_artifact(uri, kind=kind)
+    if stage.name not in opened:
+        _, uri = _place(config, stage, opened)
+        if not _finished(uri):
+            raise ArtifactError(
+                f"no {kind} for this config in {config.run_dir}: run stage {stage.name!r} first"
+            )
+        opened[stage.name] = open_artifact(uri, kind=kind)
+    return opened[stage.name]
 
 
-def _place(config: RunConfig, stage: Stage) -> tuple[dict[str, Artifact], str]:
+def _place(config: RunConfig, stage: Stage, opened: dict[str, Artifact]) -> tuple[dict[str, Artifact], str]:
     """Parents (finished, by kind) and URI of a stage's artifact."""
     order = stages(config)
     before = order[: order.index(stage)]
     kinds = {s.builds for s in before}
     wanted = (*stage.reads, *(kind for kind in stage.may_read if kind in kinds))
-    parents = {kind: _newest(config, kind, before) for kind in wanted}
+    parents = {kind: _newest(config, kind, before, opened) for kind in wanted}
     mark = fingerprint(stage.builds, getattr(config, stage.section), parents)
     # A round's artifact lies beside its stage's others: one round is the first of two.
     folder = stage.name.partition("@")[0]

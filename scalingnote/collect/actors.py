@@ -59,7 +59,7 @@ class Ranker:
         if isinstance(ranker, CrossEncoderConfig):
             from scalingnote.collect.cross_encoder import CrossEncoder
 
-            self._cross, self._depth = CrossEncoder(ranker), max(ranker.candidates, self._depth)
+            self._cross, self._depth = CrossEncoder(ranker), ranker.candidates
 
     def __call__(self, item: Item) -> Counts:
         """Rank one slice and scatter the best of it as evidence."""

@@ -58,15 +58,6 @@ def _triplets(query_id: str, seen: Seen, config: CollectConfig) -> list[tuple[st
         (doc_id, clicked, bool(satisfied)) for doc_id, clicked, satisfied, _ in seen if clicked is not None
     ]
     found: list[tuple[str, Triplet]] = []
-    if "click" in config.sources:
-        triplets = click_triplets(
-            query_id,
-            impressions,
-            num_negatives=config.num_negatives,
-            min_clicks=config.min_clicks,
-            seed=config.seed,
-        )
-        found += [("click", triplet) for triplet in triplets]
     if "relevance" in config.sources:
         ranking: dict[str, float] = {}
         for doc_id, _, _, score in seen:
@@ -83,6 +74,17 @@ def _triplets(query_id: str, seen: Seen, config: CollectConfig) -> list[tuple[st
             seed=config.seed,
         )
         found += [("relevance", triplet)] if triplet else []
+    if "click" in config.sources:
+        best = {triplet.positive for _, triplet in found}
+        triplets = click_triplets(
+            query_id,
+            # What the ranking holds for the answer was not rejected by being passed over.
+            [row for row in impressions if row[1] or row[0] not in best],
+            num_negatives=config.num_negatives,
+            min_clicks=config.min_clicks,
+            seed=config.seed,
+        )
+        found += [("click", triplet) for triplet in triplets]
     return found
 
 

@@ -151,4 +151,8 @@ class CollectConfig(Config):
                 f"top_t={self.top_t} leaves fewer than num_negatives={self.num_negatives} ranks above "
                 f"top_k={self.top_k}: raise top_t"
             )
+        if isinstance(self.ranker, CrossEncoderConfig) and self.ranker.candidates < self.top_t:
+            raise ValueError(
+                f"ranker.candidates={self.ranker.candidates} is below top_t={self.top_t}: raise it"
+            )
         return self

@@ -14,6 +14,8 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Int64
 from numpy import ndarray
 
+from scalingnote.collect.triplet import share
+
 # One hop, of one bucket: rows are numbered within it.
 ONE_HOP = pa.schema(
     {
@@ -45,20 +47,29 @@ def lend(
     lender: Int64[ndarray, " pairs"],
     borrower: Int64[ndarray, " pairs"],
     strength: ndarray,
-) -> pa.Table:
-    """LOANS: every ONE_HOP triplet of `source` of each pair's lender, made out to its borrower.
+    most: int,
+    seed: int,
+) -> tuple[pa.Table, int]:
+    """LOANS: the ONE_HOP triplets of `source` of each pair's lender, made out to its borrower.
 
-    `query_ids` names the lenders by row; borrowers keep whatever numbers they came with.
+    `query_ids` names the lenders by row; borrowers keep whatever numbers they came with. A lender with
+    more than `most` triplets lends those of the smallest seeded hash, or one popular lender would fill
+    the memory; also returned is how many loans this cost.
     """
     triplets = triplets.filter(pc.equal(triplets["source"], source))
-    triplets = triplets.take(pc.sort_indices(triplets, [("row", "ascending"), ("positive", "ascending")]))
+    keys = zip(triplets["row"].to_pylist(), triplets["positive"].to_pylist(), strict=True)
+    drawn = pa.array([share(f"lend {row} {doc_id}", seed=seed) for row, doc_id in keys], pa.float64())
+    triplets = triplets.append_column("drawn", drawn)
+    order = [("row", "ascending"), ("drawn", "ascending"), ("positive", "ascending")]
+    triplets = triplets.take(pc.sort_indices(triplets, order))
     rows = triplets["row"].to_numpy()
     start = np.searchsorted(rows, lender)
-    count = np.searchsorted(rows, lender, side="right") - start
+    full = np.searchsorted(rows, lender, side="right") - start
+    count = np.minimum(full, most)
     pair = np.repeat(np.arange(len(lender)), count)
     within = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
     taken = triplets.take(pa.array(start[pair] + within))
-    return pa.table(
+    loans = pa.table(
         {
             "row": borrower[pair],
             "via": query_ids.take(pa.array(lender[pair])),
@@ -69,9 +80,10 @@ def lend(
         },
         schema=LOANS,
     )
+    return loans, int((full - count).sum())
 
 
-def borrow(loans: pa.Table, known: pa.Table, *, most: int) -> tuple[pa.Table, dict[str, int]]:
+def borrow(loans: pa.Table, known: pa.Table, *, most: int, seed: int) -> tuple[pa.Table, dict[str, int]]:
     """The loans of one bucket's queries that teach something new, best lender first, and what was refused.
 
     Per query and source at most `most` are kept, each document once, through its strongest lender. Left
@@ -109,9 +121,13 @@ def borrow(loans: pa.Table, known: pa.Table, *, most: int) -> tuple[pa.Table, di
 
     loans, chosen = loans.filter(pa.array(usable)), usable
     loans = loans.append_column("pair", pa.array(pair[chosen]))
+    # Ties are the normal case: one lender's triplets are equally strong. Ids must not decide among them.
+    keys = zip(loans["via"].to_pylist(), loans["positive"].to_pylist(), strict=True)
+    drawn = [share(f"borrow {via} {doc_id}", seed=seed) for via, doc_id in keys]
+    loans = loans.append_column("drawn", pa.array(drawn, pa.float64()))
     best_first = [
         ("row", "ascending"), ("source", "ascending"), ("strength", "descending"),
-        ("via", "ascending"), ("positive", "ascending"),
+        ("drawn", "ascending"), ("via", "ascending"), ("positive", "ascending"),
     ]  # fmt: skip
     loans = loans.take(pc.sort_indices(loans, best_first))
     source = loans["source"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)

@@ -28,7 +28,7 @@ def describe(triplets: pa.Table) -> dict[str, int]:
     counts["queries_with_triplets"] = len(by_query)
     for number in by_query["positive_count"].to_pylist():
         counts[f"queries_with_{min(number, MAX_POSITIVES_SHOWN)}_positives"] += 1
-    for query in pc.unique(triplets["query"]).to_pylist():
+    for query in triplets.group_by("query_id").aggregate([("query", "min")])["query_min"].to_pylist():
         counts["query_words"] += len(words(query))
     return dict(counts)
 

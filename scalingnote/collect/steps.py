@@ -42,9 +42,10 @@ from scalingnote.planner.terms import TermScores
 from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, write_table
-from scalingnote.storage.schema import TRIPLETS
+from scalingnote.storage.schema import ANSWERS, TRIPLETS
 
 ROW_BITS = 40
+LENT_PER_BORROWED = 4  # a lender offers so many times what one borrower takes: some of it will be refused
 QUERY = pa.schema({"query_id": pa.string(), "query": pa.string()})
 Item = dict[str, Any]
 Counts = dict[str, int]
@@ -78,7 +79,7 @@ def take_queries(item: Item, context: Context) -> Counts:
     """One row group of queries: those for training, less what repeats a test query."""
     table = _row_group(item)
     table = table.filter(pc.equal(table["split"], "train")).select(QUERY.names)
-    counts = Counter(rows=len(table))
+    counts = Counter(query_rows=len(table))
     if context.config.decontamination and len(context.test_queries):
         find = Decontaminator(context.test_queries, context.config.decontamination)
         verdict = find(table["query"]).verdict
@@ -97,7 +98,7 @@ def take_evidence(item: Item, context: Context) -> Counts:
         table = exposures(table, min_dwell_s=context.config.min_dwell_s)
     else:
         table = rankings(table)
-    return keep_evidence(table, item["slice"], context) | {"rows": item["rows"]}
+    return keep_evidence(table, item["slice"], context) | {"evidence_rows": item["rows"]}
 
 
 def keep_evidence(evidence: pa.Table, name: str, context: Context) -> Counts:
@@ -197,25 +198,27 @@ def lend_bucket(item: Item, context: Context) -> Counts:
     pairs = exchange.gather(context.folder("lenders"), bucket, schema=association.ASSOCIATIONS)
     triplets = read(context.bucket(bucket, "one_hop"))
     query_ids = read(context.bucket(bucket, "queries"))["query_id"].combine_chunks()
-    lent = 0
+    counts = Counter(loans=0, lent_over_cap=0)
     for kind, source in KINDS.items():
         mine = pairs.filter(pc.equal(pairs["kind"], kind))
         borrower = mine["query"].to_numpy()
-        loans = lend(
+        loans, over = lend(
             triplets,
             query_ids,
             source=source,
             lender=row_of(mine["associate"]),
             borrower=borrower.astype(np.int64),
             strength=mine["strength"].to_numpy(),
+            most=LENT_PER_BORROWED * context.config.max_multi_hop,
+            seed=context.config.seed,
         )
         to = (loans["row"].to_numpy() >> ROW_BITS).astype(np.int64)
         at = loans.schema.get_field_index("row")
         rows = loans["row"].to_numpy() & ((1 << ROW_BITS) - 1)
         loans = loans.set_column(at, "row", pa.array(rows))
         exchange.scatter(loans, to, target=context.folder("loans"), name=f"{source}-{bucket:05d}")
-        lent += len(loans)
-    return {"loans": lent}
+        counts.update(loans=len(loans), lent_over_cap=over)
+    return dict(counts)
 
 
 def finish(item: Item, context: Context) -> tuple[str, Part, Counts]:
@@ -225,11 +228,14 @@ def finish(item: Item, context: Context) -> tuple[str, Part, Counts]:
     own = read(context.bucket(bucket, "one_hop"))
     counts: Counter[str] = Counter()
     tables = [_triplets(own, queries, hop="one", config=config)]
+    known = read(context.bucket(bucket, "known"))
     if config.association:
         loans = exchange.gather(context.folder("loans"), bucket, schema=LOANS)
-        borrowed, refused = borrow(loans, read(context.bucket(bucket, "known")), most=config.max_multi_hop)
+        borrowed, refused = borrow(loans, known, most=config.max_multi_hop, seed=config.seed)
         counts.update(refused)
         tables.append(_triplets(borrowed, queries, hop="multi", config=config))
+    answers = known.filter(known["positive"])
+    write_table(fs.join(context.output, f"answers/part-{bucket:05d}.parquet"), _answers(answers, queries))
     table, mixed = mix(pa.concat_tables(tables), config.mixing, seed=config.seed)
     order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
     table = table.take(pc.sort_indices(table, order)).combine_chunks()
@@ -246,6 +252,12 @@ def finish(item: Item, context: Context) -> tuple[str, Part, Counts]:
     )
     name = f"triplets/part-{bucket:05d}.parquet"
     return name, write_table(fs.join(context.output, name), table), dict(counts)
+
+
+def _answers(known: pa.Table, queries: pa.Table) -> pa.Table:
+    """What answers a query, also where no triplet says so (too short a click, no negative): never mine it."""
+    columns = [queries["query_id"].take(known["row"]), known["doc_id"]]
+    return pa.table(columns, schema=ANSWERS)
 
 
 def _triplets(rows: pa.Table, queries: pa.Table, *, hop: str, config: CollectConfig) -> pa.Table:

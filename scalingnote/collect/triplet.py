@@ -26,10 +26,5 @@ def share(key: str, *, seed: int) -> float:
     return int.from_bytes(_hash(seed, key)) / 2**64
 
 
-def bucket(key: str, buckets: int) -> int:
-    """The bucket, of `buckets`, that all rows of `key` go to."""
-    return int.from_bytes(_hash("bucket", key)) % buckets
-
-
 def _hash(*parts: object) -> bytes:
     return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()

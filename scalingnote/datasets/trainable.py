@@ -3,8 +3,6 @@
 Nothing here holds more than the test side, however many queries and documents there are for training.
 """
 
-from dataclasses import dataclass
-
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -53,18 +51,3 @@ def held_out_documents(dataset: Artifact) -> pa.Array:
 
 def _grouped(batch: pa.RecordBatch) -> pa.Array:
     return pc.not_equal(pc.fill_null(batch["group"], ""), "")
-
-
-@dataclass(frozen=True)
-class Trainable:
-    """What training may see: queries of the train split, documents of no test group."""
-
-    queries: pa.Table  # query_id, query
-    documents: pa.Array  # doc_id
-
-
-def trainable(dataset: Artifact) -> Trainable:
-    """Train queries, and documents whose group no test query's relevant document belongs to."""
-    documents = dataset.table("documents", columns=["doc_id"])["doc_id"]
-    allowed = documents.filter(pc.invert(pc.is_in(documents, value_set=held_out_documents(dataset))))
-    return Trainable(queries(dataset, "train"), allowed.combine_chunks())

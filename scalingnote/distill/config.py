@@ -12,7 +12,8 @@ class DistillConfig(Schedule):
     student: TowerConfig = TowerConfig(backbone=Scratch(architecture="bert"), max_length=32)
     inherit_tokens: bool = Field(
         True,
-        description="a student from scratch starts with the teacher's tokenizer and token embeddings; "
+        description="a student from scratch starts with the teacher's tokenizer and token embeddings, "
+        "whatever its own `vocabulary` says; "
         "false: it learns a tokenizer of its own from the training queries",
     )
     cosine_weight: float = Field(1.0, ge=0, description="lambda of Eq. 15")

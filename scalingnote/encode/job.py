@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray.data
 import safetensors.torch
@@ -91,8 +92,12 @@ def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, outp
     queries = unique.rename_columns({"query_first": "query", "split_first": "split"}).sort_by("query_id")
     queries = queries.select(["query_id", "query", "split"])
     if parents["triplets"].names("generated/"):
-        # Generated queries teach; nobody asked them, so they validate nothing.
-        generated = parents["triplets"].table("generated", ["query_id", "query"])
+        # Generated queries teach; those near a validation query would make its measure too good.
+        generated = parents["triplets"].table("generated", ["query_id", "query", "source_query_id"])
+        validation = queries.filter(pc.equal(queries["split"], "validation"))["query_id"].combine_chunks()
+        generated = generated.filter(
+            pc.invert(pc.is_in(generated["source_query_id"], value_set=validation))
+        ).select(["query_id", "query"])
         split = pa.array(["train"] * len(generated), pa.string())
         queries = pa.concat_tables([queries, generated.append_column("split", split)])
     rows = {}

@@ -23,7 +23,9 @@ class MineConfig(Config):
         None, ge=1, description="distinct negatives one query gets over all its triplets; null: no bound"
     )
     max_documents: int | None = Field(
-        None, ge=1, description="search so many training documents, by a seeded hash; null: all"
+        None,
+        ge=1,
+        description="search so many training documents, by a seeded hash, and the positives; null: all",
     )
     token_budget: int = Field(8192, ge=64, description="padded tokens per forward pass")
     seed: int = Field(0, description="of the draws")
@@ -35,5 +37,9 @@ class MineConfig(Config):
             raise ValueError(
                 f"ranks {self.first_rank} to {self.last_rank} hold fewer than num_negatives="
                 f"{self.num_negatives}: raise last_rank"
+            )
+        if self.max_per_query is not None and self.max_per_query < self.num_negatives:
+            raise ValueError(
+                f"max_per_query={self.max_per_query} is below num_negatives={self.num_negatives}: raise it"
             )
         return self

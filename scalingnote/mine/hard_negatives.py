@@ -49,7 +49,7 @@ def refresh(
         ranking = rankings.get(query_id, ())
         found = candidates(ranking, known=known[query_id], positive_score=score, config=config)
         used = given.setdefault(query_id, set())
-        if config.max_per_query is not None and len(used) >= config.max_per_query:
+        if config.max_per_query is not None and len(used) + config.num_negatives > config.max_per_query:
             found = [doc_id for doc_id in found if doc_id in used]
         drawn = draw(found, config.num_negatives, seed=config.seed, key=f"mined {query_id} {positive}")
         if len(drawn) == config.num_negatives:
@@ -68,9 +68,10 @@ def refresh(
     return fresh.filter(pc.is_valid(column)), dict(counts)
 
 
-def positives_by_query(triplets: pa.Table) -> dict[str, set[str]]:
-    """Every positive the triplets name, by query."""
+def positives_by_query(*tables: pa.Table) -> dict[str, set[str]]:
+    """Every positive that tables with `query_id` and `positive` name, by query."""
     found: dict[str, set[str]] = {}
+    triplets = pa.concat_tables([table.select(["query_id", "positive"]) for table in tables])
     for query_id, positive in zip(
         triplets["query_id"].to_pylist(), triplets["positive"].to_pylist(), strict=True
     ):

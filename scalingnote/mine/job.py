@@ -50,6 +50,8 @@ def run(
     cluster.require(config.resources, stage="mine")
     if not config.runs:
         _lay_out_pool(config, parents, draft)
+    # Workers have other working directories.
+    config = config.model_copy(update={"runs": tuple(fs.absolute(uri) for uri in config.runs)})
     settings = {"config": config, "parents": parents, "work": draft.work(), "output": output}
     source = parents["triplets"]
     names = source.names("triplets/", ".parquet")
@@ -74,7 +76,7 @@ def run(
             f"no negative was mined for {source.counts['triplets']:,} triplets: widen first_rank..last_rank "
             "or raise max_score_ratio"
         )
-    for name in source.names("generated/"):
+    for name in (*source.names("answers/"), *source.names("generated/")):
         draft.write_bytes(name, fs.read_bytes(source.file(name)))
     log.info("%s", ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     return draft.commit(
@@ -89,7 +91,11 @@ def _lay_out_pool(config: MineConfig, parents: dict[str, Artifact], draft: Draft
     pool = pool.filter(pc.invert(pc.is_in(pool["doc_id"], value_set=held_out)))
     if config.max_documents is not None and len(pool) > config.max_documents:
         order = np.argsort([share(doc_id, seed=config.seed) for doc_id in pool["doc_id"].to_pylist()])
-        pool = pool.take(pa.array(np.sort(order[: config.max_documents])))
+        chosen = np.zeros(len(pool), dtype=bool)
+        chosen[order[: config.max_documents]] = True
+        # Positives stay: their scores bound those of their negatives.
+        positives = pc.unique(parents["triplets"].table("triplets", ["positive"])["positive"])
+        pool = pool.filter(pc.or_(pa.array(chosen), pc.is_in(pool["doc_id"], value_set=positives)))
     dim = pool.schema.field(SEARCHED_VIEW).type.list_size
     matrix = vectors.to_arrow(vectors.to_numpy(pool[SEARCHED_VIEW]).astype(np.float32))
     log.info("searching %s documents in %d dimensions", f"{len(pool):,}", dim)
@@ -109,10 +115,14 @@ class Miner:
         """Names of parts in, their records out."""
         return {"record": [self._mine(name) for name in batch["name"]]}
 
+    def _answers(self, name: str) -> list[pa.Table]:
+        answers = name.replace("triplets/", "answers/", 1)
+        return [self._triplets.table(answers)] if answers in self._triplets.manifest.parts else []
+
     def _mine(self, name: str) -> str:
         part = self._triplets.table(name)
         rankings, scores = self._ranking.rank(part)
-        known = positives_by_query(part)
+        known = positives_by_query(part, *self._answers(name))
         fresh, counts = refresh(part, rankings, known=known, positive_scores=scores, config=self._config)
         written = write_table(fs.join(self._output, name), fresh)
         record = {"name": name, "part": asdict(written), "counts": counts | {"triplets": len(fresh)}}
@@ -161,13 +171,18 @@ class FromRuns:
         self._runs: trec.Run = {}
         for uri in config.runs:
             for query_id, found in trec.read_run(uri).items():
-                self._runs[query_id] = [hit for hit in found if hit[0] not in held_out]
+                self._runs[query_id] = [row for row in found if row[0] not in held_out]
 
     def rank(self, part: pa.Table) -> tuple[Mapping[str, Ranking], list[float | None]]:
         """Rankings by query_id, and the score of each row's positive where the run holds it."""
         return self._runs, [
-            dict(self._runs.get(query_id, [])).get(doc_id)
+            self._score(query_id, doc_id)
             for query_id, doc_id in zip(
                 part["query_id"].to_pylist(), part["positive"].to_pylist(), strict=True
             )
         ]
+
+    def _score(self, query_id: str, doc_id: str) -> float | None:
+        """A document below the end of a run scores at most what its last one does."""
+        ranking = self._runs.get(query_id, [])
+        return dict(ranking).get(doc_id, ranking[-1][1] if ranking else None)

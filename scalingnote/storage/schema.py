@@ -49,6 +49,8 @@ TRIPLETS = pa.schema(
         "split": pa.string(),  # "train" or "validation"
     }
 )
+# Beside triplets: every document known to answer a query, so that later negatives can avoid it.
+ANSWERS = pa.schema({"query_id": pa.string(), "positive": pa.string()})
 REJECTED = pa.schema({"table": pa.string(), "row": pa.string(), "reason": pa.string()})
 
 

@@ -105,9 +105,14 @@ def test_one_hop(dataset, planner, tmp_path):
     assert artifact.manifest.info["ranking_model"] == "bm25"
     rows = artifact.table("triplets").to_pylist()
     clicked = clicks(dataset)
+    answers = {}
+    for row in artifact.table("answers").to_pylist():
+        answers.setdefault(row["query_id"], set()).add(row["positive"])
     splits = {}
     for row in rows:
         check(row, clicked)
+        assert (clicked[row["query_id"]] - TEST_DOCUMENTS) | {row["positive"]} <= answers[row["query_id"]]
+        assert not answers[row["query_id"]] & set(row["negatives"])
         assert (row["hop"], row["via"]) == ("one", None)
         if row["source"] == "click":
             assert row["positive"] in clicked[row["query_id"]]

@@ -55,6 +55,20 @@ def test_a_query_gets_no_more_distinct_negatives_than_asked():
         assert len({n for row in fresh["negatives"].to_pylist() for n in row}) <= most
 
 
+def test_two_negatives_at_a_time_stay_below_the_bound_too():
+    table = triplets(*(("q", doc, ["y", "z"]) for doc in "pqrstu"))
+    config = MineConfig(
+        first_rank=1, last_rank=5, max_score_ratio=None, num_negatives=2, max_per_query=3, seed=1
+    )
+    scores = [None] * 6
+    fresh, _ = refresh(
+        table, {"q": RANKING}, known=positives_by_query(table), positive_scores=scores, config=config
+    )
+    assert len({n for row in fresh["negatives"].to_pylist() for n in row} - {"y", "z"}) <= 3
+    with pytest.raises(ValidationError, match="max_per_query"):
+        MineConfig(num_negatives=4, max_per_query=3)
+
+
 @given(st.sets(st.sampled_from("abcde")), st.integers(1, 5), st.integers(0, 3), st.integers(0, 99))
 def test_mined_negatives_lie_in_the_window_and_answer_nothing(known, first, width, seed):
     config = MineConfig(first_rank=first, last_rank=first + width, max_score_ratio=None, seed=seed)
