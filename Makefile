@@ -19,7 +19,7 @@ compare: .venv/installed
 	$(BIN)/scalingnote compare $(CONFIG) --methods configs/methods/*.yaml $(SET:%=--set %)
 
 test: .venv/installed-dev
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .

@@ -8,6 +8,7 @@ from scalingnote.storage.artifact import Artifact, open_artifact
 
 STAGE_OF = {
     "dataset": "prepare",
+    "planner": "planner",
     "triplets": "collect",
     "dual_encoder": "train",
     "query_embeddings": "teacher",
@@ -30,7 +31,9 @@ class Ancestor:
 
     @property
     def stage(self) -> str:
-        """The stage that builds artifacts of this kind."""
+        """The stage that builds artifacts of this kind; triplets that rest on towers were mined with them."""
+        if self.kind == "triplets" and self.artifact and "dual_encoder" in self.artifact.manifest.parents:
+            return "mine"
         return STAGE_OF.get(self.kind, self.kind)
 
     @property
@@ -56,8 +59,12 @@ def lineage(artifacts: Iterable[Artifact]) -> list[Ancestor]:
 
 
 def seconds(ancestors: Iterable[Ancestor]) -> dict[str, float]:
-    """Stage -> seconds, of the artifacts that are still there."""
-    return {a.stage: a.seconds for a in ancestors if a.seconds is not None}
+    """Stage -> seconds over all its rounds, of the artifacts that are still there."""
+    found: dict[str, float] = {}
+    for ancestor in ancestors:
+        if ancestor.seconds is not None:
+            found[ancestor.stage] = round(found.get(ancestor.stage, 0.0) + ancestor.seconds, 3)
+    return found
 
 
 def _open(kind: str, uri: str, digest: str) -> Ancestor:
