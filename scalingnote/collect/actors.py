@@ -35,14 +35,10 @@ def build_index(context: Context, ranker: BM25Ranker | CrossEncoderConfig, local
     """Write a BM25 index over the training documents, and their ids and texts beside it, to a folder."""
     documents = context.dataset.table("documents", ["doc_id", "title", "topic", "content"])
     documents = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=context.held_out)))
-    k1, b = (ranker.k1, ranker.b) if isinstance(ranker, BM25Ranker) else (1.2, 0.75)
-    BM25.build(document_texts(documents), k1=k1, b=b).save(local)
+    knobs = ranker if isinstance(ranker, BM25Ranker) else BM25Ranker()
+    BM25.build(document_texts(documents), k1=knobs.k1, b=knobs.b).save(local)
     columns = ["doc_id"] if isinstance(ranker, BM25Ranker) else documents.schema.names
-    with (
-        pa.OSFile(f"{local}/documents.arrow", "wb") as sink,
-        pa.ipc.new_file(sink, documents.select(columns).schema) as writer,
-    ):
-        writer.write_table(documents.select(columns))
+    write_table(f"{local}/documents.arrow", documents.select(columns))
 
 
 class Ranker:

@@ -18,6 +18,7 @@ from jaxtyping import Int, UInt64
 from numpy import ndarray
 
 from scalingnote.collect.config import DecontaminationConfig
+from scalingnote.collect.term_keys import mix
 
 CLEAN, EXACT, NEAR = 0, 1, 2
 
@@ -178,12 +179,8 @@ def _numbers(
 
 
 def _mix(keys: UInt64[ndarray, " keys"]) -> UInt64[ndarray, " keys"]:
-    """SplitMix64's finaliser: neighbouring keys become unrelated bits."""
-    keys = keys + np.uint64(0x9E3779B97F4A7C15)
-    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: ndarray = keys ^ (keys >> np.uint64(31))
-    return mixed
+    """SplitMix64: neighbouring keys, 0 too, become unrelated bits."""
+    return mix(keys + np.uint64(0x9E3779B97F4A7C15))
 
 
 def _one_slip(one: str, other: str) -> bool:

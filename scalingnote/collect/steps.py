@@ -77,7 +77,7 @@ class Context:
 
 def take_queries(item: Item, context: Context) -> Counts:
     """One row group of queries: those for training, less what repeats a test query."""
-    table = _row_group(item)
+    table = row_group(item)
     table = table.filter(pc.equal(table["split"], "train")).select(QUERY.names)
     counts = Counter(query_rows=len(table))
     if context.config.decontamination and len(context.test_queries):
@@ -93,7 +93,7 @@ def take_queries(item: Item, context: Context) -> Counts:
 
 def take_evidence(item: Item, context: Context) -> Counts:
     """One row group of the click log or of the scores, less held-out documents."""
-    table = _row_group(item)
+    table = row_group(item)
     if item["table"] == "impressions":
         table = exposures(table, min_dwell_s=context.config.min_dwell_s)
     else:
@@ -134,9 +134,9 @@ def one_hop(item: Item, context: Context) -> Counts:
 def own_filter(item: Item, context: Context) -> Counts:
     """All own keys as a bit table: a key that nobody asks for need not be shuffled."""
     folder = context.folder("own")
-    files = list(fs.list_files(folder))
-    keys = sum(exchange.rows_in(folder, bucket) for bucket in range(context.config.parts))
-    found = key_filter((read(fs.join(folder, name)) for name in files), keys=keys)
+    buckets = range(context.config.parts)
+    keys = sum(exchange.rows_in(folder, bucket) for bucket in buckets)
+    found = key_filter((exchange.gather(folder, bucket, schema=OWN) for bucket in buckets), keys=keys)
     fs.write_bytes(context.folder("own.bits"), found.bits.tobytes())
     return {"own_keys": keys}
 
@@ -286,9 +286,10 @@ def _triplets(rows: pa.Table, queries: pa.Table, *, hop: str, config: CollectCon
 # --- files ---------------------------------------------------------------------------------------------
 
 
-def _row_group(item: Item) -> pa.Table:
+def row_group(item: Item, columns: list[str] | None = None) -> pa.Table:
+    """The row group of a dataset's file that an item names."""
     with fs.open_input(item["uri"]) as file:
-        return pq.ParquetFile(file).read_row_group(item["group"])
+        return pq.ParquetFile(file).read_row_group(item["group"], columns=columns)
 
 
 def read(uri: str) -> pa.Table:

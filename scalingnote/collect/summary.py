@@ -4,10 +4,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from scalingnote.collect.statistics import MAX_POSITIVES_SHOWN, sample
-from scalingnote.collect.steps import Context, Counts, Item
+from scalingnote.collect.steps import Context, Counts, Item, read, row_group
 from scalingnote.collect.term_keys import KINDS
 from scalingnote.planner.words import words
 from scalingnote.storage import exchange
@@ -31,7 +30,7 @@ def count_documents(item: Item, context: Context) -> Counts:
 def draw_samples(context: Context) -> None:
     """The rows to read, drawn from those that the buckets drew."""
     buckets = range(context.config.parts)
-    tables = [pq.read_table(fs.open_input(context.bucket(number, "sample"))) for number in buckets]
+    tables = [read(context.bucket(number, "sample")) for number in buckets]
     drawn = sample(pa.concat_tables([TRIPLETS.empty_table(), *tables]), seed=context.config.seed)
     write_table(context.folder("sample.parquet"), drawn)
 
@@ -40,8 +39,7 @@ def look_up(item: Item, context: Context) -> Counts:
     """One row group of documents: titles that the sampled rows name, and the words of some documents."""
     wanted = _samples(context)
     ids = pa.concat_arrays([*wanted["positive"].chunks, *pc.list_flatten(wanted["negatives"]).chunks])
-    with fs.open_input(item["uri"]) as file:
-        table = pq.ParquetFile(file).read_row_group(item["group"], columns=["doc_id", *FIELDS])
+    table = row_group(item, ["doc_id", *FIELDS])
     found = table.filter(pc.is_in(table["doc_id"], value_set=ids)).select(["doc_id", "title", "content"])
     write_table(fs.join(context.folder("texts"), f"{item['slice']}.parquet"), found)
     measured = table.slice(0, _MEASURED)
@@ -126,14 +124,14 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def _samples(context: Context) -> pa.Table:
-    return pq.read_table(fs.open_input(context.folder("sample.parquet")))
+    return read(context.folder("sample.parquet"))
 
 
 def _rows_to_read(context: Context) -> dict[str, list[dict[str, Any]]]:
     folder = context.folder("texts")
     shown: dict[str, str] = {}
     for name in fs.list_files(folder):
-        for row in pq.read_table(fs.open_input(fs.join(folder, name))).to_pylist():
+        for row in read(fs.join(folder, name)).to_pylist():
             shown[row["doc_id"]] = (row["title"] or row["content"])[:_SHOWN_CHARS]
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in _samples(context).to_pylist():
