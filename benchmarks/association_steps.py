@@ -23,9 +23,8 @@ from scalingnote.collect.association import ASSOCIATIONS, join, mutual, pair_key
 from scalingnote.collect.config import AssociationConfig
 from scalingnote.collect.term_keys import (
     CANDIDATES,
-    CLICK,
+    KINDS,
     OWN,
-    RELEVANCE,
     KeyFilter,
     candidate_keys,
     key_filter,
@@ -112,19 +111,21 @@ def _candidates(number: int, folder: Path, buckets: int, config: AssociationConf
 
 
 def _join(bucket: int, folder: Path, buckets: int, config: AssociationConfig) -> Counts:
-    pairs, counts = join(*bucket_tables(folder, bucket), config=config)
-    click = pairs.filter(pc.equal(pairs["kind"], CLICK))
-    relevance = pairs.filter(pc.equal(pairs["kind"], RELEVANCE))
-    write_table(f"{folder}/click-{bucket}.parquet", click)
-    by_pair = bucket_of(pa.array(pair_keys(relevance)), buckets)
-    scatter(relevance, by_pair, target=f"{folder}/pairs", name=f"{bucket:05d}")
-    return counts | {"click": click.num_rows}
+    settled, one_way, counts = join(*bucket_tables(folder, bucket), config=config)
+    write_table(f"{folder}/settled-{bucket}.parquet", settled)
+    by_pair = bucket_of(pa.array(pair_keys(one_way)), buckets)
+    scatter(one_way, by_pair, target=f"{folder}/pairs", name=f"{bucket:05d}")
+    return counts | _by_kind(settled)
 
 
 def _mutual(bucket: int, folder: Path, buckets: int, config: AssociationConfig) -> Counts:
     found = mutual(gather(f"{folder}/pairs", bucket, schema=ASSOCIATIONS))
-    write_table(f"{folder}/relevance-{bucket}.parquet", found)
-    return {"relevance": found.num_rows}
+    write_table(f"{folder}/mutual-{bucket}.parquet", found)
+    return _by_kind(found)
+
+
+def _by_kind(pairs: pa.Table) -> Counts:
+    return {name: pc.sum(pc.equal(pairs["kind"], kind)).as_py() or 0 for kind, name in KINDS.items()}
 
 
 def _read(folder: Path, number: int) -> tuple[TermScores, np.ndarray]:

@@ -1,6 +1,7 @@
 """The join of one bucket as SQL (DuckDB) and as a data frame query (Polars): what the numpy one must beat.
 
-Both give the pairs only; the counts of what a cap left out would come on top.
+Of clicks, whose pairs are settled by it. Both give the pairs only; the counts of what a cap left out would
+come on top.
 """
 
 import os
@@ -11,10 +12,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from scalingnote.collect.association import ASSOCIATIONS, join
 from scalingnote.collect.config import AssociationConfig
-from scalingnote.collect.term_keys import mix
+from scalingnote.collect.term_keys import CLICK
 
 Engine = Callable[[pa.Table, pa.Table, AssociationConfig], pa.Table]
 ORDER = [(name, "ascending") for name in ("kind", "query", "associate")]
@@ -22,11 +24,12 @@ ORDER = [(name, "ascending") for name in ("kind", "query", "associate")]
 SQL = """
 WITH best AS (
     SELECT * FROM candidates SEMI JOIN own USING (kind, key)
-    QUALIFY row_number() OVER (PARTITION BY kind, key ORDER BY strength DESC, tie) <= {cap}
+    QUALIFY row_number() OVER (PARTITION BY key ORDER BY strength DESC, tie) <= {cap} + 1
 )
 SELECT own.kind AS kind, own.query AS query, best.query AS associate, best.strength AS strength
 FROM own JOIN best USING (kind, key)
 WHERE own.query <> best.query
+QUALIFY row_number() OVER (PARTITION BY own.query ORDER BY strength DESC, tie) <= {cap}
 """
 
 
@@ -35,6 +38,7 @@ def compare(own: pa.Table, candidates: pa.Table, config: AssociationConfig) -> l
     os.environ["POLARS_MAX_THREADS"] = "1"  # read at the first import; every engine gets one thread
     engines: dict[str, Engine] = {"numpy": _numpy, "duckdb": _duckdb, "polars": _polars}
     rows: list[dict[str, Any]] = []
+    own, candidates = (table.filter(pc.equal(table["kind"], CLICK)) for table in (own, candidates))
     expected = _numpy(own, candidates, config).sort_by(ORDER)
     for name, engine in engines.items():
         if not find_spec(name):
@@ -61,7 +65,7 @@ def _duckdb(own: pa.Table, candidates: pa.Table, config: AssociationConfig) -> p
 
     with duckdb.connect(config={"threads": 1}) as connection:
         connection.register("own", own)
-        connection.register("candidates", _with_tie(candidates))
+        connection.register("candidates", candidates)
         return connection.sql(SQL.format(cap=config.max_associates)).to_arrow_table().cast(ASSOCIATIONS)
 
 
@@ -70,20 +74,18 @@ def _polars(own: pa.Table, candidates: pa.Table, config: AssociationConfig) -> p
 
     owners = pl.DataFrame(own)
     best = (
-        pl.DataFrame(_with_tie(candidates))
+        pl.DataFrame(candidates)
         .lazy()
         .join(owners.lazy(), on=["kind", "key"], how="semi")
-        .sort(["kind", "key", "strength", "tie"], descending=[False, False, True, False])
-        .filter(pl.int_range(pl.len()).over(["kind", "key"]) < config.max_associates)
+        .sort(["key", "strength", "tie"], descending=[False, True, False])
+        .filter(pl.int_range(pl.len()).over("key") <= config.max_associates)
     )
     pairs = (
         owners.lazy()
         .join(best, on=["kind", "key"])
         .filter(pl.col("query") != pl.col("query_right"))
+        .sort(["query", "strength", "tie"], descending=[False, True, False])
+        .filter(pl.int_range(pl.len()).over("query") < config.max_associates)
         .select("kind", "query", pl.col("query_right").alias("associate"), "strength")
     )
     return pairs.collect().to_arrow().cast(ASSOCIATIONS)
-
-
-def _with_tie(candidates: pa.Table) -> pa.Table:
-    return candidates.append_column("tie", pa.array(mix(candidates["query"].to_numpy())))

@@ -2,15 +2,17 @@
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import ray
 
+from scalingnote import errors
 from scalingnote.config import Resources
 from scalingnote.errors import ConfigError, ScalingNoteError
 from scalingnote.log import LINE
@@ -75,6 +77,26 @@ def fetch(reference: Any) -> Any:
         if isinstance(error.cause, ScalingNoteError):
             raise error.cause from None
         raise
+
+
+def rows(dataset: Any) -> Iterator[Any]:
+    """Rows of a Ray Dataset as they are finished; raises what a task of ours handed over with `told`."""
+    # Closed here, or a traceback that somebody keeps would keep its actors, and with them their CPUs.
+    with contextlib.closing(_generator(dataset.iter_rows())) as found:
+        for row in found:
+            if row.get("error"):
+                kind, text = json.loads(row["error"])
+                raise getattr(errors, kind)(text)
+            yield row
+
+
+def told(error: ScalingNoteError) -> dict[str, str]:
+    """A row that carries an error out of Ray Data, which else buries it in traces of its own."""
+    return {"error": json.dumps([type(error).__name__, str(error)])}
+
+
+def _generator(found: Iterable[Any]) -> Generator[Any]:
+    yield from found
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Configuration: frozen pydantic sections, read from YAML files laid over each other, then `--set`.
 
-A section says what a stage computes and is stored in its artifact. What only says *where* it runs
-(a :class:`Resources`) is left out of the artifact's identity: four workers or forty, same artifact.
+A section says what a stage computes and is stored in its artifact. What only says *where* it runs, or who
+watches (:class:`Circumstances`), is left out of the artifact's identity: on four workers or forty, the same.
 """
 
 import difflib
@@ -21,8 +21,12 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Resources(Config):
-    """Where a stage runs. Never part of an artifact's identity."""
+class Circumstances(Config):
+    """A section that changes nothing of what is computed. Never part of an artifact's identity."""
+
+
+class Resources(Circumstances):
+    """Where a stage runs."""
 
     workers: int = Field(2, ge=1, description="actors or training ranks")
     cpus_per_worker: float = Field(1.0, gt=0, description="CPU cores Ray reserves for each")
@@ -67,11 +71,11 @@ def dump(config: Config) -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """What of a section decides its artifact: everything but its :class:`Resources`."""
+    """What of a section decides its artifact: everything but its :class:`Circumstances`."""
     values = dump(config)
     for name in type(config).model_fields:
         value = getattr(config, name)
-        if isinstance(value, Resources):
+        if isinstance(value, Circumstances):
             del values[name]
         elif isinstance(value, Config):
             values[name] = identity(value)

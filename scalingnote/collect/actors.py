@@ -11,9 +11,10 @@ import pyarrow.compute as pc
 
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig, QueryGenerationConfig
-from scalingnote.collect.decontaminate import CLEAN, Decontaminator
+from scalingnote.collect.decontaminate import CLEAN, EXACT, NEAR, Decontaminator
 from scalingnote.collect.evidence import rankings
 from scalingnote.collect.steps import (
+    QUERY,
     Context,
     Counts,
     Item,
@@ -21,6 +22,7 @@ from scalingnote.collect.steps import (
     keep_evidence,
     queries_of,
     read,
+    row_group,
     scatter_by,
 )
 from scalingnote.collect.term_keys import own_keys
@@ -41,6 +43,27 @@ def build_index(context: Context, ranker: BM25Ranker | CrossEncoderConfig, local
     write_table(f"{local}/documents.arrow", documents.select(columns))
 
 
+class TakeQueries:
+    """Takes row groups of queries: those for training, less what repeats a test query."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._find = _decontaminator(context)
+
+    def __call__(self, item: Item) -> Counts:
+        """One row group, scattered by query."""
+        table = row_group(item)
+        table = table.filter(pc.equal(table["split"], "train")).select(QUERY.names)
+        counts = {"query_rows": len(table)}
+        if self._find:
+            verdict = self._find(table["query"]).verdict
+            counts["exact_duplicates"] = int((verdict == EXACT).sum())
+            counts["near_duplicates"] = int((verdict == NEAR).sum())
+            table = table.filter(pa.array(verdict == CLEAN))
+        scatter_by(table, "query_id", self._context.folder("queries"), item["slice"], self._context)
+        return counts | {"queries": len(table)}
+
+
 class Ranker:
     """Ranks slices of a bucket's queries; what it loads is mapped, so a machine's actors share it."""
 
@@ -56,10 +79,13 @@ class Ranker:
             from scalingnote.collect.cross_encoder import CrossEncoder
 
             self._cross, self._depth = CrossEncoder(ranker), ranker.candidates
+        self._queries: tuple[int, pa.Table] = (-1, QUERY.empty_table())
 
     def __call__(self, item: Item) -> Counts:
         """Rank one slice and scatter the best of it as evidence."""
-        queries = queries_of(item["bucket"], self._context).slice(item["start"], QUERIES_PER_SLICE)
+        if self._queries[0] != item["bucket"]:
+            self._queries = (item["bucket"], queries_of(item["bucket"], self._context))
+        queries = self._queries[1].slice(item["start"], QUERIES_PER_SLICE)
         rows, scores = self._bm25.search(queries["query"].to_pylist(), self._depth)
         which, rank = np.nonzero(rows >= 0)
         found: dict[str, Any] = {
@@ -91,6 +117,7 @@ class OwnKeys:
         own, counts = own_keys(scores, ids_of(bucket, len(queries)), config=context.config.association)
         del counts["queries"]  # counted when they were taken
         scatter_by(own, "key", context.folder("own"), f"{bucket:05d}", context)
+        write_table(context.bucket(bucket, "own"), own)  # whole, for the filter: one file a bucket
         return counts
 
 
@@ -101,15 +128,21 @@ class Generate:
         from scalingnote.collect.query_generation import QueryGenerator
 
         self._context, self._generate = context, QueryGenerator(config)
+        self._find = _decontaminator(context)
 
     def __call__(self, item: Item) -> Counts:
         """One bucket; every query of it, with triplets or without."""
         context, bucket = self._context, item["bucket"]
         found, counts = self._generate(queries_of(bucket, context))
-        if context.config.decontamination and len(context.test_queries):
-            find = Decontaminator(context.test_queries, context.config.decontamination)
-            clean = find(found["query"]).verdict == CLEAN
+        if self._find:
+            clean = self._find(found["query"]).verdict == CLEAN
             counts["generated_duplicates"] = int((~clean).sum())
             found = found.filter(pa.array(clean))
         write_table(fs.join(context.output, f"generated/part-{bucket:05d}.parquet"), found)
         return counts
+
+
+def _decontaminator(context: Context) -> Decontaminator | None:
+    if not context.config.decontamination or not len(context.test_queries):
+        return None
+    return Decontaminator(context.test_queries, context.config.decontamination)

@@ -14,8 +14,8 @@ from scalingnote.collect.multi_hop import KNOWN, ONE_HOP
 from scalingnote.collect.relevance import relevance_triplet
 from scalingnote.collect.triplet import Triplet
 
-# doc_id, clicked, satisfied (both None unless shown to a user), score (None unless ranked)
-Seen = list[tuple[str, bool | None, bool | None, float | None]]
+# doc_id, clicks, satisfied (both None unless shown to a user), score (None unless ranked)
+Seen = list[tuple[str, int | None, int | None, float | None]]
 
 
 def assemble(
@@ -32,41 +32,45 @@ def assemble(
     order = [("row", "ascending"), ("score", "descending"), ("doc_id", "ascending")]
     evidence = evidence.take(pc.sort_indices(evidence, order))
     rows = evidence["row"].to_numpy()
-    columns = [evidence[name].to_pylist() for name in ("doc_id", "clicked", "satisfied", "score")]
+    columns = [evidence[name].to_pylist() for name in ("doc_id", "clicks", "satisfied", "score")]
     triplets, known = [], []
     for start, stop in pairwise([0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]):
         if start == stop:
             break
         number = int(rows[start])
         seen = list(zip(*(column[start:stop] for column in columns), strict=True))
-        positives = {doc_id for doc_id, clicked, _, _ in seen if clicked}
-        rejected = {doc_id for doc_id, clicked, _, _ in seen if clicked is False}
-        for source, triplet in _triplets(query_ids[number].as_py(), seen, config):
+        positives = {doc_id for doc_id, clicks, _, _ in seen if clicks}
+        rejected = {doc_id for doc_id, clicks, _, _ in seen if clicks == 0}
+        ranking: dict[str, float] = {}
+        for doc_id, _, _, score in seen:
+            if score is not None:
+                ranking.setdefault(doc_id, score)  # a document scored twice keeps its better rank
+        for source, triplet in _triplets(query_ids[number].as_py(), seen, ranking, config):
             positives.add(triplet.positive)
             rejected.update(triplet.negatives)
             if len(triplet.negatives) < config.num_negatives:
                 counts["without_negatives"] += 1
             else:
-                triplets.append((number, triplet.positive, triplet.negatives, source))
+                scores = [ranking.get(doc_id) for doc_id in (triplet.positive, *triplet.negatives)]
+                scored = scores if None not in scores else None
+                triplets.append((number, triplet.positive, triplet.negatives, source, scored))
         known += [(number, doc_id, True) for doc_id in sorted(positives)]
         known += [(number, doc_id, False) for doc_id in sorted(rejected - positives)]
     return _table(triplets, ONE_HOP), _table(known, KNOWN), dict(counts)
 
 
-def _triplets(query_id: str, seen: Seen, config: CollectConfig) -> list[tuple[str, Triplet]]:
-    impressions = [
-        (doc_id, clicked, bool(satisfied)) for doc_id, clicked, satisfied, _ in seen if clicked is not None
+def _triplets(
+    query_id: str, seen: Seen, ranking: dict[str, float], config: CollectConfig
+) -> list[tuple[str, Triplet]]:
+    exposures = [
+        (doc_id, clicks, satisfied or 0) for doc_id, clicks, satisfied, _ in seen if clicks is not None
     ]
     found: list[tuple[str, Triplet]] = []
     if "relevance" in config.sources:
-        ranking: dict[str, float] = {}
-        for doc_id, _, _, score in seen:
-            if score is not None:
-                ranking.setdefault(doc_id, score)  # a document scored twice keeps its better rank
         triplet = relevance_triplet(
             query_id,
             list(ranking.items()),
-            clicked={doc_id for doc_id, clicked, _ in impressions if clicked},
+            clicked={doc_id for doc_id, clicks, _ in exposures if clicks},
             top_k=config.top_k,
             top_t=config.top_t,
             num_negatives=config.num_negatives,
@@ -79,7 +83,7 @@ def _triplets(query_id: str, seen: Seen, config: CollectConfig) -> list[tuple[st
         triplets = click_triplets(
             query_id,
             # What the ranking holds for the answer was not rejected by being passed over.
-            [row for row in impressions if row[1] or row[0] not in best],
+            [row for row in exposures if row[1] or row[0] not in best],
             num_negatives=config.num_negatives,
             min_clicks=config.min_clicks,
             seed=config.seed,

@@ -6,8 +6,8 @@ looked at to find that out. Every query owns one key, its top n terms; it answer
 its terms above the threshold; equal keys are the associations. So a log of any size is three steps, each
 of which sees one slice or one bucket:
 
-    term scores ─► own_keys ───────┬─ by key ─► join ─┬─ click ────────────────────────► associations
-                └► candidate_keys ─┘                  └─ relevance, by pair ─► mutual ─►
+    term scores ─► own_keys ───────┬─ by key ─► join ─┬─ settled ──────────────────────► associations
+                └► candidate_keys ─┘                  └─ one way, by pair ─► mutual ───►
 
 What could explode is bounded, and what the bounds cost is counted: see `join` and `candidate_keys`.
 """
@@ -17,11 +17,11 @@ from collections import Counter
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, Float32, Int64, UInt64
+from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.collect.config import AssociationConfig
-from scalingnote.collect.term_keys import KINDS, RELEVANCE, candidate_keys, key_filter, mix, own_keys
+from scalingnote.collect.term_keys import CLICK, KINDS, RELEVANCE, candidate_keys, key_filter, mix, own_keys
 from scalingnote.planner.terms import TermScores
 
 ASSOCIATIONS = pa.schema(
@@ -43,10 +43,10 @@ def associations(
     owned = key_filter([own], keys=own.num_rows)
     candidates, counted = candidate_keys(scores, ids, config=config, owned=owned)
     counts.update(counted)
-    pairs, counted = join(own, candidates, config=config)
+    settled, one_way, counted = join(own, candidates, config=config)
     counts.update(counted)
-    relevance = pc.equal(pairs["kind"], RELEVANCE)
-    found = pa.concat_tables([pairs.filter(pc.invert(relevance)), mutual(pairs.filter(relevance))])
+    found = pa.concat_tables([settled, mutual(one_way)])
+    found = found.sort_by([(name, "ascending") for name in ("kind", "query", "associate")])
     for kind, name in KINDS.items():
         counts[name] = pc.sum(pc.equal(found["kind"], kind)).as_py() or 0
     return found, dict(counts)
@@ -54,26 +54,37 @@ def associations(
 
 def join(
     own: pa.Table, candidates: pa.Table, *, config: AssociationConfig
-) -> tuple[pa.Table, dict[str, int]]:
+) -> tuple[pa.Table, pa.Table, dict[str, int]]:
     """Pairs of queries with an equal key, from all OWN and CANDIDATES rows of one bucket of keys.
 
-    Click pairs are final; relevance pairs go one way and still need `mutual`. A key asked for by A queries
-    and answered by B makes A * B pairs, so only its `max_associates` strongest candidates count (strength,
-    then a stable hash of the id): output is linear in `own`. Keys that had more are counted as
+    Returned are the settled ones, the ones that still need `mutual`, and counts. Settled is every pair by
+    click, and a pair by relevance where both own this key: each then takes from the other already.
+
+    A key asked for by A queries and answered by B makes A * B pairs, so a query takes only from the
+    `max_associates` strongest others: output is linear in `own`. Keys that had more are counted as
     ``{kind}_hot_keys``, the pairs this cost as ``{kind}_pairs_left_out`` (relevance: one way).
     """
-    tables = [ASSOCIATIONS.empty_table()]
+    settled, one_way = [ASSOCIATIONS.empty_table()], [ASSOCIATIONS.empty_table()]
     counts: dict[str, int] = {}
     for kind, name in KINDS.items():
-        own_key, own_query = _columns(own, kind, "key", "query")
-        key, query, strength = _columns(candidates, kind, "key", "query", "strength")
-        owner, candidate, hot, left_out = _join(
-            own_key, own_query, key, query, strength, config.max_associates
-        )
-        columns = [own_query[owner], query[candidate], strength[candidate]]
-        tables.append(pa.table([np.full(len(owner), kind, np.uint8), *columns], schema=ASSOCIATIONS))
+        asking, answers = _of(own, kind), _of(candidates, kind)
+        selves = _selves(asking, answers)
+        owner, candidate, hot, left_out = _join(asking, answers, selves, config.max_associates)
         counts |= {f"{name}_hot_keys": hot, f"{name}_pairs_left_out": left_out}
-    return pa.concat_tables(tables), counts
+        query, strength = asking["query"].to_numpy(), answers["strength"].to_numpy()
+        lent = strength[candidate]
+        both = np.zeros(len(owner), bool)
+        if kind == RELEVANCE:
+            owned = np.zeros(len(strength), bool)
+            owned[selves[selves >= 0]] = True
+            both = owned[candidate] & (selves[owner] >= 0)
+            lent[both] = np.minimum(lent[both], strength[selves[owner[both]]])
+        columns = [np.full(len(owner), kind, np.uint8), query[owner], answers["query"].to_numpy()[candidate]]
+        pairs = pa.table([*columns, lent], schema=ASSOCIATIONS)
+        done = pa.array(both | (kind == CLICK))
+        settled.append(pairs.filter(done))
+        one_way.append(pairs.filter(pc.invert(done)))
+    return pa.concat_tables(settled), pa.concat_tables(one_way), counts
 
 
 def pair_keys(pairs: pa.Table) -> UInt64[ndarray, " pairs"]:
@@ -102,58 +113,58 @@ def mutual(pairs: pa.Table) -> pa.Table:
     return found.sort_by([("query", "ascending"), ("associate", "ascending")])
 
 
+def _selves(own: pa.Table, candidates: pa.Table) -> Int64[ndarray, " own"]:
+    """For every query that asks, the row where it answers its own key, or -1."""
+    query, key = own["query"].to_numpy(), own["key"].to_numpy()
+    selves = np.full(len(query), -1)
+    if len(query) and len(candidates):
+        order = np.argsort(query, kind="stable")
+        answering = candidates["query"].to_numpy()
+        at = order[np.minimum(np.searchsorted(query, answering, sorter=order), len(order) - 1)]
+        rows = np.flatnonzero((query[at] == answering) & (key[at] == candidates["key"].to_numpy()))
+        selves[at[rows]] = rows
+    return selves
+
+
 def _join(
-    own_key: UInt64[ndarray, " own"],
-    own_query: UInt64[ndarray, " own"],
-    key: UInt64[ndarray, " candidates"],
-    query: UInt64[ndarray, " candidates"],
-    strength: Float32[ndarray, " candidates"],
-    cap: int,
+    own: pa.Table, candidates: pa.Table, selves: Int64[ndarray, " own"], cap: int
 ) -> tuple[Int64[ndarray, " pairs"], Int64[ndarray, " pairs"], int, int]:
     """Sort-merge join of one kind: rows of `own` and of the candidates, hot keys, pairs left out.
 
     Rows come by query, then associate, whatever the order of the input.
     """
-    by_query = np.argsort(own_query, kind="stable")  # nearly free: rows come in this order already
+    query = candidates["query"].to_numpy()
+    key, strength, tie = (candidates[name].to_numpy() for name in ("key", "strength", "tie"))
+    by_query = np.argsort(own["query"].to_numpy(), kind="stable")  # nearly free: rows come so already
     order = np.argsort(query, kind="stable")
     order = order[np.argsort(key[order], kind="stable")]
-    groups, group_of, owners = np.unique(own_key[by_query], return_inverse=True, return_counts=True)
+    groups, group_of = np.unique(own["key"].to_numpy()[by_query], return_inverse=True)
     starts = np.searchsorted(key[order], groups)
     sizes = np.searchsorted(key[order], groups, side="right") - starts
 
-    hot = np.flatnonzero(sizes > cap)
-    left_out = int((owners[hot] * (sizes[hot] - cap)).sum())
+    # Of one more than the cap, each can do without one: itself if it is among them, else the last.
+    rank = np.zeros(len(query), np.int64)
+    others = sizes[group_of] - (selves[by_query] >= 0)
+    hot = np.unique(group_of[others > cap])
+    left_out = int(np.maximum(others - cap, 0).sum())
     if len(hot):
         rows = order[_ranges(starts[hot], sizes[hot])]
         which = np.repeat(np.arange(len(hot)), sizes[hot])
-        best_first = np.lexsort((mix(query[rows]), -strength[rows], which))
-        rank = np.empty_like(best_first)
-        rank[best_first] = _ranges(np.zeros_like(hot), sizes[hot])
-        left_out -= int(_own(rows[rank >= cap], own_key, own_query, key, query).sum())
+        best_first = np.lexsort((tie[rows], -strength[rows], which))
+        rank[rows[best_first]] = _ranges(np.zeros_like(hot), sizes[hot])
         # The kept ones move to the front of their group, still in the order of their ids.
-        kept = np.full(len(hot), cap)
-        order[_ranges(starts[hot], kept)] = rows[rank < cap]
+        kept = np.minimum(sizes[hot], cap + 1)
+        order[_ranges(starts[hot], kept)] = rows[rank[rows] <= cap]
         sizes[hot] = kept
 
     counts = sizes[group_of]
     owner = np.repeat(by_query, counts)
     candidate = order[_ranges(starts[group_of], counts)]
-    other = own_query[owner] != query[candidate]
-    return owner[other], candidate[other], len(hot), left_out
-
-
-def _own(
-    rows: Int64[ndarray, " rows"],
-    own_key: UInt64[ndarray, " own"],
-    own_query: UInt64[ndarray, " own"],
-    key: UInt64[ndarray, " candidates"],
-    query: UInt64[ndarray, " candidates"],
-) -> Bool[ndarray, " rows"]:
-    """Whether a candidate's key is the one its own query asks for: it would have been paired with itself."""
-    order = np.argsort(own_query, kind="stable")
-    at = order[np.minimum(np.searchsorted(own_query, query[rows], sorter=order), len(order) - 1)]
-    found: Bool[ndarray, " rows"] = (own_query[at] == query[rows]) & (own_key[at] == key[rows])
-    return found
+    among = np.zeros(len(selves), bool)
+    answers = np.flatnonzero(selves >= 0)
+    among[answers] = rank[selves[answers]] < cap
+    taken = (candidate != selves[owner]) & ((rank[candidate] < cap) | among[owner])
+    return owner[taken], candidate[taken], len(hot), left_out
 
 
 def _ranges(starts: Int64[ndarray, " ranges"], counts: Int64[ndarray, " ranges"]) -> Int64[ndarray, " total"]:
@@ -162,6 +173,5 @@ def _ranges(starts: Int64[ndarray, " ranges"], counts: Int64[ndarray, " ranges"]
     return np.repeat(starts - before, counts) + np.arange(counts.sum(), dtype=np.int64)
 
 
-def _columns(table: pa.Table, kind: int, *names: str) -> list[ndarray]:
-    table = table.filter(pc.equal(table["kind"], kind))
-    return [table[name].to_numpy() for name in names]
+def _of(table: pa.Table, kind: int) -> pa.Table:
+    return table.filter(pc.equal(table["kind"], kind))

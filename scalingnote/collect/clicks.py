@@ -8,7 +8,7 @@ from scalingnote.collect.triplet import Triplet, draw
 
 def click_triplets(
     query_id: str,
-    impressions: Iterable[tuple[str, bool, bool]],
+    exposures: Iterable[tuple[str, int, int]],
     *,
     num_negatives: int,
     min_clicks: int = 1,
@@ -16,23 +16,20 @@ def click_triplets(
 ) -> list[Triplet]:
     """One triplet per clicked document, sorted by it; hard negatives were exposed and never clicked.
 
-    `impressions` are the (doc_id, clicked, satisfied) of all sessions of this query. A positive has
-    `min_clicks` clicks that satisfied. A document that any session clicked is no negative, however short
-    or seldom the clicks were. A triplet may have fewer than `num_negatives` negatives, down to none:
-    nothing is drawn from outside of what was exposed, because a document nobody saw was not rejected by
-    anybody (ScalingNote, section 4.1).
+    `exposures` are (doc_id, its clicks, how many of them satisfied) over all sessions of this query, in one
+    row or several. A positive has `min_clicks` clicks that satisfied. A document that any session clicked
+    is no negative, however short or seldom the clicks were. A triplet may have fewer than `num_negatives`
+    negatives, down to none: nothing is drawn from outside of what was exposed, because a document nobody
+    saw was not rejected by anybody (ScalingNote, section 4.1).
     """
-    exposed: set[str] = set()
-    clicked: set[str] = set()
     clicks: Counter[str] = Counter()
-    for doc_id, click, satisfied in impressions:
-        exposed.add(doc_id)
-        clicks[doc_id] += satisfied
-        if click:
-            clicked.add(doc_id)
-    rejected = exposed - clicked
+    satisfied: Counter[str] = Counter()
+    for doc_id, clicked, of_these in exposures:
+        clicks[doc_id] += clicked
+        satisfied[doc_id] += of_these
+    rejected = {doc_id for doc_id, count in clicks.items() if not count}
     return [
         Triplet(doc_id, draw(rejected, num_negatives, seed=seed, key=f"click {query_id} {doc_id}"))
-        for doc_id in sorted(clicked)
-        if clicks[doc_id] >= min_clicks
+        for doc_id in sorted(clicks.keys() - rejected)
+        if satisfied[doc_id] >= min_clicks
     ]

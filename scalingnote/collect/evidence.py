@@ -1,4 +1,4 @@
-"""Evidence: one row for every time a document was seen beside a query, by a user or by a ranking model."""
+"""Evidence: what a slice of a log or of a ranking says of a document beside a query, a row for each pair."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -7,8 +7,8 @@ EVIDENCE = pa.schema(
     {
         "query_id": pa.string(),
         "doc_id": pa.string(),
-        "clicked": pa.bool_(),  # set where a user was shown the document
-        "satisfied": pa.bool_(),  # the click counts for a positive: it was long enough
+        "clicks": pa.int64(),  # set where users were shown the document
+        "satisfied": pa.int64(),  # of these clicks, the ones that count for a positive: long enough
         "score": pa.float32(),  # set where a ranking model scored it
     }
 )
@@ -18,7 +18,18 @@ def exposures(impressions: pa.Table, *, min_dwell_s: float) -> pa.Table:
     """Evidence of a click log. A click below `min_dwell_s` does not satisfy; an unmeasured one does."""
     clicked = pc.fill_null(impressions["clicked"], False)
     long_enough = pc.fill_null(pc.greater_equal(impressions["dwell_s"], min_dwell_s), True)
-    return _evidence(impressions, clicked=clicked, satisfied=pc.and_(clicked, long_enough))
+    # A head query is shown its first document a million times: count here, before it costs a shuffle.
+    shown = pa.table(
+        {
+            "query_id": impressions["query_id"],
+            "doc_id": impressions["doc_id"],
+            "clicks": clicked.cast(pa.int64()),
+            "satisfied": pc.and_(clicked, long_enough).cast(pa.int64()),
+        }
+    )
+    pairs = shown.group_by(["query_id", "doc_id"], use_threads=False)
+    counted = pairs.aggregate([("clicks", "sum"), ("satisfied", "sum")])
+    return _evidence(counted, clicks=counted["clicks_sum"], satisfied=counted["satisfied_sum"])
 
 
 def rankings(scores: pa.Table) -> pa.Table:

@@ -24,7 +24,7 @@ from scalingnote.collect import actors, steps, summary
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
 from scalingnote.collect.steps import Context, Item
 from scalingnote.datasets.trainable import held_out_documents, queries
-from scalingnote.errors import DataError
+from scalingnote.errors import DataError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
@@ -100,47 +100,74 @@ def _collect(
     """All steps in order; their counts, and each part registered with the draft."""
     config, dataset = context.config, context.dataset
     shared = ray.put(context)
-    buckets: list[Item] = [{"bucket": number} for number in range(config.parts)]
+
+    def buckets() -> list[Item]:
+        return [{"bucket": number} for number in range(config.parts)]
+
     counts: Counter[str] = Counter()
 
-    def each(name: str, step: Step | type, items: list[Item], *arguments: Any, unit: str = "buckets") -> None:
-        """Run one step, unless an earlier, killed run finished it."""
+    def each(
+        name: str,
+        step: Step | type,
+        items: Callable[[], list[Item]],
+        *arguments: Any,
+        unit: str = "buckets",
+        notes: bool = False,
+    ) -> None:
+        """Run one step, unless an earlier, killed run finished it; with `notes` only what that one left."""
         note = draft.work(f"done/{name}.json")
         if not fs.exists(note):
-            found = Counter[str]()
-            for result in _map(name, step, items, shared, *arguments, config=config, unit=unit):
+            found, left = Counter[str](), items()
+            if notes:
+                earlier, left = _noted(draft.work(f"done/{name}"), left)
+                found.update(earlier)
+            for result in _map(name, step, left, shared, *arguments, config=config, unit=unit):
                 found.update(result)
             fs.write_bytes(note, json.dumps(found).encode())
         counts.update(json.loads(fs.read_bytes(note)))
 
     # Clicks matter to both sources: a clicked document is no negative of its query.
     logs = ["impressions", "scores"] if isinstance(ranker, ScoreTable) else ["impressions"]
-    each("queries", steps.take_queries, _row_groups(dataset, ["queries"]), unit="queries")
-    each("evidence", steps.take_evidence, _row_groups(dataset, logs), unit="rows")
+    each("queries", actors.TakeQueries, partial(_row_groups, dataset, ["queries"]), unit="queries")
+    each("evidence", steps.take_evidence, partial(_row_groups, dataset, logs), unit="rows")
     if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
         index = draft.work("bm25")
         if not fs.exists(draft.work("done/rank.json")):
             with tempfile.TemporaryDirectory() as local:
                 actors.build_index(context, ranker, local)
                 fs.upload(local, index)
-        each("rank", actors.Ranker, _slices(context), ranker, index, draft.fingerprint, unit="queries")
+        slices = partial(_slices, context)
+        each("rank", actors.Ranker, slices, ranker, index, draft.fingerprint, unit="queries", notes=True)
     each("one-hop", steps.one_hop, buckets)
     if config.association:
         each("own-keys", actors.OwnKeys, buckets)
-        each("own-filter", steps.own_filter, buckets[:1])
+        each("own-filter", steps.own_filter, lambda: [{}])
         each("candidates", steps.candidates, buckets)
         each("associate", steps.associate, buckets)
         each("mutual", steps.mutual, buckets)
         each("lend", steps.lend_bucket, buckets)
     if config.query_generation:
-        each("generate", actors.Generate, buckets, config.query_generation)
-    for result in _map("finish", steps.finish, buckets, shared, config=config, unit="parts"):
+        each("generate", actors.Generate, buckets, config.query_generation, notes=True)
+    for result in _map("finish", steps.finish, buckets(), shared, config=config, unit="parts"):
         draft.register(result["name"], Part(**result["part"]))
         counts.update(result["counts"])
     summary.draw_samples(context)
     each("documents", summary.count_documents, buckets)
-    each("texts", summary.look_up, _row_groups(dataset, ["documents"]), unit="documents")
+    each("texts", summary.look_up, partial(_row_groups, dataset, ["documents"]), unit="documents")
     return counts
+
+
+def _noted(folder: str, items: list[Item]) -> tuple[Counter[str], list[Item]]:
+    """What the items said that have a note already, and the others, told where to leave theirs."""
+    done = set(fs.list_files(folder))
+    found, left = Counter[str](), []
+    for item in items:
+        name = "-".join(str(item[key]) for key in ("bucket", "start") if key in item) + ".json"
+        if name in done:
+            found.update(json.loads(fs.read_bytes(fs.join(folder, name))))
+        else:
+            left.append(item | {"note": fs.join(folder, name)})
+    return found, left
 
 
 def _map(
@@ -172,31 +199,45 @@ def _map(
     with Progress(
         "collect", total=sum(item.get("rows", 1) for item in items), unit=f"{unit} ({name})"
     ) as progress:
-        for row in done.iter_rows():
+        for row in cluster.rows(done):
             progress.advance(row["rows"])
             yield json.loads(row["result"])
 
 
 def _task(row: dict[str, str], step: Step, shared: Any) -> dict[str, Any]:
-    return _answer(row, lambda item: step(item, ray.get(shared)))
+    return _answer(row, lambda: partial(step, context=ray.get(shared)))
 
 
 class _Actor:
-    """Holds what a step loads once: a planner, an index, a model."""
+    """Holds what a step loads once: a planner, an index, a model.
+
+    It loads at the first row: Ray gives an actor up that fails to start, and its reason with it.
+    """
 
     def __init__(self, step: type, shared: Any, *arguments: Any) -> None:
-        self._step = step(ray.get(shared), *arguments)
+        self._make, self._shared, self._arguments = step, shared, arguments
+        self._step: Callable[[Item], Any] | None = None
 
     def __call__(self, row: dict[str, str]) -> dict[str, Any]:
-        return _answer(row, self._step)
+        return _answer(row, self._loaded)
+
+    def _loaded(self) -> Callable[[Item], Any]:
+        if self._step is None:
+            self._step = self._make(ray.get(self._shared), *self._arguments)
+        return self._step
 
 
-def _answer(row: dict[str, str], step: Callable[[Item], Any]) -> dict[str, Any]:
+def _answer(row: dict[str, str], load: Callable[[], Callable[[Item], Any]]) -> dict[str, Any]:
     item = json.loads(row["item"])
-    result = step(item)
+    try:
+        result = load()(item)
+    except ScalingNoteError as error:
+        return cluster.told(error)
     if isinstance(result, tuple):  # a finished part
         name, part, counts = result
         result = {"name": name, "part": asdict(part), "counts": counts}
+    if "note" in item:
+        fs.write_bytes(item["note"], json.dumps(result).encode())
     return {"rows": item.get("rows", 1), "result": json.dumps(result)}
 
 

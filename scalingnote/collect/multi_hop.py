@@ -23,6 +23,7 @@ ONE_HOP = pa.schema(
         "positive": pa.string(),
         "negatives": pa.list_(pa.string()),
         "source": pa.string(),
+        "scores": pa.list_(pa.float32()),  # of positive and negatives, where a ranking model gave all
     }
 )
 # What a query knows of a document by itself.
@@ -57,8 +58,9 @@ def lend(
     the memory; also returned is how many loans this cost.
     """
     triplets = triplets.filter(pc.equal(triplets["source"], source))
-    keys = zip(triplets["row"].to_pylist(), triplets["positive"].to_pylist(), strict=True)
-    drawn = pa.array([share(f"lend {row} {doc_id}", seed=seed) for row, doc_id in keys], pa.float64())
+    # Not the row: that changes with the number of buckets.
+    keys = zip(query_ids.take(triplets["row"]).to_pylist(), triplets["positive"].to_pylist(), strict=True)
+    drawn = pa.array([share(f"lend {via} {doc_id}", seed=seed) for via, doc_id in keys], pa.float64())
     triplets = triplets.append_column("drawn", drawn)
     order = [("row", "ascending"), ("drawn", "ascending"), ("positive", "ascending")]
     triplets = triplets.take(pc.sort_indices(triplets, order))

@@ -1,6 +1,6 @@
 """The steps of collecting, each over one slice or one bucket; every table between them is a file.
 
-    queries ─────► take_queries ──by query──► one_hop ──► a bucket: its queries, triplets, what is known
+    queries ─────► TakeQueries ───by query──► one_hop ──► a bucket: its queries, triplets, what is known
     log, scores ─► take_evidence ─by query──────┘
     bucket ─► OwnKeys, candidates ─by key─► associate ─by pair─► mutual ─by lender─► lend_bucket ─┐
     bucket ─────────────────────────────────────────────► finish ◄───────────────by borrower──────┘ ─► a part
@@ -23,7 +23,6 @@ from numpy import ndarray
 from scalingnote.collect import association
 from scalingnote.collect.assemble import assemble
 from scalingnote.collect.config import CollectConfig
-from scalingnote.collect.decontaminate import CLEAN, EXACT, NEAR, Decontaminator
 from scalingnote.collect.evidence import EVIDENCE, exposures, rankings
 from scalingnote.collect.mixing import mix
 from scalingnote.collect.multi_hop import LOANS, borrow, lend
@@ -75,22 +74,6 @@ class Context:
 # --- from the dataset into buckets ---------------------------------------------------------------------
 
 
-def take_queries(item: Item, context: Context) -> Counts:
-    """One row group of queries: those for training, less what repeats a test query."""
-    table = row_group(item)
-    table = table.filter(pc.equal(table["split"], "train")).select(QUERY.names)
-    counts = Counter(query_rows=len(table))
-    if context.config.decontamination and len(context.test_queries):
-        find = Decontaminator(context.test_queries, context.config.decontamination)
-        verdict = find(table["query"]).verdict
-        counts["exact_duplicates"] = int((verdict == EXACT).sum())
-        counts["near_duplicates"] = int((verdict == NEAR).sum())
-        table = table.filter(pa.array(verdict == CLEAN))
-    counts["queries"] = len(table)
-    scatter_by(table, "query_id", context.folder("queries"), item["slice"], context)
-    return dict(counts)
-
-
 def take_evidence(item: Item, context: Context) -> Counts:
     """One row group of the click log or of the scores, less held-out documents."""
     table = row_group(item)
@@ -133,10 +116,9 @@ def one_hop(item: Item, context: Context) -> Counts:
 
 def own_filter(item: Item, context: Context) -> Counts:
     """All own keys as a bit table: a key that nobody asks for need not be shuffled."""
-    folder = context.folder("own")
-    buckets = range(context.config.parts)
-    keys = sum(exchange.rows_in(folder, bucket) for bucket in buckets)
-    found = key_filter((exchange.gather(folder, bucket, schema=OWN) for bucket in buckets), keys=keys)
+    tables = [context.bucket(bucket, "own") for bucket in range(context.config.parts)]
+    keys = sum(pq.read_metadata(fs.open_input(uri)).num_rows for uri in tables)
+    found = key_filter((read(uri) for uri in tables), keys=keys)
     fs.write_bytes(context.folder("own.bits"), found.bits.tobytes())
     return {"own_keys": keys}
 
@@ -149,7 +131,9 @@ def candidates(item: Item, context: Context) -> Counts:
         owned = KeyFilter(np.frombuffer(bits.read_buffer(), np.uint8))
     scores = TermScores.from_arrow(read(context.bucket(bucket, "terms")))
     ids = ids_of(bucket, len(scores.offsets) - 1)
-    found, counts = candidate_keys(scores, ids, config=config, owned=owned)
+    # A query is numbered by the bucket it lies in; which of two queries is taken must not hang on that.
+    ties = exchange.hash_of(read(context.bucket(bucket, "queries"))["query_id"])
+    found, counts = candidate_keys(scores, ids, config=config, ties=ties, owned=owned)
     # Who has no click triplet has none to lend; that an association by relevance is mutual, all must say.
     own = read(context.bucket(bucket, "one_hop"))
     clicked = pc.unique(own.filter(pc.equal(own["source"], "click"))["row"]).to_numpy()
@@ -160,33 +144,35 @@ def candidates(item: Item, context: Context) -> Counts:
 
 
 def associate(item: Item, context: Context) -> Counts:
-    """One bucket of keys: directed pairs; those by click are final, those by relevance go to their pair."""
+    """One bucket of keys: the pairs that are settled go to their lenders, the others meet by pair."""
     config, bucket = context.config.association, item["bucket"]
     assert config is not None
     own = exchange.gather(context.folder("own"), bucket, schema=OWN)
     answers = exchange.gather(context.folder("candidates"), bucket, schema=CANDIDATES)
-    pairs, counts = association.join(own, answers, config=config)
-    by_click = pc.equal(pairs["kind"], CLICK)
-    name = f"{bucket:05d}"
-    clicks, others = pairs.filter(by_click), pairs.filter(pc.invert(by_click))
-    _scatter_pairs(clicks, f"click-{name}", context)
-    keys = pa.array(association.pair_keys(others))
+    settled, one_way, counts = association.join(own, answers, config=config)
+    _scatter_pairs(settled, f"settled-{bucket:05d}", context)
+    keys = pa.array(association.pair_keys(one_way))
     exchange.scatter(
-        others,
+        one_way,
         exchange.bucket_of(keys, context.config.parts),
         target=context.folder("pairs"),
-        name=name,
+        name=f"{bucket:05d}",
     )
-    return counts | {"click_associations": len(clicks)}
+    return counts | _by_kind(settled)
 
 
 def mutual(item: Item, context: Context) -> Counts:
-    """One bucket of pairs by relevance: those that hold both ways."""
+    """One bucket of pairs that held one way: those that hold both ways."""
     bucket = item["bucket"]
     pairs = exchange.gather(context.folder("pairs"), bucket, schema=association.ASSOCIATIONS)
     both = association.mutual(pairs)
-    _scatter_pairs(both, f"relevance-{bucket:05d}", context)
-    return {"relevance_associations": len(both)}
+    _scatter_pairs(both, f"mutual-{bucket:05d}", context)
+    return _by_kind(both)
+
+
+def _by_kind(pairs: pa.Table) -> Counts:
+    kinds = pairs["kind"].to_numpy()
+    return {f"{name}_associations": int((kinds == kind).sum()) for kind, name in KINDS.items()}
 
 
 # --- multi-hop and the end -----------------------------------------------------------------------------
@@ -268,7 +254,9 @@ def _triplets(rows: pa.Table, queries: pa.Table, *, hop: str, config: CollectCon
         dtype=bool,
     )
     split = np.where(validation[coded.indices.to_numpy(zero_copy_only=False)], "validation", "train")
-    via = rows["via"] if "via" in rows.schema.names else pa.nulls(len(rows), pa.string())
+    via = rows["via"] if hop == "multi" else pa.nulls(len(rows), pa.string())
+    # What a ranking model said of a lent document, it said for the lender's query.
+    scores = rows["scores"] if hop == "one" else pa.nulls(len(rows), TRIPLETS.field("scores").type)
     columns = {
         "query_id": query_ids,
         "query": queries["query"].take(rows["row"]),
@@ -278,6 +266,7 @@ def _triplets(rows: pa.Table, queries: pa.Table, *, hop: str, config: CollectCon
         "hop": pa.array([hop] * len(rows), pa.string()),
         "via": via,
         "weight": pa.array(np.ones(len(rows), dtype=np.float32)),
+        "scores": scores,
         "split": pa.array(split.tolist(), pa.string()),
     }
     return pa.table([columns[field.name] for field in TRIPLETS], schema=TRIPLETS)

@@ -23,7 +23,13 @@ CLICK, RELEVANCE = 2, 4
 KINDS = {CLICK: "click", RELEVANCE: "relevance"}
 
 OWN = pa.schema({"kind": pa.uint8(), "key": pa.uint64(), "query": pa.uint64()})
-CANDIDATES = OWN.append(pa.field("strength", pa.float32()))  # smallest score among the key's terms
+CANDIDATES = pa.schema(
+    [
+        *OWN,
+        pa.field("strength", pa.float32()),  # smallest score among the key's terms
+        pa.field("tie", pa.uint64()),  # which of two equally strong ones goes first
+    ]
+)
 
 _CHUNK = 1 << 18  # keys held while they are formed and filtered: fits the cache
 _BITS_PER_KEY = 16  # one probe of a table this sparse passes 6 % of the keys nobody owns
@@ -81,6 +87,7 @@ def candidate_keys(
     ids: UInt64[ndarray, " queries"],
     *,
     config: AssociationConfig,
+    ties: UInt64[ndarray, " queries"] | None = None,
     owned: KeyFilter | None = None,
 ) -> tuple[pa.Table, dict[str, int]]:
     """The key of every 2 and every 4 terms that a query scores above the threshold, as CANDIDATES rows.
@@ -88,7 +95,11 @@ def candidate_keys(
     A query answers with its `max_terms` best terms; queries that had more are counted as
     ``{kind}_truncated``. Keys that `owned` does not hold are dropped here, before they cost a shuffle:
     counts hold the keys formed (``candidate_keys``) and left (``candidate_keys_kept``).
+
+    `ties` decide between queries that answer equally well. Ids that tell where a query lies, and so change
+    with the number of buckets, must not: then give hashes of what the query is.
     """
+    ties = mix(ids) if ties is None else ties
     ranked = _best_first(scores, ids)
     tables, counts = [CANDIDATES.empty_table()], {"candidate_keys": 0}
     for kind, threshold in ((CLICK, config.click_threshold), (RELEVANCE, config.relevance_threshold)):
@@ -97,7 +108,8 @@ def candidate_keys(
         for rows, keys, strengths in _combinations(ranked, np.minimum(above, config.max_terms), kind):
             counts["candidate_keys"] += keys.size
             kept = owned.may_hold(keys) if owned else np.ones(len(keys), bool)
-            tables.append(_table(CANDIDATES, kind, keys[kept], ids[rows[kept]], strengths[kept]))
+            rows = rows[kept]
+            tables.append(_table(CANDIDATES, kind, keys[kept], ids[rows], strengths[kept], ties[rows]))
     table = pa.concat_tables(tables)
     return table, counts | {"candidate_keys_kept": table.num_rows}
 

@@ -236,7 +236,7 @@ def _run_parts(
         num_cpus=resources.cpus_per_worker,
         num_gpus=resources.gpus_per_worker or None,
     )
-    for row in encoded.iter_rows():
+    for row in cluster.rows(encoded):
         yield json.loads(row["record"])
 
 

@@ -13,6 +13,9 @@ class MineConfig(Config):
         description="TREC run files over the training queries (dense, BM25, hybrid); "
         "none: search with the last round's dual encoder",
     )
+    runs_sha256: tuple[str, ...] = Field(
+        (), description="filled in when the stage starts: other contents of `runs` are another artifact"
+    )
     first_rank: int = Field(11, ge=1, description="ranks above are dropped as likely false negatives")
     last_rank: int = Field(100, ge=1, description="negatives are drawn from ranks first_rank to last_rank")
     num_negatives: int = Field(1, ge=1, description="hard negatives per triplet")

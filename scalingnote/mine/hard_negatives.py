@@ -42,6 +42,7 @@ def refresh(
     is left out).
     """
     counts: Counter[str] = Counter()
+    unscored: list[bool] = []
     given: dict[str, set[str]] = {}
     negatives: list[list[str] | None] = []
     columns = [triplets[name].to_pylist() for name in ("query_id", "positive", "negatives")]
@@ -56,15 +57,21 @@ def refresh(
             counts["mined"] += 1
             used.update(drawn)
             negatives.append(drawn)
+            unscored.append(True)
         elif len(old) >= config.num_negatives:
             counts["kept"] += 1
             negatives.append(old[: config.num_negatives])
+            unscored.append(len(old) > config.num_negatives)
         else:
             counts["lost"] += 1
             negatives.append(None)
+            unscored.append(True)
     at = triplets.schema.get_field_index("negatives")
     column = pa.array(negatives, triplets.schema.field(at).type)
     fresh = triplets.set_column(at, triplets.schema.field(at), column)
+    at = triplets.schema.get_field_index("scores")  # they are of the old negatives
+    scores = pc.if_else(pa.array(unscored, pa.bool_()), None, triplets["scores"])
+    fresh = fresh.set_column(at, triplets.schema.field(at), scores)
     return fresh.filter(pc.is_valid(column)), dict(counts)
 
 

@@ -44,33 +44,27 @@ def run(
         "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
         "embeddings": open_artifact(embeddings, kind="embeddings"),
     }
-    draft = Draft(output, kind="triplets", config=config, parents=parents)
+    # Workers have other working directories.
+    runs = tuple(fs.absolute(uri) for uri in config.runs)
+    sums = tuple(fs.checksum(uri) for uri in runs)
+    draft = Draft(
+        output,
+        kind="triplets",
+        config=config.model_copy(update={"runs_sha256": sums}),
+        parents=parents,
+    )
     if draft.finished:
         return draft.existing()
     cluster.require(config.resources, stage="mine")
     if not config.runs:
         _lay_out_pool(config, parents, draft)
-    # Workers have other working directories.
-    config = config.model_copy(update={"runs": tuple(fs.absolute(uri) for uri in config.runs)})
-    settings = {"config": config, "parents": parents, "work": draft.work(), "output": output}
+    config = config.model_copy(update={"runs": runs})
     source = parents["triplets"]
-    names = source.names("triplets/", ".parquet")
-    parts = ray.data.from_items([{"name": name} for name in names], override_num_blocks=len(names))
-    mined = parts.map_batches(
-        Miner,
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(config.resources.workers, len(names))),
-        fn_constructor_kwargs=settings,
-        num_cpus=config.resources.cpus_per_worker,
-        num_gpus=config.resources.gpus_per_worker or None,
-    )
+    records = _records(config, parents, draft)
     counts = Counter(mined=0, kept=0, lost=0, triplets=0)
-    with Progress("mine", total=source.counts["triplets"], unit="triplets") as progress:
-        for row in mined.iter_rows():
-            record = json.loads(row["record"])
-            draft.register(record["name"], Part(**record["part"]))
-            counts.update(record["counts"])
-            progress.advance(source.manifest.parts[record["name"]].rows or 0)
+    for record in records:
+        draft.register(record["name"], Part(**record["part"]))
+        counts.update(record["counts"])
     if not counts["mined"]:
         raise DataError(
             f"no negative was mined for {source.counts['triplets']:,} triplets: widen first_rank..last_rank "
@@ -82,6 +76,31 @@ def run(
     return draft.commit(
         counts=dict(counts), simulated_clicks=bool(source.manifest.info.get("simulated_clicks", False))
     )
+
+
+def _records(config: MineConfig, parents: dict[str, Artifact], draft: Draft) -> list[dict[str, Any]]:
+    """What was mined of every part; the records of an earlier, killed run are taken as they are."""
+    rows = {
+        name: parents["triplets"].manifest.parts[name].rows or 0
+        for name in parents["triplets"].names("triplets/", ".parquet")
+    }
+    notes = {name: draft.work(f"mined/{Path(name).stem}.json") for name in rows}
+    todo = [name for name, note in notes.items() if not fs.exists(note)]
+    done = sum(rows.values()) - sum(rows[name] for name in todo)
+    with Progress("mine", total=sum(rows.values()), done=done, unit="triplets") as progress:
+        if todo:
+            parts = ray.data.from_items([{"name": name} for name in todo], override_num_blocks=len(todo))
+            mined = parts.map_batches(
+                Miner,
+                batch_size=1,
+                compute=ray.data.ActorPoolStrategy(size=min(config.resources.workers, len(todo))),
+                fn_constructor_args=(config, parents, draft.work(), draft.uri, notes),
+                num_cpus=config.resources.cpus_per_worker,
+                num_gpus=config.resources.gpus_per_worker or None,
+            )
+            for row in cluster.rows(mined):
+                progress.advance(rows[row["name"]])
+    return [json.loads(fs.read_bytes(note)) for note in notes.values()]
 
 
 def _lay_out_pool(config: MineConfig, parents: dict[str, Artifact], draft: Draft) -> None:
@@ -107,26 +126,35 @@ def _lay_out_pool(config: MineConfig, parents: dict[str, Artifact], draft: Draft
 class Miner:
     """Actor: reads whole parts, orders documents for their queries, writes them with fresh negatives."""
 
-    def __init__(self, config: MineConfig, parents: dict[str, Artifact], work: str, output: str) -> None:
-        self._config, self._triplets, self._output = config, parents["triplets"], output
+    def __init__(
+        self,
+        config: MineConfig,
+        parents: dict[str, Artifact],
+        work: str,
+        output: str,
+        notes: dict[str, str],
+    ) -> None:
+        self._config, self._triplets, self._output, self._notes = config, parents["triplets"], output, notes
         self._ranking = FromRuns(config, parents) if config.runs else FromTowers(config, parents, work)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Names of parts in, their records out."""
-        return {"record": [self._mine(name) for name in batch["name"]]}
+        """Names of parts in and out; their records lie where `notes` says."""
+        for name in batch["name"]:
+            self._mine(name)
+        return batch
 
     def _answers(self, name: str) -> list[pa.Table]:
         answers = name.replace("triplets/", "answers/", 1)
         return [self._triplets.table(answers)] if answers in self._triplets.manifest.parts else []
 
-    def _mine(self, name: str) -> str:
+    def _mine(self, name: str) -> None:
         part = self._triplets.table(name)
         rankings, scores = self._ranking.rank(part)
         known = positives_by_query(part, *self._answers(name))
         fresh, counts = refresh(part, rankings, known=known, positive_scores=scores, config=self._config)
         written = write_table(fs.join(self._output, name), fresh)
         record = {"name": name, "part": asdict(written), "counts": counts | {"triplets": len(fresh)}}
-        return json.dumps(record)
+        fs.write_bytes(self._notes[name], json.dumps(record).encode())
 
 
 class FromTowers:

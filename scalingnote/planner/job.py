@@ -92,7 +92,7 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
     texts = 0
     total = sum(source.manifest.parts[part].rows or 0 for part in parts)
     with Progress("planner", total=total, unit=f"{config.corpus} counted") as progress:
-        for row in counted.iter_rows():
+        for row in cluster.rows(counted):
             progress.advance(row["rows"])
             texts += row["texts"]
 

@@ -23,9 +23,10 @@ from numpy import ndarray
 from rjieba import Jieba
 
 # Runs of Han; numbers with their decimal points; runs of letters, digits and the marks that belong to them,
-# which Python's own \w leaves out: Hindi would break at every vowel sign.
+# which Python's own \w leaves out: Hindi would break at every vowel sign. Radicals are Han, but no letters.
 _RUN = regex.compile(
-    r"(\p{Han}+)|(\d+(?:\.\d+)+|[[\p{L}\p{N}]--\p{Han}][[\p{L}\p{M}\p{N}]--\p{Han}]*)", regex.V1
+    r"([\p{Han}&&[\p{L}\p{N}]]+)|(\d+(?:\.\d+)+|[[\p{L}\p{N}]--\p{Han}][[\p{L}\p{M}\p{N}]--\p{Han}]*)",
+    regex.V1,
 )
 
 

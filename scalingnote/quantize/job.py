@@ -160,7 +160,7 @@ def _code(
     )
     done = sum(rows) - sum(waiting.values())
     with Progress("quantize", total=sum(rows), unit="documents coded", done=done) as progress:
-        for record in coded.iter_rows():
+        for record in cluster.rows(coded):
             if record["error"]:
                 raise ArtifactError(record["error"])
             progress.advance(int(record["rows"]))

@@ -10,7 +10,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.storage import filesystem as fs
@@ -19,17 +19,21 @@ from scalingnote.storage.artifact import write_table
 
 def bucket_of(keys: pa.Array | pa.ChunkedArray, buckets: int) -> Int64[ndarray, " rows"]:
     """The bucket of every key (strings or integers): the same on every machine, uniform over keys."""
+    return np.asarray(hash_of(keys) % np.uint64(buckets), dtype=np.int64)
+
+
+def hash_of(keys: pa.Array | pa.ChunkedArray) -> UInt64[ndarray, " rows"]:
+    """A hash of every key: the same on every machine, and not the one of Python, which changes."""
     keys = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
     if pa.types.is_integer(keys.type):
-        return _remainder(keys.to_numpy(zero_copy_only=False), buckets)
+        return _siphash(keys.to_numpy(zero_copy_only=False))
     coded = pc.dictionary_encode(keys)  # each distinct key is hashed once
-    found = _remainder(np.asarray(coded.dictionary, dtype=object), buckets)
-    return found[coded.indices.to_numpy(zero_copy_only=False)]  # type: ignore[no-any-return]
+    return _siphash(np.asarray(coded.dictionary, dtype=object))[coded.indices.to_numpy(zero_copy_only=False)]
 
 
-def _remainder(keys: ndarray, buckets: int) -> Int64[ndarray, " rows"]:
-    hashes: ndarray = pd.util.hash_array(keys, categorize=False)  # SipHash, in C
-    return np.asarray(hashes % np.uint64(buckets), dtype=np.int64)
+def _siphash(values: ndarray) -> UInt64[ndarray, " values"]:
+    hashes: ndarray = pd.util.hash_array(values, categorize=False)  # in C
+    return hashes
 
 
 def scatter(table: pa.Table, bucket: Int64[ndarray, " rows"], *, target: str, name: str) -> None:

@@ -46,6 +46,8 @@ TRIPLETS = pa.schema(
         "hop": pa.string(),  # "one": the query's own evidence; "multi": an associated query's
         "via": pa.string(),  # query_id whose evidence this is, for hop "multi"; else null
         "weight": pa.float32(),  # of this row in the losses
+        # A ranking model's: the positive's, then each negative's; null where it did not score them all.
+        "scores": pa.list_(pa.float32()),
         "split": pa.string(),  # "train" or "validation"
     }
 )

@@ -1,15 +1,18 @@
 """A small shop: 40 queries, 60 documents in groups of three, a click log, and a few test queries."""
 
+import json
+
 import pyarrow as pa
 import pytest
 
+from scalingnote import cluster as cluster_of_ray
 from scalingnote.collect.assemble import assemble
-from scalingnote.collect.config import AssociationConfig, CollectConfig, ScoreTable
+from scalingnote.collect.config import AssociationConfig, CollectConfig, CrossEncoderConfig, ScoreTable
 from scalingnote.collect.evidence import exposures, rankings
 from scalingnote.collect.job import run
 from scalingnote.config import Config
 from scalingnote.datasets.trainable import held_out_documents, queries
-from scalingnote.errors import DataError
+from scalingnote.errors import ConfigError, DataError
 from scalingnote.planner import job as planner_job
 from scalingnote.planner.config import Statistics
 from scalingnote.storage import filesystem as fs
@@ -191,7 +194,57 @@ def test_given_scores_replace_bm25(planner, tmp_path):
         i = int(row["query_id"][1:])
         ranking = [doc for doc in (f"d{(i * 5 + j) % 60}" for j in range(15)) if doc in allowed]
         assert row["positive"] == ranking[0]
+        given = [-float(next(j for j in range(15) if d == f"d{(i * 5 + j) % 60}")) for d in docs_of(row)]
+        assert row["scores"] == given
         assert set(row["negatives"]) <= set(ranking[CONFIG.top_k : CONFIG.top_t])
+
+
+def docs_of(row):
+    return [row["positive"], *row["negatives"]]
+
+
+def test_the_number_of_parts_decides_nothing_but_the_files(planner, tmp_path):
+    """Also where a cap must choose among equals: who lies in which bucket is no reason."""
+    dataset = make_dataset(tmp_path / "dataset", scores=True)
+    tight = CONFIG.association.model_copy(update={"max_associates": 1})
+    found = []
+    for parts in (2, 5):
+        config = CONFIG.model_copy(update={"association": tight, "parts": parts, "max_multi_hop": 1})
+        artifact = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / str(parts)))
+        assert artifact.counts["relevance_pairs_left_out"] > 0
+        order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
+        found.append(artifact.table("triplets").sort_by(order))
+        assert pa.compute.sum(pa.compute.equal(found[-1]["hop"], "multi")).as_py() > 10
+    assert found[0].equals(found[1])
+
+
+def test_what_a_ranking_actor_cannot_load_is_said_plainly_and_a_killed_ranking_goes_on(
+    dataset, planner, tmp_path, monkeypatch
+):
+    wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
+    with pytest.raises(ConfigError, match="nothing"):
+        run(wrong, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "wrong"))
+
+    config = ONE_HOP.model_copy(update={"parts": 4})
+    expected = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "a"))
+    ranked, rows = [], cluster_of_ray.rows
+
+    def die_in_the_middle(done):
+        for number, row in enumerate(rows(done)):
+            if json.loads(row["result"]).get("ranked"):
+                ranked.append(row)
+                if number == 1 and len(ranked) == 2:
+                    raise KeyboardInterrupt
+            yield row
+
+    monkeypatch.setattr(cluster_of_ray, "rows", die_in_the_middle)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    noted = fs.list_files(str(tmp_path / "b/_work/done/rank"))
+    again = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    assert again.digest == expected.digest
+    assert len(noted) >= 2
+    assert len(ranked) == 2 + 4 - len(noted)  # what had a note was not ranked again
 
 
 def test_evidence_that_is_not_there_is_refused_before_work(planner, tmp_path):
@@ -218,7 +271,9 @@ def test_assemble_counts_what_lacks_negatives_and_what_nobody_asked():
     )  # fmt: skip
     config = CollectConfig(sources=("click",), validation_fraction=0)
     triplets, known, counts = assemble(exposures(log, min_dwell_s=5.0), pa.array(["q", "r"]), config=config)
-    assert triplets.to_pylist() == [{"row": 0, "positive": "a", "negatives": ["b"], "source": "click"}]
+    assert triplets.to_pylist() == [
+        {"row": 0, "positive": "a", "negatives": ["b"], "source": "click", "scores": None}
+    ]
     assert [tuple(row.values()) for row in known.to_pylist()] == [
         (0, "a", True), (0, "d", True), (0, "b", False), (1, "c", True),
     ]  # fmt: skip

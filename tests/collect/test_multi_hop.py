@@ -66,7 +66,7 @@ def test_a_document_that_answers_the_borrower_is_never_lent_as_a_negative():
 
 def test_lenders_give_their_triplets_of_the_source_to_every_borrower():
     triplets = [(5, "b", ["x"], "click"), (2, "a", ["y"], "click"), (5, "c", ["z"], "click")]
-    triplets += [(5, "d", ["w"], "relevance")]
+    triplets = [(*row, None) for row in [*triplets, (5, "d", ["w"], "relevance")]]
 
     def lent(most: int) -> tuple[list[tuple], int]:
         found, over = lend(

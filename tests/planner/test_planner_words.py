@@ -2,7 +2,7 @@ import unicodedata
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from scalingnote.planner.words import hash_words, words
@@ -35,6 +35,7 @@ def test_a_word_the_dictionary_lacks_is_cut_alike_wherever_it_stands():
 
 
 @given(st.text(st.characters(exclude_categories=["Cn"]), max_size=60))
+@example("⺀ 〇々")
 def test_no_letter_or_digit_is_lost_and_nothing_else_is_kept(text):
     normal = unicodedata.normalize("NFKC", text).lower()
 

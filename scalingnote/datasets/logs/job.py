@@ -43,7 +43,7 @@ def _each(task: flow.Task, items: Sequence[Any], *, resources: Resources) -> Ite
         compute=TaskPoolStrategy(size=min(resources.workers, len(numbers))),
         num_cpus=resources.cpus_per_worker,
     )
-    for row in done.iter_rows():
+    for row in cluster.rows(done):
         yield json.loads(row["record"])
 
 
