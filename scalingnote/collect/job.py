@@ -205,7 +205,8 @@ def _map(
 
 
 def _task(row: dict[str, str], step: Step, shared: Any) -> dict[str, Any]:
-    return _answer(row, lambda: partial(step, context=ray.get(shared)))
+    context = ray.get(shared)
+    return _answer(row, lambda: lambda item: step(item, context))
 
 
 class _Actor:

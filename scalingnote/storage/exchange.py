@@ -28,7 +28,8 @@ def hash_of(keys: pa.Array | pa.ChunkedArray) -> UInt64[ndarray, " rows"]:
     if pa.types.is_integer(keys.type):
         return _siphash(keys.to_numpy(zero_copy_only=False))
     coded = pc.dictionary_encode(keys)  # each distinct key is hashed once
-    return _siphash(np.asarray(coded.dictionary, dtype=object))[coded.indices.to_numpy(zero_copy_only=False)]
+    hashes = _siphash(np.asarray(coded.dictionary, dtype=object))
+    return hashes[coded.indices.to_numpy(zero_copy_only=False)]  # type: ignore[no-any-return]
 
 
 def _siphash(values: ndarray) -> UInt64[ndarray, " values"]:
