@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scalingnote import __version__
@@ -74,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         stage = command(name, _run, text)
         _add_config(stage)
         stage.set_defaults(only=name, start=None, until=None, serve=False)
+        if name == "train":
+            _add_dry_run(stage)
 
     compare = command(
         "compare", _compare, "run several methods on one dataset and lay their reports together"
@@ -89,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     serve = command("serve", _serve, "serve a finished run: HTTP and a search page on one URL")
     serve.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
     _add_set(serve)
+
+    publish = command("publish", _publish, "copy a run's towers out, each a folder with a model card")
+    publish.add_argument("folder", help="where they go: dual_encoder/query, dual_encoder/document, ...")
+    publish.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
 
     submit = command("submit", _submit, "send one stage to a Ray cluster as a job")
     submit.add_argument("stage", type=_stage, metavar="STAGE", help=", ".join(STAGES) + "; train@1: round 1")
@@ -117,6 +124,21 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         "config", nargs="+", metavar="CONFIG", help="YAML files, later ones laid over earlier"
     )
     _add_set(parser)
+
+
+def _add_dry_run(train: argparse.ArgumentParser) -> None:
+    train.add_argument(
+        "--dry-run", action="store_true", help="print memory per GPU, arithmetic and days; start nothing"
+    )
+    dry = train.add_argument_group("with --dry-run")
+    dry.add_argument("--gpu", metavar="KIND", help="H200, H100 (the default), A100 or L40S")
+    dry.add_argument("--gpus", type=int, metavar="N", help="default: train.resources.workers")
+    dry.add_argument("--mfu", metavar="SHARE", help="of the peak that is reached, default: 0.4")
+    dry.add_argument("--network", metavar="GB/S", help="in and out of a node, default: 400")
+    dry.add_argument("--rows", metavar="N", help="training rows, default: those that were collected")
+    dry.add_argument("--query-tokens", metavar="N", help="mean length, default: the longest")
+    dry.add_argument("--document-tokens", metavar="N", help="mean length, default: the longest")
+    train.set_defaults(command=_train)
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +177,43 @@ def _run(options: argparse.Namespace) -> int:
     if "report" in built:
         print(f"\nreport: {config.run_dir}/report.html\ntry it: scalingnote serve --run {config.run_dir}")
     return _serve_run(config.run_dir, options.overrides) if options.serve else 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    names = ("gpu", "mfu", "network", "rows", "query_tokens", "document_tokens")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if not options.dry_run:
+        if given or options.gpus is not None:
+            raise ConfigError("hardware and sizes are assumed in a dry run only: add --dry-run")
+        return _run(options)
+    if options.gpus is not None:
+        options.overrides = [*options.overrides, f"train.resources.workers={options.gpus}"]
+    config = _load(options)
+    from scalingnote.config import validate
+    from scalingnote.scaling import dry_run, table
+    from scalingnote.scaling.config import Assumptions
+
+    # A round of stage I after the first learns from mined negatives.
+    given["negatives"] = (config.mine if config.rounds > 1 else config.collect).num_negatives
+    assumed = validate(Assumptions, given, source="--dry-run")
+    if assumed.rows is None:
+        assumed = assumed.model_copy(update={"rows": _training_rows(config)})
+    print(table.text(dry_run.estimate(config.train, assumed)))
+    return 0
+
+
+def _training_rows(config: "RunConfig") -> int | None:
+    """How many rows the run has collected to train on; None before that."""
+    import pyarrow.compute as pc
+
+    from scalingnote import pipeline
+    from scalingnote.errors import ArtifactError
+
+    try:
+        splits = pipeline.locate(config, "triplets").table("triplets", ["split"])["split"]
+    except (ArtifactError, OSError):  # not collected yet, or in a store that cannot be reached from here
+        return None
+    return int(pc.sum(pc.equal(splits, "train")).as_py() or 0)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -218,6 +277,17 @@ def _serve(options: argparse.Namespace) -> int:
 def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
     # By name: the apps stand beside the command line, not below it.
     return int(importlib.import_module("serve.app").run(run_dir, overrides=overrides))
+
+
+def _publish(options: argparse.Namespace) -> int:
+    from scalingnote import pipeline
+    from scalingnote.models.publish import publish
+
+    config = pipeline.load_run(options.run)
+    for kind in ("dual_encoder", "student") if config.distill else ("dual_encoder",):
+        for folder in publish(pipeline.locate(config, kind), Path(options.folder) / kind):
+            print(folder)
+    return 0
 
 
 def _submit(options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ import pytest
 
 from scalingnote.config import Config, Resources, identity, load
 from scalingnote.errors import ConfigError
+from scalingnote.models.config import TowerConfig
 from scalingnote.pipeline import RunConfig, select
 from scalingnote.train.config import TrainConfig
 
@@ -16,6 +17,35 @@ def test_every_run_config_parses_alone_and_with_every_method(path: Path):
     methods = [load(RunConfig, [path, method]) for method in sorted(CONFIGS.glob("methods/*.yaml"))]
     assert {config.run_dir for config in methods} == {alone.run_dir}
     assert {config.distill is None for config in methods} == {True, False}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("ablations/*.yaml")), ids=lambda p: p.stem)
+def test_every_ablation_is_scalingdual_but_for_its_prompt(path: Path):
+    for run in sorted(CONFIGS.glob("quickstart/[!b]*.yaml")):
+        whole = load(RunConfig, [run, CONFIGS / "methods/scalingdual.yaml"]).train
+        ablated = load(RunConfig, [run, path])
+        assert ablated.evaluate.names.dual_encoder == path.stem
+        document = whole.document.model_copy(update={"prompt": ablated.train.document.prompt})
+        assert ablated.train == whole.model_copy(update={"document": document})
+        assert _views(ablated.train.document) == _views(whole.document) - 1
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("paper/*.yaml")), ids=lambda p: p.stem)
+def test_the_published_run_has_the_published_numbers(path: Path):
+    config = load(RunConfig, [path])
+    train = config.train
+    assert (train.global_batch, train.epochs, train.optimizer.peak_lr, train.dim) == (480, 1, 3e-6, 128)
+    assert (train.strategy.kind, train.strategy.stage, train.precision) == ("deepspeed", 3, "bfloat16")
+    assert (train.losses.margin, train.losses.alpha, train.losses.matryoshka) == (0.2, 0.5, (16, 32, 64, 128))
+    assert _views(train.document) == (3 if path.stem == "scalingnote" else 2)
+    if config.distill is not None:
+        distill, student = config.distill, config.distill.student.backbone
+        assert (distill.global_batch, distill.epochs, distill.optimizer.peak_lr) == (40_000, 100, 3e-4)
+        assert (student.layers, student.heads, student.hidden, student.vocabulary) == (4, 12, 768, 84_522)
+
+
+def _views(tower: TowerConfig) -> int:
+    return sum(view in tower.prompt for view in ("[TITLE_QUERY]", "[CONTENT_QUERY]", "[EMB]"))
 
 
 def test_a_typo_is_refused_with_its_place_and_the_right_word():

@@ -1,26 +1,21 @@
-"""Stage II on Ray Train: stored teacher embeddings in, a student query tower out. No teacher is loaded."""
+"""Stage II on Ray: stored teacher embeddings in, a student query tower out. No teacher is loaded."""
 
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.compute as pc
-import ray.train
 import safetensors.torch
-import torch
 
-from scalingnote.config import dump, validate
-from scalingnote.distill.batching import LessonBatches
+from scalingnote.config import dump
+from scalingnote.distill import batching
 from scalingnote.distill.config import DistillConfig
 from scalingnote.distill.inherit import inherit
 from scalingnote.distill.objective import StageTwo
-from scalingnote.log import configure, get_logger
+from scalingnote.log import get_logger
 from scalingnote.models import tower
 from scalingnote.models.config import Scratch
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train import corpus
-from scalingnote.train.batching import total_steps
-from scalingnote.train.job import launch, train_rank
+from scalingnote.train.job import Settings, in_tasks, launch, start_rank, train_rank
+from scalingnote.train.order import Order
+from scalingnote.train.stream import Store
 
 log = get_logger("distill")
 
@@ -31,10 +26,15 @@ def run(config: DistillConfig, *, query_embeddings: str, output: str) -> Artifac
     draft = Draft(output, kind="student", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    queries = parents["query_embeddings"].table("embeddings", ["query", "split"])
-    rows = pc.sum(pc.equal(queries["split"], "train")).as_py() or 0
-    steps = total_steps(rows=rows, global_batch=config.global_batch, epochs=config.epochs)
-    tokenizer = _tokenizer(config, parents["query_embeddings"], queries)
+    tokenizer = _tokenizer(config, parents["query_embeddings"])
+    sizes = batching.prepare(
+        parents["query_embeddings"],
+        student=config.student,
+        tokenizer_json=tokenizer,
+        folder=draft.work("rows"),
+        each=in_tasks,
+    )
+    rows, steps = sum(sizes.values()), _order(config, sizes).steps(config.epochs)
     log.info("%s queries, %d steps", f"{rows:,}", steps)
     launch(
         _worker,
@@ -43,6 +43,7 @@ def run(config: DistillConfig, *, query_embeddings: str, output: str) -> Artifac
             "query_embeddings": query_embeddings,
             "output": output,
             "work": draft.work(),
+            "store": draft.work("rows"),
             "tokenizer": tokenizer,
             "steps": steps,
         },
@@ -52,11 +53,17 @@ def run(config: DistillConfig, *, query_embeddings: str, output: str) -> Artifac
     return draft.commit(counts={"queries": rows, "steps": steps})
 
 
-def _tokenizer(config: DistillConfig, teacher: Artifact, queries: pa.Table) -> str | None:
+def _order(config: DistillConfig, sizes: dict[str, int]) -> Order:
+    return Order(sizes, global_batch=config.global_batch, seed=config.seed)
+
+
+def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
     """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
     if _inherits(config):
         return fs.read_bytes(teacher.file("teacher/tokenizer.json")).decode()
-    learnt = corpus.tokenizers({"student": config.student}, texts=lambda: queries["query"].to_pylist())
+    learnt = corpus.tokenizers(
+        {"student": config.student}, texts=lambda: corpus.distinct_queries(teacher, "embeddings")
+    )
     return learnt.get("student")
 
 
@@ -64,38 +71,40 @@ def _inherits(config: DistillConfig) -> bool:
     return config.inherit_tokens and isinstance(config.student.backbone, Scratch)
 
 
-def _worker(settings: dict[str, Any]) -> None:
-    """One rank: rebuild the student from config and seed, train, and let rank 0 write it."""
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    configure(rank=rank)
-    config = validate(DistillConfig, settings["config"], source="distill")
-    torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
+def _worker(settings: Settings) -> dict[str, str] | None:
+    """One rank of stage II."""
+    config, rank, world = start_rank(DistillConfig, settings, room="distill")
     teacher = open_artifact(settings["query_embeddings"], kind="query_embeddings")
-    table = teacher.table("embeddings")
-    student = tower.build(
-        config.student,
-        role="query",
-        dim=table.schema.field("embedding").type.list_size,
-        tokenizer_json=settings["tokenizer"],
-        seed=config.seed,
-    )
-    if _inherits(config):
-        weights = safetensors.torch.load(fs.read_bytes(teacher.file("teacher/tokens.safetensors")))
-        inherit(student.token_embeddings, weights["weight"])
-    batches = LessonBatches(
-        table.filter(pc.equal(table["split"], "train")),
-        student=student,
-        global_batch=config.global_batch,
+    store = Store.open(settings["store"])
+
+    def make() -> StageTwo:
+        student = tower.build(
+            config.student,
+            role="query",
+            dim=store.facts["dim"],
+            tokenizer_json=settings["tokenizer"],
+            seed=config.seed,
+        )
+        if _inherits(config):
+            weights = safetensors.torch.load(fs.read_bytes(teacher.file("teacher/tokens.safetensors")))
+            inherit(student.token_embeddings, weights["weight"])
+        return StageTwo(student, cosine_weight=config.cosine_weight)
+
+    stage = make()
+    batches = batching.LessonBatches(
+        store,
+        _order(config, store.facts["sizes"]),
+        pad=stage.student.pad,
+        packed=config.memory.packing,
         rank=rank,
         world=world,
-        seed=config.seed,
     )
-    train_rank(
-        StageTwo(student, cosine_weight=config.cosine_weight),
+    return train_rank(
+        stage,
         batches,
+        make=make,
         schedule=config,
         settings=settings,
         room="distill",
-        save=lambda stage, folder: stage.student.save(folder / "query"),
+        save=lambda whole, folder: whole.student.save(folder / "query"),
     )

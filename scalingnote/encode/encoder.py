@@ -74,7 +74,8 @@ class Encoder:
         out = np.empty((len(rows), len(self.views), self.dim), dtype=np.float32)
         lengths = [len(row.ids) for row in rows]
         self.tokens = sum(lengths)
-        for chosen in by_tokens(lengths, budget=self._budget):
-            batch = collate([rows[i] for i in chosen], pad=self.tower.pad)
+        packed = self.tower.packs
+        for chosen in by_tokens(lengths, budget=self._budget, packed=packed):
+            batch = collate([rows[i] for i in chosen], pad=self.tower.pad, packed=packed)
             out[chosen] = self.tower(batch.to(self._device)).cpu().numpy()
         return out

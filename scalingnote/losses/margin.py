@@ -6,18 +6,16 @@ from torch import Tensor
 
 
 def margin_loss(
-    queries: Float[Tensor, "queries dim"],
-    positives: Float[Tensor, "queries dim"],
-    negatives: Float[Tensor, "queries negatives dim"],
+    cosines: Float[Tensor, "queries group"],
     *,
     margin: float,
     weights: Float[Tensor, " queries"] | None = None,
 ) -> Float[Tensor, ""]:
     """Mean of max(0, margin - s(q, d+) + s(q, d-)) over queries and their hard negatives (Eq. 9).
 
-    All vectors are of length 1. `weights` multiply the queries' losses before the mean.
+    `cosines` are a query's with its positive, then with each of its at least one hard negatives.
+    `weights` multiply the queries' losses before the mean.
     """
-    right = (queries * positives).sum(-1, keepdim=True)
-    wrong = torch.einsum("qd,qnd->qn", queries, negatives)
+    right, wrong = cosines[:, :1], cosines[:, 1:]
     losses = torch.relu(margin - right + wrong)
     return (losses if weights is None else losses * weights[:, None]).mean()

@@ -1,25 +1,20 @@
 """Matryoshka prefixes: every loss is computed on the first m dimensions, for each m."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 
-def over_prefixes(
-    loss: Callable[..., Float[Tensor, ""]],
-    *embeddings: Float[Tensor, "..."],
-    dims: Sequence[int],
-    weights: Sequence[float] | None = None,
-) -> Float[Tensor, ""]:
-    """Weighted sum of `loss` over prefixes, each re-normalised to unit length (Eq. 7 and 10).
+def prefixes(
+    *embeddings: Float[Tensor, "..."], dims: Sequence[int], weights: Sequence[float] | None = None
+) -> Iterator[tuple[float, list[Float[Tensor, "..."]]]]:
+    """Weight w^m and prefixes of length m, each at unit length again, for each m (Eq. 7 and 10).
 
-    `embeddings` are passed to `loss` positionally after cutting their last axis; `weights` default to 1.
+    `weights` default to 1. The caller adds the weighted losses up.
     """
-    total = torch.zeros((), device=embeddings[0].device)
+    # Adding up the products of blocks of dimensions, and dividing the sums by norms, takes half the
+    # multiplications but more passes over [queries, docs], which are what costs: 1.5 times slower.
     for dim, weight in zip(dims, weights or [1.0] * len(dims), strict=True):
-        cut = [F.normalize(embedding[..., :dim], dim=-1) for embedding in embeddings]
-        total = total + weight * loss(*cut)
-    return total
+        yield weight, [F.normalize(embedding[..., :dim], dim=-1) for embedding in embeddings]

@@ -4,7 +4,10 @@ Both end as the same thing: a transformer without a language-model head, its tok
 token sees only what stands before it.
 """
 
-from collections.abc import Iterable
+import inspect
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
     AutoConfig,
     AutoModel,
     AutoTokenizer,
@@ -21,14 +25,19 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging
+from transformers.utils.hub import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from scalingnote.errors import ConfigError
+from scalingnote.models.attention import first_position
 from scalingnote.models.config import Pretrained, Scratch
 from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens
 
-disable_progress_bar()  # one bar per small file would drown our own progress lines
+logging.disable_progress_bar()  # one bar per small file would drown our own progress lines
 
+_MAYBE = {"_raise_exceptions_for_missing_entries": False}
 _SCRATCH_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
 
 
@@ -48,19 +57,29 @@ class Backbone:
     @property
     def max_positions(self) -> int | None:
         """Longest input in tokens, where the architecture has such a bound."""
-        return getattr(_text_config(self.model.config), "max_position_embeddings", None)
+        bound = getattr(_text_config(self.model.config), "max_position_embeddings", None)
+        return None if bound is None else int(bound) - first_position(self.model)
 
     @property
     def special(self) -> SpecialTokens:
-        """Ids put around text: encoders use [CLS] and [SEP], decoders the end-of-sequence token."""
+        """Ids put around text: encoders use [CLS] and [SEP], decoders the end-of-sequence token.
+
+        A decoder whose tokenizer starts every text with a token (Llama's and Gemma's do) was trained on
+        it, and gets it.
+        """
         tokenizer = self.tokenizer
         end = tokenizer.eos_token_id if self.causal else tokenizer.sep_token_id
         pad = tokenizer.pad_token_id
         return SpecialTokens(
             pad=pad if pad is not None else (end or 0),
             end=end,
-            first=None if self.causal else tokenizer.cls_token_id,
+            first=self._starts_with if self.causal else tokenizer.cls_token_id,
         )
+
+    @property
+    def _starts_with(self) -> int | None:
+        first, bos = self.tokenizer("").input_ids[:1], self.tokenizer.bos_token_id
+        return bos if bos is not None and first == [bos] and bos != self.tokenizer.eos_token_id else None
 
     @property
     def raw_tokenizer(self) -> Tokenizer:
@@ -98,26 +117,49 @@ def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int
                     raise ConfigError("a scratch backbone needs a tokenizer trained on the corpus")
                 backbone = _from_scratch(config, tokenizer_json)
             case Pretrained():
-                backbone = load(config.path)
-                if config.layers is not None:
-                    _keep_layers(backbone.model, config.layers)
+                backbone = load(config.path, layers=config.layers)
         backbone.tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
-        if len(backbone.tokenizer) > backbone.model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
-            backbone.model.resize_token_embeddings(len(backbone.tokenizer), mean_resizing=False)  # type: ignore[operator]
+        _grow(backbone.model, len(backbone.tokenizer))
     return backbone
 
 
-def load(path: str | Path) -> Backbone:
-    """A backbone from a hub id or a folder; any head the checkpoint carries is left out."""
+def load(path: str | Path, *, layers: int | None = None) -> Backbone:
+    """A backbone from a hub id or a folder; any head the checkpoint carries is left out.
+
+    The path of a peft adapter gives its base with the adapter worked in. Weights come in float32, whatever
+    they are stored in. ConfigError when `path` is no model, lacks weights, or has fewer than `layers`.
+    """
+    base, settings, tokenizer = _described(path)
     try:
-        settings = AutoConfig.from_pretrained(path)
-        kwargs: dict[str, Any] = {"add_pooling_layer": False} if settings.model_type == "bert" else {}
-        model = AutoModel.from_pretrained(path, config=settings, dtype=torch.float32, **kwargs)
-        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=True)
+        with _silent():
+            model, report = AutoModel.from_pretrained(
+                base,
+                config=settings,
+                dtype=torch.float32,
+                output_loading_info=True,
+                **_without_pooler(settings),
+            )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load a backbone from {str(path)!r}: {error}") from None
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ConfigError(f"{str(path)!r} has no fast tokenizer (tokenizer.json): convert it first")
+        raise ConfigError(f"cannot load a backbone from {base!r}: {error}") from None
+    if report["missing_keys"]:
+        some = ", ".join(sorted(report["missing_keys"])[:3])
+        raise ConfigError(f"{base!r} lacks {len(report['missing_keys'])} weights of its model: {some}...")
+    if layers is not None:
+        _keep_layers(model, layers)
+    if base != str(path):
+        from scalingnote.models import adapters  # late: peft is slow to import, and few need it
+
+        _grow(model, len(tokenizer))
+        model = adapters.load_merged(model, path)
+    return Backbone(model, tokenizer, causal=is_causal(settings))
+
+
+def shell(path: str | Path) -> Backbone:
+    """The backbone at `path` as a module without weights: enough to know how it reads, in milliseconds."""
+    _, settings, tokenizer = _described(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
+    with torch.device("meta"):
+        model = AutoModel.from_config(settings, **_without_pooler(settings))
     return Backbone(model, tokenizer, causal=is_causal(settings))
 
 
@@ -169,6 +211,55 @@ def _from_scratch(config: Scratch, tokenizer_json: str) -> Backbone:
         )
         model = AutoModel.from_config(settings, dtype=torch.float32, add_pooling_layer=False)
     return Backbone(model, tokenizer, causal=causal)
+
+
+def _described(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
+    """Where the weights at `path` are (elsewhere, if it is an adapter), their config, and the tokenizer."""
+    try:
+        adapter = find_adapter_config_file(str(path))
+        base = json.loads(Path(adapter).read_text())["base_model_name_or_path"] if adapter else str(path)
+        settings = AutoConfig.from_pretrained(base)
+        own = adapter is None or cached_file(str(path), "tokenizer.json", **_MAYBE) is not None
+        tokenizer = _tokenizer(str(path) if own else base)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a backbone from {str(path)!r}: {error}") from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(f"{str(path)!r} has no fast tokenizer (tokenizer.json): convert it first")
+    return base, settings, tokenizer
+
+
+def _tokenizer(path: str) -> Any:
+    """The tokenizer at `path`; one that says it is nothing but its tokenizer.json is read from there.
+
+    AutoTokenizer goes by the model instead: in a Qwen2 folder it splits words as Qwen2's does, whatever the
+    file says, and a tokenizer trained with other splits then gives other tokens than in training.
+    """
+    declared = get_tokenizer_config(path).get("tokenizer_class")
+    plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
+    return (PreTrainedTokenizerFast if plain else AutoTokenizer).from_pretrained(path)
+
+
+def _grow(model: Any, tokens: int) -> None:
+    if tokens > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(tokens, mean_resizing=False)
+
+
+def _without_pooler(settings: Any) -> dict[str, bool]:
+    """A pooler that nothing reads would be weights without gradients."""
+    known: Any = MODEL_MAPPING.get(type(settings), None)
+    optional = known is not None and "add_pooling_layer" in inspect.signature(known).parameters
+    return {"add_pooling_layer": False} if optional else {}
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without transformers' table of weights that were not asked for; those that are missing we report."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _keep_layers(model: nn.Module, layers: int) -> None:

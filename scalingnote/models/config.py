@@ -38,10 +38,26 @@ class Scratch(Config):
 Backbone = Annotated[Pretrained | Scratch, Field(discriminator="kind")]
 
 
+class Lora(Config):
+    """Low-rank adapters on a frozen backbone, through peft."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0, description="updates are scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1)
+    dora: bool = Field(False, description="weight-decomposed: magnitude and direction apart")
+    targets: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear", description="names of the layers that get one"
+    )
+
+
 class TowerConfig(Config):
     """One tower: text -> tokens -> hidden states -> pooled state -> projected embedding."""
 
     backbone: Backbone = Scratch()
+    lora: Lora | None = Field(None, description="None trains all weights")
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
+        "auto", description="auto: the fastest that this machine has"
+    )
     max_length: int = Field(64, ge=4, description="tokens fed; content is cut first, then topic")
     prompt: str = Field(
         PAPER_PROMPT,

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from scalingnote.errors import ConfigError, DataError
 
 PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]": "summary"}
+FIELDS = ("{title}", "{topic}", "{content}")
 VIEWS = tuple(PLACEHOLDERS.values())
 _PIECE = re.compile(r"(\{title\}|\{topic\}|\{content\}|\[TITLE_QUERY\]|\[CONTENT_QUERY\]|\[EMB\])")
 # Tokenising 20,000 characters to keep 60 tokens is wasted: no tokenizer packs more than this on average.
@@ -38,7 +39,10 @@ class SpecialTokens:
 
 
 class QueryPrompt:
-    """A query as the tower reads it: ``text end`` pooled at the end, or ``first text end`` at the first."""
+    """A query as the tower reads it, ``first text end``: pooled at the end if causal, at the first if not.
+
+    Most causal models have no first token.
+    """
 
     views = ("query",)
 
@@ -48,7 +52,7 @@ class QueryPrompt:
         if not causal and special.first is None:
             raise ConfigError("a bidirectional query tower needs a tokenizer with a [CLS] token")
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._head = [] if causal or special.first is None else [special.first]
+        self._head = [] if special.first is None else [special.first]
         self._tail = [] if special.end is None else [special.end]
         self._causal = causal
 
@@ -77,7 +81,7 @@ class DocumentPrompt:
     ):
         self._tokenizer, self._max_length, self._causal = tokenizer, max_length, causal
         self._max_positions = max_positions
-        pieces = [piece.replace("{{", "{").replace("}}", "}") for piece in _split(template)]
+        pieces = [plain(piece) for piece in split(template)]
         self.views = tuple(PLACEHOLDERS[piece] for piece in pieces if piece in PLACEHOLDERS)
         if not self.views:
             raise ConfigError(f"the document prompt has none of {list(PLACEHOLDERS)}: {template!r}")
@@ -86,14 +90,14 @@ class DocumentPrompt:
             pieces = pieces[: last + 1]
         self._pieces: list[str | list[int]] = []
         for piece in pieces:
-            if piece in ("{title}", "{topic}", "{content}"):
+            if piece in FIELDS:
                 self._pieces.append(piece[1:-1])
             elif piece in PLACEHOLDERS:
                 self._pieces.append([_placeholder_id(tokenizer, piece)])
             else:
                 self._pieces.append(tokenizer.encode(piece, add_special_tokens=False).ids)
         self._placeholders = [piece in PLACEHOLDERS for piece in pieces]
-        self._head = [special.first] if not causal and special.first is not None else []
+        self._head = [special.first] if special.first is not None else []
         self._tail = [special.end] if not causal and special.end is not None else []
         fixed = sum(len(piece) for piece in self._pieces if isinstance(piece, list))
         self._fixed = fixed + len(self._head) + len(self._tail) - int(causal)
@@ -111,8 +115,13 @@ class DocumentPrompt:
         A title so long that the row exceeds the model's positions gives a DataError in its place.
         """
         room = self._max_length
-        columns = [_tokenize(self._tokenizer, texts, room) for texts in (titles, topics, contents)]
-        return [self._row(*fields) for fields in zip(*columns, strict=True)]
+        fields = {"title": titles, "topic": topics, "content": contents}
+        columns = [
+            # A field that the template leaves out must not take room from the others.
+            _tokenize(self._tokenizer, texts if name in self._pieces else [""] * len(texts), room)
+            for name, texts in fields.items()
+        ]
+        return [self._row(*ids) for ids in zip(*columns, strict=True)]
 
     def _row(self, title: list[int], topic: list[int], content: list[int]) -> Row | DataError:
         spare = max(self._max_length - self._fixed - len(title), 0)
@@ -134,8 +143,14 @@ class DocumentPrompt:
         return Row(ids, positions)
 
 
-def _split(template: str) -> list[str]:
+def split(template: str) -> list[str]:
+    """Literals (braces still doubled), fields and placeholders of a template, in order."""
     return [piece for piece in _PIECE.split(template) if piece]
+
+
+def plain(piece: str) -> str:
+    """A literal as it is read."""
+    return piece.replace("{{", "{").replace("}}", "}")
 
 
 def _placeholder_id(tokenizer: Tokenizer, token: str) -> int:

@@ -10,47 +10,26 @@ A saved tower is a folder: the Hugging Face model and tokenizer, ``projection.sa
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from scalingnote.errors import ArtifactError
+from scalingnote.log import get_logger
+from scalingnote.models import attention, export, layout
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
-from scalingnote.models.config import TowerConfig
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.batch import Batch, collate
+from scalingnote.models.config import Pretrained, TowerConfig
+from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt
 
+log = get_logger("models")
+__all__ = ["Batch", "Role", "Tower", "build", "collate"]
 Role = Literal["query", "document"]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Padded token rows and the positions to pool."""
-
-    ids: Int[Tensor, "rows tokens"]
-    mask: Int[Tensor, "rows tokens"]
-    positions: Int[Tensor, "rows views"]
-
-    def to(self, device: torch.device) -> "Batch":
-        """The same batch on a device."""
-        return Batch(*(t.to(device, non_blocking=True) for t in (self.ids, self.mask, self.positions)))
-
-
-def collate(rows: Sequence[Row], *, pad: int) -> Batch:
-    """Pad rows on the right to the longest one."""
-    longest = max(len(row.ids) for row in rows)
-    ids = torch.full((len(rows), longest), pad, dtype=torch.long)
-    mask = torch.zeros((len(rows), longest), dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row.ids)] = torch.tensor(row.ids)
-        mask[i, : len(row.ids)] = 1
-    return Batch(ids, mask, torch.tensor([row.positions for row in rows]))
 
 
 class Tower(nn.Module):
@@ -62,10 +41,12 @@ class Tower(nn.Module):
         self.projection = nn.Linear(backbone.hidden, dim, bias=False)
         self.tokenizer, self.causal = backbone.tokenizer, backbone.causal
         self.config, self.role, self.dim = config, role, dim
-        self.pad = backbone.special.pad
+        self.special, self.pad = backbone.special, backbone.special.pad
+        self.packs = attention.choose(backbone.model, config.attention)
         tokens = backbone.raw_tokenizer
         tokens.no_padding()
         tokens.no_truncation()
+        layout.separate(tokens)
         self.prompt: QueryPrompt | DocumentPrompt
         if role == "query":
             self.prompt = QueryPrompt(
@@ -88,23 +69,51 @@ class Tower(nn.Module):
 
     @property
     def token_embeddings(self) -> nn.Embedding:
-        """The backbone's input table, a row per token of the vocabulary."""
-        return self.backbone.get_input_embeddings()  # type: ignore[operator, no-any-return]
+        """The backbone's input table, a row per token of the vocabulary (not that of an adapted tower)."""
+        table = self.backbone.get_input_embeddings()  # type: ignore[operator]
+        assert isinstance(table, nn.Embedding)
+        return table
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows views dim"]:
-        """Embeddings in float32, not normalised."""
-        # Right padding: in a causal model real tokens never see pads, and no mask means the fast kernel.
-        mask = None if self.causal else batch.mask
-        kwargs = {"use_cache": False} if self.causal else {}
-        hidden = self.backbone(input_ids=batch.ids, attention_mask=mask, **kwargs).last_hidden_state
-        rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-        return self.projection(hidden[rows, batch.positions].float())  # type: ignore[no-any-return]
+        """Embeddings in float32, not normalised; of padded or of packed rows."""
+        if batch.packing is None or not self.packs:
+            return self._project(self._pooled(batch.padded(self.pad)))
+        batch, back = batch.by_length()  # where attention goes by runs of equal length, there are fewer
+        return self._project(self._pooled(batch)[back])
 
-    def save(self, folder: Path) -> None:
-        """Write the tower's folder."""
+    def _pooled(self, batch: Batch) -> Float[Tensor, "rows views hidden"]:
+        kwargs = attention.arguments(self.backbone, batch, causal=self.causal)
+        if self.causal:
+            kwargs["use_cache"] = False
+        hidden = self.backbone(input_ids=batch.ids, **kwargs).last_hidden_state
+        if batch.packing is not None:
+            return hidden[0, batch.packing.offsets[:-1, None] + batch.positions]  # type: ignore[no-any-return]
+        rows = torch.arange(len(hidden), device=hidden.device)[:, None]
+        return hidden[rows, batch.positions]  # type: ignore[no-any-return]
+
+    def _project(self, pooled: Float[Tensor, "rows views hidden"]) -> Float[Tensor, "rows views dim"]:
+        # Autocast would round the embeddings that all losses compare.
+        with torch.autocast(pooled.device.type, enabled=False):
+            return self.projection(pooled.to(self.projection.weight.dtype)).float()  # type: ignore[no-any-return]
+
+    def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
+        """Write the tower's folder.
+
+        Adapters are worked into the weights, or kept: then the folder holds the adapter alone, and the
+        path of its backbone. A backbone from scratch lies nowhere else, so there they are always worked in.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self.backbone.save_pretrained(folder)  # type: ignore[operator]
-        self.tokenizer.save_pretrained(folder)
+        source = self.config.backbone
+        adapted = self.config.lora is not None
+        kept = source if adapted and not merge_adapters and isinstance(source, Pretrained) else None
+        if adapted:
+            from scalingnote.models import adapters  # late: peft is slow to import, and few need it
+        if kept is not None:
+            adapters.save(self.backbone, folder, name=self.role, base=kept.path)
+        else:
+            state = adapters.merged(self.backbone) if adapted else None
+            self.backbone.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+        self._save_tokenizer(folder, whole=kept is None)
         save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
         facts = {
             "role": self.role,
@@ -113,8 +122,23 @@ class Tower(nn.Module):
             "views": list(self.views),
             "max_length": self.config.max_length,
             "prompt": self.config.prompt,
+            "layers": None if kept is None else kept.layers,
         }
         (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+
+    def _save_tokenizer(self, folder: Path, *, whole: bool) -> None:
+        """The tokenizer; beside a whole model also the files that sentence-transformers wants."""
+        causal, length = self.causal, self.config.max_length
+        document = self.prompt if isinstance(self.prompt, DocumentPrompt) else None
+        template = self.config.prompt if document else None
+        if document and causal:
+            length -= layout.unseen(document)
+        made = layout.tokenizer_for(template, self.tokenizer, self.special, causal=causal, max_length=length)
+        made.save_pretrained(folder)
+        if document and not layout.agrees(made, document, self.config.prompt, causal=causal):
+            log.warning("its tokenizer joins what the prompt keeps apart: no files for sentence-transformers")
+        elif whole:
+            export.write(folder, made, self.projection.weight, template=template, causal=causal)
 
     @classmethod
     def load(cls, folder: Path) -> "Tower":
@@ -125,7 +149,7 @@ class Tower(nn.Module):
         except FileNotFoundError as error:
             raise ArtifactError(f"{folder} is not a tower: {error.filename} is missing") from None
         config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"])
-        backbone = backbones.load(folder)
+        backbone = backbones.load(folder, layers=facts.get("layers"))
         backbone.causal = facts["causal"]
         tower = cls(backbone, config, role=facts["role"], dim=facts["dim"])
         with torch.no_grad():
@@ -133,9 +157,27 @@ class Tower(nn.Module):
         return tower.eval()
 
 
-def build(config: TowerConfig, *, role: Role, dim: int, tokenizer_json: str | None, seed: int) -> Tower:
-    """A tower ready to train. Two towers of one config and seed start from the same backbone weights."""
-    backbone = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
+def build(
+    config: TowerConfig,
+    *,
+    role: Role,
+    dim: int,
+    tokenizer_json: str | None,
+    seed: int,
+    backbone: Backbone | None = None,
+) -> Tower:
+    """A tower ready to train, on `backbone` where one is given, else on what the config says.
+
+    Two towers of one config and seed start from the same backbone weights.
+    """
+    backbone = backbone or backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
+    if config.lora is not None:
+        from scalingnote.models import adapters  # late, as above
+
+        # Queries are read without placeholders: there is nothing for new rows to learn.
+        ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
+        tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
+        adapters.add(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
     tower = Tower(backbone, config, role=role, dim=dim)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -1,72 +1,186 @@
-"""Checkpoints: weights, optimizer state and step in one safetensors file, written atomically.
+"""Checkpoints of a run: sharded, written in the background, whole or not there at all.
 
-The newest readable file is the state of the run; there is nothing else to lose or to disagree with it.
+    {uri}/step-000000400/shard-00001-....safetensors   one file per rank, written by torch's DCP
+    {uri}/step-000000400/checkpoint.json               written last: without it there is no checkpoint
+
+DCP knows the place of each shard in its tensor, so states of one layout can be read by another number of
+ranks. Tensors are copied before :meth:`Checkpoints.save` returns; files are written while training goes on.
 """
 
 import json
+import tempfile
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
-import torch
-from safetensors.torch import load, save
-from torch import Tensor, nn
+import torch.distributed as dist
+from pyarrow.fs import LocalFileSystem
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from scalingnote.errors import TrainingError
 from scalingnote.storage import filesystem as fs
+from scalingnote.train.distributed import rank
+
+MARKER = "checkpoint.json"
+_ON_CPU = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+)
+
+
+@runtime_checkable
+class Restorable(Protocol):
+    """What can be put into a checkpoint; an :class:`~scalingnote.train.strategies.engine.Engine` can."""
+
+    layout: str
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors by name, alive: read them, or fill them in place."""
+        ...
+
+    def restored(self, state: dict[str, Tensor]) -> None:
+        """Called when they were filled."""
+        ...
 
 
 @dataclass(frozen=True)
+class Found:
+    """A whole checkpoint. `notes` is whatever its writer wants to find again."""
+
+    step: int
+    notes: dict[str, Any]
+    layout: str
+    best: bool
+    files: dict[str, int]
+
+
 class Checkpoints:
-    """Checkpoints of one run below a URI that every rank can read."""
+    """Checkpoints below a URI that every rank reaches: the newest `keep`, and the best one.
 
-    uri: str
-    keep: int
+    Every rank makes the same calls. Files of an interrupted run that are no checkpoint are cleared away.
+    """
 
-    def save(
-        self, step: int, module: nn.Module, optimizer: torch.optim.Optimizer, notes: list[dict[str, Any]]
-    ) -> None:
-        """Write step's state, then drop all but the newest `keep`."""
-        tensors = {f"model.{name}": value for name, value in _unaliased(module).items()}
-        groups = optimizer.state_dict()
-        for index, state in groups["state"].items():
-            tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
-        fs.write_bytes(
-            fs.join(self.uri, f"step-{step:09d}.safetensors"),
-            save({k: v.detach().contiguous() for k, v in tensors.items()}, {"notes": json.dumps(notes)}),
-        )
-        for name in self._names()[: -self.keep]:
-            fs.delete(fs.join(self.uri, name))
+    def __init__(self, uri: str, *, keep: int) -> None:
+        self.uri, self._keep = uri, keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+        # Background collectives must not mix with those of training, and files need no GPU.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        if rank() == 0:
+            for name in self._folders():
+                if self._whole(name) is None:
+                    fs.delete(fs.join(uri, name))
+        self._barrier()
 
-    def restore(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> tuple[int, list[dict[str, Any]]]:
-        """Load the newest state into both; returns its step and notes, or (0, []) when there is none."""
-        names = self._names()
-        if not names:
-            return 0, []
-        data = fs.read_bytes(fs.join(self.uri, names[-1]))
-        tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        aliases = _unaliased(module)
-        module.load_state_dict({name: tensors[f"model.{name}"] for name in aliases}, strict=False)
-        state: dict[int, dict[str, Tensor]] = {}
-        for name, value in tensors.items():
-            if name.startswith("optimizer."):
-                _, index, key = name.split(".")
-                state.setdefault(int(index), {})[key] = value
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        step = int(names[-1].removeprefix("step-").removesuffix(".safetensors"))
-        return step, json.loads(header["__metadata__"]["notes"])
+    def save(self, step: int, source: Restorable, notes: dict[str, Any], *, best: bool = False) -> None:
+        """Begin to write `step`; waits for the checkpoint before it. The `best` replaces the one so far."""
+        self.wait()
+        uri = fs.join(self.uri, _name(step))
+        state = DefaultStager(_ON_CPU).stage(source.state())
+        marker = {"step": step, "notes": notes, "layout": source.layout, "best": best}
+        # Not DCP's async_save: what it is done with is not yet a checkpoint of ours.
+        with self._alone():
+            self._pending = self._thread.submit(self._write, state, uri, marker)
+            if self._group is None:
+                wait([self._pending])
 
-    def _names(self) -> list[str]:
-        return [name for name in fs.list_files(self.uri) if name.endswith(".safetensors")]
+    def wait(self) -> None:
+        """Return when nothing is being written; raises what went wrong."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def restore(self, target: Restorable, *, best: bool = False) -> Found | None:
+        """Fill `target` from the newest (or the best) whole checkpoint; None when there is none.
+
+        TrainingError when it was cut for another number of ranks than can read it.
+        """
+        self.wait()
+        self._barrier()
+        found = self.best() if best else self.newest()
+        if found is None:
+            return None
+        uri = fs.join(self.uri, _name(found.step))
+        if found.layout != target.layout:
+            raise TrainingError(
+                f"{uri} was written as {found.layout!r}, this run reads {target.layout!r}: resume it with "
+                "the same strategy and number of workers, or delete it to start again"
+            )
+        folder = fs.download(uri, list(found.files), version=json.dumps(found.files))
+        state = target.state()
+        reader = HuggingFaceStorageReader(str(folder))
+        with self._alone():
+            load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        target.restored(state)
+        return found
+
+    def newest(self) -> Found | None:
+        """The whole checkpoint of the latest step."""
+        return next((f for f in map(self._whole, reversed(self._folders())) if f), None)
+
+    def best(self) -> Found | None:
+        """The latest that was the best when it was written."""
+        return next((f for f in map(self._whole, reversed(self._folders())) if f and f.best), None)
+
+    def _write(self, state: Any, uri: str, marker: dict[str, Any]) -> None:
+        """Every rank its shards; when all are there, rank 0 the marker."""
+        filesystem, path = fs.resolve(uri)
+        if isinstance(filesystem, LocalFileSystem):
+            self._write_shards(state, path)
+        else:
+            with tempfile.TemporaryDirectory(prefix="scalingnote-") as folder:
+                self._write_shards(state, folder)
+                fs.upload(folder, uri)
+        self._barrier()
+        if rank() == 0:
+            marker["files"] = fs.list_files(uri)
+            fs.write_bytes(fs.join(uri, MARKER), json.dumps(marker).encode())
+            self._prune()
+
+    def _write_shards(self, state: Any, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        writer = HuggingFaceStorageWriter(folder, save_distributed=True)
+        save(state, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+
+    def _prune(self) -> None:
+        best = self.best()
+        for name in self._folders()[: -self._keep]:
+            if best is None or name != _name(best.step):
+                fs.delete(fs.join(self.uri, name))
+
+    def _folders(self) -> list[str]:
+        names = {path.partition("/")[0] for path in fs.list_files(self.uri)}
+        return sorted(name for name in names if name.startswith("step-"))
+
+    def _whole(self, name: str) -> Found | None:
+        """None where a marker, a file or a part of one is missing."""
+        sizes = fs.list_files(fs.join(self.uri, name))
+        if MARKER not in sizes:
+            return None
+        found = Found(**json.loads(fs.read_bytes(fs.join(self.uri, name, MARKER))))
+        return found if all(sizes.get(file) == size for file, size in found.files.items()) else None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A process without a group (a notebook, a test) waits for its files: DCP warns it that it is alone,
+        and filters of warnings belong to all threads.
+        """
+        with warnings.catch_warnings() if self._group is None else nullcontext():
+            if self._group is None:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+
+    def _barrier(self) -> None:
+        if self._group is not None:
+            dist.barrier(group=self._group)
 
 
-def _unaliased(module: nn.Module) -> dict[str, Tensor]:
-    """State without tied weights twice: safetensors stores each tensor once."""
-    seen: set[int] = set()
-    kept = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if id(value) not in seen:
-            seen.add(id(value))
-            kept[name] = value
-    return kept
+def _name(step: int) -> str:
+    return f"step-{step:09d}"

@@ -1,16 +1,19 @@
 """Knobs of stage I; the defaults of the losses are ScalingNote's, section 4.2 and appendix A."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from scalingnote.config import Config, Resources
+from scalingnote.config import Circumstances, Config, Resources
 from scalingnote.models.config import TowerConfig
 
 
 class Optimizer(Config):
     """AdamW with linear warm-up and linear decay to zero."""
 
+    kind: Literal["adamw", "adamw_8bit"] = Field(
+        "adamw", description="adamw_8bit needs bitsandbytes and a GPU"
+    )
     peak_lr: float = Field(3e-4, gt=0, description="3e-6 for a 7B backbone (appendix A)")
     warmup: float = Field(0.1, ge=0, lt=1, description="share of the steps")
     weight_decay: float = Field(1e-3, ge=0)
@@ -19,18 +22,118 @@ class Optimizer(Config):
     clip: float = Field(1.0, gt=0, description="largest global gradient norm")
 
 
+class TeacherScores(Config):
+    """Learning from the scores a ranking model gave to each triplet's documents, where it gave any."""
+
+    kind: Literal["kl", "margin_mse"] = Field(
+        "kl", description="kl: the softmax over positive and negatives; margin_mse: differences of scores"
+    )
+    weight: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, description="of the teacher's softmax (kl)")
+
+
 class Losses(Config):
     """L = L_con + alpha * L_hard, on every view and every Matryoshka prefix (Eq. 5-12)."""
 
     temperature: float = Field(0.05, gt=0, lt=1, description="tau; not given in the paper")
+    learn_temperature: bool = Field(False, description="temperature is where it starts")
     denominator: Literal["positives_only", "positives_and_negatives"] = Field(
         "positives_and_negatives",
         description="whether a query's softmax also sees the gathered hard negatives",
     )
+    bidirectional: bool = Field(True, description="also document to query (Eq. 6)")
+    mask_known: bool = Field(
+        True, description="duplicates and known positives of a query are no negatives of it"
+    )
     margin: float = Field(0.2, ge=0)
     alpha: float = Field(0.5, ge=0, description="weight of the margin loss")
+    view_weights: dict[Literal["title", "content", "summary"], float] = Field(
+        {}, description="weight of a view in every loss; 1 where nothing is said"
+    )
     matryoshka: tuple[int, ...] = Field((16, 32, 64, 128), description="prefix lengths, all weighted")
     matryoshka_weights: tuple[float, ...] | None = Field(None, description="w^m; None means all 1")
+    teacher: TeacherScores | None = None
+
+
+class Ddp(Config):
+    """Every rank holds all weights; gradients are averaged."""
+
+    kind: Literal["ddp"] = "ddp"
+
+
+class Fsdp2(Config):
+    """Weights, gradients and optimizer state are sharded over the ranks (torch `fully_shard`)."""
+
+    kind: Literal["fsdp2"] = "fsdp2"
+    reshard: bool = Field(True, description="free a layer's gathered weights between forward and backward")
+    offload: bool = Field(False, description="keep shards in CPU memory")
+
+
+class DeepSpeed(Config):
+    """ZeRO: sharded optimizer state (1), gradients too (2), weights too (3)."""
+
+    kind: Literal["deepspeed"] = "deepspeed"
+    stage: Literal[1, 2, 3] = 3
+    offload_optimizer: bool = Field(False, description="keep optimizer state in CPU memory")
+    offload_parameters: bool = Field(False, description="keep weights in CPU memory (stage 3)")
+
+
+Strategy = Annotated[Ddp | Fsdp2 | DeepSpeed, Field(discriminator="kind")]
+
+
+class GradCache(Config):
+    """Large batches in constant memory: forward in chunks without a graph, loss, then chunks again."""
+
+    query_rows: int = Field(64, ge=1, description="rows per chunk of the query tower, on each rank")
+    document_rows: int = Field(16, ge=1, description="rows per chunk of the document tower")
+
+
+class Memory(Config):
+    """Ways to trade time for memory, or compilation for speed."""
+
+    grad_cache: GradCache | None = None
+    gradient_checkpointing: bool = Field(False, description="keep layer inputs only, recompute the rest")
+    packing: bool = Field(True, description="no padding: rows lie one after the other")
+    compile: bool = Field(False, description="torch.compile the towers")
+
+
+class Batching(Config):
+    """Which rows meet in a batch; a pure function of step and seed."""
+
+    sources: Literal["mixed", "homogeneous"] = Field(
+        "mixed", description="homogeneous: all rows of a batch, on all ranks, are of one source and hop"
+    )
+    ratios: dict[str, float] = Field(
+        {},
+        description="share of rows by source (`click`) or source and hop (`click/multi`), drawn with "
+        "repetition where a part is too small; empty: as they are",
+    )
+    length_window: int = Field(
+        1, ge=1, description="batches over which rows are sorted by length, so that padding is short; 1: none"
+    )
+
+
+class Validation(Config):
+    """Measuring on held-out queries while training."""
+
+    every: int = Field(200, ge=1, description="steps between measurements")
+    queries: int = Field(256, ge=1, description="validation queries drawn, seeded")
+    negatives: int = Field(256, ge=1, description="sampled per query for the contrastive entropy")
+    documents: int = Field(2000, ge=1, description="pool of recall and MRR, the positives among them")
+    metric: Literal["contrastive_entropy", "R@1", "R@10", "MRR@10"] = Field(
+        "MRR@10", description="chooses the best checkpoint"
+    )
+    patience: int | None = Field(
+        None, ge=1, description="stop after so many measurements without a better one"
+    )
+    keep: Literal["last", "best"] = Field("last", description="which weights become the artifact")
+
+
+class Tracking(Circumstances):
+    """Who else is told of the numbers; TensorBoard files are always written."""
+
+    wandb: str | None = Field(None, description="project name; needs the `track` extra")
+    mlflow: str | None = Field(None, description="experiment name; needs the `track` extra")
 
 
 class Schedule(Config):
@@ -44,10 +147,13 @@ class Schedule(Config):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the hardware multiplies it faster, else float32"
     )
+    strategy: Strategy = Ddp()
+    memory: Memory = Memory()
     checkpoint_every: int = Field(200, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1)
     max_failures: int = Field(2, ge=0, description="restarts of the worker group before giving up")
     seed: int = 0
+    tracking: Tracking = Tracking()
     resources: Resources = Resources()
 
     @model_validator(mode="after")
@@ -66,6 +172,12 @@ class TrainConfig(Schedule):
     document: TowerConfig = TowerConfig(max_length=96)
     dim: int = Field(128, ge=2, description="embedding width after the projection")
     losses: Losses = Losses()
+    batching: Batching = Batching()
+    validation: Validation | None = Validation()
+    share_base: bool = Field(
+        True, description="two LoRA towers on one backbone: frozen weights once, two adapters"
+    )
+    merge_adapters: bool = Field(True, description="saved towers have their LoRA weights merged in")
 
     @model_validator(mode="after")
     def _fits(self) -> "TrainConfig":

@@ -1,27 +1,43 @@
-"""What training may read: the queries and documents its triplets name, and the tokenizer learnt from them."""
+"""What training may read: blocks of an artifact's parts, the texts a tokenizer learns from, and the prompts.
+
+Everything here streams: an artifact's table is never held whole.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
+from jaxtyping import Bool, UInt64
+from numpy import ndarray
 
+from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import Scratch, TowerConfig
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
+from scalingnote.models.tower import Role, Tower
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.exchange import hash_of
 
 COLUMNS = ["doc_id", "title", "topic", "content"]
-# A tokenizer learns nothing new from the far end of long documents.
+# A tokenizer learns nothing new from the far end of long documents, or from the second million of them.
 _TOKENIZER_CHARS = 2000
+_TOKENIZER_TEXTS = 1_000_000
 
 
-def named_documents(dataset: Artifact, triplets: pa.Table) -> pa.Table:
-    """The documents that the triplets name, in dataset order; the rest of the pool is never loaded."""
-    negatives = pc.list_flatten(triplets["negatives"])
-    wanted = pa.concat_arrays([*triplets["positive"].chunks, *negatives.chunks]).unique()
-    kept = []
-    for batch in dataset.batches("documents", columns=COLUMNS):
-        kept.append(batch.filter(pc.is_in(batch["doc_id"], value_set=wanted)))
-    return pa.Table.from_batches(kept)
+def read(artifact: Artifact, parts: Iterable[str], columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """Some columns of some parts, in blocks of a few thousand rows."""
+    for part in parts:
+        yield from artifact.batches(part, columns=columns)
+
+
+def among(hashes: UInt64[ndarray, " rows"], wanted: UInt64[ndarray, " wanted"]) -> Bool[ndarray, " rows"]:
+    """Which of some hashes stand in a sorted list of them."""
+    if not len(wanted):
+        return np.zeros(len(hashes), dtype=bool)
+    place = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+    return np.asarray(wanted[place] == hashes)
 
 
 def tokenizers(towers: dict[str, TowerConfig], *, texts: Callable[[], Iterable[str]]) -> dict[str, str]:
@@ -34,10 +50,42 @@ def tokenizers(towers: dict[str, TowerConfig], *, texts: Callable[[], Iterable[s
     return {name: learnt[size] for name, size in sizes.items()}
 
 
-def texts(triplets: pa.Table, documents: pa.Table) -> Iterator[str]:
-    """The text a tokenizer learns from: queries once each, then every field of the documents."""
-    yield from pc.unique(triplets["query"]).to_pylist()
-    for name in ("title", "topic", "content"):
-        for batch in documents.select([name]).to_batches():
-            for text in batch[name].to_pylist():
+def texts(triplets: Artifact, dataset: Artifact, named: UInt64[ndarray, " named"]) -> Iterator[str]:
+    """The text a tokenizer learns from: queries once each, then every field of the documents in `named`.
+
+    `named` are sorted hashes of doc_ids; where they are too many, the smallest ones are a fair sample.
+    """
+    yield from distinct_queries(triplets, "triplets")
+    sampled = named[:_TOKENIZER_TEXTS]
+    for batch in dataset.batches("documents", columns=COLUMNS):
+        rows = batch.filter(pa.array(among(hash_of(batch["doc_id"]), sampled)))
+        for name in ("title", "topic", "content"):
+            for text in rows[name].to_pylist():
                 yield text[:_TOKENIZER_CHARS]
+
+
+def distinct_queries(artifact: Artifact, table: str) -> Iterator[str]:
+    """The queries of a table, each once; a tokenizer needs no more than the first million of them."""
+    seen: set[str] = set()
+    for batch in artifact.batches(table, columns=["query"]):
+        for query in pc.unique(batch["query"]).to_pylist():
+            if query not in seen:
+                seen.add(query)
+                yield query
+                if len(seen) == _TOKENIZER_TEXTS:
+                    return
+
+
+def prompt(config: TowerConfig, *, role: Role, tokenizer_json: str | None) -> QueryPrompt | DocumentPrompt:
+    """How a tower of this config reads a text. Its weights are neither drawn nor loaded.
+
+    ConfigError as for the tower itself.
+    """
+    with torch.device("meta"):
+        if isinstance(config.backbone, Scratch):
+            shell = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=0)
+        else:
+            shell = backbones.shell(config.backbone.path)
+        # What changes no prompt, and may need a GPU, is left out.
+        plain = config.model_copy(update={"lora": None, "attention": "eager"})
+        return Tower(shell, plain, role=role, dim=1).prompt

@@ -1,35 +1,42 @@
-"""Stage I on Ray Train: triplets and documents in, a dual encoder artifact out."""
+"""Stage I on Ray: triplets and documents in, a dual encoder artifact out. Stage II is launched alike."""
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow.compute as pc
+import ray
 import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchTrainer, get_device
 from torch import nn
 
-from scalingnote import cluster
+from scalingnote import cluster, errors
 from scalingnote.config import dump, validate
-from scalingnote.errors import ScalingNoteError, TrainingError
+from scalingnote.errors import ConfigError, ScalingNoteError, TrainingError
 from scalingnote.log import configure, get_logger
-from scalingnote.models import tower
-from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.precision import compute_dtype
+from scalingnote.models import dual_encoder
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.train import batching, corpus
+from scalingnote.train.batching import TripletBatches
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.config import Schedule, TrainConfig
-from scalingnote.train.loop import fit
+from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, Validation
+from scalingnote.train.loop import Values, fit
 from scalingnote.train.objective import StageOne
+from scalingnote.train.order import Order
+from scalingnote.train.prepare import prepare
+from scalingnote.train.slices import Record, Slice
+from scalingnote.train.strategies.engine import Engine, build, load_weights
+from scalingnote.train.stream import Store
+from scalingnote.train.tracking import events_folder, trackers
+from scalingnote.train.validation import validator
 
 log = get_logger("train")
 M = TypeVar("M", bound=nn.Module)
+S = TypeVar("S", bound=Schedule)
+Settings = dict[str, Any]  # what a rank is told: plain values
 
 
 def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
@@ -41,34 +48,45 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     draft = Draft(output, kind="dual_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    table = parents["triplets"].table("triplets")
-    rows = pc.sum(pc.equal(table["split"], "train")).as_py() or 0
-    steps = batching.total_steps(rows=rows, global_batch=config.global_batch, epochs=config.epochs)
-    documents = corpus.named_documents(parents["dataset"], table)
-    learnt = corpus.tokenizers(
-        {"query": config.query, "document": config.document}, texts=lambda: corpus.texts(table, documents)
-    )
-    log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{len(documents):,}", steps)
+    prepared = prepare(config, **parents, folder=draft.work("data"), each=in_tasks)
+    steps = _order(config, prepared.sizes).steps(config.epochs)
+    rows = sum(prepared.sizes.values())
+    log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     launch(
         _worker,
         {
             "config": dump(config),
-            "dataset": dataset,
-            "triplets": triplets,
             "output": output,
             "work": draft.work(),
-            "tokenizers": learnt,
+            "store": prepared.store,
+            "tokenizers": prepared.tokenizers,
             "steps": steps,
         },
         schedule=config,
         room="train",
     )
-    return draft.commit(counts={"triplets": rows, "documents": len(documents), "steps": steps})
+    return draft.commit(counts={"triplets": rows, "documents": prepared.documents, "steps": steps})
+
+
+def in_tasks(work: Callable[[Slice], Record], items: Sequence[Slice]) -> Iterator[Record]:
+    """Slices as Ray tasks, wherever there is room; records come as they are finished."""
+    if len(items) == 1:  # done here before a worker has started
+        yield work(items[0])
+        return
+    task, shared = ray.remote(num_cpus=1)(_apply), ray.put(work)
+    waiting = [task.remote(shared, item) for item in items]
+    while waiting:
+        (done,), waiting = ray.wait(waiting)
+        yield cluster.fetch(done)
+
+
+def _apply(work: Callable[[Slice], Record], item: Slice) -> Record:
+    return work(item)
 
 
 def launch(
-    worker: Callable[[dict[str, Any]], None],
-    settings: dict[str, Any],
+    worker: Callable[[Settings], dict[str, str] | None],
+    settings: Settings,
     *,
     schedule: Schedule,
     room: str,
@@ -76,99 +94,147 @@ def launch(
     """Run `worker` on every rank under Ray Train and wait; a dead rank restarts the group.
 
     Ray's own records go to ``settings["work"]``; the worker finds its state in its own checkpoints there.
+    What :func:`train_rank` returns is an error that a restart would only meet again, and is raised here.
     """
     resources, max_failures = schedule.resources, schedule.max_failures
     cluster.require(resources, stage=room)
     filesystem, path = fs.resolve(fs.join(settings["work"], "ray"))
+    on_cpu = resources.gpus_per_worker == 0
+    # DeepSpeed chooses its accelerator while it is imported.
+    variables = {"DS_ACCELERATOR": "cpu"} if isinstance(schedule.strategy, DeepSpeed) and on_cpu else {}
     trainer = TorchTrainer(
-        worker,
+        worker,  # type: ignore[arg-type]
         train_loop_config=settings,
         scaling_config=ScalingConfig(
             num_workers=resources.workers,
-            use_gpu=resources.gpus_per_worker > 0,
+            use_gpu=not on_cpu,
             resources_per_worker={"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker},
         ),
-        run_config=RunConfig(
+        run_config=RunConfig(  # type: ignore[call-arg]  # its stubs are those of Ray Train before 2.43
             storage_path=path,
             storage_filesystem=filesystem,
             failure_config=FailureConfig(max_failures=max_failures),
+            worker_runtime_env={"env_vars": variables},
         ),
     )
     try:
-        trainer.fit()
+        result = trainer.fit()
     except TrainingFailedError as error:
         for failure in getattr(error, "worker_failures", {}).values():
             if isinstance(failure, ScalingNoteError):
                 raise failure from None
         raise TrainingError(f"training failed after {max_failures} restarts: {error}") from error
+    met: dict[str, str] | None = result.return_value  # type: ignore[attr-defined]
+    if met:
+        raise getattr(errors, met["kind"])(met["text"])
 
 
-def _worker(settings: dict[str, Any]) -> None:
-    """One rank: rebuild the towers from config and seed, train, and let rank 0 write them."""
+def start_rank(config: type[S], settings: Settings, *, room: str) -> tuple[S, int, int]:
+    """A rank's config, its number and the number of ranks; called first in a worker."""
     context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    configure(rank=rank)
-    config = validate(TrainConfig, settings["config"], source="train")
-    torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
-    learnt = settings["tokenizers"]
-    query = tower.build(
-        config.query, role="query", dim=config.dim, tokenizer_json=learnt.get("query"), seed=config.seed
-    )
-    document = tower.build(
-        config.document,
-        role="document",
-        dim=config.dim,
-        tokenizer_json=learnt.get("document"),
-        seed=config.seed,
-    )
-    table = open_artifact(settings["triplets"], kind="triplets").table("triplets")
-    documents = corpus.named_documents(open_artifact(settings["dataset"], kind="dataset"), table)
-    batches = batching.TripletBatches(
-        table.filter(pc.equal(table["split"], "train")),
-        documents,
-        query=query,
-        document=document,
-        global_batch=config.global_batch,
-        rank=rank,
-        world=world,
-        seed=config.seed,
-    )
-    train_rank(
-        StageOne(DualEncoder(query, document), config.losses),
-        batches,
-        schedule=config,
-        settings=settings,
-        room="train",
-        save=lambda stage, folder: stage.towers.save(folder),
-    )
+    configure(rank=context.get_world_rank())
+    found = validate(config, settings["config"], source=room)
+    torch.set_num_threads(max(int(found.resources.cpus_per_worker), 1))
+    return found, context.get_world_rank(), context.get_world_size()
 
 
 def train_rank(
     stage: M,
     batches: Callable[[int], Any],
     *,
+    make: Callable[[], M],
     schedule: Schedule,
-    settings: dict[str, Any],
+    settings: Settings,
     room: str,
     save: Callable[[M, Path], None],
-) -> None:
-    """Train one rank's module through the loop; rank 0 then saves it and the loss curve as parts."""
+    validation: Validation | None = None,
+    validate_with: Callable[[Engine], Callable[[], Values] | None] = lambda engine: None,
+) -> dict[str, str] | None:
+    """Train one rank's module through the loop; rank 0 then saves it and the loss curve as parts.
+
+    `make` builds another `stage` from config and seed. Returns an error that all ranks
+    met together and would meet again: Ray would restart the group for one that is raised.
+    """
     device = get_device()
-    curve = fit(
-        stage.to(device),
-        lambda step: batches(step).to(device),
-        steps=settings["steps"],
-        rows_per_step=schedule.global_batch,
-        settings=schedule.optimizer,
-        checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=schedule.keep_checkpoints),
-        checkpoint_every=schedule.checkpoint_every,
-        dtype=compute_dtype(schedule.precision, device),
-        seed=schedule.seed,
-        room=room,
-    )
-    if ray.train.get_context().get_world_rank() == 0:
+    first = ray.train.get_context().get_world_rank() == 0
+    told = []
+    try:
+        engine = build(stage, schedule=schedule, device=device)
+        if first:
+            output = settings["output"]
+            told = trackers(schedule.tracking, events_folder(output), output.rstrip("/").rpartition("/")[2])
+        history = fit(
+            engine,
+            lambda step: batches(step).to(device),
+            steps=settings["steps"],
+            schedule=schedule,
+            checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=schedule.keep_checkpoints),
+            room=room,
+            trackers=told,
+            validation=validation,
+            validate=validate_with(engine),
+            notice=lambda: ray.train.get_preemption_info() is not None,
+        )
+    except (ConfigError, TrainingError) as error:
+        return {"kind": type(error).__name__, "text": str(error)}
+    finally:
+        for tracker in told:
+            tracker.close()
+    weights = engine.weights()
+    if weights is not None:
+        # What the engine holds may be cut in pieces, or compiled: the weights go into a module as it was.
+        whole = make()
+        load_weights(whole, weights)
         with tempfile.TemporaryDirectory() as folder:
-            save(stage.cpu(), Path(folder))
+            save(whole.eval(), Path(folder))
             fs.upload(folder, settings["output"])
-        fs.write_bytes(fs.join(settings["output"], "curve.json"), json.dumps(curve, indent=0).encode())
+        for name, value in (("curve.json", history.curve), ("validation.json", history.measured)):
+            fs.write_bytes(fs.join(settings["output"], name), json.dumps(value, indent=0).encode())
     ray.train.report({"step": settings["steps"]})
+    return None
+
+
+def _worker(settings: Settings) -> dict[str, str] | None:
+    """One rank of stage I."""
+    config, rank, world = start_rank(TrainConfig, settings, room="train")
+
+    def make() -> StageOne:
+        towers = dual_encoder.build(
+            config.query,
+            config.document,
+            dim=config.dim,
+            tokenizers=settings["tokenizers"],
+            seed=config.seed,
+            share_base=config.share_base,
+        )
+        return StageOne(towers, config.losses)
+
+    stage = make()
+    store, packed = Store.open(settings["store"]), config.memory.packing
+    pads = (stage.towers.query.pad, stage.towers.document.pad)
+    order = _order(config, store.facts["sizes"])
+    return train_rank(
+        stage,
+        TripletBatches(store, order, pads=pads, packed=packed, rank=rank, world=world),
+        make=make,
+        schedule=config,
+        settings=settings,
+        room="train",
+        save=lambda whole, folder: whole.towers.save(folder, merge_adapters=config.merge_adapters),
+        validation=config.validation,
+        validate_with=lambda engine: validator(
+            store,
+            engine,
+            config.validation,
+            views=stage.towers.document.views,
+            pads=pads,
+            packed=packed,
+            temperature=config.losses.temperature,
+            device=get_device(),
+            seed=config.seed,
+        ),
+    )
+
+
+def _order(config: TrainConfig, sizes: dict[str, int]) -> Order:
+    return Order(sizes, global_batch=config.global_batch, seed=config.seed, batching=config.batching)

@@ -1,59 +1,83 @@
-"""The training loop of one rank: batches by step in, trained weights out. It knows no Ray and no paths
-but its checkpoints'; both stages train through it.
+"""The training loop of one rank: batches by step in, a trained module out. It knows no Ray.
+
+    batch ─► loss, backward ─► mean over ranks ─► finite? ─► step ─► measure ─► checkpoint
+
+What ranks decide together (to stop, to keep the best, to save now) they decide on numbers that are equal on
+all of them. Whatever the loop remembers travels in the checkpoint's notes, so a resumed run goes on as if
+nothing had happened.
 """
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from scalingnote.errors import TrainingError
 from scalingnote.log import Progress, get_logger
+from scalingnote.train.agreement import mean_over_ranks
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.config import Optimizer
-from scalingnote.train.distributed import rank, world_size
+from scalingnote.train.config import Optimizer, Schedule, Validation
+from scalingnote.train.distributed import rank
+from scalingnote.train.grad_cache import cached_backward
+from scalingnote.train.strategies.engine import Engine
+from scalingnote.train.tracking import Tracker
+from scalingnote.train.validation import better
 
 NOTE_EVERY = 10
+NOTICE_EVERY = 5.0  # seconds between questions whether this machine is about to be taken away
+Values = dict[str, float]
+
+
+@dataclass
+class History:
+    """What a run remembers; travels with every checkpoint."""
+
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    """Loss, its parts, gradient norm and learning rate of every tenth step."""
+    measured: list[dict[str, Any]] = field(default_factory=list)
+    """What validation found, after so many steps."""
+    best_step: int | None = None
+    best_value: float | None = None
+    worse: int = 0
+    """Measurements since the best one."""
 
 
 def fit(
-    module: nn.Module,
+    engine: Engine,
     batch_at: Callable[[int], Any],
     *,
     steps: int,
-    rows_per_step: int,
-    settings: Optimizer,
+    schedule: Schedule,
     checkpoints: Checkpoints,
-    checkpoint_every: int,
-    dtype: torch.dtype,
-    seed: int,
     room: str,
-) -> list[dict[str, Any]]:
-    """Train `module` (whose forward gives a loss and its parts) for `steps`, resuming where it stopped.
+    trackers: Sequence[Tracker] = (),
+    validation: Validation | None = None,
+    validate: Callable[[], Values] | None = None,
+    notice: Callable[[], bool] | None = None,
+) -> History:
+    """Train `engine` for `steps`, resuming where a run stopped; it holds the weights to keep afterwards.
 
-    Returns the loss curve. TrainingError when the loss or the gradient is not finite. Dropout is seeded
-    by (seed, step, rank), so a resumed run repeats what an uninterrupted one would have drawn.
+    Every rank calls it with its own `batch_at`. `validate` gives the same numbers on all ranks, `validation`
+    says what to make of them. `notice` is asked by all ranks together now and then: true means that this run
+    will soon be interrupted, and is answered with a checkpoint. Dropout is seeded by (seed, step, rank), so
+    a resumed run repeats what an uninterrupted one would have drawn.
+
+    TrainingError on every rank when the loss or the gradient of one is not finite.
     """
-    optimizer = torch.optim.AdamW(
-        module.parameters(),
-        lr=settings.peak_lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        foreach=True,
-    )
-    start, curve = checkpoints.restore(module, optimizer)
+    found = checkpoints.restore(engine)
+    start, history = (found.step, History(**found.notes)) if found else (0, History())
     if start:
         get_logger(room).info("resuming at step %d of %d", start, steps)
-    wrapped = DistributedDataParallel(module) if world_size() > 1 else module
-    device = next(module.parameters()).device
-    module.train()
+    run = _Run(engine, schedule, checkpoints, history, trackers, validation, validate, notice, steps)
+    engine.module.train()
+    rows = schedule.global_batch
     with (
-        Progress(room, total=steps * rows_per_step, done=start * rows_per_step, unit="rows") as progress,
+        Progress(room, total=steps * rows, done=start * rows, unit="rows") as progress,
         ThreadPoolExecutor(1) as ahead,
     ):
         following = ahead.submit(batch_at, start) if start < steps else None
@@ -61,28 +85,112 @@ def fit(
             assert following is not None
             batch = following.result()
             following = ahead.submit(batch_at, step + 1) if step + 1 < steps else None
-            rate = _learning_rate(step, steps=steps, settings=settings)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            torch.manual_seed((seed * 1_000_003 + step) * 4_099 + rank())
-            with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                loss, parts = wrapped(batch)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(module.parameters(), settings.clip)
-            note = {"loss": loss.detach(), "gradient_norm": norm, **parts}
-            _guard(note, step=step)
-            optimizer.step()
-            if step % NOTE_EVERY == 0 or step + 1 == steps:
-                curve.append({"step": step, "lr": rate, **{k: round(float(v), 6) for k, v in note.items()}})
-            progress.advance(rows_per_step, f"loss {note['loss']:.4f}")
-            if (step + 1) % checkpoint_every == 0 and step + 1 < steps and rank() == 0:
-                checkpoints.save(step + 1, module, optimizer, curve)
-    module.eval()
-    return curve
+            values = run.step(step, batch)
+            progress.advance(rows, f"loss {values['loss']:.4f}")
+            if run.settle(step + 1):
+                get_logger(room).info(
+                    "stopped after step %d: %d measurements without a better one", step + 1, history.worse
+                )
+                break
+    checkpoints.wait()
+    if validation is not None and validation.keep == "best" and history.worse:
+        checkpoints.restore(engine, best=True)
+        get_logger(room).info("weights of step %s are the best and kept", history.best_step)
+    engine.module.eval()
+    return history
 
 
-def _learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:
+@dataclass
+class _Run:
+    """The parts of a loop's turn."""
+
+    engine: Engine
+    schedule: Schedule
+    checkpoints: Checkpoints
+    history: History
+    trackers: Sequence[Tracker]
+    validation: Validation | None
+    validate: Callable[[], Values] | None
+    notice: Callable[[], bool] | None
+    steps: int
+    _asked: float = field(default_factory=time.monotonic)
+    _due: bool = False
+    _noticed: bool = False
+
+    def step(self, step: int, batch: Any) -> Values:
+        """One optimizer step; returns its numbers, means over ranks."""
+        torch.manual_seed((self.schedule.seed * 1_000_003 + step) * 4_099 + rank())
+        cache = self.schedule.memory.grad_cache
+        if cache is not None:
+            loss, parts = cached_backward(self.engine, batch, config=cache)
+        else:
+            loss, parts = self.engine(batch)
+            self.engine.backward(loss)
+        values = self._shared({"loss": loss.detach(), **parts}, step=step)
+        rate = learning_rate(step, steps=self.steps, settings=self.schedule.optimizer)
+        values["gradient_norm"] = float(self.engine.step(rate))
+        _guard(values, step=step)
+        if step % NOTE_EVERY == 0 or step + 1 == self.steps:
+            self.history.curve.append(
+                {"step": step, "lr": rate, **{name: round(value, 6) for name, value in values.items()}}
+            )
+            self._track(step, {"lr": rate, **values})
+        return values
+
+    def settle(self, done: int) -> bool:
+        """After `done` steps: measure, save what must be saved; returns whether to stop early."""
+        best, stop = self._measure(done)
+        noticed = self._warned()
+        regular = done % self.schedule.checkpoint_every == 0
+        if (regular and done < self.steps and not stop) or best or noticed:
+            self.checkpoints.save(done, self.engine, asdict(self.history), best=best)
+        if noticed:
+            self.checkpoints.wait()
+        return stop
+
+    def _shared(self, parts: dict[str, Tensor], *, step: int) -> Values:
+        """Means over ranks, one exchange for all; rank 0's clock travels with them."""
+        due = rank() == 0 and time.monotonic() - self._asked > NOTICE_EVERY
+        numbers = [*parts.values(), torch.tensor(float(due))]
+        device = next(iter(parts.values())).device
+        means = mean_over_ranks(torch.stack([n.detach().float().to(device) for n in numbers])).tolist()
+        self._due = means.pop() > 0
+        values = dict(zip(parts, means, strict=True))
+        _guard(values, step=step)
+        return values
+
+    def _warned(self) -> bool:
+        """Whether this run was told for the first time that it will be interrupted."""
+        if not self._due or self.notice is None:
+            return False
+        self._asked = time.monotonic()
+        told = self.notice()
+        first = told and not self._noticed
+        self._noticed = told
+        return first
+
+    def _measure(self, done: int) -> tuple[bool, bool]:
+        """Whether this is the best measurement and worth a checkpoint, and whether to stop."""
+        config, history = self.validation, self.history
+        if config is None or self.validate is None:
+            return False, False
+        if done % config.every and done < self.steps:
+            return False, False
+        found = self.validate()
+        history.measured.append({"step": done, **{k: round(v, 6) for k, v in found.items()}})
+        self._track(done, {f"validation/{name}": value for name, value in found.items()})
+        if better(config.metric, found[config.metric], history.best_value):
+            history.best_step, history.best_value, history.worse = done, found[config.metric], 0
+            return config.keep == "best" and done < self.steps, False
+        history.worse += 1
+        return False, config.patience is not None and history.worse >= config.patience
+
+    def _track(self, step: int, values: Values) -> None:
+        for tracker in self.trackers:
+            tracker.log(step, values)
+
+
+def learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:
     """Linear from 0 to the peak over the warm-up, then linear to 0 (appendix A)."""
     warmup = max(round(steps * settings.warmup), 1)
     if step < warmup:
@@ -90,9 +198,9 @@ def _learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:
     return settings.peak_lr * (steps - step) / max(steps - warmup, 1)
 
 
-def _guard(note: dict[str, Tensor], *, step: int) -> None:
-    if not all(math.isfinite(value) for value in note.values()):
-        found = ", ".join(f"{name} {float(value):g}" for name, value in note.items())
+def _guard(values: Values, *, step: int) -> None:
+    if not all(map(math.isfinite, values.values())):
+        found = ", ".join(f"{name} {value:g}" for name, value in values.items())
         raise TrainingError(
             f"step {step} is not finite ({found}): lower optimizer.peak_lr or raise losses.temperature; "
             "the last checkpoint before it is kept"

@@ -28,6 +28,13 @@ def test_micro_batches_hold_every_row_once_within_the_budget():
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 60
 
 
+def test_packed_micro_batches_count_no_pads():
+    lengths = [3, 50, 7, 7, 1, 120, 0, 9]
+    batches = list(by_tokens(lengths, budget=60, packed=True))
+    assert sorted(np.concatenate(batches).tolist()) == list(range(len(lengths)))
+    assert [[lengths[i] for i in batch] for batch in batches] == [[120], [50, 9], [7, 7, 3, 1, 0]]
+
+
 def test_sorting_by_length_does_not_move_results(document: Tower):
     table = pa.Table.from_pylist(tiny.document_rows(20))
     encoded = Encoder(document, token_budget=100).encode_documents(table)

@@ -6,7 +6,8 @@ from scalingnote.models import backbone
 from scalingnote.models.config import PAPER_PROMPT
 from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt, Row, SpecialTokens
 
-SPECIAL = SpecialTokens(pad=0, end=5, first=2)
+ENCODER = SpecialTokens(pad=0, end=5, first=2)
+DECODER = SpecialTokens(pad=0, end=5, first=None)
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +18,9 @@ def tokenizer() -> Tokenizer:
 
 
 def prompt(tokenizer: Tokenizer, *, causal: bool, max_length: int = 400, **more: object) -> DocumentPrompt:
+    special = DECODER if causal else ENCODER
     return DocumentPrompt(
-        tokenizer, SPECIAL, template=PAPER_PROMPT, max_length=max_length, causal=causal, **more
+        tokenizer, special, template=PAPER_PROMPT, max_length=max_length, causal=causal, **more
     )
 
 
@@ -31,7 +33,7 @@ def one(made: DocumentPrompt, *fields: str) -> Row:
 def test_a_bidirectional_tower_pools_at_the_placeholders(tokenizer: Tokenizer):
     row = one(prompt(tokenizer, causal=False), "title", "topic", "content")
     assert [tokenizer.id_to_token(row.ids[p]) for p in row.positions] == list(PLACEHOLDERS)
-    assert (row.ids[0], row.ids[-1]) == (SPECIAL.first, SPECIAL.end)
+    assert (row.ids[0], row.ids[-1]) == (ENCODER.first, ENCODER.end)
 
 
 def test_a_causal_tower_pools_just_before_them_and_is_not_fed_the_last(tokenizer: Tokenizer):
@@ -86,11 +88,24 @@ def test_a_prompt_longer_than_max_length_is_refused(tokenizer: Tokenizer):
 
 
 def test_queries_keep_their_end_token(tokenizer: Tokenizer):
-    causal = QueryPrompt(tokenizer, SPECIAL, max_length=6, causal=True)
+    causal = QueryPrompt(tokenizer, DECODER, max_length=6, causal=True)
     long, empty = causal.rows(["join a sequence of tensors, all of them", ""])
     assert len(long.ids) == 6
-    assert (long.ids[-1], long.positions) == (SPECIAL.end, [5])
-    assert (empty.ids, empty.positions) == ([SPECIAL.end], [0])
-    encoder = QueryPrompt(tokenizer, SPECIAL, max_length=6, causal=False)
+    assert (long.ids[-1], long.positions) == (DECODER.end, [5])
+    assert (empty.ids, empty.positions) == ([DECODER.end], [0])
+    encoder = QueryPrompt(tokenizer, ENCODER, max_length=6, causal=False)
     (row,) = encoder.rows(["join a sequence of tensors, all of them"])
-    assert (row.ids[0], row.ids[-1], row.positions, len(row.ids)) == (SPECIAL.first, SPECIAL.end, [0], 6)
+    assert (row.ids[0], row.ids[-1], row.positions, len(row.ids)) == (ENCODER.first, ENCODER.end, [0], 6)
+
+
+def test_a_decoder_that_knows_texts_by_a_first_token_gets_it(tokenizer: Tokenizer):
+    both = SpecialTokens(pad=0, end=5, first=2)
+    query = QueryPrompt(tokenizer, both, max_length=6, causal=True)
+    (row,) = query.rows(["join a sequence of tensors, all of them"])
+    assert (row.ids[0], row.ids[-1], row.positions, len(row.ids)) == (2, 5, [5], 6)
+    template = "{title} [TITLE_QUERY] {content} [EMB]"
+    document = DocumentPrompt(tokenizer, both, template=template, max_length=40, causal=True)
+    found = one(document, "title", "", "content")
+    assert found.ids[0] == 2
+    assert tokenizer.id_to_token(found.ids[found.positions[0] + 1]) == "[TITLE_QUERY]"
+    assert found.positions[1] == len(found.ids) - 1

@@ -1,7 +1,10 @@
 from pathlib import Path
 
+import families
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 import tiny
 from scalingnote.errors import ArtifactError, ConfigError
@@ -91,3 +94,38 @@ def test_what_cannot_be_loaded_says_so(tmp_path: Path):
         backbone.load(tmp_path / "nowhere")
     with pytest.raises(ArtifactError, match="is not a tower"):
         Tower.load(tmp_path)
+
+
+def test_a_saved_tokenizer_splits_words_as_in_training(tmp_path: Path):
+    texts = ["torch_stack 1999 don't", "numpy.linalg_norm 2024", "a_b 1234 c_d 56"] * 9
+    learnt = backbone.train_tokenizer(texts, vocabulary=400)
+    made = build(learnt, tiny.CAUSAL, "query")
+    made.save(tmp_path / "tower")
+    again = Tower.load(tmp_path / "tower")
+    assert again.prompt.rows(texts) == made.prompt.rows(texts)
+    asserted = again.tokenizer.backend_tokenizer.encode(texts[0], add_special_tokens=False)
+    assert asserted.tokens == Tokenizer.from_str(learnt).encode(texts[0]).tokens
+
+
+def test_a_decoder_whose_tokenizer_starts_texts_gets_its_first_token(tmp_path: Path):
+    path = families.folder(tmp_path / "base", "llama")
+    tokenizer = families.tokenizer()
+    tokenizer.bos_token = "[CLS]"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A", special_tokens=[("[CLS]", tokenizer.cls_token_id)]
+    )
+    tokenizer.save_pretrained(path)
+    config = families.tower_config(path, role="query")
+    made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0)
+    made.save(tmp_path / "tower")
+    for one in (made, Tower.load(tmp_path / "tower")):
+        (row,) = one.prompt.rows(["words"])
+        assert (row.ids[0], row.ids[-1]) == (tokenizer.cls_token_id, tokenizer.eos_token_id)
+        assert row.positions == [len(row.ids) - 1]
+
+
+def test_a_shell_reads_as_the_backbone_it_stands_for(tmp_path: Path):
+    path = families.folder(tmp_path / "base", "roberta")
+    shell, whole = backbone.shell(path), backbone.load(path)
+    assert (shell.hidden, shell.max_positions, shell.causal) == (whole.hidden, whole.max_positions, False)
+    assert all(parameter.is_meta for parameter in shell.model.parameters())

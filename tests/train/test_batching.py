@@ -1,45 +1,339 @@
+from collections import Counter
+from pathlib import Path
+
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 
-from scalingnote.errors import DataError
-from scalingnote.train.batching import hash_ids, rows_of_step, total_steps
+import tiny
+from scalingnote.errors import DataError, TrainingError
+from scalingnote.models import tower
+from scalingnote.models.prompt import Row
+from scalingnote.models.tower import collate
+from scalingnote.storage import schema
+from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.train import prepare as preparing
+from scalingnote.train import slices as sliced
+from scalingnote.train.batching import TripletBatches
+from scalingnote.train.config import Batching, Losses, TrainConfig
+from scalingnote.train.order import Order
+from scalingnote.train.prepare import Prepared, prepare
+from scalingnote.train.stream import Store
+
+CONFIG = TrainConfig(
+    query=tiny.query_tower(), document=tiny.document_tower(), dim=8, losses=Losses(matryoshka=(8,))
+)
 
 
-def test_an_epoch_visits_every_row_once_over_all_ranks():
-    shares = [
-        rows_of_step(step, rows=48, global_batch=12, rank=rank, world=3, seed=5)
-        for step in range(4)
-        for rank in range(3)
-    ]
-    assert all(len(share) == 4 for share in shares)
-    assert sorted(np.concatenate(shares).tolist()) == list(range(48))
-
-
-def test_epochs_differ_and_the_uneven_tail_is_left_out():
-    first, second = (
-        np.concatenate(
-            [rows_of_step(s, rows=50, global_batch=12, rank=0, world=1, seed=5) for s in range(e, e + 4)]
+def rows(count: int = 120) -> list[dict]:
+    """Triplets of every kind: queries that come several times, scores or none, some for validation."""
+    rng = np.random.default_rng(1)
+    texts = {f"q{i:03d}": " ".join(tiny.words(rng, 2)) for i in range(40)}
+    out = []
+    for _ in range(count):
+        query = f"q{rng.integers(40):03d}"
+        documents = [f"d{i:03d}" for i in rng.choice(tiny.DOCUMENTS, 3, replace=False)]
+        scored = bool(rng.random() < 0.5)
+        out.append(
+            {
+                "query_id": query,
+                "query": texts[query],
+                "positive": documents[0],
+                "negatives": documents[1:],
+                "source": str(rng.choice(["click", "relevance"])),
+                "hop": str(rng.choice(["one", "multi"])),
+                "via": None,
+                "weight": float(rng.integers(1, 4)),
+                "scores": rng.normal(size=3).tolist() if scored else None,
+                "split": "validation" if query < "q006" else "train",
+            }
         )
-        for e in (0, 4)
+    return sorted(out, key=lambda row: row["query_id"])
+
+
+def triplets(uri: str, found: list[dict], answers: list[tuple[str, str]] = (), parts: int = 3) -> Artifact:
+    """As collect leaves them: all rows of a query in one part."""
+    draft = Draft(uri, kind="triplets", config=tiny.Nothing(), parents={})
+    for part in range(parts):
+        own = [row for row in found if int(row["query_id"][1:]) % parts == part]
+        table = pa.Table.from_pylist(own, schema=schema.TRIPLETS)
+        draft.write_table(f"triplets/part-{part:05d}.parquet", table)
+        known = [pair for pair in answers if int(pair[0][1:]) % parts == part]
+        table = pa.table([list(column) for column in zip(*known, strict=True)] or [[], []], schema.ANSWERS)
+        draft.write_table(f"answers/part-{part:05d}.parquet", table)
+    return draft.commit(counts={"triplets": len(found)})
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return tiny.dataset(str(tmp_path_factory.mktemp("dataset") / "dataset"))
+
+
+ANSWERS = [("q007", "d001"), ("q007", "d001"), ("q008", "d002"), ("q999", "d003"), ("q008", "gone")]
+
+
+@pytest.fixture(scope="module")
+def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder = tmp_path_factory.mktemp("prepared")
+    found = triplets(str(folder / "triplets"), rows(), ANSWERS)
+    return prepare(CONFIG, dataset=dataset, triplets=found, folder=str(folder / "store"))
+
+
+def batches(prepared: Prepared, *, rank: int = 0, world: int = 1, batching: Batching | None = None, **kwargs):
+    order = Order(prepared.sizes, global_batch=8, seed=2, batching=batching)
+    defaults = {"pads": (0, 0), "packed": False}
+    return TripletBatches(Store.open(prepared.store), order, rank=rank, world=world, **defaults | kwargs)
+
+
+def read(batch: tower.Batch) -> list[Row]:
+    assert batch.mask is not None
+    ids = [line[mask.bool()].tolist() for line, mask in zip(batch.ids, batch.mask, strict=True)]
+    return [Row(line, at) for line, at in zip(ids, batch.positions.tolist(), strict=True)]
+
+
+def test_a_batch_equals_tokenising_its_triplets_directly(prepared: Prepared):
+    made = {
+        role: tower.build(
+            getattr(CONFIG, role), role=role, dim=8, tokenizer_json=prepared.tokenizers[role], seed=0
+        )
+        for role in ("query", "document")
+    }
+    documents = {row["doc_id"]: row for row in tiny.document_rows()}
+    names = {}  # document numbers by name, learnt from the tokens
+    for doc_id, row in documents.items():
+        read_as = made["document"].prompt.rows([row["title"]], [row["topic"]], [row["content"]])[0]
+        names[tuple(read_as.ids), tuple(read_as.positions)] = doc_id
+    train = [row for row in rows() if row["split"] == "train"]
+    known: dict[str, set[str]] = {}
+    named = {doc_id for row in rows() for doc_id in (row["positive"], *row["negatives"])}
+    for query_id, positive in [*((row["query_id"], row["positive"]) for row in train), *ANSWERS]:
+        known.setdefault(query_id, set()).update({positive} & named)
+    seen, numbers = Counter(), {}
+    source = batches(prepared)
+    for step in range(len(train) // 8):
+        batch = source(step)
+        group = np.array([names[tuple(r.ids), tuple(r.positions)] for r in read(batch.documents)])
+        for number, doc_id in zip(batch.document_ids.tolist(), group.tolist(), strict=True):
+            assert numbers.setdefault(doc_id, number) == number
+        assert batch.scores is not None
+        for i, query in enumerate(read(batch.queries)):
+            positive, negatives = group[i], group.reshape(3, 8)[1:, i].tolist()
+            twins = [
+                row
+                for row in train
+                if row["positive"] == positive
+                and row["negatives"] == negatives
+                and made["query"].prompt.rows([row["query"]])[0] == query
+            ]
+            assert twins
+            seen[twins[0]["query_id"], positive, *negatives] += 1
+            assert batch.weights[i] in [row["weight"] for row in twins]
+            expected = [row["scores"] or [np.nan] * 3 for row in twins]
+            assert any(np.allclose(batch.scores[i], scores, equal_nan=True) for scores in expected)
+            by_number = {number: doc_id for doc_id, number in numbers.items()}
+            found = {by_number.get(n) for n in batch.known_positives[i].tolist() if n >= 0} - {None}
+            assert positive in found
+            assert found <= known[twins[0]["query_id"]]
+    assert sum(seen.values()) == len(train) // 8 * 8
+    assert len(numbers) <= len(named)
+
+
+def test_known_positives_are_a_querys_own_then_its_answers(prepared: Prepared):
+    store = Store.open(prepared.store)
+    everything = np.arange(len(store["train"]))
+    positives = store["train"].values("documents", everything)[:, 0]
+    queries = store["train"].values("query", everything)
+    own: dict[int, set[int]] = {}
+    for query, positive in zip(queries.tolist(), positives.tolist(), strict=True):
+        own.setdefault(query, set()).add(positive)
+    more = 0
+    for query, known in zip(queries.tolist(), store["train"].lists("known", everything), strict=True):
+        assert set(known.tolist()[: len(own[query])]) == own[query]
+        more += len(known) > len(own[query])
+    named = {doc_id for row in rows() for doc_id in (row["positive"], *row["negatives"])}
+    pairs = {(row["query_id"], row["positive"]) for row in rows()}
+    answered = {q for q, d in ANSWERS if d in named and (q, d) not in pairs and q != "q999"}
+    assert more == sum(row["query_id"] in answered for row in rows())
+    assert store.facts["known"] == max(len(known) for known in store["train"].lists("known", everything))
+
+
+@pytest.mark.parametrize(
+    "batching",
+    [Batching(), Batching(length_window=3), Batching(sources="homogeneous"), Batching(ratios={"click": 1})],
+)
+def test_the_global_batch_is_the_same_set_for_any_number_of_ranks(prepared: Prepared, batching: Batching):
+    if batching.ratios:
+        batching = Batching(ratios={"click": 0.8, "relevance": 0.2})
+
+    def together(step: int, world: int) -> list[tuple]:
+        shares = [batches(prepared, rank=r, world=world, batching=batching)(step) for r in range(world)]
+        return sorted(
+            (*share.document_ids.reshape(3, -1)[:, i].tolist(), share.query_ids[i].item())
+            for share in shares
+            for i in range(len(share.query_ids))
+        )
+
+    for step in (0, 3, 17):
+        assert together(step, 1) == together(step, 2) == together(step, 4)
+
+
+def test_a_restarted_worker_draws_the_same_batch(prepared: Prepared):
+    first = batches(prepared, batching=Batching(length_window=3))
+    for step in range(5):
+        expected = first(step)
+    found = batches(prepared, batching=Batching(length_window=3))(4)
+    assert found.document_ids.tolist() == expected.document_ids.tolist()
+    torch.testing.assert_close(found.documents.ids, expected.documents.ids)
+
+
+def test_a_homogeneous_batch_is_of_one_source_and_hop_on_all_ranks(prepared: Prepared):
+    store, homogeneous = Store.open(prepared.store), Batching(sources="homogeneous")
+    order = Order(prepared.sizes, global_batch=8, seed=2, batching=homogeneous)
+    assert list(prepared.sizes) == ["click/multi", "click/one", "relevance/multi", "relevance/one"]
+    ends = np.cumsum(list(prepared.sizes.values()))
+    for step in range(order.steps_per_epoch):
+        chosen = order.batch(step)
+        kinds = np.unique(np.searchsorted(ends, chosen, side="right"))
+        assert len(kinds) == 1
+        shares = [batches(prepared, rank=r, world=2, batching=homogeneous)(step) for r in range(2)]
+        drawn = sorted(torch.cat([share.query_ids for share in shares]).tolist())
+        assert drawn == sorted(store["train"].values("query", chosen).tolist())
+
+
+def test_lengths_meet_within_a_window(prepared: Prepared):
+    def widths(window: int) -> int:
+        source = batches(prepared, batching=Batching(length_window=window))
+        return sum(source(step).documents.ids.shape[1] for step in range(12))
+
+    assert widths(12) < widths(1)
+
+
+def test_packed_batches_hold_the_same_tokens(prepared: Prepared):
+    padded, packed = batches(prepared)(1), batches(prepared, packed=True)(1)
+    assert packed.documents.packing is not None
+    flat = [token for row in read(padded.documents) for token in row.ids]
+    assert packed.documents.ids[0].tolist() == flat
+    torch.testing.assert_close(collate(read(padded.queries), pad=0, packed=True).ids, packed.queries.ids)
+
+
+def test_a_column_of_scores_that_is_missing_or_null_gives_none(dataset: Artifact, tmp_path: Path):
+    for number, scored in enumerate([[], None]):
+        found = [row | {"scores": scored} for row in rows(40)]
+        if scored is None:
+            made = triplets(str(tmp_path / f"triplets-{number}"), found)
+        else:
+            draft = Draft(str(tmp_path / "old"), kind="triplets", config=tiny.Nothing(), parents={})
+            table = pa.Table.from_pylist([row | {"scores": None} for row in found], schema=schema.TRIPLETS)
+            draft.write_table("triplets.parquet", table.drop_columns(["scores"]))
+            made = draft.commit(counts={})
+        folder = str(tmp_path / f"store-{number}")
+        assert batches(prepare(CONFIG, dataset=dataset, triplets=made, folder=folder))(0).scores is None
+
+
+def test_a_killed_prepare_does_the_rest_and_writes_the_same(
+    dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found = triplets(str(tmp_path / "triplets"), rows())
+    monkeypatch.setattr(sliced, "ROWS_PER_SLICE", 40)  # several slices of each table
+
+    def content(folder: Path) -> dict[str, bytes]:
+        return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+    prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "whole"))
+    assert len(list((tmp_path / "whole/documents").iterdir())) == 3
+    tasks, stop = 0, 2
+
+    def dying(task, items):
+        nonlocal tasks
+        for item in items:
+            if tasks == stop:
+                raise InterruptedError
+            tasks += 1
+            yield task(item)
+
+    for _ in range(4):  # of nine tasks, two at a time
+        tasks = 0
+        with pytest.raises(InterruptedError):
+            prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "cut"), each=dying)
+    tasks = 0
+    prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "cut"), each=dying)
+    assert tasks < stop
+    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+    backwards = str(tmp_path / "backwards")
+    prepare(
+        CONFIG,
+        dataset=dataset,
+        triplets=found,
+        folder=backwards,
+        each=lambda task, items: [task(item) for item in reversed(items)],
     )
-    assert len(set(first.tolist())) == 48
-    assert first.tolist() != second.tolist()
+    assert content(Path(backwards)) == content(tmp_path / "whole")
 
 
-def test_the_global_batch_does_not_depend_on_how_many_ranks_share_it():
-    one = rows_of_step(3, rows=40, global_batch=8, rank=0, world=1, seed=1)
-    two = [rows_of_step(3, rows=40, global_batch=8, rank=r, world=2, seed=1) for r in range(2)]
-    assert sorted(np.concatenate(two).tolist()) == sorted(one.tolist())
+def test_slices_do_not_change_what_is_prepared(
+    dataset: Artifact, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sliced, "ROWS_PER_SLICE", 1)
+    found = triplets(str(tmp_path / "triplets"), rows(), ANSWERS)
+    again = prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "store"))
+    assert again.tokenizers == prepared.tokenizers
+    for step in (0, 5):
+        one, other = batches(prepared)(step), batches(again)(step)
+        assert one.document_ids.tolist() == other.document_ids.tolist()
+        assert one.known_positives.tolist() == other.known_positives.tolist()
+        torch.testing.assert_close(one.queries.ids, other.queries.ids)
 
 
-def test_too_few_rows_for_one_batch_is_said_before_training():
-    assert total_steps(rows=100, global_batch=10, epochs=2.5) == 25
-    with pytest.raises(DataError, match="do not fill one global batch"):
-        total_steps(rows=9, global_batch=10, epochs=1.0)
+def test_a_document_that_cannot_be_read_costs_its_triplets_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    documents = tiny.document_rows()
+    documents[5] = documents[5] | {"title": "long " * 400}
+    monkeypatch.setattr(tiny, "document_rows", lambda count=tiny.DOCUMENTS: documents[:count])
+    said: list[str] = []
+    monkeypatch.setattr(preparing.log, "warning", lambda text, *values: said.append(text % values))
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    found = triplets(str(tmp_path / "triplets"), rows())
+    prepared = prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "store"))
+    hit = [row for row in rows() if "d005" in (row["positive"], *row["negatives"])]
+    train = [row for row in rows() if row["split"] == "train"]
+    assert hit
+    assert sum(prepared.sizes.values()) == len(train) - len([row for row in hit if row["split"] == "train"])
+    assert f"{len(hit)} triplets left out: they name one of 1 documents" in said[0]
+    assert "such as d005: title takes" in said[0]
 
 
-def test_hashes_are_stable_and_positive():
-    hashes = hash_ids(["a", "b", "a"])
-    assert hashes[0] == hashes[2] != hashes[1]
-    assert (hashes >= 0).all()
-    assert hash_ids(["doc-1"]).tolist() == [2376381282532555307]
+def test_what_does_not_fit_together_is_said(dataset: Artifact, tmp_path: Path):
+    lost = triplets(str(tmp_path / "lost"), [row | {"positive": "d999"} for row in rows(20)])
+    with pytest.raises(TrainingError, match="triplets name document 'd999', which the dataset lacks"):
+        prepare(CONFIG, dataset=dataset, triplets=lost, folder=str(tmp_path / "a"))
+    found = rows(20)
+    found[3] = found[3] | {"negatives": ["d001"], "scores": None}
+    uneven = triplets(str(tmp_path / "uneven"), found)
+    with pytest.raises(TrainingError, match="unequal numbers of negatives"):
+        prepare(CONFIG, dataset=dataset, triplets=uneven, folder=str(tmp_path / "b"))
+    short = [row | {"scores": [1.0]} for row in rows(20)]
+    made = triplets(str(tmp_path / "short"), short)
+    with pytest.raises(TrainingError, match=r"carry \[1\] scores for 3 documents"):
+        prepare(CONFIG, dataset=dataset, triplets=made, folder=str(tmp_path / "c"))
+
+
+def test_a_doc_id_that_comes_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    documents = tiny.document_rows()
+    documents[5] = documents[5] | {"doc_id": "d006"}
+    monkeypatch.setattr(tiny, "document_rows", lambda count=tiny.DOCUMENTS: documents[:count])
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    found = triplets(str(tmp_path / "triplets"), [row | {"positive": "d006"} for row in rows(20)])
+    with pytest.raises(DataError, match="a doc_id comes twice in the dataset"):
+        prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "store"))
+
+
+def test_sorted_names_are_merged_a_range_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(preparing, "_MERGED_AT_ONCE", 10)
+    rng = np.random.default_rng(0)
+    arrays = [np.unique(rng.integers(0, 2**64, 30, dtype=np.uint64)) for _ in range(4)]
+    arrays[1] = np.unique(np.concatenate([arrays[1], arrays[0][::3]]))
+    expected = np.unique(np.concatenate(arrays))
+    assert preparing._merged(arrays).tolist() == expected.tolist()
+    assert preparing._merged([]).tolist() == []

@@ -1,78 +1,104 @@
 """Loss and every parameter's gradient on several ranks equal one process that holds the whole batch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
+import ranks
 import tiny
 from scalingnote.models import backbone, tower
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.tower import Batch
-from scalingnote.train.config import Losses
+from scalingnote.train.config import Losses, TeacherScores
+from scalingnote.train.distributed import Shares, gather, shares
 from scalingnote.train.objective import StageOne, Triplets
 
-PER_RANK = 4
+ROWS = 12
+EVEN = {2: (6, 6), 3: (4, 4, 4), 4: (3, 3, 3, 3)}
+UNEVEN = {2: (4, 8), 3: (6, 1, 5), 4: (2, 5, 1, 4)}
+Found = dict[str, Tensor]
 
 
-def stage() -> StageOne:
+def stage(*, uneven: bool) -> StageOne:
     texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
     query = tower.build(tiny.query_tower(), role="query", dim=16, tokenizer_json=learnt, seed=0)
     document = tower.build(tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=1)
-    return StageOne(DualEncoder(query, document), Losses(matryoshka=(4, 16)))
+    losses = Losses(matryoshka=(4, 16), learn_temperature=True, teacher=TeacherScores())
+    return StageOne(DualEncoder(query, document), losses, uneven=uneven)
 
 
-def take(batch: Batch, rows: torch.Tensor) -> Batch:
-    return Batch(batch.ids[rows], batch.mask[rows], batch.positions[rows])
-
-
-def batch_of(made: StageOne, rank: int, world: int) -> Triplets:
-    """Rank's share of a global batch; rank 0 of 1 gets all of it. Some ids repeat across ranks."""
-    size = PER_RANK * 6 // world
-    everything = 6 * PER_RANK
-    documents = tiny.document_rows(2 * everything)
-    columns = [[row[name] for row in documents] for name in ("title", "topic", "content")]
-    queries = tower.collate(made.towers.query.prompt.rows([r["content"][:20] for r in documents]), pad=0)
-    encoded = tower.collate(made.towers.document.prompt.rows(*columns), pad=0)
-    own = torch.arange(rank * size, (rank + 1) * size)
-    ids = torch.arange(everything) % (everything - 3)  # three documents and queries appear twice
-    rows = torch.cat([own, own + everything])
+def triplets(made: StageOne, rows: Sequence[int]) -> Triplets:
+    """Some rows of a global batch in which ids repeat across ranks, and a third of the rows is unscored."""
+    texts = tiny.document_rows(2 * ROWS)
+    documents = [texts[i] for i in (*rows, *(row + ROWS for row in rows))]
+    columns = ([document[name] for document in documents] for name in ("title", "topic", "content"))
+    own = torch.tensor(rows)
+    ids = own % (ROWS - 3)
+    scores = torch.stack([own * 0.3, 1.0 - own * 0.1], dim=1)
+    scores[own % 3 == 1] = torch.nan
     return Triplets(
-        queries=take(queries, own),
-        documents=take(encoded, rows),
-        query_ids=ids[own],
-        document_ids=torch.cat([ids, ids + 1000])[rows],
-        known_positives=torch.stack([ids, (ids + 5) % 17], dim=1)[own],
-        weights=(1 + ids % 3).float()[own],
+        queries=tower.collate(made.towers.query.prompt.rows([texts[i]["content"][:20] for i in rows]), pad=0),
+        documents=tower.collate(made.towers.document.prompt.rows(*columns), pad=0),
+        query_ids=ids,
+        document_ids=torch.cat([ids, own + 1000]),
+        known_positives=torch.stack([ids, (ids + 5) % 17], dim=1),
+        weights=(1 + own % 3).float(),
+        scores=scores,
     )
 
 
-def work(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    made = stage()
-    wrapped = DistributedDataParallel(made)
-    loss, _ = wrapped(batch_of(made, rank, world))
+def step(rows: Sequence[int], *, uneven: bool) -> Found:
+    """Loss, parts and gradients of this rank's rows, all averaged over ranks."""
+    made = stage(uneven=uneven)
+    loss, parts = made(triplets(made, rows))
     loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    if rank == 0:
-        gradients = {name: p.grad for name, p in made.named_parameters()}
-        torch.save({"loss": total / world, "gradients": gradients}, f"{folder}/found.pt")
-    dist.destroy_process_group()
+    found = {"loss": loss.detach(), **parts} | {n: p.grad for n, p in made.named_parameters()}
+    if dist.is_initialized():
+        for value in found.values():
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+    return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_equal_one_process(tmp_path: Path, world: int):
-    mp.spawn(work, args=(world, str(tmp_path)), nprocs=world)
-    found = torch.load(tmp_path / "found.pt")
-    made = stage()
-    loss, _ = made(batch_of(made, 0, 1))
-    loss.backward()
-    torch.testing.assert_close(found["loss"], loss.detach(), atol=1e-5, rtol=1e-5)
-    for name, parameter in made.named_parameters():
-        torch.testing.assert_close(found["gradients"][name], parameter.grad, atol=1e-5, rtol=1e-4, msg=name)
+def steps(folder: str) -> dict[str, Found]:
+    """Even and uneven steps of 2, 3 and 4 ranks in the same 4 processes, which are slow to start."""
+    me, found = dist.get_rank(), {}
+    for world in (2, 3, 4):
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves while others still connect
+            dist.destroy_process_group()
+        if me >= world:
+            continue
+        store = f"file://{folder}/{world}"
+        dist.init_process_group("gloo", init_method=store, rank=me, world_size=world)
+        for name, counts in (("even", EVEN[world]), ("uneven", UNEVEN[world])):
+            assert shares(torch.zeros(counts[me]), uneven=name == "uneven") == Shares(counts)
+            own = torch.arange(ROWS).split(counts)[me]
+            assert gather(own, Shares(counts)).tolist() == list(range(ROWS))
+            found[f"{world} {name}"] = step(own.tolist(), uneven=name == "uneven")
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
+    folder: Path = tmp_path_factory.mktemp("stores")
+    return ranks.run(steps, str(folder), world=4)[0]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Found:
+    return step(range(ROWS), uneven=False)
+
+
+@pytest.mark.parametrize("shape", ["even", "uneven"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_equal_one_process(on_ranks, alone, world: int, shape: str):
+    found = on_ranks[f"{world} {shape}"]
+    assert found.keys() == alone.keys()
+    assert {"temperature.log", "teacher", "margin"} < found.keys()
+    for name, value in alone.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-4, msg=name)

@@ -1,13 +1,20 @@
+"""The loop: resumed runs repeat uninterrupted ones, and it stops where it must."""
+
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from scalingnote.errors import TrainingError
+from scalingnote.train import loop
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.config import Optimizer
-from scalingnote.train.loop import fit
+from scalingnote.train.config import Optimizer, Schedule, Validation
+from scalingnote.train.loop import History, fit
+from scalingnote.train.strategies.engine import build
+
+STEPS = 12
 
 
 class Regression(nn.Module):
@@ -23,47 +30,71 @@ class Regression(nn.Module):
         return loss, {"squared": loss.detach()}
 
 
+class Told:
+    """A tracker that remembers."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.names: set[str] = set()
+
+    def log(self, step: int, values: Any) -> None:
+        self.steps.append(step)
+        self.names |= values.keys()
+
+    def close(self) -> None: ...
+
+
 def batch_at(step: int) -> Tensor:
     return torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
 
 
-def train(module: nn.Module, folder: Path, *, until: int = 12, source=batch_at, every: int = 4) -> list:
+def train(
+    module: nn.Module, folder: Path, *, until: int = STEPS, source=batch_at, every: int = 4, **knobs: Any
+) -> History:
     def stop_at(step: int) -> Tensor:
         if step >= until:
             raise InterruptedError
         return source(step)
 
-    return fit(
-        module,
-        stop_at,
-        steps=12,
-        rows_per_step=16,
-        settings=Optimizer(peak_lr=1e-2),
-        checkpoints=Checkpoints(str(folder), keep=2),
+    schedule = Schedule(
+        optimizer=Optimizer(peak_lr=1e-2),
+        precision="float32",
         checkpoint_every=every,
-        dtype=torch.float32,
+        global_batch=16,
         seed=3,
-        room="test",
     )
+    return fit(
+        build(module, schedule=schedule, device=torch.device("cpu")),
+        stop_at,
+        steps=STEPS,
+        schedule=schedule,
+        checkpoints=Checkpoints(str(folder), keep=schedule.keep_checkpoints),
+        room="test",
+        **knobs,
+    )
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob("*/checkpoint.json"))
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.parameters(), right.parameters(), strict=True))
 
 
 def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path: Path):
     whole = Regression()
-    curve = train(whole, tmp_path / "whole")
+    history = train(whole, tmp_path / "whole")
     with pytest.raises(InterruptedError):
         train(Regression(), tmp_path / "cut", until=10)
     resumed = Regression()
-    assert train(resumed, tmp_path / "cut") == curve
-    for left, right in zip(whole.parameters(), resumed.parameters(), strict=True):
-        torch.testing.assert_close(left, right, atol=0, rtol=0)
+    assert train(resumed, tmp_path / "cut") == history
+    assert same(whole, resumed)
 
 
-def test_only_the_newest_checkpoints_are_kept(tmp_path: Path):
+def test_checkpoints_are_written_on_the_way_but_not_at_the_end(tmp_path: Path):
     train(Regression(), tmp_path, every=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "step-000000008.safetensors",
-        "step-000000010.safetensors",
-    ]
+    assert steps_in(tmp_path) == [8, 10]
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_step_and_a_remedy(tmp_path: Path):
@@ -72,3 +103,73 @@ def test_a_loss_that_is_not_finite_stops_with_the_step_and_a_remedy(tmp_path: Pa
 
     with pytest.raises(TrainingError, match=r"step 5 is not finite .*lower optimizer.peak_lr"):
         train(Regression(), tmp_path, source=poisoned)
+
+
+def test_trackers_hear_of_training_and_of_measurements(tmp_path: Path):
+    told = Told()
+    train(
+        Regression(),
+        tmp_path,
+        trackers=[told],
+        validation=Validation(every=5, metric="R@1"),
+        validate=lambda: {"R@1": 0.5},
+    )
+    assert told.steps == [0, 5, 10, 10, 11, 12]  # steps 0, 10, 11; after 5, 10, 12 steps it was measured
+    assert told.names == {"loss", "squared", "gradient_norm", "lr", "validation/R@1"}
+
+
+def test_training_stops_when_nothing_gets_better_also_after_a_kill(tmp_path: Path):
+    found = {2: 0.1, 4: 0.5, 6: 0.4, 8: 0.3}
+    step_of = {float(batch_at(step)[0, 0]): step for step in range(STEPS)}
+
+    def run(folder: Path, *, until: int = STEPS) -> History:
+        module = Regression()
+        seen: list[float] = []
+        module.register_forward_pre_hook(lambda _, inputs: seen.append(float(inputs[0][0, 0])))
+        return train(
+            module,
+            folder,
+            until=until,
+            every=1,
+            validation=Validation(every=2, metric="R@1", patience=2),
+            validate=lambda: {"R@1": found[step_of[seen[-1]] + 1]},
+        )
+
+    history = run(tmp_path / "whole")
+    assert [measured["step"] for measured in history.measured] == [2, 4, 6, 8]
+    assert (history.best_step, history.worse) == (4, 2)
+    with pytest.raises(InterruptedError):
+        run(tmp_path / "cut", until=7)
+    assert run(tmp_path / "cut") == history
+
+
+@pytest.mark.parametrize(("keep", "expected"), [("best", 4), ("last", 12)])
+def test_the_weights_to_keep(tmp_path: Path, keep: str, expected: int):
+    module, measured = Regression(), []
+
+    def validate() -> dict[str, float]:
+        measured.append([p.detach().clone() for p in module.parameters()])
+        return {"contrastive_entropy": 1.0 if len(measured) == 2 else 2.0}
+
+    validation = Validation(every=2, metric="contrastive_entropy", keep=keep)  # type: ignore[arg-type]
+    train(module, tmp_path, validation=validation, validate=validate)
+    kept = measured[expected // 2 - 1]
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), kept, strict=True))
+
+
+def test_a_notice_is_answered_with_one_checkpoint_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loop, "NOTICE_EVERY", -1.0)
+    answers = iter([False, False, True, True, True, *[False] * STEPS])
+    seen: list[list[int]] = []
+
+    def notice() -> bool:
+        seen.append(steps_in(tmp_path))
+        return next(answers)
+
+    train(Regression(), tmp_path, every=100, notice=notice)
+    assert len(seen) == STEPS
+    assert seen[2] == []
+    assert seen[3] == [3]
+    assert steps_in(tmp_path) == [3]

@@ -1,0 +1,308 @@
+"""A tower of Qwen2.5-7B's shape with random weights on one GPU: speed, utilisation, memory.
+
+    python -m benchmarks.gpu --json docs/results/gpu.json        under 8 minutes on an H200
+    python -m benchmarks.gpu --dry-run                           the same code on a CPU with a tiny shape
+
+- encode: the document tower forward, in bfloat16
+- train lora: both towers on one shared frozen base, an adapter each (ScalingDual)
+- train full: all weights of a 7B document tower and a small query tower (ScalingDoc); weights, gradients and
+  moments in bfloat16, 56 GB before activations
+
+Each with padded and with packed rows. Both kinds of training checkpoint activations and go through what a
+run goes through: StageOne and an engine. Tokens are real ones, pads are not counted. MFU: the operations that
+real tokens need, repeated passes left out, over the GPU's dense bfloat16 peak. The estimate beside the
+measured peak is what `train --dry-run` would count.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+
+from benchmarks.report import arguments, show, write
+from scalingnote.config import Resources
+from scalingnote.models import adapters, backbone, tower
+from scalingnote.models.backbone import Backbone
+from scalingnote.models.config import Lora, Scratch, TowerConfig
+from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.models.prompt import Row
+from scalingnote.models.tower import Tower, collate
+from scalingnote.scaling import flops
+from scalingnote.scaling.activations import tower_bytes
+from scalingnote.scaling.hardware import GPUS
+from scalingnote.scaling.shape import PUBLISHED, Shape, of_backbone
+from scalingnote.train.config import Losses, Memory, Optimizer, Schedule
+from scalingnote.train.objective import StageOne, Triplets
+from scalingnote.train.strategies import engine
+
+DIM = 128
+LORA = Lora(rank=16)
+QUERY_TOKENS, DOCUMENT_TOKENS = 24, 256  # means
+TINY = Shape(2, 64, 4, 2, 16, 128, 2048, qkv_bias=True)
+Figures = dict[str, Any]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--dry-run", action="store_true", help="a tiny shape, on the CPU")
+    parser.add_argument("--seconds", type=float, help="of each measurement, default: 25; dry run: 0.2")
+    parser.add_argument("--rows", type=int, help="triplets of a training step, default: 48; dry run: 4")
+    options = parser.parse_args()
+    dry = options.dry_run
+    if not dry and not torch.cuda.is_available():
+        parser.error("no GPU here: --dry-run shows that the code works")
+    device = torch.device("cpu" if dry else "cuda")
+    shape = TINY if dry else PUBLISHED["Qwen/Qwen2.5-7B"]
+    seconds = options.seconds or (0.2 if dry else 25.0)
+    rows = measure_all(shape, device, seconds=seconds, rows=options.rows or (4 if dry else 48))
+    name = "CPU" if dry else torch.cuda.get_device_name()
+    show(f"{shape.parameters:,} parameters on {name}", rows)
+    metrics = {
+        f"{row['work']}_{row['rows']}_{figure}".replace(" ", "_"): row[key]
+        for row in rows
+        for key, figure in (("tokens/s", "tokens_per_s"), ("MFU", "mfu"), ("peak GB", "peak_gb"))
+    }
+    write(options.json, metrics=metrics, measurements=rows, device=name)
+
+
+def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int) -> list[Figures]:
+    """Every measurement, one after the other; memory is given back in between."""
+    peak = _peak(device)
+    found = []
+    for work, measure in (("encode", _encode), ("train lora", _train_lora), ("train full", _train_full)):
+        for packed in (False, True):
+            _forget(device)
+            figures = measure(shape, device, packed=packed, seconds=seconds, rows=rows)
+            operations = figures.pop("operations")
+            found.append(
+                {
+                    "work": work,
+                    "rows": "packed" if packed else "padded",
+                    "tokens/s": figures["tokens"] / figures["seconds"],
+                    "MFU": operations / figures["seconds"] / peak,
+                    "peak GB": _allocated(device) / 1e9,
+                    "estimate GB": figures["estimate"] / 1e9,
+                    "loss": figures.get("loss", float("nan")),
+                }
+            )
+    return found
+
+
+def _encode(shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int) -> Figures:
+    made = _tower(_backbone(shape, device), role="document").eval().requires_grad_(False)
+    batches = [_documents(shape, 4 * rows, number) for number in range(4)]
+    operations = [_forward(shape, batch) for batch in batches]
+    inputs = [collate(batch, pad=made.pad, packed=packed).to(device) for batch in batches]
+
+    @torch.inference_mode()
+    def work(number: int) -> None:
+        made(inputs[number % 4])
+
+    figures = _timed(work, device, seconds)
+    return (
+        figures
+        | _totals(figures["steps"], [_tokens(batch) for batch in batches], operations)
+        | {"estimate": 2.0 * shape.parameters}
+    )
+
+
+def _train_lora(shape: Shape, device: torch.device, **settings: Any) -> Figures:
+    first = _backbone(shape, device)
+    second = Backbone(adapters.twin(first.model), first.tokenizer, first.causal)
+    towers = DualEncoder(_tower(first, role="query", lora=LORA), _tower(second, role="document", lora=LORA))
+    return _train(towers, (shape, shape), device, lora=LORA, **settings)
+
+
+def _train_full(shape: Shape, device: torch.device, **settings: Any) -> Figures:
+    small = Scratch(
+        architecture="bert", layers=4, hidden=64 if shape is TINY else 768, heads=4 if shape is TINY else 12
+    )
+    query = backbone.build(small, tokenizer_json=_tokenizer().backend_tokenizer.to_str(), seed=0)
+    towers = DualEncoder(_tower(query, role="query"), _tower(_backbone(shape, device), role="document"))
+    return _train(towers, (of_backbone(small), shape), device, lora=None, **settings)
+
+
+def _train(
+    towers: DualEncoder,
+    shapes: tuple[Shape, Shape],
+    device: torch.device,
+    *,
+    lora: Lora | None,
+    packed: bool,
+    seconds: float,
+    rows: int,
+) -> Figures:
+    """Steps of the real engine on `rows` triplets with a hard negative each."""
+    schedule = Schedule(
+        optimizer=Optimizer(peak_lr=1e-6),
+        global_batch=rows,
+        precision="bfloat16",
+        memory=Memory(gradient_checkpointing=True, packing=packed),
+        resources=Resources(workers=1),
+    )
+    made = engine.build(StageOne(towers, Losses()), schedule=schedule, device=device)
+    towers.train()
+    queries = [_queries(shapes[0], rows, number, causal=towers.query.causal) for number in range(4)]
+    documents = [_documents(shapes[1], 2 * rows, number) for number in range(4)]
+    batches = [
+        _triplets(towers, q, d, packed=packed).to(device) for q, d in zip(queries, documents, strict=True)
+    ]
+    seen: list[float] = []
+
+    def work(number: int) -> None:
+        loss, _ = made(batches[number % 4])
+        made.backward(loss)
+        made.step(1e-6)
+        if not seen:
+            seen.append(float(loss.detach()))
+
+    def operations(number: int) -> float:
+        sides = ((shapes[0], queries[number], 1), (shapes[1], documents[number], 3))
+        return sum(
+            flops.row(shape, tokens=float(len(row.ids)), pooled=views, dim=DIM, lora=lora).model
+            for shape, chosen, views in sides
+            for row in chosen
+        )
+
+    figures = _timed(work, device, seconds)
+    tokens = [_tokens(q) + _tokens(d) for q, d in zip(queries, documents, strict=True)]
+    parameters = list(towers.parameters())
+    state = sum(p.nbytes * (4 if p.requires_grad else 1) for p in parameters)
+    activations = sum(
+        max(_tokens(rows) for rows in side) * tower_bytes(shape, "bfloat16", checkpointing=True)
+        for shape, side in zip(shapes, (queries, documents), strict=True)
+    )
+    totals = _totals(figures["steps"], tokens, [operations(number) for number in range(4)])
+    return figures | totals | {"estimate": float(state + activations), "loss": seen[0]}
+
+
+def _triplets(
+    towers: DualEncoder, queries: Sequence[Row], documents: Sequence[Row], *, packed: bool
+) -> Triplets:
+    rows = len(queries)
+    ids = torch.arange(2 * rows)
+    return Triplets(
+        queries=collate(queries, pad=towers.query.pad, packed=packed),
+        documents=collate(documents, pad=towers.document.pad, packed=packed),
+        query_ids=ids[:rows],
+        document_ids=ids,
+        known_positives=ids[:rows, None],
+        weights=torch.ones(rows),
+    )
+
+
+def _timed(work: Callable[[int], None], device: torch.device, seconds: float) -> Figures:
+    """Two calls to warm up, then as many as fit; `steps` tells which inputs were used how often."""
+    for number in range(2):
+        work(number)
+    _wait(device)
+    start, number = time.perf_counter(), 0
+    while number < 4 or time.perf_counter() - start < seconds:
+        work(number)
+        number += 1
+        _wait(device)
+    return {"seconds": time.perf_counter() - start, "steps": number}
+
+
+def _totals(steps: int, tokens: Sequence[int], operations: Sequence[float]) -> Figures:
+    return {
+        "tokens": sum(tokens[number % 4] for number in range(steps)),
+        "operations": sum(operations[number % 4] for number in range(steps)),
+    }
+
+
+def _backbone(shape: Shape, device: torch.device) -> Backbone:
+    """Random weights in bfloat16, made on the device: nothing of 28 GB is ever in host memory."""
+    settings = Qwen2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+    )
+    torch.manual_seed(0)
+    with device:
+        model = Qwen2Model._from_config(settings, dtype=torch.bfloat16)
+    return Backbone(model, _tokenizer(), causal=True)
+
+
+def _tower(made: Backbone, *, role: tower.Role, lora: Lora | None = None) -> Tower:
+    config = TowerConfig(lora=lora, max_length=512)
+    device = next(made.model.parameters()).device
+    return tower.build(config, role=role, dim=DIM, tokenizer_json=None, seed=0, backbone=made).to(device)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Any tokenizer that knows the placeholders: rows are drawn as ids."""
+    learnt = backbone.train_tokenizer(
+        ["predict a query term: compress the above content into one word"], vocabulary=400
+    )
+    small = Scratch(layers=1, hidden=8, heads=1, intermediate=8, max_positions=8)
+    return backbone.build(small, tokenizer_json=learnt, seed=0).tokenizer
+
+
+def _documents(shape: Shape, rows: int, seed: int) -> list[Row]:
+    """Log-normal lengths; three positions are pooled, as in the paper's prompt."""
+    rng = np.random.default_rng(seed)
+    mean = 32 if shape is TINY else DOCUMENT_TOKENS
+    lengths = rng.lognormal(np.log(mean) - 0.08, 0.4, rows).round().clip(16, 512).astype(int)
+    ids = (rng.integers(300, shape.vocabulary, length).tolist() for length in lengths)
+    return [Row(row, [len(row) // 4, len(row) - 8, len(row) - 1]) for row in ids]
+
+
+def _queries(shape: Shape, rows: int, seed: int, *, causal: bool) -> list[Row]:
+    rng = np.random.default_rng(seed + 1000)
+    lengths = rng.lognormal(np.log(QUERY_TOKENS) - 0.08, 0.4, rows).round().clip(4, 64).astype(int)
+    ids = (rng.integers(6, min(shape.vocabulary, 200), length).tolist() for length in lengths)
+    return [Row(row, [len(row) - 1 if causal else 0]) for row in ids]
+
+
+def _tokens(rows: Sequence[Row]) -> int:
+    return sum(len(row.ids) for row in rows)
+
+
+def _forward(shape: Shape, rows: Sequence[Row]) -> float:
+    return sum(flops.forward(shape, tokens=float(len(row.ids))) for row in rows)
+
+
+def _peak(device: torch.device) -> float:
+    """Dense bfloat16 operations per second: the maker's figure, or what a large product reaches here."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
+        known = next((gpu for label, gpu in GPUS.items() if label in name), None)
+        if known:
+            return known.peak
+    width = 8192 if device.type == "cuda" else 512
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    square = torch.ones(width, width, device=device, dtype=dtype)
+    figures = _timed(lambda _: _multiply(square), device, 0.2)
+    return 2.0 * width**3 * figures["steps"] / figures["seconds"]
+
+
+def _multiply(square: torch.Tensor) -> None:
+    square.mm(square)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _allocated(device: torch.device) -> float:
+    return float(torch.cuda.max_memory_allocated()) if device.type == "cuda" else 0.0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Stage I's step against sentence-transformers': samples a second, peak memory, and how flat memory stays.
+
+    python -m benchmarks.train --json docs/results/train.json [--batch N] [--hidden N] [--rounds N]
+
+Both train two towers with random weights on the same triplets with the same loss (checked), GradCache,
+Matryoshka prefixes and AdamW; see train_sides.py. Each side first finds its best chunk size. Then rounds
+alternate, each in a process of its own, and the median counts. Ratios are of processor time, which other work
+on the machine does not stretch; those by the clock stand beside them.
+"""
+
+import os
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.report import alone, arguments, show, write
+from benchmarks.train_sides import Setting, Side, Size, measure, save_backbone
+
+Row = dict[str, Any]
+SIDES: tuple[Side, Side] = ("ours", "sentence-transformers")
+CHUNKS = (16, 32, 64)
+BUDGETS = (1024, 4096)  # tokens at once, the other way to cut a batch that sentence-transformers has
+SPREADS = {"spread": 0.5, "equal": 0.0}  # of the logarithm of lengths
+# For the processes whose memory is compared: glibc gives freed blocks back at once. Otherwise blocks of
+# changing sizes leave holes, and the peak tells of those instead of what was in use.
+GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+SAME = 1e-4  # largest relative difference of the two losses
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--batch", type=int, default=64, help="triplets of a step, default: %(default)s")
+    parser.add_argument("--hidden", type=int, default=128, help="of the backbones, default: %(default)s")
+    parser.add_argument("--layers", type=int, default=2, help="of the backbones, default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="of each process, default: %(default)s")
+    parser.add_argument("--largest", type=int, default=1024, help="batch whose memory is compared with 32's")
+    options = parser.parse_args()
+    size = Size(layers=options.layers, hidden=options.hidden)
+
+    speed: list[Row] = []
+    for architecture in ("bert", "qwen2"):
+        with TemporaryDirectory() as folder:
+            save_backbone(Path(folder), architecture, size)
+            best = {side: _tuned(folder, size, side, options) for side in SIDES}
+            speed += [{"backbone": architecture, **row} for row in _rounds(folder, size, best, options)]
+    show(f"{options.batch} triplets a step, {size.layers} layers of {size.hidden}", speed)
+    os.environ.update(GIVE_BACK)
+    with TemporaryDirectory() as folder:
+        save_backbone(Path(folder), "bert", size)
+        memory = [
+            row for side in SIDES for row in _memory(folder, size, side, (32, options.largest), options)
+        ]
+    show("Peak memory with chunks of 32 rows (bert)", memory)
+
+    spread_out = [row for row in speed if row["lengths"] == "spread"]
+    metrics = {
+        "samples_per_s_over_sentence_transformers": min(row["ratio"] for row in spread_out),
+        **{
+            f"samples_per_s_over_sentence_transformers_{r['backbone']}_{r['lengths']}": r["ratio"]
+            for r in speed
+        },
+        **{f"by_the_clock_{r['backbone']}_{r['lengths']}": r["by the clock"] for r in speed},
+        f"peak_memory_{options.largest}_over_32": memory[1]["peak MB"] / memory[0]["peak MB"],
+        f"peak_memory_of_the_step_{options.largest}_over_32": memory[1]["step MB"] / memory[0]["step MB"],
+        "peak_memory_over_sentence_transformers": memory[1]["peak MB"] / memory[3]["peak MB"],
+    }
+    write(options.json, metrics=metrics, speed=speed, memory=memory, size=vars(size))
+
+
+def _tuned(folder: str, size: Size, side: Side, options: Any) -> Setting:
+    """The setting of a side that is fastest for one step."""
+    base = Setting(side, options.batch)
+    settings = [replace(base, chunks=(rows, rows)) for rows in CHUNKS if rows <= options.batch]
+    if side == "sentence-transformers":
+        settings += [replace(base, budget=tokens) for tokens in BUDGETS]
+    found = alone(measure, folder, size, settings, steps=1, threads=options.threads)
+    rates = [figures["samples/cpu s"] for figures in found]
+    return settings[rates.index(max(rates))]
+
+
+def _rounds(folder: str, size: Size, best: dict[Side, Setting], options: Any) -> list[Row]:
+    """A row for each spread of lengths: medians over rounds in which the sides take turns."""
+    settings = {side: [replace(best[side], spread=spread) for spread in SPREADS.values()] for side in SIDES}
+    rounds = [
+        {
+            side: alone(measure, folder, size, settings[side], steps=2, threads=options.threads)
+            for side in SIDES
+        }
+        for _ in range(options.rounds)
+    ]
+    return [
+        {
+            "lengths": lengths,
+            **_medians([{side: found[side][at] for side in SIDES} for found in rounds], best),
+        }
+        for at, lengths in enumerate(SPREADS)
+    ]
+
+
+def _medians(rounds: list[dict[Side, dict[str, float]]], best: dict[Side, Setting]) -> Row:
+    for found in rounds:
+        ours, theirs = (found[side]["loss"] for side in SIDES)
+        if abs(ours - theirs) > SAME * abs(theirs):
+            raise AssertionError(f"the two sides do not compute the same loss: {ours} and {theirs}")
+
+    def ratio(of: str) -> float:
+        return statistics.median(found["ours"][of] / found["sentence-transformers"][of] for found in rounds)
+
+    def middle(side: Side) -> float:
+        return statistics.median(found[side]["samples/cpu s"] for found in rounds)
+
+    theirs = best["sentence-transformers"]
+    return {
+        "ours /cpu s": middle("ours"),
+        "theirs /cpu s": middle("sentence-transformers"),
+        "ratio": ratio("samples/cpu s"),
+        "by the clock": ratio("samples/s"),
+        "our chunk": f"{best['ours'].chunks[1]} rows",
+        "their chunk": f"{theirs.budget} tokens" if theirs.budget else f"{theirs.chunks[1]} rows",
+    }
+
+
+def _memory(folder: str, size: Size, side: Side, batches: tuple[int, ...], options: Any) -> list[Row]:
+    """Peak memory of a side, whole and beyond what the process held before its first step."""
+    found = []
+    for batch in batches:
+        settings = [Setting(side, batch)]
+        (row,) = alone(measure, folder, size, settings, steps=0, threads=options.threads)
+        step = row["peak MB"] - row["before MB"]
+        found.append({"side": side, "batch": batch, "peak MB": row["peak MB"], "step MB": step})
+    return found
+
+
+if __name__ == "__main__":
+    main()

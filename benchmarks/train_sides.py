@@ -1,0 +1,227 @@
+"""One training step, ours and sentence-transformers', on the same towers, rows, loss and optimizer.
+
+Both sides have a query tower and a document tower of their own, start from the same weights, and learn one
+view of a document with one hard negative: cross entropy both ways over all Matryoshka prefixes, through
+GradCache. So their losses are equal, and :func:`measure` returns the first one to show it.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, BertConfig, BertModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+
+from benchmarks.report import peak_memory_mb
+from scalingnote.config import Resources
+from scalingnote.models import dual_encoder
+from scalingnote.models.config import Pretrained, TowerConfig
+from scalingnote.models.prompt import Row
+from scalingnote.models.tower import collate
+from scalingnote.train.config import GradCache, Losses, Memory, Optimizer, Schedule
+from scalingnote.train.grad_cache import cached_backward
+from scalingnote.train.objective import StageOne, Triplets
+from scalingnote.train.strategies import engine
+
+DIM, DIMS = 128, (16, 32, 64, 128)
+TEMPERATURE, RATE, CLIP, DECAY = 0.05, 1e-4, 1.0, 1e-3
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
+Side = Literal["ours", "sentence-transformers"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the backbone and of what it reads."""
+
+    layers: int = 4
+    hidden: int = 256
+    vocabulary: int = 8192
+    query_tokens: float = 12.0  # means; lengths are log-normal
+    document_tokens: float = 64.0
+    longest: int = 192
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One measurement. `chunks`: rows that GradCache encodes at once, of queries and of documents.
+
+    sentence-transformers knows one number for both, or, where `budget` is set, tokens at once.
+    """
+
+    side: Side
+    batch: int
+    chunks: tuple[int, int] = (32, 32)
+    budget: int | None = None
+    spread: float = 0.5  # of the logarithm of lengths; 0: all equal
+
+
+def save_backbone(folder: Path, architecture: Literal["bert", "qwen2"], size: Size) -> None:
+    """A backbone with random weights and its tokenizer, as any Hugging Face model is saved."""
+    torch.manual_seed(0)
+    words = [*SPECIAL, *(f"w{number}" for number in range(size.vocabulary - len(SPECIAL)))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "eos": "[EOS]"}
+    special = {f"{name}_token": token for name, token in names.items()}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    shape: dict[str, Any] = {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "intermediate_size": 4 * size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": max(size.hidden // 64, 1),
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+    }
+    if architecture == "bert":
+        still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model: Any = BertModel(BertConfig(**shape, **still), add_pooling_layer=False)
+    else:
+        model = Qwen2Model(Qwen2Config(**shape, num_key_value_heads=max(size.hidden // 128, 1)))
+    model.save_pretrained(folder)
+    save_file({"weight": torch.randn(DIM, size.hidden) * size.hidden**-0.5}, folder / "projection.st")
+
+
+def measure(
+    folder: str, size: Size, settings: Sequence[Setting], *, steps: int, threads: int
+) -> list[dict[str, float]]:
+    """Of each setting in turn: samples per second over `steps` steps, the loss of a first one, peak memory.
+
+    Memory is that of the process, so it tells something of the first setting only.
+    """
+    torch.set_num_threads(threads)
+    return [_figures(Path(folder), size, setting, steps) for setting in settings]
+
+
+def _figures(folder: Path, size: Size, setting: Setting, steps: int) -> dict[str, float]:
+    step = (_ours if setting.side == "ours" else _theirs)(folder, size, setting)
+    before = psutil.Process().memory_info().rss
+    first = step(0)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for number in range(1, steps + 1):
+        step(number)
+    samples = steps * setting.batch
+    return {
+        "loss": first,
+        "samples/s": samples / (time.perf_counter() - wall),
+        "samples/cpu s": samples / (time.process_time() - cpu),
+        "peak MB": peak_memory_mb(),
+        "before MB": before / 2**20,
+    }
+
+
+def rows(size: Size, setting: Setting, number: int, *, causal: bool) -> list[list[Row]]:
+    """Queries, positives and negatives of a step, with the special tokens of the backbone."""
+    rng = np.random.default_rng(number)
+    means = (size.query_tokens, size.document_tokens, size.document_tokens)
+    return [list(_texts(rng, setting, mean, size, causal)) for mean in means]
+
+
+def _texts(
+    rng: np.random.Generator, setting: Setting, mean: float, size: Size, causal: bool
+) -> Iterator[Row]:
+    # The log-normal's mean is exp(mu + spread^2 / 2).
+    mu = np.log(mean) - setting.spread**2 / 2
+    for length in rng.lognormal(mu, setting.spread, setting.batch).round().clip(3, size.longest).astype(int):
+        words = rng.integers(len(SPECIAL), size.vocabulary, length - (1 if causal else 2)).tolist()
+        if causal:
+            yield Row([*words, SPECIAL.index("[EOS]")], [int(length) - 1])
+        else:
+            yield Row([SPECIAL.index("[CLS]"), *words, SPECIAL.index("[SEP]")], [0])
+
+
+def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
+    tower = TowerConfig(backbone=Pretrained(path=str(folder)), max_length=size.longest, prompt="{title}[EMB]")
+    towers = dual_encoder.build(tower, tower, dim=DIM, tokenizers={}, seed=0, share_base=False)
+    for made in (towers.query, towers.document):
+        made.projection.load_state_dict(load_file(folder / "projection.st"))
+    cache = GradCache(query_rows=setting.chunks[0], document_rows=setting.chunks[1])
+    schedule = Schedule(
+        optimizer=Optimizer(peak_lr=RATE, weight_decay=DECAY, clip=CLIP),
+        global_batch=setting.batch,
+        precision="float32",
+        memory=Memory(grad_cache=cache),
+        resources=Resources(workers=1),
+    )
+    losses = Losses(temperature=TEMPERATURE, matryoshka=DIMS, alpha=0.0)
+    made = engine.build(StageOne(towers, losses), schedule=schedule, device=torch.device("cpu"))
+    towers.train()
+    causal, pad = towers.query.causal, towers.query.pad
+
+    def step(number: int) -> float:
+        queries, positives, negatives = rows(size, setting, number, causal=causal)
+        ids = torch.arange(2 * setting.batch)
+        triplets = Triplets(
+            queries=collate(queries, pad=pad, packed=True),
+            documents=collate([*positives, *negatives], pad=pad, packed=True),
+            query_ids=ids[: setting.batch],
+            document_ids=ids,
+            known_positives=ids[: setting.batch, None],
+            weights=torch.ones(setting.batch),
+        )
+        loss, _ = cached_backward(made, triplets, config=cache)
+        made.step(RATE)
+        return float(loss.detach())
+
+    return step
+
+
+def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.losses import (
+        CachedMultipleNegativesRankingLoss,
+        MatryoshkaLoss,
+    )
+    from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Router, Transformer
+
+    def tower() -> list[Any]:
+        causal = _causal(folder)
+        headless = (
+            {} if causal else {"add_pooling_layer": False}
+        )  # or it would run a pooler that nobody reads
+        transformer = Transformer(str(folder), model_kwargs=headless)
+        weight = load_file(folder / "projection.st")["weight"]
+        dense = Dense(size.hidden, DIM, bias=False, activation_function=None, init_weight=weight)
+        return [transformer, Pooling(size.hidden, "lasttoken" if causal else "cls"), dense]
+
+    model = SentenceTransformer(modules=[Router.for_query_document(tower(), tower())], device="cpu")
+    loss_of = MatryoshkaLoss(
+        model,
+        CachedMultipleNegativesRankingLoss(
+            model,
+            scale=1 / TEMPERATURE,
+            mini_batch_size=setting.chunks[1],
+            mini_batch_num_tokens=setting.budget,
+            directions=("query_to_doc", "doc_to_query"),
+            partition_mode="per_direction",
+        ),
+        list(DIMS),
+    )
+    causal, parameters = _causal(folder), list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY, fused=True)
+    model.train()
+
+    def step(number: int) -> float:
+        columns = rows(size, setting, number, causal=causal)
+        features = []
+        for column, task in zip(columns, ("query", "document", "document"), strict=True):
+            batch = collate(column, pad=0)
+            features.append({"input_ids": batch.ids, "attention_mask": batch.mask, "task": task})
+        loss = loss_of(features, None)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return step
+
+
+def _causal(folder: Path) -> bool:
+    return bool(AutoConfig.from_pretrained(folder).model_type == "qwen2")

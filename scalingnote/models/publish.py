@@ -1,0 +1,165 @@
+"""Towers to hand on: each tower of an artifact as a folder of its own, with a model card.
+
+The folder is what the artifact holds, readable by transformers, sentence-transformers and this package. The
+card says what the manifests say: base model, data, losses, sizes; and whether clicks were simulated.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scalingnote.errors import ArtifactError
+from scalingnote.models.layout import BOUNDARY, layout
+from scalingnote.storage.artifact import Artifact, Manifest, open_artifact
+
+_PAPER = "ScalingNote (arXiv 2411.15766)"
+
+
+def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:
+    """Copy every tower of a dual encoder, or a student, below `folder`; returns their folders.
+
+    `metrics`, if known, are printed in the cards. ArtifactError when `artifact` holds no tower.
+    """
+    names = [name.split("/")[0] for name in artifact.names(suffix="/tower.json")]
+    if not names:
+        raise ArtifactError(f"{artifact.uri} ({artifact.manifest.kind}) holds no tower to publish")
+    for name in names:
+        shutil.copytree(artifact.directory(name), folder / name, dirs_exist_ok=True)
+        facts = json.loads((folder / name / "tower.json").read_text())
+        facts["whole"] = (folder / name / "modules.json").exists()
+        card = model_card(artifact.manifest, facts, ancestors=_ancestors(artifact), metrics=metrics)
+        (folder / name / "README.md").write_text(card)
+    return [folder / name for name in names]
+
+
+def model_card(
+    manifest: Manifest,
+    facts: Mapping[str, Any],
+    *,
+    ancestors: Mapping[str, Manifest],
+    metrics: Mapping[str, float] | None = None,
+) -> str:
+    """Markdown of one tower: `facts` is its tower.json, `ancestors` are manifests by kind, those found."""
+    config, role = manifest.config, facts["role"]
+    settings = config["student"] if "student" in config else config[role]
+    stage = "distilled from a teacher query tower" if "student" in config else "contrastive, both towers"
+    created = manifest.info.get("created", "at an unknown time")
+    dataset = ancestors.get("dataset")
+    lines = [
+        "---",
+        "library_name: sentence-transformers",
+        "pipeline_tag: sentence-similarity",
+        *_base_line(settings["backbone"]),
+        "tags: [sentence-transformers, feature-extraction, dense-retrieval, scalingnote]",
+        "---",
+        f"# {role.capitalize()} tower, {facts['dim']} dimensions",
+        "",
+        f"One side of a dual encoder trained with ScalingNote, after {_PAPER}. Its embeddings are not "
+        "normalised; compare them by cosine. "
+        f"{'Queries' if role == 'query' else 'Documents'} are read up to {facts['max_length']} tokens.",
+        "",
+        "## Use",
+        "",
+        *_use(facts),
+        "",
+        "## Training",
+        "",
+        f"- Stage: {stage}",
+        f"- Backbone: {_backbone(settings)}",
+        f"- Losses: {_losses(config)}",
+        f"- Batch {config['global_batch']}, {config['epochs']:g} epochs, peak learning rate "
+        f"{config['optimizer']['peak_lr']:g}, seed {config['seed']}",
+        f"- Data: {', '.join(f'{count:,} {name}' for name, count in manifest.counts.items())}",
+    ]
+    if dataset is not None:
+        about = dataset.info.get("description") or dataset.config.get("name") or "see the dataset artifact"
+        lines += [f"- Dataset: {about} (licence: {dataset.info.get('licence') or 'not stated'})"]
+        clicks = "simulated from judged data" if dataset.info.get("simulated_clicks") else "as logged"
+        lines += [f"- Clicks: {clicks}"]
+    else:
+        lines += ["- Dataset: its artifact was not there when this card was written"]
+    if metrics:
+        lines += ["", "## Measured", "", "| measure | value |", "|---|---|"]
+        lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()]
+    lines += [
+        "",
+        f"Artifact digest `{manifest.digest[:16]}`, built {created}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _use(facts: Mapping[str, Any]) -> list[str]:
+    query = facts["role"] == "query"
+    if not facts.get("whole", True):
+        method = 'encode_queries(["..."])' if query else "encode_documents(table)"
+        return [
+            "This folder holds an adapter and the path of its backbone; this package loads both:",
+            "",
+            "```python",
+            "from pathlib import Path",
+            "from scalingnote.encode.encoder import Encoder",
+            "",
+            f"Encoder.load(Path(PATH)).{method}",
+            "```",
+        ]
+    code = ["from sentence_transformers import SentenceTransformer", "", "model = SentenceTransformer(PATH)"]
+    if query:
+        return ["```python", *code, 'model.encode(["how to join two tensors"])', "```"]
+    written = json.dumps(layout(facts["prompt"], causal=facts["causal"]), ensure_ascii=False)
+    return [
+        "```python",
+        *code,
+        f"LAYOUT = {written}",
+        'model.encode([LAYOUT.format(title="Title", topic="", content="Text of the document")])',
+        "```",
+        "",
+        f"`{BOUNDARY}` keeps the parts of the prompt apart and is not read; the rest of the prompt is added "
+        "by the tokenizer. The embedding is that of the indexed view; others need this package's `Encoder`. "
+        "A title that leaves the prompt no room is cut here, and never by `Encoder`.",
+    ]
+
+
+def _base_line(backbone: Mapping[str, Any]) -> list[str]:
+    return [f"base_model: {json.dumps(backbone['path'])}"] if backbone["kind"] == "pretrained" else []
+
+
+def _backbone(tower: Mapping[str, Any]) -> str:
+    backbone, lora = tower["backbone"], tower.get("lora")
+    if backbone["kind"] == "pretrained":
+        cut = f", first {backbone['layers']} layers" if backbone.get("layers") else ""
+        named = f"{backbone['path']}{cut}"
+    else:
+        sizes = f"{backbone['layers']} layers of {backbone['hidden']}"
+        named = f"{backbone['architecture']} from scratch, {sizes}"
+    if lora is None:
+        return f"{named}, all weights trained"
+    return f"{named}, {'DoRA' if lora['dora'] else 'LoRA'} of rank {lora['rank']}, alpha {lora['alpha']:g}"
+
+
+def _losses(config: Mapping[str, Any]) -> str:
+    if "student" in config:
+        return f"squared distance and cosine (weight {config['cosine_weight']:g}) to the teacher's embeddings"
+    losses = config["losses"]
+    return (
+        f"contrastive (temperature {losses['temperature']:g}, {losses['denominator'].replace('_', ' ')}) "
+        f"+ {losses['alpha']:g} x margin ({losses['margin']:g}), "
+        f"Matryoshka prefixes {', '.join(map(str, losses['matryoshka']))}"
+    )
+
+
+def _ancestors(artifact: Artifact) -> dict[str, Manifest]:
+    """Manifests of all that `artifact` rests on, by kind; the nearest where there are several."""
+    found: dict[str, Manifest] = {}
+    waiting = [artifact]
+    while waiting:
+        for kind, parent in waiting.pop(0).manifest.parents.items():
+            try:
+                opened = open_artifact(parent["uri"], kind=kind)
+            except ArtifactError:
+                continue
+            if opened.digest == parent["digest"] and kind not in found:
+                found[kind] = opened.manifest
+                waiting.append(opened)
+    return found

@@ -1,0 +1,1 @@
+"""What training costs, worked out from the config alone: arithmetic, memory, time."""

@@ -1,0 +1,225 @@
+"""Preparing stage I: triplets and the documents they name become a store that every rank reads by number.
+
+    triplets   ─► names       hashes of the documents they name
+    documents  ─► documents   tokens of those, a file per slice
+    triplets   ─► rows        query tokens, row numbers of documents, what is known, a file per slice and part
+
+Each text is tokenised once. A slice is a task: it reads some parts, writes its files, and leaves a record
+last. A killed run does again what has no record. Nothing is held whole but the names, 8 bytes a document.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.ipc
+from jaxtyping import Int64, Shaped, UInt64
+from numpy import ndarray
+
+from scalingnote.errors import DataError
+from scalingnote.log import get_logger
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, write_table
+from scalingnote.storage.exchange import hash_of
+from scalingnote.train import corpus, tokens
+from scalingnote.train.config import TrainConfig
+from scalingnote.train.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
+from scalingnote.train.stream import Store
+
+log = get_logger("train")
+_MERGED_AT_ONCE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the driver must know of a finished store."""
+
+    store: str  # URI, for Store.open
+    tokenizers: dict[str, str]  # JSON, for towers that start from scratch
+    sizes: dict[str, int]  # training rows by source and hop: what Order takes
+    documents: int
+
+
+def prepare(
+    config: TrainConfig, *, dataset: Artifact, triplets: Artifact, folder: str, each: Each = map
+) -> Prepared:
+    """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
+
+    `folder` must belong to this config and these artifacts (a Draft's work directory does). TrainingError
+    when triplets name a document that the dataset lacks; DataError when two doc_ids share a hash.
+    """
+    if not Store.finished(folder):
+        _prepare(config, dataset, triplets, folder, each)
+    facts = Store.facts_of(folder)
+    learnt = json.loads(fs.read_bytes(fs.join(folder, "tokenizers.json")))
+    return Prepared(folder, learnt, facts["sizes"], facts["documents"])
+
+
+def _prepare(config: TrainConfig, dataset: Artifact, triplets: Artifact, folder: str, each: Each) -> None:
+    of_triplets = slices(triplets, "triplets")
+    of_documents = slices(dataset, "documents")
+    run = partial(run_slices, folder=folder, each=each, room="train")
+
+    run("names", partial(_names, triplets=triplets, folder=folder), of_triplets)
+    wanted = _merged([_array(fs.join(folder, _name("names", i))) for i in range(len(of_triplets))])
+    write_table(fs.join(folder, "wanted.arrow"), pa.table({"hash": wanted}))
+
+    learnt = _tokenizers(config, dataset, triplets, wanted, folder)
+    query = corpus.prompt(config.query, role="query", tokenizer_json=learnt.get("query"))
+    document = corpus.prompt(config.document, role="document", tokenizer_json=learnt.get("document"))
+    assert isinstance(query, QueryPrompt)
+    assert isinstance(document, DocumentPrompt)
+    written = run(
+        "documents", partial(_documents, dataset=dataset, prompt=document, folder=folder), of_documents
+    )
+    place = _place(wanted, written, folder)
+    write_table(fs.join(folder, "place.arrow"), pa.table({"row": place}))
+
+    rows = run("rows", partial(_rows, triplets=triplets, prompt=query, folder=folder), of_triplets)
+    _finish(written, rows, folder)
+
+
+def _names(item: Slice, *, triplets: Artifact, folder: str) -> Record:
+    hashes = tokens.named(corpus.read(triplets, item[1], ["positive", "negatives"]))
+    write_table(fs.join(folder, _name("names", item[0])), pa.table({"hash": hashes}))
+    return {}
+
+
+def _documents(item: Slice, *, dataset: Artifact, prompt: DocumentPrompt, folder: str) -> Record:
+    batches = corpus.read(dataset, item[1], corpus.COLUMNS)
+    wanted = _array(fs.join(folder, "wanted.arrow"))
+    table, problems = tokens.tokenise_slice(batches, prompt=prompt, wanted=wanted)
+    return {"files": write_tables(folder, {_name("documents", item[0]): table}), "problems": problems}
+
+
+def _rows(item: Slice, *, triplets: Artifact, prompt: QueryPrompt, folder: str) -> Record:
+    number, parts = item
+    table = pa.concat_tables(triplets.table(part) for part in parts)
+    found = [name.replace("triplets/", "answers/", 1) for name in parts]
+    answers = [triplets.table(name) for name in found if name in triplets.names("answers/")]
+    rows, left_out = tokens.triplet_slice(
+        table,
+        pa.concat_tables(answers) if answers else None,
+        prompt=prompt,
+        wanted=_array(fs.join(folder, "wanted.arrow")),
+        place=_array(fs.join(folder, "place.arrow")),
+    )
+    kept = rows.drop_columns(["split", "part"])
+    training = pc.equal(rows["split"], "train")
+    by_part = {
+        part: kept.filter(pc.and_(training, pc.equal(rows["part"], part)))
+        for part in sorted(pc.unique(rows["part"]).to_pylist())
+    }
+    files = {
+        part: write_tables(folder, {f"rows/{number:05d}-{part.replace('/', '-')}.arrow": table})
+        for part, table in by_part.items()
+    }
+    validation = kept.filter(pc.invert(training))
+    return {
+        "parts": files,
+        "validation": write_tables(folder, {f"rows/{number:05d}-validation.arrow": validation}),
+        "left_out": left_out,
+        "group": rows.schema.field("documents").type.list_size if len(rows) else None,
+        "known": pc.max(pc.list_value_length(rows["known"])).as_py() or 0,
+        "scored": not bool(pc.all(pc.is_nan(pc.list_flatten(rows["scores"]))).as_py()),
+    }
+
+
+def _merged(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:
+    """The union of sorted arrays, sorted, a range of values at a time."""
+    ranges = max(sum(map(len, sorted_arrays)) // _MERGED_AT_ONCE, 1)
+    bounds = np.array([(i << 64) // ranges for i in range(1, ranges)], dtype=np.uint64)
+    pieces = zip(
+        *(np.split(values, np.searchsorted(values, bounds)) for values in sorted_arrays), strict=True
+    )
+    return np.concatenate([np.empty(0, np.uint64), *(np.unique(np.concatenate(p)) for p in pieces)])
+
+
+def _place(
+    wanted: UInt64[ndarray, " named"], written: Sequence[Record], folder: str
+) -> Int64[ndarray, " named"]:
+    """The row number of each wanted document, or why it has none."""
+    place = np.full(len(wanted), tokens.MISSING, dtype=np.int64)
+    start = 0
+    for record in written:
+        for doc_id in record["problems"]:
+            place[np.searchsorted(wanted, hash_of(pa.array([doc_id])))] = tokens.UNREADABLE
+        for name, part in listed(record["files"]):
+            at = np.searchsorted(wanted, _array(fs.join(folder, name)))
+            if (place[at] >= 0).any() or len(np.unique(at)) < len(at):
+                raise DataError(
+                    "a doc_id comes twice in the dataset, or two have the same 64-bit hash "
+                    f"(found in slice {name}): rename one and re-run prepare"
+                )
+            place[at] = np.arange(start, start + len(at))
+            start += part.rows or 0
+    return place
+
+
+def _tokenizers(
+    config: TrainConfig,
+    dataset: Artifact,
+    triplets: Artifact,
+    wanted: UInt64[ndarray, " named"],
+    folder: str,
+) -> dict[str, str]:
+    uri = fs.join(folder, "tokenizers.json")
+    if not fs.exists(uri):
+        learnt = corpus.tokenizers(
+            {"query": config.query, "document": config.document},
+            texts=lambda: corpus.texts(triplets, dataset, wanted),
+        )
+        fs.write_bytes(uri, json.dumps(learnt).encode())
+    found: dict[str, str] = json.loads(fs.read_bytes(uri))
+    return found
+
+
+def _finish(documents: Sequence[Record], rows: Sequence[Record], folder: str) -> None:
+    problems = {doc_id: reason for record in documents for doc_id, reason in record["problems"].items()}
+    if problems:
+        doc_id, reason = next(iter(problems.items()))
+        left_out = sum(record["left_out"] for record in rows)
+        log.warning(
+            "%s triplets left out: they name one of %s documents that cannot be read, such as %s: %s",
+            f"{left_out:,}",
+            f"{len(problems):,}",
+            doc_id,
+            reason,
+        )
+    names = sorted({part for record in rows for part in record["parts"]})
+    by_part = {
+        part: [file for record in rows for file in listed(record["parts"].get(part, []))] for part in names
+    }
+    sizes = {part: sum(found.rows or 0 for _, found in files) for part, files in by_part.items()}
+    sizes = {part: count for part, count in sizes.items() if count}
+    groups = sorted({record["group"] for record in rows if record["group"]})
+    if len(groups) > 1:
+        raise DataError(f"triplets carry unequal numbers of documents ({groups}): re-run collect")
+    tables = {
+        "documents": [file for record in documents for file in listed(record["files"])],
+        "train": [file for files in by_part.values() for file in files],
+        "validation": [file for record in rows for file in listed(record["validation"])],
+    }
+    facts = {
+        "sizes": sizes,
+        "documents": sum(part.rows or 0 for _, part in tables["documents"]),
+        "known": max(record["known"] for record in rows),
+        "scored": any(record["scored"] for record in rows),
+    }
+    Store.finish(folder, tables, facts)
+
+
+def _name(table: str, number: int) -> str:
+    return f"{table}/{number:05d}.arrow"
+
+
+def _array(uri: str) -> Shaped[ndarray, " rows"]:
+    """The first column of an Arrow file; its bytes stay on disk where that is local."""
+    with fs.open_input(uri) as source:
+        column = pa.ipc.open_file(source).read_all().column(0)
+    return np.asarray(column.combine_chunks())

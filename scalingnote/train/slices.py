@@ -1,0 +1,84 @@
+"""Work in slices: some parts of an artifact are one task, which writes its files and leaves a record last.
+
+A run that was killed takes the records it finds and does the other slices again, under the same names. Where
+and in which order tasks run is the caller's affair.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from scalingnote.log import Progress, get_logger
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, Part, write_table
+
+ROWS_PER_SLICE = 1 << 18
+Record = dict[str, Any]  # JSON values
+Slice = tuple[int, list[str]]  # its number and its parts
+# How tasks are run: a task for every slice, in any order, anywhere; the built-in map runs them here.
+Each = Callable[[Callable[[Slice], Record], Sequence[Slice]], Iterable[Record]]
+
+
+def slices(artifact: Artifact, table: str) -> list[list[str]]:
+    """A table's parts in order, gathered into slices of ROWS_PER_SLICE rows at most where parts allow."""
+    out: list[list[str]] = []
+    room = -1
+    for name in artifact.table_parts(table):
+        size = artifact.manifest.parts[name].rows
+        size = ROWS_PER_SLICE if size is None else size
+        if size > room:
+            out.append([])
+            room = ROWS_PER_SLICE
+        out[-1].append(name)
+        room -= size
+    return out
+
+
+def run_slices(
+    name: str,
+    task: Callable[[Slice], Record],
+    slices: Sequence[list[str]],
+    *,
+    folder: str,
+    each: Each,
+    room: str,
+) -> list[Record]:
+    """The records of a task over all slices, in order; those that an earlier run left stand as they are."""
+    where = fs.join(folder, "done", name)
+    done = set(fs.list_files(where))
+    todo = [(number, parts) for number, parts in enumerate(slices) if _file(number) not in done]
+    if todo and done:
+        get_logger(room).info("resuming: %d of %d slices of %r are done", len(done), len(slices), name)
+    with Progress(room, total=len(slices), done=len(slices) - len(todo), unit=f"slices ({name})") as progress:
+        for _ in each(partial(_recorded, task=task, folder=where), todo) if todo else ():
+            progress.advance(1)
+    return [json.loads(fs.read_bytes(fs.join(where, _file(i)))) for i in range(len(slices))]
+
+
+def write_tables(folder: str, tables: Mapping[str, pa.Table]) -> list[Any]:
+    """Write those of the tables that have rows; their names and parts, as JSON values."""
+    return [
+        (name, asdict(write_table(fs.join(folder, name), table.combine_chunks())))
+        for name, table in tables.items()
+        if len(table)
+    ]
+
+
+def listed(files: Iterable[Any]) -> list[tuple[str, Part]]:
+    """What :func:`write_tables` said, after it went through JSON."""
+    return [(name, Part(**part)) for name, part in files]
+
+
+def _recorded(item: Slice, *, task: Callable[[Slice], Record], folder: str) -> Record:
+    """Do a task, and only then say so."""
+    record = task(item)
+    fs.write_bytes(fs.join(folder, _file(item[0])), json.dumps(record).encode())
+    return record
+
+
+def _file(number: int) -> str:
+    return f"{number:05d}.json"

@@ -1,0 +1,101 @@
+"""A tiny Hugging Face folder of every family that towers are tested on, with random weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import (
+    AutoModel,
+    BertConfig,
+    CamembertConfig,
+    ElectraConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    ModernBertConfig,
+    Phi3Config,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+import tiny
+from scalingnote.models import backbone
+from scalingnote.models.config import Pretrained, TowerConfig
+
+WINDOW = 8  # shorter than the documents below, so that a window that is forgotten is seen
+DOCUMENTS = (
+    ["torch stack", "numpy", "a title of more words", ""],
+    ["torch function", "", "topic", "topic"],
+    ["joins tensors along a new axis of them", "arrays", "words " * 6, ""],
+)
+
+_SIZE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # wide, or attention would hardly be felt in so narrow a model
+}
+_GROUPED = {**_SIZE, "num_key_value_heads": 2}
+_QWEN2_SLIDING = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+CAUSAL: dict[str, Any] = {
+    "qwen2": lambda **k: Qwen2Config(**_GROUPED, **k),
+    "qwen2-sliding": lambda **k: Qwen2Config(**_GROUPED, **_QWEN2_SLIDING, **k),
+    "qwen3": lambda **k: Qwen3Config(**_GROUPED, head_dim=16, **k),
+    "llama": lambda **k: LlamaConfig(**_GROUPED, **k),
+    "mistral": lambda **k: MistralConfig(**_GROUPED, sliding_window=WINDOW, **k),
+    "phi3": lambda **k: Phi3Config(**_GROUPED, **k),
+    "gemma": lambda **k: GemmaConfig(**_GROUPED, head_dim=8, **k),
+}
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+BIDIRECTIONAL: dict[str, Any] = {
+    "bert": lambda **k: BertConfig(**_SIZE, **_STILL, **k),
+    "roberta": lambda **k: RobertaConfig(**_SIZE, **_STILL, **k),
+    "xlm-roberta": lambda **k: XLMRobertaConfig(**_SIZE, **_STILL, **k),
+    "camembert": lambda **k: CamembertConfig(**_SIZE, **_STILL, **k),
+    "electra": lambda **k: ElectraConfig(**_SIZE, embedding_size=32, **_STILL, **k),
+    "modernbert": lambda **k: ModernBertConfig(**_SIZE, local_attention=WINDOW, **k),
+}
+FAMILIES = CAUSAL | BIDIRECTIONAL
+
+
+def tokenizer(*, padding_side: str = "right", pad: str | None = "[PAD]") -> PreTrainedTokenizerFast:
+    texts = [row["content"] for row in tiny.document_rows()]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(backbone.train_tokenizer(texts, vocabulary=400)),
+        pad_token=pad,
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        eos_token="[EOS]",
+        padding_side=padding_side,
+    )
+
+
+def folder(
+    path: Path, family: str, *, padding_side: str = "right", positions: int = 64, **saving: Any
+) -> Path:
+    """A checkpoint of `family` at `path`, as one would download it."""
+    made = tokenizer(padding_side=padding_side)
+    pad = 1 if "roberta" in family or family == "camembert" else made.pad_token_id
+    special = {"pad_token_id": pad, "eos_token_id": made.eos_token_id, "bos_token_id": made.cls_token_id}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        settings = FAMILIES[family](vocab_size=len(made), **special)
+        settings.max_position_embeddings = positions
+        model = AutoModel.from_config(settings)
+    model.save_pretrained(path, **saving)
+    made.save_pretrained(path)
+    return path
+
+
+def tower_config(path: Path, *, role: str, **more: Any) -> TowerConfig:
+    length = {"query": 16, "document": 40}[role]
+    backbone = Pretrained(path=str(path))
+    return TowerConfig(backbone=backbone, max_length=length, prompt=tiny.SHORT_PROMPT, **more)

@@ -1,0 +1,143 @@
+"""Saved towers are folders that sentence-transformers loads, and their embeddings are ours."""
+
+import json
+from pathlib import Path
+
+import families
+import numpy as np
+import pyarrow as pa
+import pytest
+from sentence_transformers import SentenceTransformer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import tiny
+from scalingnote.encode.encoder import Encoder
+from scalingnote.models import layout, tower
+from scalingnote.models.config import PAPER_PROMPT, Lora
+from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, SpecialTokens
+
+QUERIES = ["join tensors", "", "word " * 40, "don't [MASK] _this_ 12"]
+ROWS = {
+    "title": ["torch stack", "", "don't {break}", "a"],
+    "topic": ["torch function", "topic", "", ""],
+    "content": ["joins tensors along a new axis", "", "more than it can hold " * 20, "[TITLE_QUERY] said"],
+}
+PROMPTS = {
+    "paper": PAPER_PROMPT,
+    "short": tiny.SHORT_PROMPT,
+    "summary first": "{{x}} {title}{topic}: {content} end [EMB] [TITLE_QUERY] more",
+    "no summary": "{topic} [TITLE_QUERY] {content} [CONTENT_QUERY]",
+}
+
+
+def saved(path: Path, family: str, role: str, **more: object) -> Path:
+    base = families.folder(path / "base", family, positions=400 if more else 64)
+    config = families.tower_config(base, role=role).model_copy(update=more)
+    tower.build(config, role=role, dim=16, tokenizer_json=None, seed=0).save(path / role)
+    return path / role
+
+
+def texts(folder: Path) -> list[str]:
+    facts = json.loads((folder / "tower.json").read_text())
+    written = layout.layout(facts["prompt"], causal=facts["causal"])
+    return [written.format(**row) for row in pa.table(ROWS).to_pylist()]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_queries_are_encoded_the_same(family: str, tmp_path: Path):
+    folder = saved(tmp_path, family, "query")
+    ours = Encoder.load(folder, precision="float32").encode_queries(QUERIES)
+    model = SentenceTransformer(str(folder), device="cpu")
+    np.testing.assert_allclose(model.encode(QUERIES), ours, atol=1e-4)
+    np.testing.assert_allclose(model.encode_query(QUERIES), ours, atol=1e-4)
+    assert model.similarity_fn_name == "cosine"
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_documents_are_encoded_the_same(family: str, tmp_path: Path):
+    folder = saved(tmp_path, family, "document")
+    ours = Encoder.load(folder, precision="float32").encode_documents(pa.table(ROWS))["summary"]
+    model = SentenceTransformer(str(folder), device="cpu")
+    np.testing.assert_allclose(model.encode(texts(folder)), ours, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "bert"])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_indexed_view_of_any_prompt_is_exported(family: str, prompt: str, tmp_path: Path):
+    folder = saved(tmp_path, family, "document", prompt=PROMPTS[prompt], max_length=290)
+    encoder = Encoder.load(folder, precision="float32")
+    ours = encoder.encode_documents(pa.table(ROWS).slice(0, 2))
+    view = "summary" if "summary" in encoder.views else encoder.views[-1]
+    found = SentenceTransformer(str(folder), device="cpu").encode(texts(folder)[:2])
+    np.testing.assert_allclose(found, ours[view], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "bert"])
+def test_a_text_alone_is_the_content_of_a_document_without_title(family: str, tmp_path: Path):
+    folder = saved(tmp_path, family, "document")
+    contents = ROWS["content"][:3]
+    table = pa.table({"title": [""] * 3, "topic": [""] * 3, "content": contents})
+    ours = Encoder.load(folder, precision="float32").encode_documents(table)["summary"]
+    found = SentenceTransformer(str(folder), device="cpu").encode_document(contents)
+    np.testing.assert_allclose(found, ours, atol=1e-4)
+
+
+def test_merged_towers_are_exported_and_kept_adapters_are_not(tmp_path: Path):
+    path = families.folder(tmp_path / "base", "qwen2")
+    config = families.tower_config(path, role="document", lora=Lora(rank=2))
+    made = tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name or name.endswith(".rows"):
+            parameter.data += 0.3
+    folder = tmp_path / "tower"
+    made.save(folder)
+    ours = Encoder.load(folder, precision="float32").encode_documents(pa.table(ROWS))["summary"]
+    found = SentenceTransformer(str(folder), device="cpu").encode(texts(folder))
+    np.testing.assert_allclose(found, ours, atol=1e-4)
+    made.save(tmp_path / "kept", merge_adapters=False)
+    assert not (tmp_path / "kept" / "modules.json").exists()
+
+
+def sentencepiece_like(scheme: str) -> Tokenizer:
+    """Tokenizers that mark words: Llama 2's by its normalizer, XLM-R's and T5's by their pre-tokenizer."""
+    letters = "abcdefghijklmnopqrstuvwxyz'{}:.,"
+    tokens = ["<unk>", "<s>", "</s>", "▁", *letters, "▁t", "▁a", "at", "▁'", "':"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [("▁", "t"), ("▁", "a"), ("a", "t"), ("▁", "'"), ("'", ":")]
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True))
+    if scheme == "prepend":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = decoders.Metaspace()
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.add_special_tokens(["<unk>", "<s>", "</s>", *PLACEHOLDERS])
+    return made
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scheme", ["prepend", "first", "always", "never"])
+def test_tokenizers_that_mark_words_read_a_layout_as_the_prompt_does(scheme: str, causal: bool):
+    raw = sentencepiece_like(scheme)
+    layout.separate(raw)
+    layout.separate(raw)
+    special = SpecialTokens(pad=0, end=2, first=1)
+    prompt = DocumentPrompt(raw, special, template=PAPER_PROMPT, max_length=300, causal=causal)
+    made = layout.tokenizer_for(
+        PAPER_PROMPT,
+        PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", bos_token="<s>"),
+        special,
+        causal=causal,
+        max_length=300,
+    )
+    assert layout.agrees(made, prompt, PAPER_PROMPT, causal=causal)
+
+
+def test_a_tokenizer_that_joins_the_pieces_is_noticed():
+    raw = sentencepiece_like("prepend")  # not told where to separate
+    special = SpecialTokens(pad=0, end=2, first=None)
+    prompt = DocumentPrompt(raw, special, template=PAPER_PROMPT, max_length=300, causal=True)
+    plain = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
+    made = layout.tokenizer_for(PAPER_PROMPT, plain, special, causal=True, max_length=300)
+    assert not layout.agrees(made, prompt, PAPER_PROMPT, causal=True)

@@ -1,0 +1,172 @@
+"""Packed rows give what padded rows give, and each row what it gives alone, on every family."""
+
+from pathlib import Path
+
+import families
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from scalingnote.errors import ConfigError
+from scalingnote.models import attention, backbone, tower
+from scalingnote.models.batch import Batch, collate
+from scalingnote.models.prompt import Row
+from scalingnote.models.tower import Tower
+
+
+@pytest.fixture(scope="module", params=families.FAMILIES)
+def document(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tower:
+    path = families.folder(tmp_path_factory.mktemp(request.param), request.param, padding_side="left")
+    config = families.tower_config(path, role="document")
+    return tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0)
+
+
+def rows_of(made: Tower) -> list[Row]:
+    return made.prompt.rows(*families.DOCUMENTS)
+
+
+def gradients(made: Tower, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    made.zero_grad()
+    embeddings = made(batch)
+    weights = torch.linspace(-1, 1, embeddings.numel()).view_as(embeddings)
+    (embeddings * weights).sum().backward()
+    return embeddings.detach(), {n: p.grad for n, p in made.named_parameters() if p.grad is not None}
+
+
+def test_packed_rows_give_the_embeddings_and_gradients_of_padded_ones(document: Tower):
+    assert document.packs
+    rows = rows_of(document)
+    padded, slow = gradients(document, collate(rows, pad=document.pad))
+    packed, fast = gradients(document, collate(rows, pad=document.pad, packed=True))
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+    assert fast.keys() == slow.keys()
+    largest = max(gradient.abs().max() for gradient in slow.values())
+    for name, gradient in slow.items():
+        torch.testing.assert_close(fast[name] / largest, gradient / largest, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_gives_what_it_gives_alone_whatever_side_its_tokenizer_pads(document: Tower, packed: bool):
+    assert document.tokenizer.padding_side == "left"
+    rows = rows_of(document)
+    together = document(collate(rows, pad=document.pad, packed=packed))
+    for row, embeddings in zip(rows, together, strict=True):
+        ids = torch.tensor([row.ids])
+        hidden = document.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        alone = document.projection(hidden[0, row.positions])
+        torch.testing.assert_close(embeddings, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_packed_rows_keep_their_embeddings_in_bfloat16(document: Tower):
+    rows = rows_of(document)
+    exact = document(collate(rows, pad=document.pad))
+    with torch.autocast("cpu", torch.bfloat16):
+        padded = document(collate(rows, pad=document.pad))
+        packed = document(collate(rows, pad=document.pad, packed=True))
+    assert packed.dtype == padded.dtype == torch.float32
+    noise = (padded - exact).norm() / exact.norm()
+    assert (packed - exact).norm() / exact.norm() < 2 * noise + 1e-3
+
+
+def test_checkpointed_layers_recompute_packed_attention(document: Tower):
+    rows = collate(rows_of(document), pad=document.pad, packed=True)
+    _, plain = gradients(document, rows)
+    document.backbone.activation_checkpointing_enable()
+    document.train()
+    try:
+        _, again = gradients(document, rows)
+    finally:
+        document.backbone.activation_checkpointing_disable()
+        document.eval()
+    largest = max(gradient.abs().max() for gradient in plain.values())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name] / largest, gradient / largest, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_no_mask_of_the_whole_line_is_ever_built(document: Tower, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a [total, total] mask")
+
+    monkeypatch.setitem(attention.AttentionMaskInterface._global_mapping, attention.NAME, refuse)
+    document(collate(rows_of(document), pad=document.pad, packed=True))
+
+
+def test_rows_cut_from_a_batch_are_a_batch_of_those_rows(document: Tower):
+    rows = rows_of(document)
+    for packed in (False, True):
+        whole = collate(rows, pad=document.pad, packed=packed)
+        both = document(whole)
+        parts = [document(whole.rows(start, start + 2)) for start in (0, 2)]
+        torch.testing.assert_close(torch.cat(parts), both, atol=1e-5, rtol=1e-5)
+
+
+def test_a_packed_batch_pads_to_what_padding_gives():
+    rows = [Row([1, 2, 3], [2]), Row([4], [0]), Row([5, 6], [1])]
+    padded, packed = (collate(rows, pad=9, packed=packed) for packed in (False, True))
+    assert packed.ids.tolist() == [[1, 2, 3, 4, 5, 6]]
+    again = packed.padded(9)
+    assert again.mask is not None
+    assert padded.mask is not None
+    assert torch.equal(again.ids, padded.ids)
+    assert torch.equal(again.mask, padded.mask)
+    assert len(again) == len(packed) == 3
+
+
+def test_a_tower_that_cannot_pack_pads_the_rows_itself():
+    learnt = families.tokenizer().backend_tokenizer.to_str()
+    config = tiny.document_tower().model_copy(update={"attention": "eager"})
+    made = tower.build(config, role="document", dim=16, tokenizer_json=learnt, seed=0)
+    assert not made.packs
+    rows = rows_of(made)
+    packed = made(collate(rows, pad=made.pad, packed=True))
+    torch.testing.assert_close(packed, made(collate(rows, pad=made.pad)), atol=0, rtol=0)
+
+
+def test_positions_of_roberta_leave_room_for_where_it_starts_to_count(tmp_path: Path):
+    loaded = backbone.load(families.folder(tmp_path, "roberta"))
+    assert attention.first_position(loaded.model) == 2
+    assert loaded.max_positions == 62
+
+
+def varlen_twin(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    from_offsets: Tensor,
+    to_offsets: Tensor,
+    longest_from: int,
+    longest_to: int,
+    *,
+    window_size: tuple[int, int],
+    scale: float,
+    enable_gqa: bool,
+) -> Tensor:
+    """What torch documents of `varlen_attn`: rows by offsets, a window of (back, ahead), -1 for no bound."""
+    assert from_offsets.dtype == to_offsets.dtype == torch.int32
+    assert longest_from == longest_to == int(from_offsets.diff().max())
+    assert query.is_contiguous()
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    assert key.shape == query.shape
+    outs = []
+    for start, stop in zip(from_offsets[:-1].tolist(), from_offsets[1:].tolist(), strict=True):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        ahead = torch.arange(stop - start)[None, :] - torch.arange(stop - start)[:, None]
+        back, forth = (len(ahead) if bound == -1 else bound for bound in window_size)
+        scores = (q @ k.mT * scale).masked_fill((ahead < -back) | (ahead > forth), -torch.inf)
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def test_the_kernel_of_gpus_is_given_what_it_documents(document: Tower, monkeypatch: pytest.MonkeyPatch):
+    rows = collate(rows_of(document), pad=document.pad, packed=True)
+    expected = document(rows)
+    monkeypatch.setattr(attention, "_half", lambda query: torch.float32)
+    monkeypatch.setattr(attention, "varlen_attn", varlen_twin)
+    torch.testing.assert_close(document(rows), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_flash_attention_that_is_not_installed_says_so(document: Tower):
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU and the package flash-attn"):
+        attention.choose(document.backbone, "flash_attention_2")

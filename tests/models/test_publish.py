@@ -1,0 +1,77 @@
+"""Published towers: the artifact's folders with a card that says what the manifests say."""
+
+from pathlib import Path
+
+import families
+import numpy as np
+import pyarrow as pa
+import pytest
+from sentence_transformers import SentenceTransformer
+
+import tiny
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import ArtifactError
+from scalingnote.models import dual_encoder
+from scalingnote.models.publish import publish
+from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.train.config import TrainConfig
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return tiny.dataset(str(tmp_path_factory.mktemp("data") / "dataset"))
+
+
+@pytest.fixture(scope="module")
+def trained(dataset: Artifact) -> Artifact:
+    """A dual encoder artifact as `train` leaves it, but for the training."""
+    query, document = tiny.query_tower(), tiny.document_tower()
+    config = TrainConfig(query=query, document=document, dim=128)
+    draft = Draft(f"{dataset.uri}-towers", kind="dual_encoder", config=config, parents={"dataset": dataset})
+    learnt = families.tokenizer().backend_tokenizer.to_str()
+    tokenizers = {"query": learnt, "document": learnt}
+    made = dual_encoder.build(query, document, dim=128, tokenizers=tokenizers, seed=0, share_base=True)
+    made.save(Path(draft.uri))
+    return draft.commit(counts={"triplets": 1234})
+
+
+def test_a_card_says_what_the_manifest_says(trained: Artifact, tmp_path: Path):
+    folders = publish(trained, tmp_path, metrics={"R@10": 0.5})
+    assert [folder.name for folder in folders] == ["document", "query"]
+    for folder in folders:
+        card = (folder / "README.md").read_text()
+        for said in (
+            "library_name: sentence-transformers",
+            f"# {folder.name.capitalize()} tower, 128 dimensions",
+            "qwen2 from scratch, 1 layers of 32, all weights trained",
+            "contrastive (temperature 0.05, positives and negatives) + 0.5 x margin (0.2)",
+            "1,234 triplets",
+            "Clicks: simulated from judged data",
+            "| R@10 | 0.5000 |",
+            trained.digest[:16],
+        ):
+            assert said in card
+
+
+def test_the_code_of_a_card_gives_our_embeddings(trained: Artifact, tmp_path: Path):
+    publish(trained, tmp_path)
+    for name in ("query", "document"):
+        card = (tmp_path / name / "README.md").read_text()
+        code = card.split("```python\n")[1].split("```")[0]
+        *setup, call = code.strip().splitlines()
+        scope: dict[str, object] = {"PATH": str(tmp_path / name)}
+        exec("\n".join(setup), scope)
+        assert isinstance(scope["model"], SentenceTransformer)
+        found = eval(call, scope)
+        encoder = Encoder.load(tmp_path / name, precision="float32")
+        if name == "query":
+            ours = encoder.encode_queries(["how to join two tensors"])
+        else:
+            table = pa.table({"title": ["Title"], "topic": [""], "content": ["Text of the document"]})
+            ours = encoder.encode_documents(table)["summary"]
+        np.testing.assert_allclose(found, ours, atol=1e-4)
+
+
+def test_an_artifact_without_towers_is_refused(dataset: Artifact, tmp_path: Path):
+    with pytest.raises(ArtifactError, match="holds no tower"):
+        publish(dataset, tmp_path)

@@ -1,0 +1,86 @@
+"""Run a function on several ranks, each a process of its own that talks to the others through gloo."""
+
+import faulthandler
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 240.0
+
+
+def run(work: Callable[..., Any], *args: Any, world: int, timeout: float = TIMEOUT) -> list[Any]:
+    """What ``work(*args)`` returns on each of `world` ranks; a rank's error is raised here, with its trace.
+
+    `work` must be importable (a plain function of a test file). Ranks that outlive `timeout` are killed.
+    """
+    # A server imports once what every rank needs, and forks them: an import takes longer than most tests.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers", "peft"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_enter, args=(rank, world, folder, timeout, there, work, args))
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            return _collect(pipes, deadline=time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], *, deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    waiting = list(pipes)
+    while waiting:
+        ready = wait(waiting, timeout=deadline - time.monotonic())
+        assert ready, f"ranks {sorted(pipes.index(p) for p in waiting)} did not answer in time"
+        for pipe in ready:
+            rank = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                error, result = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word") from None
+            if error:
+                raise RuntimeError(f"rank {rank} failed:\n{error}")
+            results[rank] = result
+            waiting.remove(pipe)  # type: ignore[arg-type]
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _enter(
+    rank: int,
+    world: int,
+    folder: str,
+    timeout: float,
+    pipe: Connection,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    import traceback
+
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(0.9 * timeout)  # where a rank hangs
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+        pipe.send_bytes(pickle.dumps((None, work(*args))))  # not send: it would share tensors, not copy them
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+        raise

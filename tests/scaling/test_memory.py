@@ -1,0 +1,79 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalingnote.scaling import memory
+from scalingnote.scaling.hardware import exchanged
+from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, Optimizer
+
+SIZES = {"trained": 7_000, "frozen": 0, "largest": 900, "gpus": 4}
+
+
+def test_one_process_holds_what_torch_holds():
+    layers = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 10))
+    optimizer = torch.optim.AdamW(layers.parameters())
+    layers(torch.ones(2, 20)).sum().backward()
+    optimizer.step()
+    parameters = list(layers.parameters())
+    moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
+    state = memory.state(
+        Ddp(),
+        Optimizer(),
+        trained=sum(p.numel() for p in parameters),
+        frozen=0,
+        largest=0,
+        gpus=1,
+        numbers="float32",
+    )
+    assert state.weights == sum(p.nbytes for p in parameters)
+    assert state.gradients == sum(p.grad.nbytes for p in parameters)
+    assert state.optimizer == sum(t.nbytes for t in moments)
+    assert state.gathered == state.host == 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_keeps_sixteen_bytes_a_parameter_and_shards_more_with_each_stage(stage: int):
+    one = memory.state(DeepSpeed(stage=stage), Optimizer(), **SIZES | {"gpus": 1}, numbers="bfloat16")
+    many = memory.state(DeepSpeed(stage=stage), Optimizer(), **SIZES, numbers="bfloat16")
+    whole = {1: 2 + 2, 2: 2, 3: 0}[stage] * 7_000  # bfloat16 weights and gradients
+    assert many.total - many.gathered == whole + (one.total - one.gathered - whole) / 4
+    assert one.optimizer == 12 * 7_000
+
+
+@given(st.integers(1, 512), st.integers(0, 10**9), st.sampled_from(["adamw", "adamw_8bit"]))
+def test_offloading_moves_bytes_and_loses_none(gpus: int, frozen: int, kind: str):
+    sizes = {**SIZES, "gpus": gpus, "frozen": frozen, "numbers": "bfloat16"}
+    here = memory.state(Fsdp2(), Optimizer(kind=kind), **sizes)
+    away = memory.state(Fsdp2(offload=True), Optimizer(kind=kind), **sizes)
+    assert (away.total, away.host) == (here.gathered, pytest.approx(here.total - here.gathered))
+    here = memory.state(DeepSpeed(), Optimizer(kind=kind), **sizes)
+    away = memory.state(
+        DeepSpeed(offload_optimizer=True, offload_parameters=True), Optimizer(kind=kind), **sizes
+    )
+    assert away.total + away.host == pytest.approx(here.total)
+    assert away.total == pytest.approx(here.gathered)
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments():
+    state = memory.state(
+        Fsdp2(), Optimizer(), trained=10, frozen=990, largest=100, gpus=1, numbers="bfloat16"
+    )
+    assert (state.weights, state.gradients, state.optimizer) == (4_000, 40, 80)
+
+
+def test_scores_grow_with_the_rows_of_a_gpu_times_all_rows():
+    knobs = {"columns": 2, "views": 3, "prefixes": (16, 128), "dim": 128, "masked": False}
+    small, large = (memory.scores(rows=rows, ranks=1, **knobs) for rows in (4_000, 8_000))
+    embeddings = 4.0 * 4_000 * 7 * (128 + 3 * 144)
+    assert small - embeddings == 2 * 4 * 4_000 * 8_000
+    assert large - 2 * embeddings == 4 * (small - embeddings)
+
+
+def test_a_ring_moves_nothing_in_one_process_and_twice_the_gradients_in_many():
+    sizes = {"gathered": 300.0, "reduced": 100.0, "trained": 100, "numbers": "bfloat16"}
+    for strategy in (Ddp(), Fsdp2(), DeepSpeed(stage=1), DeepSpeed(stage=3)):
+        assert exchanged(strategy, **sizes, gpus=1) == 0
+    assert exchanged(Ddp(), **sizes, gpus=2) == 2 * 4 * 100 / 2
+    assert exchanged(DeepSpeed(), **sizes, gpus=2) == (2 * 300 + 4 * 100) / 2
+    assert exchanged(DeepSpeed(stage=1), **sizes, gpus=2) == (4 + 2) * 100 / 2

@@ -1,0 +1,155 @@
+import json
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+import tiny
+from scalingnote.errors import ConfigError
+from scalingnote.models import backbone as backbones
+from scalingnote.models.config import Lora, Pretrained, Scratch
+from scalingnote.scaling.shape import PUBLISHED, adapter_parameters, of_backbone, of_settings
+
+DECODER = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 36,
+}
+ENCODER = {**DECODER, "max_position_embeddings": 20}
+KINDS = {
+    "qwen2": DECODER,
+    "qwen3": {**DECODER, "head_dim": 10},
+    "llama": DECODER,
+    "mistral": DECODER,
+    "bert": ENCODER,
+    "roberta": ENCODER,
+    "xlm-roberta": ENCODER,
+}
+
+
+def model_of(kind: str, **more: object) -> torch.nn.Module:
+    settings = AutoConfig.for_model(kind, **KINDS[kind], **more)
+    headless = (
+        {} if settings.model_type in ("qwen2", "qwen3", "llama", "mistral") else {"add_pooling_layer": False}
+    )
+    with torch.device("meta"):
+        return AutoModel.from_config(settings, **headless)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        *((kind, {}) for kind in KINDS),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen3", {"attention_bias": True}),
+    ],
+)
+def test_parameters_are_those_of_the_model(kind: str, more: dict[str, bool]):
+    model = model_of(kind, **more)
+    shape = of_settings(model.config.to_dict(), source=kind)
+    parameters = {name: p.numel() for name, p in model.named_parameters()}
+    assert shape.parameters == sum(parameters.values())
+    tables = sum(n for name, n in parameters.items() if "embed" in name and "LayerNorm" not in name)
+    assert shape.non_embedding_parameters == shape.parameters - tables
+
+
+def test_linear_maps_are_those_of_a_layer():
+    for kind in ("qwen3", "bert"):
+        shape = of_settings({**KINDS[kind], "model_type": kind, "type_vocab_size": 2}, source=kind)
+        model = model_of(kind, type_vocab_size=2)
+        layer = (model.layers if kind == "qwen3" else model.encoder.layer)[0]
+        found = {
+            name: (m.in_features, m.out_features, m.bias is not None)
+            for name, m in layer.named_modules()
+            if isinstance(m, torch.nn.Linear)
+        }
+        assert shape.matrices() == found
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "bert"])
+def test_a_scratch_backbone_is_what_is_built(architecture: str):
+    # A corpus of a few words learns fewer tokens than it may: the vocabulary is told.
+    scratch = tiny.CAUSAL.model_copy(update={"architecture": architecture, "layers": 2})
+    texts = [row["content"] for row in tiny.document_rows()]
+    learnt = backbones.train_tokenizer(texts, vocabulary=scratch.vocabulary)
+    model = backbones.build(scratch, tokenizer_json=learnt, seed=0).model
+    size = model.get_input_embeddings().num_embeddings
+    shape = of_backbone(scratch.model_copy(update={"vocabulary": size - 3}))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.causal == (architecture == "qwen2")
+
+
+# Counted by their makers, with the output matrix where it is not the token table.
+@pytest.mark.parametrize(
+    ("name", "total", "own_head"),
+    [
+        ("Qwen/Qwen2.5-0.5B", 494_032_768, False),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304, False),
+        ("Qwen/Qwen2.5-3B", 3_085_938_688, False),
+        ("Qwen/Qwen2.5-7B-Instruct", 7_615_616_512, True),
+        ("Qwen/Qwen2.5-14B", 14_770_033_664, True),
+        ("Qwen/Qwen2.5-32B", 32_763_876_352, True),
+        ("google-bert/bert-base-uncased", 108_891_648, False),
+    ],
+)
+def test_published_shapes_have_the_published_size(name: str, total: int, own_head: bool):
+    shape = PUBLISHED[name]
+    assert shape.parameters + own_head * shape.vocabulary * shape.hidden == total
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("qwen2", "all-linear"),
+        ("qwen2", ("q_proj", "v_proj")),
+        ("bert", "all-linear"),
+        ("bert", ("query", "output.dense")),
+    ],
+)
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # peft's own
+def test_adapters_are_those_of_peft(kind: str, targets, dora: bool):
+    settings = AutoConfig.for_model(kind, **KINDS[kind])
+    model = AutoModel.from_config(settings, **({"add_pooling_layer": False} if kind == "bert" else {}))
+    chosen = targets if isinstance(targets, str) else list(targets)
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=3, target_modules=chosen, use_dora=dora, task_type="FEATURE_EXTRACTION")
+    )
+    trained, _ = wrapped.get_nb_trainable_parameters()
+    shape = of_settings(settings.to_dict(), source=kind)
+    assert adapter_parameters(shape, Lora(rank=3, targets=targets, dora=dora)) == trained
+
+
+def test_targets_that_name_nothing_are_refused():
+    shape = of_backbone(Scratch())
+    with pytest.raises(ConfigError, match=r"names no layer; there are q_proj"):
+        adapter_parameters(shape, Lora(targets=("query",)))
+
+
+def test_a_folder_with_a_config_is_enough(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**DECODER, "model_type": "qwen2"}))
+    assert of_backbone(Pretrained(path=str(tmp_path), layers=2)).layers == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("{", "is not JSON"),
+        ('{"model_type": "qwen2"}', "no 'num_attention_heads'"),
+        (json.dumps({**DECODER, "model_type": "mamba"}), "shape of 'mamba' is not known"),
+    ],
+)
+def test_a_config_that_says_no_shape_is_refused(tmp_path: Path, written: str, message: str):
+    (tmp_path / "config.json").write_text(written)
+    with pytest.raises(ConfigError, match=message):
+        of_backbone(Pretrained(path=str(tmp_path)))
+
+
+def test_an_unknown_name_says_how_to_make_it_known():
+    with pytest.raises(ConfigError, match=r"hf download no/where config.json"):
+        of_backbone(Pretrained(path="no/where"))

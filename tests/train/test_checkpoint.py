@@ -1,0 +1,125 @@
+"""A checkpoint is whole or not there; the newest and the best are kept; any filesystem will do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from scalingnote.errors import TrainingError
+from scalingnote.train import checkpoint
+from scalingnote.train.checkpoint import MARKER, Checkpoints
+
+
+class Numbers:
+    """Something with a state: a matrix, a vector and a count."""
+
+    def __init__(self, value: float, layout: str = "whole") -> None:
+        self.layout, self.told = layout, False
+        self.tensors = {
+            "matrix": torch.full((3, 4), value),
+            "vector.exp_avg": torch.full((5,), value),
+            "vector.step": torch.tensor(value),
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self.tensors)
+
+    def restored(self, state: dict[str, Tensor]) -> None:
+        self.told = True
+
+    def values(self) -> set[float]:
+        return {float(v) for tensor in self.tensors.values() for v in tensor.reshape(-1)}
+
+
+def saved(uri: Path | str, *steps: int, keep: int = 2, best: int | None = None) -> Checkpoints:
+    checkpoints = Checkpoints(str(uri), keep=keep)
+    for step in steps:
+        checkpoints.save(step, Numbers(float(step)), {"curve": [step]}, best=step == best)
+    checkpoints.wait()
+    return checkpoints
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in folder.glob(f"*/{MARKER}"))
+
+
+def test_what_is_restored_is_what_was_saved_and_not_what_became_of_it(tmp_path: Path):
+    source, target = Numbers(7.0), Numbers(0.0)
+    checkpoints = Checkpoints(str(tmp_path), keep=1)
+    checkpoints.save(40, source, {"curve": [1, 2]})
+    for tensor in source.tensors.values():
+        tensor.zero_()  # training goes on while files are written
+    found = checkpoints.restore(target)
+    assert found is not None
+    assert (found.step, found.notes) == (40, {"curve": [1, 2]})
+    assert target.values() == {7.0}
+    assert target.told
+
+
+def test_nothing_to_restore(tmp_path: Path):
+    assert Checkpoints(str(tmp_path), keep=1).restore(Numbers(0.0)) is None
+
+
+def test_only_tensors_and_json_are_on_disk(tmp_path: Path):
+    saved(tmp_path, 1)
+    assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} == {".safetensors", ".json"}
+
+
+def test_a_run_killed_while_writing_left_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved(tmp_path, 10)
+
+    def killed(uri: str) -> dict[str, int]:
+        raise InterruptedError  # after the shards, before the marker
+
+    checkpoints = Checkpoints(str(tmp_path), keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.fs, "list_files", killed)
+        checkpoints.save(20, Numbers(20.0), {})
+        with pytest.raises(InterruptedError):
+            checkpoints.wait()
+    assert list(tmp_path.glob("step-000000020/*.safetensors"))
+    target = Numbers(0.0)
+    again = Checkpoints(str(tmp_path), keep=2)
+    found = again.restore(target)
+    assert found is not None
+    assert found.step == 10
+    assert target.values() == {10.0}
+    assert not (tmp_path / "step-000000020").exists()
+
+
+@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(p.read_bytes()[:-1])])
+def test_a_checkpoint_that_lost_bytes_is_passed_over(tmp_path: Path, damage):
+    saved(tmp_path, 10, 20)
+    damage(next(tmp_path.glob("step-000000020/*.safetensors")))
+    found = Checkpoints(str(tmp_path), keep=2).restore(Numbers(0.0))
+    assert found is not None
+    assert found.step == 10
+
+
+def test_the_newest_are_kept_and_the_best_whenever_it_was(tmp_path: Path):
+    checkpoints = saved(tmp_path, 10, 20, 30, 40, best=20)
+    assert steps_in(tmp_path) == [20, 30, 40]
+    target = Numbers(0.0)
+    found = checkpoints.restore(target, best=True)
+    assert found is not None
+    assert target.values() == {20.0}
+    checkpoints.save(50, Numbers(50.0), {}, best=True)
+    checkpoints.wait()
+    assert steps_in(tmp_path) == [40, 50]
+
+
+def test_shards_of_another_cut_are_refused(tmp_path: Path):
+    checkpoints = saved(tmp_path, 10)
+    with pytest.raises(TrainingError, match="written as 'whole', this run reads 'zero-3 on 4 ranks'"):
+        checkpoints.restore(Numbers(0.0, layout="zero-3 on 4 ranks"))
+
+
+def test_checkpoints_of_another_filesystem(tmp_path: Path):
+    uri = f"local://{tmp_path}/run"  # this machine's files, but through fsspec as if they were elsewhere
+    saved(uri, 10, 20, 30)
+    target = Numbers(0.0)
+    found = Checkpoints(uri, keep=2).restore(target)
+    assert found is not None
+    assert target.values() == {30.0}
+    assert steps_in(tmp_path / "run") == [20, 30]

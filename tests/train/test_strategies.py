@@ -1,0 +1,303 @@
+"""Under every strategy, on several ranks: the gradients and weights of one process with the whole batch."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import ranks
+import tiny
+from scalingnote.config import Resources
+from scalingnote.errors import ConfigError
+from scalingnote.losses.temperature import Temperature
+from scalingnote.models import backbone, dual_encoder, tower
+from scalingnote.models.config import Lora
+from scalingnote.models.tower import Batch
+from scalingnote.train.checkpoint import Checkpoints
+from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Schedule
+from scalingnote.train.distributed import gather, rank, shares, world_size
+from scalingnote.train.grad_cache import cached_backward
+from scalingnote.train.strategies.engine import Engine, build, load_weights
+
+ROWS = 12  # of the global batch: divides over 2, 3 and 4 ranks
+STEPS = 3
+CPU = torch.device("cpu")
+PLAIN, CHECKPOINTED = Memory(), Memory(gradient_checkpointing=True)
+CACHED = Memory(grad_cache=GradCache(query_rows=2, document_rows=1), gradient_checkpointing=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one engine is asked to do."""
+
+    strategy: Ddp | Fsdp2 | DeepSpeed
+    memory: Memory = PLAIN
+    lora: bool = False
+    precision: str = "float32"
+
+
+@dataclass
+class Pairs:
+    """A batch."""
+
+    queries: Batch
+    documents: Batch
+
+
+class Contrast(nn.Module):
+    """In-batch softmax over all ranks with a temperature that learns: all kinds of parameters.
+
+    Towers of two architectures, or two LoRA towers on one base.
+    """
+
+    def __init__(self, *, lora: bool = False) -> None:
+        super().__init__()
+        texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
+        learnt = backbone.train_tokenizer(texts, vocabulary=400)
+        adapter = {"lora": Lora(rank=2) if lora else None}
+        self.towers = dual_encoder.build(
+            tiny.query_tower().model_copy(update=adapter),
+            tiny.document_tower(tiny.CAUSAL if lora else tiny.BIDIRECTIONAL).model_copy(update=adapter),
+            dim=8,
+            tokenizers={"query": learnt, "document": learnt},
+            seed=0,
+            share_base=True,
+        )
+        self.temperature = Temperature(0.2)
+
+    def inputs(self, pairs: Pairs) -> dict[str, Batch | None]:
+        return {"query": pairs.queries, "document": pairs.documents, "temperature": None}
+
+    def encode(self, name: str, rows: Batch | None) -> Tensor:
+        if rows is None:
+            return self.temperature().view(1, 1, 1)
+        return self.towers.encode(name, rows).float()
+
+    def loss(self, embeddings: dict[str, Tensor], pairs: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
+        queries, documents = embeddings["query"][:, 0], embeddings["document"].mean(1)
+        queries, documents = (nn.functional.normalize(e, dim=-1) for e in (queries, documents))
+        scores = queries @ gather(documents, shares(documents)).T / embeddings["temperature"].squeeze()
+        loss = nn.functional.cross_entropy(scores, torch.arange(len(queries)) + rank() * len(queries))
+        return loss, {"contrastive": loss.detach()}
+
+    def forward(self, pairs: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.loss({name: self.encode(name, rows) for name, rows in self.inputs(pairs).items()}, pairs)
+
+
+def share(made: Contrast, step: int) -> Pairs:
+    """This rank's rows of a step; a process alone gets all of them."""
+    size = ROWS // world_size()
+    start = step * ROWS + rank() * size
+    documents = tiny.document_rows()[start : start + size]
+    columns = [[row[name] for row in documents] for name in ("title", "topic", "content")]
+    queries = made.towers.query.prompt.rows([row["content"][:20] for row in documents])
+    encoded = made.towers.document.prompt.rows(*columns)
+    return Pairs(
+        tower.collate(queries, pad=made.towers.query.pad),
+        tower.collate(encoded, pad=made.towers.document.pad),
+    )
+
+
+def schedule(job: Job) -> Schedule:
+    return Schedule(
+        strategy=job.strategy,
+        # A large eps: where a gradient is nearly zero, AdamW's step else depends on its last bit.
+        optimizer=Optimizer(peak_lr=1e-2, eps=1e-3, clip=0.5, weight_decay=0.1),
+        global_batch=ROWS,
+        memory=job.memory,
+        precision=job.precision,  # type: ignore[arg-type]
+        resources=Resources(workers=world_size()),
+    )
+
+
+def made(job: Job) -> Engine:
+    return build(Contrast(lora=job.lora), schedule=schedule(job), device=CPU)
+
+
+def one_step(engine: Engine, step: int, memory: Memory, found: dict[str, Any]) -> None:
+    engine.module.train()
+    pairs = share(engine.module, step)
+    if memory.grad_cache is not None:
+        cached_backward(engine, pairs, config=memory.grad_cache)
+    else:
+        engine.backward(engine(pairs)[0])
+    if step == 0:
+        found["gradients"] = gradients(engine, cached=memory.grad_cache is not None)
+    found["norms"].append(float(engine.step(1e-2)))
+
+
+def gradients(engine: Engine, *, cached: bool) -> dict[str, Tensor]:
+    """Whole gradients after the backward pass, as far as the strategy shows them."""
+    if cached and engine.layout.startswith(("zero-1", "zero-2")):
+        return {}  # they settle the gradients of several backward passes within the step
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        elif engine.layout.startswith("zero"):
+            from deepspeed.utils import safe_get_full_grad
+
+            gradient = safe_get_full_grad(parameter).reshape(getattr(parameter, "ds_shape", parameter.shape))
+        found[name] = gradient.clone()
+    return found
+
+
+def train(job: Job, folder: Path | None = None) -> dict[str, Any]:
+    """Gradients of the first step, weights after the first and the last, all gradient norms.
+
+    With a folder, also the weights of a second run that starts from a checkpoint after the first step.
+    """
+    engine, found = made(job), {"norms": []}
+    checkpoints = Checkpoints(str(folder), keep=1) if folder else None
+    for step in range(STEPS):
+        one_step(engine, step, job.memory, found)
+        if step == 0:
+            found["first"] = engine.weights()
+            if checkpoints:
+                checkpoints.save(1, engine, {"from": "here"})
+    found["last"] = engine.weights()
+    if checkpoints:
+        again = made(job)
+        restored = checkpoints.restore(again)
+        assert restored is not None
+        assert restored.notes == {"from": "here"}
+        found["restored"] = again.weights()
+        for step in range(1, STEPS):
+            one_step(again, step, job.memory, {"norms": []})
+        found["resumed"] = again.weights()
+    return found
+
+
+def train_all(jobs: dict[str, Job], folder: str | None) -> dict[str, dict[str, Any]]:
+    return {name: train(job, Path(folder, name) if folder else None) for name, job in jobs.items()}
+
+
+@lru_cache(maxsize=2)
+def alone(*, lora: bool) -> dict[str, Any]:
+    return train(Job(Ddp(), lora=lora))
+
+
+def compare(found: dict[str, Any], job: Job) -> None:
+    expected = alone(lora=job.lora)
+    torch.testing.assert_close(found["norms"], expected["norms"], atol=1e-5, rtol=1e-4)
+    for what in ("gradients", "first", "last"):
+        assert set(found[what]) == set(expected[what]) or not found[what]
+        for name, value in found[what].items():
+            torch.testing.assert_close(
+                value, expected[what][name], atol=5e-6, rtol=1e-4, msg=f"{what} {name}"
+            )
+
+
+STRATEGIES = {
+    "ddp": Ddp(),
+    "fsdp2": Fsdp2(),
+    "zero-1": DeepSpeed(stage=1),
+    "zero-2": DeepSpeed(stage=2),
+    "zero-3": DeepSpeed(stage=3),
+}
+ONE_BATCH = {
+    **{f"{name}, checkpointed": Job(strategy, CHECKPOINTED) for name, strategy in STRATEGIES.items()},
+    **{f"{name}, cached": Job(strategy, CACHED) for name, strategy in STRATEGIES.items()},
+    **{f"{name}, lora": Job(STRATEGIES[name], CACHED, lora=True) for name in ("ddp", "fsdp2", "zero-3")},
+    "fsdp2, kept": Job(Fsdp2(reshard=False, offload=True)),
+    "zero-2, offloaded": Job(DeepSpeed(stage=2, offload_optimizer=True), CACHED),
+    "zero-3, offloaded": Job(DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True), CACHED),
+}
+HALF = {f"{name}, half": Job(strategy, precision="bfloat16") for name, strategy in STRATEGIES.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """All jobs in one pair of processes: they take longer to start than to train."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return ranks.run(train_all, ONE_BATCH | HALF, str(folder), world=2)[0]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ONE_BATCH)
+def test_two_ranks_equal_one_process(on_two: dict[str, dict[str, Any]], name: str):
+    compare(on_two[name], ONE_BATCH[name])
+
+
+@pytest.mark.parametrize("name", ONE_BATCH | HALF)
+def test_a_checkpoint_continues_bit_for_bit(on_two: dict[str, dict[str, Any]], name: str):
+    found = on_two[name]
+    for left, right in (("restored", "first"), ("resumed", "last")):
+        assert all(torch.equal(found[left][key], value) for key, value in found[right].items())
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision_is_nearly_as_good(on_two: dict[str, dict[str, Any]], name: str):
+    assert on_two[name]["norms"] == pytest.approx(alone(lora=False)["norms"], rel=0.2)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks_equal_one_process(world: int):
+    jobs = {name: Job(STRATEGIES[name], CACHED) for name in ("ddp", "fsdp2")}
+    jobs |= {f"{name}, plain": Job(STRATEGIES[name]) for name in ("ddp", "fsdp2")}
+    for name, found in ranks.run(train_all, jobs, None, world=world)[0].items():
+        compare(found, jobs[name])
+
+
+def write(folder: str) -> None:
+    engine = made(Job(Fsdp2()))
+    one_step(engine, 0, PLAIN, {"norms": []})
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(1, engine, {})
+    checkpoints.wait()
+
+
+def read(folder: str, job: Job) -> dict[str, Tensor] | None:
+    engine = made(job)
+    assert Checkpoints(folder, keep=1).restore(engine) is not None
+    return engine.weights()
+
+
+def test_shards_are_cut_anew_for_another_number_of_ranks_and_for_ddp(tmp_path: Path):
+    ranks.run(write, str(tmp_path), world=3)
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 3
+    sharded = ranks.run(read, str(tmp_path), Job(Fsdp2()), world=2)[0]
+    whole = read(str(tmp_path), Job(Ddp()))
+    assert whole is not None
+    for name, value in whole.items():
+        assert torch.equal(value, sharded[name])
+
+
+def test_weights_go_into_a_fresh_module():
+    engine, fresh = made(Job(Ddp())), Contrast()
+    one_step(engine, 0, PLAIN, {"norms": []})
+    load_weights(fresh, engine.weights() or {})
+    for left, right in zip(engine.module.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_what_cannot_be_had_is_said():
+    with pytest.raises(ConfigError, match=r"adamw_8bit needs a GPU, found cpu"):
+        build(
+            Contrast(),
+            schedule=Schedule(optimizer=Optimizer(kind="adamw_8bit"), precision="float32"),
+            device=CPU,
+        )
+    with pytest.raises(ConfigError, match="offload_parameters needs stage 3, found 2"):
+        made(Job(DeepSpeed(stage=2, offload_parameters=True)))
+
+
+def test_deepspeed_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
+    from scalingnote.train.strategies import zero
+
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    with pytest.raises(ConfigError, match="needs the environment variable DS_ACCELERATOR=cpu"):
+        zero._import(CPU)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
+    with pytest.raises(ConfigError, match=r"pip install 'scalingnote\[gpu\]'"):
+        zero._import(CPU)

@@ -1,0 +1,213 @@
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ranks
+import tiny
+from scalingnote.models.prompt import Row
+from scalingnote.models.tower import Batch
+from scalingnote.storage.artifact import Draft
+from scalingnote.train.config import Losses, TrainConfig, Validation
+from scalingnote.train.prepare import prepare
+from scalingnote.train.stream import Store
+from scalingnote.train.validation import Sample, better, draw, measure, validator
+
+CONFIG = TrainConfig(
+    query=tiny.query_tower(), document=tiny.document_tower(), dim=8, losses=Losses(matryoshka=(8,))
+)
+ASKED = Validation(queries=6, negatives=12, documents=40)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("validation")
+    dataset = tiny.dataset(str(folder / "dataset"))
+    triplets = tiny.triplets(str(folder / "triplets"), dataset)
+    return prepare(CONFIG, dataset=dataset, triplets=triplets, folder=str(folder / "store")).store
+
+
+class BagOfTokens(nn.Module):
+    """Embeds a row as a random projection of its tokens: related texts meet, and dropout would show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.randn(500, 24, generator=torch.Generator().manual_seed(0))
+        self.table = nn.Parameter(table)
+        self.dropout, self.frozen = nn.Dropout(0.5), nn.Dropout(0.5)
+        self.calls = 0
+
+    def encode(self, name: str, rows: Batch) -> Tensor:
+        self.calls += 1
+        assert not torch.is_grad_enabled()
+        rows = rows.padded(0)
+        assert rows.mask is not None
+        out = (self.table[rows.ids] * rows.mask[..., None]).sum(1, keepdim=True)
+        out = self.frozen(self.dropout(out))
+        return out if name == "query" else torch.cat([torch.randn_like(out), out], dim=1)
+
+
+def made(store: str, module: nn.Module, config: Validation | None = ASKED, **kwargs):
+    engine = SimpleNamespace(module=module, precision=contextlib.nullcontext)
+    return validator(
+        Store.open(store),
+        engine,
+        config,
+        views=("title", "summary"),
+        pads=(0, 0),
+        packed=False,
+        temperature=0.05,
+        device=torch.device("cpu"),
+        seed=3,
+        **kwargs,
+    )
+
+
+def on_one_rank(store: str) -> tuple[dict[str, float], int]:
+    torch.manual_seed(0)
+    module = BagOfTokens().train()
+    validate = made(store, module)
+    assert validate is not None
+    return validate(), module.calls
+
+
+# --- the sample ------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_fixed_by_its_seed_and_holds_what_it_must(store: str):
+    opened = Store.open(store)
+    sample, again = (draw(opened, ASKED, seed=3) for _ in range(2))
+    other = draw(opened, ASKED, seed=4)
+    assert sample is not None
+    assert again is not None
+    assert other is not None
+    assert sample.queries == again.queries
+    assert sample.negatives.tolist() == again.negatives.tolist()
+    assert sample.queries != other.queries or sample.pool != other.pool
+    assert len(sample.queries) == 6
+    assert len(sample.pool) == 40
+    assert len({tuple(row.ids) for row in sample.pool}) == 40
+    for number in range(6):
+        negatives = sample.negatives[number].tolist()
+        assert len(set(negatives)) == 12
+        assert not sample.relevant[number, negatives].any()
+        assert sample.relevant[number, sample.positives[number]]
+        assert min(negatives) >= 6  # the positives of queries come first, negatives are drawn from the rest
+
+
+def test_a_sample_is_as_large_as_there_is_to_draw_from(store: str):
+    opened = Store.open(store)
+    sample = draw(opened, Validation(queries=500, negatives=500, documents=500), seed=0)
+    assert sample is not None
+    assert len(sample.queries) == len(opened["validation"]) == 8
+    assert len(sample.pool) == len(opened["documents"])
+    assert sample.negatives.shape == (8, len(sample.pool) - 1)
+
+
+# --- the measures ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10_000))
+def test_measures_equal_their_plain_definitions(seed: int):
+    rng = np.random.default_rng(seed)
+    queries, pool = rng.normal(size=(5, 4)).astype(np.float32), rng.normal(size=(20, 4)).astype(np.float32)
+    relevant = rng.random((5, 20)) < 0.15
+    positives = rng.integers(0, 20, 5)
+    relevant[np.arange(5), positives] = True
+    negatives = np.stack([rng.choice(np.flatnonzero(~row), 4, replace=False) for row in relevant])
+    sample = Sample([Row([1], [0])] * 5, [Row([1], [0])] * 20, positives, relevant, negatives)
+    found = measure(queries, pool, sample, temperature=0.1)
+    entropy, one, ten, reciprocal = [], [], [], []
+    for i in range(5):
+        cosine = [
+            float(q @ d / np.linalg.norm(q) / np.linalg.norm(d))
+            for q, d in [(queries[i].astype(float), d.astype(float)) for d in pool]
+        ]
+        own, *others = (cosine[c] / 0.1 for c in (positives[i], *negatives[i]))
+        entropy.append(-own + np.log(np.exp([own, *others]).sum()))
+        ranking = sorted(range(20), key=lambda c: -cosine[c])
+        rank = 1
+        for column in ranking:
+            if relevant[i, column]:
+                break
+            rank += 1
+        one.append(rank == 1)
+        ten.append(rank <= 10)
+        reciprocal.append(1 / rank if rank <= 10 else 0.0)
+    expected = [np.mean(entropy), np.mean(one), np.mean(ten), np.mean(reciprocal)]
+    np.testing.assert_allclose(list(found.values()), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, np.nan])
+def test_towers_that_tell_nothing_apart_find_nothing(value: float):
+    pool = np.full((30, 4), value, np.float32)
+    relevant = np.zeros((2, 30), dtype=bool)
+    relevant[:, 0] = True
+    negatives = np.tile(np.arange(1, 9), (2, 1))
+    sample = Sample([Row([1], [0])] * 2, [Row([1], [0])] * 30, np.zeros(2, np.int64), relevant, negatives)
+    found = measure(pool[:2], pool, sample, temperature=0.001)
+    assert found["R@10"] == found["MRR@10"] == 0.0
+    assert np.isnan(value) or found["contrastive_entropy"] == pytest.approx(np.log(9))
+
+
+def test_what_is_better_depends_on_the_metric():
+    assert better("contrastive_entropy", 1.0, 2.0)
+    assert not better("MRR@10", 1.0, 2.0)
+    assert better("R@1", 0.1, None)
+    assert not better("R@1", float("nan"), None)
+    assert not better("contrastive_entropy", float("nan"), 2.0)
+
+
+# --- while training --------------------------------------------------------------------------------------
+
+
+def test_all_ranks_know_the_numbers_of_one(store: str):
+    expected, _ = on_one_rank(store)
+    results = ranks.run(on_one_rank, store, world=3)  # 40 documents: unequal shares
+    assert len({calls for _, calls in results}) == 1  # or sharded weights would wait for ever
+    for found, _ in results:
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert found == results[0][0]
+
+
+def test_training_does_not_notice(store: str):
+    module = BagOfTokens().train()
+    module.frozen.eval()
+    validate = made(store, module)
+    assert validate is not None
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    first = validate()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert module.training
+    assert module.dropout.training
+    assert not module.frozen.training  # nor was it before
+    assert torch.is_grad_enabled()
+    assert validate() == first  # no dropout
+    assert first["R@10"] > 0.5  # queries share words with their documents: the indexed view was used
+
+
+def test_without_a_split_nothing_is_measured_and_that_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    triplets = tiny.triplets(str(tmp_path / "triplets"), dataset)
+    table = triplets.table("triplets")
+    table = table.set_column(table.schema.get_field_index("split"), "split", [["train"] * len(table)])
+    draft = Draft(str(tmp_path / "all"), kind="triplets", config=tiny.Nothing(), parents={})
+    draft.write_table("triplets.parquet", table)
+    folder = str(tmp_path / "store")
+    prepare(CONFIG, dataset=dataset, triplets=draft.commit(counts={}), folder=folder)
+    said: list[str] = []
+    logger = SimpleNamespace(info=said.append)
+    monkeypatch.setattr("scalingnote.train.validation.get_logger", lambda name: logger)
+    assert made(folder, BagOfTokens()) is None
+    assert said == ["the triplets have no validation split: nothing is measured in training"]
+    assert made(folder, BagOfTokens(), None) is None
+    assert len(said) == 1
