@@ -80,7 +80,7 @@ def fetch(reference: Any) -> Any:
 
 
 def rows(dataset: Any) -> Iterator[Any]:
-    """Rows of a Ray Dataset as they are finished; raises what a task of ours handed over with `told`."""
+    """Rows of a Ray Dataset as they are finished; raises what one tells in its column `error`."""
     # Closed here, or a traceback that somebody keeps would keep its actors, and with them their CPUs.
     with contextlib.closing(_generator(dataset.iter_rows())) as found:
         for row in found:
@@ -90,9 +90,9 @@ def rows(dataset: Any) -> Iterator[Any]:
             yield row
 
 
-def told(error: ScalingNoteError) -> dict[str, str]:
-    """A row that carries an error out of Ray Data, which else buries it in traces of its own."""
-    return {"error": json.dumps([type(error).__name__, str(error)])}
+def told(error: ScalingNoteError) -> str:
+    """What a row says in its column `error`, to be raised by :func:`rows`: Ray Data buries exceptions."""
+    return json.dumps([type(error).__name__, str(error)])
 
 
 def _generator(found: Iterable[Any]) -> Generator[Any]:

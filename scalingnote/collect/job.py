@@ -233,7 +233,7 @@ def _answer(row: dict[str, str], load: Callable[[], Callable[[Item], Any]]) -> d
     try:
         result = load()(item)
     except ScalingNoteError as error:
-        return cluster.told(error)
+        return {"error": cluster.told(error)}
     if isinstance(result, tuple):  # a finished part
         name, part, counts = result
         result = {"name": name, "part": asdict(part), "counts": counts}

@@ -161,16 +161,11 @@ def _code(
     done = sum(rows) - sum(waiting.values())
     with Progress("quantize", total=sum(rows), unit="documents coded", done=done) as progress:
         for record in cluster.rows(coded):
-            if record["error"]:
-                raise ArtifactError(record["error"])
             progress.advance(int(record["rows"]))
 
 
 class _Coder:
-    """Actor that codes embeddings parts.
-
-    Ray Data buries an exception in its own text, so what the user can mend travels as the column `error`.
-    """
+    """Actor that codes embeddings parts."""
 
     def __init__(self, *, embeddings: str, codebooks: str, work: str, resources: Resources) -> None:
         use_threads(resources)
@@ -185,7 +180,7 @@ class _Coder:
         try:
             self._code(part)
         except ScalingNoteError as error:
-            return str(error)
+            return cluster.told(error)
         return ""
 
     def _code(self, part: str) -> None:

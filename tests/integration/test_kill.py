@@ -97,7 +97,7 @@ def test_a_killed_driver_loses_and_doubles_nothing(tmp_path: Path):
 
     kill_when(lambda: count(run_dir, "collect/*/_work/done/one-hop.json") == 1, arguments)
     assert count(run_dir, "collect/*/manifest.json") == 0
-    kill_when(lambda: count(run_dir, "train/*/_work/checkpoints/*.safetensors") >= 1, arguments)
+    kill_when(lambda: count(run_dir, "train/*/_work/checkpoints/*/checkpoint.json") >= 1, arguments)
     assert count(run_dir, "train/*/manifest.json") == 0
     kill_when(lambda: count(run_dir, "encode/*/_work/parts/*.json") >= 3, arguments)
     assert count(run_dir, "encode/*/manifest.json") == 0
