@@ -39,6 +39,7 @@ FAULTS: dict[Fault, str] = {
     "ray": "all of Ray killed and started again",
 }
 PLOT = Path("docs/results/faults.png")
+PROMPT = "{title} [TITLE_QUERY] {topic} {content} [CONTENT_QUERY] [EMB]"
 STEPS, EVERY = 240, 10
 DOCUMENTS, BATCH = 256, 32
 COLOURS = ("#8a8f98", "#0f8b8d", "#e69f00", "#cc6f9c")
@@ -161,7 +162,7 @@ def drive(inputs: str, output: str) -> None:
     cluster.connect()
     config = TrainConfig(
         query=TowerConfig(backbone=backbone(), max_length=16),
-        document=TowerConfig(backbone=backbone(), max_length=48),
+        document=TowerConfig(backbone=backbone(), max_length=48, prompt=PROMPT),
         dim=32,
         losses=Losses(matryoshka=(16, 32)),
         optimizer=Optimizer(peak_lr=2e-3),

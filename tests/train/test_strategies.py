@@ -119,21 +119,22 @@ def made(job: Job) -> Engine:
     return build(Contrast(lora=job.lora), schedule=schedule(job), device=CPU)
 
 
-def one_step(engine: Engine, step: int, memory: Memory, found: dict[str, Any]) -> None:
+def one_step(engine: Engine, step: int, job: Job, found: dict[str, Any]) -> None:
     engine.module.train()
     pairs = share(engine.module, step)
-    if memory.grad_cache is not None:
-        cached_backward(engine, pairs, config=memory.grad_cache)
+    if job.memory.grad_cache is not None:
+        cached_backward(engine, pairs, config=job.memory.grad_cache)
     else:
         engine.backward(engine(pairs)[0])
     if step == 0:
-        found["gradients"] = gradients(engine, cached=memory.grad_cache is not None)
+        found["gradients"] = gradients(engine, job)
     found["norms"].append(float(engine.step(1e-2)))
 
 
-def gradients(engine: Engine, *, cached: bool) -> dict[str, Tensor]:
+def gradients(engine: Engine, job: Job) -> dict[str, Tensor]:
     """Whole gradients after the backward pass, as far as the strategy shows them."""
-    if cached and engine.layout.startswith(("zero-1", "zero-2")):
+    zero = job.strategy if isinstance(job.strategy, DeepSpeed) else None
+    if zero and job.memory.grad_cache and (zero.stage < 3 or zero.offload_optimizer):
         return {}  # they settle the gradients of several backward passes within the step
     found = {}
     for name, parameter in engine.module.named_parameters():
@@ -142,7 +143,7 @@ def gradients(engine: Engine, *, cached: bool) -> dict[str, Tensor]:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
-        elif engine.layout.startswith("zero"):
+        elif zero:
             from deepspeed.utils import safe_get_full_grad
 
             gradient = safe_get_full_grad(parameter).reshape(getattr(parameter, "ds_shape", parameter.shape))
@@ -158,7 +159,7 @@ def train(job: Job, folder: Path | None = None) -> dict[str, Any]:
     engine, found = made(job), {"norms": []}
     checkpoints = Checkpoints(str(folder), keep=1) if folder else None
     for step in range(STEPS):
-        one_step(engine, step, job.memory, found)
+        one_step(engine, step, job, found)
         if step == 0:
             found["first"] = engine.weights()
             if checkpoints:
@@ -171,7 +172,7 @@ def train(job: Job, folder: Path | None = None) -> dict[str, Any]:
         assert restored.notes == {"from": "here"}
         found["restored"] = again.weights()
         for step in range(1, STEPS):
-            one_step(again, step, job.memory, {"norms": []})
+            one_step(again, step, job, {"norms": []})
         found["resumed"] = again.weights()
     return found
 
@@ -249,8 +250,9 @@ def test_more_ranks_equal_one_process(world: int):
 
 
 def write(folder: str) -> None:
-    engine = made(Job(Fsdp2()))
-    one_step(engine, 0, PLAIN, {"norms": []})
+    job = Job(Fsdp2())
+    engine = made(job)
+    one_step(engine, 0, job, {"norms": []})
     checkpoints = Checkpoints(folder, keep=1)
     checkpoints.save(1, engine, {})
     checkpoints.wait()
@@ -273,8 +275,9 @@ def test_shards_are_cut_anew_for_another_number_of_ranks_and_for_ddp(tmp_path: P
 
 
 def test_weights_go_into_a_fresh_module():
-    engine, fresh = made(Job(Ddp())), Contrast()
-    one_step(engine, 0, PLAIN, {"norms": []})
+    job, fresh = Job(Ddp()), Contrast()
+    engine = made(job)
+    one_step(engine, 0, job, {"norms": []})
     load_weights(fresh, engine.weights() or {})
     for left, right in zip(engine.module.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(left, right)

@@ -67,6 +67,7 @@ class DdpEngine:
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and moments, the same on every rank."""
+        optimizer.begin(self._optimizer)
         weights = {name: value.detach() for name, value in self._names.items()}
         return weights | optimizer.named_state(self._optimizer, self._names)
 

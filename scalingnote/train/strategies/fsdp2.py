@@ -98,6 +98,7 @@ class Fsdp2Engine:
 
     def state(self) -> dict[str, Tensor]:
         """Parameters and moments, sharded where they are."""
+        optimizer.begin(self._optimizer)
         weights = {name: value.detach() for name, value in self._names.items()}
         return weights | optimizer.named_state(self._optimizer, self._names)
 

@@ -53,8 +53,7 @@ def begin(optimizer: torch.optim.Optimizer) -> None:
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``{name}.{moment}`` -> tensor of the state of the parameters in `names`."""
-    begin(optimizer)
+    """``{name}.{moment}`` -> tensor of the state of the parameters in `names`, which must have begun."""
     return {
         f"{name}.{key}": value if isinstance(value, Tensor) else torch.tensor(value)
         for name, parameter in names.items()

@@ -81,17 +81,21 @@ class ZeroEngine:
         """One AdamW step on this rank's partition; DeepSpeed clips."""
         optimizer.set_rate(self._engine.optimizer, lr)
         self._engine.step()
-        if self._stage == 3 and self._cached:
-            # It overwrites old gradients in the first backward pass of a step only, and adds in the others:
-            # parameters that only a later chunk reaches would find those of the step before.
-            self._engine.optimizer.grad_partitions_flat_buffer.zero_()
+        if self._cached:
+            self._forget_gradients()
         return torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
 
     def state(self) -> dict[str, Tensor]:
         """This rank's float32 partitions and their moments."""
         names = {f"rank-{rank()}.{number}": part for number, part in enumerate(self._partitions())}
         weights = {name: part.detach() for name, part in names.items()}
-        return weights | optimizer.named_state(self._engine.optimizer.optimizer, names)
+        zero = self._engine.optimizer
+        if self._stage == 3:  # its AdamW knows its parameters only while it steps
+            zero._set_fp32_optimizer_param_groups()
+        optimizer.begin(zero.optimizer)
+        if self._stage == 3:
+            zero._clear_fp32_optimizer_param_groups()
+        return weights | optimizer.named_state(zero.optimizer, names)
 
     def restored(self, state: Mapping[str, Tensor]) -> None:
         """Weights in the compute dtype follow from the partitions."""
@@ -116,12 +120,27 @@ class ZeroEngine:
                 found[name] = whole.detach().reshape(_shape(parameter)).float().cpu().clone()
         return found if rank() == 0 else None
 
-    def _partitions(self) -> list[Tensor]:
+    def _forget_gradients(self) -> None:
+        """DeepSpeed overwrites old gradients in the first backward pass of a step and adds in the others.
+
+        Parameters that only a later chunk reaches would find those of the step before.
+        """
         zero = self._engine.optimizer
-        groups = (
-            zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
+        buffers = [getattr(zero, "grad_partitions_flat_buffer", None)]
+        buffers += getattr(zero, "accumulated_grads_in_cpu", {}).values()
+        for buffer in buffers:
+            if buffer is not None:
+                buffer.zero_()
+
+    def _partitions(self) -> list[Tensor]:
+        """Stages 1 and 2 share an optimizer class, but stage 1 in bfloat16 has one of its own."""
+        zero = self._engine.optimizer
+        names = (
+            "fp32_partitioned_groups_flat",
+            "single_partition_of_fp32_groups",
+            "fp32_groups_flat_partition",
         )
-        return list(groups)
+        return list(next(getattr(zero, name) for name in names if hasattr(zero, name)))
 
 
 class _Entry(nn.Module):
