@@ -20,6 +20,7 @@ from scalingnote.log import configure, get_logger
 from scalingnote.models import dual_encoder
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.train.agreement import mean_over_ranks
 from scalingnote.train.batching import TripletBatches
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, Validation
@@ -30,7 +31,7 @@ from scalingnote.train.prepare import prepare
 from scalingnote.train.slices import Record, Slice
 from scalingnote.train.strategies.engine import Engine, build, load_weights
 from scalingnote.train.stream import Store
-from scalingnote.train.tracking import events_folder, trackers
+from scalingnote.train.tracking import Tracker, events_folder, trackers
 from scalingnote.train.validation import validator
 
 log = get_logger("train")
@@ -114,7 +115,7 @@ def launch(
             storage_path=path,
             storage_filesystem=filesystem,
             failure_config=FailureConfig(max_failures=max_failures),
-            worker_runtime_env={"env_vars": variables},
+            worker_runtime_env={"env_vars": variables} if variables else {},
         ),
     )
     try:
@@ -157,12 +158,11 @@ def train_rank(
     """
     device = get_device()
     first = ray.train.get_context().get_world_rank() == 0
-    told = []
+    told, error = _trackers(schedule, settings["output"]) if first else ([], None)
+    if mean_over_ranks(torch.tensor(float(error is not None), device=device)) > 0:
+        return _told(error or ConfigError("rank 0 could not start"))
     try:
         engine = build(stage, schedule=schedule, device=device)
-        if first:
-            output = settings["output"]
-            told = trackers(schedule.tracking, events_folder(output), output.rstrip("/").rpartition("/")[2])
         history = fit(
             engine,
             lambda step: batches(step).to(device),
@@ -175,8 +175,8 @@ def train_rank(
             validate=validate_with(engine),
             notice=lambda: ray.train.get_preemption_info() is not None,
         )
-    except (ConfigError, TrainingError) as error:
-        return {"kind": type(error).__name__, "text": str(error)}
+    except (ConfigError, TrainingError) as met:
+        return _told(met)
     finally:
         for tracker in told:
             tracker.close()
@@ -192,6 +192,19 @@ def train_rank(
             fs.write_bytes(fs.join(settings["output"], name), json.dumps(value, indent=0).encode())
     ray.train.report({"step": settings["steps"]})
     return None
+
+
+def _trackers(schedule: Schedule, output: str) -> tuple[list[Tracker], ConfigError | None]:
+    """Who is told, or why nobody can be; only rank 0 finds out, and the others must not wait for it."""
+    name = output.rstrip("/").rpartition("/")[2]
+    try:
+        return trackers(schedule.tracking, events_folder(output), name), None
+    except ConfigError as error:
+        return [], error
+
+
+def _told(error: ScalingNoteError) -> dict[str, str]:
+    return {"kind": type(error).__name__, "text": str(error)}
 
 
 def _worker(settings: Settings) -> dict[str, str] | None:

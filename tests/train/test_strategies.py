@@ -290,6 +290,12 @@ def test_what_cannot_be_had_is_said():
             schedule=Schedule(optimizer=Optimizer(kind="adamw_8bit"), precision="float32"),
             device=CPU,
         )
+    with pytest.raises(ConfigError, match="cannot step on the shards of fsdp2"):
+        build(
+            Contrast(),
+            schedule=Schedule(strategy=Fsdp2(), optimizer=Optimizer(kind="adamw_8bit")),
+            device=CPU,
+        )
     with pytest.raises(ConfigError, match="offload_parameters needs stage 3, found 2"):
         made(Job(DeepSpeed(stage=2, offload_parameters=True)))
 

@@ -67,6 +67,8 @@ class Engine(Protocol):
 def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Engine:
     """Spread `module` over the ranks as the schedule says. ConfigError when a package is missing for it."""
     strategy = schedule.strategy
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     # Late, so that nobody waits for the imports of a strategy that is not used.
     match strategy:
         case Ddp():
@@ -76,6 +78,11 @@ def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Eng
         case Fsdp2():
             from scalingnote.train.strategies.fsdp2 import Fsdp2Engine
 
+            if schedule.optimizer.kind == "adamw_8bit":
+                raise ConfigError(
+                    "optimizer.kind=adamw_8bit cannot step on the shards of fsdp2: choose adamw, or strategy "
+                    "ddp or deepspeed"
+                )
             _join()
             return Fsdp2Engine(module, strategy, schedule=schedule, device=device)
         case DeepSpeed():
