@@ -8,6 +8,7 @@ from collections.abc import Iterator
 os.environ.update(
     HF_HUB_OFFLINE="1",
     RAY_AUTH_MODE="disabled",
+    OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
     RAY_DEDUP_LOGS="0",
 )

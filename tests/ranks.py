@@ -3,8 +3,10 @@
 import faulthandler
 import os
 import pickle
+import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -19,7 +21,8 @@ TIMEOUT = 240.0
 def run(work: Callable[..., Any], *args: Any, world: int, timeout: float = TIMEOUT) -> list[Any]:
     """What ``work(*args)`` returns on each of `world` ranks; a rank's error is raised here, with its trace.
 
-    `work` must be importable (a plain function of a test file). Ranks that outlive `timeout` are killed.
+    `work` must be importable (a plain function of a test file). The error is the first one: other ranks wait
+    for the one that failed, and are killed with it, as are ranks that outlive `timeout` seconds.
     """
     # A server imports once what every rank needs, and forks them: an import takes longer than most tests.
     context = mp.get_context("forkserver")
@@ -71,16 +74,15 @@ def _enter(
     work: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    import traceback
-
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(0.9 * timeout)  # where a rank hangs
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-        pipe.send_bytes(pickle.dumps((None, work(*args))))  # not send: it would share tensors, not copy them
-        dist.barrier()
+        result = work(*args)
+        dist.barrier()  # a rank that leaves early resets the connections of the others
         dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps((None, result)))  # not send: it would share tensors, not copy them
     except BaseException:
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
-        raise
+        signal.pause()  # holds the connections until this rank is killed: no other rank fails because of it

@@ -1,5 +1,6 @@
 """A tiny corpus that can be learnt: each topic has its own words, queries use the words of their document."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -26,6 +27,11 @@ def words(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def document_rows(count: int = DOCUMENTS) -> list[dict[str, str]]:
+    return [dict(row) for row in _document_rows(count)]
+
+
+@functools.cache
+def _document_rows(count: int) -> list[dict[str, str]]:
     rng = np.random.default_rng(7)
     return [
         {

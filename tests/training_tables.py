@@ -30,7 +30,7 @@ CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("all weights, ZeRO-3", 8, ()),
     ("all weights, `fsdp2`", 8, ("strategy.kind=fsdp2",)),
     ("`fsdp2`, offloaded", 8, ("strategy.kind=fsdp2", "strategy.offload=true")),
-    ("`fsdp2`, 8-bit moments", 8, ("strategy.kind=fsdp2", "optimizer.kind=adamw_8bit")),
+    ("ZeRO-3, 8-bit moments", 8, ("optimizer.kind=adamw_8bit",)),
     ("`fsdp2`, no checkpointing", 64, ("strategy.kind=fsdp2", "memory.gradient_checkpointing=false")),
     ("`fsdp2`", 64, ("strategy.kind=fsdp2",)),
     ("ZeRO-3", 64, ()),

@@ -77,6 +77,15 @@ class DeepSpeed(Config):
     offload_optimizer: bool = Field(False, description="keep optimizer state in CPU memory")
     offload_parameters: bool = Field(False, description="keep weights in CPU memory (stage 3)")
 
+    @model_validator(mode="after")
+    def _has_shards(self) -> "DeepSpeed":
+        if self.offload_parameters and self.stage != 3:
+            raise ValueError(
+                f"offload_parameters needs stage 3, found {self.stage}: stages 1 and 2 keep whole weights on "
+                "every rank"
+            )
+        return self
+
 
 Strategy = Annotated[Ddp | Fsdp2 | DeepSpeed, Field(discriminator="kind")]
 
@@ -157,10 +166,15 @@ class Schedule(Config):
     resources: Resources = Resources()
 
     @model_validator(mode="after")
-    def _divides(self) -> "Schedule":
+    def _can_run(self) -> "Schedule":
         if self.global_batch % self.resources.workers:
             raise ValueError(
                 f"global_batch {self.global_batch} does not divide over {self.resources.workers} workers"
+            )
+        if isinstance(self.strategy, Fsdp2) and self.optimizer.kind == "adamw_8bit":
+            raise ValueError(
+                "optimizer.kind=adamw_8bit cannot step on the shards of fsdp2: choose adamw, or strategy ddp "
+                "or deepspeed"
             )
         return self
 

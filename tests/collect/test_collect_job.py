@@ -10,7 +10,7 @@ from scalingnote.collect.assemble import assemble
 from scalingnote.collect.config import AssociationConfig, CollectConfig, CrossEncoderConfig, ScoreTable
 from scalingnote.collect.evidence import exposures, rankings
 from scalingnote.collect.job import run
-from scalingnote.config import Config
+from scalingnote.config import Config, Resources
 from scalingnote.datasets.trainable import held_out_documents, queries
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.planner import job as planner_job
@@ -22,8 +22,15 @@ from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, S
 WORDS = ["lamp", "sofa", "desk", "chair", "shelf", "rug", "bed", "mirror", "stool", "vase", "plant", "clock"]
 WORDS += ["frame", "bench", "crate"]
 TEST_QUERIES = {"q3", "q17"}
+# One worker: a second one takes longer to start than there is to do.
 ONE_HOP = CollectConfig(
-    top_k=2, top_t=12, parts=3, validation_fraction=0.3, association=None, decontamination=None
+    top_k=2,
+    top_t=12,
+    parts=3,
+    validation_fraction=0.3,
+    association=None,
+    decontamination=None,
+    resources=Resources(workers=1),
 )
 # In a shop of so few words, all are frequent: importances are near 0.
 CONFIG = ONE_HOP.model_copy(
@@ -203,13 +210,15 @@ def docs_of(row):
     return [row["positive"], *row["negatives"]]
 
 
-def test_the_number_of_parts_decides_nothing_but_the_files(planner, tmp_path):
+def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(planner, tmp_path):
     """Also where a cap must choose among equals: who lies in which bucket is no reason."""
     dataset = make_dataset(tmp_path / "dataset", scores=True)
     tight = CONFIG.association.model_copy(update={"max_associates": 1})
     found = []
-    for parts in (2, 5):
-        config = CONFIG.model_copy(update={"association": tight, "parts": parts, "max_multi_hop": 1})
+    for parts, workers in ((2, 1), (5, 2)):
+        resources = Resources(workers=workers)
+        update = {"association": tight, "parts": parts, "max_multi_hop": 1, "resources": resources}
+        config = CONFIG.model_copy(update=update)
         artifact = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / str(parts)))
         assert artifact.counts["relevance_pairs_left_out"] > 0
         order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,11 +93,14 @@ def count(run_dir: Path, pattern: str) -> int:
 @pytest.mark.timeout(600)
 def test_a_killed_driver_loses_and_doubles_nothing(tmp_path: Path):
     config = write_config(tmp_path)
-    run_dir = tmp_path / "killed"
-    arguments = command(config, run_dir)
+    undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}"])
+    expected = pipeline.run(undisturbed, pipeline.select(undisturbed, until="encode"))
 
-    kill_when(lambda: count(run_dir, "collect/*/_work/done/one-hop.json") == 1, arguments)
-    assert count(run_dir, "collect/*/manifest.json") == 0
+    run_dir = tmp_path / "killed"
+    killed = load(RunConfig, [config], [f"run_dir={run_dir}"])
+    for stage in ("prepare", "planner", "collect"):  # their own tests kill them
+        shutil.copytree(tmp_path / "undisturbed" / stage, run_dir / stage)
+    arguments = command(config, run_dir)
     kill_when(lambda: count(run_dir, "train/*/_work/checkpoints/*/checkpoint.json") >= 1, arguments)
     assert count(run_dir, "train/*/manifest.json") == 0
     kill_when(lambda: count(run_dir, "encode/*/_work/parts/*.json") >= 3, arguments)
@@ -105,9 +109,6 @@ def test_a_killed_driver_loses_and_doubles_nothing(tmp_path: Path):
     assert "train: finished before" in finished.stderr
     assert "resuming: " in finished.stderr
 
-    undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}"])
-    expected = pipeline.run(undisturbed, pipeline.select(undisturbed, until="encode"))
-    killed = load(RunConfig, [config], [f"run_dir={run_dir}"])
     for kind in ("triplets", "dual_encoder", "embeddings"):
         assert pipeline.locate(killed, kind).digest == expected[kind].digest
     encoded = pipeline.locate(killed, "embeddings").table("embeddings", ["doc_id"])["doc_id"].to_pylist()

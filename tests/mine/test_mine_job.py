@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 import tiny
+from scalingnote.config import Resources
 from scalingnote.datasets.trainable import held_out_documents
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import DataError
@@ -17,6 +18,7 @@ from scalingnote.storage import trec, vectors
 from scalingnote.storage.artifact import Artifact, Draft
 
 DIM = 16
+ONE = Resources(workers=1)  # a second one takes longer to start than there is to do
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def uris(parents: dict[str, Artifact]) -> dict[str, str]:
 
 
 def test_negatives_are_what_the_towers_rank_high(cluster, parents, tmp_path):
-    config = MineConfig(first_rank=3, last_rank=6, max_score_ratio=None)
+    config = MineConfig(resources=ONE, first_rank=3, last_rank=6, max_score_ratio=None)
     mined = job.run(config, **uris(parents), output=str(tmp_path / "a"))
     assert mined.counts["triplets"] == parents["triplets"].counts["triplets"]
     assert mined.manifest.info["simulated_clicks"] is True
@@ -69,7 +71,9 @@ def test_any_run_can_be_mined(cluster, parents, tmp_path):
     rows = parents["triplets"].table("triplets").to_pylist()
     run = {row["query_id"]: [(row["positive"], 2.0), ("d008", 1.5), ("d001", 1.0)] for row in rows}
     trec.write_run(str(tmp_path / "run.trec"), run, tag="bm25")
-    config = MineConfig(runs=(str(tmp_path / "run.trec"),), first_rank=2, last_rank=2, max_score_ratio=0.6)
+    config = MineConfig(
+        resources=ONE, runs=(str(tmp_path / "run.trec"),), first_rank=2, last_rank=2, max_score_ratio=0.6
+    )
     mined = job.run(config, **uris(parents), output=str(tmp_path / "mined"))
     # d008 is a test document, so d001 is second; it scores half of what the positive does.
     found = {row["query_id"]: row["negatives"] for row in mined.table("triplets").to_pylist()}
@@ -78,6 +82,6 @@ def test_any_run_can_be_mined(cluster, parents, tmp_path):
 
 
 def test_nothing_to_mine_is_an_error(cluster, parents, tmp_path):
-    config = MineConfig(first_rank=1, last_rank=3, max_score_ratio=1e-6)
+    config = MineConfig(resources=ONE, first_rank=1, last_rank=3, max_score_ratio=1e-6)
     with pytest.raises(DataError, match="widen first_rank"):
         job.run(config, **uris(parents), output=str(tmp_path / "none"))

@@ -34,7 +34,7 @@ DIM = 16
 def index(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     base = tmp_path_factory.mktemp("index")
     corpus = Corpus.build(f"{base}/corpus", sizes=[200, 220], dim=DIM)
-    config = IndexConfig(shards=3, nlist=4, nprobe=4, nbits=4, iterations=2, train_documents=300)
+    config = IndexConfig(shards=2, nlist=4, nprobe=4, nbits=4, iterations=2, train_documents=300)
     return job.run(config, **corpus.uris, output=f"{base}/index")
 
 
@@ -81,7 +81,7 @@ def test_what_is_served_is_what_is_searched(url: str, index: Artifact, query_tow
         assert [hit["doc_id"] for hit in answer["results"]] == [doc_id for doc_id, _ in expected]
         scores = [score for _, score in expected]
         assert [hit["score"] for hit in answer["results"]] == pytest.approx(scores, abs=1e-5)
-        assert (answer["shards"], answer["shards_answered"]) == (3, 3)
+        assert (answer["shards"], answer["shards_answered"]) == (2, 2)
         best = answer["results"][0]
         number = int(best["doc_id"].removeprefix("d"))
         assert (best["title"], best["topic"]) == (f"Title {number}", f"topic {number % 7}")
@@ -126,8 +126,8 @@ def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_
 def test_replicas_that_would_not_fit_are_refused(index: Artifact, query_tower: Artifact) -> None:
     config = ServeConfig(cpus_per_replica=50)
     served = app.find(app.AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
-    assert served.cpus == 5 * 50
-    with pytest.raises(ConfigError, match="reserve 250 CPUs"):
+    assert served.cpus == 4 * 50
+    with pytest.raises(ConfigError, match="reserve 200 CPUs"):
         app.start(served)
 
 
@@ -146,7 +146,7 @@ sys.exit(app.run("a run"))
     server = psutil.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         address = next(line for line in server.stdout if line.startswith("http://")).split()[0]
-        assert ask(address, "bakoli", k=2)["shards_answered"] == 3
+        assert ask(address, "bakoli", k=2)["shards_answered"] == 2
         family = server.children(recursive=True)
         assert any("raylet" in member.name() for member in family)
         server.terminate()

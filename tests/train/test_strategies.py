@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -25,10 +26,10 @@ from scalingnote.train.grad_cache import cached_backward
 from scalingnote.train.strategies.engine import Engine, build, load_weights
 
 ROWS = 12  # of the global batch: divides over 2, 3 and 4 ranks
-STEPS = 3
+STEPS = 2
 CPU = torch.device("cpu")
 PLAIN, CHECKPOINTED = Memory(), Memory(gradient_checkpointing=True)
-CACHED = Memory(grad_cache=GradCache(query_rows=2, document_rows=1), gradient_checkpointing=True)
+CACHED = Memory(grad_cache=GradCache(query_rows=3, document_rows=2), gradient_checkpointing=True)
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ ONE_BATCH = {
     "zero-2, offloaded": Job(DeepSpeed(stage=2, offload_optimizer=True), CACHED),
     "zero-3, offloaded": Job(DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True), CACHED),
 }
-HALF = {f"{name}, half": Job(strategy, precision="bfloat16") for name, strategy in STRATEGIES.items()}
+HALF = {f"{name}, half": Job(STRATEGIES[name], precision="bfloat16") for name in ("ddp", "fsdp2", "zero-3")}
 
 
 @pytest.fixture(scope="module")
@@ -290,14 +291,10 @@ def test_what_cannot_be_had_is_said():
             schedule=Schedule(optimizer=Optimizer(kind="adamw_8bit"), precision="float32"),
             device=CPU,
         )
-    with pytest.raises(ConfigError, match="cannot step on the shards of fsdp2"):
-        build(
-            Contrast(),
-            schedule=Schedule(strategy=Fsdp2(), optimizer=Optimizer(kind="adamw_8bit")),
-            device=CPU,
-        )
-    with pytest.raises(ConfigError, match="offload_parameters needs stage 3, found 2"):
-        made(Job(DeepSpeed(stage=2, offload_parameters=True)))
+    with pytest.raises(ValidationError, match="cannot step on the shards of fsdp2"):
+        Schedule(strategy=Fsdp2(), optimizer=Optimizer(kind="adamw_8bit"))
+    with pytest.raises(ValidationError, match="offload_parameters needs stage 3, found 2"):
+        DeepSpeed(stage=2, offload_parameters=True)
 
 
 def test_deepspeed_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scalingnote.errors import ConfigError
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, Schedule
 
 
@@ -78,21 +77,11 @@ def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Eng
         case Fsdp2():
             from scalingnote.train.strategies.fsdp2 import Fsdp2Engine
 
-            if schedule.optimizer.kind == "adamw_8bit":
-                raise ConfigError(
-                    "optimizer.kind=adamw_8bit cannot step on the shards of fsdp2: choose adamw, or strategy "
-                    "ddp or deepspeed"
-                )
             _join()
             return Fsdp2Engine(module, strategy, schedule=schedule, device=device)
         case DeepSpeed():
             from scalingnote.train.strategies.zero import ZeroEngine
 
-            if strategy.offload_parameters and strategy.stage != 3:
-                raise ConfigError(
-                    f"strategy.offload_parameters needs stage 3, found {strategy.stage}: stages 1 and 2 keep "
-                    "whole weights on every rank"
-                )
             _join()
             return ZeroEngine(module, strategy, schedule=schedule, device=device)
 
