@@ -1,0 +1,48 @@
+"""Train a config for some steps and measure its query tower by exact search over the whole pool."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scalingnote import pipeline, topk
+from scalingnote.encode.encoder import Encoder
+from scalingnote.evaluate.job import test_set
+from scalingnote.evaluate.retrieval import measure
+from scalingnote.pipeline import RunConfig
+from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact
+
+SHOWN = ("R@1", "R@10", "R@50", "MRR@10", "nDCG@10")
+
+
+def train(config: RunConfig, *, steps: int) -> dict[str, float]:
+    """Measures of stage I's query tower after so many steps, and ``rows``: its training triplets."""
+    pipeline.run(config, pipeline.select(config, until="collect"), record=False)
+    rows = pipeline.locate(config.model_copy(update={"rounds": 1}), "triplets").counts["train"]
+    # Mining loses no row here: the old negatives stay where no new one is found.
+    epochs = steps / (rows // config.train.global_batch)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": epochs})})
+    built = pipeline.run(config, pipeline.select(config, until="encode"), record=False)
+    return search(built["dual_encoder"], built) | {"rows": float(rows)}
+
+
+def search(tower: Artifact, built: Mapping[str, Artifact]) -> dict[str, float]:
+    """Measures of the query tower of an artifact on the documents and test queries that `built` holds."""
+    test = test_set(built["dataset"])
+    queries = Encoder.load(tower.directory("query")).encode_queries(test.queries)
+    embeddings = built["embeddings"].table("embeddings", ["doc_id", "summary"])
+    _, found = topk.search(vectors.unit(queries), vectors.to_numpy(embeddings["summary"]), k=100)
+    doc_ids = embeddings["doc_id"].to_pylist()
+    rankings = {q: [doc_ids[i] for i in row] for q, row in zip(test.query_ids, found.tolist(), strict=True)}
+    return measure(rankings, test.qrels)
+
+
+def over_seeds(found: Sequence[Mapping[str, float]]) -> tuple[dict[str, Any], dict[str, float]]:
+    """The measures as ``mean ± standard deviation``, to be shown, and their means."""
+    shown, means = {}, {}
+    for name in SHOWN:
+        values = [result[name] for result in found]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        means[name] = round(statistics.mean(values), 4)
+        shown[name] = f"{means[name]:.3f} ± {spread:.3f}"
+    return shown, means
