@@ -73,13 +73,16 @@ class Progress:
                 f"{self._done:,}",
                 self._unit,
                 time.monotonic() - self._start,
-                f"{self.rate:,.0f}",
+                self._speed(),
             )
 
     @property
     def rate(self) -> float:
         """Rows per second of this run."""
         return (self._done - self._before) / max(time.monotonic() - self._start, 1e-9)
+
+    def _speed(self) -> str:
+        return f"{self.rate:,.0f}" if self.rate >= 10 else f"{self.rate:.2g}"
 
     def advance(self, rows: int, note: str = "") -> None:
         """Record `rows` more as finished; `note` is appended to the next line that is shown."""
@@ -96,7 +99,7 @@ class Progress:
             f"{self._total:,}",
             self._unit,
             share,
-            f"{self.rate:,.1f}" if self.rate < 10 else f"{self.rate:,.0f}",
+            self._speed(),
             left,
             psutil.cpu_percent(),
             f"  {note}" if note else "",
