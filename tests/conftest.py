@@ -1,8 +1,12 @@
 """What every test shares: shape checks on, no network, one Ray cluster for the whole session."""
 
 import os
+import socket
 from collections.abc import Iterator
 
+with socket.socket() as _probe:
+    _probe.bind(("127.0.0.1", 0))
+    S3_PORT = _probe.getsockname()[1]
 # Before anything imports them: no model hub, no token file in the user's home, single-threaded maths
 # (two Ray workers on two cores would otherwise fight over them).
 os.environ.update(
@@ -11,6 +15,12 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     TOKENIZERS_PARALLELISM="false",
     RAY_DEDUP_LOGS="0",
+    # Ray's workers inherit the environment their cluster starts with: where a test's object store will be.
+    AWS_ENDPOINT_URL=f"http://127.0.0.1:{S3_PORT}",
+    AWS_ACCESS_KEY_ID="test",
+    AWS_SECRET_ACCESS_KEY="test",
+    AWS_DEFAULT_REGION="us-east-1",
+    AWS_EC2_METADATA_DISABLED="true",
 )
 
 import pytest
@@ -21,6 +31,12 @@ install_import_hook("scalingnote", "beartype.beartype")
 # A busy machine is no failure.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+
+
+@pytest.fixture(scope="session")
+def s3_port() -> int:
+    """Where the workers of :func:`cluster` look for S3."""
+    return S3_PORT
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,13 @@
 """Stages on a remote filesystem: a local S3 endpoint stands in for the object store."""
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import ray
 
-from scalingnote import cluster
+from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError
 from scalingnote.index import job as index_job
 from scalingnote.index.config import IndexConfig
@@ -20,44 +18,25 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import open_artifact
 from synthetic_corpus import Corpus, queries
 
-QUANTIZE = QuantizeConfig(levels=2, codes=16, sample_documents=200, iterations=3)
+QUANTIZE = QuantizeConfig(
+    levels=2, codes=16, sample_documents=200, iterations=3, resources=Resources(workers=1)
+)
 INDEX = IndexConfig(nlist=4, nbits=5, iterations=3)
 SIZES = [120, 90]
 
 
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    """The URI of an empty bucket, and a Ray cluster whose workers reach it."""
+def bucket(cluster: None, s3_port: int) -> Iterator[str]:
+    """The URI of an empty bucket that this process and Ray's workers reach."""
     moto = pytest.importorskip("moto.server", reason="moto[server] is not installed")
     import boto3
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=s3_port, verbose=False)
     server.start()
-    host, port = server.get_host_and_port()
-    settings = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
     boto3.client("s3").create_bucket(Bucket="corpus")
-    # Workers inherit the environment the cluster started with: one that runs already does not know the store.
-    shared = ray.is_initialized()
-    ray.shutdown()
-    cluster.connect()
-    try:
-        yield "s3://corpus"
-    finally:
-        ray.shutdown()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-        server.stop()
-        if shared:
-            cluster.connect()
+    yield "s3://corpus"
+    server.stop()
 
 
 def test_stages_give_the_same_artifacts_there_as_here(bucket: str, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from synthetic_corpus import dataset, embeddings, vectors
 
 SIZES = [300, 250, 50]
-CONFIG = QuantizeConfig(levels=2, codes=16, sample_documents=400, iterations=5)
+CONFIG = QuantizeConfig(
+    levels=2, codes=16, sample_documents=400, iterations=5, resources=Resources(workers=1)
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact,
 def test_a_second_run_has_the_same_digest_whatever_its_workers(
     ids: Artifact, source: Artifact, tmp_path: Path
 ) -> None:
-    config = CONFIG.model_copy(update={"resources": Resources(workers=1)})
+    config = CONFIG.model_copy(update={"resources": Resources(workers=2)})
     assert job.run(config, embeddings=source.uri, output=f"{tmp_path}/ids").digest == ids.digest
 
 

@@ -130,5 +130,10 @@ def test_rows_that_were_collected_are_counted(monkeypatch, capsys):
             return pa.table({"split": ["train"] * 1280 + ["validation"] * 7})
 
     monkeypatch.setattr("scalingnote.pipeline.locate", lambda config, kind: Triplets())
-    assert cli.main(["train", str(CONFIGS / "quickstart/python_docs.yaml"), "--dry-run"]) == 0
+    assert (
+        cli.main(
+            ["train", str(CONFIGS / "quickstart/python_docs.yaml"), "--dry-run", "--set", "train.epochs=4"]
+        )
+        == 0
+    )
     assert "1,280, 4" in capsys.readouterr().out

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-from ray import serve
 
 import tiny
 from scalingnote import cli, pipeline
@@ -60,11 +59,30 @@ def found_in_process(
 
 
 @pytest.fixture(scope="module")
-def url(index: Artifact, query_tower: Artifact) -> Iterator[str]:
-    config = ServeConfig(port=app._free_port("127.0.0.1", 0), deadline_s=30)
-    args = app.AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config)
-    yield app.start(app.find(args))
-    serve.shutdown()
+def server(index: Artifact, query_tower: Artifact) -> Iterator[psutil.Popen]:
+    """A server as the shell starts it, in a process and a cluster of its own."""
+    program = f"""
+import sys
+from serve import app
+serve = {{"port": 0, "deadline_s": 30}}
+found = app.find(app.AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve=serve))
+app.find = lambda _: found
+sys.exit(app.run("a run"))
+"""
+    command = [sys.executable, "-c", program]
+    root = Path(app.__file__).parents[1]
+    process = psutil.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        for member in [*process.children(recursive=True), process] if process.is_running() else []:
+            member.kill()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def url(server: psutil.Popen) -> str:
+    return next(line for line in server.stdout if line.startswith("http://")).split()[0]
 
 
 def ask(url: str, query: str, *, k: int) -> dict[str, Any]:
@@ -131,29 +149,11 @@ def test_replicas_that_would_not_fit_are_refused(index: Artifact, query_tower: A
         app.start(served)
 
 
-def test_a_signal_ends_the_server_and_all_it_started(index: Artifact, query_tower: Artifact) -> None:
-    # SIGTERM, as a process manager sends it: the harder one, for which Ray has a handler of its own.
-    program = f"""
-import sys
-from serve import app
-args = app.AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve={{"port": 0}})
-found = app.find(args)
-app.find = lambda _: found
-sys.exit(app.run("a run"))
-"""
-    command = [sys.executable, "-c", program]
-    root = Path(app.__file__).parents[1]
-    server = psutil.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        address = next(line for line in server.stdout if line.startswith("http://")).split()[0]
-        assert ask(address, "bakoli", k=2)["shards_answered"] == 2
-        family = server.children(recursive=True)
-        assert any("raylet" in member.name() for member in family)
-        server.terminate()
-        assert server.wait(timeout=60) == 0
-        _, alive = psutil.wait_procs(family, timeout=30)
-        assert not alive
-    finally:
-        for member in [*server.children(recursive=True), server] if server.is_running() else []:
-            member.kill()
-        server.stdout.close()
+def test_a_signal_ends_the_server_and_all_it_started(server: psutil.Popen, url: str) -> None:
+    assert ask(url, "bakoli", k=2)["shards_answered"] == 2
+    family = server.children(recursive=True)
+    assert any("raylet" in member.name() for member in family)
+    server.terminate()  # as process managers do: the harder signal, for which Ray has a handler of its own
+    assert server.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
