@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
 
 import tiny
@@ -66,9 +67,10 @@ def write_config(folder: Path) -> Path:
 
 
 def command(config: Path, run_dir: Path) -> list[str]:
+    """A driver that joins the session's cluster, which outlives it, as clusters do."""
     return [
-        *(str(Path(sys.executable).with_name("scalingnote")), "run", str(config)),
-        *("--until", "encode", "--set", f"run_dir={run_dir}"),
+        *(str(Path(sys.executable).with_name("scalingnote")), "run", str(config), "--until", "encode"),
+        *("--set", f"run_dir={run_dir}", "--set", f"address={ray.get_runtime_context().gcs_address}"),
     ]
 
 
