@@ -32,6 +32,21 @@ def info_nce(
     return loss
 
 
+def cross_entropy(
+    scores: Float[Tensor, "queries docs"],
+    *,
+    positives: Int[Tensor, " queries"],
+    ignore: Bool[Tensor, "queries docs"] | None = None,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """The same of scores, already over their temperature, that are no products of embeddings."""
+    own = positives[:, None]
+    if ignore is not None:
+        scores = scores.masked_fill(ignore.scatter(1, own, False), -torch.inf)
+    losses = -scores.log_softmax(1).gather(1, own).squeeze(1)
+    return (losses if weights is None else losses * weights).mean()
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Weighted sum of the rows' cross entropies. What it keeps for the backward pass are the gradients of
     its two narrow inputs, never the scores between them: memory stays flat over views and prefixes.
