@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_MAPPING,
@@ -123,6 +124,12 @@ def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int
     return backbone
 
 
+def grow(backbone: Backbone) -> None:
+    """Give every token of the tokenizer a row in the model's table; new rows are for the caller to fill."""
+    with torch.random.fork_rng(devices=[]):
+        _grow(backbone.model, len(backbone.tokenizer))
+
+
 def load(path: str | Path, *, layers: int | None = None) -> Backbone:
     """A backbone from a hub id or a folder; any head the checkpoint carries is left out.
 
@@ -161,6 +168,24 @@ def shell(path: str | Path) -> Backbone:
     with torch.device("meta"):
         model = AutoModel.from_config(settings, **_without_pooler(settings))
     return Backbone(model, tokenizer, causal=is_causal(settings))
+
+
+def output_head(path: str) -> Tensor | None:
+    """The language-model head that lies beside the weights of :func:`load`, [vocabulary, hidden] in float32.
+
+    None where the checkpoint has none, or its input table is its head.
+    """
+    base, settings, _ = _described(path)
+    if getattr(_text_config(settings), "tie_word_embeddings", True):
+        return None
+    name = "lm_head.weight"
+    index = cached_file(base, "model.safetensors.index.json", **_MAYBE)
+    files = json.loads(Path(index).read_text())["weight_map"] if index else {name: "model.safetensors"}
+    found = cached_file(base, files[name], **_MAYBE) if name in files else None
+    if found is None:
+        return None
+    with safe_open(found, "pt") as weights:
+        return weights.get_tensor(name).float() if name in weights.keys() else None  # noqa: SIM118
 
 
 def is_causal(settings: Any) -> bool:

@@ -45,7 +45,7 @@ class Batch:
 
     ids: Int[Tensor, "lines tokens"]
     mask: Int[Tensor, "lines tokens"] | None
-    positions: Int[Tensor, "rows views"]
+    positions: Int[Tensor, "rows positions"]
     packing: Packing | None = None
 
     def __len__(self) -> int:
@@ -80,6 +80,13 @@ class Batch:
         ids = torch.cat([rows[i] for i in order])[None]
         return Batch(ids, None, self.positions[chosen], packing), chosen.argsort()
 
+    def flat(self) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " rows"]]:
+        """Token ids of all rows end to end, and how many each row has."""
+        if self.packing is not None:
+            return self.ids[0], self.packing.offsets.diff().long()
+        assert self.mask is not None
+        return self.ids[self.mask.bool()], self.mask.sum(1)
+
     def padded(self, pad: int) -> "Batch":
         """The same rows in padded form."""
         if self.packing is None:
@@ -96,7 +103,7 @@ def collate(rows: Sequence[Row], *, pad: int, packed: bool = False) -> Batch:
     positions = torch.tensor([row.positions for row in rows])
     lengths = [len(row.ids) for row in rows]
     if packed:
-        ids = torch.tensor([id for row in rows for id in row.ids])[None]
+        ids = torch.tensor([id for row in rows for id in row.ids], dtype=torch.long)[None]
         return Batch(ids, None, positions, Packing.of(lengths))
     ids = torch.full((len(rows), max(lengths)), pad, dtype=torch.long)
     for i, row in enumerate(rows):

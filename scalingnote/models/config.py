@@ -1,8 +1,8 @@
 """Knobs of a tower: which backbone, how long its input, how wide its embedding."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from scalingnote.config import Config
 
@@ -53,6 +53,7 @@ class Lora(Config):
 class TowerConfig(Config):
     """One tower: text -> tokens -> hidden states -> pooled state -> projected embedding."""
 
+    kind: Literal["transformer"] = "transformer"
     backbone: Backbone = Scratch()
     lora: Lora | None = Field(None, description="None trains all weights")
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
@@ -64,3 +65,57 @@ class TowerConfig(Config):
         description="document towers only: {title} {topic} {content} and the placeholders "
         "[TITLE_QUERY] [CONTENT_QUERY] [EMB], one per view (ScalingNote, section 3.2)",
     )
+
+
+class LookupConfig(Config):
+    """A query tower without a model: the mean of its tokens' rows in one table, perhaps corrected."""
+
+    kind: Literal["lookup"] = "lookup"
+    max_length: int = Field(64, ge=2, description="tokens read")
+    vocabulary: int = Field(
+        8192, ge=300, description="tokens learnt from the queries, where none are inherited"
+    )
+    weighting: Literal["mean", "learned"] = Field(
+        "mean", description="learned: a weight per token in the mean, starting at 1"
+    )
+    ngrams: int = Field(0, ge=0, description="rows for the most frequent pairs and triples of tokens")
+    correction: Literal["none", "convolution", "attention"] = Field(
+        "none", description="one small layer over the looked-up rows, which lets neighbours matter"
+    )
+    storage: Literal["float32", "float16", "int8"] = Field("float16", description="of the saved table")
+
+
+class TokenWiseConfig(Config):
+    """LightRetriever's dense query side: each token read alone behind an instruction, then the mean.
+
+    Trained through the whole backbone; saved as the table of all tokens' embeddings, a lookup tower.
+    """
+
+    kind: Literal["token_wise"] = "token_wise"
+    backbone: Backbone | None = Field(
+        None, description="None: the document tower's own, the weights that learn and the adapter too"
+    )
+    lora: Lora | None = Field(None, description="of a backbone of its own; None trains all weights")
+    attention: Literal["auto", "eager", "sdpa"] = Field("auto", description="one that takes a mask of blocks")
+    max_length: int = Field(64, ge=2, description="tokens of the query")
+    instruction: str = Field(
+        "Retrieve documents that answer the query: ", description="read once, before every token"
+    )
+    storage: Literal["float32", "float16", "int8"] = Field("float16", description="of the saved table")
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    return kind or "transformer"
+
+
+StudentConfig = Annotated[
+    Annotated[TowerConfig, Tag("transformer")] | Annotated[LookupConfig, Tag("lookup")],
+    Discriminator(_kind),
+]
+QueryTowerConfig = Annotated[
+    Annotated[TowerConfig, Tag("transformer")]
+    | Annotated[LookupConfig, Tag("lookup")]
+    | Annotated[TokenWiseConfig, Tag("token_wise")],
+    Discriminator(_kind),
+]

@@ -1,4 +1,7 @@
-"""The dual encoder: a query tower and a document tower that meet in one embedding space."""
+"""The dual encoder: a query tower of any kind and a document tower that meet in one embedding space.
+
+Saved, it is a folder of folders: ``query``, ``document``, and ``sparse_query`` where documents have terms.
+"""
 
 import copy
 from functools import partial
@@ -7,19 +10,30 @@ from pathlib import Path
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from scalingnote.errors import ConfigError
 from scalingnote.models import backbone as backbones
-from scalingnote.models import tower
+from scalingnote.models import query_tower, tower
 from scalingnote.models.backbone import Backbone
-from scalingnote.models.config import TowerConfig
+from scalingnote.models.config import LookupConfig, TokenWiseConfig, TowerConfig
+from scalingnote.models.lookup import LookupTower
+from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Batch, Tower
+
+QueryConfig = TowerConfig | LookupConfig | TokenWiseConfig
 
 
 class DualEncoder(nn.Module):
     """Two towers, encoded together so that data-parallel wrappers see one forward pass."""
 
-    def __init__(self, query: Tower, document: Tower) -> None:
+    def __init__(
+        self,
+        query: Tower | LookupTower | TokenWise,
+        document: Tower,
+        sparse_query: SparseQuery | None = None,
+    ) -> None:
         super().__init__()
-        self.query, self.document = query, document
+        self.query, self.document, self.sparse_query = query, document, sparse_query
 
     def forward(
         self, queries: Batch, documents: Batch
@@ -29,50 +43,71 @@ class DualEncoder(nn.Module):
 
     def encode(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
         """Embeddings of some rows of the tower `name` (query: one view), float32, not normalised."""
-        chosen: Tower = {"query": self.query, "document": self.document}[name]
+        chosen: nn.Module = {"query": self.query, "document": self.document}[name]
         return chosen(rows)  # type: ignore[no-any-return]
 
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write both towers below `folder`."""
+        """Write both towers below `folder`; a token_wise query tower becomes a table there."""
         self.query.save(folder / "query", merge_adapters=merge_adapters)
         self.document.save(folder / "document", merge_adapters=merge_adapters)
+        if self.sparse_query is not None:
+            self.sparse_query.save(folder / "sparse_query")
 
     @classmethod
     def load(cls, folder: Path) -> "DualEncoder":
         """Read both towers."""
-        return cls(Tower.load(folder / "query"), Tower.load(folder / "document"))
+        document = Tower.load(folder / "document")
+        sparse = SparseQuery.load(folder / "sparse_query") if document.sparse else None
+        return cls(query_tower.load(folder / "query"), document, sparse)
 
 
 def build(
-    query: TowerConfig,
+    query: QueryConfig,
     document: TowerConfig,
     *,
     dim: int,
     tokenizers: dict[str, str],
     seed: int,
     share_base: bool,
+    share_backbone: bool = False,
+    sparse: bool = False,
 ) -> DualEncoder:
     """Both towers, ready to train; `tokenizers` holds tokenizer JSON of those that start from scratch.
 
-    With `share_base`, two towers with adapters on equal backbones hold its frozen weights once.
+    With `share_base`, two towers with adapters on equal backbones hold its frozen weights once; with
+    `share_backbone` a token_wise query tower reads by the document tower's, adapter included. `sparse` gives
+    the document tower a sparse head.
     """
     learnt = {name: tokenizers.get(name) for name in ("query", "document")}
-    build = partial(tower.build, dim=dim, seed=seed)
-    if not (share_base and shares_base(query, document) and learnt["query"] == learnt["document"]):
+    of_query = partial(query_tower.build, query, dim=dim, seed=seed)
+    of_document = partial(tower.build, document, role="document", dim=dim, seed=seed, sparse=sparse)
+    same = learnt["query"] == learnt["document"]
+    if share_backbone:
+        assert same
+        assert isinstance(query, TokenWiseConfig)
+        if document.attention == "flash_attention_2":
+            raise ConfigError(
+                "flash_attention_2 takes no mask of blocks: leave document.attention at auto, or give the "
+                "token_wise query tower a backbone of its own"
+            )
+        whole = of_document(tokenizer_json=learnt["document"])
+        shared = Backbone(whole.backbone, copy.deepcopy(whole.tokenizer), whole.causal)
+        return DualEncoder(of_query(tokenizer_json=None, backbone=shared, adapter="document"), whole)
+    if not (share_base and same and shares_base(query, document)):
         return DualEncoder(
-            build(query, role="query", tokenizer_json=learnt["query"]),
-            build(document, role="document", tokenizer_json=learnt["document"]),
+            of_query(tokenizer_json=learnt["query"]), of_document(tokenizer_json=learnt["document"])
         )
     from scalingnote.models import adapters  # late: peft is slow to import, and few need it
 
-    first = backbones.build(query.backbone, tokenizer_json=learnt["query"], seed=seed)
+    first = backbones.build(document.backbone, tokenizer_json=learnt["document"], seed=seed)
     second = Backbone(adapters.twin(first.model), copy.deepcopy(first.tokenizer), first.causal)
     return DualEncoder(
-        build(query, role="query", tokenizer_json=None, backbone=first),
-        build(document, role="document", tokenizer_json=None, backbone=second),
+        of_query(tokenizer_json=None, backbone=first), of_document(tokenizer_json=None, backbone=second)
     )
 
 
-def shares_base(query: TowerConfig, document: TowerConfig) -> bool:
+def shares_base(query: QueryConfig, document: TowerConfig) -> bool:
     """Whether two towers could stand on one frozen backbone: the same one, and both with an adapter."""
+    if isinstance(query, LookupConfig):
+        return False
     return query.backbone == document.backbone and None not in (query.lora, document.lora)

@@ -23,7 +23,10 @@ _CHARS_PER_TOKEN = 16
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids of one input and the positions whose hidden states are pooled, one per view."""
+    """Token ids of one input and the positions whose hidden states are pooled, one per view.
+
+    A document prompt with `spans` adds where title, topic and content start and stop: six more positions.
+    """
 
     ids: list[int]
     positions: list[int]
@@ -51,7 +54,7 @@ class QueryPrompt:
             raise ConfigError("a causal query tower needs a tokenizer with an end-of-sequence token")
         if not causal and special.first is None:
             raise ConfigError("a bidirectional query tower needs a tokenizer with a [CLS] token")
-        self._tokenizer, self._max_length = tokenizer, max_length
+        self.tokenizer, self._max_length = tokenizer, max_length
         self._head = [] if special.first is None else [special.first]
         self._tail = [] if special.end is None else [special.end]
         self._causal = causal
@@ -59,11 +62,12 @@ class QueryPrompt:
     def rows(self, queries: Sequence[str]) -> list[Row]:
         """One row per query; a query longer than `max_length` loses its end, never its end token."""
         room = self._max_length - len(self._head) - len(self._tail)
-        rows = []
-        for ids in _tokenize(self._tokenizer, queries, room):
-            row = [*self._head, *ids[:room], *self._tail]
-            rows.append(Row(row, [len(row) - 1 if self._causal else 0]))
-        return rows
+        return [self.row(ids[:room]) for ids in tokenize(self.tokenizer, queries, room)]
+
+    def row(self, ids: Sequence[int]) -> Row:
+        """The row of a query of these tokens."""
+        row = [*self._head, *ids, *self._tail]
+        return Row(row, [len(row) - 1 if self._causal else 0])
 
 
 class DocumentPrompt:
@@ -78,9 +82,10 @@ class DocumentPrompt:
         max_length: int,
         causal: bool,
         max_positions: int | None = None,
+        spans: bool = False,
     ):
-        self._tokenizer, self._max_length, self._causal = tokenizer, max_length, causal
-        self._max_positions = max_positions
+        self.tokenizer, self._max_length, self._causal = tokenizer, max_length, causal
+        self._max_positions, self._spans = max_positions, spans
         pieces = [plain(piece) for piece in split(template)]
         self.views = tuple(PLACEHOLDERS[piece] for piece in pieces if piece in PLACEHOLDERS)
         if not self.views:
@@ -107,6 +112,11 @@ class DocumentPrompt:
                 "raise max_length or shorten the prompt"
             )
 
+    @property
+    def width(self) -> int:
+        """How many positions a row has."""
+        return len(self.views) + 2 * len(FIELDS) * self._spans
+
     def rows(
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
     ) -> list[Row | DataError]:
@@ -118,7 +128,7 @@ class DocumentPrompt:
         fields = {"title": titles, "topic": topics, "content": contents}
         columns = [
             # A field that the template leaves out must not take room from the others.
-            _tokenize(self._tokenizer, texts if name in self._pieces else [""] * len(texts), room)
+            tokenize(self.tokenizer, texts if name in self._pieces else [""] * len(texts), room)
             for name, texts in fields.items()
         ]
         return [self._row(*ids) for ids in zip(*columns, strict=True)]
@@ -129,9 +139,12 @@ class DocumentPrompt:
         fields = {"title": title, "topic": topic, "content": content[: spare - len(topic)]}
         ids: list[int] = list(self._head)
         positions = []
+        spans = {name[1:-1]: (0, 0) for name in FIELDS}
         for piece, placeholder in zip(self._pieces, self._placeholders, strict=True):
             if placeholder:
                 positions.append(max(len(ids) - 1, 0) if self._causal else len(ids))
+            if isinstance(piece, str):
+                spans[piece] = (len(ids), len(ids) + len(fields[piece]))
             ids.extend(fields[piece] if isinstance(piece, str) else piece)
         if self._causal:
             ids.pop()  # the last placeholder is predicted, never read
@@ -140,7 +153,7 @@ class DocumentPrompt:
             return DataError(
                 f"title takes {len(title)} tokens, the model reads {self._max_positions}: shorten the title"
             )
-        return Row(ids, positions)
+        return Row(ids, positions + [at for span in spans.values() for at in span] * self._spans)
 
 
 def split(template: str) -> list[str]:
@@ -160,6 +173,7 @@ def _placeholder_id(tokenizer: Tokenizer, token: str) -> int:
     return found
 
 
-def _tokenize(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> list[list[int]]:
+def tokenize(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> list[list[int]]:
+    """Tokens of each text without special ones; at least the first `room` of them."""
     cut = [text[: room * _CHARS_PER_TOKEN] for text in texts]
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(cut, add_special_tokens=False)]

@@ -15,6 +15,13 @@ from scalingnote.models.layout import BOUNDARY, layout
 from scalingnote.storage.artifact import Artifact, Manifest, open_artifact
 
 _PAPER = "ScalingNote (arXiv 2411.15766)"
+_TAUGHT = {
+    "qkd": "squared distance and cosine (weight {cosine}) to the teacher's query embeddings",
+    "query_matching": "distance to the teacher's query embeddings",
+    "document_matching": "distance to the teacher's document embeddings",
+    "one_hot": "cross entropy of labels",
+    "scores": "cross entropy with the teacher's scores",
+}
 
 
 def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:
@@ -43,16 +50,20 @@ def model_card(
 ) -> str:
     """Markdown of one tower: `facts` is its tower.json, `ancestors` are manifests by kind, those found."""
     config, role = manifest.config, facts["role"]
-    settings = config["student"] if "student" in config else config[role]
+    settings = config["student" if "student" in config and role == "query" else role]
+    if settings.get("kind") == "token_wise" and settings["backbone"] is None:
+        settings = {**settings, **{name: config["document"][name] for name in ("backbone", "lora")}}
     stage = "distilled from a teacher query tower" if "student" in config else "contrastive, both towers"
     created = manifest.info.get("created", "at an unknown time")
     dataset = ancestors.get("dataset")
+    table = facts.get("kind") == "lookup"
+    others = "" if table else "sentence-transformers, "
     lines = [
         "---",
-        "library_name: sentence-transformers",
+        *([] if table else ["library_name: sentence-transformers"]),
         "pipeline_tag: sentence-similarity",
-        *_base_line(settings["backbone"]),
-        "tags: [sentence-transformers, feature-extraction, dense-retrieval, scalingnote]",
+        *_base_line(settings.get("backbone")),
+        f"tags: [{others}feature-extraction, dense-retrieval, scalingnote]",
         "---",
         f"# {role.capitalize()} tower, {facts['dim']} dimensions",
         "",
@@ -67,7 +78,8 @@ def model_card(
         "## Training",
         "",
         f"- Stage: {stage}",
-        f"- Backbone: {_backbone(settings)}",
+        f"- Backbone: {_backbone(settings) if 'backbone' in settings else 'none'}",
+        *([f"- Table: {_table(facts)}"] if table else []),
         f"- Losses: {_losses(config)}",
         f"- Batch {config['global_batch']}, {config['epochs']:g} epochs, peak learning rate "
         f"{config['optimizer']['peak_lr']:g}, seed {config['seed']}",
@@ -92,6 +104,17 @@ def model_card(
 
 def _use(facts: Mapping[str, Any]) -> list[str]:
     query = facts["role"] == "query"
+    if facts.get("kind") == "lookup":
+        return [
+            "A query is the mean of its tokens' rows; no model is run:",
+            "",
+            "```python",
+            "from pathlib import Path",
+            "from scalingnote.encode.query_encoder import QueryEncoder",
+            "",
+            'QueryEncoder.load(Path(PATH)).encode_queries(["how to join two tensors"])',
+            "```",
+        ]
     if not facts.get("whole", True):
         method = 'encode_queries(["..."])' if query else "encode_documents(table)"
         return [
@@ -121,8 +144,15 @@ def _use(facts: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _base_line(backbone: Mapping[str, Any]) -> list[str]:
-    return [f"base_model: {json.dumps(backbone['path'])}"] if backbone["kind"] == "pretrained" else []
+def _base_line(backbone: Mapping[str, Any] | None) -> list[str]:
+    pretrained = backbone is not None and backbone["kind"] == "pretrained"
+    return [f"base_model: {json.dumps(backbone['path'])}"] if backbone and pretrained else []
+
+
+def _table(facts: Mapping[str, Any]) -> str:
+    ngrams = f" and {facts['ngrams']:,} n-grams" if facts["ngrams"] else ""
+    corrected = "" if facts["correction"] == "none" else f", corrected by one {facts['correction']} layer"
+    return f"rows of {facts['tokens']:,} tokens{ngrams} as {facts['storage']}{corrected}"
 
 
 def _backbone(tower: Mapping[str, Any]) -> str:
@@ -140,13 +170,23 @@ def _backbone(tower: Mapping[str, Any]) -> str:
 
 def _losses(config: Mapping[str, Any]) -> str:
     if "student" in config:
-        return f"squared distance and cosine (weight {config['cosine_weight']:g}) to the teacher's embeddings"
+        weights = {name: weight for name, weight in config["losses"].items() if name in _TAUGHT and weight}
+        named = [f"{weight:g} x {_TAUGHT[name]}" for name, weight in weights.items()]
+        return " + ".join(named).format(cosine=f"{config['losses']['cosine_weight']:g}")
     losses = config["losses"]
     return (
         f"contrastive (temperature {losses['temperature']:g}, {losses['denominator'].replace('_', ' ')}) "
         f"+ {losses['alpha']:g} x margin ({losses['margin']:g}), "
-        f"Matryoshka prefixes {', '.join(map(str, losses['matryoshka']))}"
+        f"Matryoshka prefixes {', '.join(map(str, losses['matryoshka']))}{_beside(config)}"
     )
+
+
+def _beside(config: Mapping[str, Any]) -> str:
+    """What LightRetriever adds; cards of older artifacts have none of it."""
+    sparse, align = config.get("sparse"), config.get("align")
+    terms = f"; term weights: contrastive (temperature {sparse['temperature']:g})" if sparse else ""
+    flops = f" + {sparse['flops']:g} x FLOPs regulariser" if sparse else ""
+    return terms + flops + (f"; {align['weight']:g} x KL to the whole query's scores" if align else "")
 
 
 def _ancestors(artifact: Artifact) -> dict[str, Manifest]:

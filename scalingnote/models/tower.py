@@ -4,6 +4,8 @@
     hidden     [rows, tokens, hidden]     backbone
     pooled     [rows, views, hidden]      states at each row's positions
     embeddings [rows, views, dim]         W, no bias (ScalingNote, Eq. 3, 4, 14); not normalised
+    terms      [rows, vocabulary]         of a document tower with a sparse head: the same states, of title,
+                                          topic and content alone (models/sparse_head.py)
 
 A saved tower is a folder: the Hugging Face model and tokenizer, ``projection.safetensors`` and
 ``tower.json`` (role, prompt, lengths), all that is needed to encode with it anywhere.
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt
+from scalingnote.models.sparse_head import SparseHead
 
 log = get_logger("models")
 __all__ = ["Batch", "Role", "Tower", "build", "collate"]
@@ -35,12 +38,23 @@ Role = Literal["query", "document"]
 class Tower(nn.Module):
     """One side of the dual encoder."""
 
-    def __init__(self, backbone: Backbone, config: TowerConfig, *, role: Role, dim: int) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: TowerConfig,
+        *,
+        role: Role,
+        dim: int,
+        sparse: SparseHead | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        """`adapter` is the name of the tower's LoRA weights in its backbone: its role, if nothing is said."""
         super().__init__()
-        self.backbone = backbone.model
+        self.backbone, self.sparse = backbone.model, sparse
         self.projection = nn.Linear(backbone.hidden, dim, bias=False)
         self.tokenizer, self.causal = backbone.tokenizer, backbone.causal
         self.config, self.role, self.dim = config, role, dim
+        self._adapter = adapter or role
         self.special, self.pad = backbone.special, backbone.special.pad
         self.packs = attention.choose(backbone.model, config.attention)
         tokens = backbone.raw_tokenizer
@@ -60,6 +74,7 @@ class Tower(nn.Module):
                 max_length=config.max_length,
                 causal=backbone.causal,
                 max_positions=backbone.max_positions,
+                spans=sparse is not None,
             )
 
     @property
@@ -76,20 +91,44 @@ class Tower(nn.Module):
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows views dim"]:
         """Embeddings in float32, not normalised; of padded or of packed rows."""
-        if batch.packing is None or not self.packs:
-            return self._project(self._pooled(batch.padded(self.pad)))
-        batch, back = batch.by_length()  # where attention goes by runs of equal length, there are fewer
-        return self._project(self._pooled(batch)[back])
+        return self._read(batch, terms=False)[0]
 
-    def _pooled(self, batch: Batch) -> Float[Tensor, "rows views hidden"]:
+    def read(self, batch: Batch) -> tuple[Float[Tensor, "rows views dim"], Float[Tensor, "rows vocabulary"]]:
+        """Embeddings, and term weights by the sparse head, from one forward pass."""
+        embeddings, terms = self._read(batch, terms=True)
+        assert terms is not None
+        return embeddings, terms
+
+    def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
+        back: Tensor | slice = slice(None)
+        if batch.packing is None or not self.packs:
+            batch = batch.padded(self.pad)
+        else:
+            batch, back = batch.by_length()  # where attention goes by runs of equal length, there are fewer
         kwargs = attention.arguments(self.backbone, batch, causal=self.causal)
         if self.causal:
             kwargs["use_cache"] = False
-        hidden = self.backbone(input_ids=batch.ids, **kwargs).last_hidden_state
-        if batch.packing is not None:
-            return hidden[0, batch.packing.offsets[:-1, None] + batch.positions]  # type: ignore[no-any-return]
-        rows = torch.arange(len(hidden), device=hidden.device)[:, None]
-        return hidden[rows, batch.positions]  # type: ignore[no-any-return]
+        hidden = self.backbone(input_ids=batch.ids, **kwargs).last_hidden_state.flatten(0, 1)
+        first = _first_tokens(batch)[:, None]
+        embeddings = self._project(hidden[first + batch.positions[:, : len(self.views)]][back])
+        if not terms:
+            return embeddings, None
+        assert self.sparse is not None, "this tower has no sparse head"
+        return embeddings, self.sparse(hidden, self._places(batch), self.input_table)[back]
+
+    def _places(self, batch: Batch) -> Int[Tensor, "rows longest"]:
+        """Where in a batch the tokens of title, topic and content stand, row by row; -1 elsewhere."""
+        longest = batch.packing.longest if batch.packing else batch.ids.shape[1]
+        place = torch.arange(longest, device=batch.ids.device)
+        spans = batch.positions[:, len(self.views) :].unflatten(1, (-1, 2))[:, :, :, None]
+        inside = ((place >= spans[:, :, 0]) & (place < spans[:, :, 1])).any(1)
+        return torch.where(inside, _first_tokens(batch)[:, None] + place, -1)
+
+    @property
+    def input_table(self) -> nn.Parameter:
+        """The weights of the backbone's token embeddings, those of an adapted tower's new tokens aside."""
+        table = self.backbone.get_input_embeddings()  # type: ignore[operator]
+        return getattr(table, "table", table).weight  # type: ignore[no-any-return]
 
     def _project(self, pooled: Float[Tensor, "rows views hidden"]) -> Float[Tensor, "rows views dim"]:
         # Autocast would round the embeddings that all losses compare.
@@ -109,12 +148,15 @@ class Tower(nn.Module):
         if adapted:
             from scalingnote.models import adapters  # late: peft is slow to import, and few need it
         if kept is not None:
-            adapters.save(self.backbone, folder, name=self.role, base=kept.path)
+            adapters.save(self.backbone, folder, name=self._adapter, base=kept.path)
         else:
             state = adapters.merged(self.backbone) if adapted else None
             self.backbone.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
         self._save_tokenizer(folder, whole=kept is None)
         save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
+        own = None if self.sparse is None else self.sparse.own
+        if own is not None:
+            save_file({"weight": own.weight.detach().contiguous()}, folder / "sparse_head.safetensors")
         facts = {
             "role": self.role,
             "dim": self.dim,
@@ -123,6 +165,7 @@ class Tower(nn.Module):
             "max_length": self.config.max_length,
             "prompt": self.config.prompt,
             "layers": None if kept is None else kept.layers,
+            "sparse": None if self.sparse is None else ("tied" if own is None else "own"),
         }
         (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
@@ -146,12 +189,16 @@ class Tower(nn.Module):
         try:
             facts = json.loads((folder / "tower.json").read_text())
             weight = load_file(folder / "projection.safetensors")["weight"]
+            own = None
+            if facts.get("sparse") == "own":
+                own = load_file(folder / "sparse_head.safetensors")["weight"]
         except FileNotFoundError as error:
             raise ArtifactError(f"{folder} is not a tower: {error.filename} is missing") from None
         config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"])
         backbone = backbones.load(folder, layers=facts.get("layers"))
         backbone.causal = facts["causal"]
-        tower = cls(backbone, config, role=facts["role"], dim=facts["dim"])
+        sparse = SparseHead(own) if facts.get("sparse") else None
+        tower = cls(backbone, config, role=facts["role"], dim=facts["dim"], sparse=sparse)
         with torch.no_grad():
             tower.projection.weight.copy_(weight)
         return tower.eval()
@@ -165,21 +212,41 @@ def build(
     tokenizer_json: str | None,
     seed: int,
     backbone: Backbone | None = None,
+    sparse: bool = False,
+    adapter: str | None = None,
 ) -> Tower:
     """A tower ready to train, on `backbone` where one is given, else on what the config says.
 
-    Two towers of one config and seed start from the same backbone weights.
+    Two towers of one config and seed start from the same backbone weights. With `sparse` it has a sparse
+    head: the checkpoint's own language-model head, or the input table's rows. A `backbone` that
+    brings its adapter tells its name.
     """
     backbone = backbone or backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
-    if config.lora is not None:
+    head = _sparse_head(config) if sparse else None
+    if config.lora is not None and adapter is None:
         from scalingnote.models import adapters  # late, as above
 
         # Queries are read without placeholders: there is nothing for new rows to learn.
         ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
         tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
         adapters.add(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
-    tower = Tower(backbone, config, role=role, dim=dim)
+    tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         tower.projection.weight.normal_(0.0, backbone.hidden**-0.5, generator=generator)
     return tower
+
+
+def _sparse_head(config: TowerConfig) -> SparseHead:
+    source = config.backbone
+    head = SparseHead(backbones.output_head(source.path) if isinstance(source, Pretrained) else None)
+    head.requires_grad_(config.lora is None)  # adapters leave the head as it is
+    return head
+
+
+def _first_tokens(batch: Batch) -> Int[Tensor, " rows"]:
+    """Where each row begins when all lines of a batch are laid end to end."""
+    if batch.packing is not None:
+        return batch.packing.offsets[:-1].long()
+    lines, longest = batch.ids.shape
+    return torch.arange(lines, device=batch.ids.device) * longest

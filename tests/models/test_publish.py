@@ -9,9 +9,11 @@ import pytest
 from sentence_transformers import SentenceTransformer
 
 import tiny
+from scalingnote.distill.config import DistillConfig, DistillLosses
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError
-from scalingnote.models import dual_encoder
+from scalingnote.models import dual_encoder, lookup
+from scalingnote.models.config import LookupConfig
 from scalingnote.models.publish import publish
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train.config import TrainConfig
@@ -75,3 +77,22 @@ def test_the_code_of_a_card_gives_our_embeddings(trained: Artifact, tmp_path: Pa
 def test_an_artifact_without_towers_is_refused(dataset: Artifact, tmp_path: Path):
     with pytest.raises(ArtifactError, match="holds no tower"):
         publish(dataset, tmp_path)
+
+
+def test_a_lookup_has_a_card_too(dataset: Artifact, tmp_path: Path):
+    config = DistillConfig(student=LookupConfig(ngrams=5), losses=DistillLosses(one_hot=0.5, cosine_weight=2))
+    draft = Draft(f"{dataset.uri}-lookup", kind="student", config=config, parents={"dataset": dataset})
+    learnt = families.tokenizer().backend_tokenizer.to_str()
+    made = lookup.build(LookupConfig(), dim=16, tokenizer_json=learnt, seed=0)
+    made.save(Path(draft.path("query")))
+    (folder,) = publish(draft.commit(counts={"queries": 12}), tmp_path)
+    card = (folder / "README.md").read_text()
+    for said in (
+        "# Query tower, 16 dimensions",
+        "distilled from a teacher query tower",
+        f"rows of {made.tokens:,} tokens as float16",
+        "cosine (weight 2) to the teacher's query embeddings + 0.5 x cross entropy of labels",
+        "QueryEncoder.load",
+    ):
+        assert said in card
+    assert "sentence-transformers" not in card

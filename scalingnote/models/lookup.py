@@ -1,0 +1,302 @@
+"""A lookup tower: a query's embedding is the mean of its tokens' rows in one table. There is no model.
+
+    ids        token numbers, no special tokens
+    rows       [tokens, dim]      looked up; perhaps corrected by one small layer that sees neighbours
+    embedding  [queries, 1, dim]  (sum of weight x row + rows of the query's n-grams) / sum of weights
+
+What every option adds starts at nothing: weights are 1, rows of n-grams 0, a correction changes nothing. A
+query without tokens gets the mean of the table's rows. On disk it is a :class:`Table`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int
+from numpy import ndarray
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scalingnote.errors import ConfigError
+from scalingnote.models.batch import Batch
+from scalingnote.models.config import LookupConfig
+from scalingnote.models.ngrams import keys_of
+from scalingnote.models.prompt import Row, tokenize
+from scalingnote.models.table import Storage, Table, stored
+
+Correction = Literal["none", "convolution", "attention"]
+
+
+class LookupPrompt:
+    """A query as a lookup tower reads it: its tokens, and nothing around them."""
+
+    views = ("query",)
+
+    def __init__(self, tokenizer: Tokenizer, *, max_length: int) -> None:
+        self.tokenizer, self._max_length = tokenizer, max_length
+
+    def rows(self, queries: Sequence[str]) -> list[Row]:
+        """One row per query, cut at `max_length` tokens; its position says nothing."""
+        room = self._max_length
+        return [Row(ids[:room], [0]) for ids in tokenize(self.tokenizer, queries, room)]
+
+
+class LookupTower(nn.Module):
+    """The query side of a dual encoder as a table that learns."""
+
+    role, views, packs, pad = "query", ("query",), True, 0
+    _keys: Tensor
+    _ngram_rows: Tensor
+
+    def __init__(
+        self,
+        table: Float[Tensor, "rows dim"],
+        tokenizer: Tokenizer,
+        *,
+        max_length: int,
+        ngrams: Int[ndarray, "ngrams 3"] | None = None,
+        weighting: Literal["mean", "learned"] = "mean",
+        correction: Correction = "none",
+        storage: Storage = "float16",
+        seed: int = 0,
+        made_from: Mapping[str, str] | None = None,
+    ) -> None:
+        """`table` holds the tokens' rows, then those of `ngrams`; `storage` is that of the saved table."""
+        super().__init__()
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.tokenizer, self.max_length, self.dim = tokenizer, max_length, table.shape[1]
+        self.prompt = LookupPrompt(tokenizer, max_length=max_length)
+        self.ngrams = np.empty((0, 3), np.int32) if ngrams is None else ngrams
+        self.tokens = len(table) - len(self.ngrams)
+        if tokenizer.get_vocab_size() > self.tokens:
+            raise ConfigError(
+                f"the table has rows for {self.tokens:,} tokens, the tokenizer has "
+                f"{tokenizer.get_vocab_size():,}: it was made for another one"
+            )
+        self._storage, self.made_from = storage, dict(made_from or {})
+        self.table = nn.Parameter(table.detach().float().clone())
+        # Its logarithm, so that a weight stays above 0 and their sum can be divided by.
+        self.log_weights = nn.Parameter(torch.zeros(self.tokens)) if weighting == "learned" else None
+        self.correction_kind = correction
+        self.correction = _correction(correction, self.dim, seed=seed)
+        keys = keys_of(self.ngrams, self.tokens) if len(self.ngrams) else np.empty(0, np.int64)
+        order = np.argsort(keys, kind="stable")
+        self.register_buffer("_keys", torch.from_numpy(keys[order]), persistent=False)
+        self.register_buffer("_ngram_rows", torch.from_numpy(order + self.tokens), persistent=False)
+
+    def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
+        """Embeddings in float32, not normalised; of padded or of packed rows."""
+        with torch.autocast(batch.ids.device.type, enabled=False):
+            return self._embeddings(batch)[:, None]
+
+    def _embeddings(self, batch: Batch) -> Float[Tensor, "rows dim"]:
+        ids, lengths = batch.flat()
+        ids = ids.long()  # of a batch without any token, they come as floats
+        row = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths)
+        weights = None if self.log_weights is None else self.log_weights[ids].exp()
+        if self.correction is None:
+            total = F.embedding_bag(
+                ids, self.table, lengths.cumsum(0) - lengths, mode="sum", per_sample_weights=weights
+            )
+        else:
+            values = self._corrected(ids, lengths)
+            values = values if weights is None else values * weights[:, None]
+            total = values.new_zeros(len(lengths), self.dim).index_add(0, row, values)
+        if len(self.ngrams):
+            numbers, within = self._found(ids, row)
+            total = total.index_add(0, within, F.embedding(numbers, self.table))
+        shares = lengths.float()
+        if weights is not None:
+            shares = torch.zeros_like(shares).index_add(0, row, weights)
+        found: Tensor = total / shares.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        empty = lengths == 0
+        if empty.any():
+            found = torch.where(empty[:, None], self.table.mean(0), found)
+        return found
+
+    def _corrected(self, ids: Int[Tensor, " tokens"], lengths: Int[Tensor, " rows"]) -> Tensor:
+        """Rows of all tokens after the correction, still laid end to end."""
+        mask = torch.arange(max(int(lengths.max()), 1), device=ids.device) < lengths[:, None]
+        lines = torch.zeros(mask.shape, dtype=ids.dtype, device=ids.device).masked_scatter(mask, ids)
+        looked_up = F.embedding(lines, self.table) * mask[..., None]
+        assert self.correction is not None
+        corrected: Tensor = self.correction(looked_up, mask)
+        return corrected[mask]
+
+    def _found(self, ids: Int[Tensor, " tokens"], row: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
+        """Table rows of the n-grams that occur, and the rows they occur in; as :func:`ngrams.find`."""
+        base, keys = self.tokens + 1, self._keys
+        at: list[Tensor] = []
+        within: list[Tensor] = []
+        for size in (2, 3):
+            whole = row[size - 1 :] == row[: len(row) - size + 1]
+            key = torch.zeros(int(whole.sum()), dtype=torch.long, device=ids.device)
+            for place in range(3):
+                # A pair's third token is -1, so that it adds nothing here.
+                key = key * base
+                if place < size:
+                    key = key + ids[place : place + len(whole)][whole] + 1
+            at.append(key)
+            within.append(row[: len(whole)][whole])
+        asked, rows = torch.cat(at), torch.cat(within)
+        nearest = torch.searchsorted(keys, asked).clamp_max(len(keys) - 1)
+        known = keys[nearest] == asked
+        return self._ngram_rows[nearest[known]], rows[known]
+
+    def truncated(self, dim: int) -> "LookupTower":
+        """The tower of the first `dim` values of every row (Matryoshka).
+
+        ConfigError where a correction, which reads whole rows, would have to be cut too.
+        """
+        if self.correction is not None:
+            raise ConfigError(f"a {self.correction_kind} over whole rows cannot be cut to {dim} values")
+        if not 0 < dim <= self.dim:
+            raise ConfigError(f"cannot cut rows of {self.dim} values to {dim}")
+        cut = LookupTower(
+            self.table[:, :dim],
+            self.tokenizer,
+            max_length=self.max_length,
+            ngrams=self.ngrams,
+            weighting="mean" if self.log_weights is None else "learned",
+            storage=self._storage,
+            made_from=self.made_from,
+        )
+        if cut.log_weights is not None and self.log_weights is not None:
+            cut.log_weights.data.copy_(self.log_weights.detach())
+        return cut.train(self.training)
+
+    def save(
+        self, folder: Path, *, storage: Storage | None = None, merge_adapters: bool | None = None
+    ) -> None:
+        """Write the tower's folder, in its own storage unless another is given; a table has no adapters."""
+        del merge_adapters
+        values, scales = stored(self.table.detach().cpu().numpy(), storage or self._storage)
+        weights = None if self.log_weights is None else self.log_weights.detach().exp().cpu().numpy()
+        Table(
+            values,
+            self.tokenizer.to_str(),
+            self.max_length,
+            scales=scales,
+            ngrams=self.ngrams,
+            token_weights=weights,
+            correction=self.correction_kind,
+            made_from=self.made_from,
+        ).write(folder)
+        if self.correction is not None:
+            state = {
+                name: value.detach().contiguous() for name, value in self.correction.state_dict().items()
+            }
+            save_file(state, folder / "correction.safetensors")
+
+    @classmethod
+    def load(cls, folder: Path) -> "LookupTower":
+        """Read a folder written by :meth:`save`; ArtifactError when it is not one."""
+        table = Table.read(folder)
+        tower = cls(
+            torch.from_numpy(np.array(table.rows())),
+            Tokenizer.from_str(table.tokenizer_json),
+            max_length=table.max_length,
+            ngrams=table.ngrams,
+            weighting="mean" if table.token_weights is None else "learned",
+            correction=table.correction,  # type: ignore[arg-type]
+            storage=str(table.values.dtype),  # type: ignore[arg-type]
+            made_from=table.made_from,
+        )
+        if tower.log_weights is not None:
+            tower.log_weights.data.copy_(torch.from_numpy(table.token_weights).log())
+        if tower.correction is not None:
+            tower.correction.load_state_dict(load_file(folder / "correction.safetensors"))
+        return tower.eval()
+
+
+def from_table(
+    table: Float32[ndarray, "tokens dim"],
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    storage: Storage = "float16",
+    made_from: Mapping[str, str] | None = None,
+) -> LookupTower:
+    """The tower of a finished table, a row per token; `made_from` are digests of what the rows depend on."""
+    return LookupTower(
+        torch.from_numpy(table), tokenizer, max_length=max_length, storage=storage, made_from=made_from
+    ).eval()
+
+
+def build(
+    config: LookupConfig,
+    *,
+    dim: int,
+    tokenizer_json: str | None,
+    seed: int,
+    ngrams: Int[ndarray, "ngrams 3"] | None = None,
+) -> LookupTower:
+    """A tower ready to train, its tokens' rows drawn at random from `seed`.
+
+    ConfigError when it is to have rows for n-grams and nobody has mined any, or lacks a tokenizer.
+    """
+    if tokenizer_json is None:
+        raise ConfigError("a lookup tower needs a tokenizer trained on the corpus, or its teacher's")
+    if config.ngrams and ngrams is None:
+        raise ConfigError(f"ngrams={config.ngrams}, but none were mined: only a student may have them")
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(tokenizer.get_vocab_size(), dim, generator=generator) * dim**-0.5
+    return LookupTower(
+        torch.cat([rows, torch.zeros(0 if ngrams is None else len(ngrams), dim)]),
+        tokenizer,
+        max_length=config.max_length,
+        ngrams=ngrams,
+        weighting=config.weighting,
+        correction=config.correction,
+        storage=config.storage,
+        seed=seed,
+    )
+
+
+class Convolution(nn.Module):
+    """rows + V gelu(W [left, row, right]): without the bend in it, a mean would undo what neighbours add."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Conv1d(dim, dim, 3, padding=1), nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, rows: Float[Tensor, "lines tokens dim"], mask: Tensor
+    ) -> Float[Tensor, "lines tokens dim"]:
+        """`rows` beyond a line's end (where `mask` is false) are zero."""
+        mixed = self.mix(rows.transpose(1, 2)).transpose(1, 2)
+        return rows + self.out(F.gelu(mixed))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """rows + V softmax(Q K) rows with one head; it hears which tokens stand together, not in which order."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(
+        self, rows: Float[Tensor, "lines tokens dim"], mask: Tensor
+    ) -> Float[Tensor, "lines tokens dim"]:
+        """No token attends to one beyond its line's end (where `mask` is false)."""
+        scores = self.query(rows) @ self.key(rows).transpose(1, 2) / math.sqrt(rows.shape[-1])
+        shares = scores.masked_fill(~mask[:, None], torch.finfo(scores.dtype).min).softmax(-1)
+        return rows + self.out(shares @ self.value(rows))  # type: ignore[no-any-return]
+
+
+def _correction(kind: Correction, dim: int, *, seed: int) -> nn.Module | None:
+    if kind == "none":
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layer = Convolution(dim) if kind == "convolution" else Attention(dim)
+    nn.init.zeros_(layer.out.weight)
+    return layer

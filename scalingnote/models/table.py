@@ -1,0 +1,143 @@
+"""A lookup tower on disk: one array of rows and what goes with it. Reading takes numpy alone.
+
+    tower.json      what it is: dim, tokens, n-grams, storage, weighting, correction, what it was made from
+    tokenizer.json  text -> token numbers, which are row numbers
+    table.npy       [tokens + ngrams, dim], memory-mapped; int8 goes with
+    scales.npy      [tokens + ngrams], what a row's integers are multiplied by
+    ngrams.npy      [ngrams, 3], whose rows stand behind the tokens' (:mod:`scalingnote.models.ngrams`)
+    token_weights.npy  [tokens], only where they were learnt
+
+A query's embedding is (sum of weight x row over its tokens + sum of its n-grams' rows) / sum of weights; that
+of a query without tokens is the mean of the table's rows.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Float32, Int, Shaped
+from numpy import ndarray
+
+from scalingnote.errors import ArtifactError
+
+Storage = Literal["float32", "float16", "int8"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows as they are stored, and what goes with them."""
+
+    values: Shaped[ndarray, "rows dim"]
+    tokenizer_json: str
+    max_length: int
+    scales: Float32[ndarray, " rows"] | None = None
+    ngrams: Int[ndarray, "ngrams 3"] = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    token_weights: Float32[ndarray, " tokens"] | None = None
+    correction: str = "none"
+    made_from: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the rows depend on (weights, adapter, instruction...), the tokenizer aside."""
+
+    @property
+    def tokens(self) -> int:
+        """How many rows are tokens'; n-grams' follow."""
+        return len(self.values) - len(self.ngrams)
+
+    def rows(self, numbers: Int[ndarray, "..."] | slice = slice(None)) -> Float32[ndarray, "... dim"]:
+        """Some rows, in float32."""
+        return restored(self.values[numbers], None if self.scales is None else self.scales[numbers])
+
+    def write(self, folder: Path) -> None:
+        """Write the folder; equal tables give equal bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = {
+            "table": self.values,
+            "scales": self.scales,
+            "ngrams": self.ngrams if len(self.ngrams) else None,
+            "token_weights": self.token_weights,
+        }
+        for name, array in arrays.items():
+            if array is not None:
+                (folder / f"{name}.npy").write_bytes(_bytes(array))
+        (folder / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
+        facts = {
+            "kind": "lookup",
+            "role": "query",
+            "dim": self.values.shape[1],
+            "views": ["query"],
+            "max_length": self.max_length,
+            "tokens": self.tokens,
+            "ngrams": len(self.ngrams),
+            "storage": str(self.values.dtype),
+            "weighting": "mean" if self.token_weights is None else "learned",
+            "correction": self.correction,
+            "digest_of": {"tokenizer": _sha256(self.tokenizer_json.encode()), **self.made_from},
+        }
+        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Table":
+        """The table of a folder, its rows memory-mapped. ArtifactError when it holds none, or another's."""
+        try:
+            facts: dict[str, Any] = json.loads((folder / "tower.json").read_text())
+            if facts.get("kind") != "lookup":
+                raise ArtifactError(f"{folder} is no lookup tower but a {facts.get('kind', 'transformer')}")
+            tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            values = np.load(folder / "table.npy", mmap_mode="r", allow_pickle=False)
+            optional = {
+                name: np.load(folder / f"{name}.npy", allow_pickle=False)
+                for name, there in (
+                    ("scales", facts["storage"] == "int8"),
+                    ("ngrams", facts["ngrams"] > 0),
+                    ("token_weights", facts["weighting"] == "learned"),
+                )
+                if there
+            }
+        except FileNotFoundError as error:
+            raise ArtifactError(f"{folder} is not a lookup tower: {error.filename} is missing") from None
+        if _sha256(tokenizer.encode()) != facts["digest_of"]["tokenizer"]:
+            raise ArtifactError(f"{folder}: tokenizer.json is not the one the table was made for: restore it")
+        return cls(
+            values,
+            tokenizer,
+            facts["max_length"],
+            correction=facts["correction"],
+            made_from={name: value for name, value in facts["digest_of"].items() if name != "tokenizer"},
+            **optional,
+        )
+
+
+def stored(
+    rows: Float[ndarray, "rows dim"], storage: Storage
+) -> tuple[Shaped[ndarray, "rows dim"], Float32[ndarray, " rows"] | None]:
+    """Rows as they go to disk, and the scale of each where they are integers.
+
+    int8: a row's largest value becomes 127, so that no value is off by more than half a scale.
+    """
+    if storage != "int8":
+        return np.ascontiguousarray(rows, dtype=storage), None
+    scales = (np.abs(rows).max(axis=1, initial=0.0) / 127).astype(np.float32)
+    values = np.rint(rows / np.where(scales > 0, scales, 1)[:, None])
+    return values.clip(-127, 127).astype(np.int8), scales
+
+
+def restored(
+    values: Shaped[ndarray, "... dim"], scales: Float32[ndarray, "..."] | None
+) -> Float32[ndarray, "... dim"]:
+    """What :func:`stored` made, as float32 again."""
+    rows = np.asarray(values, dtype=np.float32)
+    return rows if scales is None else rows * scales[..., None]
+
+
+def _bytes(array: ndarray) -> bytes:
+    out = io.BytesIO()
+    np.save(out, np.ascontiguousarray(array), allow_pickle=False)
+    return out.getvalue()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,222 @@
+"""LightRetriever's dense query side: every token is read alone behind an instruction, and the mean taken.
+
+    line        [instruction | token end | token end | ...]   the instruction once, then blocks
+    mask        a block sees the instruction and itself       (appendix A.5), positions restart in each
+    vectors     [tokens, dim]     states at the end tokens, projected (Eq. 3)
+    embedding   [queries, 1, dim] their mean over a query's tokens (Eq. 4)
+
+What a token gives depends on nothing else in its query. So a batch reads each of its distinct tokens once,
+whole lines of them, and reading the whole vocabulary gives the table that is saved: a lookup tower (Eq. 6).
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from numpy import ndarray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from scalingnote.errors import ConfigError
+from scalingnote.models import attention, lookup
+from scalingnote.models import backbone as backbones
+from scalingnote.models.backbone import Backbone
+from scalingnote.models.batch import Batch
+from scalingnote.models.config import TokenWiseConfig
+from scalingnote.models.lookup import LookupPrompt, LookupTower
+
+BLOCKS = 32  # of a line: twice as many tokens as most instructions have, so that these cost little
+_LINES = 64  # at once, when the table is made
+_INSTRUCTION = -1  # in place of a block's number
+
+
+class TokenWise(nn.Module):
+    """The query side of a dual encoder while it learns; :meth:`save` leaves no model behind."""
+
+    role, views, packs = "query", ("query",), True
+
+    def __init__(self, backbone: Backbone, config: TokenWiseConfig, *, dim: int) -> None:
+        super().__init__()
+        self.backbone, self.tokenizer, self.causal = backbone.model, backbone.tokenizer, backbone.causal
+        self.projection = nn.Linear(backbone.hidden, dim, bias=False)
+        self.config, self.dim, self.pad = config, dim, backbone.special.pad
+        attention.choose(backbone.model, config.attention)
+        tokens = backbone.raw_tokenizer
+        tokens.no_padding()
+        tokens.no_truncation()
+        self.prompt = LookupPrompt(tokens, max_length=config.max_length)
+        special = backbone.special
+        if not backbone.causal or special.end is None:
+            raise ConfigError(
+                "a token_wise query tower needs a causal backbone with an end-of-sequence token"
+            )
+        first = [] if special.first is None else [special.first]
+        instruction = [*first, *tokens.encode(config.instruction, add_special_tokens=False).ids]
+        _check_room(len(instruction) + 2, backbone)
+        self.end = special.end
+        self.instruction: Int[Tensor, " instruction"]
+        self.register_buffer("instruction", torch.tensor(instruction, dtype=torch.long), persistent=False)
+
+    def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
+        """Embeddings in float32, not normalised; of padded or of packed rows. A row without tokens gets 0."""
+        ids, lengths = batch.flat()
+        # Half of a batch's tokens and more stand in it twice: each is read once.
+        distinct, place = ids.unique(return_inverse=True)
+        if not len(distinct):  # every rank must read something: sharded weights are gathered by all together
+            distinct = self.instruction.new_tensor([self.end])
+        vectors = self.token_vectors(distinct)
+        return F.embedding_bag(place, vectors, lengths.cumsum(0) - lengths, mode="mean")[:, None]
+
+    def contextual(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
+        """Embeddings of whole queries by the same backbone, ``instruction query end``: the full-sized side.
+
+        This is the symmetric retriever that a cheap query is aligned with (Eq. 5).
+        """
+        padded = batch.padded(self.pad)
+        assert padded.mask is not None
+        lengths, rows = padded.mask.sum(1), len(padded.ids)
+        start = len(self.instruction)
+        room = padded.ids.new_full((rows, 1), self.pad)
+        ids = torch.cat([self.instruction.expand(rows, -1), padded.ids, room], dim=1)
+        ends = (start + lengths)[:, None]
+        ids = ids.scatter(1, ends, self.end)
+        whole = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
+        states = self._states(ids, **attention.arguments(self.backbone, whole, causal=True))
+        return self._project(states[torch.arange(rows, device=ids.device)[:, None], ends])
+
+    def token_vectors(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
+        """What each token gives, read alone; as many lines as are needed, in one forward pass."""
+        lines = -(-len(ids) // BLOCKS)
+        blocks, start = -(-len(ids) // lines), len(self.instruction)
+        # The last line is filled up with tokens read for nothing: no row is padded, no position unseen.
+        filled = torch.cat([ids, ids[-1:].expand(lines * blocks - len(ids))]).view(lines, blocks)
+        pairs = torch.stack([filled, torch.full_like(filled, self.end)], dim=2).flatten(1)
+        device = ids.device
+        within = torch.arange(start, start + 2, device=device).repeat(blocks)
+        positions = torch.cat([torch.arange(start, device=device), within])[None]
+        states = self._states(
+            torch.cat([self.instruction.expand(lines, -1), pairs], dim=1),
+            attention_mask=self._mask(blocks),
+            position_ids=positions + attention.first_position(self.backbone),
+        )
+        return self._project(states[:, start + 1 :: 2].flatten(0, 1)[: len(ids)])
+
+    def _mask(self, blocks: int) -> Tensor:
+        """Which token of a line sees which, as the backbone's attention wants to be told."""
+        sees = block_mask(len(self.instruction), blocks, self.instruction.device)[None, None]
+        if self.backbone.config._attn_implementation != "eager":  # type: ignore[union-attr]
+            return sees
+        dtype: torch.dtype = self.backbone.dtype  # type: ignore[assignment]
+        return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(
+            ~sees, torch.finfo(dtype).min
+        )
+
+    def _states(
+        self, ids: Int[Tensor, "lines tokens"], **kwargs: Any
+    ) -> Float[Tensor, "lines tokens hidden"]:
+        return self.backbone(input_ids=ids, use_cache=False, **kwargs).last_hidden_state  # type: ignore[no-any-return]
+
+    def _project(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
+        # Autocast would round the embeddings that all losses compare.
+        with torch.autocast(states.device.type, enabled=False):
+            return self.projection(states.to(self.projection.weight.dtype)).float()  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def table(self) -> Float32[ndarray, "vocabulary dim"]:
+        """What every token of the vocabulary gives."""
+        tokens = torch.arange(
+            self.tokenizer.backend_tokenizer.get_vocab_size(), device=self.instruction.device
+        )
+        pieces = [self.token_vectors(ids).cpu().numpy() for ids in tokens.split(BLOCKS * _LINES)]
+        return np.concatenate(pieces)
+
+    def lookup(self) -> LookupTower:
+        """The lookup tower that gives the same embeddings, but for an empty query's (the table's mean)."""
+        return lookup.from_table(
+            self.table(),
+            self.tokenizer.backend_tokenizer,
+            max_length=self.config.max_length,
+            storage=self.config.storage,
+            made_from=self._digests(),
+        )
+
+    def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
+        """Write the folder of :meth:`lookup`; an adapter is worked into its rows in any case."""
+        del merge_adapters
+        self.lookup().save(folder)
+
+    def _digests(self) -> dict[str, str]:
+        """Of all that a token's row depends on, but for the tokenizer, which the table adds."""
+        state = self.state_dict()
+        adapter = {name for name in state if "lora_" in name}
+        return {
+            "weights": _digest({name: state[name] for name in state.keys() - adapter}),
+            "adapter": _digest({name: state[name] for name in adapter}) if adapter else "none",
+            "instruction": hashlib.sha256(self.config.instruction.encode()).hexdigest(),
+        }
+
+
+def block_mask(
+    instruction: int, blocks: int, device: torch.device | None = None
+) -> Bool[Tensor, "tokens tokens"]:
+    """Who (first axis) sees whom: all see the instruction before them, and what stands before them in their
+    block of two tokens; itself always (appendix A.5).
+    """
+    block = torch.arange(blocks, device=device).repeat_interleave(2)
+    block = torch.cat([block.new_full((instruction,), _INSTRUCTION), block])
+    place = torch.arange(len(block), device=device)
+    related = (block == _INSTRUCTION) | (block[:, None] == block)
+    return related & (place[:, None] >= place)
+
+
+def build(
+    config: TokenWiseConfig,
+    *,
+    dim: int,
+    tokenizer_json: str | None,
+    seed: int,
+    backbone: Backbone | None = None,
+    adapter: str | None = None,
+) -> TokenWise:
+    """A tower ready to train, on `backbone` where one is given, else on what the config says.
+
+    A `backbone` that brings its `adapter` gets no other.
+    """
+    if backbone is None:
+        assert config.backbone is not None, "a token_wise tower without a backbone of its own needs one given"
+        backbone = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
+    if config.lora is not None and adapter is None:
+        from scalingnote.models import adapters  # late: peft is slow to import, and few need it
+
+        adapters.add(backbone.model, config.lora, name="query", tokens=[], seed=seed)
+    tower = TokenWise(backbone, config, dim=dim)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        tower.projection.weight.normal_(0.0, backbone.hidden**-0.5, generator=generator)
+    return tower
+
+
+def _check_room(tokens: int, backbone: Backbone) -> None:
+    """ConfigError when the instruction and a block are more than the backbone sees at once."""
+    if backbone.max_positions is not None and tokens > backbone.max_positions:
+        raise ConfigError(
+            f"the instruction takes {tokens - 2} tokens, the backbone reads {backbone.max_positions}: "
+            "shorten it"
+        )
+    settings: Any = backbone.model.config
+    window = getattr(settings, "sliding_window", None)
+    if window is not None and getattr(settings, "use_sliding_window", True) and tokens > window:
+        raise ConfigError(
+            f"the instruction takes {tokens - 2} tokens, layers of the backbone see {window}: shorten it"
+        )
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,130 @@
+"""Graphs give the embeddings of the towers they were traced from, or are refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+
+import tiny
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models import backbone, onnx, query_tower, tower
+from scalingnote.models.config import LookupConfig
+from scalingnote.models.onnx import OnnxTower
+
+QUERIES = ["join tensors", "", "word " * 40, "don't [MASK] _this_ 12", "ba ko li", "nu", "ta ve zo ba ko ra"]
+LEARNT = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+# One of each kind: with positions counted from the pad, with windows in some layers or all, and without.
+KINDS = ("bert", "roberta", "modernbert", "llama", "mistral", "qwen2-sliding")
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A query tower of both kinds of attention, made from scratch."""
+    folder = tmp_path_factory.mktemp("towers")
+    for name, scratch in (("bert", tiny.BIDIRECTIONAL), ("qwen2", tiny.CAUSAL)):
+        config = tiny.query_tower(scratch)
+        made = tower.build(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0)
+        made.save(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def graph(towers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    into = tmp_path_factory.mktemp("graph")
+    onnx.export(towers / "bert", into, queries=QUERIES, form="onnx")
+    return into
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_graph_gives_the_towers_embeddings(family: str, tmp_path: Path):
+    config = families.tower_config(families.folder(tmp_path / "base", family), role="query")
+    made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0)
+    made.save(tmp_path / "query")
+    expected = Encoder(made, precision="float32").encode_queries(QUERIES)
+    assert onnx.export(tmp_path / "query", tmp_path / "graph", queries=QUERIES, form="onnx") > 0.99999
+    read = OnnxTower.load(tmp_path / "graph", "onnx", threads=1)
+    np.testing.assert_allclose(read.encode(QUERIES), expected, atol=1e-4)
+    alone = [read.encode([query])[0] for query in QUERIES]
+    np.testing.assert_allclose(alone, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen2"])
+def test_8_bit_products_stay_within_the_bar(name: str, towers: Path, tmp_path: Path):
+    worst = onnx.export(towers / name, tmp_path, queries=QUERIES, form="onnx_int8")
+    assert onnx.COSINE <= worst < 1
+    assert not (tmp_path / "model.onnx").exists()
+    expected = Encoder.load(towers / name, precision="float32").encode_queries(QUERIES)
+    found = OnnxTower.load(tmp_path, "onnx_int8", threads=1).encode(QUERIES)
+    cosines = (found * expected).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(expected, axis=1)
+    assert cosines.min() == pytest.approx(worst, abs=1e-3)
+
+
+def test_many_queries_are_cut_into_batches_and_keep_their_order(graph: Path, monkeypatch):
+    read = OnnxTower.load(graph, "onnx", threads=1)
+    whole = read.encode(QUERIES * 3)
+    monkeypatch.setattr(onnx, "_BUDGET", 24)
+    np.testing.assert_allclose(read.encode(QUERIES * 3), whole, atol=1e-5)
+
+
+def test_pads_on_the_left_are_refused(graph: Path):
+    read = OnnxTower.load(graph, "onnx", threads=1)
+    for mask in ([[0, 1, 1]], [[1, 0, 1]], [[0, 0, 0]]):
+        with pytest.raises(ValueError, match="right"):
+            read.run(np.ones((1, 3), np.int64), np.array(mask))
+
+
+@pytest.mark.parametrize("form", ["onnx", "onnx_int8"])
+def test_a_graph_that_is_not_exact_enough_is_not_left_behind(form, towers: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(onnx, "COSINE", 1.1)
+    with pytest.raises(ConfigError, match="not exported"):
+        onnx.export(towers / "bert", tmp_path, queries=QUERIES, form=form)
+    assert not list(tmp_path.glob("*.onnx"))
+
+
+def test_other_embeddings_than_the_golden_ones_are_refused_when_read(graph: Path, tmp_path: Path):
+    for file in graph.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    golden = np.load(tmp_path / "golden.npy")
+    np.save(tmp_path / "golden.npy", np.roll(golden, 1, axis=0))
+    with pytest.raises(ArtifactError, match=r"model\.onnx gives a golden query another embedding"):
+        OnnxTower.load(tmp_path, "onnx", threads=1)
+    (tmp_path / "golden.npy").unlink()
+    with pytest.raises(ArtifactError, match=r"golden\.npy is missing"):
+        OnnxTower.load(tmp_path, "onnx", threads=1)
+
+
+def test_a_form_that_was_not_exported_is_named(graph: Path):
+    with pytest.raises(ArtifactError, match="scalingnote export"):
+        OnnxTower.load(graph, "onnx_int8", threads=1)
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
+def test_a_missing_package_is_answered_with_its_extra(
+    package: str, towers: Path, tmp_path: Path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{package}: install scalingnote\[onnx\]"):
+        onnx.export(towers / "bert", tmp_path, queries=QUERIES)
+
+
+def test_what_has_no_graph_is_refused(towers: Path, tmp_path: Path, monkeypatch):
+    lookup = query_tower.build(LookupConfig(), dim=8, tokenizer_json=LEARNT, seed=0)
+    lookup.save(tmp_path / "lookup")
+    with pytest.raises(ConfigError, match="no graph to export"):
+        onnx.export(tmp_path / "lookup", tmp_path / "graph", queries=QUERIES)
+    with pytest.raises(ConfigError, match="give some"):
+        onnx.export(towers / "bert", tmp_path / "graph", queries=[])
+    monkeypatch.setattr(onnx, "_LARGEST", 1000)
+    with pytest.raises(ConfigError, match="an ONNX file takes 2"):
+        onnx.export(towers / "bert", tmp_path / "graph", queries=QUERIES)
+    assert not (tmp_path / "graph").exists()
+
+
+def test_what_lies_beside_a_graph_reads_without_torch(graph: Path):
+    facts = json.loads((graph / "onnx.json").read_text())
+    assert set(facts) == {"dim", "max_length", "causal", "pad", "end", "first"}
+    assert json.loads((graph / "golden.json").read_text()) == QUERIES

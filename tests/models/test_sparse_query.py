@@ -1,0 +1,42 @@
+"""Queries as token counts, and back from disk."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from scalingnote.errors import ArtifactError
+from scalingnote.models.backbone import train_tokenizer
+from scalingnote.models.sparse_query import SparseQuery
+
+QUERIES = ["torch torch stack", "", "Torch", "stack " * 20]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_str(train_tokenizer(["torch stack Torch"] * 9, vocabulary=300))
+
+
+@pytest.mark.parametrize("weighting", ["counts", "binary"])
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_a_row_holds_each_term_once_with_its_count(tokenizer: Tokenizer, weighting: str, lowercase: bool):
+    made = SparseQuery(tokenizer, max_length=8, weighting=weighting, lowercase=lowercase)
+    rows = made.encode(QUERIES)
+    assert len(rows.offsets) == len(QUERIES) + 1
+    for i, query in enumerate(QUERIES):
+        ids = tokenizer.encode(query.lower() if lowercase else query, add_special_tokens=False).ids[:8]
+        part = slice(rows.offsets[i], rows.offsets[i + 1])
+        found = dict(zip(rows.terms[part].tolist(), rows.values[part].tolist(), strict=True))
+        assert found == {t: float(ids.count(t)) if weighting == "counts" else 1.0 for t in ids}
+        assert list(found) == sorted(found)
+
+
+def test_what_is_saved_reads_alike(tokenizer: Tokenizer, tmp_path: Path):
+    made = SparseQuery(tokenizer, max_length=8, weighting="binary", lowercase=True)
+    made.save(tmp_path)
+    again = SparseQuery.load(tmp_path)
+    assert again.tokens(QUERIES) == made.tokens(QUERIES)
+    assert again.encode(QUERIES).values.tolist() == made.encode(QUERIES).values.tolist()
+    assert again.vocabulary == tokenizer.get_vocab_size()
+    with pytest.raises(ArtifactError, match="holds no sparse query"):
+        SparseQuery.load(tmp_path / "nowhere")

@@ -1,0 +1,100 @@
+"""A document tower with a sparse head: which states it hears, whose head it has, and what is kept on disk."""
+
+from pathlib import Path
+
+import families
+import pyarrow as pa
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import tiny
+from scalingnote.encode.encoder import Encoder
+from scalingnote.models import backbone, tower
+from scalingnote.models.batch import collate
+from scalingnote.models.config import Lora, Pretrained, TowerConfig
+from scalingnote.models.prompt import Row
+from scalingnote.models.tower import Tower
+
+PROMPT = "Title: {title} [TITLE_QUERY] of {topic}: {content} end [EMB]"
+
+
+@pytest.fixture(scope="module", params=["llama", "bert"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.folder(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def build(path: Path, **more) -> Tower:
+    config = TowerConfig(backbone=Pretrained(path=str(path)), max_length=40, prompt=PROMPT, **more)
+    return tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0, sparse=True).eval()
+
+
+def expected(made: Tower, row: Row, weight: torch.Tensor) -> torch.Tensor:
+    ids = torch.tensor([row.ids])
+    hidden = made.backbone(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+    spans = row.positions[len(made.views) :]
+    inside = [at for start, stop in zip(spans[::2], spans[1::2], strict=True) for at in range(start, stop)]
+    logits = hidden[inside] @ weight.T
+    return torch.log1p(torch.relu(logits)).amax(0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_terms_are_those_of_title_topic_and_content_alone(checkpoint: Path, packed: bool):
+    made = build(checkpoint)
+    rows = made.prompt.rows(*families.DOCUMENTS)
+    embeddings, terms = made.read(collate(rows, pad=made.pad, packed=packed))
+    torch.testing.assert_close(embeddings, made(collate(rows, pad=made.pad)), atol=1e-5, rtol=1e-5)
+    for row, found in zip(rows, terms, strict=True):
+        torch.testing.assert_close(found, expected(made, row, made.input_table), atol=1e-5, rtol=1e-5)
+
+
+def test_spans_hold_the_tokens_of_each_field(checkpoint: Path):
+    made = build(checkpoint)
+    for fields, row in zip(
+        zip(*families.DOCUMENTS, strict=True), made.prompt.rows(*families.DOCUMENTS), strict=True
+    ):
+        spans = row.positions[len(made.views) :]
+        for text, start, stop in zip(fields, spans[::2], spans[1::2], strict=True):
+            ids = made.prompt.tokenizer.encode(text, add_special_tokens=False).ids
+            assert row.ids[start:stop] == ids[: stop - start]
+    left_out = build(checkpoint).prompt
+    assert left_out.width == len(left_out.views) + 6
+
+
+def test_a_checkpoint_keeps_the_head_it_comes_with(tmp_path: Path):
+    folder = families.folder(tmp_path / "base", "llama")
+    settings = families.FAMILIES["llama"](vocab_size=403, tie_word_embeddings=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        whole = LlamaForCausalLM(settings)
+    whole.save_pretrained(folder)
+    made = build(folder)
+    torch.testing.assert_close(made.sparse.own.weight.detach(), whole.lm_head.weight.detach())
+    rows = made.prompt.rows(*families.DOCUMENTS)
+    batch = collate(rows, pad=made.pad, packed=True)
+    _, terms = made.read(batch)
+    torch.testing.assert_close(terms[0], expected(made, rows[0], whole.lm_head.weight), atol=1e-5, rtol=1e-5)
+    made.save(tmp_path / "saved")
+    torch.testing.assert_close(Tower.load(tmp_path / "saved").read(batch)[1], terms)
+    assert not build(folder, lora=Lora(rank=2)).sparse.own.weight.requires_grad
+
+
+def test_a_saved_tower_encodes_its_strongest_terms(tmp_path: Path):
+    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    config = tiny.document_tower()
+    made = tower.build(config, role="document", dim=16, tokenizer_json=learnt, seed=0, sparse=True)
+    made.save(tmp_path)
+    encoder = Encoder.load(tmp_path, token_budget=100, precision="float32")
+    encoder.top_k = 5
+    documents = tiny.document_rows(7)
+    views, problems = encoder.encode_rows(pa.Table.from_pylist(documents))
+    assert not problems
+    assert len(views["summary"]) == 7
+    terms, impacts = (column.to_pylist() for column in encoder.terms.columns())
+    columns = ([row[name] for row in documents] for name in ("title", "topic", "content"))
+    with torch.inference_mode():
+        _, weights = made.eval().read(collate(made.prompt.rows(*columns), pad=made.pad))
+    for row, found, values in zip(weights, terms, impacts, strict=True):
+        best = row.topk(5)
+        assert found == sorted(best.indices.tolist())
+        torch.testing.assert_close(torch.tensor(values), row[found], atol=1e-3, rtol=1e-3)

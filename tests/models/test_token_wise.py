@@ -1,0 +1,173 @@
+"""Tokens read in blocks give what each gives alone; the table gives what the whole model gives."""
+
+from pathlib import Path
+
+import families
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tiny
+from scalingnote.encode.batching import by_tokens
+from scalingnote.errors import ConfigError
+from scalingnote.models import backbone, query_tower, token_wise
+from scalingnote.models.batch import Batch, collate
+from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig
+from scalingnote.models.token_wise import BLOCKS, TokenWise, block_mask
+
+QUERIES = ["torch stack", "a", "arrays along a new axis, arrays", "words of a title " * 3]
+INSTRUCTION = "go: "  # with two more tokens it fits the windows of the families that have one
+TIGHT = {"atol": 2e-6, "rtol": 1e-5}
+
+
+@pytest.fixture(scope="module", params=families.CAUSAL)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.folder(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def build(path: Path, **knobs) -> TokenWise:
+    config = TokenWiseConfig(backbone=Pretrained(path=str(path)), max_length=16, **knobs)
+    return token_wise.build(config, dim=16, tokenizer_json=None, seed=0).eval()
+
+
+@pytest.fixture(scope="module")
+def scratch() -> TokenWise:
+    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, storage="float32")
+    return token_wise.build(config, dim=8, tokenizer_json=learnt, seed=0).eval()
+
+
+def alone(made: TokenWise, token: int) -> torch.Tensor:
+    """One token behind the instruction, through the plain model: no mask, no positions of ours."""
+    ids = torch.tensor([[*made.instruction.tolist(), token, made.end]])
+    return made.projection(made.backbone(input_ids=ids).last_hidden_state[0, -1])
+
+
+def batch_of(made: TokenWise, queries: list[str], *, packed: bool) -> Batch:
+    return collate(made.prompt.rows(queries), pad=made.pad, packed=packed)
+
+
+@pytest.mark.parametrize("kind", ["auto", "sdpa", "eager"])
+def test_a_token_in_a_block_gives_what_it_gives_alone(checkpoint: Path, kind: str):
+    made = build(checkpoint, attention=kind, instruction=INSTRUCTION)
+    tokens = torch.arange(60, 60 + BLOCKS + 5)  # more than a line
+    found = made.token_vectors(tokens)
+    for token, vector in zip(tokens.tolist(), found, strict=True):
+        torch.testing.assert_close(vector, alone(made, token), **TIGHT)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_query_is_the_mean_of_its_tokens_each_as_often_as_it_occurs(checkpoint: Path, packed: bool):
+    made = build(checkpoint, instruction=INSTRUCTION)
+    found = made(batch_of(made, QUERIES, packed=packed))
+    assert found.shape == (len(QUERIES), 1, 16)
+    for row, embedding in zip(made.prompt.rows(QUERIES), found[:, 0], strict=True):
+        expected = torch.stack([alone(made, token) for token in row.ids]).mean(0)
+        torch.testing.assert_close(embedding, expected, **TIGHT)
+
+
+def test_gradients_are_those_of_tokens_read_alone(checkpoint: Path):
+    made = build(checkpoint, instruction=INSTRUCTION)
+    results = []
+    for work in (
+        lambda: made(batch_of(made, QUERIES, packed=True))[:, 0],
+        lambda: torch.stack(
+            [torch.stack([alone(made, t) for t in row.ids]).mean(0) for row in made.prompt.rows(QUERIES)]
+        ),
+    ):
+        made.zero_grad()
+        (work() * torch.linspace(-1, 1, 64).view(4, 16)).sum().backward()
+        results.append({name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_whole_query_is_read_as_one_text(checkpoint: Path, packed: bool):
+    made = build(checkpoint, instruction=INSTRUCTION)
+    found = made.contextual(batch_of(made, QUERIES, packed=packed))
+    for row, embedding in zip(made.prompt.rows(QUERIES), found[:, 0], strict=True):
+        ids = torch.tensor([[*made.instruction.tolist(), *row.ids, made.end]])
+        expected = made.projection(made.backbone(input_ids=ids).last_hidden_state[0, -1])
+        torch.testing.assert_close(embedding, expected, **TIGHT)
+
+
+@given(st.integers(0, 5), st.integers(1, 6))
+def test_the_mask_is_that_of_the_paper(instruction: int, blocks: int):
+    mask = block_mask(instruction, blocks)
+    assert mask.shape == (instruction + 2 * blocks,) * 2
+    for q in range(len(mask)):
+        for k in range(len(mask)):
+            in_prompt = q < instruction and k <= q
+            to_prompt = q >= instruction and k < instruction
+            within = q >= instruction and (q - instruction) // 2 == (k - instruction) // 2 and k <= q
+            assert mask[q, k] == (in_prompt or to_prompt or within)
+    assert mask.any(1).all()  # no row sees nothing: no NaN
+
+
+def test_the_saved_table_gives_what_the_whole_model_gives(scratch: TokenWise, tmp_path: Path):
+    scratch.save(tmp_path)
+    table = query_tower.load(tmp_path)
+    whole = scratch(batch_of(scratch, QUERIES, packed=True))
+    assert table.prompt.rows(QUERIES) == scratch.prompt.rows(QUERIES)
+    torch.testing.assert_close(table(batch_of(table, QUERIES, packed=True)), whole, **TIGHT)
+    torch.testing.assert_close(
+        table.truncated(4)(batch_of(table, QUERIES, packed=True)), whole[..., :4], **TIGHT
+    )
+
+
+@pytest.mark.parametrize(("storage", "error"), [("float16", 1e-3), ("int8", 2e-2)])
+def test_smaller_tables_are_close(scratch: TokenWise, tmp_path: Path, storage: str, error: float):
+    scratch.lookup().save(tmp_path, storage=storage)
+    found = query_tower.load(tmp_path)(batch_of(scratch, QUERIES, packed=True))[:, 0]
+    expected = scratch(batch_of(scratch, QUERIES, packed=True))[:, 0]
+    assert (1 - torch.cosine_similarity(found, expected)).max() < error
+    assert np.load(tmp_path / "table.npy").dtype == storage
+
+
+def test_a_table_names_what_it_was_made_from():
+    learnt = backbone.train_tokenizer(["a few words"], vocabulary=400)
+
+    def digests(seed: int = 0, **knobs) -> dict[str, str]:
+        config = TokenWiseConfig(backbone=tiny.CAUSAL, **knobs)
+        return token_wise.build(config, dim=8, tokenizer_json=learnt, seed=seed)._digests()
+
+    first = digests()
+    assert digests() == first
+    assert first["adapter"] == "none"
+    differs = {name for name in first if digests(seed=1)[name] != first[name]}
+    assert differs == {"weights"}
+    differs = {name for name in first if digests(instruction="Find: ")[name] != first[name]}
+    assert differs == {"instruction"}
+    differs = {name for name in first if digests(lora=Lora(rank=2))[name] != first[name]}
+    assert "adapter" in differs
+
+
+def test_an_empty_query_is_zero_while_it_learns(scratch: TokenWise):
+    found = scratch(batch_of(scratch, ["", "torch"], packed=True))
+    assert found[0].eq(0).all()
+    assert found[1].ne(0).any()
+    assert scratch(batch_of(scratch, [""], packed=True)).eq(0).all()
+    assert scratch.contextual(batch_of(scratch, ["", "torch"], packed=True)).ne(0).any(-1).all()
+
+
+def test_rows_may_be_batched_at_will(scratch: TokenWise):
+    rows = scratch.prompt.rows(QUERIES * 3)
+    together = scratch(collate(rows, pad=scratch.pad, packed=True))
+    for chosen in by_tokens([len(row.ids) for row in rows], budget=20, packed=True):
+        part = scratch(collate([rows[i] for i in chosen], pad=scratch.pad))
+        torch.testing.assert_close(part, together[chosen], **TIGHT)
+
+
+def test_what_cannot_read_blocks_is_refused(tmp_path: Path):
+    learnt = backbone.train_tokenizer(["a few words"], vocabulary=400)
+    both_ways = TokenWiseConfig(backbone=tiny.BIDIRECTIONAL)
+    with pytest.raises(ConfigError, match="needs a causal backbone"):
+        token_wise.build(both_ways, dim=8, tokenizer_json=learnt, seed=0)
+    too_long = TokenWiseConfig(backbone=tiny.CAUSAL, instruction="long " * 40)
+    with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
+        token_wise.build(too_long, dim=8, tokenizer_json=learnt, seed=0)
+    folder = families.folder(tmp_path, "mistral")
+    with pytest.raises(ConfigError, match="layers of the backbone see 8: shorten it"):
+        build(folder, instruction="longer than a window")
