@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import ray
 
@@ -16,6 +16,9 @@ from scalingnote import errors
 from scalingnote.config import Resources
 from scalingnote.errors import ConfigError, ScalingNoteError
 from scalingnote.log import LINE
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def connect(address: str | None = None) -> None:
@@ -78,6 +81,23 @@ def fetch(reference: Any) -> Any:
         if isinstance(error.cause, ScalingNoteError):
             raise error.cause from None
         raise
+
+
+def each(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """What `work` gives for each item, as it is finished, in tasks of one CPU wherever there is room."""
+    if len(items) == 1:  # done here before a worker has started
+        yield work(items[0])
+        return
+    task: Any = ray.remote(num_cpus=1)(_apply)
+    shared = ray.put(work)
+    waiting = [task.remote(shared, item) for item in items]
+    while waiting:
+        (done,), waiting = ray.wait(waiting)
+        yield fetch(done)
+
+
+def _apply(work: Callable[[T], R], item: T) -> R:
+    return work(item)
 
 
 def rows(dataset: Any) -> Iterator[Any]:

@@ -92,7 +92,7 @@ def _rows(model: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
             continue
         if name == "document" and "query" in model.model_fields:
             continue  # a tower like the query's
-        place = f"{prefix}{'query/document' if name == 'query' else name}"
+        place = f"{prefix}{name}"
         sections = [kind for kind in _kinds(field.annotation) if hasattr(kind, "model_fields")]
         if not sections:
             yield (
@@ -108,11 +108,19 @@ def _rows(model: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
                 f"{tag}: {_sentence(section)}" for tag, section in zip(tags, sections, strict=True)
             )
             allowed = ", ".join(f"`{tag}`" for tag in tags)
-            yield f"`{place}.kind`", f"`{field.default.kind}`", allowed, meaning
+            default = f"`{field.default.kind}`" if field.default else "`null`"
+            yield f"`{place}.kind`", default, allowed, meaning
+            if field.default is None:
+                continue  # a backbone of its own: knobs like the other towers'
         elif field.description or None in _kinds(field.annotation):
             yield f"`{place}`", _default(field), "a section", field.description or "leave out to do without"
+        if name == "lora" and "query(" in prefix:
+            continue
         for at, section in enumerate(sections):
-            yield from _rows(section, f"{place}({tags[at]})." if tags else f"{place}.")
+            # What query and document tower may both be is shown once, for both.
+            both = place == "query" and tags[at] == "transformer"
+            inside = "query/document." if both else f"{place}({tags[at]})." if tags else f"{place}."
+            yield from _rows(section, inside)
 
 
 def _sentence(section: Any) -> str:

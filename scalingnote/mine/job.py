@@ -15,12 +15,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray.data
-import torch
 
 from scalingnote import cluster, topk
 from scalingnote.collect.triplet import share
 from scalingnote.datasets.trainable import held_out_documents
-from scalingnote.encode.encoder import Encoder
+from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import DataError
 from scalingnote.log import Progress, get_logger
 from scalingnote.mine.config import MineConfig
@@ -161,9 +160,11 @@ class FromTowers:
     """Ranks by the dual encoder that the triplets trained."""
 
     def __init__(self, config: MineConfig, parents: dict[str, Artifact], work: str) -> None:
+        import torch  # late: runs of other systems are mined without it
+
         torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
         towers = parents["dual_encoder"].directory("query")
-        self._encoder = Encoder.load(towers, token_budget=config.token_budget)
+        self._encoder = QueryEncoder.load(towers, token_budget=config.token_budget)
         self._depth = config.last_rank
         local = fs.download(work, [POOL], version=parents["embeddings"].digest)
         pool = pa.ipc.open_file(pa.memory_map(str(Path(local) / POOL))).read_all()

@@ -6,7 +6,8 @@ TrainConfig, Assumptions -> Estimate
 from dataclasses import dataclass
 from math import ceil
 
-from scalingnote.models.config import Scratch, TowerConfig
+from scalingnote.errors import ConfigError
+from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.prompt import PLACEHOLDERS
 from scalingnote.scaling import flops, memory
 from scalingnote.scaling.activations import Numbers, tower_bytes
@@ -55,7 +56,7 @@ class Estimate:
     @property
     def gpus(self) -> int:
         """One to a worker."""
-        return self.config.resources.workers
+        return self.config.ranks
 
     @property
     def gpu(self) -> Gpu:
@@ -110,7 +111,7 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
     bases = [tower for tower in towers if tower.frozen][: 1 if shared else 2]
     frozen = sum(tower.frozen for tower in bases)
     trained = sum(tower.trained for tower in towers)
-    ranks, rows = config.resources.workers, config.global_batch // config.resources.workers
+    ranks, rows = config.ranks, config.global_batch // config.ranks
     losses = config.losses
     views = _views(config.document)
     columns = 1 + (assumed.negatives if losses.denominator == "positives_and_negatives" else 0)
@@ -121,7 +122,8 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
         prefixes=losses.matryoshka,
         bidirectional=losses.bidirectional,
     )
-    for tower, settings, pooled in zip(towers, (config.query, config.document), (1, views), strict=True):
+    both = (_settings("query", config), config.document)
+    for tower, settings, pooled in zip(towers, both, (1, views), strict=True):
         of_row = flops.row(
             tower.shape,
             tokens=tower.tokens,
@@ -177,33 +179,47 @@ def _exchanged(config: TrainConfig, towers: tuple[Tower, Tower], *, trained: int
         gathered=1.0 * sum((3 * n if cache else 2) * (tower.trained + tower.frozen) for tower, n in pairs),
         reduced=1.0 * sum(n * tower.trained for tower, n in pairs),
         trained=trained,
-        gpus=config.resources.workers,
+        gpus=config.ranks,
         numbers=numbers,
     )
 
 
 def _tower(name: str, config: TrainConfig, assumed: Assumptions) -> Tower:
-    settings: TowerConfig = getattr(config, name)
+    settings = _settings(name, config)
     backbone = settings.backbone
+    assert backbone is not None
     shape = of_backbone(backbone)
     projection = shape.hidden * config.dim
-    rows = config.global_batch // config.resources.workers
+    rows = config.global_batch // config.ranks
     mean = assumed.query_tokens if name == "query" else assumed.document_tokens
     # Under an adapter the document tower also learns the embeddings of its placeholders.
     new = len(PLACEHOLDERS) * shape.hidden if name == "document" else 0
     learnt = adapter_parameters(shape, settings.lora) + new if settings.lora else shape.parameters
+    borrowed = name == "query" and config.shares_backbone
     # Padded rows cost what the longest one does.
     tokens = mean if mean is not None and config.memory.packing else float(settings.max_length)
+    # Each token is read with an end token of its own, and once more where the whole query teaches. An
+    # instruction is shared by many of them, and a token that a batch holds twice is read once.
+    times = (2 + (config.align is not None)) if isinstance(settings, TokenWiseConfig) else 1
     return Tower(
         name=name,
         backbone=f"scratch {backbone.architecture}" if isinstance(backbone, Scratch) else backbone.path,
         shape=shape,
-        trained=learnt + projection,
-        frozen=shape.parameters if settings.lora else 0,
+        trained=(0 if borrowed else learnt) + projection,
+        frozen=shape.parameters if settings.lora and not borrowed else 0,
         rows=rows if name == "query" else rows * (1 + assumed.negatives),
-        tokens=min(tokens, float(settings.max_length)),
-        longest=settings.max_length,
+        tokens=min(tokens, float(settings.max_length)) * times,
+        longest=settings.max_length * times,
     )
+
+
+def _settings(name: str, config: TrainConfig) -> TowerConfig | TokenWiseConfig:
+    found = config.query_tower if name == "query" else config.document
+    if isinstance(found, LookupConfig):
+        raise ConfigError(
+            "a lookup query tower has no backbone to size: dry runs are for towers that have one"
+        )
+    return found
 
 
 def _activations(config: TrainConfig, towers: tuple[Tower, Tower], numbers: Numbers) -> float:
@@ -226,8 +242,9 @@ def _numbers(config: TrainConfig) -> Numbers:
 
 
 def _shares_base(config: TrainConfig) -> bool:
-    both = config.query.lora is not None and config.document.lora is not None
-    return config.share_base and both and config.query.backbone == config.document.backbone
+    query, document = _settings("query", config), config.document
+    both = query.lora is not None and document.lora is not None
+    return config.share_base and both and query.backbone == document.backbone
 
 
 def _views(document: TowerConfig) -> int:

@@ -61,11 +61,16 @@ def embedding_field(name: str, dim: int, *, dtype: str = "float32") -> pa.Field:
     return pa.field(name, pa.list_(pa.from_numpy_dtype(dtype), dim))
 
 
-def embeddings(views: list[str], dim: int, *, key: str = "doc_id", dtype: str = "float32") -> pa.Schema:
-    """Schema of an embeddings artifact: an id and one column per view."""
-    return pa.schema(
-        [pa.field(key, pa.string()), *(embedding_field(view, dim, dtype=dtype) for view in views)]
-    )
+# A document's sparse vector: terms of the tower's vocabulary, ascending, and the weight of each.
+SPARSE = pa.schema({"terms": pa.list_(pa.int32()), "impacts": pa.list_(pa.float16())})
+
+
+def embeddings(
+    views: list[str], dim: int, *, key: str = "doc_id", dtype: str = "float32", sparse: bool = False
+) -> pa.Schema:
+    """Schema of an embeddings artifact: an id, one column per view, and the sparse vector if there is one."""
+    dense = [embedding_field(view, dim, dtype=dtype) for view in views]
+    return pa.schema([pa.field(key, pa.string()), *dense, *(SPARSE if sparse else [])])
 
 
 def semantic_ids(levels: int) -> pa.Schema:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 from numpy import ndarray
+from torch import Tensor
 
 from scalingnote.models.tower import collate
 from scalingnote.train.objective import Triplets
@@ -22,15 +23,25 @@ class TripletBatches:
     """Triplets of any step, for one rank, from a store that :func:`scalingnote.train.prepare.prepare` wrote.
 
     `pads` are the pad tokens of the query and the document tower; `packed` lays rows one after the other.
+    `steps` of the whole run tell how much of it is done.
     """
 
     def __init__(
-        self, store: Store, order: Order, *, pads: tuple[int, int], packed: bool, rank: int, world: int
+        self,
+        store: Store,
+        order: Order,
+        *,
+        pads: tuple[int, int],
+        packed: bool,
+        rank: int,
+        world: int,
+        steps: int | None = None,
     ) -> None:
         self._rows, self._documents = store["train"], store["documents"]
         self._known, self._scored = max(store.facts["known"], 1), store.facts["scored"]
         self._order, self._pads, self._packed = order, pads, packed
-        self._rank, self._world = rank, world
+        self._rank, self._world, self._steps = rank, world, steps
+        self._terms: int | None = store.facts.get("terms")
 
     def __call__(self, step: int) -> Triplets:
         """This rank's share of a step."""
@@ -47,7 +58,14 @@ class TripletBatches:
             known_positives=torch.from_numpy(padded(self._rows.lists("known", chosen), width=self._known)),
             weights=torch.from_numpy(self._rows.values("weight", chosen)),
             scores=scores,
+            terms=self._sparse_queries(chosen),
+            progress=torch.tensor(step / self._steps) if self._steps else None,
         )
+
+    def _sparse_queries(self, chosen: Int64[ndarray, " rows"]) -> Tensor | None:
+        if self._terms is None:
+            return None
+        return torch.from_numpy(padded(self._rows.lists("terms", chosen), width=max(self._terms, 1)))
 
     def _lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
         """Tokens of each row's longest document: what a padded batch is as wide as."""

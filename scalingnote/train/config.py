@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from scalingnote.config import Circumstances, Config, Resources
-from scalingnote.models.config import TowerConfig
+from scalingnote.models.config import LookupConfig, QueryTowerConfig, TokenWiseConfig, TowerConfig
 
 
 class Optimizer(Config):
@@ -53,6 +53,33 @@ class Losses(Config):
     matryoshka: tuple[int, ...] = Field((16, 32, 64, 128), description="prefix lengths, all weighted")
     matryoshka_weights: tuple[float, ...] | None = Field(None, description="w^m; None means all 1")
     teacher: TeacherScores | None = None
+
+
+class Sparse(Config):
+    """Term weights of documents beside their embeddings; a query is its tokens (LightRetriever, 2.3)."""
+
+    weight: float = Field(1.0, gt=0, description="of the contrastive loss of sparse scores")
+    temperature: float = Field(1.0, gt=0, description="of sparse scores, which no norm bounds")
+    flops: float = Field(1e-3, ge=0, description="weight of the FLOPs regulariser (Eq. 9)")
+    ramp: float = Field(1 / 3, ge=0, le=1, description="share of the steps over which it grows, as a square")
+    query: Literal["counts", "binary"] = Field(
+        "counts", description="how often a token occurs, or that it does"
+    )
+    lowercase: bool = Field(False, description="queries are put into lower case first")
+
+
+class Align(Config):
+    """KL of cheap queries' scores to those of the whole query through the whole backbone (Eq. 5).
+
+    The teacher is a transformer query tower, or a token_wise one's backbone reading the query as a text: it
+    learns by the contrastive loss at the same time, and nothing flows back to it from here.
+    """
+
+    weight: float = Field(1.0, gt=0)
+    prefix: Literal["widest", "same"] = Field(
+        "widest",
+        description="Matryoshka prefix of the teacher's scores: for all prefixes the widest, or each its own",
+    )
 
 
 class Ddp(Config):
@@ -145,6 +172,23 @@ class Tracking(Circumstances):
     mlflow: str | None = Field(None, description="experiment name; needs the `track` extra")
 
 
+class Ranks(Resources):
+    """Where a training runs."""
+
+    workers: int = Field(
+        2,
+        ge=0,
+        description="ranks; 0: the driver's own process trains, on all its cores, without Ray's workers: "
+        "the quickest start for small runs",
+    )
+
+    @model_validator(mode="after")
+    def _have_their_gpus(self) -> "Ranks":
+        if not self.workers and self.gpus_per_worker:
+            raise ValueError("workers=0 trains on the driver's CPU: set workers=1 for one GPU")
+        return self
+
+
 class Schedule(Config):
     """How long and how carefully to train; what both stages have in common."""
 
@@ -163,14 +207,17 @@ class Schedule(Config):
     max_failures: int = Field(2, ge=0, description="restarts of the worker group before giving up")
     seed: int = 0
     tracking: Tracking = Tracking()
-    resources: Resources = Resources()
+    resources: Ranks = Ranks()
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train together."""
+        return max(self.resources.workers, 1)
 
     @model_validator(mode="after")
     def _can_run(self) -> "Schedule":
-        if self.global_batch % self.resources.workers:
-            raise ValueError(
-                f"global_batch {self.global_batch} does not divide over {self.resources.workers} workers"
-            )
+        if self.global_batch % self.ranks:
+            raise ValueError(f"global_batch {self.global_batch} does not divide over {self.ranks} workers")
         if isinstance(self.strategy, Fsdp2) and self.optimizer.kind == "adamw_8bit":
             raise ValueError(
                 "optimizer.kind=adamw_8bit cannot step on the shards of fsdp2: choose adamw, or strategy ddp "
@@ -182,10 +229,12 @@ class Schedule(Config):
 class TrainConfig(Schedule):
     """Stage I: both towers, trained together."""
 
-    query: TowerConfig = TowerConfig(max_length=32)
+    query: QueryTowerConfig = TowerConfig(max_length=32)
     document: TowerConfig = TowerConfig(max_length=96)
     dim: int = Field(128, ge=2, description="embedding width after the projection")
     losses: Losses = Losses()
+    sparse: Sparse | None = None
+    align: Align | None = None
     batching: Batching = Batching()
     validation: Validation | None = Validation()
     share_base: bool = Field(
@@ -200,4 +249,20 @@ class TrainConfig(Schedule):
             raise ValueError(f"matryoshka prefix {max(losses.matryoshka)} exceeds dim {self.dim}")
         if losses.matryoshka_weights and len(losses.matryoshka_weights) != len(losses.matryoshka):
             raise ValueError("matryoshka_weights needs one weight per prefix")
+        if self.align and not self.sparse and not isinstance(self.query, TokenWiseConfig):
+            raise ValueError("align has nobody to teach: set sparse, or query.kind to token_wise")
+        if self.align and isinstance(self.query, LookupConfig):
+            raise ValueError("align needs a query tower with a backbone, and a lookup has none")
         return self
+
+    @property
+    def shares_backbone(self) -> bool:
+        """Whether both towers are one backbone, its adapter included."""
+        return isinstance(self.query, TokenWiseConfig) and self.query.backbone is None
+
+    @property
+    def query_tower(self) -> TowerConfig | LookupConfig | TokenWiseConfig:
+        """`query`, with the document tower's backbone where it has none of its own."""
+        if not self.shares_backbone:
+            return self.query
+        return self.query.model_copy(update={"backbone": self.document.backbone, "lora": self.document.lora})

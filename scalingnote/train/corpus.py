@@ -11,15 +11,20 @@ import pyarrow.compute as pc
 import torch
 from jaxtyping import Bool, UInt64
 from numpy import ndarray
+from tokenizers import Tokenizer
 
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import train_tokenizer
-from scalingnote.models.config import Scratch, TowerConfig
+from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
+from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
+from scalingnote.models.sparse_head import SparseHead
+from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Role, Tower
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.exchange import hash_of
 
+AnyTower = TowerConfig | LookupConfig | TokenWiseConfig
 COLUMNS = ["doc_id", "title", "topic", "content"]
 # A tokenizer learns nothing new from the far end of long documents, or from the second million of them.
 _TOKENIZER_CHARS = 2000
@@ -40,12 +45,13 @@ def among(hashes: UInt64[ndarray, " rows"], wanted: UInt64[ndarray, " wanted"]) 
     return np.asarray(wanted[place] == hashes)
 
 
-def tokenizers(towers: dict[str, TowerConfig], *, texts: Callable[[], Iterable[str]]) -> dict[str, str]:
+def tokenizers(towers: dict[str, AnyTower], *, texts: Callable[[], Iterable[str]]) -> dict[str, str]:
     """Tokenizer JSON for each tower that starts from scratch; towers of one vocabulary size share one.
 
     `texts` is called once per vocabulary size, so that a stream can be read again.
     """
-    sizes = {name: t.backbone.vocabulary for name, t in towers.items() if isinstance(t.backbone, Scratch)}
+    found = {name: vocabulary(tower) for name, tower in towers.items()}
+    sizes = {name: size for name, size in found.items() if size is not None}
     learnt = {size: train_tokenizer(texts(), vocabulary=size) for size in sorted(set(sizes.values()))}
     return {name: learnt[size] for name, size in sizes.items()}
 
@@ -76,16 +82,31 @@ def distinct_queries(artifact: Artifact, table: str) -> Iterator[str]:
                     return
 
 
-def prompt(config: TowerConfig, *, role: Role, tokenizer_json: str | None) -> QueryPrompt | DocumentPrompt:
-    """How a tower of this config reads a text. Its weights are neither drawn nor loaded.
+def vocabulary(config: AnyTower) -> int | None:
+    """How many tokens a tower's tokenizer learns; None where its checkpoint brings one."""
+    if isinstance(config, LookupConfig):
+        return config.vocabulary
+    return config.backbone.vocabulary if isinstance(config.backbone, Scratch) else None
+
+
+def prompt(
+    config: AnyTower, *, role: Role, tokenizer_json: str | None, sparse: bool = False
+) -> QueryPrompt | DocumentPrompt | LookupPrompt:
+    """How a tower of this config reads a text, one with a `sparse` head too. No weights are drawn or loaded.
 
     ConfigError as for the tower itself.
     """
+    if isinstance(config, LookupConfig):
+        assert tokenizer_json is not None
+        return LookupPrompt(Tokenizer.from_str(tokenizer_json), max_length=config.max_length)
     with torch.device("meta"):
         if isinstance(config.backbone, Scratch):
             shell = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=0)
         else:
+            assert config.backbone is not None, "a tower without a backbone of its own reads as another does"
             shell = backbones.shell(config.backbone.path)
         # What changes no prompt, and may need a GPU, is left out.
         plain = config.model_copy(update={"lora": None, "attention": "eager"})
-        return Tower(shell, plain, role=role, dim=1).prompt
+        if isinstance(plain, TokenWiseConfig):
+            return TokenWise(shell, plain, dim=1).prompt
+        return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt

@@ -42,9 +42,14 @@ class Shares:
         return sum(self.rows[: rank()])
 
     @property
+    def own(self) -> int:
+        """How many this rank brings."""
+        return self.rows[rank()]
+
+    @property
     def weight(self) -> float:
         """Factor of a mean over this rank's rows; 1 where all ranks bring the same."""
-        return self.rows[rank()] * len(self.rows) / sum(self.rows)
+        return self.own * len(self.rows) / sum(self.rows)
 
 
 def shares(tensor: Shaped[Tensor, "rows ..."], *, uneven: bool = False) -> Shares:

@@ -103,7 +103,7 @@ class _Chunk:
 
 
 def _chunks(inputs: dict[str, Batch | None], config: GradCache) -> list[_Chunk]:
-    sizes = {"query": config.query_rows, "document": config.document_rows}
+    sizes = {"query": config.query_rows, "document": config.document_rows, "pair": config.document_rows}
     chunks = []
     for (name, rows), rounds in zip(inputs.items(), _rounds(inputs, sizes), strict=True):
         if rows is None:

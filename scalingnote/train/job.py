@@ -1,12 +1,12 @@
 """Stage I on Ray: triplets and documents in, a dual encoder artifact out. Stage II is launched alike."""
 
 import json
+import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ray
 import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -18,6 +18,8 @@ from scalingnote.config import dump, validate
 from scalingnote.errors import ConfigError, ScalingNoteError, TrainingError
 from scalingnote.log import configure, get_logger
 from scalingnote.models import dual_encoder
+from scalingnote.models.precision import compute_dtype
+from scalingnote.models.token_wise import TokenWise
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train.agreement import mean_over_ranks
@@ -27,9 +29,9 @@ from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, Validatio
 from scalingnote.train.loop import Values, fit
 from scalingnote.train.objective import StageOne
 from scalingnote.train.order import Order
-from scalingnote.train.prepare import prepare
-from scalingnote.train.slices import Record, Slice
+from scalingnote.train.prepare import prepare, sparse_query
 from scalingnote.train.strategies.engine import Engine, build, load_weights
+from scalingnote.train.strategies.prepare import autocast
 from scalingnote.train.stream import Store
 from scalingnote.train.tracking import Tracker, events_folder, trackers
 from scalingnote.train.validation import validator
@@ -49,7 +51,7 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     draft = Draft(output, kind="dual_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    prepared = prepare(config, **parents, folder=draft.work("data"), each=in_tasks)
+    prepared = prepare(config, **parents, folder=draft.work("data"), each=cluster.each)
     steps = _order(config, prepared.sizes).steps(config.epochs)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
@@ -69,22 +71,6 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     return draft.commit(counts={"triplets": rows, "documents": prepared.documents, "steps": steps})
 
 
-def in_tasks(work: Callable[[Slice], Record], items: Sequence[Slice]) -> Iterator[Record]:
-    """Slices as Ray tasks, wherever there is room; records come as they are finished."""
-    if len(items) == 1:  # done here before a worker has started
-        yield work(items[0])
-        return
-    task, shared = ray.remote(num_cpus=1)(_apply), ray.put(work)
-    waiting = [task.remote(shared, item) for item in items]
-    while waiting:
-        (done,), waiting = ray.wait(waiting)
-        yield cluster.fetch(done)
-
-
-def _apply(work: Callable[[Slice], Record], item: Slice) -> Record:
-    return work(item)
-
-
 def launch(
     worker: Callable[[Settings], dict[str, str] | None],
     settings: Settings,
@@ -94,6 +80,7 @@ def launch(
 ) -> None:
     """Run `worker` on every rank under Ray Train and wait; a dead rank restarts the group.
 
+    Without workers, this process is the only rank (Ray Train's local mode).
     Ray's own records go to ``settings["work"]``; the worker finds its state in its own checkpoints there.
     What :func:`train_rank` returns is an error that a restart would only meet again, and is raised here.
     """
@@ -103,6 +90,8 @@ def launch(
     on_cpu = resources.gpus_per_worker == 0
     # DeepSpeed chooses its accelerator while it is imported.
     variables = {"DS_ACCELERATOR": "cpu"} if isinstance(schedule.strategy, DeepSpeed) and on_cpu else {}
+    if not resources.workers:
+        os.environ.update(variables)
     trainer = TorchTrainer(
         worker,  # type: ignore[arg-type]
         train_loop_config=settings,
@@ -135,7 +124,8 @@ def start_rank(config: type[S], settings: Settings, *, room: str) -> tuple[S, in
     context = ray.train.get_context()
     configure(rank=context.get_world_rank())
     found = validate(config, settings["config"], source=room)
-    torch.set_num_threads(max(int(found.resources.cpus_per_worker), 1))
+    if found.resources.workers:
+        torch.set_num_threads(max(int(found.resources.cpus_per_worker), 1))
     return found, context.get_world_rank(), context.get_world_size()
 
 
@@ -156,7 +146,7 @@ def train_rank(
     `make` builds another `stage` from config and seed. Returns an error that all ranks
     met together and would meet again: Ray would restart the group for one that is raised.
     """
-    device = get_device()
+    device = _device(schedule)
     first = ray.train.get_context().get_world_rank() == 0
     told, error = _trackers(schedule, settings["output"]) if first else ([], None)
     if mean_over_ranks(torch.tensor(float(error is not None), device=device)) > 0:
@@ -203,6 +193,11 @@ def _trackers(schedule: Schedule, output: str) -> tuple[list[Tracker], ConfigErr
         return [], error
 
 
+def _device(schedule: Schedule) -> torch.device:
+    """This rank's."""
+    return get_device() if schedule.resources.workers else torch.device("cpu")
+
+
 def _told(error: ScalingNoteError) -> dict[str, str]:
     return {"kind": type(error).__name__, "text": str(error)}
 
@@ -213,14 +208,17 @@ def _worker(settings: Settings) -> dict[str, str] | None:
 
     def make() -> StageOne:
         towers = dual_encoder.build(
-            config.query,
+            config.query_tower,
             config.document,
             dim=config.dim,
             tokenizers=settings["tokenizers"],
             seed=config.seed,
             share_base=config.share_base,
+            share_backbone=config.shares_backbone,
+            sparse=config.sparse is not None,
         )
-        return StageOne(towers, config.losses)
+        towers.sparse_query = sparse_query(config, towers.document.prompt.tokenizer)
+        return StageOne(towers, config.losses, sparse=config.sparse, align=config.align)
 
     stage = make()
     store, packed = Store.open(settings["store"]), config.memory.packing
@@ -228,12 +226,14 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     order = _order(config, store.facts["sizes"])
     return train_rank(
         stage,
-        TripletBatches(store, order, pads=pads, packed=packed, rank=rank, world=world),
+        TripletBatches(
+            store, order, pads=pads, packed=packed, rank=rank, world=world, steps=settings["steps"]
+        ),
         make=make,
         schedule=config,
         settings=settings,
         room="train",
-        save=lambda whole, folder: whole.towers.save(folder, merge_adapters=config.merge_adapters),
+        save=lambda whole, folder: _save(whole, folder, config=config, device=_device(config)),
         validation=config.validation,
         validate_with=lambda engine: validator(
             store,
@@ -243,10 +243,19 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             pads=pads,
             packed=packed,
             temperature=config.losses.temperature,
-            device=get_device(),
+            device=_device(config),
             seed=config.seed,
         ),
     )
+
+
+def _save(stage: StageOne, folder: Path, *, config: TrainConfig, device: torch.device) -> None:
+    """Write both towers; a token_wise one reads a whole vocabulary for that, on a GPU if there is one."""
+    if isinstance(stage.towers.query, TokenWise):
+        stage.towers.query.to(device)
+    dtype = compute_dtype(config.precision, device) if device.type == "cuda" else torch.float32
+    with autocast(device, dtype):
+        stage.towers.save(folder, merge_adapters=config.merge_adapters)
 
 
 def _order(config: TrainConfig, sizes: dict[str, int]) -> Order:

@@ -1,52 +1,51 @@
-"""The stage I loss of one rank: contrastive both ways plus margin, on every view and prefix (Eq. 5-12)."""
+"""The stage I loss of one rank: contrastive both ways plus margin, on every view and prefix (Eq. 5-12).
+
+LightRetriever's parts join it where they are asked for: the same losses for the whole query through the
+backbone of a token_wise tower, contrastive loss and FLOPs regulariser of term weights, and the KL that aligns
+cheap scores with the whole query's.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from scalingnote.errors import ConfigError, TrainingError
-from scalingnote.losses import masking, teacher_scores
-from scalingnote.losses.contrastive import info_nce
-from scalingnote.losses.margin import margin_loss
-from scalingnote.losses.matryoshka import prefixes
+from scalingnote.errors import ConfigError
+from scalingnote.losses import sparsity
+from scalingnote.losses.alignment import align_scores
+from scalingnote.losses.contrastive import cross_entropy
 from scalingnote.losses.temperature import Temperature
 from scalingnote.models.batch import Batch
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.train.config import Losses
-from scalingnote.train.distributed import Shares, gather, shares
+from scalingnote.models.token_wise import TokenWise
+from scalingnote.train.config import Align, Losses, Sparse
+from scalingnote.train.dense_loss import dense_alignment, dense_loss, stage_one_loss, whole_scores
+from scalingnote.train.meeting import Triplets, meet
+from scalingnote.train.sparse_scores import mean_terms, sparse_scores
 
-
-@dataclass(frozen=True)
-class Triplets:
-    """One rank's share of a step. Ids are 63-bit hashes, so that ranks can compare them as integers."""
-
-    queries: Batch
-    documents: Batch  # the positives of all queries, then all first negatives, then all second ones...
-    query_ids: Int[Tensor, " queries"]
-    document_ids: Int[Tensor, " docs"]
-    known_positives: Int[Tensor, "queries known"]  # padded with -1; equally wide on all ranks
-    weights: Float[Tensor, " queries"]  # of each row in every loss
-    # A teacher's score of the positive, then of each negative; NaN rows were never scored. None: no row was.
-    scores: Float[Tensor, "queries group"] | None = None
-
-    def to(self, device: torch.device) -> "Triplets":
-        """The same triplets on a device."""
-        parts = (getattr(self, field.name) for field in fields(self))
-        moved: list[Any] = [None if part is None else part.to(device) for part in parts]
-        return Triplets(*moved)
+__all__ = ["StageOne", "Triplets", "stage_one_loss"]
 
 
 class StageOne(nn.Module):
     """Dual encoder and loss as one module; what a step trains, plainly or through GradCache."""
 
-    def __init__(self, towers: DualEncoder, losses: Losses, *, uneven: bool = False) -> None:
+    def __init__(
+        self,
+        towers: DualEncoder,
+        losses: Losses,
+        *,
+        sparse: Sparse | None = None,
+        align: Align | None = None,
+        uneven: bool = False,
+    ) -> None:
         """`uneven`: ranks may bring different numbers of rows, and tell each other at every step."""
         super().__init__()
         self.towers, self._losses, self._uneven = towers, losses, uneven
+        self._sparse, self._align = sparse, align
+        # The whole query is read beside the cheap one, which is what is kept.
+        self._twice = align is not None and isinstance(towers.query, TokenWise)
         self.temperature = Temperature(losses.temperature) if losses.learn_temperature else None
         self._view_weights = _view_weights(towers.document.views, losses.view_weights)
 
@@ -61,10 +60,26 @@ class StageOne(nn.Module):
         return rows if self.temperature is None else rows | {"temperature": None}
 
     def encode(self, name: str, rows: Batch | None) -> Float[Tensor, "rows views dim"]:
-        """Embeddings of some rows of a tower, in float32; or the temperature as the only number of one."""
+        """What the loss reads of some rows, in float32; or the temperature as the only number of one.
+
+        Embeddings, but: an aligned query has a second view, the whole query's; a document with term
+        weights has one view, in which they stand behind all its embeddings.
+        """
         if rows is None:
             assert self.temperature is not None
             return self.temperature().float().view(1, 1, 1)  # type: ignore[no-any-return]
+        if name == "document" and self._sparse:
+            embeddings, terms = self.towers.document.read(rows)
+            return torch.cat([embeddings.float().flatten(1), terms.float()], dim=1)[:, None]
+        embeddings = self.embeddings(name, rows)
+        query = self.towers.query
+        if name == "query" and self._twice:
+            assert isinstance(query, TokenWise)
+            embeddings = torch.cat([embeddings, query.contextual(rows).float()], dim=1)
+        return embeddings
+
+    def embeddings(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
+        """Embeddings of some rows of a tower, in float32, and nothing else."""
         return self.towers.encode(name, rows).float()
 
     def loss(
@@ -73,112 +88,69 @@ class StageOne(nn.Module):
         """This rank's loss and its parts, and the temperature if it is learnt. Parts are of this rank alone:
         like the loss, their means over ranks are those of the global batch.
         """
-        queries, documents = embeddings["query"][:, 0], embeddings["document"]
+        queries, documents, terms = embeddings["query"], embeddings["document"], None
+        if self._sparse:
+            views, dim = len(self._view_weights), self.towers.document.dim
+            together, vocabulary = documents[:, 0], documents.shape[2] - views * dim
+            documents, terms = together.split([views * dim, vocabulary], dim=1)
+            documents = documents.unflatten(1, (views, dim))
         learnt = embeddings.get("temperature")
+        temperature = self._losses.temperature if learnt is None else learnt.squeeze()
         # bfloat16 would round cosines to 1/256, twenty times that when divided by the temperature.
         with torch.autocast(queries.device.type, enabled=False):
-            parts = stage_one_loss(
-                queries,
-                documents,
-                triplets,
-                self._losses,
-                temperature=self._losses.temperature if learnt is None else learnt.squeeze(),
-                view_weights=self._view_weights,
-                uneven=self._uneven,
-            )
-        loss = parts["contrastive"] + self._losses.alpha * parts["margin"]
-        if self._losses.teacher:
-            loss = loss + self._losses.teacher.weight * parts["teacher"]
+            loss, parts = self._parts(queries, documents, terms, triplets, temperature)
         if learnt is not None:
             parts["temperature"] = learnt.squeeze()
         return loss, {name: part.detach() for name, part in parts.items()}
 
-
-def stage_one_loss(
-    queries: Float[Tensor, "queries dim"],
-    documents: Float[Tensor, "docs views dim"],
-    triplets: Triplets,
-    losses: Losses,
-    *,
-    temperature: float | Float[Tensor, ""],
-    view_weights: Sequence[float],
-    uneven: bool = False,
-) -> dict[str, Float[Tensor, ""]]:
-    """L_con (Eq. 8), L_hard (Eq. 11) and the teacher's loss of this rank's queries, unweighted by alpha.
-
-    Candidates are the documents of all ranks. A view of weight 0 costs nothing.
-    """
-    size, share = len(queries), shares(queries, uneven=uneven)
-    groups = documents.unflatten(0, (-1, size)).transpose(0, 1)  # [queries, group, views, dim]
-    columns = 1 if losses.denominator == "positives_only" else groups.shape[1]
-    # Column by column: positives of all ranks first, then each column of negatives, or labels would shift.
-    candidates = gather(groups[:, :columns], share).transpose(0, 1).flatten(0, 1)
-    everybody = gather(queries, share) if losses.bidirectional else queries
-    not_negatives, not_queries = _masks(triplets, share, columns) if losses.mask_known else (None, None)
-    rows: dict[str, Any] = {"weights": triplets.weights * share.weight}
-    softmax: dict[str, Any] = {
-        "positives": torch.arange(size, device=queries.device) + share.start,
-        "temperature": temperature,
-        **rows,
-    }
-    zero = torch.zeros((), device=queries.device)
-    contrastive = margin = teacher = zero
-    for prefix_weight, (q, all_q, d, all_d) in prefixes(
-        queries, everybody, groups, candidates, dims=losses.matryoshka, weights=losses.matryoshka_weights
-    ):
-        for view, view_weight in enumerate(view_weights):
-            if not view_weight:
-                continue
-            weight = prefix_weight * view_weight
-            loss = info_nce(q, all_d[:, view], ignore=not_negatives, **softmax)
-            if losses.bidirectional:
-                back = info_nce(d[:, 0, view], all_q, ignore=not_queries, **softmax)
-                loss = (loss + back) / 2
-            contrastive = contrastive + weight * loss
-            cosines = torch.einsum("qd,qgd->qg", q, d[:, :, view])
-            if losses.alpha and cosines.shape[1] > 1:
-                margin = margin + weight * margin_loss(cosines, margin=losses.margin, **rows)
-            if losses.teacher:
-                teacher = teacher + weight * _teacher_loss(cosines / temperature, triplets, losses, rows)
-    parts = {"contrastive": contrastive, "margin": margin}
-    return parts | {"teacher": teacher} if losses.teacher else parts
+    def _parts(
+        self,
+        queries: Float[Tensor, "queries readings dim"],
+        documents: Float[Tensor, "docs views dim"],
+        terms: Float[Tensor, "docs vocabulary"] | None,
+        triplets: Triplets,
+        temperature: float | Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, align, sparse = self._losses, self._align, self._sparse
+        met = meet(triplets, documents, losses, uneven=self._uneven)
+        knobs: dict[str, Any] = {"temperature": temperature, "view_weights": self._view_weights}
+        parts = dense_loss(queries[:, 0], met, losses, **knobs)
+        loss = _together(parts, losses)
+        if self._twice:
+            parts["whole"] = _together(dense_loss(queries[:, 1], met, losses, **knobs), losses)
+            loss = loss + parts["whole"]
+        if align and self._twice:
+            parts["align"] = dense_alignment(queries[:, 0], queries[:, 1], met, losses, align, **knobs)
+            loss = loss + align.weight * parts["align"]
+        if sparse:
+            assert terms is not None
+            assert triplets.terms is not None, "a sparse head was asked for, the batch has no sparse queries"
+            scores = sparse_scores(
+                terms,
+                triplets.terms,
+                share=met.share,
+                columns=met.columns,
+                binary=sparse.query == "binary",
+            )
+            scores = scores / sparse.temperature
+            parts["sparse"] = cross_entropy(
+                scores, positives=met.positives, ignore=met.not_negatives, weights=met.weights
+            )
+            parts["flops"] = sparsity.flops(mean_terms(terms, share=met.share))
+            growing = 1.0 if triplets.progress is None else sparsity.ramp(triplets.progress, sparse.ramp)
+            loss = loss + sparse.weight * parts["sparse"] + sparse.flops * growing * parts["flops"]
+            if align:
+                view = len(self._view_weights) - 1  # the last one sees what all others do
+                teacher = whole_scores(queries[:, -1], met, max(losses.matryoshka), view, temperature)
+                parts["sparse_align"] = align_scores(scores, teacher=teacher, weights=met.weights)
+                loss = loss + align.weight * parts["sparse_align"]
+            parts["terms"] = (terms > 0).sum(1).float().mean()
+        return loss, parts
 
 
-def _teacher_loss(
-    student: Float[Tensor, "queries group"], triplets: Triplets, losses: Losses, rows: dict[str, Any]
-) -> Float[Tensor, ""]:
-    """Of the student's logits, which are what its own softmax sees: cosines over the temperature."""
-    assert losses.teacher is not None
-    if triplets.scores is None:
-        raise TrainingError(
-            "losses.teacher is set, but the triplets carry no scores: collect them with a ranking model, "
-            "or leave losses.teacher out"
-        )
-    if losses.teacher.kind == "kl":
-        return teacher_scores.kl(student, triplets.scores / losses.teacher.temperature, **rows)
-    return teacher_scores.margin_mse(student, triplets.scores, **rows)
-
-
-def _masks(
-    triplets: Triplets, share: Shares, columns: int
-) -> tuple[Bool[Tensor, "queries docs"], Bool[Tensor, "queries all"]]:
-    """Candidates that are no negatives of this rank's queries, and queries that are none of its positives."""
-    ids = triplets.document_ids.unflatten(0, (-1, len(triplets.query_ids))).T
-    query_ids, known = triplets.query_ids, triplets.known_positives
-    # One exchange for all ids.
-    everybody = gather(torch.cat([query_ids[:, None], ids[:, :columns], known], dim=1), share)
-    all_query_ids, all_ids, all_known = everybody.split([1, columns, known.shape[1]], dim=1)
-    not_negatives = masking.answers(
-        query_ids, ids[:, 0], known, all_query_ids=all_query_ids[:, 0], candidate_ids=all_ids.T.flatten()
-    )
-    not_queries = masking.answered(
-        query_ids,
-        ids[:, 0],
-        all_query_ids=all_query_ids[:, 0],
-        all_positive_ids=all_ids[:, 0],
-        all_known=all_known,
-    )
-    return not_negatives, not_queries
+def _together(parts: Mapping[str, Tensor], losses: Losses) -> Tensor:
+    loss = parts["contrastive"] + losses.alpha * parts["margin"]
+    return loss + losses.teacher.weight * parts["teacher"] if losses.teacher else loss
 
 
 def _view_weights(views: Sequence[str], weights: Mapping[Any, float]) -> tuple[float, ...]:

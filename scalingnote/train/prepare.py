@@ -19,10 +19,13 @@ import pyarrow.compute as pc
 import pyarrow.ipc
 from jaxtyping import Int64, Shaped, UInt64
 from numpy import ndarray
+from tokenizers import Tokenizer
 
 from scalingnote.errors import DataError
 from scalingnote.log import get_logger
+from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
+from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, write_table
 from scalingnote.storage.exchange import hash_of
@@ -66,21 +69,29 @@ def _prepare(config: TrainConfig, dataset: Artifact, triplets: Artifact, folder:
     run = partial(run_slices, folder=folder, each=each, room="train")
 
     run("names", partial(_names, triplets=triplets, folder=folder), of_triplets)
-    wanted = _merged([_array(fs.join(folder, _name("names", i))) for i in range(len(of_triplets))])
+    wanted = merged([array(fs.join(folder, _name("names", i))) for i in range(len(of_triplets))])
     write_table(fs.join(folder, "wanted.arrow"), pa.table({"hash": wanted}))
 
     learnt = _tokenizers(config, dataset, triplets, wanted, folder)
-    query = corpus.prompt(config.query, role="query", tokenizer_json=learnt.get("query"))
-    document = corpus.prompt(config.document, role="document", tokenizer_json=learnt.get("document"))
-    assert isinstance(query, QueryPrompt)
+    query = corpus.prompt(config.query_tower, role="query", tokenizer_json=learnt.get("query"))
+    document = corpus.prompt(
+        config.document,
+        role="document",
+        tokenizer_json=learnt.get("document"),
+        sparse=config.sparse is not None,
+    )
     assert isinstance(document, DocumentPrompt)
+    assert not isinstance(query, DocumentPrompt)
+    terms = sparse_query(config, document.tokenizer)
     written = run(
         "documents", partial(_documents, dataset=dataset, prompt=document, folder=folder), of_documents
     )
-    place = _place(wanted, written, folder)
+    place = place_of(wanted, written, folder)
     write_table(fs.join(folder, "place.arrow"), pa.table({"row": place}))
 
-    rows = run("rows", partial(_rows, triplets=triplets, prompt=query, folder=folder), of_triplets)
+    rows = run(
+        "rows", partial(_rows, triplets=triplets, prompt=query, sparse=terms, folder=folder), of_triplets
+    )
     _finish(written, rows, folder)
 
 
@@ -92,12 +103,32 @@ def _names(item: Slice, *, triplets: Artifact, folder: str) -> Record:
 
 def _documents(item: Slice, *, dataset: Artifact, prompt: DocumentPrompt, folder: str) -> Record:
     batches = corpus.read(dataset, item[1], corpus.COLUMNS)
-    wanted = _array(fs.join(folder, "wanted.arrow"))
+    wanted = array(fs.join(folder, "wanted.arrow"))
     table, problems = tokens.tokenise_slice(batches, prompt=prompt, wanted=wanted)
     return {"files": write_tables(folder, {_name("documents", item[0]): table}), "problems": problems}
 
 
-def _rows(item: Slice, *, triplets: Artifact, prompt: QueryPrompt, folder: str) -> Record:
+def sparse_query(config: TrainConfig, tokenizer: Tokenizer) -> SparseQuery | None:
+    """How this run reads a query as terms: by the document tower's tokenizer. None without a sparse head."""
+    sparse = config.sparse
+    if sparse is None:
+        return None
+    return SparseQuery(
+        Tokenizer.from_str(tokenizer.to_str()),
+        max_length=config.query.max_length,
+        weighting=sparse.query,
+        lowercase=sparse.lowercase,
+    )
+
+
+def _rows(
+    item: Slice,
+    *,
+    triplets: Artifact,
+    prompt: QueryPrompt | LookupPrompt,
+    sparse: SparseQuery | None,
+    folder: str,
+) -> Record:
     number, parts = item
     table = pa.concat_tables(triplets.table(part) for part in parts)
     found = [name.replace("triplets/", "answers/", 1) for name in parts]
@@ -106,8 +137,9 @@ def _rows(item: Slice, *, triplets: Artifact, prompt: QueryPrompt, folder: str) 
         table,
         pa.concat_tables(answers) if answers else None,
         prompt=prompt,
-        wanted=_array(fs.join(folder, "wanted.arrow")),
-        place=_array(fs.join(folder, "place.arrow")),
+        wanted=array(fs.join(folder, "wanted.arrow")),
+        place=array(fs.join(folder, "place.arrow")),
+        sparse=sparse,
     )
     kept = rows.drop_columns(["split", "part"])
     training = pc.equal(rows["split"], "train")
@@ -126,11 +158,12 @@ def _rows(item: Slice, *, triplets: Artifact, prompt: QueryPrompt, folder: str) 
         "left_out": left_out,
         "group": rows.schema.field("documents").type.list_size if len(rows) else None,
         "known": pc.max(pc.list_value_length(rows["known"])).as_py() or 0,
+        "terms": (pc.max(pc.list_value_length(rows["terms"])).as_py() or 0) if sparse else None,
         "scored": not bool(pc.all(pc.is_nan(pc.list_flatten(rows["scores"]))).as_py()),
     }
 
 
-def _merged(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:
+def merged(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:
     """The union of sorted arrays, sorted, a range of values at a time."""
     ranges = max(sum(map(len, sorted_arrays)) // _MERGED_AT_ONCE, 1)
     bounds = np.array([(i << 64) // ranges for i in range(1, ranges)], dtype=np.uint64)
@@ -140,7 +173,7 @@ def _merged(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:
     return np.concatenate([np.empty(0, np.uint64), *(np.unique(np.concatenate(p)) for p in pieces)])
 
 
-def _place(
+def place_of(
     wanted: UInt64[ndarray, " named"], written: Sequence[Record], folder: str
 ) -> Int64[ndarray, " named"]:
     """The row number of each wanted document, or why it has none."""
@@ -150,7 +183,7 @@ def _place(
         for doc_id in record["problems"]:
             place[np.searchsorted(wanted, hash_of(pa.array([doc_id])))] = tokens.UNREADABLE
         for name, part in listed(record["files"]):
-            at = np.searchsorted(wanted, _array(fs.join(folder, name)))
+            at = np.searchsorted(wanted, array(fs.join(folder, name)))
             if (place[at] >= 0).any() or len(np.unique(at)) < len(at):
                 raise DataError(
                     "a doc_id comes twice in the dataset, or two have the same 64-bit hash "
@@ -171,7 +204,7 @@ def _tokenizers(
     uri = fs.join(folder, "tokenizers.json")
     if not fs.exists(uri):
         learnt = corpus.tokenizers(
-            {"query": config.query, "document": config.document},
+            {"query": config.query_tower, "document": config.document},
             texts=lambda: corpus.texts(triplets, dataset, wanted),
         )
         fs.write_bytes(uri, json.dumps(learnt).encode())
@@ -210,6 +243,7 @@ def _finish(documents: Sequence[Record], rows: Sequence[Record], folder: str) ->
         "documents": sum(part.rows or 0 for _, part in tables["documents"]),
         "known": max(record["known"] for record in rows),
         "scored": any(record["scored"] for record in rows),
+        "terms": max((record["terms"] for record in rows if record["terms"] is not None), default=None),
     }
     Store.finish(folder, tables, facts)
 
@@ -218,7 +252,7 @@ def _name(table: str, number: int) -> str:
     return f"{table}/{number:05d}.arrow"
 
 
-def _array(uri: str) -> Shaped[ndarray, " rows"]:
+def array(uri: str) -> Shaped[ndarray, " rows"]:
     """The first column of an Arrow file; its bytes stay on disk where that is local."""
     with fs.open_input(uri) as source:
         column = pa.ipc.open_file(source).read_all().column(0)

@@ -11,14 +11,16 @@ from itertools import accumulate
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Int64, UInt64
+from jaxtyping import Bool, Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.errors import TrainingError
+from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage.exchange import hash_of
 from scalingnote.train.corpus import among
-from scalingnote.train.stream import list_column, one_chunk, token_columns
+from scalingnote.train.stream import IDS, list_column, one_chunk, token_columns
 
 MISSING, UNREADABLE = -1, -2  # in place of a row number
 # Known positives of a query kept for masking; more than this many are not masked.
@@ -57,7 +59,7 @@ def tokenise_slice(
             hashes.append(found[kept][readable])
             yield [row for row in rows if isinstance(row, Row)]
 
-    columns = token_columns(blocks(), views=len(prompt.views))
+    columns = token_columns(blocks(), views=prompt.width)
     return one_chunk({"hash": pa.array(np.concatenate(hashes)), **columns}), problems
 
 
@@ -65,54 +67,78 @@ def triplet_slice(
     triplets: pa.Table,
     answers: pa.Table | None,
     *,
-    prompt: QueryPrompt,
+    prompt: QueryPrompt | LookupPrompt,
     wanted: UInt64[ndarray, " named"],
     place: Int64[ndarray, " named"],
+    sparse: SparseQuery | None = None,
 ) -> tuple[pa.Table, int]:
     """Rows of triplets that training can read, and how many name an unreadable document and were left out.
 
+    Columns of a row: ``ids`` and ``positions`` of its query, ``terms`` of the `sparse` one, and those of
+    :func:`triplet_columns`.
+    """
+    columns, readable = triplet_columns(triplets, answers, wanted=wanted, place=place)
+    texts = pc.dictionary_encode(triplets["query"].combine_chunks())
+    distinct = texts.dictionary.to_pylist()
+    blocks = (prompt.rows(distinct[start : start + _BLOCK]) for start in range(0, len(distinct), _BLOCK))
+    tokens = token_columns(blocks, views=len(prompt.views))
+    if sparse is not None:
+        terms = sparse.tokens(distinct)
+        flat = np.array([term for row in terms for term in row], dtype=np.int32)
+        tokens["terms"] = list_column(flat, [0, *accumulate(map(len, terms))], IDS)
+    table = one_chunk({**{name: column.take(texts.indices) for name, column in tokens.items()}, **columns})
+    return table.filter(pa.array(readable)).combine_chunks(), int((~readable).sum())
+
+
+def triplet_columns(
+    triplets: pa.Table,
+    answers: pa.Table | None,
+    *,
+    wanted: UInt64[ndarray, " named"],
+    place: Int64[ndarray, " named"],
+) -> tuple[dict[str, pa.Array], Bool[ndarray, " rows"]]:
+    """What triplets say but for the texts, and which of them name readable documents alone.
+
     `place` holds a row number for each of the `wanted` hashes, or why there is none. Columns of a row:
-    ``ids`` and ``positions`` of its query, ``query`` (a hash), ``documents`` (row numbers, the positive
-    first), ``known`` (row numbers of documents known to answer the query), ``weight``, ``scores`` (NaN
-    where there are none), and ``split`` and ``part`` (source/hop), by which rows are filed.
+    ``query`` (see :func:`query_number`), ``documents`` (row numbers, the positive first), ``known`` (row
+    numbers of documents known to answer the query), ``weight``, ``scores`` (NaN where there are none), and
+    ``split`` and ``part`` (source/hop), by which rows are filed.
     """
     group = 1 + _width(triplets["negatives"])
     ids = pa.chunked_array(
         [*triplets["positive"].chunks, *pc.list_flatten(triplets["negatives"]).chunks], pa.string()
     )
     hashes = hash_of(ids)
-    rows = _rows(hashes, wanted, place)
+    rows = rows_of(hashes, wanted, place)
     if (rows == MISSING).any():
         lost = ids[int(np.flatnonzero(rows == MISSING)[0])].as_py()
         raise TrainingError(f"triplets name document {lost!r}, which the dataset lacks: re-run collect")
     size = len(triplets)
     documents = np.concatenate([rows[:size, None], rows[size:].reshape(size, group - 1)], axis=1)
     coded = pc.dictionary_encode(triplets["query_id"].combine_chunks())
-    texts = pc.dictionary_encode(triplets["query"].combine_chunks())
-    distinct = texts.dictionary.to_pylist()
-    blocks = (prompt.rows(distinct[start : start + _BLOCK]) for start in range(0, len(distinct), _BLOCK))
-    tokens = token_columns(blocks, views=len(prompt.views))
-    table = one_chunk(
-        {
-            **{name: column.take(texts.indices) for name, column in tokens.items()},
-            "query": pa.array((hash_of(coded.dictionary) >> np.uint64(1)).astype(np.int64)).take(
-                coded.indices
-            ),
-            "documents": pa.FixedSizeListArray.from_arrays(pa.array(documents.reshape(-1)), group),
-            "known": _known(coded, documents[:, 0], answers, wanted, place).take(coded.indices),
-            "weight": triplets["weight"].combine_chunks().cast(pa.float32()),
-            "scores": _scores(triplets, group),
-            "split": triplets["split"].combine_chunks(),
-            "part": pc.binary_join_element_wise(triplets["source"], triplets["hop"], "/").combine_chunks(),
-        }
-    )
-    readable = (documents >= 0).all(axis=1)
-    return table.filter(pa.array(readable)).combine_chunks(), int((~readable).sum())
+    columns = {
+        "query": pa.array(query_number(coded.dictionary)).take(coded.indices),
+        "documents": pa.FixedSizeListArray.from_arrays(pa.array(documents.reshape(-1)), group),
+        "known": _known(coded, documents[:, 0], answers, wanted, place).take(coded.indices),
+        "weight": triplets["weight"].combine_chunks().cast(pa.float32()),
+        "scores": _scores(triplets, group),
+        "split": triplets["split"].combine_chunks(),
+        "part": pc.binary_join_element_wise(triplets["source"], triplets["hop"], "/").combine_chunks(),
+    }
+    readable: ndarray = np.asarray((documents >= 0).all(axis=1))
+    return columns, readable
 
 
-def _rows(
+def query_number(query_ids: pa.Array | pa.ChunkedArray) -> Int64[ndarray, " rows"]:
+    """What a query is known by while training: 63 bits of a hash of its id."""
+    numbers: ndarray = (hash_of(query_ids) >> np.uint64(1)).astype(np.int64)
+    return numbers
+
+
+def rows_of(
     hashes: UInt64[ndarray, " hashes"], wanted: UInt64[ndarray, " named"], place: Int64[ndarray, " named"]
 ) -> Int64[ndarray, " hashes"]:
+    """Row numbers of documents by the hashes of their ids, or why there is none: `place` of the `wanted`."""
     found = among(hashes, wanted)
     rows = np.full(len(hashes), MISSING, dtype=np.int64)
     rows[found] = place[np.searchsorted(wanted, hashes[found])]
@@ -153,7 +179,7 @@ def _known(
         code = pc.index_in(answers["query_id"], value_set=queries.dictionary)
         answers = answers.append_column("code", code).filter(pc.is_valid(code))
         codes.append(answers["code"].to_numpy().astype(np.int64))
-        documents.append(_rows(hash_of(answers["positive"]), wanted, place))
+        documents.append(rows_of(hash_of(answers["positive"]), wanted, place))
     code, document = np.concatenate(codes), np.concatenate(documents)
     code, document = code[document >= 0], document[document >= 0]
     _, first = np.unique(code * (len(place) + 1) + document, return_index=True)

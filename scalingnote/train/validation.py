@@ -112,7 +112,7 @@ def measure(
 class Measured(Protocol):
     """What is needed of an engine."""
 
-    module: nn.Module  # with the `encode` of a Cacheable
+    module: nn.Module  # with `embeddings(name, rows)` of its towers, as stage I has it
 
     def precision(self) -> AbstractContextManager[Any]:
         """The autocast of a forward pass."""
@@ -169,7 +169,7 @@ def _encode(
     share = -(-len(rows) // world)
     # Dealt out in turn, so that ranks have equally long rows; the last is dealt again to make shares equal.
     own = longest_first[np.minimum(np.arange(share) * world + rank(), len(rows) - 1)].tolist()
-    encode = cast(Any, module).encode
+    encode = cast(Any, module).embeddings
     parts = []
     for start in range(0, share, _ROWS_PER_FORWARD):
         chosen = [rows[number] for number in own[start : start + _ROWS_PER_FORWARD]]

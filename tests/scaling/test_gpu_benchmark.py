@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_queries
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,24 @@ def test_without_a_gpu_the_dry_run_is_named(monkeypatch, capsys, tmp_path):
     assert "--dry-run" in capsys.readouterr().err
 
 
-def test_the_dry_run_writes_its_metrics(monkeypatch, tmp_path, figures: list[dict]):
+@pytest.fixture(scope="module")
+def queries() -> list[dict]:
+    return gpu_queries.measure_all(gpu.TINY, torch.device("cpu"), seconds=0.0)
+
+
+def test_queries_of_every_tower_are_measured_beside_the_papers(queries: list[dict]):
+    towers = ["llm", "12 layers", "4 layers", "1 layer", "lookup", "lookup on CPU"]
+    assert [row["tower"] for row in queries] == towers
+    assert all(row[f"batch {batch}"] > 0 for row in queries for batch in gpu_queries.BATCHES)
+    assert all(row["paper"] > 0 for row in queries)
+    assert queries[-1]["over llm"] > 1
+
+
+def test_the_dry_run_writes_its_metrics(monkeypatch, tmp_path, figures: list[dict], queries: list[dict]):
     monkeypatch.setattr(gpu, "measure_all", lambda *args, **kwargs: figures)
+    monkeypatch.setattr(gpu_queries, "measure_all", lambda *args, **kwargs: queries)
     monkeypatch.setattr(sys, "argv", ["gpu", "--dry-run", "--json", str(tmp_path / "gpu.json")])
     gpu.main()
     metrics = json.loads((tmp_path / "gpu.json").read_text())["metrics"]
     assert metrics["train_lora_packed_tokens_per_s"] > 0
+    assert metrics["queries_lookup_over_llm"] == queries[-2]["over llm"]

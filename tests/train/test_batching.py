@@ -335,5 +335,5 @@ def test_sorted_names_are_merged_a_range_at_a_time(monkeypatch: pytest.MonkeyPat
     arrays = [np.unique(rng.integers(0, 2**64, 30, dtype=np.uint64)) for _ in range(4)]
     arrays[1] = np.unique(np.concatenate([arrays[1], arrays[0][::3]]))
     expected = np.unique(np.concatenate(arrays))
-    assert preparing._merged(arrays).tolist() == expected.tolist()
-    assert preparing._merged([]).tolist() == []
+    assert preparing.merged(arrays).tolist() == expected.tolist()
+    assert preparing.merged([]).tolist() == []

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import ranks
 import tiny
 from scalingnote.distill.batching import Lesson
+from scalingnote.distill.config import DistillLosses
 from scalingnote.distill.objective import StageTwo
 from scalingnote.models import backbone, tower
 from scalingnote.models.dual_encoder import DualEncoder
@@ -129,7 +130,7 @@ def test_a_student_is_cached_too():
     teacher = torch.randn(7, 8, generator=torch.Generator().manual_seed(0))
     results = []
     for backward in (lambda *a, **k: cached_backward(*a, **k)[0], plain_backward):
-        student = StageTwo(made.towers.query, cosine_weight=1.0)
+        student = StageTwo(made.towers.query, DistillLosses())
         student.zero_grad()
         torch.manual_seed(5)
         loss = backward(PlainEngine(student), Lesson(batch.queries, teacher), config=CONFIG)

@@ -13,14 +13,13 @@ from torch.distributed.tensor import DTensor
 
 import ranks
 import tiny
-from scalingnote.config import Resources
 from scalingnote.errors import ConfigError
 from scalingnote.losses.temperature import Temperature
 from scalingnote.models import backbone, dual_encoder, tower
 from scalingnote.models.config import Lora
 from scalingnote.models.tower import Batch
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Schedule
+from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.distributed import gather, rank, shares, world_size
 from scalingnote.train.grad_cache import cached_backward
 from scalingnote.train.strategies.engine import Engine, build, load_weights
@@ -112,7 +111,7 @@ def schedule(job: Job) -> Schedule:
         global_batch=ROWS,
         memory=job.memory,
         precision=job.precision,  # type: ignore[arg-type]
-        resources=Resources(workers=world_size()),
+        resources=Ranks(workers=world_size()),
     )
 
 

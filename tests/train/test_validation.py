@@ -43,7 +43,7 @@ class BagOfTokens(nn.Module):
         self.dropout, self.frozen = nn.Dropout(0.5), nn.Dropout(0.5)
         self.calls = 0
 
-    def encode(self, name: str, rows: Batch) -> Tensor:
+    def embeddings(self, name: str, rows: Batch) -> Tensor:
         self.calls += 1
         assert not torch.is_grad_enabled()
         rows = rows.padded(0)

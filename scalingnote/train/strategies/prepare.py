@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from scalingnote.models.cross_encoder import CrossEncoder
+from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.train.config import Memory
 
@@ -28,8 +30,9 @@ def prepare(module: nn.Module, memory: Memory) -> nn.Module:
 
 def backbones(module: nn.Module) -> list[nn.Module]:
     """The transformers inside, each once, though two towers may share one."""
-    found = {id(tower.backbone): tower.backbone for tower in module.modules() if isinstance(tower, Tower)}
-    return list(found.values())
+    kinds = Tower | TokenWise | CrossEncoder
+    towers = [tower for tower in module.modules() if isinstance(tower, kinds)]
+    return list({id(tower.backbone): tower.backbone for tower in towers}.values())
 
 
 def layers(backbone: nn.Module) -> list[nn.Module]:
@@ -37,6 +40,12 @@ def layers(backbone: nn.Module) -> list[nn.Module]:
     if isinstance(backbone, nn.ModuleList):
         return list(backbone)
     return [layer for child in backbone.children() for layer in layers(child)]
+
+
+def tied_heads(module: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+    """Sparse heads without weights of their own, each with the input table it reads instead."""
+    towers = [tower for tower in module.modules() if isinstance(tower, Tower) and tower.sparse]
+    return [(t.sparse, t.input_table) for t in towers if t.sparse is not None and t.sparse.own is None]
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:

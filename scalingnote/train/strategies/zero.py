@@ -24,7 +24,7 @@ from scalingnote.models.precision import compute_dtype
 from scalingnote.train.config import DeepSpeed, Schedule
 from scalingnote.train.distributed import rank, world_size
 from scalingnote.train.strategies import optimizer
-from scalingnote.train.strategies.prepare import autocast, prepare, surrogate, trainable
+from scalingnote.train.strategies.prepare import autocast, prepare, surrogate, tied_heads, trainable
 
 
 class ZeroEngine:
@@ -49,6 +49,10 @@ class ZeroEngine:
         def make(parameters: Any) -> torch.optim.Optimizer:
             return optimizer.make([list(parameters)], schedule.optimizer, device=state_device)
 
+        if config.stage == 3:
+            # Read by a module that does not own it: to be gathered there too.
+            for head, table in tied_heads(module):
+                deepspeed.zero.register_external_parameter(head, table)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # its own use of torch's older names
             self._engine = deepspeed.initialize(

@@ -1,0 +1,125 @@
+"""LightRetriever from triplets to search: tokens as its towers want them, and a table that finds."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import light
+import tiny
+from scalingnote.encode.encoder import Encoder
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.models import dual_encoder
+from scalingnote.models.config import LookupConfig, TokenWiseConfig
+from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact
+from scalingnote.train.batching import TripletBatches
+from scalingnote.train.config import Align, Losses, Sparse, TrainConfig
+from scalingnote.train.objective import StageOne
+from scalingnote.train.order import Order
+from scalingnote.train.prepare import Prepared, prepare, sparse_query
+from scalingnote.train.stream import Store
+
+STEPS = 60
+CONFIG = TrainConfig(
+    query=TokenWiseConfig(max_length=16, instruction="find: ", storage="float32"),
+    document=light.document_tower(),
+    dim=light.DIM,
+    losses=Losses(temperature=0.1, bidirectional=False, alpha=0, matryoshka=(light.DIM,)),
+    sparse=Sparse(),
+    align=Align(),
+)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return tiny.dataset(str(tmp_path_factory.mktemp("dataset") / "dataset"))
+
+
+@pytest.fixture(scope="module")
+def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder = tmp_path_factory.mktemp("prepared")
+    found = tiny.triplets(str(folder / "triplets"), dataset)
+    return prepare(CONFIG, dataset=dataset, triplets=found, folder=str(folder / "store"))
+
+
+def stage(prepared: Prepared, config: TrainConfig = CONFIG) -> StageOne:
+    towers = dual_encoder.build(
+        config.query_tower,
+        config.document,
+        dim=config.dim,
+        tokenizers=prepared.tokenizers,
+        seed=0,
+        share_base=True,
+        share_backbone=config.shares_backbone,
+        sparse=config.sparse is not None,
+    )
+    towers.sparse_query = sparse_query(config, towers.document.prompt.tokenizer)
+    return StageOne(towers, config.losses, sparse=config.sparse, align=config.align)
+
+
+def batches(prepared: Prepared) -> TripletBatches:
+    order = Order(prepared.sizes, global_batch=24, seed=0)
+    store = Store.open(prepared.store)
+    return TripletBatches(store, order, pads=(0, 0), packed=True, rank=0, world=1, steps=STEPS)
+
+
+def test_a_batch_holds_tokens_terms_and_spans(prepared: Prepared):
+    made, batch = stage(prepared), batches(prepared)(3)
+    assert batch.progress.item() == pytest.approx(3 / STEPS)
+    ids, lengths = batch.queries.flat()
+    rows = [part.tolist() for part in ids.split(lengths.tolist())]
+    terms = [[term for term in row if term >= 0] for row in batch.terms.tolist()]
+    assert rows == terms  # both towers have one tokenizer here, and the query tower adds nothing
+    assert max(map(len, terms)) <= batch.terms.shape[1] == Store.open(prepared.store).facts["terms"]
+    assert batch.documents.positions.shape[1] == made.towers.document.prompt.width
+
+
+def test_a_lookup_table_may_be_trained_by_itself(dataset: Artifact, tmp_path: Path):
+    config = CONFIG.model_copy(update={"query": LookupConfig(max_length=16), "align": None, "sparse": None})
+    found = prepare(
+        config,
+        dataset=dataset,
+        triplets=tiny.triplets(str(tmp_path / "triplets"), dataset),
+        folder=str(tmp_path / "store"),
+    )
+    made = stage(found, config)
+    loss, parts = made(batches(found)(0))
+    loss.backward()
+    assert set(parts) == {"contrastive", "margin"}
+    assert made.towers.query.table.grad.abs().sum() > 0
+    assert batches(found)(0).terms is None
+
+
+def test_what_it_learns_finds_documents_by_table_and_by_counts(prepared: Prepared, tmp_path: Path):
+    torch.manual_seed(0)
+    made, source = stage(prepared), batches(prepared)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
+    losses = []
+    for step in range(STEPS):
+        loss, _ = made(source(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+    made.eval().towers.save(tmp_path)
+    documents = tiny.document_rows()
+    encoder = Encoder.load(tmp_path / "document", precision="float32")
+    embeddings = vectors.unit(encoder.encode_documents(pa.Table.from_pylist(documents))["summary"])
+    texts = [row["title"] for row in documents]
+    cheap = vectors.unit(QueryEncoder.load(tmp_path / "query").encode_queries(texts))
+    by_table = np.argsort(-(cheap @ embeddings.T), axis=1)[:, :10]
+    terms = [
+        dict(zip(t, i, strict=True))
+        for t, i in zip(*(c.to_pylist() for c in encoder.terms.columns()), strict=True)
+    ]
+    counted = SparseQuery.load(tmp_path / "sparse_query").tokens(texts)
+    scores = np.array([[sum(doc.get(t, 0.0) for t in row) for doc in terms] for row in counted])
+    by_counts = np.argsort(-scores, axis=1)[:, :10]
+    chance = 10 / len(documents)
+    for found in (by_table, by_counts):
+        assert np.mean([i in row for i, row in enumerate(found)]) > 2 * chance
