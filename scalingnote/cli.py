@@ -26,9 +26,11 @@ STAGES = {
     "planner": "learn which words of a query matter",
     "collect": "turn clicks and rankings into training triplets",
     "train": "stage I: train both towers",
-    "teacher": "embed the training queries with stage I's query tower",
+    "cross_encoder": "train a dual-pooled cross-encoder, a teacher in stage I's place",
+    "teacher": "embed the training queries with the teacher",
     "distill": "stage II: train the small query tower on those embeddings",
     "encode": "embed the documents",
+    "encode_student": "embed the documents with a student that has a document tower",
     "mine": "find fresh hard negatives with the trained towers",
     "quantize": "assign semantic IDs by residual K-means",
     "index": "build the sharded index",
@@ -87,11 +89,18 @@ def _parser() -> argparse.ArgumentParser:
     search = command("search", _search, "search a finished run from the shell, without a server")
     search.add_argument("query", help="what to look for")
     search.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    search.add_argument("--form", default="auto", help="of the query tower: onnx_int8, torch, ...")
     search.add_argument("-k", type=int, default=5, help="number of results, default: %(default)s")
 
     serve = command("serve", _serve, "serve a finished run: HTTP and a search page on one URL")
     serve.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
     _add_set(serve)
+
+    export = command("export", _export, "write a run's query tower as an ONNX graph, checked on real queries")
+    export.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    export.add_argument(
+        "--form", choices=("onnx_int8", "onnx"), default="onnx_int8", help="default: %(default)s"
+    )
 
     publish = command("publish", _publish, "copy a run's towers out, each a folder with a model card")
     publish.add_argument("folder", help="where they go: dual_encoder/query, dual_encoder/document, ...")
@@ -245,11 +254,13 @@ def _search(options: argparse.Namespace) -> int:
     config = pipeline.load_run(options.run)
     index = pipeline.locate(config, "index")
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
-    from scalingnote.encode.encoder import Encoder
+    from scalingnote.encode import exported
+    from scalingnote.encode.query_encoder import QueryEncoder
     from scalingnote.search.searcher import Searcher
 
     clock = [time.perf_counter()]
-    encoder = Encoder.load(tower.directory("query"))
+    tower = exported.find(tower, options.form, options.run)
+    encoder = QueryEncoder.load(tower.directory("query"), options.form)
     searcher = Searcher.open(index.uri)
     clock.append(time.perf_counter())
     queries = encoder.encode_queries([options.query])
@@ -263,7 +274,8 @@ def _search(options: argparse.Namespace) -> int:
         print(f"     {result.doc_id} · {document['topic']} · {document['semantic_id']}")
         print(f"     {' '.join(document['snippet'].split())[:200]}\n")
     load, encode, search = (1000 * (after - before) for before, after in itertools.pairwise(clock))
-    print(f"{len(results)} results; load {load:.0f} ms, encode {encode:.1f} ms, search {search:.1f} ms")
+    times = f"load {load:.0f} ms, encode ({encoder.form}) {encode:.1f} ms, search {search:.1f} ms"
+    print(f"{len(results)} results; {times}")
     return 0
 
 
@@ -279,12 +291,33 @@ def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
     return int(importlib.import_module("serve.app").run(run_dir, overrides=overrides))
 
 
+def _export(options: argparse.Namespace) -> int:
+    from scalingnote import pipeline
+    from scalingnote.encode import exported
+    from scalingnote.encode.config import ExportConfig
+    from scalingnote.log import configure
+
+    configure()
+    config = pipeline.load_run(options.run)
+    tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
+    made = exported.build(
+        ExportConfig(form=options.form),
+        tower=tower,
+        dataset=pipeline.locate(config, "dataset"),
+        run_dir=options.run,
+    )
+    cosine = made.manifest.info["least_cosine"]
+    print(f"{made.uri}\nleast cosine to the tower over {made.counts['golden']} queries: {cosine:.5f}")
+    return 0
+
+
 def _publish(options: argparse.Namespace) -> int:
     from scalingnote import pipeline
     from scalingnote.models.publish import publish
 
     config = pipeline.load_run(options.run)
-    for kind in ("dual_encoder", "student") if config.distill else ("dual_encoder",):
+    built = {stage.builds for stage in pipeline.stages(config)}
+    for kind in (kind for kind in ("dual_encoder", "student") if kind in built):
         for folder in publish(pipeline.locate(config, kind), Path(options.folder) / kind):
             print(folder)
     return 0

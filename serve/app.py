@@ -22,6 +22,7 @@ from ray.serve.schema import LoggingConfig
 
 from scalingnote import cluster, pipeline
 from scalingnote.config import Config, load
+from scalingnote.encode import exported
 from scalingnote.errors import ArtifactError, ConfigError, SearchError
 from scalingnote.log import get_logger
 from scalingnote.search.config import ServeConfig
@@ -31,7 +32,7 @@ from serve.index_shard import IndexShard
 from serve.query_encoder import QueryEncoder
 
 NAME = "scalingnote"
-TOWERS = ("student", "dual_encoder")
+TOWERS = ("query_encoder", "student", "dual_encoder")
 log = get_logger("serve")
 
 
@@ -40,7 +41,9 @@ class AppArgs(Config):
 
     run_dir: str | None = Field(None, description="a finished run; its last config says which artifacts")
     index: str | None = Field(None, description="URI of an index artifact")
-    query_tower: str | None = Field(None, description="URI of a student or dual_encoder artifact")
+    query_tower: str | None = Field(
+        None, description="URI of a student, dual_encoder or query_encoder artifact"
+    )
     serve: ServeConfig = Field(ServeConfig(), description="knobs set here win over those of the run")
 
     @model_validator(mode="after")
@@ -82,7 +85,8 @@ def find(args: AppArgs) -> Served:
         run = pipeline.load_run(place)
         index = pipeline.locate(run, "index")
         tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
-        served = Served(index, tower, run.serve.model_copy(update=own), run.address)
+        config = run.serve.model_copy(update=own)
+        served = Served(index, exported.find(tower, config.query_form, place), config, run.address)
     else:
         assert args.index is not None  # AppArgs saw to it
         assert args.query_tower is not None
@@ -114,7 +118,9 @@ def _bind(served: Served) -> Application:
         ).bind(served.index.uri, shard, config.nprobe)
         for shard in range(served.shards)
     ]
-    return gateway.bind(encoder.bind(tower.uri, tower.manifest.kind), shards, config)
+    return gateway.bind(
+        encoder.bind(tower.uri, tower.manifest.kind, config.query_form, config.query_cache), shards, config
+    )
 
 
 def run(run_dir: str, *, overrides: Sequence[str] = ()) -> int:

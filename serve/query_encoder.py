@@ -11,7 +11,8 @@ from jaxtyping import Float
 from numpy import ndarray
 from ray import serve
 
-from scalingnote.encode.encoder import Encoder
+from scalingnote.encode import query_encoder
+from scalingnote.encode.config import Form
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import open_artifact
 
@@ -20,14 +21,15 @@ BATCH = 32
 
 @serve.deployment(max_ongoing_requests=256)
 class QueryEncoder:
-    """Holds the query tower of a `student` or `dual_encoder` artifact.
+    """Holds the query tower of a `student`, `dual_encoder` or `query_encoder` artifact, in one of its forms.
 
-    Ray sets OMP_NUM_THREADS to the CPUs a replica reserves (at least 1), and torch obeys it: replicas on
-    one machine do not fight over its cores.
+    Ray sets OMP_NUM_THREADS to the CPUs a replica reserves (at least 1), and every form obeys it: replicas
+    on one machine do not fight over its cores.
     """
 
-    def __init__(self, uri: str, kind: str) -> None:
-        self._encoder = Encoder.load(open_artifact(uri, kind=kind).directory("query"))
+    def __init__(self, uri: str, kind: str, form: Form, cache: int) -> None:
+        folder = open_artifact(uri, kind=kind).directory("query")
+        self._encoder = query_encoder.QueryEncoder.load(folder, form, cache=cache)
         self._encoder.encode_queries(["warm up"])  # the first pass is the slowest: not at a user's cost
 
     @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=0)

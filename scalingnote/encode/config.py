@@ -1,4 +1,4 @@
-"""Knobs of encoding; the same for documents and for the teacher's queries."""
+"""Knobs of encoding: of documents, of the teacher's queries, and of the form a query tower takes to serve."""
 
 from typing import Literal
 
@@ -7,6 +7,7 @@ from pydantic import Field
 from scalingnote.config import Config, Resources
 
 View = Literal["title", "content", "summary"]
+Form = Literal["auto", "torch", "compiled", "onnx", "onnx_int8", "lookup"]
 
 
 class EncodeConfig(Config):
@@ -14,6 +15,9 @@ class EncodeConfig(Config):
 
     views: tuple[View, ...] = Field(("summary",), description="embeddings to store; summary is indexed")
     dtype: Literal["float32", "float16"] = Field("float16", description="stored precision")
+    top_k: int = Field(
+        256, ge=1, description="terms kept per document, the largest, where the tower has a sparse head"
+    )
     token_budget: int = Field(8192, ge=16, description="padded tokens per forward pass")
     resources: Resources = Resources()
 
@@ -23,4 +27,15 @@ class TeacherConfig(Config):
 
     rows_per_part: int = Field(8192, ge=1, description="queries per committed part")
     token_budget: int = Field(8192, ge=16, description="padded tokens per forward pass")
+    beside: Literal["positive", "nothing"] = Field(
+        "positive", description="what a cross-encoder reads a query beside; other teachers read it alone"
+    )
     resources: Resources = Resources()
+
+
+class ExportConfig(Config):
+    """A query tower as a graph that needs no torch."""
+
+    form: Literal["onnx", "onnx_int8"] = Field(
+        "onnx_int8", description="onnx_int8: a quarter of the size, and faster on a CPU by a multiple"
+    )

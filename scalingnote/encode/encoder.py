@@ -10,9 +10,11 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.encode.batching import by_tokens
+from scalingnote.encode.terms import Terms
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models.precision import Precision, compute_dtype
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower, collate
 
 
@@ -34,6 +36,9 @@ class Encoder:
         self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
         self.tokens = 0  # of the last call, padding left out
+        # Of the last call's documents, `top_k` terms each, where the tower has a sparse head.
+        self.terms: Terms | None = None
+        self.top_k = 256
 
     @classmethod
     def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> "Encoder":
@@ -45,6 +50,13 @@ class Encoder:
         if not isinstance(self.tower.prompt, QueryPrompt):
             raise ConfigError("this is a document tower: it cannot encode queries")
         return self._encode(self.tower.prompt.rows(queries))[:, 0]
+
+    def encode_tokens(self) -> Float[ndarray, "vocabulary dim"]:
+        """The embedding of every token of the vocabulary asked as a query of its own, not normalised."""
+        if not isinstance(self.tower.prompt, QueryPrompt):
+            raise ConfigError("this is a document tower: it cannot encode queries")
+        size = self.tower.prompt.tokenizer.get_vocab_size()
+        return self._encode([self.tower.prompt.row([token]) for token in range(size)])[:, 0]
 
     def encode_documents(self, documents: pa.Table) -> dict[str, Float[ndarray, "docs dim"]]:
         """View -> embeddings, not normalised, of rows with title, topic and content.
@@ -72,10 +84,17 @@ class Encoder:
     @torch.inference_mode()
     def _encode(self, rows: Sequence[Row]) -> Float[ndarray, "rows views dim"]:
         out = np.empty((len(rows), len(self.views), self.dim), dtype=np.float32)
+        self.terms = Terms.empty(len(rows), self.top_k) if self.tower.sparse else None
         lengths = [len(row.ids) for row in rows]
         self.tokens = sum(lengths)
         packed = self.tower.packs
         for chosen in by_tokens(lengths, budget=self._budget, packed=packed):
             batch = collate([rows[i] for i in chosen], pad=self.tower.pad, packed=packed)
-            out[chosen] = self.tower(batch.to(self._device)).cpu().numpy()
+            batch = batch.to(self._device)
+            if self.terms is None:
+                out[chosen] = self.tower(batch).cpu().numpy()
+                continue
+            embeddings, weights = self.tower.read(batch)
+            out[chosen] = embeddings.cpu().numpy()
+            self.terms.put(chosen, *(found.cpu().numpy() for found in strongest(weights, self.top_k)))
         return out

@@ -4,29 +4,32 @@ A part is the unit of work, of resumption and of identity. An actor encodes it, 
 that depends on the part alone, then leaves a record of its checksum in the work directory. A re-run
 after a kill redoes only parts without a record; redoing one writes the same file again. So every
 document is encoded exactly once as far as any reader can tell.
+
+Only actors import torch: the driver and the tasks that deal out queries start in a fraction of the time.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray.data
-import safetensors.torch
-import torch
 
 from scalingnote import cluster
 from scalingnote.config import Resources
+from scalingnote.encode import queries
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
-from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_table
+
+if TYPE_CHECKING:
+    from scalingnote.encode.encoder import Encoder
 
 log = get_logger("encode")
 COLUMNS = ["doc_id", "title", "topic", "content"]
@@ -34,17 +37,38 @@ COLUMNS = ["doc_id", "title", "topic", "content"]
 
 def run(config: EncodeConfig, *, dataset: str, dual_encoder: str, output: str) -> Artifact:
     """Every document through the document tower; L2-normalised, in the order and parts of the dataset."""
-    parents = {
-        "dataset": open_artifact(dataset, kind="dataset"),
-        "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
-    }
+    return encode_documents(config, dataset, open_artifact(dual_encoder, kind="dual_encoder"), output)
+
+
+def run_student(config: EncodeConfig, *, dataset: str, student: str, output: str) -> Artifact:
+    """The same through the document tower of a student that has one."""
+    return encode_documents(config, dataset, open_artifact(student, kind="student"), output)
+
+
+def document_tower(towers: Artifact, token_budget: int) -> "Encoder":
+    """The encoder of an artifact's document tower."""
+    from scalingnote.encode.encoder import Encoder
+
+    return Encoder.load(towers.directory("document"), token_budget=token_budget)
+
+
+def encode_documents(
+    config: EncodeConfig,
+    dataset: str,
+    towers: Artifact,
+    output: str,
+    *,
+    load: Callable[[Artifact, int], Any] = document_tower,
+) -> Artifact:
+    """Embeddings of every document by what `load` makes of `towers` on every actor, part by part."""
+    parents = {"dataset": open_artifact(dataset, kind="dataset"), towers.manifest.kind: towers}
     draft = Draft(output, kind="embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    facts = parents["dual_encoder"].read_json("document/tower.json")
-    missing = sorted(set(config.views) - set(facts["views"]))
+    views = _views(towers)
+    missing = sorted(set(config.views) - set(views))
     if missing:
-        raise ConfigError(f"the document tower's prompt has no view {missing}; it has {facts['views']}")
+        raise ConfigError(f"{towers.uri} gives no view {missing} of a document; it gives {views}")
     names = parents["dataset"].names("documents/", ".parquet")
     rows = {
         name.replace("documents/", "embeddings/", 1): parents["dataset"].manifest.parts[name].rows or 0
@@ -52,14 +76,16 @@ def run(config: EncodeConfig, *, dataset: str, dual_encoder: str, output: str) -
     }
     settings = {
         "dataset": dataset,
-        "dual_encoder": dual_encoder,
+        "towers": towers,
+        "load": load,
         "output": output,
         "work": draft.work("parts"),
         "views": list(config.views),
         "dtype": config.dtype,
+        "top_k": config.top_k,
         "token_budget": config.token_budget,
     }
-    records = _each_part(DocumentParts, settings, rows=rows, resources=config.resources, unit="documents")
+    records = each_part(DocumentParts, settings, rows=rows, resources=config.resources, unit="documents")
     rejected: list[dict[str, str]] = []
     for record in records:
         draft.register(record["name"], Part(**record["part"]))
@@ -75,10 +101,18 @@ def run(config: EncodeConfig, *, dataset: str, dual_encoder: str, output: str) -
     return draft.commit(counts=counts)
 
 
+def _views(towers: Artifact) -> list[str]:
+    """A cross-encoder, which has no document tower, gives one embedding of a document."""
+    if not towers.names("document/"):
+        return ["summary"]
+    views: list[str] = towers.read_json("document/tower.json")["views"]
+    return views
+
+
 def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, output: str) -> Artifact:
     """Training queries, also generated ones, through stage I's query tower; not normalised.
 
-    These embeddings are the teacher's. Beside them lie the teacher's tokenizer and token embeddings.
+    These embeddings are the teacher's. Beside them lie its tokenizer and what it knows of each token.
     """
     parents = {
         "triplets": open_artifact(triplets, kind="triplets"),
@@ -87,25 +121,8 @@ def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, outp
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    table = parents["triplets"].table("triplets", ["query_id", "query", "split"])
-    unique = table.group_by("query_id", use_threads=False).aggregate([("query", "first"), ("split", "first")])
-    queries = unique.rename_columns({"query_first": "query", "split_first": "split"}).sort_by("query_id")
-    queries = queries.select(["query_id", "query", "split"])
-    if parents["triplets"].names("generated/"):
-        # Generated queries teach; those near a validation query would make its measure too good.
-        generated = parents["triplets"].table("generated", ["query_id", "query", "source_query_id"])
-        validation = queries.filter(pc.equal(queries["split"], "validation"))["query_id"].combine_chunks()
-        generated = generated.filter(
-            pc.invert(pc.is_in(generated["source_query_id"], value_set=validation))
-        ).select(["query_id", "query"])
-        split = pa.array(["train"] * len(generated), pa.string())
-        queries = pa.concat_tables([queries, generated.append_column("split", split)])
-    rows = {}
-    for number, start in enumerate(range(0, len(queries), config.rows_per_part)):
-        name = f"embeddings/part-{number:05d}.parquet"
-        piece = queries.slice(start, config.rows_per_part)
-        write_table(draft.work(f"queries-{number:05d}.parquet"), piece)
-        rows[name] = len(piece)
+    pieces = distinct_queries(parents["triplets"], draft, rows_per_piece=config.rows_per_part)
+    rows = {f"embeddings/part-{piece['name']}.parquet": piece["rows"] for piece in pieces}
     settings = {
         "dual_encoder": dual_encoder,
         "output": output,
@@ -114,25 +131,61 @@ def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, outp
         "first": next(iter(rows)),
         "token_budget": config.token_budget,
     }
-    records = _each_part(QueryParts, settings, rows=rows, resources=config.resources, unit="queries")
+    records = each_part(QueryParts, settings, rows=rows, resources=config.resources, unit="queries")
     for record in records:
         draft.register(record["name"], Part(**record["part"]))
-    return draft.commit(counts={"queries": len(queries)})
+    return draft.commit(counts={"queries": sum(rows.values())})
+
+
+def distinct_queries(triplets: Artifact, draft: Draft, *, rows_per_piece: int) -> list[queries.Piece]:
+    """Files of the queries that a teacher answers, in the draft's work directory (see `encode/queries.py`).
+
+    Tasks that an earlier, killed run finished stand as they are. DataError when there is no query.
+    """
+    folder, buckets = draft.work(), queries.buckets(triplets)
+    deal = partial(queries.deal, triplets=triplets, folder=folder, buckets=buckets)
+    _each_task("deal", deal, queries.slices(triplets), folder=folder)
+    settle = partial(queries.settle, folder=folder, rows_per_piece=rows_per_piece)
+    found = _each_task("settle", settle, range(buckets), folder=folder)
+    pieces = [piece for pieces in found for piece in pieces]
+    if not pieces:
+        raise DataError(f"{triplets.uri} holds no queries: re-run collect")
+    return pieces
+
+
+def _each_task(name: str, task: Callable[[Any], Any], items: Sequence[Any], *, folder: str) -> list[Any]:
+    """What a task says of each item, in order; its JSON is left as a record when it is done."""
+    where = fs.join(folder, "done", name)
+    done = set(fs.list_files(where))
+    todo = [(i, item) for i, item in enumerate(items) if f"{i:05d}.json" not in done]
+    with Progress(
+        "encode", total=len(items), done=len(items) - len(todo), unit=f"tasks ({name})"
+    ) as progress:
+        for _ in cluster.each(partial(_recorded, task=task, folder=where), todo):
+            progress.advance(1)
+    return [json.loads(fs.read_bytes(fs.join(where, f"{i:05d}.json"))) for i in range(len(items))]
+
+
+def _recorded(numbered: tuple[int, Any], *, task: Callable[[Any], Any], folder: str) -> None:
+    number, item = numbered
+    fs.write_bytes(fs.join(folder, f"{number:05d}.json"), json.dumps(task(item)).encode())
 
 
 class DocumentParts:
     """Actor: encodes whole parts of documents. Named so that Ray's dashboard reads well."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+
         torch.set_num_threads(max(int(settings["threads"]), 1))
         self._settings = settings
         self._dataset = open_artifact(settings["dataset"], kind="dataset")
-        towers = open_artifact(settings["dual_encoder"], kind="dual_encoder")
-        self._encoder = Encoder.load(towers.directory("document"), token_budget=settings["token_budget"])
+        self._encoder = settings["load"](settings["towers"], settings["token_budget"])
+        self._encoder.top_k = settings["top_k"]
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One part in, its record out."""
-        return {"record": [_commit(name, self._encode, self._settings) for name in batch["name"]]}
+        return {"record": [commit_part(name, self._encode, self._settings) for name in batch["name"]]}
 
     def _encode(self, name: str) -> tuple[pa.Table, list[dict[str, str]], int]:
         views, dtype = self._settings["views"], self._settings["dtype"]
@@ -144,14 +197,20 @@ class DocumentParts:
             {"table": "documents", "row": table["doc_id"][i].as_py(), "reason": reason}
             for i, reason in sorted(problems.items())
         ]
-        out = pa.table([kept, *columns], schema=schema.embeddings(views, self._encoder.dim, dtype=dtype))
-        return out, rejected, self._encoder.tokens
+        terms = getattr(self._encoder, "terms", None)  # a cross-encoder has none
+        columns += terms.columns() if terms else []
+        layout = schema.embeddings(views, self._encoder.dim, dtype=dtype, sparse=terms is not None)
+        return pa.table([kept, *columns], schema=layout), rejected, self._encoder.tokens
 
 
 class QueryParts:
     """Actor: encodes whole parts of queries."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
+
+        from scalingnote.encode.encoder import Encoder
+
         torch.set_num_threads(max(int(settings["threads"]), 1))
         self._settings = settings
         towers = open_artifact(settings["dual_encoder"], kind="dual_encoder")
@@ -159,29 +218,41 @@ class QueryParts:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One part in, its record out."""
-        return {"record": [_commit(name, self._encode, self._settings) for name in batch["name"]]}
+        return {"record": [commit_part(name, self._encode, self._settings) for name in batch["name"]]}
 
     def _encode(self, name: str) -> tuple[pa.Table, list[dict[str, str]], int]:
-        source = name.replace("embeddings/part-", "queries-", 1)
-        with fs.open_input(fs.join(self._settings["queries"], source)) as stream:
+        piece = name.removeprefix("embeddings/part-").removesuffix(".parquet")
+        with fs.open_input(queries.piece_uri(self._settings["queries"], piece)) as stream:
             table = pq.read_table(stream)
         embeddings = self._encoder.encode_queries(table["query"].to_pylist())
+        tokens = self._encoder.tokens
         if name == self._settings["first"]:
             self._write_vocabulary()
         out = table.append_column(
             schema.embedding_field("embedding", self._encoder.dim), vectors.to_arrow(embeddings)
         )
-        return out, [], self._encoder.tokens
+        return out, [], tokens
 
     def _write_vocabulary(self) -> None:
-        """What a student may inherit, so that distillation never loads the teacher."""
+        """What a student may inherit, so that distillation never loads the teacher.
+
+        The tokenizer, and of each token its embedding and the query embedding that it gets when asked alone.
+        """
+        import safetensors.torch
+        import torch
+
         tower, folder = self._encoder.tower, fs.join(self._settings["output"], "teacher")
-        weight = tower.token_embeddings.weight.float().cpu().contiguous()
-        fs.write_bytes(fs.join(folder, "tokens.safetensors"), safetensors.torch.save({"weight": weight}))
+        known = {
+            "tokens": tower.token_embeddings.weight.float().cpu().contiguous(),
+            "alone": torch.from_numpy(self._encoder.encode_tokens()),
+        }
+        for name, weight in known.items():
+            data = safetensors.torch.save({"weight": weight})
+            fs.write_bytes(fs.join(folder, f"{name}.safetensors"), data)
         fs.write_bytes(fs.join(folder, "tokenizer.json"), tower.tokenizer.backend_tokenizer.to_str().encode())
 
 
-def _commit(name: str, encode: Callable[[str], tuple[pa.Table, list[Any], int]], settings: Any) -> str:
+def commit_part(name: str, encode: Callable[[str], tuple[pa.Table, list[Any], int]], settings: Any) -> str:
     """Encode a part, write it, and only then record it."""
     table, rejected, tokens = encode(name)
     part = write_table(fs.join(settings["output"], name), table)
@@ -191,15 +262,18 @@ def _commit(name: str, encode: Callable[[str], tuple[pa.Table, list[Any], int]],
     return text
 
 
-def _each_part(
-    actor: type[DocumentParts] | type[QueryParts],
+def each_part(
+    actor: type[Any],
     settings: dict[str, Any],
     *,
     rows: dict[str, int],
     resources: Resources,
     unit: str,
 ) -> list[dict[str, Any]]:
-    """Records of all parts, in order; those of an earlier, killed run are taken as they are."""
+    """Records of all parts, in order; those of an earlier, killed run are taken as they are.
+
+    `actor` is made from `settings` and gives the record of each part it is called with.
+    """
     cluster.require(resources, stage="encode")
     found = set(fs.list_files(settings["work"]))
     records = {
@@ -219,7 +293,7 @@ def _each_part(
 
 
 def _run_parts(
-    actor: type[DocumentParts] | type[QueryParts],
+    actor: type[Any],
     settings: dict[str, Any],
     *,
     todo: list[str],

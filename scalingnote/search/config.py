@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from scalingnote.config import Config
+from scalingnote.encode.config import Form
 
 
 class ServeConfig(Config):
@@ -12,6 +13,10 @@ class ServeConfig(Config):
     port: int = Field(8000, ge=0, le=65535)
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: the index's own")
     deadline_s: float = Field(2.0, gt=0, description="a shard that is slower is left out, and said so")
+    query_form: Form = Field(
+        "auto", description="of the query tower; auto: what `scalingnote export` made, else the tower itself"
+    )
+    query_cache: int = Field(0, ge=0, description="embeddings kept by each encoder replica, for head queries")
     max_k: int = Field(100, ge=1, le=1000, description="largest k a request may ask for")
     max_query_chars: int = Field(1000, ge=1, description="longer queries are refused with 422")
     gateway_replicas: int = Field(1, ge=1)

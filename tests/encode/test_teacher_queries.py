@@ -14,6 +14,7 @@ from scalingnote.encode import job
 from scalingnote.encode.config import TeacherConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower
+from scalingnote.models.tower import collate
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Draft
 
@@ -56,6 +57,9 @@ def test_generated_queries_teach_unless_their_source_is_for_validation(cluster, 
     # A student reads the teacher's text and starts from its words, without loading it.
     tokens = safetensors.torch.load(Path(found.file("teacher/tokens.safetensors")).read_bytes())["weight"]
     assert torch.equal(tokens, made.token_embeddings.weight.detach())
+    alone = safetensors.torch.load(Path(found.file("teacher/alone.safetensors")).read_bytes())["weight"]
+    asked = made.eval()(collate([made.prompt.row([5]), made.prompt.row([77])], pad=made.pad))[:, 0]
+    torch.testing.assert_close(alone[[5, 77]], asked.detach(), rtol=1e-4, atol=1e-6)
     tokenizer = Tokenizer.from_file(found.file("teacher/tokenizer.json"))
     text = tiny.document_rows(1)[0]["title"]
     assert tokenizer.encode(text, add_special_tokens=False).ids == made.prompt.rows([text])[0].ids[:-1]

@@ -1,0 +1,94 @@
+"""The queries a teacher answers: those of a slow twin, however parts, slices and buckets cut them."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import tiny
+from scalingnote.encode import queries
+from scalingnote.storage.artifact import Artifact, Draft
+
+
+def written(uri: Path, *, rows_per_part: int, generated: bool = True) -> Artifact:
+    """Rows of 60 queries, several of most, in parts that cut them anywhere."""
+    rng = np.random.default_rng(0)
+    ids = [f"q{number:03d}" for number in rng.integers(0, 60, 300)]
+    rows = [
+        {
+            "query_id": query,
+            "query": f"text of {query}",
+            "split": "validation" if query[-1] == "3" else "train",
+        }
+        for query in ids
+    ]
+    near = [
+        {"query_id": f"{q}~{i}", "query": f"{q} {i}", "source_query_id": q}
+        for q in sorted({*ids, "q999"})
+        for i in (0, 1)
+    ]
+    draft = Draft(str(uri), kind="triplets", config=tiny.Nothing(), parents={})
+    for table, schema, found in (("triplets", queries.QUERY, rows), ("generated", queries.GENERATED, near)):
+        if table == "generated" and not generated:
+            continue
+        for start in range(0, len(found), rows_per_part):
+            piece = pa.Table.from_pylist(found[start : start + rows_per_part], schema=schema)
+            draft.write_table(f"{table}/part-{start // rows_per_part:05d}.parquet", piece)
+    return draft.commit(counts={})
+
+
+def twin(triplets: Artifact) -> dict[str, tuple[str, str]]:
+    """query_id -> query, split: one row after the other, in memory."""
+    found: dict[str, tuple[str, str]] = {}
+    for row in triplets.table("triplets").to_pylist():
+        found.setdefault(row["query_id"], (row["query"], row["split"]))
+    near = triplets.table("generated").to_pylist() if triplets.names("generated/") else []
+    for row in near:
+        if found.get(row["source_query_id"], ("", ""))[1] != "validation":
+            found[row["query_id"]] = (row["query"], "train")
+    return found
+
+
+def settled(triplets: Artifact, folder: Path, *, buckets: int, rows_per_piece: int) -> list[pa.Table]:
+    for item in queries.slices(triplets):
+        queries.deal(item, triplets=triplets, folder=str(folder), buckets=buckets)
+    tables = []
+    for bucket in range(buckets):
+        for piece in queries.settle(bucket, folder=str(folder), rows_per_piece=rows_per_piece):
+            tables.append(pq.read_table(queries.piece_uri(str(folder), piece["name"])))
+            assert len(tables[-1]) == piece["rows"] <= rows_per_piece
+    return tables
+
+
+@pytest.mark.parametrize("rows_per_part", [7, 300])
+@pytest.mark.parametrize("buckets", [1, 5])
+@pytest.mark.parametrize("generated", [True, False])
+def test_every_query_comes_out_once(tmp_path, monkeypatch, rows_per_part, buckets, generated):
+    monkeypatch.setattr(queries, "SLICE_ROWS", 40)
+    triplets = written(tmp_path / "triplets", rows_per_part=rows_per_part, generated=generated)
+    rows = [r for t in settled(triplets, tmp_path, buckets=buckets, rows_per_piece=9) for r in t.to_pylist()]
+    found = {row["query_id"]: (row["query"], row["split"]) for row in rows}
+    assert len(found) == len(rows)
+    assert found == twin(triplets)
+
+
+def test_a_step_done_again_changes_nothing(tmp_path):
+    triplets = written(tmp_path / "triplets", rows_per_part=50)
+    first = settled(triplets, tmp_path / "work", buckets=3, rows_per_piece=9)
+    again = settled(triplets, tmp_path / "work", buckets=3, rows_per_piece=9)
+    assert all(one.equals(other) for one, other in zip(first, again, strict=True))
+
+
+def test_slices_and_buckets_follow_the_number_of_rows(tmp_path, monkeypatch):
+    triplets = written(tmp_path / "triplets", rows_per_part=50)
+    assert len(queries.slices(triplets)) == queries.buckets(triplets) == 1
+    monkeypatch.setattr(queries, "SLICE_ROWS", 100)
+    monkeypatch.setattr(queries, "BUCKET_ROWS", 100)
+    found = queries.slices(triplets)
+    assert sorted(part for _, parts in found for part in parts) == sorted(
+        [*triplets.names("triplets/"), *triplets.names("generated/")]
+    )
+    assert max(len(parts) for _, parts in found) <= 3
+    assert queries.buckets(triplets) == 5  # 300 rows, and two of every query

@@ -1,0 +1,207 @@
+"""Every form of a query tower gives the tower's embeddings, one query or many."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from scalingnote.encode import exported, query_encoder
+from scalingnote.encode.cache import Cache
+from scalingnote.encode.config import ExportConfig
+from scalingnote.encode.encoder import Encoder
+from scalingnote.encode.lookup import BATCH, LookupEncoder
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models import backbone, lookup, ngrams, onnx, tower
+from scalingnote.models.config import LookupConfig
+from scalingnote.models.lookup import LookupTower
+from scalingnote.models.tower import collate
+from scalingnote.storage.artifact import Artifact, Draft
+
+TEXTS = [row["content"] for row in tiny.document_rows()]
+LEARNT = backbone.train_tokenizer(TEXTS, vocabulary=400)
+QUERIES = [*(" ".join(text.split()[:4]) for text in TEXTS[:20]), "", "word " * 40, "ba", "ba"]
+
+
+def table(folder: Path, *, storage: str = "float32", **knobs: object) -> LookupTower:
+    """A lookup tower whose options all do something, saved."""
+    plain = lookup.build(LookupConfig(max_length=16), dim=8, tokenizer_json=LEARNT, seed=0)
+    found = None
+    if knobs.get("ngrams"):
+        rows = [row.ids for row in plain.prompt.rows(TEXTS)]
+        found = ngrams.mine(rows, vocabulary=plain.tokens, most=20)
+    config = LookupConfig(max_length=16, **knobs)
+    made = lookup.build(config, dim=8, tokenizer_json=LEARNT, seed=0, ngrams=found)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for value in made.parameters():
+            value.normal_(0, 0.3, generator=generator)
+    made.save(folder, storage=storage)
+    return LookupTower.load(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A transformer in all its forms at once."""
+    path = tmp_path_factory.mktemp("forms")
+    config = tiny.query_tower(tiny.BIDIRECTIONAL)
+    tower.build(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0).save(path)
+    for form in ("onnx", "onnx_int8"):
+        onnx.export(path, path.parent / form, queries=QUERIES, form=form)
+        for file in (path.parent / form).iterdir():
+            (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return (left * right).sum(1) / np.linalg.norm(left, axis=1) / np.linalg.norm(right, axis=1)
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"weighting": "learned"},
+        {"ngrams": 20},
+        {"ngrams": 20, "weighting": "learned"},
+        {"correction": "convolution"},
+    ],
+    ids=str,
+)
+def test_a_table_gives_the_towers_embeddings(storage: str, knobs: dict, tmp_path: Path):
+    made = table(tmp_path, storage=storage, **knobs)
+    rows = made.prompt.rows(QUERIES)
+    with torch.inference_mode():
+        expected = made(collate(rows, pad=made.pad, packed=True))[:, 0].numpy()
+    read = LookupEncoder(tmp_path)
+    assert len(QUERIES) >= BATCH
+    # torch's sum of float16 rows is rounded to float16 itself.
+    rounded = storage == "float16" and not {"weighting", "correction"} & knobs.keys()
+    np.testing.assert_allclose(read.encode(QUERIES), expected, atol=1e-3 if rounded else 1e-5)
+    np.testing.assert_allclose([read.encode([query])[0] for query in QUERIES], expected, atol=1e-5)
+
+
+def test_a_table_answers_one_query_without_torch(tmp_path: Path):
+    table(tmp_path)
+    program = (
+        "import sys\nfrom pathlib import Path\n"
+        "from scalingnote.encode.query_encoder import QueryEncoder\n"
+        f"made = QueryEncoder.load(Path({str(tmp_path)!r}))\n"
+        "made.encode_queries(['ba ko'])\n"
+        "print(made.form, sorted({'torch', 'transformers', 'onnxruntime'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "lookup []"
+
+
+@pytest.mark.parametrize("form", ["torch", "compiled", "onnx", "onnx_int8"])
+def test_every_form_of_a_transformer_gives_its_embeddings(form: str, folder: Path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)  # it takes a minute
+    expected = Encoder.load(folder, precision="float32").encode_queries(QUERIES)
+    made = QueryEncoder.load(folder, form, threads=1, precision="float32")
+    assert (made.form, made.dim) == (form, 16)
+    exact = 0.999 if form == "onnx_int8" else 0.99999
+    assert cosines(made.encode_queries(QUERIES), expected).min() > exact
+    assert cosines(made.encode_queries(QUERIES[:1]), expected[:1]).min() > exact
+
+
+@pytest.mark.parametrize("form", ["torch", "onnx_int8", "lookup"])
+def test_no_queries_give_no_embeddings(form: str, folder: Path, tmp_path: Path):
+    if form == "lookup":
+        table(tmp_path)
+    made = QueryEncoder.load(tmp_path if form == "lookup" else folder, form)
+    assert made.encode_queries([]).shape == (0, made.dim)
+
+
+def test_auto_takes_the_fastest_form_that_is_there(folder: Path, tmp_path: Path, monkeypatch):
+    assert QueryEncoder.load(folder).form == "onnx_int8"
+    table(tmp_path)
+    assert QueryEncoder.load(tmp_path).form == "lookup"
+    assert query_encoder.choose(["torch", "compiled"]) == "torch"
+    assert query_encoder.choose(["onnx"]) == "onnx"
+    monkeypatch.setattr(query_encoder, "_has_gpu", lambda: True)
+    assert QueryEncoder.load(folder).form == "torch"
+
+
+def test_a_form_that_is_not_there_is_answered_with_those_that_are(folder: Path, tmp_path: Path):
+    with pytest.raises(ArtifactError, match="as 'lookup', it holds onnx, onnx_int8, torch, compiled"):
+        QueryEncoder.load(folder, "lookup")
+    with pytest.raises(ArtifactError, match="is not a tower"):
+        QueryEncoder.load(tmp_path)
+
+
+def test_a_document_tower_is_refused(tmp_path: Path):
+    made = tower.build(tiny.document_tower(), role="document", dim=16, tokenizer_json=LEARNT, seed=0)
+    made.save(tmp_path)
+    with pytest.raises(ConfigError, match="cannot encode queries"):
+        QueryEncoder.load(tmp_path)
+
+
+class Counting:
+    """Encodes a query as its length, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def __call__(self, queries) -> np.ndarray:
+        self.asked.append(list(queries))
+        return np.array([[len(query), 0.5] for query in queries], np.float32)
+
+
+def test_a_cache_computes_what_it_does_not_hold_once():
+    encode = Counting()
+    cache = Cache(encode, 3)
+    np.testing.assert_array_equal(cache.encode(["a", "bb", "a"])[:, 0], [1, 2, 1])
+    np.testing.assert_array_equal(cache.encode(["bb", "ccc", "a"])[:, 0], [2, 3, 1])
+    assert encode.asked == [["a", "bb"], ["ccc"]]
+    assert (cache.hits, cache.misses) == (2, 4)
+
+
+def test_a_full_cache_forgets_what_was_asked_longest_ago():
+    encode = Counting()
+    cache = Cache(encode, 2)
+    for query in ("a", "bb", "a", "ccc", "a", "bb"):
+        cache.encode([query])
+    assert encode.asked == [["a"], ["bb"], ["ccc"], ["bb"]]
+    assert cache.encode(["1", "22", "333", "4444"]).shape == (4, 2)  # more than it holds
+
+
+def test_a_hit_is_the_vector_that_was_computed(folder: Path):
+    made = QueryEncoder.load(folder, "onnx_int8", threads=1, cache=10)
+    first = made.encode_queries(QUERIES[:3])
+    np.testing.assert_array_equal(made.encode_queries(QUERIES[:3][::-1]), first[::-1])
+    assert made.cache is not None
+    assert made.cache.hits == 3
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    path = tmp_path_factory.mktemp("student")
+    draft = Draft(str(path / "artifact"), kind="student", config=tiny.Nothing(), parents={})
+    config = tiny.query_tower(tiny.BIDIRECTIONAL)
+    made = tower.build(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0)
+    made.save(path / "artifact" / "query")
+    return draft.commit(counts={})
+
+
+def test_an_export_is_an_artifact_that_is_found_again(student: Artifact, tmp_path: Path):
+    run_dir = str(tmp_path / "run")
+    assert exported.find(student, "auto", run_dir).digest == student.digest
+    with pytest.raises(ArtifactError, match=r"scalingnote export --run .* --form onnx_int8"):
+        exported.find(student, "onnx_int8", run_dir)
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    made = exported.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
+    assert made.manifest.info["least_cosine"] > onnx.COSINE
+    assert made.counts["golden"] == exported.GOLDEN
+    for form in ("auto", "onnx_int8"):
+        found = exported.find(student, form, run_dir)
+        assert (found.digest, found.manifest.kind) == (made.digest, "query_encoder")
+        assert QueryEncoder.load(found.directory("query"), form).form == "onnx_int8"
+    assert exported.find(student, "torch", run_dir).digest == student.digest
+    again = exported.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
+    assert again.digest == made.digest
