@@ -1,0 +1,270 @@
+"""The cross-encoder on Ray: trained like stage I, then read for what a teacher leaves behind.
+
+    triplets, documents     ─run─►            cross_encoder
+    triplets, documents     ─run_queries─►    query_embeddings: proxies of queries, scores of triplets
+    documents               ─run_documents─►  embeddings: proxies of documents beside an empty query
+
+The last two are the artifacts that a dual encoder leaves: a student cannot tell the teachers apart.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import safetensors.torch
+import torch
+
+from scalingnote import cluster
+from scalingnote.config import dump, validate
+from scalingnote.cross_encoder import queries
+from scalingnote.cross_encoder.batching import PairBatches
+from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.cross_encoder.encoder import PairEncoder
+from scalingnote.cross_encoder.objective import PairStage
+from scalingnote.encode.config import EncodeConfig, TeacherConfig
+from scalingnote.encode.job import commit_part, each_part, encode_documents
+from scalingnote.log import get_logger
+from scalingnote.models import backbone as backbones
+from scalingnote.models.config import Backbone, Pretrained, TowerConfig
+from scalingnote.models.cross_encoder import CrossEncoder, laid_out
+from scalingnote.models.prompt import Row
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import schema, vectors
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
+from scalingnote.storage.exchange import hash_of
+from scalingnote.train.config import TrainConfig
+from scalingnote.train.job import Settings, launch, start_rank, train_rank
+from scalingnote.train.order import Order
+from scalingnote.train.prepare import array, prepare
+from scalingnote.train.stream import Store
+from scalingnote.train.tokens import MISSING, rows_of
+
+log = get_logger("cross")
+MODEL = "model"
+
+
+def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
+    """Train the cross-encoder; killed at any moment, the next call resumes from the newest checkpoint."""
+    parents = {
+        "dataset": open_artifact(dataset, kind="dataset"),
+        "triplets": open_artifact(triplets, kind="triplets"),
+    }
+    draft = Draft(output, kind="cross_encoder", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    prepared = prepare(as_stage_one(config), **parents, folder=draft.work("data"), each=cluster.each)
+    steps = _order(config, prepared.sizes).steps(config.epochs)
+    rows = sum(prepared.sizes.values())
+    log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
+    launch(
+        _worker,
+        {
+            "config": dump(config),
+            "output": output,
+            "work": draft.work(),
+            "store": prepared.store,
+            "tokenizer": prepared.tokenizers.get("query"),
+            "steps": steps,
+        },
+        schedule=config,
+        room="cross",
+    )
+    return draft.commit(counts={"triplets": rows, "documents": prepared.documents, "steps": steps})
+
+
+def run_queries(
+    config: TeacherConfig, *, dataset: str, triplets: str, cross_encoder: str, output: str
+) -> Artifact:
+    """Proxies of training queries, also generated ones, and the scores of every triplet's documents."""
+    parents = {
+        "dataset": open_artifact(dataset, kind="dataset"),
+        "triplets": open_artifact(triplets, kind="triplets"),
+        "cross_encoder": open_artifact(cross_encoder, kind="cross_encoder"),
+    }
+    draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    given, teacher = parents["triplets"], parents["cross_encoder"]
+    # Documents by number, as in training: a part's pairs name them in any order.
+    prepared = prepare(
+        as_stage_one(_settings(teacher), backbone=Pretrained(path=str(teacher.directory(MODEL)))),
+        dataset=parents["dataset"],
+        triplets=given,
+        folder=draft.work("data"),
+        each=cluster.each,
+    )
+    names = given.table_parts("triplets")
+    counted = {name: given.manifest.parts[name].rows or 0 for name in names}
+    rows = {
+        name.replace("triplets/", folder, 1): count
+        for folder in ("embeddings/", "scores/")
+        for name, count in counted.items()
+    }
+    settings = {
+        "cross_encoder": teacher,
+        "triplets": given,
+        "output": output,
+        "work": draft.work("parts"),
+        "store": prepared.store,
+        "beside": config.beside,
+        "first": next(iter(rows)),
+        "token_budget": config.token_budget,
+    }
+    records = each_part(QueryParts, settings, rows=rows, resources=config.resources, unit="triplets")
+    for record in records:
+        draft.register(record["name"], Part(**record["part"]))
+    embedded = sum(r["part"]["rows"] for r in records if r["name"].startswith("embeddings/"))
+    return draft.commit(counts={"queries": embedded, "scored": sum(counted.values())})
+
+
+def run_documents(config: EncodeConfig, *, dataset: str, cross_encoder: str, output: str) -> Artifact:
+    """Every document's proxy beside an empty query; L2-normalised, in the order and parts of the dataset."""
+    teacher = open_artifact(cross_encoder, kind="cross_encoder")
+    return encode_documents(config, dataset, teacher, output, load=_pair_encoder)
+
+
+def _pair_encoder(teacher: Artifact, token_budget: int) -> PairEncoder:
+    return PairEncoder.load(teacher.directory(MODEL), token_budget=token_budget)
+
+
+class QueryParts:
+    """Actor: reads the queries of whole parts of triplets, or scores their documents."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        torch.set_num_threads(max(int(settings["threads"]), 1))
+        self._settings, self._triplets = settings, settings["triplets"]
+        self._encoder = _pair_encoder(settings["cross_encoder"], settings["token_budget"])
+        self._documents = Store.open(settings["store"])["documents"]
+        self._named, self._place = (
+            array(fs.join(settings["store"], f"{name}.arrow")) for name in ("wanted", "place")
+        )
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One part in, its record out."""
+        names = batch["name"]
+        works = (self._score if name.startswith("scores/") else self._embed for name in names)
+        pairs = zip(names, works, strict=True)
+        return {"record": [commit_part(name, work, self._settings) for name, work in pairs]}
+
+    def _embed(self, name: str) -> tuple[pa.Table, list[dict[str, str]], int]:
+        part = name.replace("embeddings/", "triplets/", 1)
+        beside = name.replace("embeddings/", "generated/", 1)
+        generated = self._triplets.table(beside) if beside in self._triplets.manifest.parts else None
+        found = queries.distinct(self._triplets.table(part), generated)
+        documents = self._read(found["positive"]) if self._settings["beside"] == "positive" else None
+        rows = self._encoder.model.query_prompt.rows(found["query"].to_pylist())
+        embeddings = self._encoder.queries(rows, documents or [None] * len(rows))
+        tokens = self._encoder.tokens
+        if name == self._settings["first"]:
+            self._write_vocabulary()
+        out = found.drop_columns(["positive"]).append_column(
+            schema.embedding_field("embedding", self._encoder.dim), vectors.to_arrow(embeddings)
+        )
+        return out, [], tokens
+
+    def _score(self, name: str) -> tuple[pa.Table, list[dict[str, str]], int]:
+        """Scores of each row's positive and negatives, null where one of them cannot be read."""
+        table = self._triplets.table(
+            name.replace("scores/", "triplets/", 1), ["query", "positive", "negatives"]
+        )
+        rows = self._encoder.model.query_prompt.rows(table["query"].to_pylist())
+        group = [
+            [positive, *negatives]
+            for positive, negatives in zip(
+                table["positive"].to_pylist(), table["negatives"].to_pylist(), strict=True
+            )
+        ]
+        documents = self._read(pa.array([doc_id for ids in group for doc_id in ids], pa.string()))
+        asked = [row for row, ids in zip(rows, group, strict=True) for _ in ids]
+        pairs = [(q, d) for q, d in zip(asked, documents, strict=True) if d is not None]
+        scores = np.full(len(documents), np.nan, np.float32)
+        scores[[document is not None for document in documents]] = self._encoder.scores(
+            [query for query, _ in pairs], [document for _, document in pairs]
+        )
+        starts = np.cumsum([0, *map(len, group)])
+        lists = [scores[start:stop].tolist() for start, stop in pairwise(starts.tolist())]
+        read = [None if np.isnan(values).any() else values for values in lists]
+        return pa.table({"scores": pa.array(read, pa.list_(pa.float32()))}), [], self._encoder.tokens
+
+    def _read(self, doc_ids: pa.Array | pa.ChunkedArray) -> list[Row | None]:
+        """Token rows of documents; None for one that is null, or cannot be read."""
+        given = pc.fill_null(doc_ids, "")
+        rows = rows_of(hash_of(given), self._named, self._place)
+        rows[np.asarray(pc.is_null(doc_ids))] = MISSING
+        distinct = np.unique(rows[rows >= 0])
+        texts = dict(zip(distinct.tolist(), self._documents.tokens(distinct), strict=True))
+        return [texts.get(row) for row in rows.tolist()]
+
+    def _write_vocabulary(self) -> None:
+        """What a student may inherit (see :class:`scalingnote.encode.job.QueryParts`)."""
+        model, folder = self._encoder.model, fs.join(self._settings["output"], "teacher")
+        size = model.query_prompt.tokenizer.get_vocab_size()
+        alone = [model.query_prompt.row([token]) for token in range(size)]
+        known = {
+            "tokens": model.token_embeddings.weight.float().cpu().contiguous(),
+            "alone": torch.from_numpy(self._encoder.queries(alone, [None] * size)),
+        }
+        for name, weight in known.items():
+            data = safetensors.torch.save({"weight": weight})
+            fs.write_bytes(fs.join(folder, f"{name}.safetensors"), data)
+        text = model.tokenizer.backend_tokenizer.to_str()
+        fs.write_bytes(fs.join(folder, "tokenizer.json"), text.encode())
+
+
+def _settings(teacher: Artifact) -> DualPooledConfig:
+    return validate(DualPooledConfig, teacher.manifest.config, source=teacher.uri)
+
+
+def as_stage_one(config: DualPooledConfig, *, backbone: Backbone | None = None) -> TrainConfig:
+    """What prepares the tokens of queries and documents, which are then read as pairs."""
+    backbone = backbone or config.backbone
+    document = laid_out(config.template)
+    return TrainConfig(
+        query=TowerConfig(backbone=backbone, max_length=config.query_length),
+        document=TowerConfig(backbone=backbone, max_length=config.document_length, prompt=document),
+    )
+
+
+def _order(config: DualPooledConfig, sizes: dict[str, int]) -> Order:
+    return Order(sizes, global_batch=config.global_batch, seed=config.seed)
+
+
+def _worker(settings: Settings) -> dict[str, str] | None:
+    """One rank."""
+    config, rank, world = start_rank(DualPooledConfig, settings, room="cross")
+
+    def make() -> PairStage:
+        model = CrossEncoder(
+            backbones.build(config.backbone, tokenizer_json=settings["tokenizer"], seed=config.seed),
+            pooling=config.pooling,
+            dim=config.dim,
+            query_length=config.query_length,
+            document_length=config.document_length,
+            template=config.template,
+            attend=config.attention,
+            reconstruct=config.losses.reconstruction > 0,
+            seed=config.seed,
+        )
+        return PairStage(model, config.losses)
+
+    stage, store = make(), Store.open(settings["store"])
+    batches = PairBatches(
+        store,
+        _order(config, store.facts["sizes"]),
+        pad=stage.model.pad,
+        packed=config.memory.packing,
+        in_batch=config.in_batch,
+        rank=rank,
+        world=world,
+    )
+    return train_rank(
+        stage,
+        batches,
+        make=make,
+        schedule=config,
+        settings=settings,
+        room="cross",
+        save=lambda whole, folder: whole.model.save(folder / MODEL),
+    )

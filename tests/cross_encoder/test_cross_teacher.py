@@ -1,0 +1,101 @@
+"""What a cross-encoder leaves for a student: the artifacts of a dual encoder, and scores beside them."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import safetensors.torch
+
+import tiny
+from scalingnote.cross_encoder import job
+from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.cross_encoder.encoder import PairEncoder
+from scalingnote.encode.config import EncodeConfig, TeacherConfig
+from scalingnote.errors import ConfigError
+from scalingnote.models import backbone
+from scalingnote.models.cross_encoder import CrossEncoder
+from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact, Draft
+
+KNOBS = {"query_length": 12, "document_length": 24, "template": "{title} {content}"}
+GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
+
+
+def cross_encoder(uri: str) -> Artifact:
+    """Untrained, with the config that a training run would leave."""
+    texts = [" ".join(row.values()) for row in tiny.document_rows()]
+    learnt = backbone.train_tokenizer(texts, vocabulary=400)
+    config = DualPooledConfig(backbone=tiny.BIDIRECTIONAL, pooling="special", **KNOBS)
+    draft = Draft(uri, kind="cross_encoder", config=config, parents={})
+    base = backbone.build(tiny.BIDIRECTIONAL, tokenizer_json=learnt, seed=0)
+    CrossEncoder(base, pooling="special", dim=None, **KNOBS).save(Path(draft.path("model")))
+    return draft.commit(counts={})
+
+
+def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(cluster, tmp_path: Path):
+    dataset = tiny.dataset(str(tmp_path / "dataset"), count=24)
+    given = tiny.triplets(str(tmp_path / "given"), dataset)
+    rows = given.table("triplets").to_pylist()
+    draft = Draft(str(tmp_path / "triplets"), kind="triplets", config=tiny.Nothing(), parents={})
+    draft.write_table("triplets/part-00000.parquet", given.table("triplets"))
+    source = next(row for row in rows if row["split"] == "train")
+    written = pa.table([["g0"], ["ba ko"], [source["query_id"]]], schema=GENERATED)
+    draft.write_table("generated/part-00000.parquet", written)
+    triplets, teacher = draft.commit(counts={}), cross_encoder(str(tmp_path / "teacher"))
+
+    found = job.run_queries(
+        TeacherConfig(),
+        dataset=dataset.uri,
+        triplets=triplets.uri,
+        cross_encoder=teacher.uri,
+        output=str(tmp_path / "queries"),
+    )
+    encoder = PairEncoder.load(teacher.directory("model"))
+    texts = {row["doc_id"]: row for row in tiny.document_rows(24)}
+
+    def document(doc_id: str):
+        fields = ([texts[doc_id][name]] for name in ("title", "topic", "content"))
+        return encoder.model.document_prompt.rows(*fields)[0]
+
+    expected = {row["query_id"]: (row["query"], row["split"], row["positive"]) for row in rows}
+    expected["g0"] = ("ba ko", "train", source["positive"])
+    table = found.table("embeddings")
+    assert table["query_id"].to_pylist() == list(expected)
+    assert table["split"].to_pylist() == [split for _, split, _ in expected.values()]
+    asked = encoder.model.query_prompt.rows([query for query, _, _ in expected.values()])
+    direct = encoder.queries(asked, [document(doc_id) for *_, doc_id in expected.values()])
+    np.testing.assert_allclose(vectors.to_numpy(table["embedding"]), direct, rtol=1e-3, atol=1e-4)
+
+    scored = np.array(found.table("scores")["scores"].to_pylist())
+    for column, names in enumerate(zip(*([row["positive"], *row["negatives"]] for row in rows), strict=True)):
+        direct = encoder.scores(asked[: len(rows)], [document(name) for name in names])
+        np.testing.assert_allclose(scored[:, column], direct, rtol=1e-3, atol=1e-3)
+
+    vocabulary = len(encoder.model.tokenizer)
+    for name in ("tokens", "alone"):
+        weight = safetensors.torch.load(Path(found.file(f"teacher/{name}.safetensors")).read_bytes())[
+            "weight"
+        ]
+        assert weight.shape == (vocabulary, 32)
+    assert found.names("teacher/")[-1] == "teacher/tokens.safetensors"
+
+    documents = job.run_documents(
+        EncodeConfig(), dataset=dataset.uri, cross_encoder=teacher.uri, output=str(tmp_path / "documents")
+    )
+    table = documents.table("embeddings")
+    assert table["doc_id"].to_pylist() == list(texts)
+    direct = vectors.unit(encoder.documents([document(doc_id) for doc_id in texts]))
+    np.testing.assert_allclose(vectors.to_numpy(table["summary"]), direct, rtol=1e-2, atol=2e-3)  # float16
+
+
+def test_a_cross_encoder_has_one_embedding_of_a_document(tmp_path: Path):
+    dataset = tiny.dataset(str(tmp_path / "dataset"), count=8)
+    teacher = cross_encoder(str(tmp_path / "teacher"))
+    with pytest.raises(ConfigError, match=r"gives no view \['title'\]"):
+        job.run_documents(
+            EncodeConfig(views=("title", "summary")),
+            dataset=dataset.uri,
+            cross_encoder=teacher.uri,
+            output=str(tmp_path / "out"),
+        )

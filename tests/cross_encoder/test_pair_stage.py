@@ -1,0 +1,156 @@
+"""Training a cross-encoder: which pairs meet in a step, what they cost, and that ranks agree on it."""
+
+import json
+import math
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ranks
+import tiny
+from scalingnote.cross_encoder import queries
+from scalingnote.cross_encoder.batching import PairBatches
+from scalingnote.cross_encoder.config import CrossEncoderLosses, DualPooledConfig
+from scalingnote.cross_encoder.job import as_stage_one
+from scalingnote.cross_encoder.objective import Pairs, PairStage, one_hot
+from scalingnote.models import backbone
+from scalingnote.models.cross_encoder import CrossEncoder, pair, scores
+from scalingnote.storage.artifact import Artifact
+from scalingnote.train.grad_cache import Cacheable
+from scalingnote.train.order import Order
+from scalingnote.train.prepare import prepare
+from scalingnote.train.stream import Store
+
+KNOBS = {"query_length": 12, "document_length": 24, "template": "{title} {content}"}
+CONFIG = DualPooledConfig(backbone=tiny.BIDIRECTIONAL, **KNOBS)
+Found = dict[str, Tensor]
+
+
+def made(folder: Path) -> tuple[str, Artifact, Artifact]:
+    dataset = tiny.dataset(str(folder / "dataset"), count=24)
+    triplets = tiny.triplets(str(folder / "triplets"), dataset)
+    prepared = prepare(as_stage_one(CONFIG), dataset=dataset, triplets=triplets, folder=str(folder / "store"))
+    return prepared.store, dataset, triplets
+
+
+def batches(store: str, *, rank: int = 0, world: int = 1, in_batch: int = 3) -> PairBatches:
+    found = Store.open(store)
+    order = Order(found.facts["sizes"], global_batch=8, seed=0)
+    return PairBatches(found, order, pad=0, packed=False, in_batch=in_batch, rank=rank, world=world)
+
+
+def stage(store: str, losses: CrossEncoderLosses) -> PairStage:
+    learnt = (Path(store) / "tokenizers.json").read_text()
+    base = backbone.build(tiny.BIDIRECTIONAL, tokenizer_json=json.loads(learnt)["query"], seed=0)
+    model = CrossEncoder(base, pooling="segments", dim=8, reconstruct=losses.reconstruction > 0, **KNOBS)
+    return PairStage(model, losses)
+
+
+def step(store: str, *, rank: int = 0, world: int = 1) -> Found:
+    module = stage(store, CrossEncoderLosses(reconstruction=0.5))
+    loss, parts = module(batches(store, rank=rank, world=world)(0))
+    loss.backward()
+    found = {"loss": loss.detach(), **parts} | {n: p.grad for n, p in module.named_parameters()}
+    if dist.is_initialized():
+        for value in found.values():
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+    return found
+
+
+def one_of_two(store: str) -> Found:
+    return step(store, rank=dist.get_rank(), world=2)
+
+
+def test_a_step_pairs_each_query_with_its_documents_and_with_others_positives(tmp_path: Path):
+    store, _, triplets = made(tmp_path)
+    batch = batches(store)(0)
+    module = stage(store, CrossEncoderLosses())
+    assert isinstance(module, Cacheable)
+    texts = {row["doc_id"]: row for row in tiny.document_rows(24)}
+    prompts = module.model.query_prompt, module.model.document_prompt
+    rows = {row["query"]: row for row in triplets.table("triplets").to_pylist()}
+    asked = {tuple(prompts[0].rows([query])[0].ids): row for query, row in rows.items()}
+    read = {
+        doc_id: prompts[1].rows([row["title"]], [row["topic"]], [row["content"]])[0]
+        for doc_id, row in texts.items()
+    }
+    group, size = 2 + 3, len(batch.weights)
+    assert len(batch.pairs) == group * size
+    lines = [ids[mask.bool()].tolist() for ids, mask in zip(batch.pairs.ids, batch.pairs.mask, strict=True)]
+    cut = batch.pairs.positions[:, 1].tolist()
+    found = [asked[tuple(line[: at + 1])] for line, at in zip(lines[:size], cut, strict=False)]
+    for i, row in enumerate(found):
+        others = [found[(i + shift) % size]["positive"] for shift in (1, 2, 3)]
+        expected = [row["positive"], *row["negatives"], *others]
+        query = prompts[0].rows([row["query"]])[0]
+        for column, doc_id in enumerate(expected):
+            assert lines[column * size + i] == pair(query, read[doc_id]).ids
+            # A positive of another row is a negative of this one, unless it is this one's.
+            assert bool(batch.answers[i, column]) == (column > 0 and doc_id == row["positive"])
+
+
+def test_the_loss_is_a_softmax_over_candidates_that_do_not_answer():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 4, generator=generator)
+    answers = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1]]).bool()
+    weights = torch.tensor([1.0, 2.0, 5.0])
+    expected = 0.0
+    for row, hidden, weight in zip(logits.tolist(), answers.tolist(), weights.tolist(), strict=True):
+        kept = [math.exp(value) for value, out in zip(row, hidden, strict=True) if not out]
+        expected -= weight * math.log(kept[0] / sum(kept)) / 3
+    assert one_hot(logits, answers, weights=weights).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_parts_add_up_and_a_teacher_is_heard(tmp_path: Path):
+    store, *_ = made(tmp_path)
+    losses = CrossEncoderLosses(one_hot=0.5, teacher=2.0, reconstruction=0.25)
+    module, batch = stage(store, losses), batches(store)(0)
+    given = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
+    loss, parts = module(Pairs(batch.pairs, batch.weights, batch.answers, given))
+    expected = 0.5 * parts["one_hot"] + 2.0 * parts["teacher"] + 0.25 * parts["reconstruction"]
+    torch.testing.assert_close(loss.detach(), expected)
+    query, document = module.model.proxies(batch.pairs)
+    logits = scores(query, document).unflatten(0, (-1, 8)).T[:, :2].detach()
+    target = given.log_softmax(1)
+    divergence = (target.exp() * (target - logits.log_softmax(1))).sum(1).mean()
+    torch.testing.assert_close(parts["teacher"], divergence, rtol=1e-4, atol=1e-6)
+
+
+def test_two_ranks_learn_what_one_process_with_all_rows_would(tmp_path: Path):
+    store, *_ = made(tmp_path)
+    expected = step(store)
+    for found in ranks.run(one_of_two, store, world=2):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5, msg=name)
+
+
+def test_a_query_is_read_beside_its_first_positive_and_a_generated_one_beside_its_sources():
+    triplets = pa.table(
+        {
+            "query_id": ["b", "a", "b", "v"],
+            "query": ["about b", "about a", "about b", "held out"],
+            "split": ["train", "train", "train", "validation"],
+            "positive": ["d1", "d2", "d3", "d4"],
+        }
+    )
+    generated = pa.table(
+        {
+            "query_id": ["a~0", "v~0", "x~0"],
+            "query": ["near a", "near v", "near x"],
+            "source_query_id": ["a", "v", "without triplets"],
+        }
+    )
+    found = queries.distinct(triplets, generated).to_pylist()
+    assert [(row["query_id"], row["split"], row["positive"]) for row in found] == [
+        ("b", "train", "d1"),
+        ("a", "train", "d2"),
+        ("v", "validation", "d4"),
+        ("a~0", "train", "d2"),
+        ("x~0", "train", None),
+    ]
+    assert queries.distinct(triplets, None).num_rows == 3
