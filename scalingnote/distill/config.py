@@ -1,22 +1,100 @@
-"""Knobs of stage II, query-based knowledge distillation (ScalingNote, Eq. 13-15 and appendix A)."""
+"""Knobs of stage II: a cheap query tower learns from what a teacher left behind, and from labels if wanted.
 
-from pydantic import Field
+The defaults are ScalingNote's query-based knowledge distillation (QKD, Eq. 13-15 and appendix A): queries
+only. The other losses are EmbedDistill's (section 4, appendix A); they read triplets and documents too.
+"""
 
-from scalingnote.models.config import Scratch, TowerConfig
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from scalingnote.config import Config
+from scalingnote.models.config import LookupConfig, Pretrained, Scratch, StudentConfig, TowerConfig
 from scalingnote.train.config import Optimizer, Schedule
 
 
-class DistillConfig(Schedule):
-    """A student query tower learns the teacher's query embeddings; no document is read."""
+class NewVocabulary(Config):
+    """Frequent words of the queries as tokens of their own: shorter rows, and a place for what they mean."""
 
-    student: TowerConfig = TowerConfig(backbone=Scratch(architecture="bert"), max_length=32)
+    tokens: int = Field(ge=1, description="how many; the paper's student has 84,522 in all")
+    min_count: int = Field(5, ge=1, description="queries that must hold the word")
+
+
+class DistillLosses(Config):
+    """Weights of the losses, 0 leaves one out. Which a batch needs decides what is read."""
+
+    qkd: float = Field(1.0, ge=0, description="||q - q'||^2 - lambda cos(q, q') (ScalingNote, Eq. 15)")
+    cosine_weight: float = Field(1.0, ge=0, description="lambda of Eq. 15")
+    query_matching: float = Field(0.0, ge=0, description="||q - q'||, not squared (EmbedDistill, Eq. 7)")
+    document_matching: float = Field(
+        0.0, ge=0, description="the same for documents (Eq. 8); needs a document student"
+    )
+    one_hot: float = Field(
+        0.0, ge=0, description="softmax cross entropy of labels, in-batch and sampled negatives (Eq. 9)"
+    )
+    scores: float = Field(0.0, ge=0, description="the teacher's scores of the same candidates (Eq. 11-13)")
+    scores_kind: Literal["softmax", "bce", "mse"] = "softmax"
+    temperature: float = Field(0.05, gt=0, lt=1, description="of one_hot and scores")
+
+    @property
+    def reads_documents(self) -> bool:
+        """Whether a batch needs candidates, and so triplets and document embeddings."""
+        return max(self.document_matching, self.one_hot, self.scores) > 0
+
+    @model_validator(mode="after")
+    def _teaches(self) -> "DistillLosses":
+        if not max(self.qkd, self.query_matching, self.document_matching, self.one_hot, self.scores):
+            raise ValueError("every weight is 0: give at least one loss a weight")
+        return self
+
+
+class DistillConfig(Schedule):
+    """A student query tower learns the teacher's query embeddings."""
+
+    student: StudentConfig = TowerConfig(backbone=Scratch(architecture="bert"), max_length=32)
+    document: TowerConfig | None = Field(
+        None, description="a student for documents too (symmetric); null inherits the teacher's embeddings"
+    )
+    start: Literal["random", "teacher"] = Field(
+        "random",
+        description="where a student from scratch gets its weights; teacher: copies of `backbone.layers` of "
+        "the teacher's layers, whose kind and sizes then hold, and of all its tokens and its projection",
+    )
+    teacher_layers: tuple[int, ...] | None = Field(
+        None, description="start: teacher; which layers, from 0; null spreads them evenly, the last included"
+    )
     inherit_tokens: bool = Field(
         True,
-        description="a student from scratch starts with the teacher's tokenizer and token embeddings, "
-        "whatever its own `vocabulary` says; "
+        description="a student from scratch starts with the teacher's tokenizer and what that knows of each "
+        "token, whatever its own `vocabulary` says; "
         "false: it learns a tokenizer of its own from the training queries",
     )
-    cosine_weight: float = Field(1.0, ge=0, description="lambda of Eq. 15")
+    new_vocabulary: NewVocabulary | None = None
+    losses: DistillLosses = DistillLosses()
     optimizer: Optimizer = Optimizer(peak_lr=1e-3)
     global_batch: int = Field(512, ge=2, description="queries per step over all ranks; 40,000 in the paper")
     epochs: float = Field(10.0, ge=0, description="passes over the queries; 100 in the paper")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Kinds of artifacts that are read beside the teacher's query embeddings."""
+        if not self.losses.reads_documents:
+            return ()
+        return ("triplets", "embeddings") if self.document is None else ("triplets", "embeddings", "dataset")
+
+    @model_validator(mode="after")
+    def _fits(self) -> "DistillConfig":
+        if self.losses.document_matching and self.document is None:
+            raise ValueError("losses.document_matching needs a document student: set distill.document")
+        if self.document is not None and not self.losses.reads_documents:
+            raise ValueError(
+                "no loss reads documents, so distill.document would learn nothing: give losses.one_hot, "
+                "scores or document_matching a weight"
+            )
+        if self.start == "teacher" and isinstance(self.student, LookupConfig):
+            raise ValueError("a lookup student has no layers: leave distill.start at random")
+        if self.start == "teacher" and isinstance(self.student.backbone, Pretrained):  # type: ignore[union-attr]
+            raise ValueError("a pretrained student brings its own weights: leave distill.start at random")
+        if self.teacher_layers is not None and self.start != "teacher":
+            raise ValueError("distill.teacher_layers are copied by start: teacher alone")
+        return self

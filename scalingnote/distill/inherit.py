@@ -1,13 +1,18 @@
-"""A student from scratch starts from its teacher's vocabulary: token embeddings in, its own table filled.
+"""A student from scratch starts from what its teacher knows of each token: its own table is filled.
 
 Distillation sees the training queries only. Words that stand in none of them, but in many documents, are
 known to the teacher; a student with a vocabulary of its own never learns them, and answers the queries of
 new topics badly. Its rows for those words come with the teacher's table and hardly move afterwards.
+
+A transformer takes the teacher's token embeddings. The rows of a lookup table are not read by layers, they
+are embeddings of queries; there it takes the teacher's answers to every token asked alone.
 """
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from scalingnote.models.lookup import LookupTower
 
 
 def inherit(table: nn.Embedding, teacher: Float[Tensor, "vocabulary hidden"]) -> None:
@@ -18,6 +23,13 @@ def inherit(table: nn.Embedding, teacher: Float[Tensor, "vocabulary hidden"]) ->
     rows = min(len(teacher), table.num_embeddings)
     with torch.no_grad():
         table.weight[:rows] = fitted(teacher, width=table.embedding_dim)[:rows]
+
+
+def inherit_rows(student: LookupTower, teacher: Float[Tensor, "vocabulary dim"]) -> None:
+    """Fill the first rows of a lookup table with the teacher's embeddings of its tokens, each read alone."""
+    rows = min(len(teacher), student.tokens)
+    with torch.no_grad():
+        student.table[:rows] = teacher[:rows]
 
 
 def fitted(tokens: Float[Tensor, "vocabulary hidden"], *, width: int) -> Float[Tensor, "vocabulary width"]:

@@ -1,41 +1,68 @@
-"""Stage II on Ray: stored teacher embeddings in, a student query tower out. No teacher is loaded."""
+"""Stage II on Ray: stored teacher embeddings in, a student query tower out. No teacher is loaded.
+
+Losses over documents also read triplets and the teacher's document embeddings; a student for documents, the
+documents themselves.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import safetensors.torch
 
+from scalingnote import cluster
 from scalingnote.config import dump
-from scalingnote.distill import batching
+from scalingnote.distill import batching, student
 from scalingnote.distill.config import DistillConfig
+from scalingnote.distill.documents import VIEW, Sources
 from scalingnote.distill.inherit import inherit
 from scalingnote.distill.objective import StageTwo
+from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import tower
 from scalingnote.models.config import Scratch
+from scalingnote.models.prompt import DocumentPrompt
+from scalingnote.models.tower import Tower
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.train import corpus
-from scalingnote.train.job import Settings, in_tasks, launch, start_rank, train_rank
+from scalingnote.train import corpus, tokens
+from scalingnote.train.job import Settings, launch, start_rank, train_rank
 from scalingnote.train.order import Order
 from scalingnote.train.stream import Store
 
 log = get_logger("distill")
 
 
-def run(config: DistillConfig, *, query_embeddings: str, output: str) -> Artifact:
-    """Train the student; killed at any moment, the next call resumes from the newest checkpoint."""
+def run(
+    config: DistillConfig,
+    *,
+    query_embeddings: str,
+    triplets: str | None = None,
+    embeddings: str | None = None,
+    dataset: str | None = None,
+    output: str,
+) -> Artifact:
+    """Train the student; killed at any moment, the next call resumes from the newest checkpoint.
+
+    ConfigError when the losses, or a student for documents, read an artifact that is not given; what they do
+    not read is no parent.
+    """
+    given = {"triplets": triplets, "embeddings": embeddings, "dataset": dataset}
     parents = {"query_embeddings": open_artifact(query_embeddings, kind="query_embeddings")}
+    parents |= _opened(given, config.reads)
     draft = Draft(output, kind="student", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    tokenizer = _tokenizer(config, parents["query_embeddings"])
+    start = student.prepare(config, parents["query_embeddings"], folder=draft.work("start"))
+    document_tokenizer = _document_tokenizer(config, parents)
     sizes = batching.prepare(
         parents["query_embeddings"],
-        student=config.student,
-        tokenizer_json=tokenizer,
+        prompt=student.prompt(config, start),
         folder=draft.work("rows"),
-        each=in_tasks,
+        candidates=_sources(config, parents, document_tokenizer),
+        each=cluster.each,
     )
     rows, steps = sum(sizes.values()), _order(config, sizes).steps(config.epochs)
-    log.info("%s queries, %d steps", f"{rows:,}", steps)
+    log.info("%s rows, %d steps", f"{rows:,}", steps)
     launch(
         _worker,
         {
@@ -44,57 +71,98 @@ def run(config: DistillConfig, *, query_embeddings: str, output: str) -> Artifac
             "output": output,
             "work": draft.work(),
             "store": draft.work("rows"),
-            "tokenizer": tokenizer,
+            "start": draft.work("start"),
+            "document_tokenizer": document_tokenizer,
             "steps": steps,
         },
         schedule=config,
         room="distill",
     )
-    return draft.commit(counts={"queries": rows, "steps": steps})
+    learnt = sizes if config.losses.reads_documents else {"queries": rows}
+    return draft.commit(counts={**learnt, "steps": steps})
+
+
+def _opened(given: Mapping[str, str | None], kinds: Sequence[str]) -> dict[str, Artifact]:
+    missing = [kind for kind in kinds if given[kind] is None]
+    if missing:
+        raise ConfigError(f"distill's losses read {', '.join(missing)}: give them, or leave these losses out")
+    return {kind: open_artifact(given[kind] or "", kind=kind) for kind in kinds}
+
+
+def _sources(config: DistillConfig, parents: Mapping[str, Artifact], tokenizer: str | None) -> Sources | None:
+    """What candidates are made from, where a loss reads any."""
+    if not config.losses.reads_documents:
+        return None
+    if config.document is None:
+        return Sources(parents["triplets"], parents["embeddings"])
+    prompt = corpus.prompt(config.document, role="document", tokenizer_json=tokenizer)
+    assert isinstance(prompt, DocumentPrompt)
+    if VIEW not in prompt.views:
+        raise ConfigError(
+            f"distill.document.prompt gives {', '.join(prompt.views)}, but {VIEW} is what is searched: "
+            "end it with [EMB]"
+        )
+    return Sources(parents["triplets"], parents["embeddings"], parents["dataset"], prompt)
+
+
+def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) -> str | None:
+    """Tokenizer JSON of a student for documents that starts from scratch."""
+    if config.document is None or not isinstance(config.document.backbone, Scratch):
+        return None
+    if config.inherit_tokens:
+        return fs.read_bytes(parents["query_embeddings"].file("teacher/tokenizer.json")).decode()
+    triplets, dataset = parents["triplets"], parents["dataset"]
+    named = tokens.named(triplets.batches("triplets", columns=["positive", "negatives"]))
+    learnt = corpus.tokenizers(
+        {"document": config.document}, texts=lambda: corpus.texts(triplets, dataset, named)
+    )
+    return learnt["document"]
+
+
+def _document(config: DistillConfig, settings: Settings, *, dim: int, teacher: Artifact) -> Tower | None:
+    """The student for documents, if there is one."""
+    if config.document is None:
+        return None
+    made = tower.build(
+        config.document,
+        role="document",
+        dim=dim,
+        tokenizer_json=settings["document_tokenizer"],
+        seed=config.seed,
+    )
+    if config.inherit_tokens and isinstance(config.document.backbone, Scratch):
+        weights = safetensors.torch.load(fs.read_bytes(teacher.file("teacher/tokens.safetensors")))
+        inherit(made.token_embeddings, weights["weight"])
+    return made
+
+
+def _save(whole: StageTwo, folder: Path) -> None:
+    whole.student.save(folder / "query")
+    if whole.document is not None:
+        whole.document.save(folder / "document")
 
 
 def _order(config: DistillConfig, sizes: dict[str, int]) -> Order:
     return Order(sizes, global_batch=config.global_batch, seed=config.seed)
 
 
-def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
-    """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
-    if _inherits(config):
-        return fs.read_bytes(teacher.file("teacher/tokenizer.json")).decode()
-    learnt = corpus.tokenizers(
-        {"student": config.student}, texts=lambda: corpus.distinct_queries(teacher, "embeddings")
-    )
-    return learnt.get("student")
-
-
-def _inherits(config: DistillConfig) -> bool:
-    return config.inherit_tokens and isinstance(config.student.backbone, Scratch)
-
-
 def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank of stage II."""
     config, rank, world = start_rank(DistillConfig, settings, room="distill")
     teacher = open_artifact(settings["query_embeddings"], kind="query_embeddings")
-    store = Store.open(settings["store"])
+    store, start = Store.open(settings["store"]), student.read(settings["start"])
 
     def make() -> StageTwo:
-        student = tower.build(
-            config.student,
-            role="query",
-            dim=store.facts["dim"],
-            tokenizer_json=settings["tokenizer"],
-            seed=config.seed,
-        )
-        if _inherits(config):
-            weights = safetensors.torch.load(fs.read_bytes(teacher.file("teacher/tokens.safetensors")))
-            inherit(student.token_embeddings, weights["weight"])
-        return StageTwo(student, cosine_weight=config.cosine_weight)
+        made = student.build(config, start, teacher=teacher, dim=store.facts["dim"])
+        document = _document(config, settings, dim=store.facts["dim"], teacher=teacher)
+        return StageTwo(made, config.losses, document)
 
     stage = make()
     batches = batching.LessonBatches(
         store,
         _order(config, store.facts["sizes"]),
         pad=stage.student.pad,
+        document_pad=None if stage.document is None else stage.document.pad,
         packed=config.memory.packing,
         rank=rank,
         world=world,
@@ -106,5 +174,5 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         schedule=config,
         settings=settings,
         room="distill",
-        save=lambda whole, folder: whole.student.save(folder / "query"),
+        save=_save,
     )

@@ -7,6 +7,7 @@ import torch
 
 import tiny
 from scalingnote.distill.batching import LessonBatches, prepare
+from scalingnote.distill.config import DistillLosses
 from scalingnote.distill.objective import StageTwo
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower
@@ -39,7 +40,7 @@ def embedded(uri: str, teacher: np.ndarray) -> Artifact:
 
 def lessons(folder: Path, teacher: np.ndarray, *, rank: int = 0, world: int = 1, batch: int = 8, **kwargs):
     found = embedded(str(folder / "embeddings"), teacher)
-    sizes = prepare(found, student=STUDENT, tokenizer_json=LEARNT, folder=str(folder / "store"))
+    sizes = prepare(found, prompt=student().prompt, folder=str(folder / "store"))
     store = Store.open(str(folder / "store"))
     order = Order(sizes, global_batch=batch, seed=0)
     return LessonBatches(
@@ -84,14 +85,14 @@ def test_what_was_prepared_is_not_prepared_again(tmp_path: Path, numbered):
 
     found = embedded(str(tmp_path / "again"), numbered)
     folder = str(tmp_path / "store")
-    sizes = prepare(found, student=STUDENT, tokenizer_json=LEARNT, folder=folder, each=refuse)
+    sizes = prepare(found, prompt=student().prompt, folder=folder, each=refuse)
     assert sizes == {"lessons": 42}
 
 
 def test_the_student_comes_close_to_a_teacher_it_never_loads(tmp_path: Path):
     made = student()
     teacher = np.random.default_rng(0).normal(size=(48, 8)).astype(np.float32)
-    source, stage = lessons(tmp_path, teacher, batch=14), StageTwo(made, cosine_weight=1.0)
+    source, stage = lessons(tmp_path, teacher, batch=14), StageTwo(made, DistillLosses())
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2, weight_decay=0.0)
     distances = []
     for step in range(150):

@@ -1,0 +1,243 @@
+"""The student of a run: what it starts from, how it reads, and the tower itself.
+
+prepare ─► a folder: tokenizer, new words, n-grams, teacher layers ─► prompt; build on every rank
+"""
+
+import io
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from scalingnote.distill import layers, vocabulary
+from scalingnote.distill.config import DistillConfig
+from scalingnote.distill.inherit import inherit, inherit_rows
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.log import get_logger
+from scalingnote.models import backbone as backbones
+from scalingnote.models import lookup, ngrams, tower
+from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
+from scalingnote.models.lookup import LookupPrompt, LookupTower
+from scalingnote.models.prompt import QueryPrompt
+from scalingnote.models.tower import Tower
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.train import corpus
+
+log = get_logger("distill")
+_START = "start.json"
+_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a student starts from; equal for all ranks."""
+
+    tokenizer: str | None = None
+    """Tokenizer JSON, without the new words, of a student that brings none."""
+    words: tuple[str, ...] = ()
+    """New tokens, in order."""
+    ngrams: Int[ndarray, "ngrams 3"] | None = None
+    """Those that get a row in a lookup table."""
+    backbone: Path | None = None
+    """A checkpoint made of the teacher's layers."""
+
+
+def prepare(config: DistillConfig, teacher: Artifact, *, folder: str) -> Start:
+    """Find out what the student starts from and write it to `folder`, or find it there.
+
+    To be called once, before any rank starts; `teacher` holds the embeddings of queries.
+    """
+    if not fs.exists(fs.join(folder, _START)):
+        files: dict[str, bytes] = {}
+        if config.start == "teacher":
+            _cut(config, teacher, fs.join(folder, "backbone"))
+        elif (learnt := _tokenizer(config, teacher)) is not None:
+            files["tokenizer.json"] = learnt.encode()
+        files |= _mined(config, teacher, _bare(config, folder, files))
+        for name, data in files.items():
+            fs.write_bytes(fs.join(folder, name), data)
+        _finish(folder)
+    return read(folder)
+
+
+def read(folder: str) -> Start:
+    """What :func:`prepare` wrote."""
+    listed = json.loads(fs.read_bytes(fs.join(folder, _START)))
+    names = list(listed["files"])
+    # The list holds sizes: another start at the same place is another version of what was copied here.
+    local = fs.download(folder, names, version=json.dumps(listed, sort_keys=True))
+    tokenizer, words, mined, backbone = (
+        local / name if any(n.startswith(name) for n in names) else None
+        for name in ("tokenizer.json", "words.json", "ngrams.npy", "backbone")
+    )
+    return Start(
+        None if tokenizer is None else tokenizer.read_text(encoding="utf-8"),
+        () if words is None else tuple(json.loads(words.read_text(encoding="utf-8"))),
+        None if mined is None else np.load(mined, allow_pickle=False),
+        backbone,
+    )
+
+
+def prompt(config: DistillConfig, start: Start) -> QueryPrompt | LookupPrompt:
+    """How the student reads a query. Its weights are neither drawn nor loaded."""
+    student = _settings(config, start)
+    found = corpus.prompt(student, role="query", tokenizer_json=start.tokenizer)
+    assert isinstance(found, QueryPrompt | LookupPrompt)
+    vocabulary.extend(found.tokenizer, start.words)
+    return found
+
+
+def build(config: DistillConfig, start: Start, *, teacher: Artifact, dim: int) -> Tower | LookupTower:
+    """The student, ready to train; of one config and start it is the same on every rank."""
+    student = _settings(config, start)
+    if isinstance(student, LookupConfig):
+        return _lookup(config, student, start, teacher=teacher, dim=dim)
+    backbone = backbones.build(student.backbone, tokenizer_json=start.tokenizer, seed=config.seed)
+    table: Any = backbone.model.get_input_embeddings()  # type: ignore[operator]
+    if inherits(config):
+        inherit(table, _of_teacher(teacher, "tokens"))
+    if start.words:
+        before = Tokenizer.from_str(backbone.raw_tokenizer.to_str())
+        vocabulary.extend(backbone.raw_tokenizer, start.words)
+        backbones.grow(backbone)
+        table = backbone.model.get_input_embeddings()  # type: ignore[operator]
+        vocabulary.fill(table.weight, start.words, before=before, after=backbone.raw_tokenizer)
+    made = tower.build(
+        student, role="query", dim=dim, tokenizer_json=None, seed=config.seed, backbone=backbone
+    )
+    if start.backbone is not None:
+        weight = load_file(start.backbone / "projection.safetensors")["weight"]
+        with torch.no_grad():
+            made.projection.weight.copy_(weight)
+    return made
+
+
+def inherits(config: DistillConfig) -> bool:
+    """Whether the student starts with the teacher's tokenizer and what that knows of each token."""
+    student = config.student
+    own = isinstance(student, TowerConfig) and isinstance(student.backbone, Pretrained)
+    return config.inherit_tokens and config.start == "random" and not own
+
+
+def _lookup(
+    config: DistillConfig, student: LookupConfig, start: Start, *, teacher: Artifact, dim: int
+) -> LookupTower:
+    before = Tokenizer.from_str(_given(start))
+    after = Tokenizer.from_str(_given(start))
+    vocabulary.extend(after, start.words)
+    made = lookup.build(
+        student, dim=dim, tokenizer_json=after.to_str(), seed=config.seed, ngrams=start.ngrams
+    )
+    if inherits(config):
+        inherit_rows(made, _of_teacher(teacher, "alone"))
+    vocabulary.fill(made.table, start.words, before=before, after=after)
+    made.made_from["query_embeddings"] = teacher.digest
+    return made
+
+
+def _settings(config: DistillConfig, start: Start) -> TowerConfig | LookupConfig:
+    """The student's config, its backbone the teacher's where layers were copied."""
+    if start.backbone is None or isinstance(config.student, LookupConfig):
+        return config.student
+    return config.student.model_copy(update={"backbone": Pretrained(path=str(start.backbone))})
+
+
+def _given(start: Start) -> str:
+    assert start.tokenizer is not None, "a lookup's start has a tokenizer"
+    return start.tokenizer
+
+
+def _of_teacher(teacher: Artifact, name: str) -> Float[Tensor, "vocabulary width"]:
+    """What the teacher's job left of each of its tokens."""
+    data = fs.read_bytes(teacher.file(f"teacher/{name}.safetensors"))
+    return safetensors.torch.load(data)["weight"].float()
+
+
+def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
+    """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
+    if inherits(config):
+        return fs.read_bytes(teacher.file("teacher/tokenizer.json")).decode()
+    texts = partial(corpus.distinct_queries, teacher, "embeddings")
+    return corpus.tokenizers({"student": config.student}, texts=texts).get("student")
+
+
+def _bare(config: DistillConfig, folder: str, files: dict[str, bytes]) -> Start:
+    """The start without what is mined."""
+    learnt = files.get("tokenizer.json")
+    where = fs.join(folder, "backbone")
+    copied = fs.list_files(where) if config.start == "teacher" else {}
+    local = fs.download(where, list(copied), version=json.dumps(copied)) if copied else None
+    return Start(None if learnt is None else learnt.decode(), backbone=local)
+
+
+def _mined(config: DistillConfig, teacher: Artifact, start: Start) -> dict[str, bytes]:
+    """New words and n-grams of the training queries, as files; of the first million of them."""
+    files: dict[str, bytes] = {}
+    if config.new_vocabulary is not None:
+        tokenizer = prompt(config, start).tokenizer
+        knobs = config.new_vocabulary
+        queries = corpus.distinct_queries(teacher, "embeddings")
+        words = vocabulary.mine(queries, tokenizer, tokens=knobs.tokens, min_count=knobs.min_count)
+        log.info("%s new words: %s...", f"{len(words):,}", ", ".join(words[:8]))
+        files["words.json"] = json.dumps(words, ensure_ascii=False).encode()
+        start = Start(start.tokenizer, tuple(words), backbone=start.backbone)
+    if isinstance(config.student, LookupConfig) and config.student.ngrams:
+        reader = prompt(config, start)
+        rows = (
+            row.ids
+            for block in _blocks(corpus.distinct_queries(teacher, "embeddings"), _AT_ONCE)
+            for row in reader.rows(block)
+        )
+        size = reader.tokenizer.get_vocab_size()
+        found = ngrams.mine(rows, vocabulary=size, most=config.student.ngrams)
+        out = io.BytesIO()
+        np.save(out, found, allow_pickle=False)
+        files["ngrams.npy"] = out.getvalue()
+        log.info("%s n-grams", f"{len(found):,}")
+    return files
+
+
+def _cut(config: DistillConfig, teacher: Artifact, target: str) -> None:
+    """Write a checkpoint of the teacher's layers that the student wants."""
+    parent = teacher.manifest.parents.get("dual_encoder")
+    if parent is None:
+        raise ConfigError(
+            "start: teacher needs a dual encoder's query tower as the teacher: set start=random"
+        )
+    towers = open_artifact(parent["uri"], kind="dual_encoder")
+    if towers.digest != parent["digest"]:
+        raise ArtifactError(
+            f"{towers.uri} is not the teacher that {teacher.uri} was made with: re-run teacher"
+        )
+    assert isinstance(config.student, TowerConfig)
+    assert isinstance(config.student.backbone, Scratch)
+    wanted = config.student.backbone.layers if config.teacher_layers is None else config.teacher_layers
+    with tempfile.TemporaryDirectory() as local:
+        chosen = layers.cut(towers.directory("query"), Path(local), layers=wanted)
+        fs.upload(local, target)
+    log.info("the student starts from the teacher's layers %s", ", ".join(map(str, chosen)))
+
+
+def _finish(folder: str) -> None:
+    listed = {name: size for name, size in fs.list_files(folder).items() if not name.endswith(".pending")}
+    fs.write_bytes(fs.join(folder, _START), json.dumps({"files": listed}).encode())
+
+
+def _blocks(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    waiting = iter(texts)
+    while block := list(islice(waiting, size)):
+        yield block

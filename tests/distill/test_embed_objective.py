@@ -1,0 +1,212 @@
+"""StageTwo with every loss of EmbedDistill: against a slow twin, on two ranks, and through GradCache."""
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import ranks
+import tiny
+from scalingnote.distill.batching import Lesson
+from scalingnote.distill.config import DistillConfig, DistillLosses
+from scalingnote.distill.documents import Candidates
+from scalingnote.distill.objective import StageTwo
+from scalingnote.models import backbone, tower
+from scalingnote.train.config import GradCache
+from scalingnote.train.grad_cache import Cacheable, cached_backward
+
+ROWS, DIM, TAU = 6, 8, 0.2
+ALL = DistillLosses(
+    qkd=0.5, query_matching=0.7, document_matching=0.3, one_hot=1.1, scores=0.9, temperature=TAU
+)
+POSITIVE, NEGATIVE = [0, 1, 2, 0, -1, 5], [6, 7, 2, 8, -1, 1]  # 0 answers two queries, 2 is its own negative
+QUERY_IDS = [10, 11, 12, 13, 14, 10]
+KNOWN = [[0, 1], [1, -1], [2, -1], [0, -1], [-1, -1], [5, -1]]
+WEIGHTS = [1.0, 2.0, 1.0, 0.5, 1.0, 1.0]
+Found = dict[str, Tensor]
+
+
+def stage(losses: DistillLosses, *, symmetric: bool, uneven: bool = False) -> StageTwo:
+    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    student = tower.build(
+        tiny.query_tower(tiny.BIDIRECTIONAL), role="query", dim=DIM, tokenizer_json=learnt, seed=0
+    )
+    document = None
+    if symmetric:
+        config = tiny.document_tower(tiny.BIDIRECTIONAL)
+        document = tower.build(config, role="document", dim=DIM, tokenizer_json=learnt, seed=1)
+    return StageTwo(student, losses, document, uneven=uneven)
+
+
+def lesson(made: StageTwo, rows: Sequence[int], *, scores: bool = False) -> Lesson:
+    """Some rows of one global batch; the fifth is a generated query."""
+    draw = torch.Generator().manual_seed(0)
+    teacher, documents = (torch.randn(count, DIM, generator=draw) for count in (ROWS, 9))
+    ids = torch.tensor([[POSITIVE[i], NEGATIVE[i]] for i in rows])
+    distinct, index = ids.clamp(min=0).unique(return_inverse=True)
+    texts = tiny.document_rows(9)
+    read = None
+    if made.document is not None:
+        chosen = [texts[i] for i in distinct.tolist()]
+        columns = ([row[name] for row in chosen] for name in ("title", "topic", "content"))
+        read = tower.collate(made.document.prompt.rows(*columns), pad=0)
+    present = ids[:, 0] >= 0
+    weights = torch.tensor([WEIGHTS[i] for i in rows])
+    given = torch.randn(ROWS, 2, generator=draw)
+    given[4], given[1] = torch.nan, torch.nan
+    return Lesson(
+        queries=tower.collate(made.student.prompt.rows([texts[i]["content"][:20] for i in rows]), pad=0),
+        teacher=teacher[list(rows)],
+        weights=weights,
+        candidates=Candidates(
+            embeddings=documents[distinct],
+            index=index,
+            present=present,
+            weights=weights * present * ROWS / 5,
+            query_ids=torch.tensor([QUERY_IDS[i] for i in rows]),
+            document_ids=ids,
+            known=torch.tensor([KNOWN[i] for i in rows]),
+            scores=given[list(rows)] if scores else None,
+            texts=read,
+        ),
+    )
+
+
+def slow(queries: Tensor, documents: Tensor, given: Lesson) -> Found:
+    """Row by row, in float64; `documents` are the student's, as often as rows name them: [rows, 2, dim]."""
+    found, own = given.candidates, F.normalize(documents, dim=-1)
+    inherited = F.normalize(found.embeddings.double()[found.index], dim=-1)
+    pool = [
+        (j, k) for k, j in itertools.product(range(2), range(len(queries))) if found.document_ids[j, k] >= 0
+    ]
+    names = ("query_matching", "document_matching", "one_hot", "scores")
+    parts = {name: torch.zeros((), dtype=torch.float64) for name in names}
+    for i in range(len(queries)):
+        parts["query_matching"] += given.weights[i] * (given.teacher[i].double() - queries[i]).norm()
+        if not found.present[i]:
+            continue
+        weight, query = found.weights[i].double(), F.normalize(queries[i], dim=0)
+        teacher = F.normalize(given.teacher[i].double(), dim=0)
+        gaps = (found.embeddings.double()[found.index[i]] - documents[i]).norm(dim=-1)
+        parts["document_matching"] += weight * gaps.mean()
+        answers = {int(found.document_ids[i, 0]), *found.known[i].tolist()}
+        scores, allowed = {}, []
+        for j, k in pool:
+            scores[j, k] = query @ own[j, k] / TAU
+            same = k == 0 and found.query_ids[j] == found.query_ids[i]
+            if (j, k) == (i, 0) or not (int(found.document_ids[j, k]) in answers or same):
+                allowed.append(scores[j, k])
+        parts["one_hot"] -= weight * (scores[i, 0] - torch.stack(allowed).logsumexp(0))
+        if found.scores is None:
+            target = torch.stack([teacher @ inherited[j, k] / TAU for j, k in pool])
+            student = torch.stack([scores[place] for place in pool])
+        elif found.scores[i].isfinite().all():
+            target, student = (
+                found.scores[i].double(),
+                torch.stack([query @ own[i, k] / TAU for k in range(2)]),
+            )
+        else:
+            continue
+        parts["scores"] -= weight * (target.softmax(0) * student.log_softmax(0)).sum()
+    return {name: part / len(queries) for name, part in parts.items()}
+
+
+@pytest.mark.parametrize("scores", [False, True], ids=["dual encoder", "cross-encoder"])
+@pytest.mark.parametrize("symmetric", [False, True], ids=["asymmetric", "symmetric"])
+def test_losses_are_those_of_each_row_alone(symmetric: bool, scores: bool):
+    losses = ALL if symmetric else ALL.model_copy(update={"document_matching": 0.0})
+    made = stage(losses, symmetric=symmetric)
+    assert isinstance(made, Cacheable)
+    given = lesson(made, range(ROWS), scores=scores)
+    loss, parts = made(given)
+    queries = made.encode("query", given.queries)[:, 0].detach().double()
+    documents = given.candidates.embeddings
+    if symmetric:
+        documents = made.encode("document", given.candidates.texts)[:, 0].detach()
+    expected = slow(queries, documents.double()[given.candidates.index], given)
+    for name, part in expected.items():
+        if getattr(losses, name):
+            assert parts[name].item() == pytest.approx(part.item(), rel=1e-4), name
+    total = sum(getattr(losses, name) * parts[name] for name in ("qkd", *expected) if getattr(losses, name))
+    torch.testing.assert_close(loss.detach(), total)
+    loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
+
+
+def step(rows: Sequence[int], *, scores: bool, uneven: bool) -> Found:
+    made = stage(ALL, symmetric=True, uneven=uneven)
+    loss, parts = made(lesson(made, rows, scores=scores))
+    loss.backward()
+    found = {"loss": loss.detach(), **parts} | {n: p.grad for n, p in made.named_parameters()}
+    if dist.is_initialized():
+        for value in found.values():
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+    return found
+
+
+def shares_of_two() -> list[Found]:
+    """An even split, and one where a rank has nothing but the query without documents."""
+    me = dist.get_rank()
+    even, uneven = ([0, 1, 2], [3, 4, 5])[me], ([0, 1, 2, 3, 5], [4])[me]
+    return [
+        step(even, scores=False, uneven=False),
+        step(uneven, scores=False, uneven=True),
+        step(even, scores=True, uneven=False),
+    ]
+
+
+def test_two_ranks_learn_what_one_process_with_all_rows_would():
+    plain, scored = (step(range(ROWS), scores=scores, uneven=False) for scores in (False, True))
+    # The uneven split deals rows out in another order: sums are the same to the last digits.
+    for even, uneven, with_scores in ranks.run(shares_of_two, world=2):
+        for found, expected in ((even, plain), (uneven, plain), (with_scores, scored)):
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5, msg=name)
+
+
+class Engine:
+    """What cached_backward asks for."""
+
+    def __init__(self, module: StageTwo) -> None:
+        self.module = module
+
+    def precision(self) -> torch.autocast:
+        return torch.autocast("cpu", enabled=False)
+
+    def backward_from(self, embeddings: Tensor, gradients: Tensor, *, last: bool) -> None:
+        (embeddings * gradients).sum().backward()
+
+
+def test_grad_cache_gives_the_same_gradients():
+    plain, cached = stage(ALL, symmetric=True), stage(ALL, symmetric=True)
+    loss, _ = plain(lesson(plain, range(ROWS)))
+    loss.backward()
+    found, _ = cached_backward(
+        Engine(cached), lesson(cached, range(ROWS)), config=GradCache(query_rows=4, document_rows=3)
+    )
+    torch.testing.assert_close(found, loss.detach())
+    for mine, other in zip(cached.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_inherited_documents_learn_nothing():
+    made = stage(ALL.model_copy(update={"document_matching": 0.0}), symmetric=False)
+    assert set(made.inputs(lesson(made, range(ROWS)))) == {"query"}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"document": {}}, "would learn nothing"),
+        ({"losses": {"document_matching": 1}}, "needs a document student"),
+        ({"losses": {"qkd": 0}}, "every weight is 0"),
+    ],
+)
+def test_knobs_at_odds_are_refused(knobs: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        DistillConfig(**knobs)

@@ -1,0 +1,80 @@
+"""Students cut from their teacher: with all layers they are the teacher."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from scalingnote.distill import layers
+from scalingnote.errors import ConfigError
+from scalingnote.models import backbone, tower
+from scalingnote.models.config import Pretrained, Scratch
+from scalingnote.models.tower import Tower, collate
+
+TEXTS = [row["content"] for row in tiny.document_rows(12)]
+LEARNT = backbone.train_tokenizer(TEXTS, vocabulary=400)
+
+
+def saved(folder: Path, scratch: Scratch, *, deep: int = 4) -> Tower:
+    config = tiny.query_tower(scratch.model_copy(update={"layers": deep}))
+    made = tower.build(config, role="query", dim=8, tokenizer_json=LEARNT, seed=3).eval()
+    made.save(folder)
+    return made
+
+
+def student(folder: Path) -> Tower:
+    config = tiny.query_tower().model_copy(update={"backbone": Pretrained(path=str(folder))})
+    return tower.build(config, role="query", dim=8, tokenizer_json=None, seed=0).eval()
+
+
+def hidden(made: Tower) -> torch.Tensor:
+    batch = collate(made.prompt.rows(TEXTS), pad=made.pad)
+    with torch.no_grad():
+        given = {"use_cache": False} if made.causal else {}
+        return made.backbone(input_ids=batch.ids, attention_mask=batch.mask, **given).last_hidden_state
+
+
+@pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
+def test_a_student_of_all_layers_has_the_teachers_hidden_states(tmp_path: Path, scratch: Scratch):
+    teacher = saved(tmp_path / "teacher", scratch)
+    assert layers.cut(tmp_path / "teacher", tmp_path / "student", layers=4) == (0, 1, 2, 3)
+    made = student(tmp_path / "student")
+    assert made.prompt.rows(TEXTS) == teacher.prompt.rows(TEXTS)
+    torch.testing.assert_close(hidden(made), hidden(teacher))
+
+
+@pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
+def test_chosen_layers_are_those_of_the_teacher(tmp_path: Path, scratch: Scratch):
+    teacher = saved(tmp_path / "teacher", scratch)
+    assert layers.cut(tmp_path / "teacher", tmp_path / "student", layers=(1, 3)) == (1, 3)
+    made = student(tmp_path / "student")
+    stack = (
+        teacher.backbone.encoder.layer if hasattr(teacher.backbone, "encoder") else teacher.backbone.layers
+    )
+    del stack[2], stack[0]
+    teacher.backbone.config.num_hidden_layers = 2
+    torch.testing.assert_close(hidden(made), hidden(teacher))
+    # It can be saved and read again, and its config says no more layers than it has.
+    made.save(tmp_path / "again")
+    assert json.loads((tmp_path / "again/config.json").read_text())["num_hidden_layers"] == 2
+    torch.testing.assert_close(hidden(Tower.load(tmp_path / "again")), hidden(teacher))
+
+
+def test_layers_are_spread_evenly_with_the_last_one():
+    assert layers.spread(4, of=28) == (6, 13, 20, 27)
+    assert layers.spread(1, of=28) == (27,)
+    assert layers.spread(3, of=4) == (0, 2, 3)
+    with pytest.raises(ConfigError, match="has 2"):
+        layers.spread(3, of=2)
+
+
+def test_layers_that_are_not_there_are_refused(tmp_path: Path):
+    saved(tmp_path / "teacher", tiny.CAUSAL)
+    for wrong in ((0, 4), (1, 1), ()):
+        with pytest.raises(ConfigError, match="layers 0 to 3"):
+            layers.cut(tmp_path / "teacher", tmp_path / "student", layers=wrong)
+    (tmp_path / "teacher/model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="merge_adapters"):
+        layers.cut(tmp_path / "teacher", tmp_path / "student", layers=2)
