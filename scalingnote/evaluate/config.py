@@ -1,6 +1,6 @@
 """Knobs of the report: which measures at which depth, what beside, and what the methods are called."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,6 +16,16 @@ class MethodNames(Config):
     student: str = Field("scalingnote", min_length=1, description="the distilled query tower")
 
 
+class Hybrid(Config):
+    """How dense and sparse retrieval are joined, where documents have term weights."""
+
+    kind: Literal["interpolation", "reciprocal_rank"] = Field(
+        "interpolation", description="of scores, each on [0, 1] over a query's whole pool; or of ranks (RRF)"
+    )
+    dense_weight: float = Field(0.5, ge=0, le=1, description="of dense scores; sparse ones have the rest")
+    k: int = Field(60, ge=0, description="of reciprocal ranks: 1 / (k + rank)")
+
+
 class EvaluateConfig(Config):
     """Full retrieval: every test query against every document of the pool."""
 
@@ -28,6 +38,7 @@ class EvaluateConfig(Config):
         100, ge=1, le=1000, description="results kept per query and method, in runs/*.trec"
     )
     names: MethodNames = MethodNames()
+    hybrid: Hybrid = Hybrid()
     bm25: bool = Field(True, description="show BM25 over the same pool beside the towers")
     bm25_k1: float = Field(1.2, ge=0, description="BM25's term saturation")
     bm25_b: float = Field(0.75, ge=0, le=1, description="BM25's length normalisation")

@@ -1,9 +1,11 @@
 """The evaluate stage: test queries through every method, against the whole pool, into one report.
 
-Query towers are searched exactly; the one that is served also through the index; BM25 stands beside. The
-pool is read part by part, so it never has to fit in memory.
+Query towers are searched exactly; the one that is served also through the index; BM25 stands beside. Where
+documents have term weights, so do sparse search and each tower's hybrid with it. The pool is read part by
+part, so it never has to fit in memory.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +18,15 @@ import ray
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote import cluster, topk
+from scalingnote import cluster, hybrid
 from scalingnote.bm25 import BM25, document_texts
-from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import ArtifactError, DataError
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.errors import DataError
+from scalingnote.evaluate import exact
+from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.ann_recall import ann_recall
-from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.config import EvaluateConfig, Hybrid
+from scalingnote.evaluate.exact import Found
 from scalingnote.evaluate.lineage import lineage, seconds
 from scalingnote.evaluate.page import Example, Hit, page
 from scalingnote.evaluate.report import markdown
@@ -33,7 +38,6 @@ from scalingnote.storage import trec, vectors
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
 log = get_logger("evaluate")
-INDEXED_VIEW = "summary"
 INDEX_RECALL_AT = (10, 100)
 QUERIES_PER_BLOCK = 256
 TITLES_PER_EXAMPLE = 3
@@ -43,21 +47,29 @@ def run(
     config: EvaluateConfig,
     *,
     dataset: str,
-    dual_encoder: str,
     embeddings: str,
     index: str,
+    dual_encoder: str | None = None,
     student: str | None = None,
+    teacher_embeddings: str | None = None,
     output: str,
 ) -> Artifact:
-    """Build the `report` artifact. DataError when no test query has a relevant document."""
+    """Build the `report` artifact. DataError when no test query has a relevant document.
+
+    A query tower is searched in the embeddings of the documents that it was trained with: `embeddings`, the
+    ones that are indexed, or `teacher_embeddings` where the student has a document tower of its own.
+    """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
-        "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
         "embeddings": open_artifact(embeddings, kind="embeddings"),
         "index": open_artifact(index, kind="index"),
     }
+    if dual_encoder:
+        parents["dual_encoder"] = open_artifact(dual_encoder, kind="dual_encoder")
     if student:
         parents["student"] = open_artifact(student, kind="student")
+    if teacher_embeddings:
+        parents["teacher_embeddings"] = open_artifact(teacher_embeddings, kind="embeddings")
     draft = Draft(output, kind="report", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
@@ -75,7 +87,7 @@ def run(
     trec.write_qrels(draft.path("qrels.trec"), test.qrels)
     for name, run in runs.items():
         shown = {query_id: found[: config.run_depth] for query_id, found in run.items()}
-        tag = name.replace(" (index)", "-index").replace(" ", "-")
+        tag = re.sub(r"[ (]+", "-", name.replace(")", ""))
         trec.write_run(draft.path(f"runs/{tag}.trec"), shown, tag=tag)
     documents, queries = report["num_documents"], report["num_queries"]
     place = fs.join(output, "report.html")
@@ -94,7 +106,7 @@ def _served(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
 def _retrieve(
     config: EvaluateConfig, parents: Mapping[str, Artifact], *, test: "TestSet"
 ) -> dict[str, trec.Run]:
-    """Method -> run: each query tower exactly, the served one through the index too, and BM25."""
+    """Method -> run: each query tower exactly, the served one through the index too, sparse, hybrid, BM25."""
     doc_ids = parents["embeddings"].table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
     depth = max(config.run_depth, config.mrr_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT)
     runs: dict[str, trec.Run] = {}
@@ -102,12 +114,28 @@ def _retrieve(
         if kind not in parents:
             continue
         queries = vectors.unit(encode_queries(parents[kind], test.queries, config=config, name=name))
-        runs[name] = _exact(parents["embeddings"], queries, test=test, doc_ids=doc_ids, depth=depth)
+        pool = _embeddings_of(kind, parents)
+        found = pools.search(pool, exact.dense(queries), dim=queries.shape[1], queries=len(queries), k=depth)
+        runs[name] = _run_of(pool, found, test=test)
+        sparse = pools.sparse_queries(pool, parents.get("dual_encoder"), test.queries)
+        if sparse is not None:
+            by_terms, joined = _with_terms(
+                queries, found, sparse, pool=pool, joining=config.hybrid, depth=depth
+            )
+            if kind == "dual_encoder":  # a student's terms are no others
+                runs[f"{name} (sparse)"] = _run_of(pool, by_terms, test=test)
+            runs[f"{name} (hybrid)"] = _run_of(pool, joined, test=test)
         if name == _served(config, parents):
             runs[f"{name} (index)"] = _through_index(parents["index"].uri, queries, test=test, depth=depth)
     if config.bm25:
         runs["bm25"] = _bm25(parents["dataset"], test=test, doc_ids=doc_ids, depth=depth, config=config)
     return runs
+
+
+def _embeddings_of(kind: str, parents: Mapping[str, Artifact]) -> Artifact:
+    """The document embeddings that a query tower is searched in."""
+    own = kind == "dual_encoder" and "teacher_embeddings" in parents
+    return parents["teacher_embeddings" if own else "embeddings"]
 
 
 def _measured(
@@ -191,37 +219,36 @@ class _QueryTower:
     """A query tower, loaded where Ray has room for it."""
 
     def __init__(self, tower: Artifact) -> None:
-        self._encoder = Encoder.load(tower.directory("query"))
+        self._encoder = QueryEncoder.load(tower.directory("query"))
 
     def encode(self, queries: list[str]) -> Float[ndarray, "queries dim"]:
         return self._encoder.encode_queries(queries)
 
 
-def _exact(
-    embeddings: Artifact,
+def _with_terms(
     queries: Float[ndarray, "queries dim"],
+    found: Found,
+    sparse: pools.SparseQueries,
     *,
-    test: TestSet,
-    doc_ids: pa.Array,
+    pool: Artifact,
+    joining: Hybrid,
     depth: int,
-) -> trec.Run:
-    """The true answer: every document of the pool scored, part by part."""
-    scores = np.empty((len(queries), 0), np.float32)
-    rows = np.empty((len(queries), 0), np.int64)
-    offset = 0
-    with Progress("evaluate", total=len(doc_ids), unit="documents searched") as progress:
-        for name in embeddings.names("embeddings/", ".parquet"):
-            documents = vectors.to_numpy(embeddings.table(name, columns=[INDEXED_VIEW])[INDEXED_VIEW])
-            if documents.shape[1] != queries.shape[1]:
-                raise ArtifactError(
-                    f"the query tower gives {queries.shape[1]} dimensions, {embeddings.uri} has "
-                    f"{documents.shape[1]}: evaluate with towers that were trained together"
-                )
-            best, found = topk.search(queries, documents, k=depth)
-            scores, rows = topk.merge(np.hstack([scores, best]), np.hstack([rows, found + offset]), k=depth)
-            offset += len(documents)
-            progress.advance(len(documents))
-    return _run(test, doc_ids, rows, scores)
+) -> tuple[Found, Found]:
+    """Sparse search of a pool that was searched by embeddings before, and the hybrid of both."""
+    terms = sparse.vocabulary
+    search = partial(pools.search, pool, queries=len(queries), k=depth)
+    by_terms = search(exact.sparse(sparse.matrix), terms=terms)
+    if joining.kind == "reciprocal_rank":
+        scores, rows = hybrid.reciprocal_ranks(found.rows, by_terms.rows, k=joining.k, depth=depth)
+        return by_terms, Found(scores, rows, scores.min(1), scores.max(1))
+    weight, ranges = joining.dense_weight, (found, by_terms)
+    score = exact.joined(queries, sparse.matrix, ranges=ranges, dense_weight=weight)
+    return by_terms, search(score, dim=queries.shape[1], terms=terms)
+
+
+def _run_of(embeddings: Artifact, found: Found, *, test: TestSet) -> trec.Run:
+    doc_ids = embeddings.table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
+    return _run(test, doc_ids, found.rows, found.scores)
 
 
 def _through_index(

@@ -11,6 +11,7 @@ STAGE_OF = {
     "planner": "planner",
     "triplets": "collect",
     "dual_encoder": "train",
+    "cross_encoder": "cross_encoder",
     "query_embeddings": "teacher",
     "student": "distill",
     "embeddings": "encode",
@@ -18,6 +19,8 @@ STAGE_OF = {
     "index": "index",
     "report": "evaluate",
 }
+# What a stage calls an artifact that it reads beside another one of the same kind.
+KIND_OF = {"teacher_embeddings": "embeddings"}
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,15 @@ class Ancestor:
 
     @property
     def stage(self) -> str:
-        """The stage that builds artifacts of this kind; triplets that rest on towers were mined with them."""
-        if self.kind == "triplets" and self.artifact and "dual_encoder" in self.artifact.manifest.parents:
+        """The stage that builds artifacts of this kind.
+
+        Triplets that rest on towers were mined with them; embeddings that rest on a student are its own.
+        """
+        parents = self.artifact.manifest.parents if self.artifact else {}
+        if self.kind == "triplets" and "dual_encoder" in parents:
             return "mine"
+        if self.kind == "embeddings" and "student" in parents:
+            return "encode_student"
         return STAGE_OF.get(self.kind, self.kind)
 
     @property
@@ -43,19 +52,28 @@ class Ancestor:
 
 
 def lineage(artifacts: Iterable[Artifact]) -> list[Ancestor]:
-    """`artifacts` and all they rest on, each once, in the order of the stages."""
+    """`artifacts` and all they rest on, each once, none before what it rests on."""
     found: dict[str, Ancestor] = {}
-    waiting = [Ancestor(a.manifest.kind, a.uri, a.digest, a) for a in artifacts]
-    while waiting:
-        ancestor = waiting.pop()
-        if ancestor.digest in found:
-            continue
-        found[ancestor.digest] = ancestor
-        if ancestor.artifact:
-            for kind, parent in ancestor.artifact.manifest.parents.items():
-                waiting.append(_open(kind, parent["uri"], parent["digest"]))
+    for ancestor in _in_order(Ancestor(a.manifest.kind, a.uri, a.digest, a) for a in artifacts):
+        _add(ancestor, found)
+    return list(found.values())
+
+
+def _add(ancestor: Ancestor, found: dict[str, Ancestor]) -> None:
+    if ancestor.digest in found:
+        return
+    parents = ancestor.artifact.manifest.parents if ancestor.artifact else {}
+    new = {name: parent for name, parent in parents.items() if parent["digest"] not in found}
+    opened = (_open(KIND_OF.get(name, name), parent["uri"], parent["digest"]) for name, parent in new.items())
+    for parent in _in_order(opened):
+        _add(parent, found)
+    found[ancestor.digest] = ancestor
+
+
+def _in_order(ancestors: Iterable[Ancestor]) -> list[Ancestor]:
+    """In the order of the stages that build their kinds."""
     order = {kind: i for i, kind in enumerate(STAGE_OF)}
-    return sorted(found.values(), key=lambda a: (order.get(a.kind, len(order)), a.kind, a.digest))
+    return sorted(ancestors, key=lambda a: (order.get(a.kind, len(order)), a.kind, a.digest))
 
 
 def seconds(ancestors: Iterable[Ancestor]) -> dict[str, float]:

@@ -1,0 +1,71 @@
+"""An embeddings artifact as a pool of documents: read part by part, scored exactly.
+
+Its documents have an embedding, and terms too where their tower has a sparse head.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scalingnote.errors import ArtifactError
+from scalingnote.evaluate import exact
+from scalingnote.evaluate.exact import Found, Part
+from scalingnote.log import Progress
+from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact
+
+INDEXED_VIEW = "summary"
+
+
+def search(
+    embeddings: Artifact,
+    score: exact.Score,
+    *,
+    queries: int,
+    k: int,
+    dim: int | None = None,
+    terms: int | None = None,
+) -> Found:
+    """The true answer: every document scored, by its embedding (of `dim` values), its `terms`, or both."""
+    total = embeddings.counts["documents"]
+    with Progress("evaluate", total=total, unit="documents searched") as progress:
+        parts = _parts(embeddings, progress, dim=dim, terms=terms)
+        return exact.search(parts, score, queries=queries, k=k)
+
+
+def _parts(embeddings: Artifact, progress: Progress, *, dim: int | None, terms: int | None) -> Iterator[Part]:
+    columns = [INDEXED_VIEW] * (dim is not None) + ["terms", "impacts"] * (terms is not None)
+    for name in embeddings.names("embeddings/", ".parquet"):
+        table = embeddings.table(name, columns=columns)
+        dense = vectors.to_numpy(table[INDEXED_VIEW]) if dim is not None else None
+        if dense is not None and dense.shape[1] != dim:
+            raise ArtifactError(
+                f"the query tower gives {dim} dimensions, {embeddings.uri} has "
+                f"{dense.shape[1]}: evaluate with towers that were trained together"
+            )
+        sparse = None
+        if terms is not None:
+            sparse = exact.document_matrix(table["terms"], table["impacts"], vocabulary=terms)
+        yield Part(dense, sparse)
+        progress.advance(len(table))
+
+
+@dataclass(frozen=True)
+class SparseQueries:
+    """Queries as terms."""
+
+    matrix: Any  # csr_array [queries, vocabulary]
+    vocabulary: int
+
+
+def sparse_queries(
+    embeddings: Artifact, towers: Artifact | None, queries: Sequence[str]
+) -> SparseQueries | None:
+    """Queries as terms for documents that `towers` have encoded; None where these have no sparse head."""
+    own = towers is not None and "dual_encoder" in embeddings.manifest.parents
+    if towers is None or not own or not towers.names("sparse_query/"):
+        return None
+    sparse = SparseQuery.load(towers.directory("sparse_query"))
+    rows, vocabulary = sparse.encode(queries), sparse.vocabulary
+    return SparseQueries(exact.query_matrix(rows, vocabulary=vocabulary), vocabulary)

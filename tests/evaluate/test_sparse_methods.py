@@ -1,0 +1,107 @@
+"""From a document tower with a sparse head to the report's methods: part files, sparse search and hybrid."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import light
+import tiny
+from scalingnote.encode import job as encoding
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.evaluate import job
+from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
+from scalingnote.storage.artifact import Artifact, Draft
+
+VIEWS = ["summary"]
+CONFIG = EvaluateConfig(names=MethodNames(dual_encoder="light", student="cheap"), bm25=False, run_depth=96)
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+    folder = tmp_path_factory.mktemp("run")
+    dataset = tiny.dataset(str(folder / "dataset"))
+    towers = Draft(str(folder / "dual_encoder"), kind="dual_encoder", config=tiny.Nothing(), parents={})
+    light.stage().eval().towers.save(Path(towers.path("")))
+    made = towers.commit(counts={})
+    parents = {"dataset": dataset, "dual_encoder": made}
+    draft = Draft(str(folder / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents=parents)
+    settings: dict[str, Any] = {
+        "dataset": dataset.uri,
+        "towers": made,
+        "load": encoding.document_tower,
+        "views": VIEWS,
+        "dtype": "float16",
+        "top_k": 400,
+        "token_budget": 512,
+        "threads": 1,
+        "output": draft.path(""),
+        "work": draft.work("parts"),
+    }
+    actor = encoding.DocumentParts(settings)
+    for name in dataset.names("documents/", ".parquet"):
+        table, rejected, _ = actor._encode(name.replace("documents/", "embeddings/", 1))
+        assert not rejected
+        draft.write_table(name.replace("documents/", "embeddings/", 1), table)
+    embeddings = draft.commit(counts={"documents": tiny.DOCUMENTS})
+    return parents | {"embeddings": embeddings, "index": embeddings, "student": made}
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode_queries(tower: Artifact, queries: list[str], **_: Any) -> np.ndarray:
+        return QueryEncoder.load(tower.directory("query")).encode_queries(queries)
+
+    monkeypatch.setattr(job, "encode_queries", encode_queries)
+    monkeypatch.setattr(job, "_through_index", lambda *_, **__: {})
+
+
+def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
+    config = CONFIG.model_copy(update={"hybrid": Hybrid(**joining)})
+    return job._retrieve(config, parents, test=job.test_set(parents["dataset"]))
+
+
+def test_parts_hold_terms_beside_embeddings(parents: dict[str, Artifact]):
+    table = parents["embeddings"].table("embeddings")
+    assert table.column_names == ["doc_id", "summary", "terms", "impacts"]
+    for terms, impacts in zip(table["terms"].to_pylist(), table["impacts"].to_pylist(), strict=True):
+        assert terms == sorted(set(terms))
+        assert len(terms) == len(impacts) <= 400
+        assert min(impacts) > 0
+
+
+def test_the_report_has_sparse_and_hybrid_methods_and_a_student_only_the_latter(parents: dict[str, Artifact]):
+    runs = retrieved(parents)
+    assert set(runs) == {
+        "light",
+        "light (sparse)",
+        "light (hybrid)",
+        "cheap",
+        "cheap (hybrid)",
+        "cheap (index)",
+    }
+    without = {kind: artifact for kind, artifact in parents.items() if kind != "student"}
+    assert set(retrieved(without)) == {"light", "light (sparse)", "light (hybrid)", "light (index)"}
+
+
+@pytest.mark.parametrize(("weight", "same"), [(1.0, "light"), (0.0, "light (sparse)")])
+def test_all_weight_on_one_side_gives_that_sides_ranking(
+    parents: dict[str, Artifact], weight: float, same: str
+):
+    runs = retrieved(parents, dense_weight=weight)
+    for query_id, found in runs["light (hybrid)"].items():
+        scores = dict(runs[same][query_id])
+        ordered = [scores[doc] for doc, _ in found]
+        assert len(ordered) == tiny.DOCUMENTS
+        np.testing.assert_allclose(ordered, sorted(ordered, reverse=True), atol=1e-5)
+
+
+def test_ranks_may_be_joined_instead(parents: dict[str, Artifact]):
+    runs = retrieved(parents, kind="reciprocal_rank", k=10)
+    for query_id, found in runs["light (hybrid)"].items():
+        sums: dict[str, float] = {}
+        for name in ("light", "light (sparse)"):
+            for rank, (doc, _) in enumerate(runs[name][query_id], 1):
+                sums[doc] = sums.get(doc, 0.0) + 1 / (10 + rank)
+        np.testing.assert_allclose([score for _, score in found], sorted(sums.values(), reverse=True))
