@@ -2,6 +2,7 @@
 PYTHON ?= python3
 DATASET ?= python_docs
 SERVE ?= 1
+METHODS ?= untrained twinbert scalingdoc scalingdual scalingnote
 SET ?=
 BIN := .venv/bin
 CONFIG := configs/quickstart/$(DATASET).yaml
@@ -16,7 +17,7 @@ quickstart: .venv/installed
 	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
 
 compare: .venv/installed
-	$(BIN)/scalingnote compare $(CONFIG) --methods configs/methods/*.yaml $(SET:%=--set %)
+	$(BIN)/scalingnote compare $(CONFIG) --methods $(METHODS:%=configs/methods/%.yaml) $(SET:%=--set %)
 
 test: .venv/installed-dev
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -7,14 +7,15 @@ its artifact.
 
 import difflib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import yaml
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scalingnote.collect.config import CollectConfig
 from scalingnote.config import Config, dump, validate
+from scalingnote.cross_encoder.config import DualPooledConfig
 from scalingnote.datasets.config import AnyDataset
 from scalingnote.distill.config import DistillConfig
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
@@ -47,6 +48,9 @@ class RunConfig(Config):
     )
     mine: MineConfig = MineConfig()
     train: TrainConfig = TrainConfig()
+    cross_encoder: DualPooledConfig | None = Field(
+        None, description="a teacher in place of stage I's dual encoder (EmbedDistill, section 4.2)"
+    )
     teacher: TeacherConfig = TeacherConfig()
     distill: DistillConfig | None = Field(DistillConfig(), description="null: serve stage I's query tower")
     encode: EncodeConfig = EncodeConfig()
@@ -55,12 +59,22 @@ class RunConfig(Config):
     evaluate: EvaluateConfig = EvaluateConfig()
     serve: ServeConfig = ServeConfig()
 
+    @model_validator(mode="after")
+    def _has_a_query_tower(self) -> "RunConfig":
+        if self.cross_encoder is not None and self.distill is None:
+            raise ValueError("a cross-encoder has no query tower to serve: give it a student, set distill")
+        if self.cross_encoder is not None and self.rounds > 1:
+            raise ValueError("rounds are of stage I, which cross_encoder takes the place of: set rounds to 1")
+        return self
+
 
 @dataclass(frozen=True)
 class Stage:
     """One box of the picture: what it builds, from what, and the job that does it.
 
-    It reads the newest artifact of a kind that the stages before it built.
+    It reads the newest artifact of a kind that the stages before it built. What it `may_read` is for
+    :func:`stages` to say, by the config. One that is not the newest of its kind has a name of its own and
+    stands in `by_stage`, with the stage that built it.
     """
 
     name: str
@@ -69,6 +83,7 @@ class Stage:
     section: str
     job: str
     may_read: tuple[str, ...] = ()
+    by_stage: tuple[tuple[str, str], ...] = ()
 
 
 STAGES: tuple[Stage, ...] = (
@@ -77,14 +92,35 @@ STAGES: tuple[Stage, ...] = (
     Stage("collect", "triplets", ("dataset", "planner"), "collect", "scalingnote.collect.job:run"),
     Stage("train", "dual_encoder", ("dataset", "triplets"), "train", "scalingnote.train.job:run"),
     Stage(
+        "cross_encoder",
+        "cross_encoder",
+        ("dataset", "triplets"),
+        "cross_encoder",
+        "scalingnote.cross_encoder.job:run",
+    ),
+    Stage(
         "teacher",
         "query_embeddings",
         ("triplets", "dual_encoder"),
         "teacher",
         "scalingnote.encode.job:run_queries",
     ),
-    Stage("distill", "student", ("query_embeddings",), "distill", "scalingnote.distill.job:run"),
+    Stage(
+        "distill",
+        "student",
+        ("query_embeddings",),
+        "distill",
+        "scalingnote.distill.job:run",
+        may_read=("triplets", "embeddings", "dataset"),
+    ),
     Stage("encode", "embeddings", ("dataset", "dual_encoder"), "encode", "scalingnote.encode.job:run"),
+    Stage(
+        "encode_student",
+        "embeddings",
+        ("dataset", "student"),
+        "encode",
+        "scalingnote.encode.job:run_student",
+    ),
     Stage(
         "mine",
         "triplets",
@@ -103,10 +139,27 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "evaluate",
         "report",
-        ("dataset", "dual_encoder", "embeddings", "index"),
+        ("dataset", "embeddings", "index"),
         "evaluate",
         "scalingnote.evaluate.job:run",
-        may_read=("student",),
+        may_read=("dual_encoder", "student", "teacher_embeddings"),
+    ),
+)
+# What a cross-encoder leaves behind as a teacher: the same artifacts, of the same stages.
+OF_CROSS_ENCODER: tuple[Stage, ...] = (
+    Stage(
+        "teacher",
+        "query_embeddings",
+        ("dataset", "triplets", "cross_encoder"),
+        "teacher",
+        "scalingnote.cross_encoder.job:run_queries",
+    ),
+    Stage(
+        "encode",
+        "embeddings",
+        ("dataset", "cross_encoder"),
+        "encode",
+        "scalingnote.cross_encoder.job:run_documents",
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)
@@ -118,16 +171,47 @@ def stages(config: RunConfig) -> list[Stage]:
 
     A round of stage I before the last is ``train@1``, ``encode@1``, ``mine@1``, and so on.
     """
-    left_out = {"mine"} if config.distill else {"mine", "teacher", "distill"}
-    wanted = [stage for stage in STAGES if stage.name not in left_out]
+    known = {stage.name: stage for stage in STAGES}
+    if config.cross_encoder is not None:
+        known |= {stage.name: stage for stage in OF_CROSS_ENCODER}
     earlier = [
-        replace(stage, name=f"{stage.name}@{number}")
-        for number in range(1, config.rounds)
-        for stage in STAGES
-        if stage.name in _ROUND
+        replace(known[name], name=f"{name}@{number}") for number in range(1, config.rounds) for name in _ROUND
     ]
-    at = [stage.name for stage in wanted].index("train")
-    return [*wanted[:at], *earlier, *wanted[at:]]
+    first = [known[name] for name in ("prepare", "planner", "collect")]
+    return [
+        *first,
+        *earlier,
+        *_last_round(config, known),
+        known["quantize"],
+        known["index"],
+        _evaluate(config, known),
+    ]
+
+
+def _last_round(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
+    """The teacher, and the student if there is one."""
+    top = known["train" if config.cross_encoder is None else "cross_encoder"]
+    if config.distill is None:
+        return [top, known["encode"]]
+    distill = replace(known["distill"], reads=(*known["distill"].reads, *config.distill.reads), may_read=())
+    if not config.distill.reads:
+        return [top, known["teacher"], distill, known["encode"]]
+    again = [known["encode_student"]] if config.distill.document else []
+    return [top, known["teacher"], known["encode"], distill, *again]
+
+
+def _evaluate(config: RunConfig, known: Mapping[str, Stage]) -> Stage:
+    """Every query tower is measured in the documents' embeddings that it was trained with."""
+    stage = known["evaluate"]
+    towers = () if config.cross_encoder is not None else ("dual_encoder",)
+    students = () if config.distill is None else ("student",)
+    apart = towers and config.distill is not None and config.distill.document is not None
+    return replace(
+        stage,
+        reads=(*stage.reads, *towers, *students),
+        may_read=(),
+        by_stage=(("teacher_embeddings", "encode"),) if apart else (),
+    )
 
 
 def select(
@@ -225,9 +309,10 @@ def _place(config: RunConfig, stage: Stage, opened: dict[str, Artifact]) -> tupl
     """Parents (finished, by kind) and URI of a stage's artifact."""
     order = stages(config)
     before = order[: order.index(stage)]
-    kinds = {s.builds for s in before}
-    wanted = (*stage.reads, *(kind for kind in stage.may_read if kind in kinds))
-    parents = {kind: _newest(config, kind, before, opened) for kind in wanted}
+    parents = {kind: _newest(config, kind, before, opened) for kind in stage.reads}
+    for name, builder in stage.by_stage:
+        until = next(number for number, found in enumerate(before) if found.name == builder)
+        parents[name] = _newest(config, before[until].builds, before[: until + 1], opened)
     mark = fingerprint(stage.builds, getattr(config, stage.section), parents)
     # A round's artifact lies beside its stage's others: one round is the first of two.
     folder = stage.name.partition("@")[0]

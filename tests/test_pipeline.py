@@ -6,13 +6,19 @@ import pytest
 
 from scalingnote import pipeline
 from scalingnote.config import load
-from scalingnote.errors import ArtifactError
-from scalingnote.pipeline import STAGES, RunConfig, Stage
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.pipeline import OF_CROSS_ENCODER, STAGES, RunConfig, Stage
 
-CONFIG = Path(__file__).parents[1] / "configs/quickstart/python_docs.yaml"
+CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIG = CONFIGS / "quickstart/python_docs.yaml"
+METHODS = sorted(CONFIGS.glob("methods/*.yaml"))
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def method(name: str) -> list[Stage]:
+    return pipeline.stages(load(RunConfig, [CONFIG, CONFIGS / f"methods/{name}.yaml"]))
+
+
+@pytest.mark.parametrize("stage", [*STAGES, *OF_CROSS_ENCODER], ids=lambda stage: stage.job)
 def test_a_job_takes_what_its_stage_reads(stage: Stage):
     module, function = stage.job.split(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
@@ -27,6 +33,52 @@ def test_stages_only_read_what_earlier_ones_build(rounds: int):
     for stage in pipeline.stages(load(RunConfig, [CONFIG], [f"rounds={rounds}"])):
         assert {*stage.reads, *stage.may_read} <= built
         built.add(stage.builds)
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
+def test_every_method_reads_what_it_builds_and_leaves_nothing_open(path: Path):
+    stages = method(path.stem)
+    for number, stage in enumerate(stages):
+        before = stages[:number]
+        assert set(stage.reads) <= {found.builds for found in before}
+        assert {builder for _, builder in stage.by_stage} <= {found.name for found in before}
+        assert not stage.may_read
+
+
+def test_a_student_reads_documents_only_where_a_loss_does():
+    names = [stage.name for stage in method("scalingnote")]
+    assert names[3:] == ["train", "teacher", "distill", "encode", "quantize", "index", "evaluate"]
+    found = {stage.name: stage for stage in method("embeddistill-matching")}
+    assert list(found)[3:] == ["train", "teacher", "encode", "distill", "quantize", "index", "evaluate"]
+    assert found["distill"].reads == ("query_embeddings", "triplets", "embeddings")
+    assert not found["evaluate"].by_stage
+
+
+def test_a_symmetric_students_documents_are_embedded_again_and_its_teacher_keeps_its_own():
+    found = {stage.name: stage for stage in method("embeddistill-scores")}
+    assert list(found)[5:8] == ["encode", "distill", "encode_student"]
+    assert found["distill"].reads == ("query_embeddings", "triplets", "embeddings", "dataset")
+    assert found["encode_student"].reads == ("dataset", "student")
+    assert found["evaluate"].by_stage == (("teacher_embeddings", "encode"),)
+
+
+def test_a_cross_encoder_takes_stage_ones_place():
+    found = {stage.name: stage for stage in method("embeddistill-ce-matching")}
+    assert list(found)[3:] == [
+        "cross_encoder",
+        "teacher",
+        "encode",
+        "distill",
+        "quantize",
+        "index",
+        "evaluate",
+    ]
+    assert {stage.job.partition(".job")[0] for stage in list(found.values())[3:6]} == {
+        "scalingnote.cross_encoder"
+    }
+    assert found["evaluate"].reads == ("dataset", "embeddings", "index", "student")
+    with pytest.raises(ConfigError, match="set distill"):
+        load(RunConfig, [CONFIG], ["distill=null", "cross_encoder={}"])
 
 
 def test_a_second_round_trains_on_what_the_first_one_mined():
