@@ -23,13 +23,13 @@ from matplotlib.figure import Figure
 
 from benchmarks import report
 from scalingnote import cluster
-from scalingnote.config import Config, Resources
+from scalingnote.config import Config
 from scalingnote.log import configure
 from scalingnote.models.config import Scratch, TowerConfig
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Draft, open_artifact
 from scalingnote.train import job
-from scalingnote.train.config import Losses, Optimizer, TrainConfig, Validation
+from scalingnote.train.config import Losses, Optimizer, Ranks, TrainConfig, Validation
 
 Fault = Literal["none", "worker", "driver", "ray"]
 FAULTS: dict[Fault, str] = {
@@ -171,7 +171,7 @@ def drive(inputs: str, output: str) -> None:
         precision="float32",
         checkpoint_every=EVERY,
         validation=Validation(every=50, queries=32, documents=DOCUMENTS, negatives=32),
-        resources=Resources(workers=2, cpus_per_worker=1.0),
+        resources=Ranks(workers=2, cpus_per_worker=1.0),
     )
     job.run(config, dataset=f"{inputs}/dataset", triplets=f"{inputs}/triplets", output=output)
 

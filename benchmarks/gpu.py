@@ -1,49 +1,45 @@
 """A tower of Qwen2.5-7B's shape with random weights on one GPU: speed, utilisation, memory.
 
-    python -m benchmarks.gpu --json docs/results/gpu.json        under 8 minutes on an H200
+    python -m benchmarks.gpu --json docs/results/gpu.json        under 10 minutes on an H200
     python -m benchmarks.gpu --dry-run                           the same code on a CPU with a tiny shape
 
 - encode: the document tower forward, in bfloat16
 - train lora: both towers on one shared frozen base, an adapter each (ScalingDual)
 - train full: all weights of a 7B document tower and a small query tower (ScalingDoc); weights, gradients and
   moments in bfloat16, 56 GB before activations
+- queries: what a query costs as an LLM, as a student of 1, 4 or 12 layers, as a mean of a table's rows
 
-Each with padded and with packed rows. Both kinds of training checkpoint activations and go through what a
-run goes through: StageOne and an engine. Tokens are real ones, pads are not counted. MFU: the operations that
-real tokens need, repeated passes left out, over the GPU's dense bfloat16 peak. The estimate beside the
-measured peak is what `train --dry-run` would count.
+The first three with padded and with packed rows. Both kinds of training checkpoint activations and go
+through what a run goes through: StageOne and an engine. Tokens are real ones, pads are not counted. MFU: the
+operations that real tokens need, repeated passes left out, over the GPU's dense bfloat16 peak. The estimate
+beside the measured peak is what `train --dry-run` would count.
 """
 
-import gc
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
+from benchmarks import gpu_queries
+from benchmarks.gpu_towers import DIM, TINY, Figures, any_tokenizer, forget, llm, random_tower, timed
 from benchmarks.report import arguments, show, write
-from scalingnote.config import Resources
-from scalingnote.models import adapters, backbone, tower
+from scalingnote.models import adapters, backbone
 from scalingnote.models.backbone import Backbone
-from scalingnote.models.config import Lora, Scratch, TowerConfig
+from scalingnote.models.config import Lora, Scratch
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.prompt import Row
-from scalingnote.models.tower import Tower, collate
+from scalingnote.models.tower import collate
 from scalingnote.scaling import flops
 from scalingnote.scaling.activations import tower_bytes
 from scalingnote.scaling.hardware import GPUS
 from scalingnote.scaling.shape import PUBLISHED, Shape, of_backbone
-from scalingnote.train.config import Losses, Memory, Optimizer, Schedule
+from scalingnote.train.config import Losses, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.objective import StageOne, Triplets
 from scalingnote.train.strategies import engine
 
-DIM = 128
 LORA = Lora(rank=16)
 QUERY_TOKENS, DOCUMENT_TOKENS = 24, 256  # means
-TINY = Shape(2, 64, 4, 2, 16, 128, 2048, qkv_bias=True)
-Figures = dict[str, Any]
 
 
 def main() -> None:
@@ -66,7 +62,10 @@ def main() -> None:
         for row in rows
         for key, figure in (("tokens/s", "tokens_per_s"), ("MFU", "mfu"), ("peak GB", "peak_gb"))
     }
-    write(options.json, metrics=metrics, measurements=rows, device=name)
+    queries = gpu_queries.measure_all(shape, device, seconds=seconds / 5)
+    show(f"Queries of {gpu_queries.TOKENS} tokens a second, from token ids", queries)
+    metrics |= gpu_queries.metrics(queries)
+    write(options.json, metrics=metrics, measurements=rows, queries=queries, device=name)
 
 
 def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int) -> list[Figures]:
@@ -75,7 +74,7 @@ def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int
     found = []
     for work, measure in (("encode", _encode), ("train lora", _train_lora), ("train full", _train_full)):
         for packed in (False, True):
-            _forget(device)
+            forget(device)
             figures = measure(shape, device, packed=packed, seconds=seconds, rows=rows)
             operations = figures.pop("operations")
             found.append(
@@ -93,7 +92,7 @@ def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int
 
 
 def _encode(shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int) -> Figures:
-    made = _tower(_backbone(shape, device), role="document").eval().requires_grad_(False)
+    made = random_tower(llm(shape, device), role="document").eval().requires_grad_(False)
     batches = [_documents(shape, 4 * rows, number) for number in range(4)]
     operations = [_forward(shape, batch) for batch in batches]
     inputs = [collate(batch, pad=made.pad, packed=packed).to(device) for batch in batches]
@@ -102,7 +101,7 @@ def _encode(shape: Shape, device: torch.device, *, packed: bool, seconds: float,
     def work(number: int) -> None:
         made(inputs[number % 4])
 
-    figures = _timed(work, device, seconds)
+    figures = timed(work, device, seconds)
     return (
         figures
         | _totals(figures["steps"], [_tokens(batch) for batch in batches], operations)
@@ -111,9 +110,11 @@ def _encode(shape: Shape, device: torch.device, *, packed: bool, seconds: float,
 
 
 def _train_lora(shape: Shape, device: torch.device, **settings: Any) -> Figures:
-    first = _backbone(shape, device)
+    first = llm(shape, device)
     second = Backbone(adapters.twin(first.model), first.tokenizer, first.causal)
-    towers = DualEncoder(_tower(first, role="query", lora=LORA), _tower(second, role="document", lora=LORA))
+    towers = DualEncoder(
+        random_tower(first, role="query", lora=LORA), random_tower(second, role="document", lora=LORA)
+    )
     return _train(towers, (shape, shape), device, lora=LORA, **settings)
 
 
@@ -121,8 +122,8 @@ def _train_full(shape: Shape, device: torch.device, **settings: Any) -> Figures:
     small = Scratch(
         architecture="bert", layers=4, hidden=64 if shape is TINY else 768, heads=4 if shape is TINY else 12
     )
-    query = backbone.build(small, tokenizer_json=_tokenizer().backend_tokenizer.to_str(), seed=0)
-    towers = DualEncoder(_tower(query, role="query"), _tower(_backbone(shape, device), role="document"))
+    query = backbone.build(small, tokenizer_json=any_tokenizer().backend_tokenizer.to_str(), seed=0)
+    towers = DualEncoder(random_tower(query, role="query"), random_tower(llm(shape, device), role="document"))
     return _train(towers, (of_backbone(small), shape), device, lora=None, **settings)
 
 
@@ -142,7 +143,7 @@ def _train(
         global_batch=rows,
         precision="bfloat16",
         memory=Memory(gradient_checkpointing=True, packing=packed),
-        resources=Resources(workers=1),
+        resources=Ranks(workers=1),
     )
     made = engine.build(StageOne(towers, Losses()), schedule=schedule, device=device)
     towers.train()
@@ -168,7 +169,7 @@ def _train(
             for row in chosen
         )
 
-    figures = _timed(work, device, seconds)
+    figures = timed(work, device, seconds)
     tokens = [_tokens(q) + _tokens(d) for q, d in zip(queries, documents, strict=True)]
     parameters = list(towers.parameters())
     state = sum(p.nbytes * (4 if p.requires_grad else 1) for p in parameters)
@@ -195,55 +196,11 @@ def _triplets(
     )
 
 
-def _timed(work: Callable[[int], None], device: torch.device, seconds: float) -> Figures:
-    """Two calls to warm up, then as many as fit; `steps` tells which inputs were used how often."""
-    for number in range(2):
-        work(number)
-    _wait(device)
-    start, number = time.perf_counter(), 0
-    while number < 4 or time.perf_counter() - start < seconds:
-        work(number)
-        number += 1
-        _wait(device)
-    return {"seconds": time.perf_counter() - start, "steps": number}
-
-
 def _totals(steps: int, tokens: Sequence[int], operations: Sequence[float]) -> Figures:
     return {
         "tokens": sum(tokens[number % 4] for number in range(steps)),
         "operations": sum(operations[number % 4] for number in range(steps)),
     }
-
-
-def _backbone(shape: Shape, device: torch.device) -> Backbone:
-    """Random weights in bfloat16, made on the device: nothing of 28 GB is ever in host memory."""
-    settings = Qwen2Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-    )
-    torch.manual_seed(0)
-    with device:
-        model = Qwen2Model._from_config(settings, dtype=torch.bfloat16)
-    return Backbone(model, _tokenizer(), causal=True)
-
-
-def _tower(made: Backbone, *, role: tower.Role, lora: Lora | None = None) -> Tower:
-    config = TowerConfig(lora=lora, max_length=512)
-    device = next(made.model.parameters()).device
-    return tower.build(config, role=role, dim=DIM, tokenizer_json=None, seed=0, backbone=made).to(device)
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """Any tokenizer that knows the placeholders: rows are drawn as ids."""
-    learnt = backbone.train_tokenizer(
-        ["predict a query term: compress the above content into one word"], vocabulary=400
-    )
-    small = Scratch(layers=1, hidden=8, heads=1, intermediate=8, max_positions=8)
-    return backbone.build(small, tokenizer_json=learnt, seed=0).tokenizer
 
 
 def _documents(shape: Shape, rows: int, seed: int) -> list[Row]:
@@ -280,24 +237,12 @@ def _peak(device: torch.device) -> float:
     width = 8192 if device.type == "cuda" else 512
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     square = torch.ones(width, width, device=device, dtype=dtype)
-    figures = _timed(lambda _: _multiply(square), device, 0.2)
+    figures = timed(lambda _: _multiply(square), device, 0.2)
     return 2.0 * width**3 * figures["steps"] / figures["seconds"]
 
 
 def _multiply(square: torch.Tensor) -> None:
     square.mm(square)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _forget(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _allocated(device: torch.device) -> float:

@@ -19,12 +19,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, BertConfig, BertModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
 from benchmarks.report import peak_memory_mb
-from scalingnote.config import Resources
 from scalingnote.models import dual_encoder
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.prompt import Row
 from scalingnote.models.tower import collate
-from scalingnote.train.config import GradCache, Losses, Memory, Optimizer, Schedule
+from scalingnote.train.config import GradCache, Losses, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.grad_cache import cached_backward
 from scalingnote.train.objective import StageOne, Triplets
 from scalingnote.train.strategies import engine
@@ -147,7 +146,7 @@ def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
         global_batch=setting.batch,
         precision="float32",
         memory=Memory(grad_cache=cache),
-        resources=Resources(workers=1),
+        resources=Ranks(workers=1),
     )
     losses = Losses(temperature=TEMPERATURE, matryoshka=DIMS, alpha=0.0)
     made = engine.build(StageOne(towers, losses), schedule=schedule, device=torch.device("cpu"))

