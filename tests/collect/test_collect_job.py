@@ -26,7 +26,7 @@ TEST_QUERIES = {"q3", "q17"}
 ONE_HOP = CollectConfig(
     top_k=2,
     top_t=12,
-    parts=3,
+    parts=4,
     validation_fraction=0.3,
     association=None,
     decontamination=None,
@@ -90,6 +90,12 @@ def planner(cluster, dataset, tmp_path_factory):
     return planner_job.run(PLANNER, dataset=dataset.uri, output=str(tmp_path_factory.mktemp("planner") / "p"))
 
 
+@pytest.fixture(scope="module")
+def one_hop(dataset, planner, tmp_path_factory):
+    output = str(tmp_path_factory.mktemp("one-hop") / "a")
+    return run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=output)
+
+
 def test_training_sees_no_test_query_and_no_document_of_its_group(dataset):
     assert set(held_out_documents(dataset).to_pylist()) == TEST_DOCUMENTS
     train = queries(dataset, "train")["query_id"].to_pylist()
@@ -109,8 +115,8 @@ def test_documents_without_a_group_stand_alone(tmp_path):
     assert held_out_documents(by_time).to_pylist() == []
 
 
-def test_one_hop(dataset, planner, tmp_path):
-    artifact = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "a"))
+def test_one_hop(dataset, one_hop):
+    artifact = one_hop
     assert artifact.manifest.info["simulated_clicks"] is True
     assert artifact.manifest.info["ranking_model"] == "bm25"
     rows = artifact.table("triplets").to_pylist()
@@ -228,14 +234,12 @@ def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(planner, 
 
 
 def test_what_a_ranking_actor_cannot_load_is_said_plainly_and_a_killed_ranking_goes_on(
-    dataset, planner, tmp_path, monkeypatch
+    dataset, planner, one_hop, tmp_path, monkeypatch
 ):
     wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
     with pytest.raises(ConfigError, match="nothing"):
         run(wrong, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "wrong"))
 
-    config = ONE_HOP.model_copy(update={"parts": 4})
-    expected = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "a"))
     ranked, rows = [], cluster_of_ray.rows
 
     def die_in_the_middle(done):
@@ -248,10 +252,10 @@ def test_what_a_ranking_actor_cannot_load_is_said_plainly_and_a_killed_ranking_g
 
     monkeypatch.setattr(cluster_of_ray, "rows", die_in_the_middle)
     with pytest.raises(KeyboardInterrupt):
-        run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+        run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     noted = fs.list_files(str(tmp_path / "b/_work/done/rank"))
-    again = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
-    assert again.digest == expected.digest
+    again = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    assert again.digest == one_hop.digest
     assert len(noted) >= 2
     assert len(ranked) == 2 + 4 - len(noted)  # what had a note was not ranked again
 

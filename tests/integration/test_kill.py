@@ -66,11 +66,12 @@ def write_config(folder: Path) -> Path:
     return path
 
 
-def command(config: Path, run_dir: Path) -> list[str]:
+def command(config: Path, run_dir: Path, *overrides: str) -> list[str]:
     """A driver that joins the session's cluster, which outlives it, as clusters do."""
     return [
         *(str(Path(sys.executable).with_name("scalingnote")), "run", str(config), "--until", "encode"),
         *("--set", f"run_dir={run_dir}", "--set", f"address={ray.get_runtime_context().gcs_address}"),
+        *(word for override in overrides for word in ("--set", override)),
     ]
 
 
@@ -98,17 +99,19 @@ def test_a_killed_driver_loses_and_doubles_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     config = write_config(tmp_path)
-    undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}"])
+    alone = "train.resources.workers=0"  # where a run trains is not what it learns
+    undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}", alone])
     expected = pipeline.run(undisturbed, pipeline.select(undisturbed, until="encode"))
 
     run_dir = tmp_path / "killed"
     killed = load(RunConfig, [config], [f"run_dir={run_dir}"])
     for stage in ("prepare", "planner", "collect"):  # their own tests kill them
         shutil.copytree(tmp_path / "undisturbed" / stage, run_dir / stage)
-    arguments = command(config, run_dir)
-    kill_when(lambda: count(run_dir, "train/*/_work/checkpoints/*/checkpoint.json") >= 1, arguments)
+    checkpoints = "train/*/_work/checkpoints/*/checkpoint.json"
+    kill_when(lambda: count(run_dir, checkpoints) >= 1, command(config, run_dir))
     assert count(run_dir, "train/*/manifest.json") == 0
-    kill_when(lambda: count(run_dir, "encode/*/_work/parts/*.json") >= 3, arguments)
+    parts = "encode/*/_work/parts/*.json"
+    kill_when(lambda: count(run_dir, parts) >= 3, command(config, run_dir, alone))
     assert count(run_dir, "encode/*/manifest.json") == 0
     monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)  # off once a driver was here
     caplog.set_level(logging.INFO, logger="scalingnote")
