@@ -109,7 +109,10 @@ def run(dataset: str, backbone: str, method: str, *, seeds: int, overrides: Sequ
     for seed in range(seeds):
         files = [f"configs/quickstart/{dataset}.yaml", f"configs/methods/{method}.yaml"]
         plain = load(pipeline.RunConfig, files, overrides)
-        knobs = [f"train.seed={seed}", *([] if plain.distill is None else [f"distill.seed={seed}"])]
+        # Short runs in this process: half of their time would be the start of Ray's workers.
+        knobs = [f"train.seed={seed}", "train.resources.workers=0"]
+        if plain.distill is not None:
+            knobs += [f"distill.seed={seed}", "distill.resources.workers=0"]
         if backbone == "minilm":
             knobs += minilm.overrides(plain)
         config = load(pipeline.RunConfig, files, [*knobs, *overrides])

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalingnote import pipeline, topk
-from scalingnote.encode.encoder import Encoder
+from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.job import test_set
 from scalingnote.evaluate.retrieval import measure
 from scalingnote.pipeline import RunConfig
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
+from scalingnote.train.config import Ranks
 
 SHOWN = ("R@1", "R@10", "R@50", "MRR@10", "nDCG@10")
 
@@ -21,7 +22,9 @@ def train(config: RunConfig, *, steps: int) -> dict[str, float]:
     rows = pipeline.locate(config.model_copy(update={"rounds": 1}), "triplets").counts["train"]
     # Mining loses no row here: the old negatives stay where no new one is found.
     epochs = steps / (rows // config.train.global_batch)
-    config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": epochs})})
+    here = Ranks(workers=0)  # a training takes a minute: half of it would be the start of Ray's workers
+    short = config.train.model_copy(update={"epochs": epochs, "resources": here})
+    config = config.model_copy(update={"train": short})
     built = pipeline.run(config, pipeline.select(config, until="encode"), record=False)
     return search(built["dual_encoder"], built) | {"rows": float(rows)}
 
@@ -29,7 +32,7 @@ def train(config: RunConfig, *, steps: int) -> dict[str, float]:
 def search(tower: Artifact, built: Mapping[str, Artifact]) -> dict[str, float]:
     """Measures of the query tower of an artifact on the documents and test queries that `built` holds."""
     test = test_set(built["dataset"])
-    queries = Encoder.load(tower.directory("query")).encode_queries(test.queries)
+    queries = QueryEncoder.load(tower.directory("query")).encode_queries(test.queries)
     embeddings = built["embeddings"].table("embeddings", ["doc_id", "summary"])
     _, found = topk.search(vectors.unit(queries), vectors.to_numpy(embeddings["summary"]), k=100)
     doc_ids = embeddings["doc_id"].to_pylist()

@@ -110,10 +110,13 @@ def _retrieve(
     doc_ids = parents["embeddings"].table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
     depth = max(config.run_depth, config.mrr_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT)
     runs: dict[str, trec.Run] = {}
-    for kind, name in (("dual_encoder", config.names.dual_encoder), ("student", config.names.student)):
+    names = {"dual_encoder": config.names.dual_encoder, "student": config.names.student}
+    towers = {names[kind]: parents[kind] for kind in names if kind in parents}
+    encoded = encode_queries(towers, test.queries, config=config)
+    for kind, name in names.items():
         if kind not in parents:
             continue
-        queries = vectors.unit(encode_queries(parents[kind], test.queries, config=config, name=name))
+        queries = vectors.unit(encoded[name])
         pool = _embeddings_of(kind, parents)
         found = pools.search(pool, exact.dense(queries), dim=queries.shape[1], queries=len(queries), k=depth)
         runs[name] = _run_of(pool, found, test=test)
@@ -198,27 +201,32 @@ def test_set(dataset: Artifact) -> TestSet:
 
 
 def encode_queries(
-    tower: Artifact, queries: Sequence[str], *, config: EvaluateConfig, name: str
-) -> Float[ndarray, "queries dim"]:
-    """Embeddings of `queries` by an artifact's query tower, as it gives them, from one Ray actor.
+    towers: Mapping[str, Artifact], queries: Sequence[str], *, config: EvaluateConfig
+) -> dict[str, Float[ndarray, "queries dim"]]:
+    """Embeddings of `queries` by each artifact's query tower, as it gives them, from one Ray actor.
 
     Not in the driver: on a cluster that often sits on a head node without GPU.
     """
-    actor: Any = ray.remote(**cluster.actor_options(config.resources))(_QueryTower).remote(tower)
+    actor: Any = ray.remote(**cluster.actor_options(config.resources))(_QueryTower).remote()
     starts = range(0, len(queries), QUERIES_PER_BLOCK)
-    blocks = [actor.encode.remote(list(queries[start : start + QUERIES_PER_BLOCK])) for start in starts]
-    found: list[ndarray] = []
-    with Progress("evaluate", total=len(queries), unit=f"queries encoded by {name}") as progress:
-        for block in blocks:
-            found.append(ray.get(block))
-            progress.advance(len(found[-1]))
-    return np.concatenate(found)
+    found: dict[str, ndarray] = {}
+    for name, tower in towers.items():
+        loaded = actor.load.remote(tower)
+        blocks = [actor.encode.remote(list(queries[start : start + QUERIES_PER_BLOCK])) for start in starts]
+        embeddings: list[ndarray] = []
+        with Progress("evaluate", total=len(queries), unit=f"queries encoded by {name}") as progress:
+            ray.get(loaded)
+            for block in blocks:
+                embeddings.append(ray.get(block))
+                progress.advance(len(embeddings[-1]))
+        found[name] = np.concatenate(embeddings)
+    return found
 
 
 class _QueryTower:
-    """A query tower, loaded where Ray has room for it."""
+    """A query tower, loaded where Ray has room for it; one after the other."""
 
-    def __init__(self, tower: Artifact) -> None:
+    def load(self, tower: Artifact) -> None:
         self._encoder = QueryEncoder.load(tower.directory("query"))
 
     def encode(self, queries: list[str]) -> Float[ndarray, "queries dim"]:

@@ -134,7 +134,11 @@ def test_report(cluster, world, searcher, tmp_path):
 
 def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch, tmp_path):
     made, *_, encoder = world
-    monkeypatch.setattr(job, "encode_queries", lambda _, queries, **__: encoder.encode_queries(queries))
+    monkeypatch.setattr(
+        job,
+        "encode_queries",
+        lambda towers, queries, **_: dict.fromkeys(towers, encoder.encode_queries(queries)),
+    )
     config = CONFIG.model_copy(update={"bm25": False})
     artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
     assert set(artifact.read_json("report.json")["methods"]) == {"scalingdual", "scalingdual (index)"}
@@ -143,7 +147,9 @@ def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch
 def test_a_tower_of_another_width_is_refused(world, monkeypatch, tmp_path):
     made, *_ = world
     monkeypatch.setattr(
-        job, "encode_queries", lambda _, queries, **__: np.ones((len(queries), 8), np.float32)
+        job,
+        "encode_queries",
+        lambda towers, queries, **_: dict.fromkeys(towers, np.ones((len(queries), 8), np.float32)),
     )
     with pytest.raises(ArtifactError, match="gives 8 dimensions"):
         job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "report"))

@@ -50,8 +50,11 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode_queries(tower: Artifact, queries: list[str], **_: Any) -> np.ndarray:
-        return QueryEncoder.load(tower.directory("query")).encode_queries(queries)
+    def encode_queries(towers: dict[str, Artifact], queries: list[str], **_: Any) -> dict[str, np.ndarray]:
+        return {
+            name: QueryEncoder.load(tower.directory("query")).encode_queries(queries)
+            for name, tower in towers.items()
+        }
 
     monkeypatch.setattr(job, "encode_queries", encode_queries)
     monkeypatch.setattr(job, "_through_index", lambda *_, **__: {})
