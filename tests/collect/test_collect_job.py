@@ -32,9 +32,12 @@ ONE_HOP = CollectConfig(
     decontamination=None,
     resources=Resources(workers=1),
 )
-# In a shop of so few words, all are frequent: importances are near 0.
+# In a shop of so few words, all are frequent: importances are near 0. Caps must choose among equals.
 CONFIG = ONE_HOP.model_copy(
-    update={"association": AssociationConfig(click_threshold=0, relevance_threshold=0)}
+    update={
+        "association": AssociationConfig(click_threshold=0, relevance_threshold=0, max_associates=1),
+        "max_multi_hop": 1,
+    }
 )
 PLANNER = Statistics(fields=("title",), min_df=1)
 
@@ -94,6 +97,17 @@ def planner(cluster, dataset, tmp_path_factory):
 def one_hop(dataset, planner, tmp_path_factory):
     output = str(tmp_path_factory.mktemp("one-hop") / "a")
     return run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=output)
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("scored") / "dataset", scores=True)
+
+
+@pytest.fixture(scope="module")
+def multi_hop(scored, planner, tmp_path_factory):
+    output = str(tmp_path_factory.mktemp("multi-hop") / "a")
+    return run(CONFIG, dataset=scored.uri, planner=planner.uri, output=output)
 
 
 def test_training_sees_no_test_query_and_no_document_of_its_group(dataset):
@@ -167,9 +181,10 @@ def check(row, clicked):
     assert row["weight"] == 1.0
 
 
-def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(planner, tmp_path, monkeypatch):
-    dataset = make_dataset(tmp_path / "dataset", scores=True)
-    artifact = run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "a"))
+def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
+    scored, planner, multi_hop, tmp_path, monkeypatch
+):
+    dataset, artifact = scored, multi_hop
     rows = artifact.table("triplets").to_pylist()
     clicked = clicks(dataset)
     own = {(r["query_id"], r["source"], r["positive"]): r["negatives"] for r in rows if r["hop"] == "one"}
@@ -216,21 +231,16 @@ def docs_of(row):
     return [row["positive"], *row["negatives"]]
 
 
-def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(planner, tmp_path):
+def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(scored, planner, multi_hop, tmp_path):
     """Also where a cap must choose among equals: who lies in which bucket is no reason."""
-    dataset = make_dataset(tmp_path / "dataset", scores=True)
-    tight = CONFIG.association.model_copy(update={"max_associates": 1})
-    found = []
-    for parts, workers in ((2, 1), (5, 2)):
-        resources = Resources(workers=workers)
-        update = {"association": tight, "parts": parts, "max_multi_hop": 1, "resources": resources}
-        config = CONFIG.model_copy(update=update)
-        artifact = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / str(parts)))
-        assert artifact.counts["relevance_pairs_left_out"] > 0
-        order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
-        found.append(artifact.table("triplets").sort_by(order))
-        assert pa.compute.sum(pa.compute.equal(found[-1]["hop"], "multi")).as_py() > 10
-    assert found[0].equals(found[1])
+    config = CONFIG.model_copy(update={"parts": 7, "resources": Resources(workers=2)})
+    other = run(config, dataset=scored.uri, planner=planner.uri, output=str(tmp_path / "other"))
+    assert other.counts["relevance_pairs_left_out"] > 0
+    assert other.names("triplets/") != multi_hop.names("triplets/")
+    order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
+    one, two = (found.table("triplets").sort_by(order) for found in (multi_hop, other))
+    assert pa.compute.sum(pa.compute.equal(one["hop"], "multi")).as_py() > 10
+    assert one.equals(two)
 
 
 def test_what_a_ranking_actor_cannot_load_is_said_plainly_and_a_killed_ranking_goes_on(

@@ -82,6 +82,10 @@ def test_any_run_can_be_mined(cluster, parents, tmp_path):
 
 
 def test_nothing_to_mine_is_an_error(cluster, parents, tmp_path):
-    config = MineConfig(resources=ONE, first_rank=1, last_rank=3, max_score_ratio=1e-6)
+    rows = parents["triplets"].table("triplets").to_pylist()
+    trec.write_run(
+        str(tmp_path / "run.trec"), {row["query_id"]: [(row["positive"], 1.0)] for row in rows}, tag="right"
+    )
+    config = MineConfig(resources=ONE, runs=(str(tmp_path / "run.trec"),), first_rank=1, last_rank=3)
     with pytest.raises(DataError, match="widen first_rank"):
         job.run(config, **uris(parents), output=str(tmp_path / "none"))
