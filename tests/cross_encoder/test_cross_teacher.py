@@ -1,5 +1,6 @@
 """What a cross-encoder leaves for a student: the artifacts of a dual encoder, and scores beside them."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,13 @@ def cross_encoder(uri: str) -> Artifact:
     return draft.commit(counts={})
 
 
-def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(cluster, tmp_path: Path):
+def in_this_process(actor, settings, *, todo, resources):
+    encode = actor({**settings, "threads": 1})
+    for name in todo:
+        yield json.loads(encode({"name": [name]})["record"][0])
+
+
+def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(cluster, tmp_path: Path, monkeypatch):
     dataset = tiny.dataset(str(tmp_path / "dataset"), count=24)
     given = tiny.triplets(str(tmp_path / "given"), dataset)
     rows = given.table("triplets").to_pylist()
@@ -80,6 +87,7 @@ def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(cluster, t
         assert weight.shape == (vocabulary, 32)
     assert found.names("teacher/")[-1] == "teacher/tokens.safetensors"
 
+    monkeypatch.setattr("scalingnote.encode.job._run_parts", in_this_process)  # that it runs on Ray is known
     documents = job.run_documents(
         EncodeConfig(), dataset=dataset.uri, cross_encoder=teacher.uri, output=str(tmp_path / "documents")
     )
