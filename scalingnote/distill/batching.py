@@ -25,8 +25,8 @@ from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import QueryPrompt
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
 from scalingnote.train.order import Order
-from scalingnote.train.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
 from scalingnote.train.stream import Store, one_chunk, token_columns
 from scalingnote.train.tokens import query_number
 

@@ -29,10 +29,10 @@ from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, write_table
 from scalingnote.storage.exchange import hash_of
+from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
 from scalingnote.train import corpus, tokens
 from scalingnote.train.batching import padded
 from scalingnote.train.prepare import array, merged, place_of
-from scalingnote.train.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
 from scalingnote.train.stream import Store, list_column, one_chunk
 
 VIEW = "summary"  # the embedding that is searched

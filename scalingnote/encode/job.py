@@ -9,7 +9,7 @@ Only actors import torch: the driver and the tasks that deal out queries start i
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_table
+from scalingnote.storage.slices import run_slices, slices
 
 if TYPE_CHECKING:
     from scalingnote.encode.encoder import Encoder
@@ -144,31 +145,18 @@ def distinct_queries(triplets: Artifact, draft: Draft, *, rows_per_piece: int) -
     """
     folder, buckets = draft.work(), queries.buckets(triplets)
     deal = partial(queries.deal, triplets=triplets, folder=folder, buckets=buckets)
-    _each_task("deal", deal, queries.slices(triplets), folder=folder)
-    settle = partial(queries.settle, folder=folder, rows_per_piece=rows_per_piece)
-    found = _each_task("settle", settle, range(buckets), folder=folder)
+    run = partial(run_slices, folder=folder, each=cluster.each, room="encode", unit="tasks")
+    run("deal", deal, slices(triplets, *queries.TABLES))
+    settle = partial(_settle, folder=folder, rows_per_piece=rows_per_piece)
+    found: list[list[queries.Piece]] = run("settle", settle, range(buckets))
     pieces = [piece for pieces in found for piece in pieces]
     if not pieces:
         raise DataError(f"{triplets.uri} holds no queries: re-run collect")
     return pieces
 
 
-def _each_task(name: str, task: Callable[[Any], Any], items: Sequence[Any], *, folder: str) -> list[Any]:
-    """What a task says of each item, in order; its JSON is left as a record when it is done."""
-    where = fs.join(folder, "done", name)
-    done = set(fs.list_files(where))
-    todo = [(i, item) for i, item in enumerate(items) if f"{i:05d}.json" not in done]
-    with Progress(
-        "encode", total=len(items), done=len(items) - len(todo), unit=f"tasks ({name})"
-    ) as progress:
-        for _ in cluster.each(partial(_recorded, task=task, folder=where), todo):
-            progress.advance(1)
-    return [json.loads(fs.read_bytes(fs.join(where, f"{i:05d}.json"))) for i in range(len(items))]
-
-
-def _recorded(numbered: tuple[int, Any], *, task: Callable[[Any], Any], folder: str) -> None:
-    number, item = numbered
-    fs.write_bytes(fs.join(folder, f"{number:05d}.json"), json.dumps(task(item)).encode())
+def _settle(item: tuple[int, int], **knobs: Any) -> list[queries.Piece]:
+    return queries.settle(item[1], **knobs)
 
 
 class DocumentParts:

@@ -13,39 +13,22 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalingnote.storage import exchange
+from scalingnote.storage import exchange, slices
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, write_table
+from scalingnote.storage.slices import Slice
 
-SLICE_ROWS = 1 << 18
 BUCKET_ROWS = 1 << 20
 QUERY = pa.schema({"query_id": pa.string(), "query": pa.string(), "split": pa.string()})
 GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
 TABLES = {"triplets": QUERY, "generated": GENERATED}
-Slice = tuple[int, list[str]]  # its number and its parts
 Piece = dict[str, Any]  # "name" of a file below the folder, and its "rows"
-
-
-def slices(triplets: Artifact) -> list[Slice]:
-    """All parts that hold queries, gathered into slices of SLICE_ROWS rows where parts allow."""
-    out: list[list[str]] = []
-    room = -1
-    for table in TABLES:
-        for name in triplets.table_parts(table):
-            size = triplets.manifest.parts[name].rows
-            size = SLICE_ROWS if size is None else size
-            if size > room:
-                out.append([])
-                room = SLICE_ROWS
-            out[-1].append(name)
-            room -= size
-    return list(enumerate(out))
 
 
 def buckets(triplets: Artifact) -> int:
     """How many buckets keep each of them below BUCKET_ROWS rows, or near it."""
     names = [name for table in TABLES for name in triplets.table_parts(table)]
-    rows = sum(triplets.manifest.parts[name].rows or SLICE_ROWS for name in names)
+    rows = sum(triplets.manifest.parts[name].rows or slices.ROWS_PER_SLICE for name in names)
     return max(-(-rows // BUCKET_ROWS), 1)
 
 

@@ -29,9 +29,9 @@ from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, write_table
 from scalingnote.storage.exchange import hash_of
+from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
 from scalingnote.train import corpus, tokens
 from scalingnote.train.config import TrainConfig
-from scalingnote.train.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
 from scalingnote.train.stream import Store
 
 log = get_logger("train")

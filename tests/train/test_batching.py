@@ -12,9 +12,9 @@ from scalingnote.models import tower
 from scalingnote.models.prompt import Row
 from scalingnote.models.tower import collate
 from scalingnote.storage import schema
+from scalingnote.storage import slices as sliced
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import prepare as preparing
-from scalingnote.train import slices as sliced
 from scalingnote.train.batching import TripletBatches
 from scalingnote.train.config import Batching, Losses, TrainConfig
 from scalingnote.train.order import Order

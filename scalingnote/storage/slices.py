@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -20,14 +20,16 @@ ROWS_PER_SLICE = 1 << 18
 Record = dict[str, Any]  # JSON values
 Slice = tuple[int, list[str]]  # its number and its parts
 # How tasks are run: a task for every slice, in any order, anywhere; the built-in map runs them here.
-Each = Callable[[Callable[[Slice], Record], Sequence[Slice]], Iterable[Record]]
+Each = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
+T = TypeVar("T")
+R = TypeVar("R")  # JSON values
 
 
-def slices(artifact: Artifact, table: str) -> list[list[str]]:
-    """A table's parts in order, gathered into slices of ROWS_PER_SLICE rows at most where parts allow."""
+def slices(artifact: Artifact, *tables: str) -> list[list[str]]:
+    """Parts of tables in order, gathered into slices of ROWS_PER_SLICE rows at most where parts allow."""
     out: list[list[str]] = []
     room = -1
-    for name in artifact.table_parts(table):
+    for name in (name for table in tables for name in artifact.table_parts(table)):
         size = artifact.manifest.parts[name].rows
         size = ROWS_PER_SLICE if size is None else size
         if size > room:
@@ -40,20 +42,24 @@ def slices(artifact: Artifact, table: str) -> list[list[str]]:
 
 def run_slices(
     name: str,
-    task: Callable[[Slice], Record],
-    slices: Sequence[list[str]],
+    task: Callable[[tuple[int, T]], R],
+    slices: Sequence[T],
     *,
     folder: str,
     each: Each,
     room: str,
-) -> list[Record]:
-    """The records of a task over all slices, in order; those that an earlier run left stand as they are."""
+    unit: str = "slices",
+) -> list[R]:
+    """The records of a task over all slices, in order; those that an earlier run left stand as they are.
+
+    A slice comes to the task with its number. Whatever else there is one task for may stand in its place.
+    """
     where = fs.join(folder, "done", name)
     done = set(fs.list_files(where))
     todo = [(number, parts) for number, parts in enumerate(slices) if _file(number) not in done]
     if todo and done:
-        get_logger(room).info("resuming: %d of %d slices of %r are done", len(done), len(slices), name)
-    with Progress(room, total=len(slices), done=len(slices) - len(todo), unit=f"slices ({name})") as progress:
+        get_logger(room).info("resuming: %d of %d %s of %r are done", len(done), len(slices), unit, name)
+    with Progress(room, total=len(slices), done=len(slices) - len(todo), unit=f"{unit} ({name})") as progress:
         for _ in each(partial(_recorded, task=task, folder=where), todo) if todo else ():
             progress.advance(1)
     return [json.loads(fs.read_bytes(fs.join(where, _file(i)))) for i in range(len(slices))]
@@ -73,7 +79,7 @@ def listed(files: Iterable[Any]) -> list[tuple[str, Part]]:
     return [(name, Part(**part)) for name, part in files]
 
 
-def _recorded(item: Slice, *, task: Callable[[Slice], Record], folder: str) -> Record:
+def _recorded(item: tuple[int, T], *, task: Callable[[tuple[int, T]], R], folder: str) -> R:
     """Do a task, and only then say so."""
     record = task(item)
     fs.write_bytes(fs.join(folder, _file(item[0])), json.dumps(record).encode())
