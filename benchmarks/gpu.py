@@ -24,16 +24,15 @@ import torch
 from benchmarks import gpu_queries
 from benchmarks.gpu_towers import DIM, TINY, Figures, any_tokenizer, forget, llm, random_tower, timed
 from benchmarks.report import arguments, show, write
-from scalingnote.models import adapters, backbone
+from scalingnote.models import adapters, backbone, flops
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.config import Lora, Scratch
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.prompt import Row
+from scalingnote.models.shape import PUBLISHED, Shape, of_backbone
 from scalingnote.models.tower import collate
-from scalingnote.scaling import flops
 from scalingnote.scaling.activations import tower_bytes
 from scalingnote.scaling.hardware import GPUS
-from scalingnote.scaling.shape import PUBLISHED, Shape, of_backbone
 from scalingnote.train.config import Losses, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.objective import StageOne, Triplets
 from scalingnote.train.strategies import engine

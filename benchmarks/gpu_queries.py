@@ -16,8 +16,8 @@ from transformers import BertConfig, BertModel
 from benchmarks.gpu_towers import DIM, TINY, Figures, any_tokenizer, forget, llm, random_tower, timed
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.prompt import Row
+from scalingnote.models.shape import Shape
 from scalingnote.models.tower import Tower, collate
-from scalingnote.scaling.shape import Shape
 
 TOKENS = 16
 BATCHES = (1, 64, 500)

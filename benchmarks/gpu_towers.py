@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 from scalingnote.models import backbone, tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.config import Lora, Scratch, TowerConfig
+from scalingnote.models.shape import Shape
 from scalingnote.models.tower import Tower
-from scalingnote.scaling.shape import Shape
 
 DIM = 128
 TINY = Shape(2, 64, 4, 2, 16, 128, 2048, qkv_bias=True)

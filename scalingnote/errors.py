@@ -21,5 +21,9 @@ class TrainingError(ScalingNoteError):
     """Training that cannot go on: a loss that is not finite, ranks that disagree, a lost checkpoint."""
 
 
+class EncodingError(ScalingNoteError):
+    """Encoding that cannot go on: whatever is tried again fails again."""
+
+
 class SearchError(ScalingNoteError):
     """A search that cannot be answered: a missing shard, a vector of the wrong dimension."""

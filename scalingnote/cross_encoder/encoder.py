@@ -4,20 +4,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
 from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.encode.batching import by_tokens
+from scalingnote.encode.tally import Cost
+from scalingnote.models import flops
 from scalingnote.models.batch import collate
 from scalingnote.models.cross_encoder import CrossEncoder, pair
-from scalingnote.models.precision import Precision, compute_dtype
+from scalingnote.models.precision import Precision, compute_dtype, matmul_peak
 from scalingnote.models.prompt import Row
+from scalingnote.models.shape import of_model
 
 
 class PairEncoder:
     """A trained cross-encoder, ready to read pairs."""
+
+    views = ("summary",)
+    terms = None
+    top_k = 0
 
     def __init__(
         self,
@@ -33,7 +39,8 @@ class PairEncoder:
         self.model.backbone.to(compute_dtype(precision, device))
         self.model.requires_grad_(False)
         self.dim = model.dim
-        self.tokens = 0  # of the last call, padding left out
+        self._shape = of_model(self.model.backbone)
+        self.cost = Cost()  # of the last call
         (self.no_query,) = model.query_prompt.rows([""])
         (no_document,) = model.document_prompt.rows([""], [""], [""])
         assert isinstance(no_document, Row)
@@ -55,14 +62,9 @@ class PairEncoder:
         """Each document's proxy beside an empty query: its embedding, whatever is asked (section 5.3)."""
         return self._proxies([pair(self.no_query, document) for document in documents])[1]
 
-    def encode_rows(
-        self, documents: pa.Table
-    ) -> tuple[dict[str, Float[ndarray, "docs dim"]], dict[int, str]]:
-        """As :meth:`scalingnote.encode.encoder.Encoder.encode_rows`: the one view, and what is unreadable."""
-        fields = [documents[name].to_pylist() for name in ("title", "topic", "content")]
-        rows = self.model.document_prompt.rows(*fields)
-        problems = {i: str(row) for i, row in enumerate(rows) if not isinstance(row, Row)}
-        return {"summary": self.documents([row for row in rows if isinstance(row, Row)])}, problems
+    def encode(self, documents: Sequence[Row]) -> Float[ndarray, "docs views dim"]:
+        """The same as the one view that there is, as an encoder of documents gives it."""
+        return self.documents(documents)[:, None]
 
     def scores(self, queries: Sequence[Row], documents: Sequence[Row]) -> Float[ndarray, " pairs"]:
         """The relevance of each pair, a logit."""
@@ -76,9 +78,15 @@ class PairEncoder:
     ) -> tuple[Float[ndarray, "pairs dim"], Float[ndarray, "pairs dim"]]:
         out = np.empty((2, len(rows), self.dim), dtype=np.float32)
         lengths = [len(row.ids) for row in rows]
-        self.tokens, packed = sum(lengths), self.model.packs
+        packed, padded = self.model.packs, 0
         for chosen in by_tokens(lengths, budget=self._budget, packed=packed):
             batch = collate([rows[i] for i in chosen], pad=self.model.pad, packed=packed)
+            padded += batch.ids.numel()
             for side, found in enumerate(self.model.proxies(batch.to(self._device))):
                 out[side, chosen] = found.cpu().numpy()
+        self.cost = Cost(sum(lengths), padded, flops.of_rows(self._shape, lengths))
         return out[0], out[1]
+
+    def peak(self) -> float:
+        """Floating-point operations a second of large matrix products on this device, in this precision."""
+        return matmul_peak(self._device, next(self.model.backbone.parameters()).dtype)

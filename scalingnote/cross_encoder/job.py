@@ -7,8 +7,8 @@
 The last two are the artifacts that a dual encoder leaves: a student cannot tell the teachers apart.
 """
 
+from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,15 +24,17 @@ from scalingnote.cross_encoder.config import DualPooledConfig
 from scalingnote.cross_encoder.encoder import PairEncoder
 from scalingnote.cross_encoder.objective import PairStage
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
-from scalingnote.encode.job import commit_part, each_part, encode_documents
+from scalingnote.encode.documents import Reader
+from scalingnote.encode.job import each_part, encode_documents
+from scalingnote.encode.steps import Encoded, Steps
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Backbone, Pretrained, TowerConfig
-from scalingnote.models.cross_encoder import CrossEncoder, laid_out
-from scalingnote.models.prompt import Row
+from scalingnote.models.cross_encoder import FACTS, CrossEncoder, laid_out
+from scalingnote.models.prompt import DocumentPrompt, Row
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, vectors
-from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.exchange import hash_of
 from scalingnote.train.config import TrainConfig
 from scalingnote.train.job import Settings, launch, start_rank, train_rank
@@ -102,19 +104,16 @@ def run_queries(
         for folder in ("embeddings/", "scores/")
         for name, count in counted.items()
     }
-    settings = {
-        "cross_encoder": teacher,
-        "triplets": given,
-        "output": output,
-        "work": draft.work("parts"),
-        "store": prepared.store,
-        "beside": config.beside,
-        "first": next(iter(rows)),
-        "token_budget": config.token_budget,
-    }
-    records = each_part(QueryParts, settings, rows=rows, resources=config.resources, unit="triplets")
-    for record in records:
-        draft.register(record["name"], Part(**record["part"]))
+    encoder = partial(
+        QueryParts,
+        cross_encoder=teacher,
+        triplets=given,
+        store=prepared.store,
+        config=config,
+        teacher={next(iter(rows)): draft.path("teacher")},
+    )
+    steps = Steps(_nothing, encoder)
+    records = each_part(steps, draft, rows=rows, resources=config.resources, unit="triplets")
     embedded = sum(r["part"]["rows"] for r in records if r["name"].startswith("embeddings/"))
     return draft.commit(counts={"queries": embedded, "scored": sum(counted.values())})
 
@@ -122,49 +121,71 @@ def run_queries(
 def run_documents(config: EncodeConfig, *, dataset: str, cross_encoder: str, output: str) -> Artifact:
     """Every document's proxy beside an empty query; L2-normalised, in the order and parts of the dataset."""
     teacher = open_artifact(cross_encoder, kind="cross_encoder")
-    return encode_documents(config, dataset, teacher, output, load=_pair_encoder)
+    return encode_documents(config, dataset, teacher, output, reader=Reader(_pair_encoder, _prompt))
 
 
 def _pair_encoder(teacher: Artifact, token_budget: int) -> PairEncoder:
     return PairEncoder.load(teacher.directory(MODEL), token_budget=token_budget)
 
 
+def _prompt(teacher: Artifact) -> DocumentPrompt:
+    facts = teacher.read_json(f"{MODEL}/{FACTS}")
+    return DocumentPrompt.restore(
+        {
+            "special": facts["special"],
+            "prompt": laid_out(facts["template"]),
+            "max_length": facts["document_length"],
+            "causal": False,
+            "max_positions": None,
+            "sparse": None,
+        },
+        fs.read_bytes(teacher.file(f"{MODEL}/tokenizer.json")).decode(),
+    )
+
+
+def _nothing(_: str) -> None:
+    """Pairs are put together where they are encoded."""
+
+
 class QueryParts:
-    """Actor: reads the queries of whole parts of triplets, or scores their documents."""
+    """Encodes the queries of whole parts of triplets, or scores their documents, in a worker."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        torch.set_num_threads(max(int(settings["threads"]), 1))
-        self._settings, self._triplets = settings, settings["triplets"]
-        self._encoder = _pair_encoder(settings["cross_encoder"], settings["token_budget"])
-        self._documents = Store.open(settings["store"])["documents"]
-        self._named, self._place = (
-            array(fs.join(settings["store"], f"{name}.arrow")) for name in ("wanted", "place")
-        )
+    def __init__(
+        self,
+        *,
+        cross_encoder: Artifact,
+        triplets: Artifact,
+        store: str,
+        config: TeacherConfig,
+        teacher: dict[str, str],
+    ) -> None:
+        self._triplets, self._beside, self._teacher = triplets, config.beside, teacher
+        self._encoder = _pair_encoder(cross_encoder, config.token_budget)
+        self._documents = Store.open(store)["documents"]
+        self._named, self._place = (array(fs.join(store, f"{name}.arrow")) for name in ("wanted", "place"))
+        self.peak = self._encoder.peak()
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """One part in, its record out."""
-        names = batch["name"]
-        works = (self._score if name.startswith("scores/") else self._embed for name in names)
-        pairs = zip(names, works, strict=True)
-        return {"record": [commit_part(name, work, self._settings) for name, work in pairs]}
+    def __call__(self, name: str, _: None) -> Encoded:
+        """A part of proxies, or of scores."""
+        return (self._score if name.startswith("scores/") else self._embed)(name)
 
-    def _embed(self, name: str) -> tuple[pa.Table, list[dict[str, str]], int]:
+    def _embed(self, name: str) -> Encoded:
         part = name.replace("embeddings/", "triplets/", 1)
         beside = name.replace("embeddings/", "generated/", 1)
         generated = self._triplets.table(beside) if beside in self._triplets.manifest.parts else None
         found = queries.distinct(self._triplets.table(part), generated)
-        documents = self._read(found["positive"]) if self._settings["beside"] == "positive" else None
+        documents = self._read(found["positive"]) if self._beside == "positive" else None
         rows = self._encoder.model.query_prompt.rows(found["query"].to_pylist())
         embeddings = self._encoder.queries(rows, documents or [None] * len(rows))
-        tokens = self._encoder.tokens
-        if name == self._settings["first"]:
-            self._write_vocabulary()
+        cost = self._encoder.cost
+        if name in self._teacher:
+            self._write_vocabulary(self._teacher[name])
         out = found.drop_columns(["positive"]).append_column(
             schema.embedding_field("embedding", self._encoder.dim), vectors.to_arrow(embeddings)
         )
-        return out, [], tokens
+        return Encoded(out, cost)
 
-    def _score(self, name: str) -> tuple[pa.Table, list[dict[str, str]], int]:
+    def _score(self, name: str) -> Encoded:
         """Scores of each row's positive and negatives, null where one of them cannot be read."""
         table = self._triplets.table(
             name.replace("scores/", "triplets/", 1), ["query", "positive", "negatives"]
@@ -186,7 +207,7 @@ class QueryParts:
         starts = np.cumsum([0, *map(len, group)])
         lists = [scores[start:stop].tolist() for start, stop in pairwise(starts.tolist())]
         read = [None if np.isnan(values).any() else values for values in lists]
-        return pa.table({"scores": pa.array(read, pa.list_(pa.float32()))}), [], self._encoder.tokens
+        return Encoded(pa.table({"scores": pa.array(read, pa.list_(pa.float32()))}), self._encoder.cost)
 
     def _read(self, doc_ids: pa.Array | pa.ChunkedArray) -> list[Row | None]:
         """Token rows of documents; None for one that is null, or cannot be read."""
@@ -197,9 +218,9 @@ class QueryParts:
         texts = dict(zip(distinct.tolist(), self._documents.tokens(distinct), strict=True))
         return [texts.get(row) for row in rows.tolist()]
 
-    def _write_vocabulary(self) -> None:
-        """What a student may inherit (see :class:`scalingnote.encode.job.QueryParts`)."""
-        model, folder = self._encoder.model, fs.join(self._settings["output"], "teacher")
+    def _write_vocabulary(self, folder: str) -> None:
+        """What a student may inherit (see :class:`scalingnote.encode.teacher.QueryParts`)."""
+        model = self._encoder.model
         size = model.query_prompt.tokenizer.get_vocab_size()
         alone = [model.query_prompt.row([token]) for token in range(size)]
         known = {

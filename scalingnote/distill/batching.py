@@ -23,11 +23,12 @@ from scalingnote.log import get_logger
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import QueryPrompt
+from scalingnote.models.token_rows import token_columns
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
 from scalingnote.train.order import Order
-from scalingnote.train.stream import Store, one_chunk, token_columns
+from scalingnote.train.stream import Store, one_chunk
 from scalingnote.train.tokens import query_number
 
 log = get_logger("distill")

@@ -26,6 +26,7 @@ from torch import Tensor
 from scalingnote.errors import ConfigError, DataError, TrainingError
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.prompt import DocumentPrompt
+from scalingnote.models.token_rows import list_column
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, write_table
 from scalingnote.storage.exchange import hash_of
@@ -33,7 +34,7 @@ from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, 
 from scalingnote.train import corpus, tokens
 from scalingnote.train.batching import padded
 from scalingnote.train.prepare import array, merged, place_of
-from scalingnote.train.stream import Store, list_column, one_chunk
+from scalingnote.train.stream import Store, one_chunk
 
 VIEW = "summary"  # the embedding that is searched
 ROWS, DOCUMENTS = "rows", "documents"

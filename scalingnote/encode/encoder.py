@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import torch
 from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.encode.batching import by_tokens
+from scalingnote.encode.tally import Cost
 from scalingnote.encode.terms import Terms
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.models.precision import Precision, compute_dtype
+from scalingnote.models import flops
+from scalingnote.models.precision import Precision, compute_dtype, matmul_peak
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.shape import of_model
 from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower, collate
 
@@ -35,7 +37,8 @@ class Encoder:
         self.tower.backbone.to(compute_dtype(precision, device))
         self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
-        self.tokens = 0  # of the last call, padding left out
+        self._shape = of_model(tower.backbone)
+        self.cost = Cost()  # of the last call
         # Of the last call's documents, `top_k` terms each, where the tower has a sparse head.
         self.terms: Terms | None = None
         self.top_k = 256
@@ -49,14 +52,14 @@ class Encoder:
         """Query embeddings, not normalised. An empty query is a query of its end token alone."""
         if not isinstance(self.tower.prompt, QueryPrompt):
             raise ConfigError("this is a document tower: it cannot encode queries")
-        return self._encode(self.tower.prompt.rows(queries))[:, 0]
+        return self.encode(self.tower.prompt.rows(queries))[:, 0]
 
     def encode_tokens(self) -> Float[ndarray, "vocabulary dim"]:
         """The embedding of every token of the vocabulary asked as a query of its own, not normalised."""
         if not isinstance(self.tower.prompt, QueryPrompt):
             raise ConfigError("this is a document tower: it cannot encode queries")
         size = self.tower.prompt.tokenizer.get_vocab_size()
-        return self._encode([self.tower.prompt.row([token]) for token in range(size)])[:, 0]
+        return self.encode([self.tower.prompt.row([token]) for token in range(size)])[:, 0]
 
     def encode_documents(self, documents: pa.Table) -> dict[str, Float[ndarray, "docs dim"]]:
         """View -> embeddings, not normalised, of rows with title, topic and content.
@@ -78,23 +81,32 @@ class Encoder:
         fields = [documents[name].to_pylist() for name in ("title", "topic", "content")]
         rows = self.tower.prompt.rows(*fields)
         problems = {i: str(row) for i, row in enumerate(rows) if not isinstance(row, Row)}
-        encoded = self._encode([row for row in rows if isinstance(row, Row)])
+        encoded = self.encode([row for row in rows if isinstance(row, Row)])
         return {view: encoded[:, i] for i, view in enumerate(self.views)}, problems
 
     @torch.inference_mode()
-    def _encode(self, rows: Sequence[Row]) -> Float[ndarray, "rows views dim"]:
-        out = np.empty((len(rows), len(self.views), self.dim), dtype=np.float32)
+    def encode(self, rows: Sequence[Row]) -> Float[ndarray, "rows views dim"]:
+        """Embeddings of token rows, not normalised.
+
+        Nothing is waited for in between: a GPU computes while the next micro-batch is put together.
+        """
+        out = torch.empty(len(rows), len(self.views), self.dim, device=self._device)
         self.terms = Terms.empty(len(rows), self.top_k) if self.tower.sparse else None
         lengths = [len(row.ids) for row in rows]
-        self.tokens = sum(lengths)
-        packed = self.tower.packs
+        packed, padded = self.tower.packs, 0
         for chosen in by_tokens(lengths, budget=self._budget, packed=packed):
             batch = collate([rows[i] for i in chosen], pad=self.tower.pad, packed=packed)
+            padded += batch.ids.numel()
             batch = batch.to(self._device)
+            at = torch.from_numpy(chosen).to(self._device, non_blocking=True)
             if self.terms is None:
-                out[chosen] = self.tower(batch).cpu().numpy()
+                out[at] = self.tower(batch)
                 continue
-            embeddings, weights = self.tower.read(batch)
-            out[chosen] = embeddings.cpu().numpy()
+            out[at], weights = self.tower.read(batch)
             self.terms.put(chosen, *(found.cpu().numpy() for found in strongest(weights, self.top_k)))
-        return out
+        self.cost = Cost(sum(lengths), padded, flops.of_rows(self._shape, lengths))
+        return out.cpu().numpy()
+
+    def peak(self) -> float:
+        """Floating-point operations a second of large matrix products on this device, in this precision."""
+        return matmul_peak(self._device, next(self.tower.backbone.parameters()).dtype)

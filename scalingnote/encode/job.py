@@ -1,39 +1,42 @@
 """Encoding on Ray Data: immutable parts in, one committed part of embeddings out for each.
 
-A part is the unit of work, of resumption and of identity. An actor encodes it, writes it under a name
-that depends on the part alone, then leaves a record of its checksum in the work directory. A re-run
-after a kill redoes only parts without a record; redoing one writes the same file again. So every
-document is encoded exactly once as far as any reader can tell.
+    part ─read─► token rows ─encode─► embeddings ─commit─► a file, then its record
 
-Only actors import torch: the driver and the tasks that deal out queries start in a fraction of the time.
+A part is the unit of work, of resumption and of identity: its file has a name that depends on it alone, and
+its record, written last, holds the file's checksum. A re-run after a kill redoes only parts without a record;
+redoing one writes the same file again. So every document is encoded exactly once as far as any reader can
+tell. One worker does all three steps, or tasks on other CPUs read ahead of it and write behind it.
+
+Only workers import torch: the driver and all tasks start in a fraction of the time.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import ray.data
+from ray.exceptions import RayError
 
 from scalingnote import cluster
-from scalingnote.config import Resources
-from scalingnote.encode import queries
-from scalingnote.encode.config import EncodeConfig, TeacherConfig
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.encode import changes, queries
+from scalingnote.encode.config import EncodeConfig, Fleet, TeacherConfig
+from scalingnote.encode.documents import TOWER, DocumentParts, Reader, embeddings_part, read_documents
+from scalingnote.encode.steps import Encoded, Record, Steps, close_wave, commit_part, recorded
+from scalingnote.encode.tally import Tally
+from scalingnote.encode.teacher import QueryParts, read_queries
+from scalingnote.errors import ArtifactError, ConfigError, DataError, EncodingError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
-from scalingnote.storage import filesystem as fs
-from scalingnote.storage import schema, vectors
-from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_table
+from scalingnote.storage import schema
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
 from scalingnote.storage.slices import run_slices, slices
 
-if TYPE_CHECKING:
-    from scalingnote.encode.encoder import Encoder
-
 log = get_logger("encode")
-COLUMNS = ["doc_id", "title", "topic", "content"]
 
 
 def run(config: EncodeConfig, *, dataset: str, dual_encoder: str, output: str) -> Artifact:
@@ -46,23 +49,17 @@ def run_student(config: EncodeConfig, *, dataset: str, student: str, output: str
     return encode_documents(config, dataset, open_artifact(student, kind="student"), output)
 
 
-def document_tower(towers: Artifact, token_budget: int) -> "Encoder":
-    """The encoder of an artifact's document tower."""
-    from scalingnote.encode.encoder import Encoder
-
-    return Encoder.load(towers.directory("document"), token_budget=token_budget)
-
-
 def encode_documents(
-    config: EncodeConfig,
-    dataset: str,
-    towers: Artifact,
-    output: str,
-    *,
-    load: Callable[[Artifact, int], Any] = document_tower,
+    config: EncodeConfig, dataset: str, towers: Artifact, output: str, *, reader: Reader = TOWER
 ) -> Artifact:
-    """Embeddings of every document by what `load` makes of `towers` on every actor, part by part."""
+    """Embeddings of every document, part by part; with a base, only of those that changed since.
+
+    ConfigError for a view that is not there; ArtifactError for a base that other towers, or other settings,
+    made; DataError when no document can be encoded.
+    """
     parents = {"dataset": open_artifact(dataset, kind="dataset"), towers.manifest.kind: towers}
+    if config.base is not None:
+        parents["base"] = _base(config, towers)
     draft = Draft(output, kind="embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
@@ -70,29 +67,20 @@ def encode_documents(
     missing = sorted(set(config.views) - set(views))
     if missing:
         raise ConfigError(f"{towers.uri} gives no view {missing} of a document; it gives {views}")
-    names = parents["dataset"].names("documents/", ".parquet")
-    rows = {
-        name.replace("documents/", "embeddings/", 1): parents["dataset"].manifest.parts[name].rows or 0
-        for name in names
-    }
-    settings = {
-        "dataset": dataset,
-        "towers": towers,
-        "load": load,
-        "output": output,
-        "work": draft.work("parts"),
-        "views": list(config.views),
-        "dtype": config.dtype,
-        "top_k": config.top_k,
-        "token_budget": config.token_budget,
-    }
-    records = each_part(DocumentParts, settings, rows=rows, resources=config.resources, unit="documents")
-    rejected: list[dict[str, str]] = []
-    for record in records:
-        draft.register(record["name"], Part(**record["part"]))
-        rejected += record["rejected"]
+    cluster.require(config.resources, stage="encode")
+    source, base = parents["dataset"], parents.get("base")
+    parts = source.names("documents/", ".parquet")
+    rows = {embeddings_part(name): source.manifest.parts[name].rows or 0 for name in parts}
+    counts = {} if base is None else _compare(source, base, draft)
+    folder = draft.work("base")
+    steps = Steps(
+        partial(read_documents, source=source, towers=towers, reader=reader, base=base, folder=folder),
+        partial(DocumentParts, config=config, towers=towers, reader=reader),
+    )
+    records = each_part(steps, draft, rows=rows, resources=config.resources, unit="documents")
+    rejected = [row for record in records for row in record["rejected"]]
     draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
-    counts = {
+    counts |= {
         "documents": sum(record["part"]["rows"] for record in records),
         "rejected": len(rejected),
         "tokens": sum(record["tokens"] for record in records),
@@ -100,6 +88,42 @@ def encode_documents(
     if not counts["documents"]:
         raise DataError(f"none of {sum(rows.values())} documents could be encoded: {rejected[:1]}")
     return draft.commit(counts=counts)
+
+
+def _base(config: EncodeConfig, towers: Artifact) -> Artifact:
+    """The embeddings that are to be brought up to date; refused if they would not be the same today."""
+    base = open_artifact(str(config.base), kind="embeddings")
+    made_by = base.manifest.parents.get(towers.manifest.kind, {}).get("digest")
+    settings = {name: base.manifest.config.get(name) for name in ("views", "dtype", "top_k")}
+    wanted = {"views": list(config.views), "dtype": config.dtype, "top_k": config.top_k}
+    if made_by != towers.digest:
+        raise ArtifactError(
+            f"{base.uri} was encoded by another {towers.manifest.kind} than {towers.uri}: "
+            "set encode.base to null"
+        )
+    if settings != wanted:
+        raise ArtifactError(f"{base.uri} was encoded with {settings}, not {wanted}: set encode to the same")
+    return base
+
+
+def _compare(source: Artifact, base: Artifact, draft: Draft) -> dict[str, int]:
+    """What is the same as in the base, and what became of the others (see `encode/changes.py`)."""
+    folder = draft.work("base")
+    run = partial(run_slices, folder=folder, each=cluster.each, room="encode", unit="tasks")
+    sides = ((base, "embeddings"), (source, "documents"))
+    buckets = changes.buckets(sum(artifact.counts["documents"] for artifact, _ in sides))
+    for artifact, table in sides:
+        deal = partial(changes.deal, artifact=artifact, table=table, folder=folder, buckets=buckets)
+        run(f"deal-{table}", deal, slices(artifact, table, rows=changes.ROWS))
+    settled = run("settle", partial(changes.settle, folder=folder, output=draft.uri), range(buckets))
+    groups = changes.groups(len(source.table_parts("documents")))
+    copied = run("sort", partial(changes.sort, folder=folder), groups)
+    for record in settled:
+        draft.register(record["name"], Part(**record["part"]))
+    found = {kind: sum(record[kind] for record in settled) for kind in ("added", "changed", "deleted")}
+    found["copied"] = sum(copied)
+    log.info("since %s: %s", base.uri, ", ".join(f"{count:,} {kind}" for kind, count in found.items()))
+    return found
 
 
 def _views(towers: Artifact) -> list[str]:
@@ -124,18 +148,17 @@ def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, outp
         return draft.existing()
     pieces = distinct_queries(parents["triplets"], draft, rows_per_piece=config.rows_per_part)
     rows = {f"embeddings/part-{piece['name']}.parquet": piece["rows"] for piece in pieces}
-    settings = {
-        "dual_encoder": dual_encoder,
-        "output": output,
-        "work": draft.work("parts"),
-        "queries": draft.work(),
-        "first": next(iter(rows)),
-        "token_budget": config.token_budget,
-    }
-    records = each_part(QueryParts, settings, rows=rows, resources=config.resources, unit="queries")
-    for record in records:
-        draft.register(record["name"], Part(**record["part"]))
-    return draft.commit(counts={"queries": sum(rows.values())})
+    steps = Steps(
+        partial(read_queries, folder=draft.work()),
+        partial(
+            QueryParts,
+            towers=parents["dual_encoder"],
+            token_budget=config.token_budget,
+            teacher={next(iter(rows)): draft.path("teacher")},
+        ),
+    )
+    records = each_part(steps, draft, rows=rows, resources=config.resources, unit="queries")
+    return draft.commit(counts={"queries": sum(record["part"]["rows"] for record in records)})
 
 
 def distinct_queries(triplets: Artifact, draft: Draft, *, rows_per_piece: int) -> list[queries.Piece]:
@@ -159,148 +182,136 @@ def _settle(item: tuple[int, int], **knobs: Any) -> list[queries.Piece]:
     return queries.settle(item[1], **knobs)
 
 
-class DocumentParts:
-    """Actor: encodes whole parts of documents. Named so that Ray's dashboard reads well."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        import torch
-
-        torch.set_num_threads(max(int(settings["threads"]), 1))
-        self._settings = settings
-        self._dataset = open_artifact(settings["dataset"], kind="dataset")
-        self._encoder = settings["load"](settings["towers"], settings["token_budget"])
-        self._encoder.top_k = settings["top_k"]
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """One part in, its record out."""
-        return {"record": [commit_part(name, self._encode, self._settings) for name in batch["name"]]}
-
-    def _encode(self, name: str) -> tuple[pa.Table, list[dict[str, str]], int]:
-        views, dtype = self._settings["views"], self._settings["dtype"]
-        table = self._dataset.table(name.replace("embeddings/", "documents/", 1), COLUMNS)
-        embeddings, problems = self._encoder.encode_rows(table)
-        kept = table["doc_id"].filter(pa.array([i not in problems for i in range(len(table))]))
-        columns = [vectors.to_arrow(vectors.unit(embeddings[view]), dtype=dtype) for view in views]
-        rejected = [
-            {"table": "documents", "row": table["doc_id"][i].as_py(), "reason": reason}
-            for i, reason in sorted(problems.items())
-        ]
-        terms = getattr(self._encoder, "terms", None)  # a cross-encoder has none
-        columns += terms.columns() if terms else []
-        layout = schema.embeddings(views, self._encoder.dim, dtype=dtype, sparse=terms is not None)
-        return pa.table([kept, *columns], schema=layout), rejected, self._encoder.tokens
-
-
-class QueryParts:
-    """Actor: encodes whole parts of queries."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        import torch
-
-        from scalingnote.encode.encoder import Encoder
-
-        torch.set_num_threads(max(int(settings["threads"]), 1))
-        self._settings = settings
-        towers = open_artifact(settings["dual_encoder"], kind="dual_encoder")
-        self._encoder = Encoder.load(towers.directory("query"), token_budget=settings["token_budget"])
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """One part in, its record out."""
-        return {"record": [commit_part(name, self._encode, self._settings) for name in batch["name"]]}
-
-    def _encode(self, name: str) -> tuple[pa.Table, list[dict[str, str]], int]:
-        piece = name.removeprefix("embeddings/part-").removesuffix(".parquet")
-        with fs.open_input(queries.piece_uri(self._settings["queries"], piece)) as stream:
-            table = pq.read_table(stream)
-        embeddings = self._encoder.encode_queries(table["query"].to_pylist())
-        tokens = self._encoder.tokens
-        if name == self._settings["first"]:
-            self._write_vocabulary()
-        out = table.append_column(
-            schema.embedding_field("embedding", self._encoder.dim), vectors.to_arrow(embeddings)
-        )
-        return out, [], tokens
-
-    def _write_vocabulary(self) -> None:
-        """What a student may inherit, so that distillation never loads the teacher.
-
-        The tokenizer, and of each token its embedding and the query embedding that it gets when asked alone.
-        """
-        import safetensors.torch
-        import torch
-
-        tower, folder = self._encoder.tower, fs.join(self._settings["output"], "teacher")
-        known = {
-            "tokens": tower.token_embeddings.weight.float().cpu().contiguous(),
-            "alone": torch.from_numpy(self._encoder.encode_tokens()),
-        }
-        for name, weight in known.items():
-            data = safetensors.torch.save({"weight": weight})
-            fs.write_bytes(fs.join(folder, f"{name}.safetensors"), data)
-        fs.write_bytes(fs.join(folder, "tokenizer.json"), tower.tokenizer.backend_tokenizer.to_str().encode())
-
-
-def commit_part(name: str, encode: Callable[[str], tuple[pa.Table, list[Any], int]], settings: Any) -> str:
-    """Encode a part, write it, and only then record it."""
-    table, rejected, tokens = encode(name)
-    part = write_table(fs.join(settings["output"], name), table)
-    record = {"name": name, "part": asdict(part), "rejected": rejected, "tokens": tokens}
-    text = json.dumps(record)
-    fs.write_bytes(fs.join(settings["work"], _record_name(name)), text.encode())
-    return text
-
-
 def each_part(
-    actor: type[Any],
-    settings: dict[str, Any],
-    *,
-    rows: dict[str, int],
-    resources: Resources,
-    unit: str,
-) -> list[dict[str, Any]]:
-    """Records of all parts, in order; those of an earlier, killed run are taken as they are.
+    steps: Steps, draft: Draft, *, rows: dict[str, int], resources: Fleet, unit: str
+) -> list[Record]:
+    """Encode all parts into a draft; their records, in order. Those of a killed run are taken as they are.
 
-    `actor` is made from `settings` and gives the record of each part it is called with.
+    `rows` says how many rows each part has. What fails is tried again after the others, whether a step of it
+    broke or Ray lost more than it mends by itself; EncodingError when two waves in a row finish nothing.
     """
     cluster.require(resources, stage="encode")
-    found = set(fs.list_files(settings["work"]))
-    records = {
-        name: json.loads(fs.read_bytes(fs.join(settings["work"], _record_name(name))))
-        for name in rows
-        if _record_name(name) in found
-    }
-    todo = [name for name in rows if name not in records]
-    done = sum(rows[name] for name in records)
+    work = draft.work("parts")
+    records = recorded(work, set(rows))
     if records:
         log.info("resuming: %d of %d parts are done", len(records), len(rows))
+    tally = Tally(price_per_hour=resources.price_per_hour * resources.workers)
+    done, barren = sum(rows[name] for name in records), False
     with Progress("encode", total=sum(rows.values()), done=done, unit=unit) as progress:
-        for record in _run_parts(actor, settings, todo=todo, resources=resources):
-            records[record["name"]] = record
-            progress.advance(rows[record["name"]])
+        while todo := [name for name in rows if name not in records][: resources.parts_per_wave]:
+            failure = ""
+            try:
+                for row in _run_wave(steps, draft, todo, resources):
+                    failure = failure or row["failure"]
+                    if row["record"]:
+                        record = json.loads(row["record"])
+                        tally.add(record)
+                        progress.advance(rows[record["name"]], note=str(tally))
+            except RayError as error:
+                failure = str(error)
+            wave = recorded(work, set(todo))  # more may be done than Ray came to tell
+            left, before, barren = len(todo) - len(wave), barren, not wave
+            if barren and before:
+                raise EncodingError(f"none of {left} parts could be encoded: {failure}")
+            if left:
+                log.warning("%d parts of %d are left, trying again: %s", left, len(todo), failure)
+            records |= wave
+            close_wave(work, wave)
+    for record in records.values():
+        draft.register(record["name"], Part(**record["part"]))
+    log.info("%s %s: %s: %s", f"{sum(rows.values()):,}", unit, tally, draft.uri)
     return [records[name] for name in rows]
 
 
-def _run_parts(
-    actor: type[Any],
-    settings: dict[str, Any],
-    *,
-    todo: list[str],
-    resources: Resources,
-) -> Iterator[dict[str, Any]]:
-    if not todo:
-        return
-    parts = ray.data.from_items([{"name": name} for name in todo], override_num_blocks=len(todo))
+def _run_wave(steps: Steps, draft: Draft, todo: Sequence[str], resources: Fleet) -> Iterator[dict[str, str]]:
+    """Of each part, as it is done with: its ``record`` as JSON, or the ``failure``; one of them is empty."""
+    where = {"output": draft.uri, "work": draft.work("parts")}
+    parts: Any = ray.data.from_items([{"name": name} for name in todo], override_num_blocks=len(todo))
+    around: dict[str, Any] = {
+        "batch_size": 1,
+        "compute": ray.data.TaskPoolStrategy(size=max(resources.readers, 1)),
+        "num_cpus": 1,
+    }
+    if resources.readers:
+        parts = parts.map_batches(read_part, fn_kwargs={"steps": steps}, **around)
     encoded = parts.map_batches(
-        actor,
+        EncodeParts,
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=min(resources.workers, len(todo))),
-        fn_constructor_kwargs={"settings": {**settings, "threads": resources.cpus_per_worker}},
+        fn_constructor_kwargs={
+            "steps": steps,
+            "threads": resources.cpus_per_worker,
+            "commit": None if resources.readers else where,
+        },
         num_cpus=resources.cpus_per_worker,
         num_gpus=resources.gpus_per_worker or None,
     )
-    for row in cluster.rows(encoded):
-        yield json.loads(row["record"])
+    if resources.readers:
+        encoded = encoded.map_batches(write_part, fn_kwargs=where, **around)
+    yield from cluster.rows(encoded)
 
 
-def _record_name(name: str) -> str:
-    return name.replace("/", "-") + ".json"
+def read_part(batch: Any, *, steps: Steps) -> Any:
+    """Task: what there is to encode of a part."""
+    (name,) = batch["name"]
+    return {"name": [name], "given": [pickle.dumps(_attempt(steps.read, name))]}
+
+
+class EncodeParts:
+    """Actor: encodes parts. Named, as the tasks are, so that Ray's dashboard reads well."""
+
+    def __init__(self, *, steps: Steps, threads: float, commit: dict[str, str] | None) -> None:
+        import torch
+
+        torch.set_num_threads(max(int(threads), 1))
+        self._read, self._commit, self._encode = steps.read, commit, steps.encoder()
+        self._since = time.monotonic()
+
+    def __call__(self, batch: Any) -> Any:
+        """A part that was read in, or its name; its record out, or what is to be written."""
+        (name,) = batch["name"]
+        given = pickle.loads(batch["given"][0]) if "given" in batch else _attempt(self._read, name)
+        found = given if given.failed else _attempt(self._timed, name, given.value)
+        if self._commit is None:
+            return {"name": [name], "found": [pickle.dumps(found)]}
+        return _committed(name, found, **self._commit)
+
+    def _timed(self, name: str, given: Any) -> tuple[Encoded, dict[str, float]]:
+        """A part encoded, and the seconds since the one before: waiting for input counts."""
+        encoded = self._encode(name, given)
+        now = time.monotonic()
+        self._since, seconds = now, now - self._since
+        return encoded, {"seconds": seconds, "peak": getattr(self._encode, "peak", 0.0)}
+
+
+def write_part(batch: Any, *, output: str, work: str) -> Any:
+    """Task: write a part, then its record."""
+    return _committed(batch["name"][0], pickle.loads(batch["found"][0]), output=output, work=work)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What a step gave; or an `error` of ours, which ends the run; or a `failure`, and others go on."""
+
+    value: Any = None
+    error: str = ""
+    failure: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error or self.failure)
+
+
+def _attempt(step: Callable[..., Any], *args: Any, **kwargs: Any) -> _Attempt:
+    try:
+        return _Attempt(step(*args, **kwargs))
+    except ScalingNoteError as error:
+        return _Attempt(error=cluster.told(error))
+    except Exception:
+        return _Attempt(failure=traceback.format_exc())
+
+
+def _committed(name: str, found: _Attempt, *, output: str, work: str) -> Any:
+    if not found.failed:
+        found = _attempt(commit_part, name, *found.value, output=output, work=work)
+    return {"record": [found.value or ""], "error": [found.error], "failure": [found.failure]}

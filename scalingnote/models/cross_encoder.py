@@ -13,6 +13,7 @@ empty segment's proxy is zero under `segments`, and means nothing.
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,6 +67,7 @@ class CrossEncoder(nn.Module):
         self.pooling, self.dim = pooling, dim or backbone.hidden
         self.packs = attention.choose(backbone.model, attend)
         self._lengths, self._template = (query_length, document_length), template
+        self._special = backbone.special
         self._typed = getattr(backbone.model.config, "type_vocab_size", 0) > 1
         self.query, self.document = (_projection(backbone.hidden, dim, seed=seed + i) for i in range(2))
         self.decoder = _decoder(backbone.model) if reconstruct else None
@@ -178,6 +180,7 @@ class CrossEncoder(nn.Module):
             "query_length": self._lengths[0],
             "document_length": self._lengths[1],
             "template": self._template,
+            "special": asdict(self._special),
         }
         (folder / FACTS).write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
@@ -190,6 +193,7 @@ class CrossEncoder(nn.Module):
             raise ArtifactError(f"{folder} is not a cross-encoder: {FACTS} is missing") from None
         backbone = backbones.load(folder)
         backbone.causal = False
+        del facts["special"]
         made = cls(backbone, **facts)
         if facts["dim"] is not None:
             weights = load_file(folder / "projections.safetensors")

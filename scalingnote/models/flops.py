@@ -5,10 +5,11 @@ softmax are below a hundredth of them. What the graph is worked out for, and wha
 memory, are kept apart: utilisation is told of the first (MFU) or of both (HFU).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scalingnote.models.config import Lora
-from scalingnote.scaling.shape import Shape, adapter_parameters
+from scalingnote.models.shape import Shape, adapter_parameters
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Work:
 def forward(shape: Shape, *, tokens: float) -> float:
     """One row of `tokens` tokens through all layers."""
     return _linear(shape, tokens) + _attention(shape, tokens)
+
+
+def of_rows(shape: Shape | None, lengths: Sequence[int]) -> float:
+    """Rows of so many tokens through all layers; 0 for a shape that is not known."""
+    if shape is None:
+        return 0.0
+    known = {length: forward(shape, tokens=float(length)) for length in set(lengths)}
+    return sum((known[length] for length in lengths), 0.0)
 
 
 def row(

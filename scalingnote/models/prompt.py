@@ -6,8 +6,9 @@ model fills a placeholder in place: the state *at* it is pooled (ScalingNote, se
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -111,6 +112,22 @@ class DocumentPrompt:
                 f"the document prompt alone takes {self._fixed} of max_length={max_length} tokens: "
                 "raise max_length or shorten the prompt"
             )
+
+    @classmethod
+    def restore(cls, facts: Mapping[str, Any], tokenizer_json: str) -> "DocumentPrompt":
+        """A saved tower's prompt, from its ``tower.json`` and ``tokenizer.json``: no weights, no torch."""
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return cls(
+            tokenizer,
+            SpecialTokens(**facts["special"]),
+            template=facts["prompt"],
+            max_length=facts["max_length"],
+            causal=facts["causal"],
+            max_positions=facts["max_positions"],
+            spans=facts["sparse"] is not None,
+        )
 
     @property
     def width(self) -> int:

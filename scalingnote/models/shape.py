@@ -124,6 +124,14 @@ def of_backbone(backbone: Pretrained | Scratch) -> Shape:
     return replace(shape, layers=backbone.layers) if backbone.layers else shape
 
 
+def of_model(model: Any) -> Shape | None:
+    """Shape of a transformer that is loaded, as deep as it is; None where its architecture is not known."""
+    try:
+        return of_settings(model.config.to_dict(), source=type(model).__name__)
+    except ConfigError:
+        return None
+
+
 def of_settings(settings: Mapping[str, Any], *, source: str) -> Shape:
     """Shape by the values of a Hugging Face ``config.json``; ConfigError for an unknown architecture."""
     kind = settings.get("model_type")

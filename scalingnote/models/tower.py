@@ -12,6 +12,7 @@ A saved tower is a folder: the Hugging Face model and tokenizer, ``projection.sa
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
@@ -54,7 +55,7 @@ class Tower(nn.Module):
         self.projection = nn.Linear(backbone.hidden, dim, bias=False)
         self.tokenizer, self.causal = backbone.tokenizer, backbone.causal
         self.config, self.role, self.dim = config, role, dim
-        self._adapter = adapter or role
+        self._adapter, self._max_positions = adapter or role, backbone.max_positions
         self.special, self.pad = backbone.special, backbone.special.pad
         self.packs = attention.choose(backbone.model, config.attention)
         tokens = backbone.raw_tokenizer
@@ -73,7 +74,7 @@ class Tower(nn.Module):
                 template=config.prompt,
                 max_length=config.max_length,
                 causal=backbone.causal,
-                max_positions=backbone.max_positions,
+                max_positions=self._max_positions,
                 spans=sparse is not None,
             )
 
@@ -164,6 +165,8 @@ class Tower(nn.Module):
             "views": list(self.views),
             "max_length": self.config.max_length,
             "prompt": self.config.prompt,
+            "special": asdict(self.special),
+            "max_positions": self._max_positions,
             "layers": None if kept is None else kept.layers,
             "sparse": None if self.sparse is None else ("tied" if own is None else "own"),
         }

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from math import ceil
 
 from scalingnote.errors import ConfigError
+from scalingnote.models import flops
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
+from scalingnote.models.flops import Work
 from scalingnote.models.prompt import PLACEHOLDERS
-from scalingnote.scaling import flops, memory
+from scalingnote.models.shape import Shape, adapter_parameters, of_backbone
+from scalingnote.scaling import memory
 from scalingnote.scaling.activations import Numbers, tower_bytes
 from scalingnote.scaling.config import Assumptions
-from scalingnote.scaling.flops import Work
 from scalingnote.scaling.hardware import GIB, GPUS, Gpu, exchanged
 from scalingnote.scaling.memory import State
-from scalingnote.scaling.shape import Shape, adapter_parameters, of_backbone
 from scalingnote.train.config import Ddp, TrainConfig
 
 RUNTIME = 1.5 * GIB  # CUDA's context, NCCL's buffers

@@ -65,12 +65,16 @@ def embedding_field(name: str, dim: int, *, dtype: str = "float32") -> pa.Field:
 SPARSE = pa.schema({"terms": pa.list_(pa.int32()), "impacts": pa.list_(pa.float16())})
 
 
-def embeddings(
-    views: list[str], dim: int, *, key: str = "doc_id", dtype: str = "float32", sparse: bool = False
-) -> pa.Schema:
-    """Schema of an embeddings artifact: an id, one column per view, and the sparse vector if there is one."""
+# Of what was encoded: a document whose hash is the same need not be encoded again.
+CONTENT_HASH = pa.field("content_hash", pa.binary(16))
+# What became of a document since an earlier corpus: "added", "changed" or "deleted".
+CHANGES = pa.schema({"doc_id": pa.string(), "change": pa.string()})
+
+
+def embeddings(views: list[str], dim: int, *, dtype: str = "float32", sparse: bool = False) -> pa.Schema:
+    """Schema of an embeddings artifact: id, hash, a column per view, and the sparse vector if any."""
     dense = [embedding_field(view, dim, dtype=dtype) for view in views]
-    return pa.schema([pa.field(key, pa.string()), *dense, *(SPARSE if sparse else [])])
+    return pa.schema([pa.field("doc_id", pa.string()), CONTENT_HASH, *dense, *(SPARSE if sparse else [])])
 
 
 def semantic_ids(levels: int) -> pa.Schema:

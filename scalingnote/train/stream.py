@@ -9,10 +9,9 @@ import fcntl
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Part
 
 STORE = "store.json"
-# 64-bit offsets: a long part of long documents has more tokens than 32 bits count.
-IDS = pa.large_list(pa.int32())
 
 
 class Rows:
@@ -139,27 +136,6 @@ class Store:
     def finished(uri: str) -> bool:
         """Whether there is nothing left to prepare."""
         return fs.exists(fs.join(uri, STORE))
-
-
-def token_columns(rows: Iterable[Sequence[Row]], *, views: int) -> dict[str, pa.Array]:
-    """Columns ``ids`` and ``positions`` of token rows that come block by block."""
-    ids: list[ndarray] = [np.empty(0, np.int32)]
-    positions: list[ndarray] = [np.empty(0, np.int32)]
-    lengths = [0]
-    for block in rows:
-        lengths += [len(row.ids) for row in block]
-        ids.append(np.array([token for row in block for token in row.ids], dtype=np.int32))
-        positions.append(np.array([at for row in block for at in row.positions], dtype=np.int32))
-    return {
-        "ids": list_column(np.concatenate(ids), list(accumulate(lengths)), IDS),
-        "positions": pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(positions)), views),
-    }
-
-
-def list_column(values: Shaped[ndarray, " values"], offsets: Sequence[int], kind: pa.DataType) -> pa.Array:
-    """A column of lists with 64-bit offsets."""
-    starts = pa.array(np.asarray(offsets, dtype=np.int64))
-    return pa.LargeListArray.from_arrays(starts, pa.array(values, kind.value_type))
 
 
 def one_chunk(columns: Mapping[str, pa.Array]) -> pa.Table:

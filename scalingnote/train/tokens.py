@@ -18,9 +18,10 @@ from scalingnote.errors import TrainingError
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
 from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.models.token_rows import IDS, list_column, token_columns
 from scalingnote.storage.exchange import hash_of
 from scalingnote.train.corpus import among
-from scalingnote.train.stream import IDS, list_column, one_chunk, token_columns
+from scalingnote.train.stream import one_chunk
 
 MISSING, UNREADABLE = -1, -2  # in place of a row number
 # Known positives of a query kept for masking; more than this many are not masked.

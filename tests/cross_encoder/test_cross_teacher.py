@@ -1,6 +1,5 @@
 """What a cross-encoder leaves for a student: the artifacts of a dual encoder, and scores beside them."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 import safetensors.torch
 
 import tiny
+from in_process import encode_here
 from scalingnote.cross_encoder import job
 from scalingnote.cross_encoder.config import DualPooledConfig
 from scalingnote.cross_encoder.encoder import PairEncoder
@@ -32,12 +32,6 @@ def cross_encoder(uri: str) -> Artifact:
     base = backbone.build(tiny.BIDIRECTIONAL, tokenizer_json=learnt, seed=0)
     CrossEncoder(base, pooling="special", dim=None, **KNOBS).save(Path(draft.path("model")))
     return draft.commit(counts={})
-
-
-def in_this_process(actor, settings, *, todo, resources):
-    encode = actor({**settings, "threads": 1})
-    for name in todo:
-        yield json.loads(encode({"name": [name]})["record"][0])
 
 
 def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(cluster, tmp_path: Path, monkeypatch):
@@ -87,7 +81,7 @@ def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(cluster, t
         assert weight.shape == (vocabulary, 32)
     assert found.names("teacher/")[-1] == "teacher/tokens.safetensors"
 
-    monkeypatch.setattr("scalingnote.encode.job._run_parts", in_this_process)  # that it runs on Ray is known
+    encode_here(monkeypatch)  # that it runs on Ray is known
     documents = job.run_documents(
         EncodeConfig(), dataset=dataset.uri, cross_encoder=teacher.uri, output=str(tmp_path / "documents")
     )

@@ -49,10 +49,13 @@ def columns(weights: np.ndarray) -> list[pa.Array]:
 
 def artifact(uri: str, documents: np.ndarray, weights: np.ndarray) -> Artifact:
     draft = Draft(uri, kind="embeddings", config=Nothing(), parents={})
-    layout = schema.embeddings(["summary"], DIM, sparse=True)
+    layout, schema_hash = schema.embeddings(["summary"], DIM, sparse=True), schema.CONTENT_HASH.type
     for number, rows in enumerate(np.split(np.arange(DOCUMENTS), [20, 41])):
         ids = pa.array([f"d{i}" for i in rows])
-        made = pa.table([ids, vectors.to_arrow(documents[rows]), *columns(weights[rows])], schema=layout)
+        hashes = pa.array([bytes(16)] * len(rows), schema_hash)
+        made = pa.table(
+            [ids, hashes, vectors.to_arrow(documents[rows]), *columns(weights[rows])], schema=layout
+        )
         draft.write_table(f"embeddings/part-{number:05d}.parquet", made)
     return draft.commit(counts={"documents": DOCUMENTS})
 

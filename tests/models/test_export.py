@@ -62,6 +62,18 @@ def test_documents_are_encoded_the_same(family: str, tmp_path: Path):
     np.testing.assert_allclose(model.encode(texts(folder)), ours, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_prompt_is_restored_without_its_model(family: str, tmp_path: Path):
+    folder = saved(tmp_path, family, "document")
+    facts = json.loads((folder / "tower.json").read_text())
+    restored = DocumentPrompt.restore(facts, (folder / "tokenizer.json").read_text())
+    fields = [ROWS[name] for name in ("title", "topic", "content")]
+    fields[0] = [*fields[0][:3], "too long a title " * 99]
+    read = [restored.rows(*fields), tower.Tower.load(folder).prompt.rows(*fields)]
+    assert read[0][:3] == read[1][:3]
+    assert str(read[0][3]) == str(read[1][3])  # why it cannot be read, where positions are bounded
+
+
 @pytest.mark.parametrize("family", ["qwen2", "bert"])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_indexed_view_of_any_prompt_is_exported(family: str, prompt: str, tmp_path: Path):

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModel
 
+from scalingnote.models import flops
 from scalingnote.models.config import Lora
-from scalingnote.scaling import flops
-from scalingnote.scaling.shape import Shape, adapter_parameters, of_settings
+from scalingnote.models.shape import Shape, adapter_parameters, of_settings
 
 SETTINGS = {
     "vocab_size": 40,

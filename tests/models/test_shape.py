@@ -10,7 +10,7 @@ import tiny
 from scalingnote.errors import ConfigError
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Lora, Pretrained, Scratch
-from scalingnote.scaling.shape import PUBLISHED, adapter_parameters, of_backbone, of_settings
+from scalingnote.models.shape import PUBLISHED, adapter_parameters, of_backbone, of_settings
 
 DECODER = {
     "vocab_size": 40,

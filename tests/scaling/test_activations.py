@@ -2,8 +2,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
+from scalingnote.models.shape import of_settings
 from scalingnote.scaling.activations import layer_bytes, tower_bytes
-from scalingnote.scaling.shape import of_settings
 
 ROWS, TOKENS = 3, 29  # their product divides no width of the models below
 

@@ -1,0 +1,239 @@
+"""Encoding documents: the whole Ray job against the bare forward pass, and against sentence-transformers.
+
+    python -m benchmarks.encode --json docs/results/encode.json
+
+- floor: the tower's forward pass alone, one thread, on token rows packed before the clock starts
+- job: the stage as users run it, one worker of one thread: reading, hashing, tokenising, encoding, writing
+  and committing; Ray's start and the loading of the model, which do not grow, are left out
+- sentence-transformers: `encode` on the same weights and documents, one thread, its best batch size
+
+Then two workers instead of one; and the job with an encoder that does nothing, over ever more documents.
+"""
+
+import argparse
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
+
+from benchmarks import encode_inputs as inputs
+from benchmarks.report import alone, arguments, show, write
+from scalingnote.storage.artifact import Artifact, open_artifact
+
+BUDGETS = (1024, 2048, 4096, 8192)
+BATCHES = (8, 16, 32, 64)
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--documents", type=int, default=6144, help="default: %(default)s")
+    parser.add_argument("--words", type=float, default=60, help="of a document, median; default: %(default)s")
+    parser.add_argument("--spread", type=float, default=0.8, help="of the logarithm of words; %(default)s")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the tower, default: %(default)s")
+    parser.add_argument("--layers", type=int, default=2, help="of the tower, default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=3, help="of floor, job and peer; default: %(default)s")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], help="documents for no encoder"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        metrics, speeds = measure_speed(options, folder)
+        overheads = [alone(overhead, str(folder), size) for size in options.sizes]
+    show("The job with an encoder that does nothing", overheads)
+    if len(overheads) > 1:
+        logs = np.log([[row["documents"], row["seconds"]] for row in overheads])
+        metrics["overhead_growth_exponent"] = round(float(np.polyfit(logs[:, 0], logs[:, 1], 1)[0]), 3)
+        metrics["driver_mb_largest_over_smallest"] = round(
+            overheads[-1]["driver MB"] / overheads[0]["driver MB"], 3
+        )
+    write(options.json, metrics=metrics, speeds=speeds, overheads=overheads)
+
+
+def measure_speed(options: argparse.Namespace, folder: Path) -> tuple[dict[str, float], list[Row]]:
+    """Tokens per second of all sides, in alternation; medians count."""
+    dataset = inputs.documents(
+        f"{folder}/dataset", options.documents, rows_per_part=512, words=options.words, spread=options.spread
+    )
+    towers = inputs.towers(f"{folder}/towers", dataset, layers=options.layers, hidden=options.hidden)
+    sides = {
+        "floor": lambda _: alone(floor, dataset.uri, towers.uri, budget),
+        "job, 1 worker": lambda n: alone(job_speed, dataset.uri, towers.uri, f"{folder}/one-{n}", 1, budget),
+        "sentence-transformers": lambda _: alone(peer, dataset.uri, towers.uri, batch),
+        "job, 2 workers": lambda n: alone(job_speed, dataset.uri, towers.uri, f"{folder}/two-{n}", 2, budget),
+    }
+    tried = {size: alone(floor, dataset.uri, towers.uri, size, 1500) for size in BUDGETS}
+    budget = max(tried, key=lambda size: tried[size]["tokens/s"])
+    tried = {size: alone(peer, dataset.uri, towers.uri, size, 1500) for size in BATCHES}
+    batch = max(tried, key=lambda size: tried[size]["tokens/s"])
+    found: dict[str, list[Row]] = {name: [] for name in sides}
+    for number in range(options.rounds):
+        for name, side in sides.items():
+            found[name].append(side(number))
+    middle = {name: float(np.median([row["tokens/s"] for row in rows])) for name, rows in found.items()}
+    rows = [
+        {
+            "side": name,
+            "tokens/s": speed,
+            "of the floor": speed / middle["floor"],
+            "padding": found[name][0].get("padding", "-"),
+            "of peak": found[name][0].get("of peak", "-"),
+            "micro-batch": f"{batch} rows" if name == "sentence-transformers" else f"{budget} tokens",
+        }
+        for name, speed in middle.items()
+    ]
+    show(f"{options.documents:,} documents, {options.layers} layers of {options.hidden}", rows)
+    one = middle["job, 1 worker"]
+    return {
+        "tokens_per_s_over_floor": round(one / middle["floor"], 3),
+        "tokens_per_s_over_sentence_transformers": round(one / middle["sentence-transformers"], 3),
+        "two_workers_over_twice_one": round(middle["job, 2 workers"] / (2 * one), 3),
+    }, rows
+
+
+def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Row:
+    """The forward pass over rows that were tokenised, sorted and packed beforehand."""
+    import torch
+
+    from scalingnote.encode.batching import by_tokens
+    from scalingnote.encode.documents import document_prompt, document_tower
+    from scalingnote.encode.tokens import tokenise
+    from scalingnote.models.batch import collate
+    from scalingnote.models.token_rows import from_columns
+
+    torch.set_num_threads(1)
+    made = open_artifact(towers, kind="dual_encoder")
+    table = open_artifact(dataset, kind="dataset").table("documents").slice(0, most)
+    rows = from_columns(tokenise(table, document_prompt(made))[0])
+    tower = document_tower(made, budget).tower
+    lengths = [len(row.ids) for row in rows]
+    batches = [
+        collate([rows[i] for i in chosen], pad=tower.pad, packed=tower.packs)
+        for chosen in by_tokens(lengths, budget=budget, packed=tower.packs)
+    ]
+    with torch.inference_mode():
+        tower(batches[0])
+        start = time.perf_counter()
+        for batch in batches:
+            tower(batch)
+    padded = sum(batch.ids.numel() for batch in batches)
+    return {
+        "tokens/s": sum(lengths) / (time.perf_counter() - start),
+        "padding": 1 - sum(lengths) / padded,
+    }
+
+
+def job_speed(dataset: str, towers: str, output: str, workers: int, budget: int) -> Row:
+    """The stage, from the first document that is read to the last that is committed."""
+    from scalingnote import cluster
+    from scalingnote.encode import job
+    from scalingnote.encode.config import EncodeConfig, Fleet
+
+    cluster.connect()
+    told: list[dict[str, Any]] = []
+    each = job._run_wave
+
+    def listening(*args: Any) -> Any:
+        for record in each(*args):
+            told.append(record)
+            yield record
+
+    job._run_wave = listening
+    config = EncodeConfig(token_budget=budget, resources=Fleet(workers=workers))
+    job.run(config, dataset=dataset, dual_encoder=towers, output=output)
+    tokens, seconds = (sum(record[name] for record in told) for name in ("tokens", "seconds"))
+    possible = sum(record["seconds"] * record["peak"] for record in told)
+    return {
+        "tokens/s": workers * tokens / seconds,
+        "padding": 1 - tokens / sum(record["padded"] for record in told),
+        "of peak": sum(record["flops"] for record in told) / possible,
+    }
+
+
+def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
+    """sentence-transformers on the folder that a tower is saved to, texts in and unit vectors out."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    from scalingnote.encode.documents import document_prompt
+    from scalingnote.encode.tokens import tokenise
+    from scalingnote.models.layout import layout
+
+    torch.set_num_threads(1)
+    made = open_artifact(towers, kind="dual_encoder")
+    table = open_artifact(dataset, kind="dataset").table("documents").slice(0, most)
+    folder = made.directory("document")
+    model = SentenceTransformer(str(folder), device="cpu")
+    written = layout(made.read_json("document/tower.json")["prompt"], causal=True)
+    texts = [written.format(**row) for row in table.select(["title", "topic", "content"]).to_pylist()]
+    lengths = tokenise(table, document_prompt(made))[0]["ids"]
+    model.encode(texts[:16], batch_size=batch, normalize_embeddings=True)
+    start = time.perf_counter()
+    model.encode(texts, batch_size=batch, normalize_embeddings=True, show_progress_bar=False)
+    return {"tokens/s": sum(map(len, lengths.to_pylist())) / (time.perf_counter() - start)}
+
+
+class NoEncoder:
+    """Gives zeros at once: what is left is the job's own work."""
+
+    views, dim, terms, top_k = ("summary",), 128, None, 0
+
+    def __init__(self) -> None:
+        from scalingnote.encode.tally import Cost
+
+        self.cost = Cost()
+
+    def peak(self) -> float:
+        """None."""
+        return 0.0
+
+    def encode(self, rows: list[Any]) -> Float[ndarray, "rows views dim"]:
+        """Zeros."""
+        return np.zeros((len(rows), 1, self.dim), np.float32)
+
+
+def no_encoder(_: Artifact, __: int) -> NoEncoder:
+    return NoEncoder()
+
+
+def overhead(folder: str, size: int) -> Row:
+    """Seconds of the whole call and the driver's memory; two workers, parts of 8192 documents."""
+    from scalingnote import cluster
+    from scalingnote.encode import job
+    from scalingnote.encode.config import EncodeConfig
+    from scalingnote.encode.documents import Reader, document_prompt
+
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    dataset = alone(_many, f"{folder}/many-{size}", size)
+    cluster.connect()
+    towers = open_artifact(f"{folder}/towers", kind="dual_encoder")
+    config, reader = EncodeConfig(), Reader(no_encoder, document_prompt)
+    job.encode_documents(config, f"{folder}/many-10", towers, f"{folder}/warm-{size}", reader=reader)
+    start = time.perf_counter()
+    job.encode_documents(config, dataset, towers, f"{folder}/none-{size}", reader=reader)
+    seconds = time.perf_counter() - start
+    return {
+        "documents": size,
+        "seconds": seconds,
+        "documents/s": size / seconds,
+        "driver MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _many(uri: str, size: int) -> str:
+    for count in (10, size):
+        to = f"{Path(uri).parent}/many-{count}"
+        if not Path(to, "manifest.json").exists():
+            inputs.documents(to, count, rows_per_part=8192, words=12, spread=0.3)
+    return uri
+
+
+if __name__ == "__main__":
+    main()

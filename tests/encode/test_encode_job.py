@@ -1,0 +1,134 @@
+"""Encoding on Ray: with readers or without, brought up to date, and when a part fails for a while."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import tiny
+from in_process import encode_here
+from scalingnote.encode import job
+from scalingnote.encode.config import EncodeConfig, Fleet
+from scalingnote.encode.documents import TOWER, Reader, document_prompt, document_tower
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import ArtifactError, EncodingError
+from scalingnote.models import backbone, tower
+from scalingnote.storage import schema, vectors
+from scalingnote.storage.artifact import Artifact, Draft
+
+CONFIG = EncodeConfig(dtype="float32", resources=Fleet(workers=1))
+TOO_LONG = "word " * 200
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    draft = Draft(
+        str(tmp_path_factory.mktemp("towers") / "towers"),
+        kind="dual_encoder",
+        config=tiny.Nothing(),
+        parents={},
+    )
+    made = tower.build(tiny.document_tower(), role="document", dim=16, tokenizer_json=learnt, seed=0)
+    made.save(Path(draft.path("document")))
+    return draft.commit(counts={})
+
+
+def corpus(uri: Path, rows: list[dict[str, str]]) -> Artifact:
+    draft = Draft(str(uri), kind="dataset", config=tiny.Nothing(), parents={})
+    for number, start in enumerate(range(0, len(rows), 16)):
+        part = pa.Table.from_pylist(rows[start : start + 16], schema=schema.DOCUMENTS)
+        draft.write_table(f"documents/part-{number:05d}.parquet", part)
+    return draft.commit(counts={"documents": len(rows)})
+
+
+def read(embeddings: Artifact) -> tuple[list[str], np.ndarray]:
+    table = embeddings.table("embeddings")
+    return table["doc_id"].to_pylist(), vectors.to_numpy(table["summary"])
+
+
+def directly(towers: Artifact, rows: list[dict[str, str]]) -> np.ndarray:
+    encoder = Encoder.load(towers.directory("document"))
+    return vectors.unit(encoder.encode_documents(pa.Table.from_pylist(rows))["summary"])
+
+
+def flaky_tower(towers: Artifact, token_budget: int) -> Encoder:
+    """Breaks down once, as a node does: with an error that is none of ours."""
+    encoder, mark = document_tower(towers, token_budget), Path(towers.uri + "-broke")
+    encode, calls = encoder.encode, itertools.count()
+
+    def breaks(rows):
+        if next(calls) == 1 and not mark.exists():
+            mark.touch()
+            raise OSError("the network is gone")
+        return encode(rows)
+
+    encoder.encode = breaks
+    return encoder
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, str]]:
+    rows = tiny.document_rows(48)
+    rows[20]["title"] = TOO_LONG
+    return rows
+
+
+def encodable(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [row for row in rows if row["title"] != TOO_LONG]
+
+
+def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, rows, tmp_path, monkeypatch):
+    encode_here(monkeypatch)
+    source, flaky = corpus(tmp_path / "before", rows), Reader(flaky_tower, document_prompt)
+    first = job.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "first"), reader=flaky)
+    assert Path(towers.uri + "-broke").exists()
+    doc_ids, found = read(first)
+    assert doc_ids == [row["doc_id"] for row in encodable(rows)]
+    np.testing.assert_allclose(found, directly(towers, encodable(rows)), atol=1e-6)
+    assert first.table("rejected")["row"].to_pylist() == [rows[20]["doc_id"]]
+
+    changed = [{**row, "content": row["content"][:9]} if row["doc_id"] == "d030" else row for row in rows[3:]]
+    changed.insert(5, {**rows[0], "doc_id": "new"})
+    newer = corpus(tmp_path / "now", changed)
+    update = CONFIG.model_copy(update={"base": first.uri})
+    brought = job.encode_documents(update, newer.uri, towers, str(tmp_path / "brought"))
+    counts = {name: brought.counts[name] for name in ("added", "changed", "deleted", "copied", "rejected")}
+    # The document that could not be read was never encoded: it is new, and set aside again.
+    assert counts == {"added": 2, "changed": 1, "deleted": 3, "copied": 43, "rejected": 1}
+    doc_ids, found = read(brought)
+    assert doc_ids == [row["doc_id"] for row in encodable(changed)]
+    np.testing.assert_allclose(found, directly(towers, encodable(changed)), atol=1e-6)
+    told = brought.table("changes")["doc_id"].to_pylist()
+    assert told == ["d000", "d001", "d002", "d020", "d030", "new"]
+
+    other = CONFIG.model_copy(update={"base": first.uri, "dtype": "float16"})
+    with pytest.raises(ArtifactError, match="'dtype': 'float32'"):
+        job.encode_documents(other, newer.uri, towers, str(tmp_path / "refused"))
+
+
+def test_what_fails_again_and_again_ends_the_run(towers, rows, tmp_path, monkeypatch):
+    encode_here(monkeypatch)
+
+    def broken(towers: Artifact, token_budget: int) -> Encoder:
+        encoder = document_tower(towers, token_budget)
+        encoder.encode = lambda rows: 1 // 0
+        return encoder
+
+    source, output = corpus(tmp_path / "source", rows), str(tmp_path / "output")
+    with pytest.raises(EncodingError, match=r"none of 3 parts could be encoded: (?s:.*)ZeroDivisionError"):
+        job.encode_documents(CONFIG, source.uri, towers, output, reader=Reader(broken, document_prompt))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_tasks_that_read_ahead_and_write_behind_leave_the_same_artifact(
+    towers, rows, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    source = corpus(tmp_path / "source", rows)
+    ahead = CONFIG.model_copy(update={"resources": Fleet(workers=1, readers=1, price_per_hour=2.0)})
+    found = job.encode_documents(ahead, source.uri, towers, str(tmp_path / "ahead"), reader=TOWER)
+    encode_here(monkeypatch)
+    alone = job.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "alone"))
+    assert found.digest == alone.digest

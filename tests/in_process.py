@@ -1,0 +1,23 @@
+"""Encoding without Ray, for tests of what is encoded: that it runs on Ray is tested once."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from scalingnote.encode import job
+from scalingnote.encode.config import Fleet
+from scalingnote.encode.steps import Steps
+from scalingnote.storage.artifact import Draft
+
+
+def encode_here(patch: pytest.MonkeyPatch) -> None:
+    """From now on parts are encoded in this process, one after the other."""
+    patch.setattr(job, "_run_wave", _run_wave)
+    patch.setattr(job.cluster, "require", lambda *_, **__: None)
+
+
+def _run_wave(steps: Steps, draft: Draft, todo: Sequence[str], resources: Fleet) -> Iterator[dict[str, str]]:
+    where = {"output": draft.uri, "work": draft.work("parts")}
+    encode = job.EncodeParts(steps=steps, threads=1.0, commit=where)
+    for name in todo:
+        yield {key: column[0] for key, column in encode({"name": [name]}).items()}
