@@ -9,9 +9,8 @@ import torch
 from tokenizers import Tokenizer
 
 import tiny
-from scalingnote.config import Resources
 from scalingnote.encode import job
-from scalingnote.encode.config import TeacherConfig
+from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import collate
@@ -41,7 +40,7 @@ def test_generated_queries_teach_unless_their_source_is_for_validation(cluster, 
     towers = draft.commit(counts={})
 
     found = job.run_queries(
-        TeacherConfig(rows_per_part=8, resources=Resources(workers=1)),
+        TeacherConfig(rows_per_part=8, resources=Fleet(workers=1)),
         triplets=triplets.uri,
         dual_encoder=towers.uri,
         output=str(tmp_path / "out"),

@@ -8,7 +8,9 @@ import pytest
 
 import light
 import tiny
+from in_process import encode_here
 from scalingnote.encode import job as encoding
+from scalingnote.encode.config import EncodeConfig
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate import job
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
@@ -26,25 +28,14 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
     light.stage().eval().towers.save(Path(towers.path("")))
     made = towers.commit(counts={})
     parents = {"dataset": dataset, "dual_encoder": made}
-    draft = Draft(str(folder / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents=parents)
-    settings: dict[str, Any] = {
-        "dataset": dataset.uri,
-        "towers": made,
-        "load": encoding.document_tower,
-        "views": VIEWS,
-        "dtype": "float16",
-        "top_k": 400,
-        "token_budget": 512,
-        "threads": 1,
-        "output": draft.path(""),
-        "work": draft.work("parts"),
-    }
-    actor = encoding.DocumentParts(settings)
-    for name in dataset.names("documents/", ".parquet"):
-        table, rejected, _ = actor._encode(name.replace("documents/", "embeddings/", 1))
-        assert not rejected
-        draft.write_table(name.replace("documents/", "embeddings/", 1), table)
-    embeddings = draft.commit(counts={"documents": tiny.DOCUMENTS})
+    with pytest.MonkeyPatch.context() as patch:
+        encode_here(patch)
+        embeddings = encoding.run(
+            EncodeConfig(top_k=400, token_budget=512),
+            dataset=dataset.uri,
+            dual_encoder=made.uri,
+            output=str(folder / "embeddings"),
+        )
     return parents | {"embeddings": embeddings, "index": embeddings, "student": made}
 
 
@@ -67,7 +58,7 @@ def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
 
 def test_parts_hold_terms_beside_embeddings(parents: dict[str, Artifact]):
     table = parents["embeddings"].table("embeddings")
-    assert table.column_names == ["doc_id", "summary", "terms", "impacts"]
+    assert table.column_names == ["doc_id", "content_hash", "summary", "terms", "impacts"]
     for terms, impacts in zip(table["terms"].to_pylist(), table["impacts"].to_pylist(), strict=True):
         assert terms == sorted(set(terms))
         assert len(terms) == len(impacts) <= 400
