@@ -73,7 +73,11 @@ class SemanticIds:
 
     def doc_id(self, semantic_id: str) -> str | None:
         """The document with an ID, None if no document has it; DataError when the text is no ID."""
-        *codes, suffix = self._parsed(semantic_id)
+        numbers = _numbers(semantic_id)
+        if len(numbers) != self.levels + 1:
+            raise DataError(f"{semantic_id!r} is no semantic ID: {self.levels} codes and a suffix make one")
+        *codes, suffix = numbers
+        self._checked(codes)
         for piece in self._by_code.pieces(codes):  # one at most: equal codes lie together
             place = int(np.searchsorted(piece.suffix, np.int32(suffix)))
             if place < len(piece.suffix) and piece.suffix[place] == suffix:
@@ -127,24 +131,26 @@ class SemanticIds:
     ) -> list[Near]:
         kept = [Near((), float(-query @ query) if metric == "l2" else 0.0, 0)]
         for codebook in self.codebooks[:level]:
-            met: list[Near] = []
-            for prefix, score, _ in kept:
+            parents, codes, scores, counts = [], [], [], []
+            for place, (prefix, score, _) in enumerate(kept):
                 if prefix not in known:
                     known[prefix] = self._children(prefix)
-                codes = np.flatnonzero(known[prefix])
-                centroids = codebook[codes]
+                met = np.flatnonzero(known[prefix])
+                centroids = codebook[met]
                 gains = centroids @ query
                 if metric == "l2":  # |q - p - c|^2 = |q - p|^2 - 2 (q - p) c + |c|^2
                     norms = np.einsum("ij,ij->i", centroids, centroids)
                     gains = 2 * (gains - centroids @ self._decoded(prefix)) - norms
-                met += [
-                    Near((*prefix, code), score + gain, documents)
-                    for code, gain, documents in zip(
-                        codes.tolist(), gains.tolist(), known[prefix][codes].tolist(), strict=True
-                    )
-                ]
-            met.sort(key=lambda near: (-near.score, near.prefix))
-            kept = met[:width]
+                parents.append(np.full(len(met), place))
+                codes.append(met)
+                scores.append(score + gains.astype(np.float64))
+                counts.append(known[prefix][met])
+            columns = [np.concatenate(column) for column in (parents, codes, scores, counts)]
+            best = np.argsort(-columns[2], kind="stable")[:width]
+            kept = [
+                Near((*kept[parent].prefix, code), score, documents)
+                for parent, code, score, documents in zip(*(c[best].tolist() for c in columns), strict=True)
+            ]
         return kept[:n]
 
     def _decoded(self, prefix: Sequence[int]) -> Float[ndarray, " dim"]:
@@ -170,14 +176,17 @@ class SemanticIds:
             )
         return list(prefix)
 
-    def _parsed(self, semantic_id: str) -> list[int]:
-        numbers = semantic_id.split("-")
-        if len(numbers) != self.levels + 1 or not all(number.isdecimal() for number in numbers):
-            raise DataError(
-                f"{semantic_id!r} is no semantic ID: {self.levels} codes and a suffix, joined by '-'"
-            )
-        *codes, suffix = map(int, numbers)
-        return [*self._checked(codes), suffix]
+
+def parse(text: str) -> list[int]:
+    """The codes of a prefix written as IDs are, "12-7"; DataError when it is none."""
+    return _numbers(text) if text else []
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = text.split("-")
+    if not all(number.isdecimal() for number in numbers):
+        raise DataError(f"{text!r} is not made of codes: numbers joined by '-'")
+    return [int(number) for number in numbers]
 
 
 _FOUND = pa.schema({"doc_id": pa.string(), "semantic_id": pa.string()})

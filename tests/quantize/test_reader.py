@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save
 
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.quantize import by_code, naming, residual_kmeans
+from scalingnote.quantize import by_code, naming, reader, residual_kmeans
 from scalingnote.quantize.reader import SemanticIds
 from scalingnote.storage.artifact import Draft, write_table
 from synthetic_corpus import Settings, vectors
@@ -111,6 +111,9 @@ def test_what_cannot_be_read_is_said(ids: SemanticIds, tmp_path: Path) -> None:
         ids.children([0, 0, 0])
     with pytest.raises(DataError, match=r"'1-2' is no semantic ID: 3 codes and a suffix"):
         ids.doc_id("1-2")
+    assert (reader.parse("1-2"), reader.parse("")) == ([1, 2], [])
+    with pytest.raises(DataError, match=r"'1-x' is not made of codes"):
+        reader.parse("1-x")
     with pytest.raises(ConfigError, match=r"level=4"):
         ids.nearest(vectors(1, DIM), level=4)
     with pytest.raises(ConfigError, match=r"8 dimensions, the codebooks 12"):
