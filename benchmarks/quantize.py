@@ -236,8 +236,8 @@ def worked(source: str, ids: str, rows: int) -> float:
     with tempfile.TemporaryDirectory() as work:
         coder = job._Coder(embeddings=source, codebooks=done.file(job.CODEBOOKS), work=work, config=config)
         parts = embeddings.names("embeddings/", ".parquet")
-        for part in parts:
-            coder({"part": np.array([part])})
+        for number, part in enumerate(parts):
+            coder({"part": np.array([part]), "number": np.array([number]), "sampled": np.array([0])})
         where = naming.Corpus(work, f"{work}/ids", work, config.levels, config.codes)
         coded = [part.replace("embeddings/", "codes/") for part in parts]
         naming.name(where, coded, job.part_rows(embeddings, parts), each=map)

@@ -11,7 +11,9 @@ class QuantizeConfig(Config):
     levels: int = Field(6, ge=1, le=16, description="codes per document; ScalingNote uses 6")
     codes: int = Field(256, ge=2, le=65_536, description="K: codebook size of every level; more is finer")
     sample_documents: int = Field(
-        100_000, ge=2, description="documents the codebooks are fitted on, drawn evenly from the corpus"
+        100_000,
+        ge=2,
+        description="documents the codebooks are fitted on, drawn evenly; nine of ten of the corpus at most",
     )
     documents_per_worker: int = Field(
         2_000_000,

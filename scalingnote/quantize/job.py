@@ -29,12 +29,12 @@ from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.sample import draw, shares
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
-from scalingnote.storage.slices import ROWS_PER_SLICE, run_slices
+from scalingnote.storage.slices import ROWS_PER_SLICE, grouped, run_slices
 from scalingnote.storage.vectors import to_numpy
 
 VIEW = "summary"  # the view that is indexed
 CODEBOOKS = "codebooks.safetensors"
-FITTED = "fitted.safetensors"  # how the corpus that the codebooks were fitted on uses them
+FITTED = "fitted.safetensors"  # a tally of the corpus the codebooks were fitted for, less the sample
 STATISTICS = "statistics.json"
 log = get_logger("quantize")
 
@@ -59,7 +59,7 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
     if earlier is not None:
         _require_fitting(config, earlier, source, parts)
     else:
-        sampled = min(sum(rows), config.sample_documents, config.documents_per_worker)
+        sampled = min(_sample_size(config, rows), config.documents_per_worker)
         residual_kmeans.require_sample(sampled, codes=config.codes)
     cluster.connect()
     cluster.require(config.resources, stage="quantize")
@@ -153,6 +153,12 @@ def _require_fitting(
         )
 
 
+def _sample_size(config: QuantizeConfig, rows: Sequence[int]) -> int:
+    """A tenth of the corpus at least is not fitted on: what new documents are compared with."""
+    documents = sum(rows)
+    return min(config.sample_documents, max(documents - documents // 10, min(config.codes, documents)))
+
+
 def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: Artifact | None) -> bytes:
     if earlier is not None:
         return fs.read_bytes(earlier.file(CODEBOOKS))
@@ -160,10 +166,12 @@ def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: 
         return fs.read_bytes(draft.path(CODEBOOKS))
     parts = source.names("embeddings/", ".parquet")
     rows = part_rows(source, parts)
-    if min(sum(rows), config.sample_documents) > config.documents_per_worker:
-        fitted = _refined(config, draft.work("fit"), source, parts, rows)
-        return _dump(fitted)
-    matrices = sample(source, documents=config.sample_documents, seed=config.seed, resources=config.resources)
+    size = _sample_size(config, rows)
+    if size > config.documents_per_worker:
+        return _dump(
+            _refined(config, draft.work("fit"), source, parts, shares(rows, size=size, seed=config.seed))
+        )
+    matrices = sample(source, documents=size, seed=config.seed, resources=config.resources)
     fit = ray.remote(**cluster.actor_options(config.resources))(_fit)
     return _dump(cluster.fetch(fit.remote(config, *matrices)))
 
@@ -180,17 +188,16 @@ def _fit(config: QuantizeConfig, *matrices: Float[ndarray, "_ dim"]) -> Float[nd
 
 
 def _refined(
-    config: QuantizeConfig, folder: str, source: Artifact, parts: Sequence[str], rows: Sequence[int]
+    config: QuantizeConfig, folder: str, source: Artifact, parts: Sequence[str], wanted: Sequence[int]
 ) -> Float[ndarray, "levels codes dim"]:
-    """Codebooks of a sample that is kept in files, of which a task holds one."""
-    wanted = shares(rows, size=config.sample_documents, seed=config.seed)
+    """Codebooks of a sample that is kept in files, of which a task holds one; `wanted` rows of each part."""
     # Few enough that their sums pass through the driver in little time.
     limit = min(config.documents_per_worker, max(ROWS_PER_SLICE, sum(wanted) // 1024))
-    files: list[list[tuple[str, int, int]]] = [[]]
-    for number, (part, take) in enumerate(zip(parts, wanted, strict=True)):
-        if files[-1] and sum(held[2] for held in files[-1]) + take > limit:
-            files.append([])
-        files[-1].append((part, number, take))
+    taken = [
+        (part, number, take) for number, (part, take) in enumerate(zip(parts, wanted, strict=True)) if take
+    ]
+    groups = grouped([take for _, _, take in taken], limit=limit)
+    files = [[taken[place] for place in group] for group in groups]
 
     def each(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
         threaded = partial(_with_threads, work=work, resources=config.resources)
@@ -217,10 +224,15 @@ def _code(
     """Code the parts that no earlier run has coded."""
     resources = config.resources
     finished = fs.list_files(draft.work())
-    waiting = {part: n for part, n in zip(parts, rows, strict=True) if _codes(part) not in finished}
-    if not waiting:
+    size = 0 if config.codebooks else _sample_size(config, rows)
+    takes = shares(rows, size=size, seed=config.seed)
+    items: list[dict[str, Any]] = [
+        {"part": part, "number": number, "rows": rows[number], "sampled": takes[number]}
+        for number, part in enumerate(parts)
+        if _codes(part) not in finished
+    ]
+    if not items:
         return
-    items = [{"part": part, "rows": n} for part, n in waiting.items()]
     coded = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _Coder,
         batch_size=1,
@@ -234,7 +246,7 @@ def _code(
         num_cpus=resources.cpus_per_worker,
         num_gpus=resources.gpus_per_worker,
     )
-    done = sum(rows) - sum(waiting.values())
+    done = sum(rows) - sum(item["rows"] for item in items)
     with Progress("quantize", total=sum(rows), unit="documents coded", done=done) as progress:
         for record in cluster.rows(coded):
             progress.advance(int(record["rows"]))
@@ -247,26 +259,29 @@ class _Coder:
         use_threads(config.resources)
         self._source = open_artifact(embeddings, kind="embeddings")
         self._codebooks = safetensors.load(fs.read_bytes(codebooks))["codebooks"]
-        self._work, self._beam = work, config.beam
+        self._work, self._beam, self._seed = work, config.beam, config.seed
 
     def __call__(self, batch: dict[str, ndarray]) -> dict[str, Any]:
-        return {**batch, "error": [self._attempt(part) for part in batch["part"]]}
+        items = zip(batch["part"], batch["number"], batch["sampled"], strict=True)
+        return {**batch, "error": [self._attempt(*item) for item in items]}
 
-    def _attempt(self, part: str) -> str:
+    def _attempt(self, part: str, number: int, sampled: int) -> str:
         try:
-            self._code(part)
+            self._code(part, int(number), int(sampled))
         except ScalingNoteError as error:
             return cluster.told(error)
         return ""
 
-    def _code(self, part: str) -> None:
+    def _code(self, part: str, number: int, sampled: int) -> None:
         doc_ids, vectors = read_vectors(self._source, part)
         if self._beam > 1:
             codes = beam.encode(vectors, self._codebooks, beam=self._beam)
         else:
             codes = residual_kmeans.encode(vectors, self._codebooks)
         energy = residual_kmeans.residual_energy(vectors, codes, self._codebooks)
-        write_table(fs.join(self._work, _codes(part)), naming.coded_table(doc_ids, codes, energy))
+        fitted = np.zeros(len(codes), bool)
+        fitted[draw(len(codes), take=sampled, seed=self._seed, part=number)] = True
+        write_table(fs.join(self._work, _codes(part)), naming.coded_table(doc_ids, codes, energy, fitted))
 
 
 def _report(
@@ -274,10 +289,10 @@ def _report(
 ) -> dict[str, Any]:
     """What `statistics.json` says; a refit is proposed in the log as well."""
     found = statistics.report(named.tally, named.spread, collisions=named.collisions)
-    fitted = named.tally
+    fitted = named.unseen
     if earlier is not None:
         fitted = statistics.load(fs.read_bytes(earlier.file(FITTED)))
-        found["drift"] = statistics.drift(named.new, fitted, refit_above=config.refit_above)
+        found["drift"] = statistics.drift(named.unseen, fitted, refit_above=config.refit_above)
         _tell(found["drift"], config)
     draft.write_bytes(FITTED, statistics.dump(fitted))
     draft.write_json(STATISTICS, found)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Shaped
+from jaxtyping import Bool, Shaped
 from numpy import ndarray
 from safetensors import numpy as safetensors
 
@@ -23,7 +23,7 @@ from scalingnote.quantize.statistics import Spread, Tally
 from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, write_table
-from scalingnote.storage.slices import Each, run_slices
+from scalingnote.storage.slices import Each, grouped, run_slices
 from scalingnote.storage.vectors import to_arrow
 
 ROWS = 1 << 22  # documents of a task: some 100 bytes each in its memory
@@ -46,27 +46,41 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Named:
-    """Files written, and what they say together; `new` are the documents that had no ID before."""
+    """Files written, and what they say together.
+
+    `unseen` counts the documents that the codebooks do not know: those outside the sample that they were
+    fitted on or, where IDs were given before, those that had none.
+    """
 
     parts: dict[str, Part]
     tally: Tally
-    new: Tally
+    unseen: Tally
     spread: Spread
     collisions: int
     ranges: list[dict[str, Any]]
 
 
 def coded_table(
-    doc_ids: pa.ChunkedArray, codes: Shaped[ndarray, "docs levels"], energy: Shaped[ndarray, "docs levels"]
+    doc_ids: pa.ChunkedArray,
+    codes: Shaped[ndarray, "docs levels"],
+    energy: Shaped[ndarray, "docs levels"],
+    sampled: Bool[ndarray, " docs"],
 ) -> pa.Table:
-    """A coded part, as :func:`name` reads it; `energy` is left over of each document after each level."""
-    columns = {"codes": to_arrow(codes.astype(np.uint16)), "energy": to_arrow(energy)}
+    """A coded part, as :func:`name` reads it.
+
+    `energy` is left over of each document after each level; `sampled` documents were fitted on.
+    """
+    columns = {
+        "codes": to_arrow(codes.astype(np.uint16)),
+        "energy": to_arrow(energy),
+        "sampled": pa.array(sampled),
+    }
     return pa.table({"doc_id": doc_ids.cast(pa.string()), **columns})
 
 
 def name(corpus: Corpus, parts: Sequence[str], rows: Sequence[int], *, each: Each) -> Named:
     """Give every document of the coded parts its ID, and write the parts and the files by code."""
-    pieces = _slices(parts, rows)
+    pieces = [[(place, parts[place]) for place in group] for group in grouped(rows, limit=ROWS)]
     run = partial(run_slices, folder=fs.join(corpus.work, "naming"), each=each, room="quantize")
     ranges = -(-sum(rows) // ROWS)
     shown = run("show", partial(_show, corpus=corpus), pieces) if ranges > 1 else []
@@ -81,7 +95,7 @@ def name(corpus: Corpus, parts: Sequence[str], rows: Sequence[int], *, each: Eac
     return Named(
         parts={name: Part(**part) for name, part in (*written, *by_range)},
         tally=_sum(corpus, settled, "all"),
-        new=_sum(corpus, settled, "new"),
+        unseen=_sum(corpus, settled, "unseen"),
         spread=Spread.merged(spreads),
         collisions=sum(found["collisions"] for found in settled),
         ranges=[
@@ -89,19 +103,6 @@ def name(corpus: Corpus, parts: Sequence[str], rows: Sequence[int], *, each: Eac
             for found, spread in zip(settled, spreads, strict=True)
         ],
     )
-
-
-def _slices(parts: Sequence[str], rows: Sequence[int]) -> list[Slice]:
-    """Parts in order, gathered into slices of ROWS documents at most where parts allow."""
-    found: list[Slice] = []
-    room = -1
-    for number, (part, count) in enumerate(zip(parts, rows, strict=True)):
-        if count > room:
-            found.append([])
-            room = ROWS
-        found[-1].append((number, part))
-        room -= count
-    return found
 
 
 def _show(item: tuple[int, Slice], *, corpus: Corpus) -> list[int]:
@@ -132,23 +133,27 @@ def _settle(item: tuple[int, int], *, corpus: Corpus, ends: list[int], firsts: l
     """Suffixes and statistics of a range, its documents sorted by code, and suffixes sent back."""
     number = item[1]
     wide = {"codes": pa.list_(pa.uint16(), corpus.levels), "energy": pa.list_(pa.float32(), corpus.levels)}
-    layout = pa.schema({"doc_id": pa.string(), **wide, "part": pa.int32(), "row": pa.int32()})
+    origin = {"sampled": pa.bool_(), "part": pa.int32(), "row": pa.int32()}
+    layout = pa.schema({"doc_id": pa.string(), **wide, **origin})
     table = exchange.gather(fs.join(corpus.work, "dealt"), number, schema=layout).combine_chunks()
     if not len(table):
         return {"documents": 0}
     doc_ids, codes = table["doc_id"].combine_chunks(), _matrix(table["codes"])
     suffix, new = _suffixes(corpus, number, ends, doc_ids, codes)
+    unseen = new & ~table["sampled"].to_numpy()
     energy = _matrix(table["energy"])
-    tally = Tally.of(codes, energy, size=corpus.size)
-    fresh = tally if new.all() else Tally.of(codes[new], energy[new], size=corpus.size)
-    usage = {"all": tally.usage, "new": fresh.usage}
+    tallies = {
+        "all": Tally.of(codes, energy, size=corpus.size),
+        "unseen": Tally.of(codes[unseen], energy[unseen], size=corpus.size),
+    }
+    usage = {which: tally.usage for which, tally in tallies.items()}
     fs.write_bytes(_usage(corpus, number), safetensors.save(usage))
 
     sent = np.flatnonzero(suffix)
     back = table.select(["part", "row"]).take(sent).append_column("suffix", pa.array(suffix[sent]))
-    origin = np.searchsorted(firsts, back["part"].to_numpy(), "right") - 1
+    slices = np.searchsorted(firsts, back["part"].to_numpy(), "right") - 1
     exchange.scatter(
-        back, origin.astype(np.int64), target=fs.join(corpus.work, "suffixes"), name=f"{number:05d}"
+        back, slices.astype(np.int64), target=fs.join(corpus.work, "suffixes"), name=f"{number:05d}"
     )
     file = f"by_code/part-{number:05d}.arrow"
     part = write_table(fs.join(corpus.output, file), by_code.to_table(doc_ids, codes, suffix))
@@ -159,8 +164,8 @@ def _settle(item: tuple[int, int], *, corpus: Corpus, ends: list[int], firsts: l
         "documents": len(table),
         "collisions": len(sent),
         "spread": asdict(Spread.of(codes)),
-        "energy": {"all": tally.energy.tolist(), "new": fresh.energy.tolist()},
-        "counts": {"all": tally.documents, "new": fresh.documents},
+        "energy": {which: tally.energy.tolist() for which, tally in tallies.items()},
+        "counts": {which: tally.documents for which, tally in tallies.items()},
     }
 
 

@@ -17,7 +17,7 @@ from safetensors import numpy as safetensors
 
 from scalingnote.quantize.semantic_id import runs
 
-ENOUGH = 100  # new documents before their mean residual energy is trusted: its error is then some 3 %
+ENOUGH = 100  # documents before their mean residual energy is trusted: its error is then some 3 %
 
 
 @dataclass(frozen=True)
@@ -122,11 +122,16 @@ def report(tally: Tally, spread: Spread, *, collisions: int) -> dict[str, Any]:
 
 
 def drift(new: Tally, fitted: Tally, *, refit_above: float) -> dict[str, Any]:
-    """How documents coded with existing codebooks differ from those that the codebooks were fitted for.
+    """How documents coded with existing codebooks differ from those that the codebooks were made for.
+
+    `fitted` counts documents of that corpus which the codebooks were not fitted on: what those of the sample
+    leave over after 6 levels is less by an eighth with 120 of them per code, by a third with 30, and beside
+    them everything new would look strange.
 
     Per level: `residual_energy_ratio`, mean of the new over that of the fitted; `usage_divergence_bits`, the
     Jensen-Shannon divergence of how often codes are used (0: alike, 1: nothing in common). `refit` proposes
-    new codebooks: after the last level the new documents leave over more than `refit_above` times as much.
+    new codebooks: after the last level the new documents leave over more than `refit_above` times as much,
+    and both are enough to tell.
     """
     if not new.documents:
         return {"documents": 0, "levels": [], "refit": False}
@@ -141,7 +146,7 @@ def drift(new: Tally, fitted: Tally, *, refit_above: float) -> dict[str, Any]:
             }
             for level in range(len(ratio))
         ],
-        "refit": bool(new.documents >= ENOUGH and ratio[-1] > refit_above),
+        "refit": bool(min(new.documents, fitted.documents) >= ENOUGH and ratio[-1] > refit_above),
     }
 
 
@@ -159,7 +164,7 @@ def load(data: bytes) -> Tally:
 
 
 def _divergence(one: Int[ndarray, " codes"], other: Int[ndarray, " codes"]) -> float:
-    one, other = one / one.sum(), other / other.sum()
+    one, other = one / max(one.sum(), 1), other / max(other.sum(), 1)
     return max(0.0, _entropy((one + other) / 2) - (_entropy(one) + _entropy(other)) / 2)
 
 

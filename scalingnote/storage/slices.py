@@ -27,15 +27,21 @@ R = TypeVar("R")  # JSON values
 
 def slices(artifact: Artifact, *tables: str) -> list[list[str]]:
     """Parts of tables in order, gathered into slices of ROWS_PER_SLICE rows at most where parts allow."""
-    out: list[list[str]] = []
+    names = [name for table in tables for name in artifact.table_parts(table)]
+    known = [artifact.manifest.parts[name].rows for name in names]
+    sizes = [ROWS_PER_SLICE if rows is None else rows for rows in known]
+    return [[names[place] for place in group] for group in grouped(sizes, limit=ROWS_PER_SLICE)]
+
+
+def grouped(sizes: Sequence[int], *, limit: int) -> list[list[int]]:
+    """Places in a list of sizes, in order, gathered into groups of `limit` in sum where sizes allow."""
+    out: list[list[int]] = []
     room = -1
-    for name in (name for table in tables for name in artifact.table_parts(table)):
-        size = artifact.manifest.parts[name].rows
-        size = ROWS_PER_SLICE if size is None else size
+    for place, size in enumerate(sizes):
         if size > room:
             out.append([])
-            room = ROWS_PER_SLICE
-        out[-1].append(name)
+            room = limit
+        out[-1].append(place)
         room -= size
     return out
 

@@ -30,7 +30,9 @@ def name(
     ends = np.cumsum(SIZES)
     for part, end, rows in zip(parts, ends, SIZES, strict=True):
         ours = slice(end - rows, end)
-        table = naming.coded_table(pa.chunked_array([doc_ids[ours]], pa.string()), codes[ours], energy[ours])
+        names = pa.chunked_array([doc_ids[ours]], pa.string())
+        sampled = np.arange(rows) % 3 == 0
+        table = naming.coded_table(names, codes[ours], energy[ours], sampled & (given is None))
         write_table(draft.work(part), table)
     where = naming.Corpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE, given)
     named = naming.name(where, parts, SIZES, each=map)
@@ -59,7 +61,12 @@ def test_ranges_give_the_ids_and_statistics_of_the_whole(
     for level, other in zip(found.pop("levels"), expected.pop("levels"), strict=True):
         assert level == pytest.approx(other)
     assert found == expected
-    assert named.new.documents == len(codes)
+    unseen = np.concatenate([np.arange(size) % 3 > 0 for size in SIZES])
+    assert named.unseen.documents == unseen.sum()
+    assert (
+        named.unseen.usage.tolist()
+        == statistics.Tally.of(codes[unseen], energy[unseen], size=SIZE).usage.tolist()
+    )
 
     assert len(named.ranges) > 2 or rows == 10_000
     ordered = pa.concat_tables([artifact.table(found["name"]) for found in named.ranges])
@@ -89,8 +96,8 @@ def test_ids_that_were_given_stay_whatever_the_ranges(
     assert {doc_id: new[doc_id] for doc_id in names[kept]} == {doc_id: old[doc_id] for doc_id in names[kept]}
     assert len(set(new.values())) == len(new)
     assert not {new[doc_id] for doc_id in names[~kept]} & set(old.values())
-    assert named.new.documents == (~kept).sum()
-    np.testing.assert_allclose(named.new.energy, energy[order][~kept].sum(axis=0), rtol=1e-5)
+    assert named.unseen.documents == (~kept).sum()
+    np.testing.assert_allclose(named.unseen.energy, energy[order][~kept].sum(axis=0), rtol=1e-5)
     assert named.tally.documents == len(names)
 
 

@@ -140,14 +140,29 @@ def test_with_earlier_codebooks_ids_stay_and_drift_is_told(
     found = made.read_json("statistics.json")["drift"]
     assert (found["documents"], found["refit"]) == (200, True)
     codebooks = load(Path(ids.file("codebooks.safetensors")).read_bytes())["codebooks"]
+    sampled = shares(SIZES, size=400, seed=0)
+    held_out = np.concatenate(
+        [
+            np.delete(part, draw(len(part), take=take, seed=0, part=n), axis=0)
+            for n, (part, take) in enumerate(zip(np.split(matrix, [300, 550]), sampled, strict=True))
+        ]
+    )
+    assert len(held_out) == 200
     means = []
-    for those in (unlike, matrix):
+    for those in (unlike, held_out):
         codes = residual_kmeans.encode(np.ascontiguousarray(those), codebooks)
         means.append(residual_kmeans.residual_energy(those, codes, codebooks).mean(axis=0))
     ratios = [level["residual_energy_ratio"] for level in found["levels"]]
     np.testing.assert_allclose(ratios, means[0] / means[1], rtol=1e-5)
     assert "fit new codebooks" in caplog.text
     assert SemanticIds.open(made.uri).doc_id(new["d700"]) == "d700"
+
+
+def test_a_tenth_of_the_corpus_is_never_fitted_on() -> None:
+    assert job._sample_size(CONFIG, [1000, 1000]) == 400
+    assert job._sample_size(CONFIG, [100, 100]) == 180
+    assert job._sample_size(CONFIG, [17]) == 16  # but every code needs a document
+    assert job._sample_size(CONFIG, [9]) == 9
 
 
 def test_codebooks_of_another_shape_are_refused(ids: Artifact, source: Artifact, tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def ids(tmp_path_factory: pytest.TempPathFactory, rows: list) -> SemanticIds:
     parts = [f"codes/part-{i:05d}.parquet" for i in range(len(SIZES))]
     for part, end, size in zip(parts, np.cumsum(SIZES), SIZES, strict=True):
         names = pa.chunked_array([[f"d{i}" for i in range(end - size, end)]])
-        energy = np.zeros((size, LEVELS), np.float32)
-        write_table(draft.work(part), naming.coded_table(names, codes[end - size : end], energy))
+        energy, sampled = np.zeros((size, LEVELS), np.float32), np.zeros(size, bool)
+        write_table(draft.work(part), naming.coded_table(names, codes[end - size : end], energy, sampled))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(naming, "ROWS", 120)  # several files
         where = naming.Corpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE)

@@ -68,6 +68,7 @@ def test_drift_of_documents_like_the_fitted_and_unlike_them() -> None:
     assert not statistics.drift(few, fitted, refit_above=1.1)["refit"]  # too few to tell
     apart = Tally(1, np.ones(1), np.array([[1, 0]])), Tally(1, np.ones(1), np.array([[0, 5]]))
     assert statistics.drift(*apart, refit_above=2.0)["levels"][0]["usage_divergence_bits"] == 1
+    assert not statistics.drift(unlike, few, refit_above=0.5)["refit"]
     nothing = Tally(0, np.zeros(1), np.zeros((1, 2), np.int64))
     assert statistics.drift(nothing, apart[1], refit_above=2.0) == {
         "documents": 0,
