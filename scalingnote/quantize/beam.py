@@ -15,6 +15,7 @@ from scalingnote.quantize.blas import blas_only
 
 BLOCK = 256  # vectors that are searched at once; `beam` residuals of each
 _TABLE_BYTES = 1 << 29  # products of all centroids with each other, as far as they may be kept in memory
+_WORK_BYTES = 1 << 26  # distances that faiss holds at once; its own default is 5 GB, and no faster
 _FAR = 1e6  # where the centroids lie that only fill a codebook up
 
 
@@ -46,6 +47,7 @@ def by_table(
     quantizer = faiss.ResidualQuantizer(dim, levels, bits)
     quantizer.max_beam_size = beam
     quantizer.use_beam_LUT = 1
+    quantizer.max_mem_distances = _WORK_BYTES
     faiss.copy_array_to_vector(np.concatenate([codebooks, padding], axis=1).ravel(), quantizer.codebooks)
     quantizer.is_trained = True
     with blas_only():

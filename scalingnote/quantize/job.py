@@ -137,12 +137,16 @@ def _take(uri: str, part: str, number: int, take: int, seed: int) -> Float[ndarr
 def _require_fitting(
     config: QuantizeConfig, earlier: Artifact, source: Artifact, parts: Sequence[str]
 ) -> None:
-    """Refuse codebooks of another shape than the config and the embeddings have."""
+    """Refuse codebooks of another shape than the config and the embeddings have, and another search."""
     levels, codes, dim = _load(earlier).shape
-    if (levels, codes) != (config.levels, config.codes):
-        raise ConfigError(
-            f"{earlier.uri} has {levels} levels of {codes} codes, the config says {config.levels} of "
-            f"{config.codes}: set quantize.levels={levels} and quantize.codes={codes}"
+    asked = {"levels": config.levels, "codes": config.codes, "beam": config.beam}
+    made = {"levels": levels, "codes": codes, "beam": earlier.manifest.config.get("beam", config.beam)}
+    if asked != made:
+        knobs = " ".join(f"quantize.{name}={value}" for name, value in made.items())
+        raise ConfigError(f"IDs stay only with the settings that made {earlier.uri}: set {knobs}")
+    if not parts:
+        raise ArtifactError(
+            f"{source.uri} has no embedding: every document was set aside, see its rejected.parquet"
         )
     with fs.open_input(fs.join(source.uri, parts[0])) as stream:
         found = pq.read_schema(stream).field(VIEW).type.list_size

@@ -165,10 +165,11 @@ def test_a_tenth_of_the_corpus_is_never_fitted_on() -> None:
     assert job._sample_size(CONFIG, [9]) == 9
 
 
-def test_codebooks_of_another_shape_are_refused(ids: Artifact, source: Artifact, tmp_path: Path) -> None:
-    config = CONFIG.model_copy(update={"codebooks": ids.uri, "levels": 3})
-    with pytest.raises(ConfigError, match=r"has 2 levels of 16 codes.*set quantize.levels=2"):
-        job.run(config, embeddings=source.uri, output=f"{tmp_path}/ids")
+def test_codebooks_that_do_not_fit_are_refused(ids: Artifact, source: Artifact, tmp_path: Path) -> None:
+    for knob, other in (("levels", 3), ("codes", 17), ("beam", 2)):
+        config = CONFIG.model_copy(update={"codebooks": ids.uri, knob: other})
+        with pytest.raises(ConfigError, match=r"set quantize.levels=2 quantize.codes=16 quantize.beam=1$"):
+            job.run(config, embeddings=source.uri, output=f"{tmp_path}/ids")
     parent = dataset(f"{tmp_path}/dataset", sizes=[30])
     other = embeddings(f"{tmp_path}/embeddings", vectors(30, 8), parent=parent, sizes=[30])
     config = CONFIG.model_copy(update={"codebooks": ids.uri})
