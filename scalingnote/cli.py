@@ -92,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--form", default="auto", help="of the query tower: onnx_int8, torch, ...")
     search.add_argument("-k", type=int, default=5, help="number of results, default: %(default)s")
 
+    ids = command("ids", _ids, "show the documents of a finished run whose semantic ID begins so")
+    ids.add_argument("prefix", nargs="?", default="", help="codes, e.g. 12-7; none: all documents")
+    ids.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    ids.add_argument("-k", type=int, default=10, help="documents and next codes, default: %(default)s")
+
     serve = command("serve", _serve, "serve a finished run: HTTP and a search page on one URL")
     serve.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
     _add_set(serve)
@@ -276,6 +281,23 @@ def _search(options: argparse.Namespace) -> int:
     load, encode, search = (1000 * (after - before) for before, after in itertools.pairwise(clock))
     times = f"load {load:.0f} ms, encode ({encoder.form}) {encode:.1f} ms, search {search:.1f} ms"
     print(f"{len(results)} results; {times}")
+    return 0
+
+
+def _ids(options: argparse.Namespace) -> int:
+    from scalingnote import pipeline
+    from scalingnote.quantize.reader import SemanticIds, parse
+
+    ids = SemanticIds(pipeline.locate(pipeline.load_run(options.run), "semantic_ids"))
+    prefix = parse(options.prefix)
+    print(f"{ids.count(prefix):,} documents under {options.prefix or 'any code'}")
+    for row in ids.documents(prefix, limit=options.k).to_pylist():
+        print(f"  {row['semantic_id']}  {row['doc_id']}")
+    if len(prefix) < ids.levels:
+        children = sorted(ids.children(prefix).items(), key=lambda child: -child[1])
+        print(f"{len(children):,} next codes")
+        for code, documents in children[: options.k]:
+            print(f"  {'-'.join(map(str, (*prefix, code)))}  {documents:,} documents")
     return 0
 
 

@@ -96,6 +96,18 @@ def each(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         yield fetch(done)
 
 
+def in_order(work: Callable[[T], R], items: Sequence[T], resources: Resources) -> Iterator[R]:
+    """What `work` gives for each item, in the items' order, in tasks with the resources of a worker.
+
+    Results wait where they were made: the caller holds one at a time.
+    """
+    task: Any = ray.remote(**actor_options(resources))(_apply)
+    shared = ray.put(work)
+    waiting = [task.remote(shared, item) for item in items][::-1]
+    while waiting:
+        yield fetch(waiting.pop())
+
+
 def _apply(work: Callable[[T], R], item: T) -> R:
     return work(item)
 

@@ -4,10 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+import safetensors.numpy
 
 from scalingnote import cli, doctor, pipeline
+from scalingnote.config import Config
 from scalingnote.errors import DataError
+from scalingnote.quantize import by_code, semantic_id
 from scalingnote.storage.artifact import Draft, open_artifact
 
 ROOT = Path(cli.__file__).parents[1]
@@ -107,6 +112,31 @@ class Located:
 
 
 ARTIFACTS = {"semantic_ids": Located()}
+
+
+def test_ids_shows_what_lies_under_a_prefix(tmp_path, monkeypatch, capsys):
+    draft = Draft(str(tmp_path), kind="semantic_ids", config=Config(), parents={})
+    codes = np.array([[3, 1], [3, 2], [3, 2], [5, 0]], np.uint16)
+    names, suffix = pa.array(["a", "b", "c", "d"]), semantic_id.suffixes(codes)
+    draft.write_table("by_code/part-00000.arrow", by_code.to_table(names, codes, suffix))
+    ends = {"first": [3, 1], "last": [5, 0]}
+    draft.write_json(by_code.SUMMARY, [{"name": "by_code/part-00000.arrow", "rows": 4, **ends}])
+    codebooks = np.zeros((2, 8, 4), np.float32)
+    draft.write_bytes("codebooks.safetensors", safetensors.numpy.save({"codebooks": codebooks}))
+    artifact = draft.commit(counts={})
+    monkeypatch.setattr(pipeline, "load_run", lambda run_dir: None)
+    monkeypatch.setattr(pipeline, "locate", lambda config, kind: artifact)
+    assert cli.main(["ids", "3", "-k", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "3 documents under 3",
+        "  3-1-0  a",
+        "  3-2-0  b",
+        "2 next codes",
+        "  3-2  2 documents",
+        "  3-1  1 documents",
+    ]
+    assert cli.main(["ids", "3-2-1-7"]) == 2
+    assert "is no prefix here" in capsys.readouterr().err
 
 
 def test_from_and_until_bound_the_stages(config, monkeypatch):

@@ -20,7 +20,7 @@ STAGE_OF = {
     "report": "evaluate",
 }
 # What a stage calls an artifact that it reads beside another one of the same kind.
-KIND_OF = {"teacher_embeddings": "embeddings"}
+KIND_OF = {"teacher_embeddings": "embeddings", "codebooks": "semantic_ids"}
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """The quantize stage: embeddings parts go in, codebooks and one codes part per embeddings part come out.
 
-A uniform sample is gathered by one task per part, the codebooks are fitted in one task, and Ray Data actors
-code the parts. A coded part is written whole or not at all: a killed run repeats only the parts under way.
-Suffixes need all codes in corpus order: the driver sorts them, at some 40 bytes per document (100 million
-documents: 4 GB), and one task per part writes the final IDs.
+A sample is drawn by one task per part. Codebooks are fitted on it in one task, or, when it exceeds a worker,
+by Lloyd passes of many (refinement.py); or they are those of an earlier artifact, whose IDs then stay. Ray
+Data actors code the parts, and tasks over ranges of codes name the documents (naming.py). Whatever was
+finished before a kill is kept: the codebooks, passes, coded parts, ranges. The driver holds file names.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import faiss
@@ -16,62 +16,77 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import ray.data
-from jaxtyping import Float, Int, UInt16
+from jaxtyping import Float
 from numpy import ndarray
 from safetensors import numpy as safetensors
 
 from scalingnote import cluster
 from scalingnote.config import Resources
-from scalingnote.errors import ArtifactError, ScalingNoteError
+from scalingnote.errors import ArtifactError, ConfigError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
-from scalingnote.quantize import residual_kmeans, semantic_id
+from scalingnote.quantize import beam, by_code, naming, refinement, residual_kmeans, statistics
 from scalingnote.quantize.config import QuantizeConfig
-from scalingnote.quantize.sample import choose
+from scalingnote.quantize.sample import draw, shares
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_table
-from scalingnote.storage.vectors import to_arrow, to_numpy
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
+from scalingnote.storage.slices import ROWS_PER_SLICE, grouped, run_slices
+from scalingnote.storage.vectors import to_numpy
 
 VIEW = "summary"  # the view that is indexed
 CODEBOOKS = "codebooks.safetensors"
-_ENERGY = b"residual_energy"
+FITTED = "fitted.safetensors"  # a tally of the corpus the codebooks were fitted for, less the sample
+STATISTICS = "statistics.json"
+log = get_logger("quantize")
 
 
 def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
-    """Semantic IDs of every embedding, as a `semantic_ids` artifact."""
-    log = get_logger("quantize")
+    """Semantic IDs of every embedding, as a `semantic_ids` artifact.
+
+    With `config.codebooks` documents that the earlier artifact knows keep their IDs, as far as their codes
+    are still the same; `statistics.json` says how the others differ (`drift`).
+    """
     source = open_artifact(embeddings, kind="embeddings")
-    draft = Draft(output, kind="semantic_ids", config=config, parents={"embeddings": source})
+    parents = {"embeddings": source}
+    if config.codebooks is not None:
+        parents["codebooks"] = open_artifact(fs.absolute(config.codebooks), kind="semantic_ids")
+    draft = Draft(output, kind="semantic_ids", config=config, parents=parents)
     if draft.finished:
         log.info("already finished: %s", output)
         return draft.existing()
     parts = source.names("embeddings/", ".parquet")
     rows = part_rows(source, parts)
-    residual_kmeans.require_sample(min(sum(rows), config.sample_documents), codes=config.codes)
+    earlier = parents.get("codebooks")
+    if earlier is not None:
+        _require_fitting(config, earlier, source, parts)
+    else:
+        sampled = min(_sample_size(config, rows), config.documents_per_worker)
+        residual_kmeans.require_sample(sampled, codes=config.codes)
     cluster.connect()
     cluster.require(config.resources, stage="quantize")
 
-    draft.write_bytes(CODEBOOKS, _codebooks(config, draft, source))
-    _code(parts, rows, draft, source, config.resources)
-    codes, energy = _gather(parts, draft)
-    suffixes = np.split(semantic_id.suffixes(codes), np.cumsum(rows)[:-1])
-    name = ray.remote(**cluster.actor_options(config.resources))(_name)
-    written = [
-        name.remote(draft.work(_codes(part)), draft.path(_codes(part)), suffix)
-        for part, suffix in zip(parts, suffixes, strict=True)
-    ]
-    for part, reference in zip(parts, written, strict=True):
-        draft.register(_codes(part), cluster.fetch(reference))
-
-    statistics = semantic_id.statistics(codes, size=config.codes, residual_energy=energy)
-    draft.write_json("statistics.json", statistics)
+    draft.write_bytes(CODEBOOKS, _codebooks(config, draft, source, earlier))
+    _code(config, parts, rows, draft, source)
+    corpus = naming.Corpus(
+        coded=draft.work(),
+        output=draft.uri,
+        work=draft.work(),
+        levels=config.levels,
+        size=config.codes,
+        given=earlier,
+    )
+    named = naming.name(corpus, [_codes(part) for part in parts], rows, each=cluster.each)
+    for name, part in named.parts.items():
+        draft.register(name, part)
+    draft.write_json(by_code.SUMMARY, named.ranges)
+    found = _report(config, named, draft, earlier)
     log.info(
         "%s semantic IDs, %s of them parted by a suffix, residual energy %.3f: %s",
-        f"{len(codes):,}",
-        f"{statistics['collisions']:,}",
-        statistics["levels"][-1]["residual_energy"],
+        f"{found['documents']:,}",
+        f"{found['collisions']:,}",
+        found["levels"][-1]["residual_energy"],
         output,
     )
-    return draft.commit(counts={"documents": len(codes), "collisions": statistics["collisions"]})
+    return draft.commit(counts={name: found[name] for name in ("documents", "collisions")})
 
 
 def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
@@ -83,12 +98,15 @@ def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
 
 
 def sample(embeddings: Artifact, *, documents: int, seed: int, resources: Resources) -> list[Any]:
-    """References to a uniform sample of the embeddings, one matrix per part, for a task that joins them."""
+    """References to an even sample of the embeddings, one matrix per part, for a task that joins them."""
     parts = embeddings.names("embeddings/", ".parquet")
-    wanted = choose(part_rows(embeddings, parts), size=documents, seed=seed)
+    rows = part_rows(embeddings, parts)
+    wanted = shares(rows, size=documents, seed=seed)
     take = ray.remote(**cluster.actor_options(resources))(_take)
     return [
-        take.remote(embeddings.uri, part, rows) for part, rows in zip(parts, wanted, strict=True) if len(rows)
+        take.remote(embeddings.uri, part, number, wanted[number], seed)
+        for number, part in enumerate(parts)
+        if wanted[number]
     ]
 
 
@@ -111,18 +129,55 @@ def use_threads(resources: Resources) -> None:
     faiss.omp_set_num_threads(max(1, int(resources.cpus_per_worker)))
 
 
-def _take(uri: str, part: str, rows: Int[ndarray, " chosen"]) -> Float[ndarray, "chosen dim"]:
+def _take(uri: str, part: str, number: int, take: int, seed: int) -> Float[ndarray, "chosen dim"]:
     vectors: ndarray = read_vectors(open_artifact(uri, kind="embeddings"), part)[1]
-    return np.take(vectors, rows, axis=0)
+    return np.take(vectors, draw(len(vectors), take=take, seed=seed, part=number), axis=0)
 
 
-def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact) -> bytes:
+def _require_fitting(
+    config: QuantizeConfig, earlier: Artifact, source: Artifact, parts: Sequence[str]
+) -> None:
+    """Refuse codebooks of another shape than the config and the embeddings have, and another search."""
+    levels, codes, dim = _load(earlier).shape
+    asked = {"levels": config.levels, "codes": config.codes, "beam": config.beam}
+    made = {"levels": levels, "codes": codes, "beam": earlier.manifest.config.get("beam", config.beam)}
+    if asked != made:
+        knobs = " ".join(f"quantize.{name}={value}" for name, value in made.items())
+        raise ConfigError(f"IDs stay only with the settings that made {earlier.uri}: set {knobs}")
+    if not parts:
+        raise ArtifactError(
+            f"{source.uri} has no embedding: every document was set aside, see its rejected.parquet"
+        )
+    with fs.open_input(fs.join(source.uri, parts[0])) as stream:
+        found = pq.read_schema(stream).field(VIEW).type.list_size
+    if found != dim:
+        raise ArtifactError(
+            f"{earlier.uri} has codebooks of {dim} dimensions, {source.uri} embeddings of {found}: "
+            "unset quantize.codebooks to fit new ones"
+        )
+
+
+def _sample_size(config: QuantizeConfig, rows: Sequence[int]) -> int:
+    """A tenth of the corpus at least is not fitted on: what new documents are compared with."""
+    documents = sum(rows)
+    return min(config.sample_documents, max(documents - documents // 10, min(config.codes, documents)))
+
+
+def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: Artifact | None) -> bytes:
+    if earlier is not None:
+        return fs.read_bytes(earlier.file(CODEBOOKS))
     if fs.exists(draft.path(CODEBOOKS)):  # fitted before the run was killed
         return fs.read_bytes(draft.path(CODEBOOKS))
-    matrices = sample(source, documents=config.sample_documents, seed=config.seed, resources=config.resources)
+    parts = source.names("embeddings/", ".parquet")
+    rows = part_rows(source, parts)
+    size = _sample_size(config, rows)
+    if size > config.documents_per_worker:
+        return _dump(
+            _refined(config, draft.work("fit"), source, parts, shares(rows, size=size, seed=config.seed))
+        )
+    matrices = sample(source, documents=size, seed=config.seed, resources=config.resources)
     fit = ray.remote(**cluster.actor_options(config.resources))(_fit)
-    codebooks: bytes = safetensors.save({"codebooks": cluster.fetch(fit.remote(config, *matrices))})
-    return codebooks
+    return _dump(cluster.fetch(fit.remote(config, *matrices)))
 
 
 def _fit(config: QuantizeConfig, *matrices: Float[ndarray, "_ dim"]) -> Float[ndarray, "levels codes dim"]:
@@ -136,15 +191,52 @@ def _fit(config: QuantizeConfig, *matrices: Float[ndarray, "_ dim"]) -> Float[nd
     )
 
 
+def _refined(
+    config: QuantizeConfig, folder: str, source: Artifact, parts: Sequence[str], wanted: Sequence[int]
+) -> Float[ndarray, "levels codes dim"]:
+    """Codebooks of a sample that is kept in files, of which a task holds one; `wanted` rows of each part."""
+    # Few enough that their sums pass through the driver in little time.
+    limit = min(config.documents_per_worker, max(ROWS_PER_SLICE, sum(wanted) // 1024))
+    taken = [
+        (part, number, take) for number, (part, take) in enumerate(zip(parts, wanted, strict=True)) if take
+    ]
+    groups = grouped([take for _, _, take in taken], limit=limit)
+    files = [[taken[place] for place in group] for group in groups]
+
+    def each(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
+        threaded = partial(_with_threads, work=work, resources=config.resources)
+        return cluster.in_order(threaded, items, config.resources)
+
+    keep = partial(_keep, uri=source.uri, seed=config.seed, folder=folder)
+    held = run_slices("sample", keep, files, folder=folder, each=each, room="quantize", unit="files")
+    return refinement.fit(config, held, folder=folder, each=each)
+
+
+def _keep(item: tuple[int, list[tuple[str, int, int]]], *, uri: str, seed: int, folder: str) -> int:
+    taken = np.concatenate([_take(uri, part, number, take, seed) for part, number, take in item[1]])
+    return refinement.store(taken, folder=folder, file=item[0])
+
+
+def _with_threads(item: Any, *, work: Callable[[Any], Any], resources: Resources) -> Any:
+    use_threads(resources)
+    return work(item)
+
+
 def _code(
-    parts: Sequence[str], rows: Sequence[int], draft: Draft, source: Artifact, resources: Resources
+    config: QuantizeConfig, parts: Sequence[str], rows: Sequence[int], draft: Draft, source: Artifact
 ) -> None:
     """Code the parts that no earlier run has coded."""
+    resources = config.resources
     finished = fs.list_files(draft.work())
-    waiting = {part: n for part, n in zip(parts, rows, strict=True) if _codes(part) not in finished}
-    if not waiting:
+    size = 0 if config.codebooks else _sample_size(config, rows)
+    takes = shares(rows, size=size, seed=config.seed)
+    items: list[dict[str, Any]] = [
+        {"part": part, "number": number, "rows": rows[number], "sampled": takes[number]}
+        for number, part in enumerate(parts)
+        if _codes(part) not in finished
+    ]
+    if not items:
         return
-    items = [{"part": part, "rows": n} for part, n in waiting.items()]
     coded = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _Coder,
         batch_size=1,
@@ -152,13 +244,13 @@ def _code(
             "embeddings": source.uri,
             "codebooks": draft.path(CODEBOOKS),
             "work": draft.work(),
-            "resources": resources,
+            "config": config,
         },
         compute=ray.data.ActorPoolStrategy(size=min(resources.workers, len(items))),
         num_cpus=resources.cpus_per_worker,
         num_gpus=resources.gpus_per_worker,
     )
-    done = sum(rows) - sum(waiting.values())
+    done = sum(rows) - sum(item["rows"] for item in items)
     with Progress("quantize", total=sum(rows), unit="documents coded", done=done) as progress:
         for record in cluster.rows(coded):
             progress.advance(int(record["rows"]))
@@ -167,51 +259,74 @@ def _code(
 class _Coder:
     """Actor that codes embeddings parts."""
 
-    def __init__(self, *, embeddings: str, codebooks: str, work: str, resources: Resources) -> None:
-        use_threads(resources)
+    def __init__(self, *, embeddings: str, codebooks: str, work: str, config: QuantizeConfig) -> None:
+        use_threads(config.resources)
         self._source = open_artifact(embeddings, kind="embeddings")
         self._codebooks = safetensors.load(fs.read_bytes(codebooks))["codebooks"]
-        self._work = work
+        self._work, self._beam, self._seed = work, config.beam, config.seed
 
     def __call__(self, batch: dict[str, ndarray]) -> dict[str, Any]:
-        return {**batch, "error": [self._attempt(part) for part in batch["part"]]}
+        items = zip(batch["part"], batch["number"], batch["sampled"], strict=True)
+        return {**batch, "error": [self._attempt(*item) for item in items]}
 
-    def _attempt(self, part: str) -> str:
+    def _attempt(self, part: str, number: int, sampled: int) -> str:
         try:
-            self._code(part)
+            self._code(part, int(number), int(sampled))
         except ScalingNoteError as error:
             return cluster.told(error)
         return ""
 
-    def _code(self, part: str) -> None:
+    def _code(self, part: str, number: int, sampled: int) -> None:
         doc_ids, vectors = read_vectors(self._source, part)
-        codes = residual_kmeans.encode(vectors, self._codebooks)
+        if self._beam > 1:
+            codes = beam.encode(vectors, self._codebooks, beam=self._beam)
+        else:
+            codes = residual_kmeans.encode(vectors, self._codebooks)
         energy = residual_kmeans.residual_energy(vectors, codes, self._codebooks)
-        table = pa.table({"doc_id": doc_ids, "codes": to_arrow(codes)})
-        table = table.replace_schema_metadata({_ENERGY: json.dumps(energy.tolist())})
-        write_table(fs.join(self._work, _codes(part)), table)
+        fitted = np.zeros(len(codes), bool)
+        fitted[draw(len(codes), take=sampled, seed=self._seed, part=number)] = True
+        write_table(fs.join(self._work, _codes(part)), naming.coded_table(doc_ids, codes, energy, fitted))
 
 
-def _gather(
-    parts: Sequence[str], draft: Draft
-) -> tuple[UInt16[ndarray, "docs levels"], Float[ndarray, " levels"]]:
-    """All codes in corpus order, and the summed residual energy of each level."""
-    codes, energy = [], []
-    for part in parts:
-        table = pq.read_table(fs.open_input(draft.work(_codes(part))), columns=["codes"])
-        codes.append(_matrix(table["codes"]).astype(np.uint16))
-        energy.append(json.loads(table.schema.metadata[_ENERGY]))
-    return np.concatenate(codes), np.sum(energy, axis=0)
+def _report(
+    config: QuantizeConfig, named: naming.Named, draft: Draft, earlier: Artifact | None
+) -> dict[str, Any]:
+    """What `statistics.json` says; a refit is proposed in the log as well."""
+    found = statistics.report(named.tally, named.spread, collisions=named.collisions)
+    fitted = named.unseen
+    if earlier is not None:
+        fitted = statistics.load(fs.read_bytes(earlier.file(FITTED)))
+        found["drift"] = statistics.drift(named.unseen, fitted, refit_above=config.refit_above)
+        _tell(found["drift"], config)
+    draft.write_bytes(FITTED, statistics.dump(fitted))
+    draft.write_json(STATISTICS, found)
+    return found
 
 
-def _name(coded: str, target: str, suffix: Int[ndarray, " docs"]) -> Part:
-    table = pq.read_table(fs.open_input(coded))
-    return write_table(target, semantic_id.to_table(table["doc_id"], _matrix(table["codes"]), suffix))
+def _tell(drift: dict[str, Any], config: QuantizeConfig) -> None:
+    if not drift["documents"]:
+        log.info("every document has the ID it had")
+        return
+    ratio = drift["levels"][-1]["residual_energy_ratio"]
+    new = f"{drift['documents']:,} new documents leave over {ratio:.2f} times what the fitted ones do"
+    if drift["refit"]:
+        log.warning(
+            "%s, more than refit_above=%g: fit new codebooks (quantize.codebooks=null); IDs change then",
+            new,
+            config.refit_above,
+        )
+    else:
+        log.info("%s", new)
 
 
-def _matrix(column: pa.ChunkedArray) -> Int[ndarray, "docs levels"]:
-    values: ndarray = column.combine_chunks().flatten().to_numpy()
-    return values.reshape(len(column), -1)
+def _dump(codebooks: Float[ndarray, "levels codes dim"]) -> bytes:
+    data: bytes = safetensors.save({"codebooks": codebooks})
+    return data
+
+
+def _load(artifact: Artifact) -> Float[ndarray, "levels codes dim"]:
+    codebooks: ndarray = safetensors.load(fs.read_bytes(artifact.file(CODEBOOKS)))["codebooks"]
+    return codebooks
 
 
 def _codes(part: str) -> str:

@@ -12,6 +12,8 @@ from numpy import ndarray
 from scalingnote.errors import ConfigError
 from scalingnote.quantize.blas import blas_only
 
+BLOCK = 1024  # vectors: they, their residuals and a tile of their distances stay in a core's cache
+
 
 def require_sample(documents: int, *, codes: int) -> None:
     """Refuse to fit more centroids than there are documents to place them on."""
@@ -33,20 +35,44 @@ def fit(
     residual = np.array(sample, np.float32)
     codebooks = np.empty((levels, codes, sample.shape[1]), np.float32)
     for level in range(levels):
-        codebooks[level] = _kmeans(residual, codes, iterations, seed + level)
-        residual -= codebooks[level][_nearest(residual, codebooks[level])]
+        codebooks[level] = cluster(residual, codes=codes, iterations=iterations, seed=seed + level)
+        if level + 1 < levels:
+            residual = subtract(residual, codebooks[level : level + 1])
     return codebooks
+
+
+def cluster(
+    vectors: Float[ndarray, "docs dim"], *, codes: int, iterations: int, seed: int
+) -> Float[ndarray, "codes dim"]:
+    """One level: faiss's K-means, on the GPUs this process sees if its faiss is built for them."""
+    clustering = faiss.Kmeans(
+        vectors.shape[1],
+        codes,
+        niter=iterations,
+        seed=seed,
+        gpu=faiss.get_num_gpus(),
+        # The caller chose the sample: faiss shall neither thin it out nor warn that it is small.
+        max_points_per_centroid=len(vectors),
+        min_points_per_centroid=1,
+    )
+    with blas_only():
+        clustering.train(vectors)
+    return np.asarray(clustering.centroids, np.float32)
 
 
 def encode(
     vectors: Float[ndarray, "docs dim"], codebooks: Float[ndarray, "levels codes dim"]
 ) -> Int[ndarray, "docs levels"]:
     """Each level's nearest centroid (Euclidean) to what the levels before it left over."""
-    residual = np.array(vectors, np.float32)
+    codebooks = np.ascontiguousarray(codebooks, np.float32)
     chosen = np.empty((len(vectors), len(codebooks)), np.int32)
-    for level, codebook in enumerate(codebooks):
-        chosen[:, level] = _nearest(residual, codebook)
-        residual -= codebook[chosen[:, level]]
+    with blas_only():
+        for start in range(0, len(vectors), BLOCK):
+            residual = np.array(vectors[start : start + BLOCK], np.float32)
+            for level, codebook in enumerate(codebooks):
+                nearest = faiss.knn(residual, codebook, 1)[1][:, 0]
+                chosen[start : start + BLOCK, level] = nearest
+                residual -= codebook[nearest]
     return chosen
 
 
@@ -60,42 +86,25 @@ def decode(
     return vectors
 
 
+def subtract(
+    vectors: Float[ndarray, "docs dim"], codebooks: Float[ndarray, "levels codes dim"]
+) -> Float[ndarray, "docs dim"]:
+    """What these levels leave over of the vectors."""
+    residual: ndarray = vectors - decode(encode(vectors, codebooks), codebooks)
+    return residual
+
+
 def residual_energy(
     vectors: Float[ndarray, "docs dim"],
     codes: Int[ndarray, "docs levels"],
     codebooks: Float[ndarray, "levels codes dim"],
-) -> Float[ndarray, " levels"]:
-    """Summed squared norm of what is left over after each level, over all documents."""
-    residual = vectors.astype(np.float64)
-    energy = np.empty(len(codebooks))
-    for level, codebook in enumerate(codebooks):
-        residual -= codebook[codes[:, level]]
-        energy[level] = np.square(residual).sum()
+) -> Float[ndarray, "docs levels"]:
+    """Squared norm of what is left over of each vector after each level."""
+    energy = np.empty(codes.shape, np.float32)
+    for start in range(0, len(vectors), BLOCK):
+        block = slice(start, start + BLOCK)
+        residual = np.array(vectors[block], np.float32)
+        for level, codebook in enumerate(codebooks):
+            residual -= codebook[codes[block, level]]
+            energy[block, level] = np.einsum("ij,ij->i", residual, residual)
     return energy
-
-
-def _kmeans(
-    vectors: Float[ndarray, "docs dim"], codes: int, iterations: int, seed: int
-) -> Float[ndarray, "codes dim"]:
-    clustering = faiss.Kmeans(
-        vectors.shape[1],
-        codes,
-        niter=iterations,
-        seed=seed,
-        # The caller chose the sample: faiss shall neither thin it out nor warn that it is small.
-        max_points_per_centroid=len(vectors),
-        min_points_per_centroid=1,
-    )
-    with blas_only():
-        clustering.train(vectors)
-    return np.asarray(clustering.centroids, np.float32)
-
-
-def _nearest(
-    vectors: Float[ndarray, "docs dim"], codebook: Float[ndarray, "codes dim"]
-) -> Int[ndarray, " docs"]:
-    if not len(vectors):
-        return np.empty(0, np.int64)
-    with blas_only():
-        _, nearest = faiss.knn(vectors, np.ascontiguousarray(codebook), 1)
-    return nearest[:, 0]

@@ -30,16 +30,22 @@ def slices(artifact: Artifact, *tables: str, rows: int | None = None) -> list[li
 
     As many as ROWS_PER_SLICE, if nothing is said: tasks that keep narrow rows alone take more.
     """
-    most = ROWS_PER_SLICE if rows is None else rows
-    out: list[list[str]] = []
+    limit = ROWS_PER_SLICE if rows is None else rows
+    names = [name for table in tables for name in artifact.table_parts(table)]
+    known = [artifact.manifest.parts[name].rows for name in names]
+    sizes = [limit if size is None else size for size in known]
+    return [[names[place] for place in group] for group in grouped(sizes, limit=limit)]
+
+
+def grouped(sizes: Sequence[int], *, limit: int) -> list[list[int]]:
+    """Places in a list of sizes, in order, gathered into groups of `limit` in sum where sizes allow."""
+    out: list[list[int]] = []
     room = -1
-    for name in (name for table in tables for name in artifact.table_parts(table)):
-        size = artifact.manifest.parts[name].rows
-        size = most if size is None else size
+    for place, size in enumerate(sizes):
         if size > room:
             out.append([])
-            room = most
-        out[-1].append(name)
+            room = limit
+        out[-1].append(place)
         room -= size
     return out
 

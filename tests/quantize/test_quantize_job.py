@@ -1,5 +1,7 @@
 import json
+import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,8 +9,10 @@ from safetensors.numpy import load
 
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.quantize import job, residual_kmeans
+from scalingnote.quantize import beam, job, naming, refinement, residual_kmeans, semantic_id
 from scalingnote.quantize.config import QuantizeConfig
+from scalingnote.quantize.reader import SemanticIds
+from scalingnote.quantize.sample import draw, shares
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from synthetic_corpus import dataset, embeddings, vectors
 
@@ -41,6 +45,8 @@ def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact,
     codebooks = load(Path(ids.file("codebooks.safetensors")).read_bytes())["codebooks"]
     assert table["codes"].to_pylist() == residual_kmeans.encode(matrix, codebooks).tolist()
     assert len(set(table["semantic_id"].to_pylist())) == sum(SIZES)
+    codes = np.array(table["codes"].to_pylist())
+    assert table["suffix"].to_pylist() == semantic_id.suffixes(codes).tolist()
     statistics = json.loads(Path(ids.file("statistics.json")).read_text())
     assert statistics["documents"] == sum(SIZES)
     assert statistics["collisions"] == sum(suffix > 0 for suffix in table["suffix"].to_pylist()) > 0
@@ -59,11 +65,11 @@ def test_a_killed_run_keeps_its_coded_parts(
 ) -> None:
     output = f"{tmp_path}/ids"
 
-    def die(*_: object) -> None:
+    def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "_gather", die)
+        patch.setattr(naming, "name", die)
         with pytest.raises(KeyboardInterrupt):
             job.run(CONFIG, embeddings=source.uri, output=output)
     coded = sorted(Path(output, "_work", "codes").iterdir())
@@ -72,15 +78,103 @@ def test_a_killed_run_keeps_its_coded_parts(
     before = [coded[0].stat().st_mtime_ns, coded[2].stat().st_mtime_ns]
     times = []
 
-    def gather(*arguments: object) -> object:
+    def name(*arguments: Any, **knobs: Any) -> naming.Named:
         times.extend(path.stat().st_mtime_ns for path in coded)
-        return original(*arguments)
+        return original(*arguments, **knobs)
 
-    original = job._gather
-    monkeypatch.setattr(job, "_gather", gather)
+    original = naming.name
+    monkeypatch.setattr(naming, "name", name)
     assert job.run(CONFIG, embeddings=source.uri, output=output).digest == ids.digest
     assert [times[0], times[2]] == before
     assert not Path(output, "_work").exists()
+
+
+def test_a_sample_beyond_one_worker_is_fitted_by_many_and_a_beam_leaves_less_over(
+    cluster: None, source: Artifact, matrix: np.ndarray, tmp_path: Path
+) -> None:
+    config = CONFIG.model_copy(update={"documents_per_worker": 150, "refinements": 3, "beam": 8})
+    made = job.run(config, embeddings=source.uri, output=f"{tmp_path}/ids")
+    rows = []
+    takes = shares(SIZES, size=400, seed=0)
+    for n, (vectors_of, take) in enumerate(zip(np.split(matrix, [300, 550]), takes, strict=True)):
+        sampled = vectors_of[draw(len(vectors_of), take=take, seed=0, part=n)]
+        rows.append(refinement.store(sampled, folder=f"{tmp_path}/twin", file=n))
+    twin = refinement.fit(config, rows, folder=f"{tmp_path}/twin", each=map)
+    codebooks = load(Path(made.file("codebooks.safetensors")).read_bytes())["codebooks"]
+    assert codebooks.tobytes() == twin.tobytes()
+    codes = np.array(made.table("codes")["codes"].to_pylist())
+    assert codes.tolist() == beam.encode(matrix, codebooks, beam=8).tolist()
+    greedy = residual_kmeans.encode(matrix, codebooks)
+    left = [residual_kmeans.residual_energy(matrix, c, codebooks)[:, -1].mean() for c in (codes, greedy)]
+    assert left[0] < left[1]
+    assert made.read_json("statistics.json")["levels"][-1]["residual_energy"] == pytest.approx(left[0])
+
+
+def test_with_earlier_codebooks_ids_stay_and_drift_is_told(
+    ids: Artifact, matrix: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The first 100 documents are gone, 200 others come that look like nothing the codebooks know.
+    unlike = vectors(200, 16, seed=9)[:, ::-1] * np.float32(1.5)
+    sizes = [250, 250, 200]
+    folder = f"{tmp_path}/dataset"
+    parent = dataset(folder, sizes=[100, *sizes])
+    later = embeddings(
+        f"{tmp_path}/embeddings",
+        np.concatenate([matrix, unlike]),
+        parent=parent,
+        sizes=[100, *sizes],
+        missing=tuple(range(100)),
+    )
+    config = CONFIG.model_copy(update={"codebooks": ids.uri})
+    with caplog.at_level(logging.WARNING):
+        made = job.run(config, embeddings=later.uri, output=f"{tmp_path}/ids")
+    old, new = (
+        dict(zip(t["doc_id"].to_pylist(), t["semantic_id"].to_pylist(), strict=True))
+        for t in (ids.table("codes"), made.table("codes"))
+    )
+    assert len(new) == len(set(new.values())) == 700
+    assert [new[f"d{i}"] for i in range(100, 600)] == [old[f"d{i}"] for i in range(100, 600)]
+    assert not {new[f"d{i}"] for i in range(600, 800)} & set(old.values())
+    assert made.manifest.parts["codebooks.safetensors"] == ids.manifest.parts["codebooks.safetensors"]
+    assert made.manifest.parts["fitted.safetensors"] == ids.manifest.parts["fitted.safetensors"]
+    found = made.read_json("statistics.json")["drift"]
+    assert (found["documents"], found["refit"]) == (200, True)
+    codebooks = load(Path(ids.file("codebooks.safetensors")).read_bytes())["codebooks"]
+    sampled = shares(SIZES, size=400, seed=0)
+    held_out = np.concatenate(
+        [
+            np.delete(part, draw(len(part), take=take, seed=0, part=n), axis=0)
+            for n, (part, take) in enumerate(zip(np.split(matrix, [300, 550]), sampled, strict=True))
+        ]
+    )
+    assert len(held_out) == 200
+    means = []
+    for those in (unlike, held_out):
+        codes = residual_kmeans.encode(np.ascontiguousarray(those), codebooks)
+        means.append(residual_kmeans.residual_energy(those, codes, codebooks).mean(axis=0))
+    ratios = [level["residual_energy_ratio"] for level in found["levels"]]
+    np.testing.assert_allclose(ratios, means[0] / means[1], rtol=1e-5)
+    assert "fit new codebooks" in caplog.text
+    assert SemanticIds.open(made.uri).doc_id(new["d700"]) == "d700"
+
+
+def test_a_tenth_of_the_corpus_is_never_fitted_on() -> None:
+    assert job._sample_size(CONFIG, [1000, 1000]) == 400
+    assert job._sample_size(CONFIG, [100, 100]) == 180
+    assert job._sample_size(CONFIG, [17]) == 16  # but every code needs a document
+    assert job._sample_size(CONFIG, [9]) == 9
+
+
+def test_codebooks_that_do_not_fit_are_refused(ids: Artifact, source: Artifact, tmp_path: Path) -> None:
+    for knob, other in (("levels", 3), ("codes", 17), ("beam", 2)):
+        config = CONFIG.model_copy(update={"codebooks": ids.uri, knob: other})
+        with pytest.raises(ConfigError, match=r"set quantize.levels=2 quantize.codes=16 quantize.beam=1$"):
+            job.run(config, embeddings=source.uri, output=f"{tmp_path}/ids")
+    parent = dataset(f"{tmp_path}/dataset", sizes=[30])
+    other = embeddings(f"{tmp_path}/embeddings", vectors(30, 8), parent=parent, sizes=[30])
+    config = CONFIG.model_copy(update={"codebooks": ids.uri})
+    with pytest.raises(ArtifactError, match=r"codebooks of 16 dimensions, .* embeddings of 8"):
+        job.run(config, embeddings=other.uri, output=f"{tmp_path}/ids")
 
 
 def test_a_damaged_part_is_named(cluster: None, matrix: np.ndarray, tmp_path: Path) -> None:
@@ -89,7 +183,7 @@ def test_a_damaged_part_is_named(cluster: None, matrix: np.ndarray, tmp_path: Pa
     config = CONFIG.model_copy(update={"sample_documents": 20})
     draft = Draft(f"{tmp_path}/ids", kind="semantic_ids", config=config, parents={"embeddings": source})
     # Codebooks are there already, so the damage is met by an actor that codes the part.
-    draft.write_bytes(job.CODEBOOKS, job._codebooks(config, draft, source))
+    draft.write_bytes(job.CODEBOOKS, job._codebooks(config, draft, source, None))
     path = Path(source.uri, "embeddings/part-00001.parquet")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

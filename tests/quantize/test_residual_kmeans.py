@@ -1,11 +1,11 @@
 from itertools import pairwise
 
+import faiss
 import numpy as np
 import pytest
 
 from scalingnote.errors import ConfigError
 from scalingnote.quantize import residual_kmeans
-from scalingnote.quantize.sample import choose
 from synthetic_corpus import vectors
 
 LEVELS, CODES = 4, 16
@@ -31,7 +31,9 @@ def test_the_error_of_the_decoded_vector_falls_with_each_level(
         for level in range(LEVELS)
     ]
     assert all(later < 0.97 * earlier for earlier, later in pairwise(errors))
-    np.testing.assert_allclose(residual_kmeans.residual_energy(fresh, codes, codebooks), errors, rtol=1e-4)
+    found = residual_kmeans.residual_energy(fresh, codes, codebooks)
+    assert found.shape == codes.shape
+    np.testing.assert_allclose(found.sum(axis=0), errors, rtol=1e-4)
 
 
 def test_encode_equals_a_brute_force_twin_in_float64(sample: np.ndarray, codebooks: np.ndarray) -> None:
@@ -76,22 +78,30 @@ def test_a_sample_smaller_than_a_codebook_is_refused() -> None:
         residual_kmeans.fit(vectors(15, 8), levels=1, codes=16, iterations=2, seed=0)
 
 
-@pytest.mark.parametrize("size", [0, 1, 17, 60, 1000])
-def test_the_sample_is_uniform_sorted_and_of_the_size_asked_for(size: int) -> None:
-    rows = [10, 0, 25, 25]
-    chosen = choose(rows, size=size, seed=3)
-    assert sum(map(len, chosen)) == min(size, 60)
-    for count, part in zip(rows, chosen, strict=True):
-        assert part.tolist() == sorted(set(part.tolist()))
-        assert all(0 <= row < count for row in part)
+@pytest.mark.parametrize("rows", [700, residual_kmeans.BLOCK, 2 * residual_kmeans.BLOCK + 1])
+def test_blocks_do_not_show(codebooks: np.ndarray, rows: int) -> None:
+    many = vectors(rows, 24, seed=5)
+    codes = residual_kmeans.encode(many, codebooks)
+    one_by_one = [residual_kmeans.encode(many[i : i + 1], codebooks)[0] for i in range(0, rows, 97)]
+    assert (codes[::97] == one_by_one).mean() > 0.995
+    left = many - residual_kmeans.decode(codes, codebooks)
+    np.testing.assert_allclose(residual_kmeans.subtract(many, codebooks), left, atol=1e-6)
+    energy = residual_kmeans.residual_energy(many, codes, codebooks)
+    np.testing.assert_allclose(energy[:, -1], np.square(left).sum(axis=1), rtol=1e-4)
 
 
-def test_every_document_is_as_likely_to_be_sampled() -> None:
-    hits = np.zeros(30)
-    for seed in range(600):
-        parts = choose([10, 20], size=6, seed=seed)
-        hits[parts[0]] += 1
-        hits[10 + parts[1]] += 1
-    # 600 draws of 6 of 30: mean 120, standard deviation 9.8.
-    assert hits.min() > 120 - 4.5 * 9.8
-    assert hits.max() < 120 + 4.5 * 9.8
+@pytest.mark.parametrize("gpus", [0, 3])
+def test_a_level_is_clustered_on_every_gpu_there_is(
+    sample: np.ndarray, monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    asked = []
+
+    class Kmeans(faiss.Kmeans):
+        def __init__(self, *sizes: int, gpu: int, **knobs: int) -> None:
+            asked.append(gpu)
+            super().__init__(*sizes, **knobs)  # here, on the CPU
+
+    monkeypatch.setattr(faiss, "Kmeans", Kmeans)
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: gpus)
+    residual_kmeans.cluster(sample, codes=4, iterations=1, seed=0)
+    assert asked == [gpus]

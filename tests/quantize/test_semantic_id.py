@@ -39,16 +39,33 @@ def test_the_table_has_the_columns_of_the_schema() -> None:
     assert table.to_pylist()[1] == {"doc_id": "b", "codes": [2, 5], "suffix": 4, "semantic_id": "2-5-4"}
 
 
-def test_statistics_of_a_corpus_counted_by_hand() -> None:
-    codes = np.array([[0, 0], [0, 1], [1, 1], [1, 1]], np.uint16)
-    found = semantic_id.statistics(codes, size=4, residual_energy=np.array([2.0, 1.0]))
-    assert (found["documents"], found["distinct_codes"], found["collisions"]) == (4, 3, 1)
-    assert [level["usage"] for level in found["levels"]] == [0.5, 0.5]
-    np.testing.assert_allclose([level["entropy_bits"] for level in found["levels"]], [1.0, 0.8112781])
-    assert [level["residual_energy"] for level in found["levels"]] == [0.5, 0.25]
-    assert [level["distinct_prefixes"] for level in found["levels"]] == [2, 3]
+def test_ids_that_were_given_stay_and_newcomers_count_on() -> None:
+    given = semantic_id.Given(
+        pa.array(["a", "b", "c", "d"]),
+        np.array([[1, 1], [1, 1], [2, 0], [1, 1]], np.uint16),
+        np.array([0, 1, 0, 2], np.int32),
+    )
+    # d is gone, c has other codes now, b and a changed places; e, f and g are new.
+    doc_ids = pa.array(["e", "b", "f", "c", "a", "g"])
+    codes = np.array([[1, 1], [1, 1], [3, 3], [1, 1], [1, 1], [2, 0]], np.uint16)
+    suffix, new = semantic_id.suffixes_after(given, doc_ids, codes)
+    assert suffix.tolist() == [3, 1, 0, 4, 0, 1]
+    assert new.tolist() == [True, False, True, True, False, True]
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_appended_documents_count_on_as_if_all_had_come_at_once(before: int, after: int, seed: int) -> None:
+    codes = np.random.default_rng(seed).integers(0, 3, (before + after, 2)).astype(np.uint16)
+    names = pa.array([f"d{i}" for i in range(len(codes))], pa.string())
+    whole = semantic_id.suffixes(codes)
+    given = semantic_id.Given(names[:before], codes[:before], whole[:before])
+    suffix, new = semantic_id.suffixes_after(given, names, codes)
+    assert suffix.tolist() == whole.tolist()
+    assert new.tolist() == [False] * before + [True] * after
 
 
 def test_a_config_whose_sample_cannot_fill_a_codebook_is_refused() -> None:
     with pytest.raises(ValidationError, match="cannot fit codes=256"):
         QuantizeConfig(sample_documents=255)
+    with pytest.raises(ValidationError, match="documents_per_worker=255 cannot fit codes=256"):
+        QuantizeConfig(documents_per_worker=255)

@@ -1,0 +1,137 @@
+"""Names given range by range, without Ray: the same as with all codes in one process."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from scalingnote.quantize import by_code, naming, semantic_id, statistics
+from scalingnote.storage.artifact import Artifact, Draft, write_table
+from scalingnote.storage.schema import semantic_ids
+from synthetic_corpus import Settings
+
+LEVELS, SIZE = 3, 6
+SIZES = [70, 0, 130, 40, 160, 5, 95]
+
+
+def corpus(seed: int) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """Names, codes that collide often, and energies."""
+    rng = np.random.default_rng(seed)
+    codes = np.minimum(rng.geometric(0.4, (sum(SIZES), LEVELS)) - 1, SIZE - 1)
+    return [f"d{i}" for i in range(sum(SIZES))], codes, rng.random(codes.shape).astype(np.float32)
+
+
+def name(
+    folder: Path, doc_ids: list[str], codes: np.ndarray, energy: np.ndarray, given: Artifact | None = None
+) -> tuple[naming.Named, Artifact]:
+    draft = Draft(str(folder), kind="semantic_ids", config=Settings(), parents={})
+    parts = [f"codes/part-{i:05d}.parquet" for i in range(len(SIZES))]
+    ends = np.cumsum(SIZES)
+    for part, end, rows in zip(parts, ends, SIZES, strict=True):
+        ours = slice(end - rows, end)
+        names = pa.chunked_array([doc_ids[ours]], pa.string())
+        sampled = np.arange(rows) % 3 == 0
+        table = naming.coded_table(names, codes[ours], energy[ours], sampled & (given is None))
+        write_table(draft.work(part), table)
+    where = naming.Corpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE, given)
+    named = naming.name(where, parts, SIZES, each=map)
+    draft.write_json(by_code.SUMMARY, named.ranges)
+    for file, part in named.parts.items():
+        draft.register(file, part)
+    return named, draft.commit(counts={})
+
+
+@pytest.mark.parametrize("rows", [50, 200, 10_000])
+def test_ranges_give_the_ids_and_statistics_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(naming, "ROWS", rows)
+    doc_ids, codes, energy = corpus(0)
+    named, artifact = name(tmp_path, doc_ids, codes, energy)
+    table = artifact.table("codes")
+    suffix = semantic_id.suffixes(codes)
+    assert table.schema.equals(semantic_ids(LEVELS))
+    assert table.equals(semantic_id.to_table(pa.chunked_array([doc_ids]), codes, suffix).cast(table.schema))
+    whole = statistics.Tally.of(codes, energy, size=SIZE)
+    found = statistics.report(named.tally, named.spread, collisions=named.collisions)
+    expected = statistics.report(
+        whole, statistics.Spread.of(codes.astype(np.uint16)), collisions=int((suffix > 0).sum())
+    )
+    for level, other in zip(found.pop("levels"), expected.pop("levels"), strict=True):
+        assert level == pytest.approx(other)
+    assert found == expected
+    unseen = np.concatenate([np.arange(size) % 3 > 0 for size in SIZES])
+    assert named.unseen.documents == unseen.sum()
+    assert (
+        named.unseen.usage.tolist()
+        == statistics.Tally.of(codes[unseen], energy[unseen], size=SIZE).usage.tolist()
+    )
+
+    assert len(named.ranges) > 2 or rows == 10_000
+    ordered = pa.concat_tables([artifact.table(found["name"]) for found in named.ranges])
+    order = np.lexsort((suffix, *codes.T[::-1]))
+    assert ordered["doc_id"].to_pylist() == [doc_ids[i] for i in order]
+    assert ordered["suffix"].to_pylist() == suffix[order].tolist()
+    for level in range(LEVELS):
+        assert ordered[f"code_{level}"].to_pylist() == codes[order, level].tolist()
+
+
+@pytest.mark.parametrize("rows", [60, 10_000])
+def test_ids_that_were_given_stay_whatever_the_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    doc_ids, codes, energy = corpus(1)
+    monkeypatch.setattr(naming, "ROWS", 90)
+    _, before = name(tmp_path / "before", doc_ids, codes, energy)
+    rng = np.random.default_rng(2)
+    order = rng.permutation(len(doc_ids))
+    names, kept = np.array(doc_ids)[order], rng.random(len(order)) < 0.7
+    names[~kept] = [f"new{i}" for i in range((~kept).sum())]
+    monkeypatch.setattr(naming, "ROWS", rows)
+    named, after = name(tmp_path / "after", names.tolist(), codes[order], energy[order], before)
+
+    old = dict(zip(*(before.table("codes")[c].to_pylist() for c in ("doc_id", "semantic_id")), strict=True))
+    new = dict(zip(*(after.table("codes")[c].to_pylist() for c in ("doc_id", "semantic_id")), strict=True))
+    assert {doc_id: new[doc_id] for doc_id in names[kept]} == {doc_id: old[doc_id] for doc_id in names[kept]}
+    assert len(set(new.values())) == len(new)
+    assert not {new[doc_id] for doc_id in names[~kept]} & set(old.values())
+    assert named.unseen.documents == (~kept).sum()
+    np.testing.assert_allclose(named.unseen.energy, energy[order][~kept].sum(axis=0), rtol=1e-5)
+    assert named.tally.documents == len(names)
+
+
+def test_a_killed_run_repeats_only_what_was_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(naming, "ROWS", 100)
+    doc_ids, codes, energy = corpus(3)
+    _, whole = name(tmp_path / "whole", doc_ids, codes, energy)
+    settled = []
+    suffixes = naming._suffixes
+
+    def dying(where: naming.Corpus, number: int, *others: object) -> object:
+        settled.append(number)
+        if len(settled) == 3:
+            raise KeyboardInterrupt
+        return suffixes(where, number, *others)
+
+    monkeypatch.setattr(naming, "_suffixes", dying)
+    with pytest.raises(KeyboardInterrupt):
+        name(tmp_path / "again", doc_ids, codes, energy)
+    _, again = name(tmp_path / "again", doc_ids, codes, energy)
+    assert settled[:4] == [0, 1, 2, 2]
+    assert again.digest == whole.digest
+
+
+@pytest.mark.parametrize(
+    ("size", "levels", "packed"), [(256, 6, 6), (8192, 6, 4), (2, 16, 16), (65_536, 5, 4)]
+)
+def test_keys_are_ordered_as_codes_are(size: int, levels: int, packed: int) -> None:
+    codes = np.random.default_rng(0).integers(0, size, (300, levels))
+    codes[:100] = np.random.default_rng(1).integers(0, 2, (100, levels)) * (size - 1)
+    keys = by_code.keys(codes, size=size)
+    assert [by_code.prefix_of(int(key), size=size, levels=levels) for key in keys] == codes[
+        :, :packed
+    ].tolist()
+    assert np.argsort(keys, kind="stable").tolist() == np.lexsort(codes[:, :packed].T[::-1]).tolist()

@@ -1,0 +1,124 @@
+from collections import Counter
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from safetensors.numpy import save
+
+from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.quantize import by_code, naming, reader, residual_kmeans
+from scalingnote.quantize.reader import SemanticIds
+from scalingnote.storage.artifact import Draft, write_table
+from synthetic_corpus import Settings, vectors
+
+LEVELS, SIZE, DIM = 3, 7, 12
+SIZES = [300, 150, 250]
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[tuple[tuple[int, ...], int, str]]:
+    """Codes, suffix and document, sorted: what the reader is measured against."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory: pytest.TempPathFactory, rows: list) -> SemanticIds:
+    matrix = vectors(sum(SIZES), DIM)
+    codebooks = residual_kmeans.fit(matrix[:400], levels=LEVELS, codes=SIZE, iterations=4, seed=0)
+    codes = residual_kmeans.encode(matrix, codebooks)
+    draft = Draft(f"{tmp_path_factory.mktemp('reader')}", kind="semantic_ids", config=Settings(), parents={})
+    parts = [f"codes/part-{i:05d}.parquet" for i in range(len(SIZES))]
+    for part, end, size in zip(parts, np.cumsum(SIZES), SIZES, strict=True):
+        names = pa.chunked_array([[f"d{i}" for i in range(end - size, end)]])
+        energy, sampled = np.zeros((size, LEVELS), np.float32), np.zeros(size, bool)
+        write_table(draft.work(part), naming.coded_table(names, codes[end - size : end], energy, sampled))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(naming, "ROWS", 120)  # several files
+        where = naming.Corpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE)
+        named = naming.name(where, parts, SIZES, each=map)
+    draft.write_json(by_code.SUMMARY, named.ranges)
+    draft.write_bytes("codebooks.safetensors", save({"codebooks": codebooks}))
+    artifact = draft.commit(counts={})
+    assert len(artifact.names("by_code/")) > 3
+    table = artifact.table("codes")
+    columns = [table[name].to_pylist() for name in ("codes", "suffix", "doc_id")]
+    rows += sorted((tuple(code), suffix, doc_id) for code, suffix, doc_id in zip(*columns, strict=True))
+    return SemanticIds.open(artifact.uri)
+
+
+def test_documents_and_children_of_every_prefix(ids: SemanticIds, rows: list) -> None:
+    for length in range(LEVELS + 1):
+        for prefix in product(range(SIZE), repeat=length):
+            under = [row for row in rows if row[0][:length] == prefix]
+            found = ids.documents(prefix)
+            assert found["doc_id"].to_pylist() == [doc_id for _, _, doc_id in under]
+            assert found["semantic_id"].to_pylist() == [
+                "-".join(map(str, (*codes, suffix))) for codes, suffix, _ in under
+            ]
+            assert ids.count(prefix) == len(under)
+            if length < LEVELS:
+                assert ids.children(prefix) == Counter(codes[length] for codes, _, _ in under)
+    whole = ids.documents(())
+    for limit in (0, 1, 130, 700, 900):
+        assert ids.documents((), limit=limit).equals(whole.slice(0, limit))
+
+
+def test_from_id_to_document_and_back(ids: SemanticIds, rows: list) -> None:
+    named = {f"{'-'.join(map(str, codes))}-{suffix}": doc_id for codes, suffix, doc_id in rows}
+    assert {text: ids.doc_id(text) for text in named} == named
+    back = {doc_id: text for text, doc_id in named.items()}
+    assert ids.of([f"d{i}" for i in range(len(rows))]) == back
+    assert ids.of(["d3", "no such", "d600"]) == {"d3": back["d3"], "d600": back["d600"]}
+    assert ids.of([]) == {}
+    (codes, suffix, _), *_ = rows
+    assert ids.doc_id(f"{'-'.join(map(str, codes))}-{suffix + 500}") is None
+
+
+@pytest.mark.parametrize("metric", ["l2", "inner_product"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_the_nearest_prefixes_are_those_of_brute_force(
+    ids: SemanticIds, rows: list, metric: str, level: int
+) -> None:
+    prefixes = Counter(codes[:level] for codes, _, _ in rows)
+    decoded = residual_kmeans.decode(np.array(list(prefixes)), ids.codebooks).astype(np.float64)
+    queries = vectors(20, DIM, seed=7)
+    scores = queries @ decoded.T
+    if metric == "l2":
+        scores = -np.square(queries[:, None].astype(np.float64) - decoded).sum(axis=2)
+    found = ids.nearest(queries, level=level, n=5, metric=metric, width=None)
+    beam = ids.nearest(queries, level=level, n=5, metric=metric, width=12)
+    agree = 0
+    for row, near, kept in zip(scores, found, beam, strict=True):
+        np.testing.assert_allclose([one.score for one in near], np.sort(row)[::-1][:5], atol=1e-5)
+        of = dict(zip(prefixes, row, strict=True))
+        np.testing.assert_allclose([one.score for one in near], [of[one.prefix] for one in near], atol=1e-5)
+        assert [one.documents for one in near] == [prefixes[one.prefix] for one in near]
+        agree += len({one.prefix for one in near} & {one.prefix for one in kept})
+    assert agree >= 0.9 * 5 * len(queries)
+
+
+def test_fewer_prefixes_than_asked_for(ids: SemanticIds, rows: list) -> None:
+    (near,) = ids.nearest(vectors(1, DIM), level=1, n=100)
+    assert len(near) == len({codes[0] for codes, _, _ in rows})
+
+
+def test_what_cannot_be_read_is_said(ids: SemanticIds, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"\[1, 7\] is no prefix here: at most 3 codes, each 0 to 6"):
+        ids.documents([1, 7])
+    with pytest.raises(DataError, match=r"at most 2 codes"):
+        ids.children([0, 0, 0])
+    with pytest.raises(DataError, match=r"'1-2' is no semantic ID: 3 codes and a suffix"):
+        ids.doc_id("1-2")
+    assert (reader.parse("1-2"), reader.parse("")) == ([1, 2], [])
+    with pytest.raises(DataError, match=r"'1-x' is not made of codes"):
+        reader.parse("1-x")
+    with pytest.raises(ConfigError, match=r"level=4"):
+        ids.nearest(vectors(1, DIM), level=4)
+    with pytest.raises(ConfigError, match=r"8 dimensions, the codebooks 12"):
+        ids.nearest(vectors(1, 8), level=1)
+    old = Draft(str(tmp_path), kind="semantic_ids", config=Settings(), parents={})
+    old.write_bytes("codebooks.safetensors", save({"codebooks": ids.codebooks}))
+    with pytest.raises(ArtifactError, match="re-run quantize"):
+        SemanticIds.open(old.commit(counts={}).uri)
