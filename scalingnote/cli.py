@@ -33,6 +33,7 @@ STAGES = {
     "encode_student": "embed the documents with a student that has a document tower",
     "mine": "find fresh hard negatives with the trained towers",
     "quantize": "assign semantic IDs by residual K-means",
+    "fuse": "merge features, clicks and users into the final embeddings",
     "index": "build the sharded index",
     "evaluate": "measure and write the report",
 }

@@ -21,6 +21,7 @@ from scalingnote.distill.config import DistillConfig
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.fuse.config import FuseConfig
 from scalingnote.index.config import IndexConfig
 from scalingnote.log import get_logger
 from scalingnote.mine.config import MineConfig
@@ -55,6 +56,7 @@ class RunConfig(Config):
     distill: DistillConfig | None = Field(DistillConfig(), description="null: serve stage I's query tower")
     encode: EncodeConfig = EncodeConfig()
     quantize: QuantizeConfig = QuantizeConfig()
+    fuse: FuseConfig | None = Field(None, description="null: what is indexed is the documents' embeddings")
     index: IndexConfig = IndexConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     serve: ServeConfig = ServeConfig()
@@ -130,6 +132,14 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage("quantize", "semantic_ids", ("embeddings",), "quantize", "scalingnote.quantize.job:run"),
     Stage(
+        "fuse",
+        "embeddings",
+        ("dataset", "planner", "embeddings", "semantic_ids"),
+        "fuse",
+        "scalingnote.fuse.job:run",
+        may_read=("dual_encoder", "student"),
+    ),
+    Stage(
         "index",
         "index",
         ("dataset", "embeddings", "semantic_ids"),
@@ -183,6 +193,7 @@ def stages(config: RunConfig) -> list[Stage]:
         *earlier,
         *_last_round(config, known),
         known["quantize"],
+        *_fused(config, known),
         known["index"],
         _evaluate(config, known),
     ]
@@ -200,12 +211,21 @@ def _last_round(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
     return [top, known["teacher"], known["encode"], distill, *again]
 
 
+def _fused(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
+    """The stage that merges features in, if any, with the query tower that serves."""
+    if config.fuse is None:
+        return []
+    tower = "dual_encoder" if config.distill is None else "student"
+    return [replace(known["fuse"], reads=(*known["fuse"].reads, tower), may_read=())]
+
+
 def _evaluate(config: RunConfig, known: Mapping[str, Stage]) -> Stage:
     """Every query tower is measured in the documents' embeddings that it was trained with."""
     stage = known["evaluate"]
     towers = () if config.cross_encoder is not None else ("dual_encoder",)
     students = () if config.distill is None else ("student",)
-    apart = towers and config.distill is not None and config.distill.document is not None
+    own = config.distill is not None and (config.distill.document is not None or config.fuse is not None)
+    apart = towers and own
     return replace(
         stage,
         reads=(*stage.reads, *towers, *students),

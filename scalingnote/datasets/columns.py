@@ -9,15 +9,22 @@ import pyarrow.parquet as pq
 from scalingnote.datasets.config import Columns, TableFile
 from scalingnote.datasets.rows import Row, Rows, Source, Unreadable, files, json_lines, parquet
 from scalingnote.errors import DataError
-from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
+from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES, USERS
 
-_TYPES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_()}
+_TYPES = {
+    "string": pa.string(),
+    "int64": pa.int64(),
+    "float64": pa.float64(),
+    "bool": pa.bool_(),
+    "vector": pa.list_(pa.float32()),
+}
 _OPTIONAL = {"title", "topic", "content", "group", "split", "user_id"}
 
 
 def read(config: Columns, directory: Path | None = None) -> Source:
     """Tables as the config maps them. Qrels without a relevance column are all of relevance 1."""
     features = pa.schema({name: _TYPES[kind] for name, kind in config.features.items()})
+    profile = pa.schema({name: _TYPES[kind] for name, kind in config.profile.items()})
 
     def optional(file: TableFile | None, schema: pa.Schema) -> Rows:
         return _rows(file, schema.names) if file else ()
@@ -28,7 +35,9 @@ def read(config: Columns, directory: Path | None = None) -> Source:
         qrels=optional(config.qrels, QRELS),
         impressions=optional(config.impressions, IMPRESSIONS),
         scores=optional(config.scores, SCORES),
+        users=_rows(config.users, [*USERS.names, *profile.names]) if config.users else (),
         features=features,
+        profile=profile,
     )
 
 

@@ -8,6 +8,23 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from scalingnote.config import Config, Resources
 
 
+class Taste(Config):
+    """Simulated users who differ: each likes some values and ranges of features, and clicks others less."""
+
+    columns: tuple[str, ...] = Field(
+        min_length=1, description="features of documents: of texts some values are liked, of numbers a range"
+    )
+    values: int = Field(5, ge=1, description="of a text that a user likes, drawn by how frequent they are")
+    band: float = Field(0.4, gt=0, le=1, description="share of the documents within the range a user likes")
+    strength: float = Field(
+        0.8,
+        ge=0,
+        le=1,
+        description="share of its attraction that a document loses with each column not liked",
+    )
+    told: float = Field(0.7, ge=0, le=1, description="chance that a profile says what its user likes")
+
+
 class ClickModelConfig(Config):
     """A simulated engine and its users: what every click model has in common.
 
@@ -44,6 +61,7 @@ class ClickModelConfig(Config):
         1.0, ge=0, description="how far up the simulated engine puts relevant documents; 0 shuffles them"
     )
     users: int = Field(1000, ge=1, description="sessions are dealt to so many users")
+    taste: Taste | None = Field(None, description="null: all users find the same attractive")
     start: str = Field(
         "2024-01-01T00:00:00",
         pattern=r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}$",
@@ -233,7 +251,7 @@ class TableFile(Config):
     )
 
 
-FeatureType = Literal["string", "int64", "float64", "bool"]
+FeatureType = Literal["string", "int64", "float64", "bool", "vector"]
 
 
 class Columns(DatasetConfig):
@@ -247,8 +265,12 @@ class Columns(DatasetConfig):
         None, description="session_id, user_id, query_id, doc_id, position, clicked, timestamp (seconds)"
     )
     scores: TableFile | None = Field(None, description="query_id, doc_id, score")
+    users: TableFile | None = Field(None, description="user_id, and columns of their profiles")
     features: dict[str, FeatureType] = Field(
         default_factory=dict, description="further document columns to keep, and their types"
+    )
+    profile: dict[str, FeatureType] = Field(
+        default_factory=dict, description="columns of users to keep, and their types"
     )
 
     @model_validator(mode="after")

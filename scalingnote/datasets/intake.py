@@ -77,6 +77,20 @@ def queries(rows: Rows, *, quarantine: Quarantine) -> Iterator[Row]:
     return _checked("queries", rows, check, quarantine)
 
 
+def users(rows: Rows, *, profile: pa.Schema, quarantine: Quarantine) -> Iterator[Row]:
+    """Users with an id, each once, and the columns of `profile`."""
+    seen: set[str] = set()
+
+    def check(row: Row) -> Row:
+        user_id = _identifier(row, "user_id")
+        if user_id in seen:
+            raise _BadRowError("duplicate user_id")
+        seen.add(user_id)
+        return {"user_id": user_id, **{f.name: _feature(row, f, quarantine) for f in profile}}
+
+    return _checked("users", rows, check, quarantine)
+
+
 def pairs(
     table: str, rows: Rows, *, query_ids: Iterable[str], doc_ids: Iterable[str], quarantine: Quarantine
 ) -> Iterator[Row]:

@@ -4,8 +4,9 @@ Documents are streamed into parts; ids, groups and topics, queries and judgement
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,10 +16,11 @@ from scalingnote.datasets.config import AnyClickModel, AnyDataset, Logs
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.datasets.rows import Row, Source
 from scalingnote.datasets.split import held_out
-from scalingnote.errors import DataError
+from scalingnote.datasets.taste import Tastes
+from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
+from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES, USERS
 
 log = get_logger("datasets")
 _SPEAK_EVERY_S = 5.0
@@ -46,7 +48,9 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
     tables, left_out = _supervision(source, catalogue, config=config, quarantine=quarantine)
     simulator = None if tables["impressions"].num_rows else config.click_model
     if simulator:
-        tables["impressions"] = _simulated(tables, catalogue, config=simulator)
+        tastes = _tastes(simulator, catalogue, source.features)
+        tables["impressions"] = _simulated(tables, catalogue, config=simulator, tastes=tastes)
+        tables["users"] = USERS.empty_table() if tastes is None else tastes.profiles()
 
     for name, table in tables.items():
         if table.num_rows or name in ("queries", "qrels"):
@@ -79,10 +83,12 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
 class _Catalogue:
     """What later steps need to know of the documents: all that were offered, and those a subset kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: Sequence[str]) -> None:
+        """`features` are the columns whose values must be known later on."""
         self.offered: set[str] = set()
         self.group_of: dict[str, str] = {}
         self.topics: list[str] = []
+        self.features: dict[str, list[Any]] = {name: [] for name in features}
 
     def offer(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Note sound rows as they pass."""
@@ -95,13 +101,22 @@ class _Catalogue:
         for row in rows:
             self.group_of[row["doc_id"]] = row["group"]
             self.topics.append(row["topic"])
+            for name, values in self.features.items():
+                values.append(row[name])
             yield row
 
 
 def _write_documents(
     draft: Draft, source: Source, *, config: AnyDataset, quarantine: Quarantine
 ) -> _Catalogue:
-    catalogue = _Catalogue()
+    taste = config.click_model.taste if config.click_model else None
+    liked = taste.columns if taste else ()
+    if missing := sorted(set(liked) - set(source.features.names)):
+        raise ConfigError(
+            f"click_model.taste names {missing}, which are no features of {config.name}: it has "
+            f"{source.features.names}"
+        )
+    catalogue = _Catalogue(liked)
     rows: Iterable[Row] = catalogue.offer(
         intake.documents(source.documents, config=config, features=source.features, quarantine=quarantine)
     )
@@ -165,8 +180,10 @@ def _supervision(
         "impressions": pa.Table.from_pylist(pairs["impressions"], schema=IMPRESSIONS),
         "scores": pa.Table.from_pylist(pairs["scores"], schema=SCORES),
     }
+    users = list(intake.users(source.users, profile=source.profile, quarantine=quarantine))
     left_out = {name: count - tables[name].num_rows for name, count in sound.items()}
     left_out["documents"] = len(catalogue.offered) - len(catalogue.group_of)
+    tables["users"] = pa.Table.from_pylist(users, schema=pa.schema([*USERS, *source.profile]))
     return tables, {name: count for name, count in sorted(left_out.items()) if count}
 
 
@@ -198,7 +215,19 @@ def _split(
         )
 
 
-def _simulated(tables: dict[str, pa.Table], catalogue: _Catalogue, *, config: AnyClickModel) -> pa.Table:
+def _tastes(config: AnyClickModel, catalogue: _Catalogue, features: pa.Schema) -> Tastes | None:
+    """What each simulated user likes, by the values of all documents; None where all like the same."""
+    if config.taste is None:
+        return None
+    columns = {
+        name: pa.array(values, features.field(name).type) for name, values in catalogue.features.items()
+    }
+    return Tastes.draw(config.taste, pa.table(columns), users=config.users, seed=config.seed)
+
+
+def _simulated(
+    tables: dict[str, pa.Table], catalogue: _Catalogue, *, config: AnyClickModel, tastes: Tastes | None
+) -> pa.Table:
     """Impressions of training queries; documents in a group that a test query is judged on stay unseen."""
     queries, qrels = tables["queries"], tables["qrels"]
     test = queries.filter(pc.equal(queries["split"], "test"))["query_id"]
@@ -206,15 +235,18 @@ def _simulated(tables: dict[str, pa.Table], catalogue: _Catalogue, *, config: An
     relevant = qrels.filter(pc.and_(is_test, pc.greater(qrels["relevance"], 0)))
     hidden = {catalogue.group_of[doc_id] for doc_id in relevant["doc_id"].to_pylist()}
     seen = [
-        (doc_id, topic)
-        for (doc_id, group), topic in zip(catalogue.group_of.items(), catalogue.topics, strict=True)
+        (doc_id, topic, row)
+        for row, ((doc_id, group), topic) in enumerate(
+            zip(catalogue.group_of.items(), catalogue.topics, strict=True)
+        )
         if group not in hidden
     ]
     return click_model.simulate(
         qrels.filter(pc.invert(is_test)),
-        doc_ids=[doc_id for doc_id, _ in seen],
-        topics=[topic for _, topic in seen],
+        doc_ids=[doc_id for doc_id, _, _ in seen],
+        topics=[topic for _, topic, _ in seen],
         config=config,
+        tastes=tastes.of_documents([row for _, _, row in seen]) if tastes else None,
     )
 
 

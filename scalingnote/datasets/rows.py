@@ -34,9 +34,9 @@ class Source:
     """What a reader hands over: raw rows of each table, named as in ``storage.schema``.
 
     A query may carry a `split` of its own; without one, the split is drawn by group. `features` types the
-    document columns beyond the five that every document has. `rank` orders documents for a subset
-    (smallest first); without it, whole groups are kept in the order of a seeded hash. `rejected` are
-    losses known only once the rows have been read (a package that crashed).
+    document columns beyond the five that every document has, `profile` those of users beyond their id. `rank`
+    orders documents for a subset (smallest first); without it, whole groups are kept in the order of a seeded
+    hash. `rejected` are losses known only once the rows have been read (a package that crashed).
     """
 
     documents: Rows
@@ -44,7 +44,9 @@ class Source:
     qrels: Rows = ()
     impressions: Rows = ()
     scores: Rows = ()
+    users: Rows = ()
     features: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    profile: pa.Schema = field(default_factory=lambda: pa.schema([]))
     rank: Callable[[Row], Any] | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 

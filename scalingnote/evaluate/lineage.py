@@ -36,11 +36,14 @@ class Ancestor:
     def stage(self) -> str:
         """The stage that builds artifacts of this kind.
 
-        Triplets that rest on towers were mined with them; embeddings that rest on a student are its own.
+        Triplets that rest on towers were mined with them; embeddings that rest on semantic IDs are fused, and
+        others that rest on a student are its own.
         """
         parents = self.artifact.manifest.parents if self.artifact else {}
         if self.kind == "triplets" and "dual_encoder" in parents:
             return "mine"
+        if self.kind == "embeddings" and "semantic_ids" in parents:
+            return "fuse"
         if self.kind == "embeddings" and "student" in parents:
             return "encode_student"
         return STAGE_OF.get(self.kind, self.kind)

@@ -85,6 +85,8 @@ def run(config: IndexConfig, *, dataset: str, embeddings: str, semantic_ids: str
 
 
 def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
+    if embeddings.manifest.parents.get("semantic_ids", {}).get("digest") == semantic_ids.digest:
+        return  # these embeddings were fused with these semantic IDs
     origin = semantic_ids.manifest.parents.get("embeddings", {}).get("digest")
     if origin != embeddings.digest:
         raise ArtifactError(

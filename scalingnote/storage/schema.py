@@ -1,6 +1,7 @@
 """Columns of every table that passes between stages; the one place where they are named.
 
-Documents may carry further columns: these are *features* (price, supplier, votes...), kept as they are.
+Documents may carry further columns: these are *features* (price, supplier, votes...), kept as they are. So
+may users: their *profile*.
 """
 
 import pyarrow as pa
@@ -35,6 +36,7 @@ IMPRESSIONS = pa.schema(
         "dwell_s": pa.float32(),  # seconds spent on a clicked document; null where nobody measured
     }
 )
+USERS = pa.schema({"user_id": pa.string()})
 SCORES = pa.schema({"query_id": pa.string(), "doc_id": pa.string(), "score": pa.float32()})
 TRIPLETS = pa.schema(
     {

@@ -1,0 +1,294 @@
+"""What features add to plain embeddings: an ablation of fusion on real products, with simulated users.
+
+    python -m benchmarks.fusion --json docs/results/fusion.json [--steps N] [--max-documents N] [--seeds N]
+
+Products, their suppliers, prices and dates, queries and judgements are those of `chorus_icecat`. Users are
+simulated (`datasets/taste.py`): each likes some suppliers and a price band, and clicks other products less.
+
+Towers, embeddings and semantic IDs are made once (MiniLM, or towers from scratch), clicks and fusion anew for
+every seed. Queries of the test split are asked by users whose clicks on the training queries are known:
+
+- nDCG@10 over all products; the gain of one is its grade over the best, times what the user's taste leaves
+- AUC: in sessions that were simulated of these queries after training, a click against what was not clicked
+
+Each row of the table adds to the one above it.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Float
+from numpy import ndarray
+
+from benchmarks import minilm
+from benchmarks.report import arguments, show, write
+from scalingnote import pipeline
+from scalingnote.config import load, validate
+from scalingnote.datasets import click_model
+from scalingnote.datasets.config import AnyClickModel
+from scalingnote.datasets.job import run as prepare
+from scalingnote.datasets.taste import Tastes
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.evaluate.job import TestSet, test_set
+from scalingnote.fuse.config import FuseConfig
+from scalingnote.fuse.job import QUERY_SIDE
+from scalingnote.fuse.job import run as fuse
+from scalingnote.fuse.query_fusion import QueryFusion, User
+from scalingnote.log import configure
+from scalingnote.planner.planner import load as load_planner
+from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact
+
+CLICKS = {
+    "users": 300,
+    "sessions_per_query": 300,
+    "relevant_per_session": 6,
+    "taste": {"columns": ["supplier", "price"], "values": 8, "strength": 0.8, "told": 0.7},
+}
+FEATURES = [
+    {"kind": "categorical", "column": "supplier"},
+    {"kind": "bucketed", "column": "price"},
+    {"kind": "numeric", "column": "price"},
+    {"kind": "numeric", "column": "date_released"},
+]
+PROFILE = [{"kind": "categorical", "column": f"liked_{name}"} for name in ("supplier", "price")]
+NOTHING = {"planner": None, "history": None}
+# Each row has all that the one above it has.
+ROWS: dict[str, dict[str, Any]] = {
+    "semantic_ids": {"document": {"ids": None}, "query": NOTHING},
+    "features": {"document": {"features": FEATURES}, "query": {"history": None}},
+    "profile": {
+        "document": {"features": FEATURES},
+        "query": {"history": None, "profile": PROFILE, "crosses": ["liked_supplier", "liked_price"]},
+    },
+    "history": {
+        "document": {"features": FEATURES},
+        "query": {"profile": PROFILE, "crosses": ["liked_supplier", "liked_price"]},
+    },
+}
+SHOWN = {"plain": "plain embedding", **{name: f"+ {name.replace('_', ' ')}" for name in ROWS}}
+SHOWN["history"] = "+ user history"
+
+
+@dataclass(frozen=True)
+class World:
+    """What one seed's users do, and how good an answer to each is."""
+
+    dataset: Artifact
+    test: TestSet
+    asked: list[int]  # a query of the test set for each pair
+    users: list[User]  # who asks it
+    gains: Float[ndarray, "pairs docs"]
+    sessions: pa.Table  # impressions of the pairs' queries and users, simulated
+    pair_of: dict[tuple[str, str], int]
+
+
+def main() -> None:
+    """Parse arguments, run, print and write."""
+    parser = arguments(__doc__)
+    parser.add_argument("--backbone", choices=("scratch", "minilm"), default="minilm")
+    parser.add_argument("--steps", type=int, default=400, help="of fusion, default: %(default)s")
+    parser.add_argument("--tower-steps", type=int, default=20, help="of stage I, default: %(default)s")
+    parser.add_argument("--max-documents", type=int, default=None, help="default: all 19,406")
+    parser.add_argument("--users-per-query", type=int, default=20, help="who ask each test query")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS))
+    parser.add_argument("--run-dir", default="runs/fusion", help="of what is shared by the seeds")
+    options = parser.parse_args()
+    configure()
+    built = towers(options)
+    found: dict[str, list[dict[str, float]]] = {}
+    for seed in range(options.seeds):
+        for name, measures in one_seed(seed, built, options).items():
+            found.setdefault(name, []).append(measures)
+    table = [{"embedding": SHOWN[name], **shown(rows)} for name, rows in found.items()]
+    show(f"chorus_icecat, simulated users, {options.seeds} seeds", table)
+    write(options.json, metrics=metrics(found), table=table, seeds=found)
+
+
+def towers(options: Any) -> dict[str, Artifact]:
+    """Plain embeddings, semantic IDs and what they rest on, made once."""
+    knobs = [
+        *(f"run_dir={options.run_dir}", "distill=null", "train.resources.workers=0"),
+        *("collect.sources=[click]", "collect.num_negatives=1", "dataset.click_model.sessions_per_query=20"),
+    ]
+    if options.max_documents:
+        knobs.append(f"dataset.max_documents={options.max_documents}")
+    files = ["configs/quickstart/chorus_icecat.yaml"]
+    if options.backbone == "minilm":
+        knobs += minilm.overrides(load(pipeline.RunConfig, files, knobs))
+    config = load(pipeline.RunConfig, files, knobs)
+    pipeline.run(config, pipeline.select(config, until="collect"), record=False)
+    rows = pipeline.locate(config, "triplets").counts["train"]
+    epochs = options.tower_steps / max(rows // config.train.global_batch, 1)
+    config = load(pipeline.RunConfig, files, [*knobs, f"train.epochs={epochs}"])
+    return pipeline.run(config, pipeline.select(config, until="quantize"), record=False)
+
+
+def one_seed(seed: int, built: Mapping[str, Artifact], options: Any) -> dict[str, dict[str, float]]:
+    """Measures of every row, for one draw of users and clicks."""
+    with TemporaryDirectory() as folder:
+        world = simulate(seed, built, Path(folder), options)
+        tower = QueryEncoder.load(built["dual_encoder"].directory("query"))
+        plain = vectors.unit(tower.encode_queries(world.test.queries))
+        table = built["embeddings"].table("embeddings", ["doc_id", "summary"])
+        documents = vectors.to_numpy(table["summary"])
+        found = {"plain": measure(plain[world.asked], documents, world)}
+        terms = load_planner(built["planner"]).term_scores([world.test.queries[i] for i in world.asked])
+        for name in options.rows:
+            config = validate(FuseConfig, knobs(ROWS[name], seed), source=name)
+            clicks = sum(batch["clicked"].true_count for batch in world.dataset.batches("impressions"))
+            epochs = options.steps / max(clicks // config.global_batch, 1)
+            fused = fuse(
+                config.model_copy(update={"epochs": epochs}),
+                dataset=world.dataset.uri,
+                **{
+                    kind: built[kind].uri
+                    for kind in ("planner", "embeddings", "semantic_ids", "dual_encoder")
+                },
+                output=f"{folder}/{name}",
+            )
+            queries = QueryFusion.load(fused.directory(QUERY_SIDE)).fuse(
+                plain[world.asked], terms=terms, users=world.users
+            )
+            final = vectors.to_numpy(fused.table("embeddings", ["summary"])["summary"])
+            found[name] = measure(queries, final, world)
+            show(f"seed {seed}", [{"embedding": SHOWN[n], **m} for n, m in found.items()])
+        return found
+
+
+def knobs(row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """A fusion config of a row."""
+    return {**row, "seed": seed, "resources": {"workers": 0}, "optimizer": {"peak_lr": 2e-3}}
+
+
+def simulate(seed: int, built: Mapping[str, Artifact], folder: Path, options: Any) -> World:
+    """Clicks of this seed's users on training queries, and test queries with users who ask them."""
+    base = dict(built["dataset"].manifest.config)
+    clicks = {**CLICKS, "seed": seed}
+    source = load(pipeline.RunConfig, [], [f"dataset={_yaml({**base, 'click_model': clicks})}"]).dataset
+    dataset = prepare(source, output=str(folder / "dataset"))
+    assert source.click_model is not None
+    documents = dataset.table("documents", ["doc_id", "topic", *CLICKS["taste"]["columns"]])  # type: ignore[index]
+    taste = source.click_model.taste
+    assert taste is not None
+    tastes = Tastes.draw(taste, documents, users=source.click_model.users, seed=seed)
+    test = test_set(dataset)
+    rng = np.random.default_rng(seed)
+    known = known_users(dataset, built["semantic_ids"])
+    ids = sorted(known)
+    asked, names = [], []
+    for query in range(len(test.query_ids)):
+        for user in rng.choice(len(ids), min(options.users_per_query, len(ids)), replace=False):
+            asked.append(query)
+            names.append(ids[user])
+    row_of = {doc: row for row, doc in enumerate(documents["doc_id"].to_pylist())}
+    best = max(max(judged.values()) for judged in test.qrels.values())
+    grades = np.zeros((len(test.query_ids), len(row_of)))
+    for query, name in enumerate(test.query_ids):
+        for doc, grade in test.qrels[name].items():
+            grades[query, row_of[doc]] = max(grade, 0) / best
+    numbers = np.array([int(name.removeprefix("u-")) for name in names])
+    gains = grades[asked] * tastes.factor(numbers[:, None], np.arange(len(row_of))[None])
+    pairs = {(test.query_ids[q], name): i for i, (q, name) in enumerate(zip(asked, names, strict=True))}
+    sessions = later(test, documents, tastes, source.click_model, seed=seed)
+    return World(dataset, test, asked, [known[name] for name in names], gains, sessions, pairs)
+
+
+def known_users(dataset: Artifact, semantic_ids: Artifact) -> dict[str, User]:
+    """Profile and history of every user who clicked in the training log."""
+    ids = semantic_ids.table("codes", ["doc_id", "semantic_id"])
+    name_of = dict(zip(ids["doc_id"].to_pylist(), ids["semantic_id"].to_pylist(), strict=True))
+    log = dataset.table("impressions", ["user_id", "doc_id", "clicked", "timestamp", "position"])
+    log = log.filter(log["clicked"]).sort_by([("timestamp", "ascending"), ("position", "ascending")])
+    clicked: dict[str, list[str]] = {}
+    for user, doc in zip(log["user_id"].to_pylist(), log["doc_id"].to_pylist(), strict=True):
+        clicked.setdefault(user, []).append(name_of[doc])
+    profiles = {row.pop("user_id"): row for row in dataset.table("users").to_pylist()}
+    return {user: User(profiles[user], names) for user, names in clicked.items()}
+
+
+def later(
+    test: TestSet, documents: pa.Table, tastes: Tastes, config: AnyClickModel, *, seed: int
+) -> pa.Table:
+    """Sessions of the test queries, by the same users, after training."""
+    rows = [
+        {"query_id": query, "doc_id": doc, "relevance": grade}
+        for query, judged in test.qrels.items()
+        for doc, grade in judged.items()
+    ]
+    return click_model.simulate(
+        pa.Table.from_pylist(rows),
+        doc_ids=documents["doc_id"].to_pylist(),
+        topics=documents["topic"].to_pylist(),
+        # Shuffled lists, each place looked at: what is measured is taste and relevance, not position.
+        config=config.model_copy(update={"seed": 1000 + seed, "ranker_skill": 0.0, "eta": 0.0}),
+        tastes=tastes,
+    )
+
+
+def measure(
+    queries: Float[ndarray, "pairs dim"], documents: Float[ndarray, "docs dim"], world: World
+) -> dict[str, float]:
+    """nDCG@10 over all documents and AUC within sessions."""
+    scores = queries @ documents.T
+    top = np.argsort(-scores, axis=1, kind="stable")[:, :10]
+    discount = 1 / np.log2(np.arange(2, 12))
+    got = (np.take_along_axis(world.gains, top, axis=1) * discount).sum(axis=1)
+    ideal = (-np.sort(-world.gains, axis=1)[:, :10] * discount).sum(axis=1)
+    doc_ids = world.dataset.table("documents", ["doc_id"])["doc_id"].combine_chunks()
+    session = world.sessions.append_column(
+        "row", pc.index_in(world.sessions["doc_id"], value_set=doc_ids)
+    ).to_pylist()
+    by_session: dict[str, list[tuple[float, bool]]] = {}
+    for row in session:
+        pair = world.pair_of.get((row["query_id"], row["user_id"]))
+        if pair is not None:
+            scored = (float(scores[pair, row["row"]]), row["clicked"])
+            by_session.setdefault(row["session_id"], []).append(scored)
+    areas = [area for rows in by_session.values() if (area := auc(rows)) is not None]
+    return {"ndcg10": float((got / ideal).mean()), "auc": statistics.mean(areas), "sessions": len(areas)}
+
+
+def auc(scored: Sequence[tuple[float, bool]]) -> float | None:
+    """The chance that a clicked document stands above one that was not; None without both."""
+    yes = np.array([score for score, clicked in scored if clicked])
+    no = np.array([score for score, clicked in scored if not clicked])
+    if not len(yes) or not len(no):
+        return None
+    return float(((yes[:, None] > no) + 0.5 * (yes[:, None] == no)).mean())
+
+
+def shown(rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """Mean ± standard deviation over seeds."""
+    return {
+        title: f"{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.3f}"
+        for title, name in (("nDCG@10", "ndcg10"), ("AUC", "auc"))
+        for values in [[row[name] for row in rows]]
+    }
+
+
+def metrics(found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, float]:
+    """``ndcg10_plain``, ``auc_history`` and so on: means over seeds."""
+    return {
+        f"{measure_}_{name}": round(statistics.mean(row[measure_] for row in rows), 4)
+        for name, rows in found.items()
+        for measure_ in ("ndcg10", "auc")
+    }
+
+
+def _yaml(value: Any) -> str:
+    import json
+
+    return json.dumps(value)
+
+
+if __name__ == "__main__":
+    main()

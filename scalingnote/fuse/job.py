@@ -1,0 +1,268 @@
+"""The fuse stage on Ray: artifacts in, networks trained on clicks and final embeddings of all documents out.
+
+    impressions, users, features ─prepare─► store ─Ray Train─► both networks ─Ray Data─► final embeddings
+
+What comes out has the kind and the parts of the embeddings that went in, so that whatever reads embeddings
+reads these; beside them lie ``document_fusion/`` and ``query_fusion/``, which are loaded to fuse what is new.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from safetensors import torch as safetensors
+
+from scalingnote import cluster
+from scalingnote.config import dump
+from scalingnote.encode.job import commit_part, each_part
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.fuse import prepare
+from scalingnote.fuse.batching import ClickBatches
+from scalingnote.fuse.config import FuseConfig
+from scalingnote.fuse.document_fusion import DocumentFusion, DocumentNetwork
+from scalingnote.fuse.objective import Stage
+from scalingnote.fuse.parts import VIEW, Corpus, read_part
+from scalingnote.fuse.query_fusion import QueryFusion, QueryNetwork, important
+from scalingnote.fuse.slots import SemanticIds
+from scalingnote.log import get_logger
+from scalingnote.storage import exchange, vectors
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
+from scalingnote.storage.slices import slices
+from scalingnote.train.corpus import among
+from scalingnote.train.job import Settings, launch, start_rank, train_rank
+from scalingnote.train.order import Order
+from scalingnote.train.prepare import array
+from scalingnote.train.stream import Store, one_chunk
+
+log = get_logger("fuse")
+DOCUMENT_SIDE, QUERY_SIDE = "document_fusion", "query_fusion"
+
+
+def run(
+    config: FuseConfig,
+    *,
+    dataset: str,
+    planner: str,
+    embeddings: str,
+    semantic_ids: str,
+    dual_encoder: str | None = None,
+    student: str | None = None,
+    output: str,
+) -> Artifact:
+    """Final embeddings, as an `embeddings` artifact; killed at any moment, the next call resumes.
+
+    `student`, or else `dual_encoder`, is whose query tower serves. DataError when nothing was clicked,
+    ConfigError when a feature is declared that the dataset lacks.
+    """
+    parents = {
+        "dataset": open_artifact(dataset, kind="dataset"),
+        "planner": open_artifact(planner, kind="planner"),
+        "embeddings": open_artifact(embeddings, kind="embeddings"),
+        "semantic_ids": open_artifact(semantic_ids, kind="semantic_ids"),
+    }
+    tower = _tower(dual_encoder, student)
+    draft = Draft(output, kind="embeddings", config=config, parents={**parents, tower.manifest.kind: tower})
+    if draft.finished:
+        return draft.existing()
+    _require_same_origin(parents["embeddings"], parents["semantic_ids"])
+    corpus = Corpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
+    facts = _prepare(config, corpus, parents["planner"], tower, draft)
+    steps = _order(config, facts).steps(config.epochs)
+    trained = draft.work("trained")
+    if not fs.exists(trained):
+        settings = {
+            "config": dump(config),
+            "output": output,
+            "work": draft.work(),
+            "store": draft.work("store"),
+            "semantic_ids": semantic_ids,
+            "steps": steps,
+        }
+        log.info("%s clicks, %d steps", f"{facts['sizes'][prepare.ROWS]:,}", steps)
+        launch(_worker, settings, schedule=config, room="fuse")
+        fs.write_bytes(trained, b"")
+    documents = _fuse(config, corpus, draft)
+    counts = {"documents": documents, "clicks": facts["sizes"][prepare.ROWS], "steps": steps}
+    return draft.commit(counts=counts | {"clicks_left_out": facts["left_out"]})
+
+
+def _tower(dual_encoder: str | None, student: str | None) -> Artifact:
+    if student:
+        return open_artifact(student, kind="student")
+    if dual_encoder:
+        return open_artifact(dual_encoder, kind="dual_encoder")
+    raise ConfigError("fusion needs the query tower that serves: give a student or a dual_encoder")
+
+
+def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
+    origin = semantic_ids.manifest.parents.get("embeddings", {}).get("digest")
+    if origin != embeddings.digest:
+        raise ArtifactError(
+            f"{semantic_ids.uri} was made from embeddings {str(origin)[:12]}, {embeddings.uri} is "
+            f"{embeddings.digest[:12]}: re-run quantize on these embeddings"
+        )
+
+
+def _prepare(
+    config: FuseConfig, corpus: Corpus, planner: Artifact, tower: Artifact, draft: Draft
+) -> dict[str, Any]:
+    """Facts of the finished store."""
+    folder = draft.work("store")
+    if Store.finished(folder):
+        return Store.facts_of(folder)
+    prepare.read_clicks(config, corpus.dataset, folder=folder, each=cluster.each)
+    prepare.fit_features(config, corpus.dataset, folder=folder, each=cluster.each)
+    of_queries = slices(corpus.dataset, "queries")
+    settings = {
+        "dataset": corpus.dataset.uri,
+        "tower": tower,
+        "planner": planner,
+        "output": folder,
+        "work": draft.work("queries"),
+        "slices": of_queries,
+        "words": config.query.planner.words if config.query.planner else 0,
+    }
+    rows = {
+        f"{prepare.QUERIES}/{number:05d}.arrow": sum(
+            corpus.dataset.manifest.parts[p].rows or 0 for p in parts
+        )
+        for number, parts in enumerate(of_queries)
+    }
+    records = each_part(QueryParts, settings, rows=rows, resources=config.writers, unit="queries")
+    files = [(record["name"], Part(**record["part"])) for record in records if record["part"]["rows"]]
+    return prepare.finish(config, corpus, queries=files, folder=folder, each=cluster.each)
+
+
+def _fuse(config: FuseConfig, corpus: Corpus, draft: Draft) -> int:
+    """Write the final embeddings, part by part; how many they are."""
+    source = corpus.embeddings
+    rows = {name: source.manifest.parts[name].rows or 0 for name in source.names("embeddings/", ".parquet")}
+    settings = {"corpus": corpus, "output": draft.uri, "work": draft.work("parts")}
+    records = each_part(FusedParts, settings, rows=rows, resources=config.writers, unit="documents fused")
+    for record in records:
+        draft.register(record["name"], Part(**record["part"]))
+    return sum(record["part"]["rows"] for record in records)
+
+
+def _order(config: FuseConfig, facts: dict[str, Any]) -> Order:
+    return Order(facts["sizes"], global_batch=config.global_batch, seed=config.seed)
+
+
+class QueryParts:
+    """Actor: training queries that were clicked for, by the query tower and the planner."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        from scalingnote.encode.query_encoder import QueryEncoder
+        from scalingnote.planner.planner import load
+
+        torch.set_num_threads(max(int(settings["threads"]), 1))
+        self._settings = settings
+        self._dataset = open_artifact(settings["dataset"], kind="dataset")
+        self._encoder = QueryEncoder.load(settings["tower"].directory("query"))
+        self._planner = load(settings["planner"])
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One part in, its record out."""
+        return {"record": [commit_part(name, self._encode, self._settings) for name in batch["name"]]}
+
+    def _encode(self, name: str) -> tuple[pa.Table, list[Any], int]:
+        parts = self._settings["slices"][int(Path(name).stem)]
+        found = pa.concat_tables(self._dataset.table(part) for part in parts)
+        found = found.filter(pc.equal(found["split"], "train"))
+        hashes = exchange.hash_of(found["query_id"])
+        kept = pa.array(among(hashes, array(fs.join(self._settings["output"], "asked.arrow"))))
+        queries = found["query"].filter(kept).to_pylist()
+        columns = {
+            "hash": pa.array(hashes).filter(kept),
+            "embedding": vectors.to_arrow(vectors.unit(self._encoder.encode_queries(queries))),
+        }
+        if self._settings["words"]:
+            terms = self._planner.term_scores(queries)
+            words = important(terms, len(queries), most=self._settings["words"])
+            columns |= {name: vectors.to_arrow(values) for name, values in vars(words).items()}
+        return one_chunk(columns), [], 0
+
+
+class FusedParts:
+    """Actor: whole parts of documents through the trained network."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        torch.set_num_threads(max(int(settings["threads"]), 1))
+        self._settings, self._corpus = settings, settings["corpus"]
+        uri = settings["output"]
+        files = [f"{DOCUMENT_SIDE}/{name}" for name in fs.list_files(fs.join(uri, DOCUMENT_SIDE))]
+        version = "".join(fs.checksum(fs.join(uri, name)) for name in files)
+        self._fusion = DocumentFusion.load(fs.download(uri, files, version=version) / DOCUMENT_SIDE)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One part in, its record out."""
+        return {"record": [commit_part(name, self._fuse, self._settings) for name in batch["name"]]}
+
+    def _fuse(self, name: str) -> tuple[pa.Table, list[Any], int]:
+        found = read_part(self._corpus, name, self._fusion.columns)
+        fused = self._fusion.fuse(found.table, found.embeddings, found.codes)
+        # Whatever else lies beside the embedding that is searched (term weights) stays as it is.
+        plain = self._corpus.embeddings.table(name)
+        at = plain.schema.get_field_index(VIEW)
+        dtype = str(plain.schema.field(VIEW).type.value_type.to_pandas_dtype().__name__)
+        return plain.set_column(at, plain.schema.field(VIEW), vectors.to_arrow(fused, dtype=dtype)), [], 0
+
+
+def _worker(settings: Settings) -> dict[str, str] | None:
+    """One rank."""
+    config, rank, world = start_rank(FuseConfig, settings, room="fuse")
+    store = Store.open(settings["store"])
+    encodings = prepare.encodings(settings["store"])
+    make = partial(_stage, config, settings)
+    batches = ClickBatches(
+        store, _order(config, dict(store.facts)), config, **encodings, rank=rank, world=world
+    )
+    return train_rank(
+        make(),
+        batches,
+        make=make,
+        schedule=config,
+        settings=settings,
+        room="fuse",
+        save=partial(_save, config=config, encodings=encodings),
+    )
+
+
+def _stage(config: FuseConfig, settings: Settings) -> Stage:
+    """Both networks with their first weights."""
+    ids = open_artifact(settings["semantic_ids"], kind="semantic_ids")
+    codebooks = safetensors.load(fs.read_bytes(ids.file("codebooks.safetensors")))["codebooks"].float()
+    encodings = prepare.encodings(settings["store"])
+    seen = torch.from_numpy(array(fs.join(settings["store"], prepare.SEEN)).copy())
+    return build(config, codebooks, **encodings, seen=seen)
+
+
+def build(
+    config: FuseConfig,
+    codebooks: torch.Tensor,
+    *,
+    documents: list[Any],
+    users: list[Any],
+    seen: torch.Tensor | None = None,
+) -> Stage:
+    """Both networks and their losses, from codebooks [levels, codes, dim] and fitted features."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        used = config.document.semantic_ids or config.query.history
+        # One set of tables: what a user clicked and what is found are compared in the same space.
+        ids = SemanticIds(codebooks) if used else None
+        knobs: dict[str, Any] = {"dim": codebooks.shape[2], "semantic_ids": ids, "hide": config.hide}
+        return Stage(
+            DocumentNetwork(config.document, documents, seen=seen, **knobs),
+            QueryNetwork(config.query, users, **knobs),
+            config.losses,
+        )
+
+
+def _save(stage: Stage, folder: Path, *, config: FuseConfig, encodings: dict[str, Any]) -> None:
+    DocumentFusion(stage.documents, config.document, encodings["documents"]).save(folder / DOCUMENT_SIDE)
+    QueryFusion(stage.queries, config.query, encodings["users"]).save(folder / QUERY_SIDE)

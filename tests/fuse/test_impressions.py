@@ -1,0 +1,90 @@
+"""Training rows against a slow and obvious reading of the same log."""
+
+import datetime as dt
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from scalingnote.fuse.impressions import NOBODY, SCHEMA, training_rows
+from scalingnote.storage.exchange import hash_of
+
+
+def log(seed: int, *, sessions: int = 60) -> pa.Table:
+    """Sessions of few users that often start in the same minute, some of nobody; rows in any order."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for session in range(sessions):
+        user = None if rng.random() < 0.2 else f"u{rng.integers(5)}"
+        start = dt.datetime(2024, 1, 1) + dt.timedelta(minutes=int(rng.integers(20)))
+        for position, doc in enumerate(rng.permutation(12)[: rng.integers(1, 8)], 1):
+            rows.append(
+                {
+                    "session_id": f"s{session}",
+                    "user_id": user,
+                    "query_id": f"q{session % 7}",
+                    "doc_id": f"d{doc}",
+                    "position": position,
+                    "clicked": bool(rng.random() < 0.4),
+                    "timestamp": start + dt.timedelta(seconds=position),
+                }
+            )
+    return pa.Table.from_pylist([rows[i] for i in rng.permutation(len(rows))], schema=SCHEMA)
+
+
+def slow(table: pa.Table, *, last: int, skipped: int) -> list[tuple]:
+    sessions: dict[str, list[dict]] = {}
+    for row in table.to_pylist():
+        sessions.setdefault(row["session_id"], []).append(row)
+    out = []
+    for rows in sessions.values():
+        start, user = min(row["timestamp"] for row in rows), rows[0]["user_id"]
+        earlier = [
+            (min(r["timestamp"] for r in others), others[0]["session_id"], row["position"], row["doc_id"])
+            for others in sessions.values()
+            if user is not None
+            and others[0]["user_id"] == user
+            and min(r["timestamp"] for r in others) < start
+            for row in others
+            if row["clicked"]
+        ]
+        # Sessions of one moment have an order of their own: by the hash of their names.
+        earlier.sort(key=lambda c: (c[0], int(hash_of(pa.array([c[1]]))[0]), c[2]))
+        history = tuple(c[3] for c in earlier)[len(earlier) - last if len(earlier) > last else 0 :]
+        for click in (row for row in rows if row["clicked"]):
+            others = [r for r in rows if not r["clicked"]]
+            others.sort(
+                key=lambda r: (r["position"] > click["position"], abs(r["position"] - click["position"]))
+            )
+            passed = tuple(r["doc_id"] for r in others[:skipped])
+            out.append((click["query_id"], user, click["doc_id"], passed, history))
+    return sorted(out, key=repr)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_those_of_a_slow_reading(seed: int):
+    table = log(seed)
+    found = training_rows(table, last=3, skipped=2)
+    names: dict[int, str | None] = {NOBODY: None}
+    for column in ("query_id", "user_id", "doc_id"):
+        known = pa.array(sorted({v for v in table[column].to_pylist() if v}))
+        names |= dict(zip(hash_of(known).tolist(), known.to_pylist(), strict=True))
+    read = [
+        (
+            names[row["query"]],
+            names[row["user"]],
+            names[row["clicked"]],
+            tuple(names[doc] for doc in row["skipped"] if doc != NOBODY),
+            tuple(names[doc] for doc in row["history"]),
+        )
+        for row in found.to_pylist()
+    ]
+    assert sorted(read, key=repr) == slow(table, last=3, skipped=2)
+
+
+def test_nothing_clicked_is_no_row():
+    table = log(0).slice(0, 5)
+    silent = table.set_column(5, "clicked", pa.array([False] * 5))
+    assert len(training_rows(silent, last=3, skipped=2)) == 0
+    assert len(training_rows(table.slice(0, 0), last=3, skipped=2)) == 0
+    assert "skipped" not in training_rows(table, last=0, skipped=0).column_names
