@@ -7,7 +7,6 @@ import pytest
 from scalingnote.encode import job
 from scalingnote.encode.config import Fleet
 from scalingnote.encode.steps import Steps
-from scalingnote.storage.artifact import Draft
 
 
 def encode_here(patch: pytest.MonkeyPatch) -> None:
@@ -16,8 +15,7 @@ def encode_here(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(job.cluster, "require", lambda *_, **__: None)
 
 
-def _run_wave(steps: Steps, draft: Draft, todo: Sequence[str], resources: Fleet) -> Iterator[dict[str, str]]:
-    where = {"output": draft.uri, "work": draft.work("parts")}
+def _run_wave(steps: Steps, todo: Sequence[str], resources: Fleet, **where: str) -> Iterator[dict[str, str]]:
     encode = job.EncodeParts(steps=steps, threads=1.0, commit=where)
     for name in todo:
         yield {key: column[0] for key, column in encode({"name": [name]}).items()}

@@ -25,7 +25,7 @@ from scalingnote.cross_encoder.encoder import PairEncoder
 from scalingnote.cross_encoder.objective import PairStage
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import Reader
-from scalingnote.encode.job import each_part, encode_documents
+from scalingnote.encode.job import encode_documents, write_parts
 from scalingnote.encode.steps import Encoded, Steps
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
@@ -113,7 +113,7 @@ def run_queries(
         teacher={next(iter(rows)): draft.path("teacher")},
     )
     steps = Steps(_nothing, encoder)
-    records = each_part(steps, draft, rows=rows, resources=config.resources, unit="triplets")
+    records = write_parts(steps, draft, rows=rows, resources=config.resources, unit="triplets")
     embedded = sum(r["part"]["rows"] for r in records if r["name"].startswith("embeddings/"))
     return draft.commit(counts={"queries": embedded, "scored": sum(counted.values())})
 

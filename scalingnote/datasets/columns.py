@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scalingnote.datasets.config import Columns, TableFile
+from scalingnote.datasets.config import Columns, NewDocuments, TableFile
 from scalingnote.datasets.rows import Row, Rows, Source, Unreadable, files, json_lines, parquet
 from scalingnote.errors import DataError
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES, USERS
@@ -38,6 +38,14 @@ def read(config: Columns, directory: Path | None = None) -> Source:
         users=_rows(config.users, [*USERS.names, *profile.names]) if config.users else (),
         features=features,
         profile=profile,
+    )
+
+
+def read_documents(config: NewDocuments) -> Source:
+    """Documents alone."""
+    features = pa.schema({name: _TYPES[kind] for name, kind in config.features.items()})
+    return Source(
+        documents=_rows(config.documents, [*DOCUMENTS.names, *features.names]), queries=(), features=features
     )
 
 

@@ -280,6 +280,16 @@ class Columns(DatasetConfig):
         return self
 
 
+class NewDocuments(DatasetConfig):
+    """Documents of your own that a finished run is to take in, without queries."""
+
+    name: Literal["new"] = "new"
+    documents: TableFile = Field(description="doc_id, title, topic, content, group")
+    features: dict[str, FeatureType] = Field(
+        default_factory=dict, description="further document columns, as the run's own documents have them"
+    )
+
+
 def _utc(time: datetime) -> datetime:
     return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
 

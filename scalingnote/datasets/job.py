@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalingnote.datasets import click_model, intake, registry
-from scalingnote.datasets.config import AnyClickModel, AnyDataset, Logs
+from scalingnote.datasets import click_model, columns, intake, registry
+from scalingnote.datasets.config import AnyClickModel, AnyDataset, Logs, NewDocuments
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.datasets.rows import Row, Source
 from scalingnote.datasets.split import held_out
@@ -80,6 +80,21 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
     return artifact
 
 
+def take_in(config: NewDocuments, *, output: str) -> Artifact:
+    """Documents alone, checked as those of :func:`run` are: what a system that runs is to take in."""
+    draft = Draft(output, kind="dataset", config=config, parents={})
+    if draft.finished:
+        return draft.existing()
+    quarantine = Quarantine()
+    catalogue = _write_documents(draft, columns.read_documents(config), config=config, quarantine=quarantine)
+    draft.write_table("rejected.parquet", quarantine.table())
+    counts = {"documents": len(catalogue.group_of), "rejected": sum(quarantine.rejected.values())}
+    log.info("%s new documents, %s rejected rows -> %s", *(f"{n:,}" for n in counts.values()), output)
+    return draft.commit(
+        counts=counts, rejected_by_reason=quarantine.rejected, mended=dict(sorted(quarantine.mended.items()))
+    )
+
+
 class _Catalogue:
     """What later steps need to know of the documents: all that were offered, and those a subset kept."""
 
@@ -107,7 +122,7 @@ class _Catalogue:
 
 
 def _write_documents(
-    draft: Draft, source: Source, *, config: AnyDataset, quarantine: Quarantine
+    draft: Draft, source: Source, *, config: AnyDataset | NewDocuments, quarantine: Quarantine
 ) -> _Catalogue:
     taste = config.click_model.taste if config.click_model else None
     liked = taste.columns if taste else ()

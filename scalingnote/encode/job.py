@@ -77,7 +77,7 @@ def encode_documents(
         partial(read_documents, source=source, towers=towers, reader=reader, base=base, folder=folder),
         partial(DocumentParts, config=config, towers=towers, reader=reader),
     )
-    records = each_part(steps, draft, rows=rows, resources=config.resources, unit="documents")
+    records = write_parts(steps, draft, rows=rows, resources=config.resources, unit="documents")
     rejected = [row for record in records for row in record["rejected"]]
     draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
     counts |= {
@@ -157,7 +157,7 @@ def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, outp
             teacher={next(iter(rows)): draft.path("teacher")},
         ),
     )
-    records = each_part(steps, draft, rows=rows, resources=config.resources, unit="queries")
+    records = write_parts(steps, draft, rows=rows, resources=config.resources, unit="queries")
     return draft.commit(counts={"queries": sum(record["part"]["rows"] for record in records)})
 
 
@@ -182,16 +182,27 @@ def _settle(item: tuple[int, int], **knobs: Any) -> list[queries.Piece]:
     return queries.settle(item[1], **knobs)
 
 
-def each_part(
+def write_parts(
     steps: Steps, draft: Draft, *, rows: dict[str, int], resources: Fleet, unit: str
 ) -> list[Record]:
-    """Encode all parts into a draft; their records, in order. Those of a killed run are taken as they are.
+    """The parts of an artifact, by :func:`each_part`; what they hold is registered with the draft."""
+    work = draft.work("parts")
+    records = each_part(steps, output=draft.uri, work=work, rows=rows, resources=resources, unit=unit)
+    for record in records:
+        draft.register(record["name"], Part(**record["part"]))
+    return records
 
-    `rows` says how many rows each part has. What fails is tried again after the others, whether a step of it
-    broke or Ray lost more than it mends by itself; EncodingError when two waves in a row finish nothing.
+
+def each_part(
+    steps: Steps, *, output: str, work: str, rows: dict[str, int], resources: Fleet, unit: str
+) -> list[Record]:
+    """Encode all parts into files below `output`; their records, in order, which are kept below `work`.
+
+    Records of a killed run are taken as they are. `rows` says how many rows each part has. What fails is
+    tried again after the others, whether a step of it broke or Ray lost more than it mends by itself;
+    EncodingError when two waves in a row finish nothing.
     """
     cluster.require(resources, stage="encode")
-    work = draft.work("parts")
     records = recorded(work, set(rows))
     if records:
         log.info("resuming: %d of %d parts are done", len(records), len(rows))
@@ -201,7 +212,7 @@ def each_part(
         while todo := [name for name in rows if name not in records][: resources.parts_per_wave]:
             failure = ""
             try:
-                for row in _run_wave(steps, draft, todo, resources):
+                for row in _run_wave(steps, todo, resources, output=output, work=work):
                     failure = failure or row["failure"]
                     if row["record"]:
                         record = json.loads(row["record"])
@@ -217,15 +228,12 @@ def each_part(
                 log.warning("%d parts of %d are left, trying again: %s", left, len(todo), failure)
             records |= wave
             close_wave(work, wave)
-    for record in records.values():
-        draft.register(record["name"], Part(**record["part"]))
-    log.info("%s %s: %s: %s", f"{sum(rows.values()):,}", unit, tally, draft.uri)
+    log.info("%s %s: %s -> %s", f"{sum(rows.values()):,}", unit, tally, output)
     return [records[name] for name in rows]
 
 
-def _run_wave(steps: Steps, draft: Draft, todo: Sequence[str], resources: Fleet) -> Iterator[dict[str, str]]:
+def _run_wave(steps: Steps, todo: Sequence[str], resources: Fleet, **where: str) -> Iterator[dict[str, str]]:
     """Of each part, as it is done with: its ``record`` as JSON, or the ``failure``; one of them is empty."""
-    where = {"output": draft.uri, "work": draft.work("parts")}
     parts: Any = ray.data.from_items([{"name": name} for name in todo], override_num_blocks=len(todo))
     around: dict[str, Any] = {
         "batch_size": 1,

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from scalingnote.config import Config, Resources
+from scalingnote.config import Config
+from scalingnote.encode.config import Fleet
 from scalingnote.train.config import Optimizer, Schedule
 
 # --- features, as columns of the documents or of the users ------------------------------------------------
@@ -173,7 +174,7 @@ class FuseConfig(Schedule):
         3.0, ge=0, description="passes over the clicks; 0 leaves all embeddings as they are"
     )
     parts: int = Field(16, ge=1, description="buckets of users: a task holds the impressions of one")
-    writers: Resources = Field(Resources(), description="actors that encode queries and fuse documents")
+    writers: Fleet = Field(Fleet(), description="actors that encode queries and fuse documents")
 
     @model_validator(mode="after")
     def _can_learn(self) -> "FuseConfig":

@@ -17,7 +17,8 @@ from safetensors import torch as safetensors
 
 from scalingnote import cluster
 from scalingnote.config import dump
-from scalingnote.encode.job import commit_part, each_part
+from scalingnote.encode.job import each_part, write_parts
+from scalingnote.encode.steps import Encoded, Steps
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.fuse import prepare
 from scalingnote.fuse.batching import ClickBatches
@@ -117,22 +118,17 @@ def _prepare(
     prepare.read_clicks(config, corpus.dataset, folder=folder, each=cluster.each)
     prepare.fit_features(config, corpus.dataset, folder=folder, each=cluster.each)
     of_queries = slices(corpus.dataset, "queries")
-    settings = {
-        "dataset": corpus.dataset.uri,
-        "tower": tower,
-        "planner": planner,
-        "output": folder,
-        "work": draft.work("queries"),
-        "slices": of_queries,
-        "words": config.query.planner.words if config.query.planner else 0,
-    }
     rows = {
         f"{prepare.QUERIES}/{number:05d}.arrow": sum(
             corpus.dataset.manifest.parts[p].rows or 0 for p in parts
         )
         for number, parts in enumerate(of_queries)
     }
-    records = each_part(QueryParts, settings, rows=rows, resources=config.writers, unit="queries")
+    asked = partial(_read_queries, dataset=corpus.dataset, slices=of_queries, store=folder)
+    words = config.query.planner.words if config.query.planner else 0
+    steps = Steps(asked, partial(QueryParts, tower=tower, planner=planner, words=words))
+    where = {"output": folder, "work": draft.work("queries")}
+    records = each_part(steps, **where, rows=rows, resources=config.writers, unit="queries")
     files = [(record["name"], Part(**record["part"])) for record in records if record["part"]["rows"]]
     return prepare.finish(config, corpus, queries=files, folder=folder, each=cluster.each)
 
@@ -141,10 +137,8 @@ def _fuse(config: FuseConfig, corpus: Corpus, draft: Draft) -> int:
     """Write the final embeddings, part by part; how many they are."""
     source = corpus.embeddings
     rows = {name: source.manifest.parts[name].rows or 0 for name in source.names("embeddings/", ".parquet")}
-    settings = {"corpus": corpus, "output": draft.uri, "work": draft.work("parts")}
-    records = each_part(FusedParts, settings, rows=rows, resources=config.writers, unit="documents fused")
-    for record in records:
-        draft.register(record["name"], Part(**record["part"]))
+    steps = Steps(_nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
+    records = write_parts(steps, draft, rows=rows, resources=config.writers, unit="documents fused")
     return sum(record["part"]["rows"] for record in records)
 
 
@@ -152,64 +146,62 @@ def _order(config: FuseConfig, facts: dict[str, Any]) -> Order:
     return Order(facts["sizes"], global_batch=config.global_batch, seed=config.seed)
 
 
-class QueryParts:
-    """Actor: training queries that were clicked for, by the query tower and the planner."""
+def _read_queries(
+    name: str, *, dataset: Artifact, slices: list[list[str]], store: str
+) -> tuple[pa.Array, list[str]]:
+    """Training queries of a slice that were clicked for: their hashes and texts."""
+    found = pa.concat_tables(dataset.table(part) for part in slices[int(Path(name).stem)])
+    found = found.filter(pc.equal(found["split"], "train"))
+    hashes = exchange.hash_of(found["query_id"])
+    kept = pa.array(among(hashes, array(fs.join(store, "asked.arrow"))))
+    return pa.array(hashes).filter(kept), found["query"].filter(kept).to_pylist()
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+
+class QueryParts:
+    """Queries by the query tower and the planner, in a worker."""
+
+    def __init__(self, *, tower: Artifact, planner: Artifact, words: int) -> None:
         from scalingnote.encode.query_encoder import QueryEncoder
         from scalingnote.planner.planner import load
 
-        torch.set_num_threads(max(int(settings["threads"]), 1))
-        self._settings = settings
-        self._dataset = open_artifact(settings["dataset"], kind="dataset")
-        self._encoder = QueryEncoder.load(settings["tower"].directory("query"))
-        self._planner = load(settings["planner"])
+        self._encoder = QueryEncoder.load(tower.directory("query"))
+        self._planner, self._words = load(planner), words
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """One part in, its record out."""
-        return {"record": [commit_part(name, self._encode, self._settings) for name in batch["name"]]}
-
-    def _encode(self, name: str) -> tuple[pa.Table, list[Any], int]:
-        parts = self._settings["slices"][int(Path(name).stem)]
-        found = pa.concat_tables(self._dataset.table(part) for part in parts)
-        found = found.filter(pc.equal(found["split"], "train"))
-        hashes = exchange.hash_of(found["query_id"])
-        kept = pa.array(among(hashes, array(fs.join(self._settings["output"], "asked.arrow"))))
-        queries = found["query"].filter(kept).to_pylist()
-        columns = {
-            "hash": pa.array(hashes).filter(kept),
-            "embedding": vectors.to_arrow(vectors.unit(self._encoder.encode_queries(queries))),
-        }
-        if self._settings["words"]:
+    def __call__(self, _: str, given: tuple[pa.Array, list[str]]) -> Encoded:
+        """A part of the store."""
+        hashes, queries = given
+        embeddings = vectors.unit(self._encoder.encode_queries(queries))
+        columns = {"hash": hashes, "embedding": vectors.to_arrow(embeddings)}
+        if self._words:
             terms = self._planner.term_scores(queries)
-            words = important(terms, len(queries), most=self._settings["words"])
+            words = important(terms, len(queries), most=self._words)
             columns |= {name: vectors.to_arrow(values) for name, values in vars(words).items()}
-        return one_chunk(columns), [], 0
+        return Encoded(one_chunk(columns))
+
+
+def _nothing(_: str) -> None:
+    """What is fused is read by who fuses: it says which features it needs."""
 
 
 class FusedParts:
-    """Actor: whole parts of documents through the trained network."""
+    """Documents through the trained network, in a worker."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        torch.set_num_threads(max(int(settings["threads"]), 1))
-        self._settings, self._corpus = settings, settings["corpus"]
-        uri = settings["output"]
-        files = [f"{DOCUMENT_SIDE}/{name}" for name in fs.list_files(fs.join(uri, DOCUMENT_SIDE))]
-        version = "".join(fs.checksum(fs.join(uri, name)) for name in files)
-        self._fusion = DocumentFusion.load(fs.download(uri, files, version=version) / DOCUMENT_SIDE)
+    def __init__(self, *, corpus: Corpus, output: str) -> None:
+        self._corpus = corpus
+        files = [f"{DOCUMENT_SIDE}/{name}" for name in fs.list_files(fs.join(output, DOCUMENT_SIDE))]
+        version = "".join(fs.checksum(fs.join(output, name)) for name in files)
+        self._fusion = DocumentFusion.load(fs.download(output, files, version=version) / DOCUMENT_SIDE)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """One part in, its record out."""
-        return {"record": [commit_part(name, self._fuse, self._settings) for name in batch["name"]]}
-
-    def _fuse(self, name: str) -> tuple[pa.Table, list[Any], int]:
+    def __call__(self, name: str, _: None) -> Encoded:
+        """A part of the final embeddings."""
         found = read_part(self._corpus, name, self._fusion.columns)
         fused = self._fusion.fuse(found.table, found.embeddings, found.codes)
         # Whatever else lies beside the embedding that is searched (term weights) stays as it is.
         plain = self._corpus.embeddings.table(name)
         at = plain.schema.get_field_index(VIEW)
         dtype = str(plain.schema.field(VIEW).type.value_type.to_pandas_dtype().__name__)
-        return plain.set_column(at, plain.schema.field(VIEW), vectors.to_arrow(fused, dtype=dtype)), [], 0
+        column = vectors.to_arrow(fused, dtype=dtype)
+        return Encoded(plain.set_column(at, plain.schema.field(VIEW), column))
 
 
 def _worker(settings: Settings) -> dict[str, str] | None:

@@ -32,13 +32,14 @@ from scalingnote.fuse.feature_encoding import Encoding, encode, fit, observe
 from scalingnote.fuse.impressions import NOBODY, SCHEMA, together, training_rows
 from scalingnote.fuse.parts import Corpus, read_part
 from scalingnote.log import get_logger
+from scalingnote.models.token_rows import list_column
 from scalingnote.storage import exchange, vectors
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, write_table
 from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
 from scalingnote.train.corpus import among
 from scalingnote.train.prepare import array, merged, place_of
-from scalingnote.train.stream import Store, list_column, one_chunk
+from scalingnote.train.stream import Store, one_chunk
 from scalingnote.train.tokens import rows_of
 
 log = get_logger("fuse")
