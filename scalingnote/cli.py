@@ -108,6 +108,14 @@ def _parser() -> argparse.ArgumentParser:
         "--form", choices=("onnx_int8", "onnx"), default="onnx_int8", help="default: %(default)s"
     )
 
+    ingest = command("ingest", _ingest, "encode, code and fuse new documents as a run did its own")
+    ingest.add_argument("file", help="JSON lines or Parquet: doc_id, title, topic, content, features")
+    ingest.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    ingest.add_argument(
+        "--column", action="append", default=[], metavar="OURS=THEIRS", help="a column's name in the file"
+    )
+    _add_set(ingest)
+
     publish = command("publish", _publish, "copy a run's towers out, each a folder with a model card")
     publish.add_argument("folder", help="where they go: dual_encoder/query, dual_encoder/document, ...")
     publish.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
@@ -331,6 +339,34 @@ def _export(options: argparse.Namespace) -> int:
     )
     cosine = made.manifest.info["least_cosine"]
     print(f"{made.uri}\nleast cosine to the tower over {made.counts['golden']} queries: {cosine:.5f}")
+    return 0
+
+
+def _ingest(options: argparse.Namespace) -> int:
+    from scalingnote import pipeline
+    from scalingnote.config import load
+    from scalingnote.ingest import job
+    from scalingnote.ingest.config import IngestConfig
+    from scalingnote.log import configure
+
+    configure()
+    config = pipeline.load_run(options.run)
+    if config.cross_encoder is not None and config.distill is not None and config.distill.document is None:
+        raise ConfigError("this run's documents were read by a cross-encoder: encode them anew instead")
+    names = [stage.name for stage in pipeline.stages(config)]
+    if wrong := [column for column in options.column if "=" not in column]:
+        raise ConfigError(f"--column {wrong[0]!r} is not of the form ours=theirs")
+    columns = dict(column.split("=", 1) for column in options.column)
+    new = job.described(options.file, columns, like=pipeline.locate(config, "dataset"))
+    made = job.run(
+        load(IngestConfig, [], options.overrides),
+        new,
+        towers=pipeline.locate(config, "student" if "encode_student" in names else "dual_encoder"),
+        semantic_ids=pipeline.locate(config, "semantic_ids"),
+        embeddings=pipeline.locate(config, "embeddings"),
+        output=job.place(options.run, new),
+    )
+    print(f"{made.uri}\n{made.counts['documents']:,} documents, {made.counts['rejected']:,} set aside")
     return 0
 
 

@@ -11,7 +11,7 @@ from scalingnote.datasets.rows import Row, Rows, Source, Unreadable, files, json
 from scalingnote.errors import DataError
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES, USERS
 
-_TYPES = {
+TYPES = {
     "string": pa.string(),
     "int64": pa.int64(),
     "float64": pa.float64(),
@@ -23,8 +23,8 @@ _OPTIONAL = {"title", "topic", "content", "group", "split", "user_id"}
 
 def read(config: Columns, directory: Path | None = None) -> Source:
     """Tables as the config maps them. Qrels without a relevance column are all of relevance 1."""
-    features = pa.schema({name: _TYPES[kind] for name, kind in config.features.items()})
-    profile = pa.schema({name: _TYPES[kind] for name, kind in config.profile.items()})
+    features = pa.schema({name: TYPES[kind] for name, kind in config.features.items()})
+    profile = pa.schema({name: TYPES[kind] for name, kind in config.profile.items()})
 
     def optional(file: TableFile | None, schema: pa.Schema) -> Rows:
         return _rows(file, schema.names) if file else ()
@@ -43,7 +43,7 @@ def read(config: Columns, directory: Path | None = None) -> Source:
 
 def read_documents(config: NewDocuments) -> Source:
     """Documents alone."""
-    features = pa.schema({name: _TYPES[kind] for name, kind in config.features.items()})
+    features = pa.schema({name: TYPES[kind] for name, kind in config.features.items()})
     return Source(
         documents=_rows(config.documents, [*DOCUMENTS.names, *features.names]), queries=(), features=features
     )

@@ -3,13 +3,17 @@
 file ─intake─► dataset of new documents ─flow, part by part─► ready/part-*.parquet, rejected.parquet
 """
 
+import hashlib
 from functools import partial
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from scalingnote import cluster
 from scalingnote.datasets import job as datasets
-from scalingnote.datasets.config import NewDocuments
+from scalingnote.datasets.columns import TYPES
+from scalingnote.datasets.config import NewDocuments, TableFile
+from scalingnote.datasets.rows import files
 from scalingnote.encode.config import Fleet
 from scalingnote.encode.job import write_parts
 from scalingnote.encode.steps import Encoded, Steps
@@ -17,6 +21,7 @@ from scalingnote.errors import DataError
 from scalingnote.ingest.config import IngestConfig
 from scalingnote.ingest.flow import DocumentFlow
 from scalingnote.log import get_logger
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -62,6 +67,23 @@ def run(
     if not counts["documents"]:
         raise DataError(f"none of the new documents could be encoded: {rejected[:1]}")
     return draft.commit(counts=counts | {"rejected": len(rejected)})
+
+
+def described(path: str, columns: dict[str, str], *, like: Artifact) -> NewDocuments:
+    """How a file of new documents is read: with the features that the data set `like` has."""
+    layout = pq.read_schema(fs.open_input(like.file(like.table_parts("documents")[0])))
+    kinds = {kind: name for name, kind in TYPES.items()}
+    features = {
+        f.name: kinds[f.type] for f in layout if f.name not in schema.DOCUMENTS.names and f.type in kinds
+    }
+    file = TableFile(path=path, columns=columns)
+    return NewDocuments.model_validate({"documents": file, "features": features})
+
+
+def place(run_dir: str, new: NewDocuments) -> str:
+    """Where what becomes of these files goes: other contents, another place."""
+    sums = "".join(fs.checksum(str(path)) for path in files(new.documents.path))
+    return fs.join(run_dir, "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
 
 
 def read_documents(name: str, *, dataset: Artifact) -> pa.Table:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.errors import ArtifactError, ConfigError, DataError
 
 PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]": "summary"}
 FIELDS = ("{title}", "{topic}", "{content}")
@@ -116,6 +116,10 @@ class DocumentPrompt:
     @classmethod
     def restore(cls, facts: Mapping[str, Any], tokenizer_json: str) -> "DocumentPrompt":
         """A saved tower's prompt, from its ``tower.json`` and ``tokenizer.json``: no weights, no torch."""
+        if "special" not in facts:
+            raise ArtifactError(
+                "this tower was saved by an earlier version: re-run the stage that trained it"
+            )
         tokenizer = Tokenizer.from_str(tokenizer_json)
         tokenizer.no_padding()
         tokenizer.no_truncation()

@@ -1,0 +1,137 @@
+"""New documents become what the offline stages would have made of them, alone or many at once."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.numpy import save
+
+import tiny
+from in_process import encode_here
+from scalingnote.datasets.config import NewDocuments, TableFile
+from scalingnote.encode import job as encoding
+from scalingnote.encode.config import EncodeConfig, Fleet
+from scalingnote.encode.documents import document_prompt, document_tower
+from scalingnote.errors import DataError
+from scalingnote.fuse.config import Categorical, DocumentSide, Mlp
+from scalingnote.fuse.document_fusion import DocumentFusion, DocumentNetwork
+from scalingnote.fuse.feature_encoding import fit, observe
+from scalingnote.fuse.slots import SemanticIds
+from scalingnote.ingest import job
+from scalingnote.ingest.config import IngestConfig
+from scalingnote.ingest.flow import DocumentFlow
+from scalingnote.models import backbone, tower
+from scalingnote.quantize import residual_kmeans
+from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact, Draft
+
+DIM, COUNT = 16, 40
+CLOSE = {"rtol": 0, "atol": 2e-3}  # embeddings are stored in float16
+BRAND = (Categorical(column="brand", width=4),)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
+    """A run's artifacts, made by the stages' own functions."""
+    folder = tmp_path_factory.mktemp("run")
+    dataset = tiny.dataset(str(folder / "dataset"), count=COUNT)
+    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    draft = Draft(str(folder / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
+    made = tower.build(tiny.document_tower(), role="document", dim=DIM, tokenizer_json=learnt, seed=0)
+    made.save(Path(draft.path("document")))
+    towers = draft.commit(counts={})
+    with pytest.MonkeyPatch.context() as patch:
+        encode_here(patch)
+        embeddings = encoding.run(
+            EncodeConfig(), dataset=dataset.uri, dual_encoder=towers.uri, output=str(folder / "embeddings")
+        )
+    matrix = vectors.to_numpy(embeddings.table("embeddings")["summary"])
+    codebooks = residual_kmeans.fit(matrix, levels=3, codes=8, iterations=5, seed=0)
+    draft = Draft(str(folder / "ids"), kind="semantic_ids", config=tiny.Nothing(), parents={})
+    draft.write_bytes("codebooks.safetensors", save({"codebooks": codebooks}))
+    return {"towers": towers, "embeddings": embeddings, "semantic_ids": draft.commit(counts={})}
+
+
+@pytest.fixture(scope="module")
+def fused(
+    run: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Artifact, DocumentFusion]:
+    """The embeddings with networks beside them, as the stage `fuse` leaves them."""
+    brands = pa.table({"brand": ["a", "b", "a"]})
+    config = DocumentSide(features=BRAND, network=Mlp(hidden=(8,)))
+    codebooks = torch.randn(3, 8, DIM, generator=torch.Generator().manual_seed(0))
+    encodings = fit(BRAND, [observe(BRAND, brands)])
+    network = DocumentNetwork(config, encodings, dim=DIM, semantic_ids=SemanticIds(codebooks))
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.3)  # the gate, shut at the start, is open
+    fusion = DocumentFusion(network, config, encodings)
+    draft = Draft(
+        str(tmp_path_factory.mktemp("fused") / "fused"), kind="embeddings", config=tiny.Nothing(), parents={}
+    )
+    for name in run["embeddings"].table_parts("embeddings"):
+        draft.write_table(name, run["embeddings"].table(name))
+    fusion.save(Path(draft.path("document_fusion")))
+    return draft.commit(counts={}), fusion
+
+
+def test_a_document_alone_gets_what_it_got_among_all_others(run):
+    flow = DocumentFlow.load(run["towers"], run["semantic_ids"], run["embeddings"])
+    bulk = run["embeddings"].table("embeddings")
+    matrix = vectors.to_numpy(bulk["summary"])
+    for row in (0, 17, COUNT - 1):
+        ready = flow(pa.Table.from_pylist([tiny.document_rows()[row]]))
+        assert not ready.rejected
+        assert ready.table["doc_id"][0] == bulk["doc_id"][row]
+        assert ready.table["content_hash"][0] == bulk["content_hash"][row]
+        assert ready.table.schema.field("summary").type == bulk.schema.field("summary").type
+        alone = vectors.to_numpy(ready.table["summary"])
+        np.testing.assert_allclose(alone[0], matrix[row], **CLOSE)
+        codes = np.array(ready.table["codes"].to_pylist())
+        np.testing.assert_array_equal(codes, residual_kmeans.encode(alone, flow._codebooks))
+
+
+def test_what_was_fused_is_fused_again(run, fused):
+    embeddings, fusion = fused
+    documents = pa.Table.from_pylist([{**row, "brand": "b"} for row in tiny.document_rows(3)])
+    plain = DocumentFlow.load(run["towers"], run["semantic_ids"], run["embeddings"])(documents).table
+    ready = DocumentFlow.load(run["towers"], run["semantic_ids"], embeddings)(documents).table
+    codes = np.array(plain["codes"].to_pylist())
+    expected = fusion.fuse(documents, vectors.to_numpy(plain["summary"]), codes)
+    found = vectors.to_numpy(ready["summary"])
+    np.testing.assert_allclose(found, expected, **CLOSE)
+    assert np.abs(found - vectors.to_numpy(plain["summary"])).max() > 0.01
+
+
+def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    encode_here(monkeypatch)
+    monkeypatch.setattr(job.cluster, "connect", lambda: None)
+    rows = tiny.document_rows(20)
+    rows[3]["title"] = "word " * 90  # more than the model reads, less than the intake cuts off
+    lines = [*(json.dumps(row) for row in rows), "{not json", json.dumps({"doc_id": "empty"})]
+    (tmp_path / "new.jsonl").write_text("\n".join(lines))
+    new = job.described(str(tmp_path / "new.jsonl"), {}, like=tiny.dataset(str(tmp_path / "like"), count=8))
+    new = new.model_copy(update={"documents_per_part": 8})
+    config = IngestConfig(resources=Fleet(workers=2))
+    ready = job.run(config, new, **run, output=str(tmp_path / "taken"))
+    assert ready.counts == {"documents": 19, "rejected": 1}
+    assert ready.table("rejected")["row"].to_pylist() == [rows[3]["doc_id"]]
+    flow = DocumentFlow(
+        document_tower(run["towers"], 8192), document_prompt(run["towers"]), np.zeros((1, 2, DIM), np.float32)
+    )
+    expected = flow(pa.Table.from_pylist([row for row in rows if len(row["title"]) < 90])).table
+    assert ready.table("ready")["doc_id"].to_pylist() == expected["doc_id"].to_pylist()
+    found = vectors.to_numpy(ready.table("ready")["summary"])
+    np.testing.assert_allclose(found, vectors.to_numpy(expected["summary"]), **CLOSE)
+    assert job.run(config, new, **run, output=str(tmp_path / "taken")).digest == ready.digest
+    before = job.place("runs/x", new)
+    (tmp_path / "new.jsonl").write_text(lines[0])
+    assert job.place("runs/x", new) != before
+
+    (tmp_path / "bad.jsonl").write_text(json.dumps(rows[3]))
+    bad = NewDocuments(documents=TableFile(path=str(tmp_path / "bad.jsonl")))
+    with pytest.raises(DataError, match="none of the new documents"):
+        job.run(config, bad, **run, output=str(tmp_path / "bad"))
