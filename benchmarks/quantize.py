@@ -2,10 +2,10 @@
 
     python -m benchmarks.quantize --json docs/results/quantize.json [--vectors N] [--threads N]
 
-Assignment: `residual_kmeans.encode` with one codebook against `faiss.Kmeans.assign`, which does the same; and
-with several, per level, which also takes residuals. All on the same vectors, in rounds that alternate; medians
-over rounds of processor time count, so that other work on the machine matters less. Vectors are unit vectors
-in clusters with a power-law spectrum.
+Assignment: `residual_kmeans.encode` with one codebook against `faiss.Kmeans.assign`, which does the same;
+and with several, per level, which also takes residuals. All on the same vectors, in rounds that alternate;
+medians over rounds of processor time count, so that other work on the machine matters less. Vectors are
+unit vectors in clusters with a power-law spectrum.
 
 Memory: the job's driver, and a worker that codes and names everything itself, each in a process of its own,
 in slices and ranges of `--range` documents (the job's own are of 4 million).
