@@ -72,7 +72,7 @@ def encode(
             for level, codebook in enumerate(codebooks):
                 if level:
                     residual -= codebooks[level - 1][nearest]
-                nearest = faiss.knn(residual, codebook, 1)[1][:, 0]
+                nearest: ndarray = faiss.knn(residual, codebook, 1)[1][:, 0]
                 chosen[start : start + BLOCK, level] = nearest
     return chosen
 
