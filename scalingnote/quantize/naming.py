@@ -27,7 +27,7 @@ from scalingnote.storage.slices import Each, grouped, run_slices
 from scalingnote.storage.vectors import to_arrow
 
 ROWS = 1 << 22  # documents of a task, which takes some 270 bytes of memory for each: 1.1 GB
-_MARKS = 1024  # codes that a slice shows, to read bounds off
+_MARKS = 1024  # documents shown for each range, to read its bounds off
 _SUFFIXES = pa.schema({"part": pa.int32(), "row": pa.int32(), "suffix": pa.int32()})
 Slice = list[tuple[int, str]]  # parts, each with its place in the corpus
 
@@ -83,7 +83,8 @@ def name(corpus: Corpus, parts: Sequence[str], rows: Sequence[int], *, each: Eac
     pieces = [[(place, parts[place]) for place in group] for group in grouped(rows, limit=ROWS)]
     run = partial(run_slices, folder=fs.join(corpus.work, "naming"), each=each, room="quantize")
     ranges = -(-sum(rows) // ROWS)
-    shown = run("show", partial(_show, corpus=corpus), pieces) if ranges > 1 else []
+    show = partial(_show, corpus=corpus, every=max(1, ROWS // _MARKS))
+    shown = run("show", show, pieces) if ranges > 1 else []
     marks = np.sort(np.array([key for keys in shown for key in keys], np.uint64))
     ends = [int(marks[len(marks) * number // ranges]) for number in range(1, ranges)]
     run("deal", partial(_deal, corpus=corpus, ends=ends), pieces)
@@ -105,11 +106,10 @@ def name(corpus: Corpus, parts: Sequence[str], rows: Sequence[int], *, each: Eac
     )
 
 
-def _show(item: tuple[int, Slice], *, corpus: Corpus) -> list[int]:
-    """Keys of some documents of a slice, evenly spaced."""
+def _show(item: tuple[int, Slice], *, corpus: Corpus, every: int) -> list[int]:
+    """The key of one document in so many of a slice."""
     codes = np.concatenate([_matrix(_read(corpus, part, ["codes"])["codes"]) for _, part in item[1]])
-    every = np.linspace(0, len(codes) - 1, min(_MARKS, len(codes))).astype(np.int64)
-    found: list[int] = by_code.keys(codes[every], size=corpus.size).tolist()
+    found: list[int] = by_code.keys(codes[::every], size=corpus.size).tolist()
     return found
 
 

@@ -70,9 +70,10 @@ def encode(
         for start in range(0, len(vectors), BLOCK):
             residual = np.array(vectors[start : start + BLOCK], np.float32)
             for level, codebook in enumerate(codebooks):
-                nearest = faiss.knn(residual, codebook, 1)[1][:, 0]
+                if level:
+                    residual -= codebooks[level - 1][nearest]
+                nearest: ndarray = faiss.knn(residual, codebook, 1)[1][:, 0]
                 chosen[start : start + BLOCK, level] = nearest
-                residual -= codebook[nearest]
     return chosen
 
 
