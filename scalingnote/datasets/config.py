@@ -251,7 +251,7 @@ class TableFile(Config):
     )
 
 
-FeatureType = Literal["string", "int64", "float64", "bool", "vector"]
+FeatureType = Literal["string", "int64", "float64", "bool"]
 
 
 class Columns(DatasetConfig):
@@ -266,10 +266,10 @@ class Columns(DatasetConfig):
     )
     scores: TableFile | None = Field(None, description="query_id, doc_id, score")
     users: TableFile | None = Field(None, description="user_id, and columns of their profiles")
-    features: dict[str, FeatureType] = Field(
+    features: dict[str, FeatureType | Literal["vector"]] = Field(
         default_factory=dict, description="further document columns to keep, and their types"
     )
-    profile: dict[str, FeatureType] = Field(
+    profile: dict[str, FeatureType | Literal["vector"]] = Field(
         default_factory=dict, description="columns of users to keep, and their types"
     )
 

@@ -50,7 +50,8 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
     if simulator:
         tastes = _tastes(simulator, catalogue, source.features)
         tables["impressions"] = _simulated(tables, catalogue, config=simulator, tastes=tastes)
-        tables["users"] = USERS.empty_table() if tastes is None else tastes.profiles()
+        if tastes is not None:
+            tables["users"] = tastes.profiles()
 
     for name, table in tables.items():
         if table.num_rows or name in ("queries", "qrels"):

@@ -57,8 +57,9 @@ class FeatureStore(Protocol):
     def write(self, events: Sequence[Event]) -> int:
         """Take events, each whole or not at all; how many were new.
 
-        After an error some may have been taken: writing them all again is right. Events may come in any order: a history is sorted by their timestamps, and of a column of the profile
-        the value of the latest event is kept.
+        After an error some may have been taken: writing them all again is right. Events may come in any
+        order: a history is sorted by their timestamps, and of a column of the profile the value of the latest
+        event is kept.
         """
         ...
 

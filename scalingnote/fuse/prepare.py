@@ -328,5 +328,4 @@ def array_of(uri: str, name: str) -> ndarray:
     """A column of an Arrow file."""
     with fs.open_input(uri) as source:
         table = pa.ipc.open_file(source).read_all()
-    column: ndarray = table[name].combine_chunks().to_numpy(zero_copy_only=False)
-    return column
+    return np.asarray(table[name].combine_chunks())

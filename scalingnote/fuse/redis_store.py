@@ -20,8 +20,8 @@ from scalingnote.fuse.features import Clock, Event, StoreConfig, check
 from scalingnote.fuse.query_fusion import User
 
 _SEPARATOR = "\0"
-# KEYS: profile, history, events. ARGV: event id, timestamp, member or "", kept, ttl in ms, now, forget what is
-# older, remember in ms, then columns, each as name and [timestamp, event id, value].
+# KEYS: profile, history, events. ARGV: event id, timestamp, member or "", kept, ttl in ms, now, forget ids
+# before, remember in ms, then columns, each as name and [timestamp, event id, value].
 _TAKE = """
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[7])
 if redis.call('ZADD', KEYS[3], 'NX', ARGV[6], ARGV[1]) == 0 then return 0 end
@@ -91,9 +91,12 @@ class RedisStore:
         columns: list[str | int | float] = []
         for name, value in event.profile.items():
             columns += [name, json.dumps([event.timestamp, event.event_id, value])]
-        fixed = [event.event_id, repr(event.timestamp), member, self._config.history, max(ttl, 1)]
-        forget = f"{now - self._config.remember_s!r}"
-        return [*fixed, repr(now), forget, max(remember, 1), *columns]
+        what = (event.event_id, repr(event.timestamp), member)
+        return [
+            *(*what, self._config.history, max(ttl, 1)),
+            *(repr(now), repr(now - self._config.remember_s), max(remember, 1)),
+            *columns,
+        ]
 
 
 def _keys(user_id: str) -> list[str]:
