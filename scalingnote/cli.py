@@ -345,27 +345,15 @@ def _export(options: argparse.Namespace) -> int:
 def _ingest(options: argparse.Namespace) -> int:
     from scalingnote import pipeline
     from scalingnote.config import load
-    from scalingnote.ingest import job
     from scalingnote.ingest.config import IngestConfig
     from scalingnote.log import configure
 
     configure()
-    config = pipeline.load_run(options.run)
-    if config.cross_encoder is not None and config.distill is not None and config.distill.document is None:
-        raise ConfigError("this run's documents were read by a cross-encoder: encode them anew instead")
-    names = [stage.name for stage in pipeline.stages(config)]
     if wrong := [column for column in options.column if "=" not in column]:
         raise ConfigError(f"--column {wrong[0]!r} is not of the form ours=theirs")
     columns = dict(column.split("=", 1) for column in options.column)
-    new = job.described(options.file, columns, like=pipeline.locate(config, "dataset"))
-    made = job.run(
-        load(IngestConfig, [], options.overrides),
-        new,
-        towers=pipeline.locate(config, "student" if "encode_student" in names else "dual_encoder"),
-        semantic_ids=pipeline.locate(config, "semantic_ids"),
-        embeddings=pipeline.locate(config, "embeddings"),
-        output=job.place(options.run, new),
-    )
+    config = load(IngestConfig, [], options.overrides)
+    made = pipeline.ingest(config, options.file, run_dir=options.run, columns=columns)
     print(f"{made.uri}\n{made.counts['documents']:,} documents, {made.counts['rejected']:,} set aside")
     return 0
 

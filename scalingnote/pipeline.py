@@ -23,6 +23,7 @@ from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.index.config import IndexConfig
+from scalingnote.ingest.config import IngestConfig
 from scalingnote.log import get_logger
 from scalingnote.mine.config import MineConfig
 from scalingnote.planner.config import PlannerConfig, Statistics
@@ -299,6 +300,27 @@ def load_run(run_dir: str) -> RunConfig:
         raise ConfigError(f"no run at {run_dir}: `scalingnote run CONFIG --set run_dir={run_dir}` makes one")
     config = validate(RunConfig, yaml.safe_load(fs.read_bytes(path)), source=path)
     return config.model_copy(update={"run_dir": run_dir})
+
+
+def ingest(
+    config: IngestConfig, path: str, *, run_dir: str, columns: Mapping[str, str] | None = None
+) -> Artifact:
+    """New documents as the last run in `run_dir` made its own; `columns` maps our names to the file's."""
+    from scalingnote.ingest import job  # late, as above
+
+    made_by = load_run(run_dir)
+    if made_by.cross_encoder is not None and made_by.distill is not None and not made_by.distill.document:
+        raise ConfigError("this run's documents were read by a cross-encoder: encode them anew instead")
+    own = "encode_student" in [stage.name for stage in stages(made_by)]
+    new = job.described(path, dict(columns or {}), like=locate(made_by, "dataset"))
+    return job.run(
+        config,
+        new,
+        towers=locate(made_by, "student" if own else "dual_encoder"),
+        semantic_ids=locate(made_by, "semantic_ids"),
+        embeddings=locate(made_by, "embeddings"),
+        output=job.place(run_dir, new),
+    )
 
 
 def publish(report: Artifact, run_dir: str) -> None:
