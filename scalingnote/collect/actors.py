@@ -113,7 +113,7 @@ class OwnKeys:
         assert context.config.association is not None
         queries = read(context.bucket(bucket, "queries"))
         scores = self._planner.term_scores(queries["query"].to_pylist())
-        write_table(context.bucket(bucket, "terms"), scores.to_arrow(), use_dictionary=False)
+        write_table(context.bucket(bucket, "terms"), scores.to_arrow(), use_dictionary=[])
         own, counts = own_keys(scores, ids_of(bucket, len(queries)), config=context.config.association)
         del counts["queries"]  # counted when they were taken
         scatter_by(own, "key", context.folder("own"), f"{bucket:05d}", context)
