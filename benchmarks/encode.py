@@ -137,23 +137,12 @@ def job_speed(dataset: str, towers: str, output: str, workers: int, budget: int)
     from scalingnote.encode.config import EncodeConfig, Fleet
 
     cluster.connect()
-    told: list[dict[str, Any]] = []
-    each = job._run_wave
-
-    def listening(*args: Any) -> Any:
-        for record in each(*args):
-            told.append(record)
-            yield record
-
-    job._run_wave = listening
     config = EncodeConfig(token_budget=budget, resources=Fleet(workers=workers))
-    job.run(config, dataset=dataset, dual_encoder=towers, output=output)
-    tokens, seconds = (sum(record[name] for record in told) for name in ("tokens", "seconds"))
-    possible = sum(record["seconds"] * record["peak"] for record in told)
+    made = job.run(config, dataset=dataset, dual_encoder=towers, output=output).manifest.info["encoding"]
     return {
-        "tokens/s": workers * tokens / seconds,
-        "padding": 1 - tokens / sum(record["padded"] for record in told),
-        "of peak": sum(record["flops"] for record in told) / possible,
+        "tokens/s": workers * made["tokens"] / made["worker_seconds"],
+        "padding": made["padding"],
+        "of peak": made["of_peak"],
     }
 
 

@@ -84,8 +84,8 @@ class Progress:
     def _speed(self) -> str:
         return f"{self.rate:,.0f}" if self.rate >= 10 else f"{self.rate:.2g}"
 
-    def advance(self, rows: int, note: str = "") -> None:
-        """Record `rows` more as finished; `note` is appended to the next line that is shown."""
+    def advance(self, rows: int, note: object = "") -> None:
+        """Record `rows` more as finished; `note`, as a string, is appended to the next line that is shown."""
         self._done += rows
         now = time.monotonic()
         if now - self._spoke < self._every:

@@ -28,7 +28,7 @@ from scalingnote.encode import changes, queries
 from scalingnote.encode.config import EncodeConfig, Fleet, TeacherConfig
 from scalingnote.encode.documents import TOWER, DocumentParts, Reader, embeddings_part, read_documents
 from scalingnote.encode.steps import Encoded, Record, Steps, close_wave, commit_part, recorded
-from scalingnote.encode.tally import Tally
+from scalingnote.encode.tally import Tally, totals
 from scalingnote.encode.teacher import QueryParts, read_queries
 from scalingnote.errors import ArtifactError, ConfigError, DataError, EncodingError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
@@ -87,7 +87,7 @@ def encode_documents(
     }
     if not counts["documents"]:
         raise DataError(f"none of {sum(rows.values())} documents could be encoded: {rejected[:1]}")
-    return draft.commit(counts=counts)
+    return draft.commit(counts=counts, encoding=totals(records))
 
 
 def _base(config: EncodeConfig, towers: Artifact) -> Artifact:
@@ -217,7 +217,7 @@ def each_part(
                     if row["record"]:
                         record = json.loads(row["record"])
                         tally.add(record)
-                        progress.advance(rows[record["name"]], note=str(tally))
+                        progress.advance(rows[record["name"]], note=tally)
             except RayError as error:
                 failure = str(error)
             wave = recorded(work, set(todo))  # more may be done than Ray came to tell

@@ -89,6 +89,11 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, ro
     assert doc_ids == [row["doc_id"] for row in encodable(rows)]
     np.testing.assert_allclose(found, directly(towers, encodable(rows)), atol=1e-6)
     assert first.table("rejected")["row"].to_pylist() == [rows[20]["doc_id"]]
+    made = first.manifest.info["encoding"]
+    assert made["tokens"] == first.counts["tokens"]
+    assert 0 <= made["padding"] < 1
+    assert 0 < made["of_peak"] < 1
+    assert made["worker_seconds"] > 0
 
     changed = [{**row, "content": row["content"][:9]} if row["doc_id"] == "d030" else row for row in rows[3:]]
     changed.insert(5, {**rows[0], "doc_id": "new"})
