@@ -19,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
-from numpy import ndarray
 
 from benchmarks import encode_inputs as inputs
 from benchmarks.report import alone, arguments, show, write
-from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.storage.artifact import open_artifact
 
 BUDGETS = (1024, 2048, 4096, 8192)
 BATCHES = (8, 16, 32, 64)
@@ -169,29 +167,6 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     return {"tokens/s": sum(map(len, lengths.to_pylist())) / (time.perf_counter() - start)}
 
 
-class NoEncoder:
-    """Gives zeros at once: what is left is the job's own work."""
-
-    views, dim, terms, top_k = ("summary",), 128, None, 0
-
-    def __init__(self) -> None:
-        from scalingnote.encode.tally import Cost
-
-        self.cost = Cost()
-
-    def peak(self) -> float:
-        """None."""
-        return 0.0
-
-    def encode(self, rows: list[Any]) -> Float[ndarray, "rows views dim"]:
-        """Zeros."""
-        return np.zeros((len(rows), 1, self.dim), np.float32)
-
-
-def no_encoder(_: Artifact, __: int) -> NoEncoder:
-    return NoEncoder()
-
-
 def overhead(folder: str, size: int) -> Row:
     """Seconds of the whole call and the driver's memory; two workers, parts of 8192 documents."""
     from scalingnote import cluster
@@ -203,7 +178,7 @@ def overhead(folder: str, size: int) -> Row:
     dataset = alone(_many, f"{folder}/many-{size}", size)
     cluster.connect()
     towers = open_artifact(f"{folder}/towers", kind="dual_encoder")
-    config, reader = EncodeConfig(), Reader(no_encoder, document_prompt)
+    config, reader = EncodeConfig(), Reader(inputs.no_encoder, document_prompt)
     job.encode_documents(config, f"{folder}/many-10", towers, f"{folder}/warm-{size}", reader=reader)
     start = time.perf_counter()
     job.encode_documents(config, dataset, towers, f"{folder}/none-{size}", reader=reader)

@@ -1,11 +1,15 @@
 """What the measurements of encoding share: documents of mixed length, and a tower with random weights."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from jaxtyping import Float
+from numpy import ndarray
 
 from scalingnote.config import Config
+from scalingnote.encode.tally import Cost
 from scalingnote.models import backbone, tower
 from scalingnote.models.config import Scratch, TowerConfig
 from scalingnote.storage import schema
@@ -61,3 +65,24 @@ def towers(uri: str, dataset: Artifact, *, layers: int, hidden: int, max_length:
     made = tower.build(config, role="document", dim=128, tokenizer_json=learnt, seed=0)
     made.save(Path(draft.path("document")))
     return draft.commit(counts={})
+
+
+class NoEncoder:
+    """Gives zeros at once: what is left is the job's own work."""
+
+    views, dim, terms, top_k = ("summary",), 128, None, 0
+
+    cost = Cost()
+
+    def peak(self) -> float:
+        """None."""
+        return 0.0
+
+    def encode(self, rows: list[Any]) -> Float[ndarray, "rows views dim"]:
+        """Zeros."""
+        return np.zeros((len(rows), 1, self.dim), np.float32)
+
+
+def no_encoder(_: Artifact, __: int) -> NoEncoder:
+    """As a reader of documents wants it."""
+    return NoEncoder()
