@@ -5,8 +5,8 @@
 Products, their suppliers, prices and dates, queries and judgements are those of `chorus_icecat`. Users are
 simulated (`datasets/taste.py`): each likes some suppliers and a price band, and clicks other products less.
 
-The plain embedding is that of latent semantic analysis, whose query side is a lookup table: as good as a small
-tower here, and made in seconds. It and the semantic IDs are made once, clicks and fusion anew for every seed.
+The plain embedding is that of latent semantic analysis, made in seconds; its query tower is a lookup table.
+It and the semantic IDs are made once, clicks and fusion anew for every seed.
 Queries of the test split are asked by users whose clicks on the training queries are known:
 
 - nDCG@10 over all products; the gain of one is its grade over the best, times what the user's taste leaves
@@ -15,6 +15,7 @@ Queries of the test split are asked by users whose clicks on the training querie
 Each row of the table adds to the one above it.
 """
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from jaxtyping import Float
 from numpy import ndarray
+from safetensors import torch as safetensors
 from scipy import sparse
 from scipy.sparse.linalg import norm as sparse_norm
 from scipy.sparse.linalg import svds
@@ -42,9 +45,12 @@ from scalingnote.datasets.job import run as prepare
 from scalingnote.datasets.taste import Tastes
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.job import TestSet, test_set
+from scalingnote.fuse import prepare as prepared
+from scalingnote.fuse.batching import ClickBatches
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.fuse.job import QUERY_SIDE
-from scalingnote.fuse.job import run as fuse
+from scalingnote.fuse.document_fusion import DocumentFusion
+from scalingnote.fuse.job import QueryParts, build
+from scalingnote.fuse.parts import Corpus, read_part
 from scalingnote.fuse.query_fusion import QueryFusion, User
 from scalingnote.log import configure
 from scalingnote.models import lookup
@@ -55,7 +61,14 @@ from scalingnote.planner.planner import load as load_planner
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.job import run as quantize
 from scalingnote.storage import vectors
-from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.artifact import Artifact, Draft, Part
+from scalingnote.storage.slices import slices
+from scalingnote.train.checkpoint import Checkpoints
+from scalingnote.train.loop import fit
+from scalingnote.train.order import Order
+from scalingnote.train.prepare import array
+from scalingnote.train.strategies import engine
+from scalingnote.train.stream import Store
 
 DIM, VOCABULARY = 128, 8192
 CLICKS: dict[str, Any] = {
@@ -145,10 +158,10 @@ def shared(options: Any) -> dict[str, Artifact]:
 
 
 def latent_semantics(dataset: Artifact, folder: str) -> tuple[Artifact, Artifact]:
-    """Embeddings of documents, and a lookup query tower, by latent semantic analysis (Deerwester et al. 1990).
+    """A lookup query tower and embeddings of documents by latent semantic analysis (Deerwester et al. 1990).
 
-    Rows of the table are the right singular vectors of tf-idf over tokens, times idf; a document is the sum of
-    its tokens' rows, by tf, at unit length. A query is embedded by the same table.
+    Rows of the table are the right singular vectors of tf-idf over tokens, times idf; a document is the sum
+    of its tokens' rows, by tf, at unit length. A query is embedded by the same table.
     """
     parts = dataset.names("documents/", ".parquet")
     texts = {p: document_texts(dataset.table(p, ["doc_id", "title", "topic", "content"])) for p in parts}
@@ -212,22 +225,52 @@ def one_seed(seed: int, built: Mapping[str, Artifact], options: Any) -> dict[str
             config = validate(FuseConfig, knobs(ROWS[name], seed), source=name)
             clicks = sum(batch["clicked"].true_count for batch in world.dataset.batches("impressions"))
             epochs = options.steps / max(clicks // config.global_batch, 1)
-            fused = fuse(
-                config.model_copy(update={"epochs": epochs}),
-                dataset=world.dataset.uri,
-                **{
-                    kind: built[kind].uri
-                    for kind in ("planner", "embeddings", "semantic_ids", "dual_encoder")
-                },
-                output=f"{folder}/{name}",
-            )
-            queries = QueryFusion.load(fused.directory(QUERY_SIDE)).fuse(
-                plain[world.asked], terms=terms, users=world.users
-            )
-            final = vectors.to_numpy(fused.table("embeddings", ["summary"])["summary"])
+            config = config.model_copy(update={"epochs": epochs})
+            side, final = fuse(config, world.dataset, built, f"{folder}/{name}")
+            queries = side.fuse(plain[world.asked], terms=terms, users=world.users)
             found[name] = measure(queries, final, world)
             show(f"seed {seed}", [{"embedding": SHOWN[n], **m} for n, m in found.items()])
         return found
+
+
+def fuse(
+    config: FuseConfig, dataset: Artifact, built: Mapping[str, Artifact], folder: str
+) -> tuple[QueryFusion, Float[ndarray, "docs dim"]]:
+    """What the stage does, in this process: a dozen small runs would mostly wait for Ray."""
+    corpus = Corpus(dataset, built["embeddings"], built["semantic_ids"])
+    prepared.read_clicks(config, dataset, folder=folder, each=map)
+    prepared.fit_features(config, dataset, folder=folder, each=map)
+    of_queries = slices(dataset, "queries")
+    asked = QueryParts(
+        {
+            "dataset": dataset.uri, "tower": built["dual_encoder"], "planner": built["planner"],
+            "output": folder, "work": f"{folder}/work", "slices": of_queries, "threads": 2,
+            "words": config.query.planner.words if config.query.planner else 0,
+        }
+    )
+    names = [f"{prepared.QUERIES}/{number:05d}.arrow" for number in range(len(of_queries))]
+    records = [json.loads(text) for text in asked({"name": names})["record"]]
+    files = [(record["name"], Part(**record["part"])) for record in records]
+    facts = prepared.finish(config, corpus, queries=files, folder=folder, each=map)
+    known = prepared.encodings(folder)
+    seen = torch.from_numpy(array(f"{folder}/{prepared.SEEN}").copy())
+    ids = safetensors.load_file(built["semantic_ids"].file("codebooks.safetensors"))["codebooks"]
+    stage = build(config, ids, **known, seen=seen)
+    order = Order(facts["sizes"], global_batch=config.global_batch, seed=config.seed)
+    fit(
+        engine.build(stage, schedule=config, device=torch.device("cpu")),
+        ClickBatches(Store.open(folder), order, config, **known, rank=0, world=1),
+        steps=order.steps(config.epochs),
+        schedule=config,
+        checkpoints=Checkpoints(f"{folder}/checkpoints", keep=1),
+        room="fuse",
+    )
+    documents = DocumentFusion(stage.documents, config.document, known["documents"])
+    parts = [
+        read_part(corpus, p, documents.columns) for p in corpus.embeddings.names("embeddings/", ".parquet")
+    ]
+    final = [documents.fuse(part.table, part.embeddings, part.codes) for part in parts]
+    return QueryFusion(stage.queries, config.query, known["users"]), np.concatenate(final)
 
 
 def knobs(row: Mapping[str, Any], seed: int) -> dict[str, Any]:
