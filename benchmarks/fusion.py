@@ -5,11 +5,13 @@
 Products, their suppliers, prices and dates, queries and judgements are those of `chorus_icecat`. Users are
 simulated (`datasets/taste.py`): each likes some suppliers and a price band, and clicks other products less.
 
-The plain embedding is that of latent semantic analysis, made in seconds; its query tower is a lookup table.
-It and the semantic IDs are made once, clicks and fusion anew for every seed.
+The plain embedding sums a pretrained model's token embeddings (pip install 'scalingnote[bench]'): made in
+seconds, with a lookup table as its query tower. It and the semantic IDs are made once, clicks and fusion anew
+for every seed.
 Queries of the test split are asked by users whose clicks on the training queries are known:
 
-- nDCG@10 over all products; the gain of one is its grade over the best, times what the user's taste leaves
+- nDCG@10 over all products that people judged for any query: of the others nobody knows whether they are
+  relevant. The gain of one is its grade over the best, times what the user's taste leaves of it
 - AUC: in sessions that were simulated of these queries after training, a click against what was not clicked
 
 Each row of the table adds to the one above it.
@@ -27,17 +29,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from numpy import ndarray
 from safetensors import torch as safetensors
 from scipy import sparse
-from scipy.sparse.linalg import norm as sparse_norm
-from scipy.sparse.linalg import svds
 from tokenizers import Tokenizer
 
+from benchmarks import minilm
 from benchmarks.report import arguments, show, write
 from scalingnote import cluster
-from scalingnote.bm25 import document_texts
 from scalingnote.config import Config, validate
 from scalingnote.datasets import click_model
 from scalingnote.datasets.config import AnyClickModel, ChorusIcecat
@@ -54,7 +54,6 @@ from scalingnote.fuse.parts import Corpus, read_part
 from scalingnote.fuse.query_fusion import QueryFusion, User
 from scalingnote.log import configure
 from scalingnote.models import lookup
-from scalingnote.models.backbone import train_tokenizer
 from scalingnote.planner.config import Statistics
 from scalingnote.planner.job import run as plan
 from scalingnote.planner.planner import load as load_planner
@@ -70,7 +69,7 @@ from scalingnote.train.prepare import array
 from scalingnote.train.strategies import engine
 from scalingnote.train.stream import Store
 
-DIM, VOCABULARY = 128, 8192
+DIM = 128
 CLICKS: dict[str, Any] = {
     "users": 300,
     "sessions_per_query": 300,
@@ -106,7 +105,6 @@ class Plain(Config):
     """What the artifacts of the plain embedding were made by."""
 
     dim: int = DIM
-    vocabulary: int = VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -118,6 +116,7 @@ class World:
     asked: list[int]  # a query of the test set for each pair
     users: list[User]  # who asks it
     gains: Float[ndarray, "pairs docs"]
+    judged: Bool[ndarray, " docs"]
     sessions: pa.Table  # impressions of the pairs' queries and users, simulated
     pair_of: dict[tuple[str, str], int]
 
@@ -149,7 +148,7 @@ def shared(options: Any) -> dict[str, Artifact]:
     dataset = prepare(source, output=f"{options.run_dir}/dataset")
     cluster.connect()
     planner = plan(Statistics(), dataset=dataset.uri, output=f"{options.run_dir}/planner")
-    towers, embeddings = latent_semantics(dataset, options.run_dir)
+    towers, embeddings = static(dataset, options.run_dir)
     ids = quantize(
         QuantizeConfig(codes=64), embeddings=embeddings.uri, output=f"{options.run_dir}/semantic_ids"
     )
@@ -157,23 +156,27 @@ def shared(options: Any) -> dict[str, Artifact]:
     return {artifact.manifest.kind: artifact for artifact in found}
 
 
-def latent_semantics(dataset: Artifact, folder: str) -> tuple[Artifact, Artifact]:
-    """A lookup query tower and embeddings of documents by latent semantic analysis (Deerwester et al. 1990).
+def static(dataset: Artifact, folder: str) -> tuple[Artifact, Artifact]:
+    """A lookup query tower and embeddings of titles, both from a pretrained model's table of tokens.
 
-    Rows of the table are the right singular vectors of tf-idf over tokens, times idf; a document is the sum
-    of its tokens' rows, by tf, at unit length. A query is embedded by the same table.
+    Rows are MiniLM's input embeddings times idf, brought to DIM by the principal directions of the titles'
+    embeddings; a title is the sum of its tokens' rows by 1 + log tf, at unit length.
     """
     parts = dataset.names("documents/", ".parquet")
-    texts = {p: document_texts(dataset.table(p, ["doc_id", "title", "topic", "content"])) for p in parts}
-    everything = [text for part in parts for text in texts[part]]
-    tokenizer = Tokenizer.from_str(train_tokenizer(everything, vocabulary=VOCABULARY))
-    counts = {part: term_counts(found, tokenizer) for part, found in texts.items()}
+    path = minilm.path()
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    titles = {part: dataset.table(part, ["title"])["title"].to_pylist() for part in parts}
+    counts = {part: term_counts(found, tokenizer) for part, found in titles.items()}
     whole = sparse.vstack(list(counts.values())).tocsr()
     idf = np.log(whole.shape[0] / np.maximum((whole > 0).sum(axis=0).A1, 1))
-    weighted = whole.multiply(idf).tocsr()
-    weighted = sparse.diags(1 / np.maximum(sparse_norm(weighted, axis=1), 1e-9)) @ weighted
-    _, _, right = svds(weighted, k=DIM, random_state=0)
-    rows = (right.T * idf[:, None]).astype(np.float32)
+    weights = safetensors.load_file(path / "model.safetensors")
+    (name,) = (name for name in weights if name.endswith("word_embeddings.weight"))
+    wide = weights[name].float().numpy()[: len(idf)] * idf[:, None]
+    matrix = vectors.unit(np.asarray(whole @ wide, np.float32))
+    directions = np.linalg.svd(np.cov(matrix.T))[2][:DIM]
+    rows = np.ascontiguousarray(wide @ directions.T, np.float32)
 
     parents = {"dataset": dataset}
     draft = Draft(f"{folder}/dual_encoder", kind="dual_encoder", config=Plain(), parents=parents)
@@ -181,14 +184,13 @@ def latent_semantics(dataset: Artifact, folder: str) -> tuple[Artifact, Artifact
         table = lookup.from_table(rows, tokenizer, max_length=32, storage="float32")
         table.save(Path(draft.path("query")))
     towers = draft.existing() if draft.finished else draft.commit(counts={"tokens": len(rows)})
-    draft = Draft(
-        f"{folder}/embeddings", kind="embeddings", config=Plain(), parents={**parents, "dual_encoder": towers}
-    )
+    parents |= {"dual_encoder": towers}
+    draft = Draft(f"{folder}/embeddings", kind="embeddings", config=Plain(), parents=parents)
     if draft.finished:
         return towers, draft.existing()
     for part, found in counts.items():
-        matrix = vectors.unit(np.asarray(found @ rows, np.float32))
-        columns = {"doc_id": dataset.table(part, ["doc_id"])["doc_id"], "summary": vectors.to_arrow(matrix)}
+        embedded = vectors.unit(np.asarray(found @ rows, np.float32))
+        columns = {"doc_id": dataset.table(part, ["doc_id"])["doc_id"], "summary": vectors.to_arrow(embedded)}
         draft.write_table(part.replace("documents/", "embeddings/", 1), pa.table(columns))
     return towers, draft.commit(counts={"documents": whole.shape[0]})
 
@@ -243,8 +245,13 @@ def fuse(
     of_queries = slices(dataset, "queries")
     asked = QueryParts(
         {
-            "dataset": dataset.uri, "tower": built["dual_encoder"], "planner": built["planner"],
-            "output": folder, "work": f"{folder}/work", "slices": of_queries, "threads": 2,
+            "dataset": dataset.uri,
+            "tower": built["dual_encoder"],
+            "planner": built["planner"],
+            "output": folder,
+            "work": f"{folder}/work",
+            "slices": of_queries,
+            "threads": 2,
             "words": config.query.planner.words if config.query.planner else 0,
         }
     )
@@ -306,7 +313,10 @@ def simulate(seed: int, built: Mapping[str, Artifact], folder: Path, options: An
     gains = grades[asked] * tastes.factor(numbers[:, None], np.arange(len(row_of))[None])
     pairs = {(test.query_ids[q], name): i for i, (q, name) in enumerate(zip(asked, names, strict=True))}
     sessions = later(test, documents, tastes, source.click_model, seed=seed)
-    return World(dataset, test, asked, [known[name] for name in names], gains, sessions, pairs)
+    judged = np.zeros(len(row_of), bool)
+    judged[[row_of[doc] for doc in dataset.table("qrels")["doc_id"].to_pylist()]] = True
+    asking = [known[name] for name in names]
+    return World(dataset, test, asked, asking, gains, judged, sessions, pairs)
 
 
 def known_users(dataset: Artifact, semantic_ids: Artifact) -> dict[str, User]:
@@ -346,7 +356,7 @@ def measure(
 ) -> dict[str, float]:
     """nDCG@10 over all documents and AUC within sessions."""
     scores = queries @ documents.T
-    top = np.argsort(-scores, axis=1, kind="stable")[:, :10]
+    top = np.argsort(-np.where(world.judged, scores, -np.inf), axis=1, kind="stable")[:, :10]
     discount = 1 / np.log2(np.arange(2, 12))
     got = (np.take_along_axis(world.gains, top, axis=1) * discount).sum(axis=1)
     ideal = (-np.sort(-world.gains, axis=1)[:, :10] * discount).sum(axis=1)
