@@ -320,7 +320,8 @@ def _distinct(hashes: UInt64[ndarray, " rows"]) -> UInt64[ndarray, " distinct"]:
 
 
 def _flat(column: pa.ChunkedArray) -> ndarray:
-    return np.asarray(pc.list_flatten(column.combine_chunks()))
+    values: ndarray = np.asarray(pc.list_flatten(column.combine_chunks()))
+    return values
 
 
 def array_of(uri: str, name: str) -> ndarray:
