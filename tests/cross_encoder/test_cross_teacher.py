@@ -34,7 +34,8 @@ def cross_encoder(uri: str) -> Artifact:
     return draft.commit(counts={})
 
 
-def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(cluster, tmp_path: Path, monkeypatch):
+def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(tmp_path: Path, monkeypatch):
+    encode_here(monkeypatch)  # that it runs on Ray is known
     dataset = tiny.dataset(str(tmp_path / "dataset"), count=24)
     given = tiny.triplets(str(tmp_path / "given"), dataset)
     rows = given.table("triplets").to_pylist()
@@ -81,7 +82,6 @@ def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(cluster, t
         assert weight.shape == (vocabulary, 32)
     assert found.names("teacher/")[-1] == "teacher/tokens.safetensors"
 
-    encode_here(monkeypatch)  # that it runs on Ray is known
     documents = job.run_documents(
         EncodeConfig(), dataset=dataset.uri, cross_encoder=teacher.uri, output=str(tmp_path / "documents")
     )

@@ -10,6 +10,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 import tiny
+from in_process import encode_here
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.fuse import job
 from scalingnote.fuse.config import FuseConfig
@@ -203,8 +204,10 @@ def test_what_users_like_is_found_for_them(fused: Artifact, inputs: Inputs):
 
 
 def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
-    cluster: None, fused: Artifact, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fused: Artifact, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    encode_here(monkeypatch)
+
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -221,7 +224,8 @@ def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
     assert job.run(config(), **inputs.uris, output=output).digest == fused.digest
 
 
-def test_no_epoch_leaves_every_embedding_as_it_was(cluster: None, inputs: Inputs, tmp_path: Path):
+def test_no_epoch_leaves_every_embedding_as_it_was(inputs: Inputs, tmp_path: Path, monkeypatch):
+    encode_here(monkeypatch)
     artifact = job.run(config(epochs=0), **inputs.uris, output=f"{tmp_path}/fused")
     final = to_numpy(artifact.table("embeddings")["summary"])
     np.testing.assert_allclose(final, inputs.embeddings, atol=1e-6)
@@ -235,8 +239,9 @@ def test_no_epoch_leaves_every_embedding_as_it_was(cluster: None, inputs: Inputs
     ],
 )
 def test_a_feature_that_is_not_there_is_refused(
-    cluster: None, inputs: Inputs, tmp_path: Path, knobs, says: str
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs, says: str
 ):
+    encode_here(monkeypatch)
     with pytest.raises(ConfigError, match=says):
         job.run(config(**knobs), **inputs.uris, output=f"{tmp_path}/fused")
 
