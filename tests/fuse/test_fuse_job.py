@@ -142,8 +142,10 @@ def config(**more: object) -> FuseConfig:
 
 
 @pytest.fixture(scope="module")
-def fused(cluster: None, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return job.run(config(), **inputs.uris, output=f"{tmp_path_factory.mktemp('fused')}/fused")
+def fused(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    with pytest.MonkeyPatch.context() as patch:
+        encode_here(patch)
+        return job.run(config(), **inputs.uris, output=f"{tmp_path_factory.mktemp('fused')}/fused")
 
 
 def test_the_artifact_is_one_of_embeddings_in_the_same_parts(fused: Artifact, inputs: Inputs):
