@@ -11,6 +11,9 @@ from safetensors.numpy import save
 
 import tiny
 from in_process import encode_here
+from scalingnote import pipeline
+from scalingnote.cli import main
+from scalingnote.config import load
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig, Fleet
@@ -135,3 +138,26 @@ def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypat
     bad = NewDocuments(documents=TableFile(path=str(tmp_path / "bad.jsonl")))
     with pytest.raises(DataError, match="none of the new documents"):
         job.run(config, bad, **run, output=str(tmp_path / "bad"))
+
+
+def test_from_the_command_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    encode_here(monkeypatch)
+    monkeypatch.setattr(job.cluster, "connect", lambda: None)
+    found = {
+        "dataset": tiny.dataset(str(tmp_path / "like"), count=8),
+        "dual_encoder": run["towers"],
+        "semantic_ids": run["semantic_ids"],
+        "embeddings": run["embeddings"],
+    }
+    made_by = load(pipeline.RunConfig, ["configs/quickstart/medquad.yaml"])
+    monkeypatch.setattr(pipeline, "load_run", lambda _: made_by)
+    monkeypatch.setattr(pipeline, "locate", lambda _, kind: found[kind])
+    rows = [{**row, "name": row["title"]} for row in tiny.document_rows(3)]
+    for row in rows:
+        del row["title"]
+    (tmp_path / "new.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["ingest", str(tmp_path / "new.jsonl"), "--run", str(tmp_path), "--column"]
+    assert main([*words, "title=name", "--set", "resources.workers=1"]) == 0
+    assert "3 documents, 0 set aside" in capsys.readouterr().out
+    assert main([*words, "title"]) == 2
+    assert "not of the form ours=theirs" in capsys.readouterr().err
