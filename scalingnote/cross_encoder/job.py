@@ -26,7 +26,7 @@ from scalingnote.cross_encoder.objective import PairStage
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import Reader
 from scalingnote.encode.job import encode_documents, write_parts
-from scalingnote.encode.steps import Encoded, Steps
+from scalingnote.encode.steps import Encoded, Steps, nothing
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Backbone, Pretrained, TowerConfig
@@ -112,7 +112,7 @@ def run_queries(
         config=config,
         teacher={next(iter(rows)): draft.path("teacher")},
     )
-    steps = Steps(_nothing, encoder)
+    steps = Steps(nothing, encoder)
     records = write_parts(steps, draft, rows=rows, resources=config.resources, unit="triplets")
     embedded = sum(r["part"]["rows"] for r in records if r["name"].startswith("embeddings/"))
     return draft.commit(counts={"queries": embedded, "scored": sum(counted.values())})
@@ -141,10 +141,6 @@ def _prompt(teacher: Artifact) -> DocumentPrompt:
         },
         fs.read_bytes(teacher.file(f"{MODEL}/tokenizer.json")).decode(),
     )
-
-
-def _nothing(_: str) -> None:
-    """Pairs are put together where they are encoded."""
 
 
 class QueryParts:

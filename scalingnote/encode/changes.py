@@ -8,7 +8,6 @@ A document stays the same if its content hash does, wherever it lies. Memory is 
 in, and by a bucket or a group on the way out; every step that is done again writes the same files again.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -95,20 +94,18 @@ def sort(item: tuple[int, int], *, folder: str) -> int:
     return len(copies)
 
 
-def copied(number: int, *, folder: str, base: Artifact, columns: Sequence[str]) -> pa.Table:
-    """What a part copies from `base`: these columns of its embeddings and ``row``, where each belongs."""
+def copied(number: int, *, folder: str, base: Artifact) -> pa.Table:
+    """What a part copies from `base`: the columns of its embeddings and ``row``, where each belongs."""
     uri = _uri(folder, number)
     parts = base.table_parts("embeddings")
-    first = base.table(parts[0], list(columns)).slice(0, 0)
-    empty = first.append_column("row", pa.array([], pa.int32()))
-    if not fs.exists(uri):
-        return empty
-    wanted = pq.read_table(fs.open_input(uri))
-    found = [empty]
-    for part in np.unique(np.asarray(wanted["base_part"])).tolist():
-        here = wanted.filter(pc.equal(wanted["base_part"], part))
-        rows = base.table(parts[part], list(columns)).take(here["base_row"].combine_chunks())
-        found.append(rows.append_column("row", here["row"]))
+    layout = pq.read_schema(fs.open_input(base.file(parts[0]))).append(COPY.field("row"))
+    found = [layout.empty_table()]
+    if fs.exists(uri):
+        wanted = pq.read_table(fs.open_input(uri))
+        for part in np.unique(np.asarray(wanted["base_part"])).tolist():
+            here = wanted.filter(pc.equal(wanted["base_part"], part))
+            rows = base.table(parts[part]).take(here["base_row"].combine_chunks())
+            found.append(rows.append_column("row", here["row"]))
     return pa.concat_tables(found).sort_by("row")
 
 

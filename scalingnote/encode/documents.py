@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from scalingnote.encode import changes
 from scalingnote.encode.config import EncodeConfig
@@ -52,14 +51,13 @@ def read_documents(
     name: str, *, source: Artifact, towers: Artifact, reader: Reader, base: Artifact | None, folder: str
 ) -> tuple[pa.Table, pa.Table | None, Rejected]:
     """Token rows of what is to be encoded, embeddings that are copied, and what cannot be read."""
-    parts = [embeddings_part(part) for part in source.table_parts("documents")]
     documents = source.table(name.replace("embeddings/", "documents/", 1), COLUMNS)
     documents = documents.append_column(schema.CONTENT_HASH, content_hashes(documents))
     documents = documents.append_column("row", pa.array(np.arange(len(documents), dtype=np.int32)))
     copied = None
     if base is not None:
-        columns = pq.read_schema(fs.open_input(base.file(base.table_parts("embeddings")[0]))).names
-        copied = changes.copied(parts.index(name), folder=folder, base=base, columns=columns)
+        number = [embeddings_part(part) for part in source.table_parts("documents")].index(name)
+        copied = changes.copied(number, folder=folder, base=base)
         same = pc.is_in(documents["row"], value_set=copied["row"].combine_chunks())
         documents = documents.filter(pc.invert(same))
     tokens, rejected = tokenise(documents, _prompt(reader, towers.uri, towers.manifest.kind))

@@ -210,17 +210,19 @@ def each_part(
     done, barren = sum(rows[name] for name in records), False
     with Progress("encode", total=sum(rows.values()), done=done, unit=unit) as progress:
         while todo := [name for name in rows if name not in records][: resources.parts_per_wave]:
+            wave: dict[str, Record] = {}
             failure = ""
             try:
                 for row in _run_wave(steps, todo, resources, output=output, work=work):
                     failure = failure or row["failure"]
                     if row["record"]:
                         record = json.loads(row["record"])
+                        wave[record["name"]] = record
                         tally.add(record)
                         progress.advance(rows[record["name"]], note=tally)
             except RayError as error:
                 failure = str(error)
-            wave = recorded(work, set(todo))  # more may be done than Ray came to tell
+                wave |= recorded(work, set(todo))  # more may be done than Ray came to tell
             left, before, barren = len(todo) - len(wave), barren, not wave
             if barren and before:
                 raise EncodingError(f"none of {left} parts could be encoded: {failure}")

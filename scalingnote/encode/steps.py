@@ -35,6 +35,10 @@ class Steps:
     encoder: Callable[..., Encode]
 
 
+def nothing(_: str) -> None:
+    """The first step, where whoever encodes also reads: it knows what it needs."""
+
+
 def commit_part(name: str, encoded: Encoded, timed: dict[str, float], *, output: str, work: str) -> str:
     """Write a part, and only then record it; the record as JSON."""
     part = write_table(fs.join(output, name), encoded.table)

@@ -18,7 +18,7 @@ from safetensors import torch as safetensors
 from scalingnote import cluster
 from scalingnote.config import dump
 from scalingnote.encode.job import each_part, write_parts
-from scalingnote.encode.steps import Encoded, Steps
+from scalingnote.encode.steps import Encoded, Steps, nothing
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.fuse import prepare
 from scalingnote.fuse.batching import ClickBatches
@@ -137,7 +137,7 @@ def _fuse(config: FuseConfig, corpus: Corpus, draft: Draft) -> int:
     """Write the final embeddings, part by part; how many they are."""
     source = corpus.embeddings
     rows = {name: source.manifest.parts[name].rows or 0 for name in source.names("embeddings/", ".parquet")}
-    steps = Steps(_nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
+    steps = Steps(nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
     records = write_parts(steps, draft, rows=rows, resources=config.writers, unit="documents fused")
     return sum(record["part"]["rows"] for record in records)
 
@@ -178,10 +178,6 @@ class QueryParts:
             columns["words"] = vectors.to_arrow(words.hashes)
             columns["importances"] = vectors.to_arrow(words.importances)
         return Encoded(one_chunk(columns))
-
-
-def _nothing(_: str) -> None:
-    """What is fused is read by who fuses: it says which features it needs."""
 
 
 class FusedParts:

@@ -18,6 +18,7 @@ from numpy import ndarray
 from safetensors import numpy as safetensors
 
 from scalingnote.encode.documents import TOWER, Reader
+from scalingnote.encode.steps import Rejected
 from scalingnote.encode.tally import Cost
 from scalingnote.encode.tokens import COLUMNS, content_hashes, tokenise
 from scalingnote.fuse.document_fusion import DocumentFusion
@@ -29,7 +30,6 @@ from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact
 
 VIEW = "summary"  # the embedding that is searched
-Rejected = list[dict[str, str]]
 
 
 @dataclass(frozen=True)

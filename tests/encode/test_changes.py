@@ -73,7 +73,7 @@ def test_what_is_the_same_is_copied_and_the_rest_is_told(
 
     for number, start in enumerate(range(0, len(now), rows_per_part)):
         part = now[start : start + rows_per_part]
-        got = changes.copied(number, folder=folder, base=base, columns=["doc_id", "summary"])
+        got = changes.copied(number, folder=folder, base=base)
         assert [part[row]["doc_id"] for row in got["row"].to_pylist()] == got["doc_id"].to_pylist()
         assert got["doc_id"].to_pylist() == [r["doc_id"] for r in part if kinds[r["doc_id"]] == "same"]
         values = vectors.to_numpy(got["summary"])[:, 0].tolist()
