@@ -196,8 +196,7 @@ class FusedParts:
         # Whatever else lies beside the embedding that is searched (term weights) stays as it is.
         plain = self._corpus.embeddings.table(name)
         at = plain.schema.get_field_index(VIEW)
-        dtype = str(plain.schema.field(VIEW).type.value_type.to_pandas_dtype().__name__)
-        column = vectors.to_arrow(fused, dtype=dtype)
+        column = vectors.to_arrow(fused, dtype=vectors.dtype_of(plain.schema.field(VIEW)))
         return Encoded(plain.set_column(at, plain.schema.field(VIEW), column))
 
 

@@ -51,8 +51,7 @@ def read_part(corpus: Corpus, part: str, columns: Sequence[str]) -> DocumentRows
 
 def code_matrix(column: pa.ChunkedArray) -> Int32[ndarray, "docs levels"]:
     """A column of codes as a matrix."""
-    values: ndarray = column.combine_chunks().flatten().to_numpy().astype(np.int32)
-    return values.reshape(len(column), column.type.list_size)
+    return vectors.matrix_of(column).astype(np.int32)
 
 
 def _aligned(table: pa.Table, doc_ids: pa.ChunkedArray, what: str) -> pa.Table:

@@ -24,7 +24,7 @@ from scalingnote.encode.tokens import COLUMNS, content_hashes, tokenise
 from scalingnote.fuse.document_fusion import DocumentFusion
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.token_rows import from_columns
-from scalingnote.quantize import beam, residual_kmeans
+from scalingnote.quantize import beam
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact
@@ -78,7 +78,7 @@ class DocumentFlow:
             reader.prompt(towers),
             safetensors.load(fs.read_bytes(semantic_ids.file("codebooks.safetensors")))["codebooks"],
             width=int(semantic_ids.manifest.config.get("beam", 1)),
-            dtype=str(np.dtype(first.field(VIEW).type.value_type.to_pandas_dtype())),
+            dtype=vectors.dtype_of(first.field(VIEW)),
             fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,
         )
 
@@ -101,10 +101,7 @@ class DocumentFlow:
         found = self._encoder.encode(from_columns(tokens))[:, list(self._encoder.views).index(VIEW)]
         # Rounded as it is stored: codes and final embeddings of the stages start from there.
         embeddings = vectors.to_numpy(vectors.to_arrow(vectors.unit(found), dtype=self._dtype))
-        if self._width > 1:
-            codes = beam.encode(embeddings, self._codebooks, beam=self._width)
-        else:
-            codes = residual_kmeans.encode(embeddings, self._codebooks)
+        codes = beam.encode(embeddings, self._codebooks, beam=self._width)
         if self._fusion is not None:
             embeddings = self._fusion.fuse(kept, embeddings, codes)
         columns = {

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from scalingnote.quantize import residual_kmeans
 from scalingnote.quantize.blas import blas_only
 
 BLOCK = 256  # vectors that are searched at once; `beam` residuals of each
@@ -22,11 +23,13 @@ _FAR = 1e6  # where the centroids lie that only fill a codebook up
 def encode(
     vectors: Float[ndarray, "docs dim"], codebooks: Float[ndarray, "levels codes dim"], *, beam: int
 ) -> Int[ndarray, "docs levels"]:
-    """Codes of the least error among the tuples that a beam of this width meets.
+    """Codes of the least error among the tuples that a beam of this width meets; 1 takes the nearest codes.
 
     Up to some 1,900 centroids per level (at 6 levels) faiss looks the products of centroids up in a table
     (ResidualQuantizer, `use_beam_LUT`); with more, the table outgrows memory and residuals are kept instead.
     """
+    if beam == 1:
+        return residual_kmeans.encode(vectors, codebooks)
     if not len(vectors):
         return np.empty((0, len(codebooks)), np.int32)
     codebooks = np.ascontiguousarray(codebooks, np.float32)

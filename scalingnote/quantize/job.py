@@ -278,10 +278,7 @@ class _Coder:
 
     def _code(self, part: str, number: int, sampled: int) -> None:
         doc_ids, vectors = read_vectors(self._source, part)
-        if self._beam > 1:
-            codes = beam.encode(vectors, self._codebooks, beam=self._beam)
-        else:
-            codes = residual_kmeans.encode(vectors, self._codebooks)
+        codes = beam.encode(vectors, self._codebooks, beam=self._beam)
         energy = residual_kmeans.residual_energy(vectors, codes, self._codebooks)
         fitted = np.zeros(len(codes), bool)
         fitted[draw(len(codes), take=sampled, seed=self._seed, part=number)] = True

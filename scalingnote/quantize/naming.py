@@ -24,7 +24,7 @@ from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, write_table
 from scalingnote.storage.slices import Each, grouped, run_slices
-from scalingnote.storage.vectors import to_arrow
+from scalingnote.storage.vectors import matrix_of, to_arrow
 
 ROWS = 1 << 22  # documents of a task, which takes some 270 bytes of memory for each: 1.1 GB
 _MARKS = 1024  # documents shown for each range, to read its bounds off
@@ -108,7 +108,7 @@ def name(corpus: Corpus, parts: Sequence[str], rows: Sequence[int], *, each: Eac
 
 def _show(item: tuple[int, Slice], *, corpus: Corpus, every: int) -> list[int]:
     """The key of one document in so many of a slice."""
-    codes = np.concatenate([_matrix(_read(corpus, part, ["codes"])["codes"]) for _, part in item[1]])
+    codes = np.concatenate([matrix_of(_read(corpus, part, ["codes"])["codes"]) for _, part in item[1]])
     found: list[int] = by_code.keys(codes[::every], size=corpus.size).tolist()
     return found
 
@@ -123,7 +123,7 @@ def _deal(item: tuple[int, Slice], *, corpus: Corpus, ends: list[int]) -> int:
             table = table.append_column(column, pa.array(values))
         tables.append(table)
     whole = pa.concat_tables(tables)
-    keys = by_code.keys(_matrix(whole["codes"]), size=corpus.size)
+    keys = by_code.keys(matrix_of(whole["codes"]), size=corpus.size)
     bucket = np.searchsorted(np.array(ends, np.uint64), keys, "right").astype(np.int64)
     exchange.scatter(whole, bucket, target=fs.join(corpus.work, "dealt"), name=f"{item[0]:05d}")
     return len(whole)
@@ -138,10 +138,10 @@ def _settle(item: tuple[int, int], *, corpus: Corpus, ends: list[int], firsts: l
     table = exchange.gather(fs.join(corpus.work, "dealt"), number, schema=layout).combine_chunks()
     if not len(table):
         return {"documents": 0}
-    doc_ids, codes = table["doc_id"].combine_chunks(), _matrix(table["codes"])
+    doc_ids, codes = table["doc_id"].combine_chunks(), matrix_of(table["codes"])
     suffix, new = _suffixes(corpus, number, ends, doc_ids, codes)
     unseen = new & ~table["sampled"].to_numpy()
-    energy = _matrix(table["energy"])
+    energy = matrix_of(table["energy"])
     tallies = {
         "all": Tally.of(codes, energy, size=corpus.size),
         "unseen": Tally.of(codes[unseen], energy[unseen], size=corpus.size),
@@ -191,7 +191,7 @@ def _name(item: tuple[int, Slice], *, corpus: Corpus) -> list[Any]:
         suffix = np.zeros(len(table), np.int32)
         ours = origin == number
         suffix[row[ours]] = value[ours]
-        named = semantic_id.to_table(table["doc_id"], _matrix(table["codes"]), suffix)
+        named = semantic_id.to_table(table["doc_id"], matrix_of(table["codes"]), suffix)
         written.append((part, asdict(write_table(fs.join(corpus.output, part), named))))
     return written
 
@@ -211,8 +211,3 @@ def _usage(corpus: Corpus, number: int) -> str:
 
 def _read(corpus: Corpus, part: str, columns: list[str] | None = None) -> pa.Table:
     return pq.read_table(fs.open_input(fs.join(corpus.coded, part)), columns=columns)
-
-
-def _matrix(column: pa.ChunkedArray) -> Shaped[ndarray, "docs levels"]:
-    values: ndarray = column.combine_chunks().flatten().to_numpy()
-    return values.reshape(-1, column.type.list_size)

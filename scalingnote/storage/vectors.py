@@ -8,13 +8,22 @@ from numpy import ndarray
 
 def to_numpy(column: pa.ChunkedArray | pa.Array) -> Float[ndarray, "rows dim"]:
     """A FixedSizeList column as a float32 matrix."""
+    return np.ascontiguousarray(matrix_of(column), dtype=np.float32)
+
+
+def matrix_of(column: pa.ChunkedArray | pa.Array) -> Shaped[ndarray, "rows dim"]:
+    """A FixedSizeList column as a matrix of its own type."""
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()
     if isinstance(column, pa.ChunkedArray):  # zero chunks stay a ChunkedArray in some versions
         column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-    dim = column.type.list_size
-    values = column.flatten().to_numpy(zero_copy_only=False)
-    return np.ascontiguousarray(values.reshape(-1, dim), dtype=np.float32)
+    values: ndarray = column.flatten().to_numpy(zero_copy_only=False)
+    return values.reshape(-1, column.type.list_size)
+
+
+def dtype_of(field: pa.Field) -> str:
+    """The precision of a FixedSizeList column, as :func:`to_arrow` takes it."""
+    return str(np.dtype(field.type.value_type.to_pandas_dtype()))
 
 
 def to_arrow(matrix: Shaped[ndarray, "rows dim"], *, dtype: str = "float32") -> pa.Array:
