@@ -161,7 +161,7 @@ def test_ranks_of_candidates_are_those_of_the_lists():
 
 
 def test_search_ranks_nearly_as_the_whole_pool_does():
-    """What 0 is sets how much a unit of dense score counts: the weight makes up for it, but for query by query."""
+    """What 0 is sets how much a unit of dense score counts; the weight makes up for it, on average."""
     dense, sparse, _ = drawn_pool(2, queries=200)
     low, background, high = dense.min(1), float(dense.mean()), dense.max(1)
     whole = [hybrid.normalised(scores, scores.min(1), scores.max(1)) for scores in (dense, sparse)]

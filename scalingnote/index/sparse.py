@@ -14,7 +14,6 @@ import pyarrow as pa
 from jaxtyping import Bool, Float32, Int, Int64
 from numpy import ndarray
 
-from scalingnote import topk
 from scalingnote.errors import SearchError
 from scalingnote.index.postings import BLOCK, Postings, Segments, build, frozen
 from scalingnote.models.sparse_query import SparseRows
@@ -52,7 +51,8 @@ def search(
     for segment in segments:
         _scan(*_lists(segment), *_terms(queries), mask, first, scores, rows, kept)
         first += len(segment)
-    return topk.merge(scores, rows, k=k)
+    _sort(scores, rows, kept)
+    return scores, rows
 
 
 def scores_of(
@@ -162,7 +162,7 @@ def _keep(block, base, allowed, scores, rows, kept):
                         _climb(scores, rows, kept, block[i], base + i)
                         kept += 1
                     else:
-                        _sink(scores, rows, block[i], base + i)
+                        _sink(scores, rows, k, block[i], base + i)
                     if kept == k:
                         bar = scores[0]
     return kept
@@ -182,14 +182,14 @@ def _climb(scores, rows, place, score, row):
 
 @_compiled
 @no_type_check
-def _sink(scores, rows, score, row):
+def _sink(scores, rows, size, score, row):
     place = 0
     while True:
         child = 2 * place + 1
-        if child >= len(scores):
+        if child >= size:
             break
         right = child + 1
-        if right < len(scores) and (
+        if right < size and (
             scores[right] < scores[child] or (scores[right] == scores[child] and rows[right] > rows[child])
         ):
             child = right
@@ -198,6 +198,16 @@ def _sink(scores, rows, score, row):
         scores[place], rows[place] = scores[child], rows[child]
         place = child
     scores[place], rows[place] = score, row
+
+
+@_compiled
+@no_type_check
+def _sort(scores, rows, kept):
+    for q in range(len(kept)):
+        for last in range(kept[q] - 1, 0, -1):
+            score, row = scores[q, last], rows[q, last]
+            scores[q, last], rows[q, last] = scores[q, 0], rows[q, 0]
+            _sink(scores[q], rows[q], last, score, row)
 
 
 @_compiled
