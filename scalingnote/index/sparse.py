@@ -41,6 +41,8 @@ def search(
     The first call compiles, or loads what was compiled before (:func:`warm`). Threads may share segments.
     """
     total = _checked(segments, queries)
+    if k < 1:
+        raise SearchError(f"k is {k}: ask for at least 1 result")
     if allowed is not None and len(allowed) != total:
         raise SearchError(f"allowed has {len(allowed)} rows, the segments have {total} documents")
     count = len(queries.offsets) - 1
@@ -80,7 +82,13 @@ def warm() -> None:
 
 
 def _checked(segments: Segments, queries: SparseRows) -> int:
-    """How many documents there are."""
+    """How many documents there are; compiled code trusts what is checked here."""
+    offsets, entries = queries.offsets, len(queries.terms)
+    if offsets[0] or (np.diff(offsets) < 0).any() or not offsets[-1] == entries == len(queries.values):
+        raise SearchError(
+            f"sparse queries have offsets {offsets[0]} to {offsets[-1]} for {entries} terms and "
+            f"{len(queries.values)} weights: offsets rise from 0 to as many as there are of each"
+        )
     if not np.isfinite(queries.values).all():
         raise SearchError("a sparse query has a weight that is not a finite number")
     return sum(len(segment) for segment in segments)

@@ -3,7 +3,9 @@
 import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import numba
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -262,3 +264,17 @@ def test_what_cannot_be_searched_is_refused():
         sparse.scores_of([drawn()], queries, np.array([[30]]))
     with pytest.raises(SearchError, match="not a finite number"):
         sparse.search([drawn()], SparseRows(queries.offsets, queries.terms, queries.values * np.nan), k=1)
+    with pytest.raises(SearchError, match="k is 0"):
+        sparse.search([drawn()], queries, k=0)
+    with pytest.raises(SearchError, match="offsets 0 to 2 for 1 terms and 1 weights"):
+        sparse.search([drawn()], SparseRows(queries.offsets * 2, queries.terms, queries.values), k=1)
+
+
+def test_where_nothing_can_be_written_loops_are_compiled_in_memory(monkeypatch):
+    def nowhere(*, nogil: bool, cache: bool = False):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return numba.jit(nopython=True, nogil=nogil)
+
+    monkeypatch.setattr(sparse, "numba", SimpleNamespace(njit=nowhere))
+    assert sparse._compiled(lambda number: number + 1)(1) == 2
