@@ -1,0 +1,280 @@
+"""Sparse search against every score written out: masks, ties, segments, files."""
+
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numba
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalingnote.errors import ArtifactError, DataError, SearchError
+from scalingnote.index import postings, postings_file, sparse
+from scalingnote.models.sparse_query import SparseRows
+
+VOCABULARY = 12
+# Few values, so that ties are many; a null document, one without terms, and impacts of 0 are among them.
+Document = dict[int, float] | None
+documents_of = st.lists(
+    st.none()
+    | st.dictionaries(st.integers(0, VOCABULARY - 1), st.sampled_from([0, 0.5, 1.0, 1.5]), max_size=5),
+    max_size=40,
+)
+queries_of = st.lists(
+    st.dictionaries(st.integers(0, VOCABULARY + 2), st.sampled_from([1.0, 2.0]), max_size=4), max_size=4
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(postings, "BLOCK", 7)
+        yield
+
+
+def columns(documents: Sequence[Document]) -> tuple[pa.Array, pa.Array]:
+    """As an embeddings artifact has them."""
+    ordered = [None if d is None else sorted(d.items()) for d in documents]
+    terms = [None if d is None else [term for term, _ in d] for d in ordered]
+    impacts = [None if d is None else [np.float16(impact) for _, impact in d] for d in ordered]
+    return pa.array(terms, pa.list_(pa.int32())), pa.array(impacts, pa.list_(pa.float16()))
+
+
+def rows_of(queries: Sequence[dict[int, float]]) -> SparseRows:
+    items = [sorted(query.items()) for query in queries]
+    flat = [item for query in items for item in query]
+    return SparseRows(
+        np.cumsum([0, *map(len, items)], dtype=np.int64),
+        np.array([term for term, _ in flat], np.int32),
+        np.array([value for _, value in flat], np.float32),
+    )
+
+
+def brute_force(
+    documents: Sequence[Document], query: dict[int, float], k: int, allowed: np.ndarray
+) -> tuple[list[float], list[int]]:
+    scores = np.zeros(len(documents), np.float32)
+    for row, document in enumerate(documents):
+        for term, value in sorted(query.items()):
+            scores[row] += np.float32(value) * np.float32((document or {}).get(term, 0))
+    order = [row for row in np.argsort(-scores, kind="stable") if scores[row] > 0 and allowed[row]][:k]
+    rest = k - len(order)
+    return [*scores[order].tolist(), *[-np.inf] * rest], [*map(int, order), *[-1] * rest]
+
+
+@settings(max_examples=80)
+@given(documents_of, queries_of, st.integers(1, 9), st.data())
+def test_search_is_brute_force(documents, queries, k, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(documents)), max_size=3)))
+    pieces = [documents[a:b] for a, b in zip([0, *cuts], [*cuts, len(documents)], strict=True)]
+    segments = [postings.build(*columns(piece)) for piece in pieces]
+    draw = st.lists(st.booleans(), min_size=len(documents), max_size=len(documents))
+    allowed = data.draw(st.none() | draw.map(lambda mask: np.array(mask, bool)))
+    everything = np.ones(len(documents), bool) if allowed is None else allowed
+
+    scores, rows = sparse.search(segments, rows_of(queries), k=k, allowed=allowed)
+    expected = [brute_force(documents, query, k, everything) for query in queries]
+    assert list(zip(scores.tolist(), rows.tolist(), strict=True)) == expected
+    # What search found, and what it did not, has the score that search gives.
+    wanted = np.tile(np.arange(-1, len(documents)), (len(queries), 1))
+    given_scores = sparse.scores_of(segments, rows_of(queries), wanted)
+    assert given_scores.shape == wanted.shape
+    for query, row in zip(queries, given_scores, strict=True):
+        found, order = brute_force(documents, query, len(documents), np.ones(len(documents), bool))
+        full = np.zeros(len(documents), np.float32)
+        full[[o for o in order if o >= 0]] = [s for s in found if s > 0]
+        assert row.tolist() == [0.0, *full.tolist()]
+
+
+@settings(max_examples=30)
+@given(documents_of, st.data())
+def test_merging_segments_is_building_from_what_is_kept(documents, data):
+    cut = data.draw(st.integers(0, len(documents)))
+    segments = [postings.build(*columns(piece)) for piece in (documents[:cut], documents[cut:])]
+    mask = np.array(
+        data.draw(st.lists(st.booleans(), min_size=len(documents), max_size=len(documents))), bool
+    )
+    kept = [document for document, keep in zip(documents, mask, strict=True) if keep]
+    assert postings_file.dump(postings.merged(segments)) == postings_file.dump(
+        postings.build(*columns(documents))
+    )
+    assert postings_file.dump(postings.merged(segments, kept=mask)) == postings_file.dump(
+        postings.build(*columns(kept))
+    )
+
+
+@settings(max_examples=30)
+@given(documents_of)
+def test_columns_are_the_documents_again(documents):
+    terms, impacts = postings.columns([postings.build(*columns(documents))])
+    assert terms.type == pa.list_(pa.int32())
+    assert impacts.type == pa.list_(pa.float16())
+    found = [
+        dict(zip(t, i, strict=True)) for t, i in zip(terms.to_pylist(), impacts.to_pylist(), strict=True)
+    ]
+    assert found == [{t: i for t, i in (d or {}).items() if i} for d in documents]
+
+
+def test_appended_segments_stay_few_and_keep_their_rows():
+    documents = [{row % VOCABULARY: 1.0, VOCABULARY: 1.0} for row in range(100)]
+    segments: tuple[postings.Postings, ...] = ()
+    for document in documents:
+        segments = postings.appended(segments, postings.build(*columns([document])))
+        sizes = [len(segment) for segment in segments]
+        assert sizes == sorted(set(sizes), reverse=True)
+    assert sizes == [64, 32, 4]
+    whole = postings.build(*columns(documents))
+    queries = rows_of([{3: 1.0}, {VOCABULARY: 2.0}])
+    for one, other in zip(
+        sparse.search(segments, queries, k=20), sparse.search([whole], queries, k=20), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+@settings(max_examples=30)
+@given(documents_of, st.integers(1, 4))
+def test_the_strongest_terms_are_kept(documents, k):
+    def strongest(document):
+        order = sorted((document or {}).items(), key=lambda item: (-item[1], item[0]))
+        return dict(order[:k])
+
+    made = postings.build(*columns(documents), strongest=k)
+    expected = postings.build(*columns([strongest(document) for document in documents]))
+    assert postings_file.dump(made) == postings_file.dump(expected)
+
+
+def test_threads_share_postings():
+    rng = np.random.default_rng(0)
+    documents = [dict.fromkeys(rng.choice(VOCABULARY, 3, replace=False).tolist(), 1.0) for _ in range(200)]
+    segments = [postings.build(*columns(documents))]
+    queries = [rows_of([{int(t): 1.0} for t in rng.choice(VOCABULARY, 3)]) for _ in range(30)]
+    alone = [sparse.search(segments, query, k=5) for query in queries]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda query: sparse.search(segments, query, k=5), queries))
+    np.testing.assert_equal(together, alone)
+
+
+def drawn(count: int = 30) -> postings.Postings:
+    rng = np.random.default_rng(1)
+    return postings.build(
+        *columns(
+            [dict.fromkeys(rng.choice(VOCABULARY, 4, replace=False).tolist(), 0.5) for _ in range(count)]
+        )
+    )
+
+
+def test_files_are_read_where_they_lie(tmp_path):
+    made = drawn()
+    mapped = {}
+    for name, data in postings_file.dump(made).items():
+        (tmp_path / name).write_bytes(data)
+        mapped[name] = pa.memory_map(str(tmp_path / name)).read_buffer()
+    for files in (mapped, postings_file.dump(made)):
+        read = postings_file.load(files)
+        assert postings_file.dump(read) == postings_file.dump(made)
+        assert len(read) == 30
+        assert not read.rows.flags.writeable
+    assert not postings_file.load(mapped).rows.flags.owndata
+    queries = rows_of([{1: 1.0, 5: 2.0}])
+    np.testing.assert_equal(
+        sparse.search([postings_file.load(mapped)], queries, k=4), sparse.search([made], queries, k=4)
+    )
+
+
+def test_nothing_is_postings_too():
+    empty = postings.build(*columns([]))
+    assert postings_file.dump(postings_file.load(postings_file.dump(empty))) == postings_file.dump(
+        postings.merged([])
+    )
+    scores, rows = sparse.search([empty], rows_of([{1: 1.0}]), k=3)
+    assert np.isneginf(scores).all()
+    assert (rows == -1).all()
+    assert sparse.search([drawn()], rows_of([]), k=3)[0].shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("rows", lambda a: np.where(np.arange(len(a)) == 9, 7, a)),  # a document that the block lacks
+        ("rows", lambda a: a[::-1]),
+        ("rows", lambda a: a[:-1]),
+        ("rows", lambda a: a.astype(np.int32)),
+        ("terms", lambda a: a[::-1]),
+        ("terms", lambda a: a - 1),
+        ("terms", lambda a: a[:, None]),
+        ("offsets", lambda a: a + 1),
+        ("offsets", lambda a: np.where(np.arange(len(a)) == 3, a[-1] + 1, a)),
+        ("impacts", lambda a: np.where(np.arange(len(a)) == 2, np.float16(np.nan), a)),
+        ("impacts", lambda a: -a),
+        ("impacts", lambda a: a[:-1]),
+        ("blocks", lambda a: a + 1),
+        ("blocks", lambda a: a[:-1]),
+        ("blocks", lambda a: a[:0]),
+        ("blocks", lambda a: a.ravel()),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(part, change):
+    files, name = postings_file.dump(drawn()), f"sparse.{part}.npy"
+    file = io.BytesIO()
+    np.save(file, change(np.load(io.BytesIO(files[name]))))
+    with pytest.raises(ArtifactError, match=r"sparse\.\w+\.npy .*re-run index"):
+        postings_file.load({**files, name: file.getvalue()})
+
+
+def test_truncated_and_missing_files_are_named():
+    files = postings_file.dump(drawn())
+    with pytest.raises(ArtifactError, match=r"sparse\.rows\.npy is damaged"):
+        postings_file.load({**files, "sparse.rows.npy": files["sparse.rows.npy"][:-1]})
+    with pytest.raises(ArtifactError, match=r"sparse\.terms\.npy is damaged"):
+        postings_file.load({**files, "sparse.terms.npy": b"no array"})
+    with pytest.raises(ArtifactError, match="of 30 documents, the shard has 31"):
+        postings_file.load(files, documents=31)
+    del files["sparse.impacts.npy"]
+    with pytest.raises(ArtifactError, match=r"sparse\.impacts\.npy is missing"):
+        postings_file.load(files)
+
+
+@pytest.mark.parametrize(
+    ("terms", "impacts", "said"),
+    [
+        ([[1], [3, 2]], [[1.0], [1.0, 1.0]], "document 1 has term 2 with impact 1.0"),
+        ([[1], [2, 2]], [[1.0], [1.0, 1.0]], "document 1 has term 2"),
+        ([[-1]], [[1.0]], "document 0 has term -1"),
+        ([[1], [2]], [[1.0], [np.nan]], "document 1 has term 2 with impact nan"),
+        ([[1], [2]], [[1.0], [-1.0]], "document 1 has term 2 with impact -1.0"),
+        ([[1], [2]], [[1.0], [1e6]], "document 1 has term 2 with impact 1000000.0"),
+        ([[1], [2]], [[1.0], []], "document 1 has 1 terms and 0 impacts"),
+        ([[1]], [[1.0], []], "1 documents have terms and 2 have impacts"),
+    ],
+)
+def test_documents_that_are_not_sparse_vectors_are_named(terms, impacts, said):
+    with pytest.raises(DataError, match=said):
+        postings.build(pa.array(terms, pa.list_(pa.int32())), pa.array(impacts, pa.list_(pa.float32())))
+
+
+def test_what_cannot_be_searched_is_refused():
+    queries = rows_of([{1: 1.0}])
+    with pytest.raises(SearchError, match="allowed has 3 rows, the segments have 30"):
+        sparse.search([drawn()], queries, k=1, allowed=np.ones(3, bool))
+    with pytest.raises(SearchError, match="no row 30"):
+        sparse.scores_of([drawn()], queries, np.array([[30]]))
+    with pytest.raises(SearchError, match="not a finite number"):
+        sparse.search([drawn()], SparseRows(queries.offsets, queries.terms, queries.values * np.nan), k=1)
+    with pytest.raises(SearchError, match="k is 0"):
+        sparse.search([drawn()], queries, k=0)
+    with pytest.raises(SearchError, match="offsets 0 to 2 for 1 terms and 1 weights"):
+        sparse.search([drawn()], SparseRows(queries.offsets * 2, queries.terms, queries.values), k=1)
+
+
+def test_where_nothing_can_be_written_loops_are_compiled_in_memory(monkeypatch):
+    def nowhere(*, nogil: bool, cache: bool = False):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return numba.jit(nopython=True, nogil=nogil)
+
+    monkeypatch.setattr(sparse, "numba", SimpleNamespace(njit=nowhere))
+    assert sparse._compiled(lambda number: number + 1)(1) == 2
