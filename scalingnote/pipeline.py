@@ -146,6 +146,7 @@ STAGES: tuple[Stage, ...] = (
         ("dataset", "embeddings", "semantic_ids"),
         "index",
         "scalingnote.index.job:run",
+        may_read=("dual_encoder", "student"),
     ),
     Stage(
         "evaluate",
@@ -195,7 +196,7 @@ def stages(config: RunConfig) -> list[Stage]:
         *_last_round(config, known),
         known["quantize"],
         *_fused(config, known),
-        known["index"],
+        _with_query_tower(config, known["index"]),
         _evaluate(config, known),
     ]
 
@@ -213,11 +214,14 @@ def _last_round(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
 
 
 def _fused(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
-    """The stage that merges features in, if any, with the query tower that serves."""
-    if config.fuse is None:
-        return []
+    """The stage that merges features in, if any."""
+    return [] if config.fuse is None else [_with_query_tower(config, known["fuse"])]
+
+
+def _with_query_tower(config: RunConfig, stage: Stage) -> Stage:
+    """A stage that reads the query tower that serves."""
     tower = "dual_encoder" if config.distill is None else "student"
-    return [replace(known["fuse"], reads=(*known["fuse"].reads, tower), may_read=())]
+    return replace(stage, reads=(*stage.reads, tower), may_read=())
 
 
 def _evaluate(config: RunConfig, known: Mapping[str, Stage]) -> Stage:

@@ -52,6 +52,13 @@ def merge(
     lower id comes first, so the answer does not depend on the order in which the searches are laid.
     """
     last = np.where(ids < 0, np.iinfo(ids.dtype).max, ids)
+    columns = scores.shape[1]
+    if 0 < k < columns:
+        # A sort of them all would cost more than what it merges; ties at the k-th place need it all the same.
+        best = np.argpartition(scores, columns - k, axis=1)[:, columns - k :]
+        lowest = np.take_along_axis(scores, best[:, :1], axis=1)
+        if not ((scores >= lowest).sum(axis=1) > k).any():
+            scores, ids, last = (np.take_along_axis(x, best, axis=1) for x in (scores, ids, last))
     order = np.lexsort((last, -scores))[:, :k]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
 

@@ -1,30 +1,88 @@
-"""Knobs of the index."""
+"""Knobs of the index; `nlist`, `nprobe`, `m` and `nbits` as in faiss."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from scalingnote.config import Config, Resources
 
+Refine = Literal["none", "sq8", "flat"]
+KEPT = (
+    "vectors kept to score candidates anew: codes alone cap recall@10 at about 0.8, whatever nprobe; 8-bit "
+    "scalars (dim bytes per document) lift it to 0.98, floats (4*dim) make scores exact"
+)
 
-class IndexConfig(Config):
-    """How embeddings become shards of an IVFPQ index; `nlist`, `nprobe`, `m` and `nbits` as in faiss."""
 
-    shards: int = Field(2, ge=1, description="disjoint slices of the corpus, each searched on its own")
-    nlist: int | None = Field(
-        None, ge=1, description="inverted lists; None: 4*sqrt(documents), at least 39 training documents each"
+class FastScan(Config):
+    """4-bit product quantization scanned in CPU registers: the fastest per document scanned."""
+
+    kind: Literal["ivfpq_fast_scan"] = "ivfpq_fast_scan"
+    m: int | None = Field(
+        None,
+        ge=1,
+        description="sub-quantizers, divides dim; None: one per 2 dimensions (64 at 128: 32 bytes)",
     )
+    refine: Refine = Field("sq8", description=KEPT)
+
+
+class IVFPQ(Config):
+    """Product quantization with tables in memory: finer codes than fast scan's, slower to scan."""
+
+    kind: Literal["ivfpq"] = "ivfpq"
     m: int | None = Field(
         None, ge=1, description="sub-quantizers, divides dim; None: one per 4 dimensions (32 at 128)"
     )
     nbits: int = Field(8, ge=1, le=8, description="bits per sub-quantizer: m*nbits/8 bytes per document")
-    refine: Literal["none", "sq8", "flat"] = Field(
-        "sq8",
-        description="vectors kept to re-rank candidates: PQ codes alone cap recall@10 at about 0.8, whatever "
-        "nprobe; 8-bit scalars (dim bytes per document) lift it to 0.98, floats (4*dim) make scores exact",
+    refine: Refine = Field("sq8", description=KEPT)
+
+
+class ScalarQuantized(Config):
+    """A byte per dimension: near exact, and no codebook that could grow stale."""
+
+    kind: Literal["ivf_sq8"] = "ivf_sq8"
+
+
+class RaBitQ(Config):
+    """A bit per dimension around each centroid (Gao & Long, 2024): no codebook, for documents that drift."""
+
+    kind: Literal["ivf_rabitq"] = "ivf_rabitq"
+    refine: Refine = Field("sq8", description=KEPT)
+
+
+class Flat(Config):
+    """Every document compared with every query: exact, for small corpora and as the reference."""
+
+    kind: Literal["flat"] = "flat"
+
+
+Family = Annotated[FastScan | IVFPQ | ScalarQuantized | RaBitQ | Flat, Field(discriminator="kind")]
+
+
+class Tuning(Config):
+    """How `nprobe` and `refine_factor` are found: the cheapest that reach a recall on real queries."""
+
+    recall: float = Field(0.95, gt=0, le=1, description="share of the exact k best documents to be found")
+    k: int = Field(100, ge=1, description="results that the recall is of")
+    queries: int = Field(500, ge=1, description="test queries it is measured on, encoded by the query tower")
+
+
+class IndexConfig(Config):
+    """How embeddings become shards of an index."""
+
+    shards: int = Field(2, ge=1, description="disjoint slices of the corpus, each searched on its own")
+    family: Family = Field(FastScan(), description="how a document's vector is stored and scanned")
+    nlist: int | None = Field(
+        None, ge=1, description="inverted lists; None: 4*sqrt(documents), at least 39 training documents each"
     )
-    refine_factor: int = Field(4, ge=1, description="candidates re-ranked per result asked for")
-    nprobe: int = Field(16, ge=1, description="inverted lists searched, unless the search says otherwise")
+    nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: tuned")
+    refine_factor: int | None = Field(
+        None, ge=1, description="candidates scored anew per result asked for; None: tuned"
+    )
+    tuning: Tuning = Tuning()
+    filters: tuple[str, ...] = Field(
+        ("topic",),
+        description="columns of the documents that a search may filter by: text, numbers, yes or no",
+    )
     train_documents: int = Field(
         200_000, ge=1, description="documents the quantizers are trained on, drawn evenly from the corpus"
     )

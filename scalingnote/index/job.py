@@ -1,74 +1,99 @@
-"""The index stage: embeddings, documents and semantic IDs go in, shards of one IVFPQ index come out.
+"""The index stage: embeddings, documents and semantic IDs go in, shards of one index come out.
 
-A uniform sample is gathered by one task per part and the quantizer is trained in one task; then one task per
-shard adds its range of the corpus. A shard whose commit record is there is not built again, so a killed run
-repeats only the shards that were under way. Everything trained or added is stored in faiss's own format.
+    sample ─train─► quantizer ─┬─ one task per shard ─► shards ─ one task per shard ─► nprobe, refine_factor
+    test queries ─query tower──┘   (and exact answers)            (and recall, cost)
+
+A shard whose record is there is not built again. Everything trained or added is stored in faiss's own format.
 """
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import accumulate, islice
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote import cluster
+from scalingnote import cluster, topk
 from scalingnote.errors import ArtifactError
-from scalingnote.index import ivf, shard
+from scalingnote.index import build, filters, ivf, shard, tuning
+from scalingnote.index import family as families
 from scalingnote.index.config import IndexConfig
 from scalingnote.log import Progress, get_logger
-from scalingnote.quantize.job import VIEW, part_rows, read_vectors, sample, use_threads
+from scalingnote.quantize.job import VIEW, part_rows, sample
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_table
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
+
+log = get_logger("index")
+# Where nothing was tuned: near enough for a test, and said so.
+UNTUNED_NPROBE, UNTUNED_FACTOR = 16, 4
 
 
-def run(config: IndexConfig, *, dataset: str, embeddings: str, semantic_ids: str, output: str) -> Artifact:
+def run(
+    config: IndexConfig,
+    *,
+    dataset: str,
+    embeddings: str,
+    semantic_ids: str,
+    dual_encoder: str | None = None,
+    student: str | None = None,
+    output: str,
+) -> Artifact:
     """The index over the `summary` embeddings of a dataset, as an `index` artifact.
 
-    Documents without an embedding (set aside by encode) are not indexed; the manifest counts them.
+    Documents without an embedding (set aside by encode) are not indexed; the manifest counts them. With a
+    query tower (`student`, or else `dual_encoder`), `nprobe` and `refine_factor` are tuned on test queries.
     """
-    log = get_logger("index")
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
         "embeddings": open_artifact(embeddings, kind="embeddings"),
         "semantic_ids": open_artifact(semantic_ids, kind="semantic_ids"),
     }
+    for kind, uri in (("student", student), ("dual_encoder", dual_encoder)):
+        if uri is not None:
+            parents[kind] = open_artifact(uri, kind=kind)
     draft = Draft(output, kind="index", config=config, parents=parents)
     if draft.finished:
         log.info("already finished: %s", output)
         return draft.existing()
     source = parents["embeddings"]
     _require_same_origin(source, parents["semantic_ids"])
+    documents = parents["dataset"].names("documents/", ".parquet")
+    filters.require_fields(_schema(parents["dataset"], documents[0]), config.filters)
     parts = source.names("embeddings/", ".parquet")
     rows = part_rows(source, parts)
     if not sum(rows):
         raise ArtifactError(
             f"{embeddings} has no embedding: every document was set aside, see its rejected.parquet"
         )
-    layout = _layout(config, documents=sum(rows), dim=_dim(source, parts))
+    layout = _layout(config, documents=sum(rows), dim=_schema(source, parts[0]).field(VIEW).type.list_size)
     cluster.connect()
     cluster.require(config.resources, stage="index")
 
-    quantizer = _quantizer(config, layout, draft, source)
     slices = shard.assign(parts, rows, shards=config.shards)
-    written = {shard.COARSE: _write(draft.path(shard.COARSE), ivf.dump_centroids(quantizer.centroids))}
+    quantizer = _quantizer(config, layout, draft, source)
+    uris = {kind: artifact.uri for kind, artifact in parents.items()}
+    shared = build.Shared(config, layout, uris, output, quantizer, _queries(config, parents, layout))
+    written = {shard.COARSE: build.write(draft.path(shard.COARSE), ivf.dump_centroids(quantizer.centroids))}
     with Progress("index", total=layout.documents, unit="documents indexed") as progress:
-        for files in _build_shards(slices, quantizer, config, draft, parents):
+        for files in _fill_shards(slices, shared):
             written |= files
             progress.advance(sum(part.rows or 0 for part in files.values()))
     for name, part in written.items():
         draft.register(name, part)
+    sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
+    layout, curve = _tune(shared, sizes)
     draft.write_json(shard.LAYOUT, vars(layout))
 
-    dataset_parts = parents["dataset"].names("documents/", ".parquet")
     size = sum(part.bytes for name, part in written.items() if name.endswith(".faiss"))
     counts = {
         "documents": layout.documents,
-        "documents_not_embedded": sum(part_rows(parents["dataset"], dataset_parts)) - layout.documents,
+        "documents_not_embedded": sum(part_rows(parents["dataset"], documents)) - layout.documents,
         "shards": layout.shards,
         "bytes": size,
         "bytes_per_vector": round(size / layout.documents),
@@ -81,7 +106,7 @@ def run(config: IndexConfig, *, dataset: str, embeddings: str, semantic_ids: str
         counts["bytes_per_vector"],
         output,
     )
-    return draft.commit(counts=counts)
+    return draft.commit(counts=counts, tuning=curve)
 
 
 def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
@@ -95,114 +120,118 @@ def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
         )
 
 
-def _dim(embeddings: Artifact, parts: Sequence[str]) -> int:
-    with fs.open_input(fs.join(embeddings.uri, parts[0])) as stream:
-        return int(pq.read_schema(stream).field(VIEW).type.list_size)
+def _schema(artifact: Artifact, part: str) -> Any:
+    with fs.open_input(fs.join(artifact.uri, part)) as stream:
+        return pq.read_schema(stream)
 
 
 def _layout(config: IndexConfig, *, documents: int, dim: int) -> shard.Layout:
     """Settings with the defaults filled in that depend on the corpus; refused if it cannot be trained."""
-    trained = min(documents, config.train_documents)
-    layout = shard.Layout(
+    family, trained = config.family, min(documents, config.train_documents)
+    nlist = 1 if family.kind == "flat" else config.nlist
+    nlist = nlist or ivf.default_nlist(documents, train_documents=trained)
+    families.require_trainable(family, trained, dim=dim, nlist=nlist)
+    refine = families.refine(family)
+    factors = tuning.factors(family.kind, refine)
+    return shard.Layout(
         dim=dim,
         documents=documents,
         shards=config.shards,
-        nlist=config.nlist or ivf.default_nlist(documents, train_documents=trained),
-        m=config.m or ivf.default_m(dim),
-        nbits=config.nbits,
-        refine=config.refine,
-        refine_factor=config.refine_factor,
-        nprobe=config.nprobe,
+        family=family.kind,
+        refine=refine,
+        nlist=nlist,
+        nprobe=min(config.nprobe or UNTUNED_NPROBE, nlist),
+        refine_factor=config.refine_factor or min(UNTUNED_FACTOR, factors[-1]),
+        recall=None,
+        filters=config.filters,
     )
-    ivf.require_trainable(trained, dim=dim, nlist=layout.nlist, m=layout.m, nbits=layout.nbits)
-    return layout
 
 
 def _quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: Artifact) -> ivf.Quantizer:
     """Trained, or as a killed run left it."""
-    names = ["refine.faiss", "ivfpq.faiss", "coarse.faiss"]  # the last is written last: then all are there
+    names = ["kept.faiss", "lists.faiss", "coarse.faiss"]  # the last is written last: then all are there
     paths = {name: draft.work(f"quantizer/{name}") for name in names}
     if fs.exists(paths["coarse.faiss"]):
-        refine, ivfpq, coarse = (fs.read_bytes(paths[name]) for name in names)
-        return ivf.Quantizer(ivf.load_centroids(coarse), ivfpq, refine or None)
+        kept, lists, coarse = (fs.read_bytes(paths[name]) for name in names)
+        return ivf.Quantizer(ivf.load_centroids(coarse), lists or None, kept or None)
     matrices = sample(source, documents=config.train_documents, seed=config.seed, resources=config.resources)
-    train = ray.remote(**cluster.actor_options(config.resources))(_train)
-    quantizer: ivf.Quantizer = cluster.fetch(train.remote(config, layout, *matrices))
+    train = ray.remote(**cluster.actor_options(config.resources))(build.train)
+    quantizer: ivf.Quantizer = cluster.fetch(train.remote(config, layout.nlist, *matrices))
     coarse = ivf.dump_centroids(quantizer.centroids)
-    for name, data in zip(names, (quantizer.refine or b"", quantizer.ivfpq, coarse), strict=True):
+    for name, data in zip(names, (quantizer.kept or b"", quantizer.lists or b"", coarse), strict=True):
         fs.write_bytes(paths[name], data)
     return quantizer
 
 
-def _train(config: IndexConfig, layout: shard.Layout, *matrices: Float[ndarray, "_ dim"]) -> ivf.Quantizer:
-    use_threads(config.resources)
-    return ivf.train(
-        np.concatenate(matrices),
-        nlist=layout.nlist,
-        m=layout.m,
-        nbits=layout.nbits,
-        refine=layout.refine,
-        iterations=config.iterations,
-        seed=config.seed,
-    )
+def _queries(
+    config: IndexConfig, parents: dict[str, Artifact], layout: shard.Layout
+) -> Float[ndarray, "queries dim"] | None:
+    """Embeddings of test queries, to tune with; None where nothing is to be tuned, or nothing is there."""
+    tower = parents.get("student") or parents.get("dual_encoder")
+    if tower is None or not parents["dataset"].table_parts("queries"):
+        return None
+    if config.nprobe is not None and config.refine_factor is not None:
+        return None
+    table = parents["dataset"].table("queries", ["query_id", "query", "split"]).sort_by("query_id")
+    texts = table.filter(pc.equal(table["split"], "test"))["query"].to_pylist()
+    rng = np.random.default_rng(config.seed)
+    drawn = np.sort(rng.permutation(len(texts))[: config.tuning.queries])
+    if not len(drawn):
+        return None
+    encode = partial(build.encode, queries=[texts[i] for i in drawn])
+    (found,) = cluster.in_order(encode, [tower], config.resources)
+    if found.shape[1] != layout.dim:
+        log.warning("not tuned: queries have dim %d, documents %d", found.shape[1], layout.dim)
+        return None
+    return found
 
 
-def _build_shards(
-    slices: Sequence[Sequence[shard.Slice]],
-    quantizer: ivf.Quantizer,
-    config: IndexConfig,
-    draft: Draft,
-    parents: Mapping[str, Artifact],
-) -> Iterator[dict[str, Part]]:
+def _fill_shards(slices: Sequence[Sequence[shard.Slice]], shared: build.Shared) -> Iterator[dict[str, Part]]:
     """The files of every shard, in order; those that a killed run had finished are taken as they are."""
-    records = {number: draft.work(f"shards/{number:05d}.json") for number in range(len(slices))}
-    finished = fs.list_files(draft.work("shards"))
-    waiting = [number for number in records if f"{number:05d}.json" not in finished]
-    build = ray.remote(**cluster.actor_options(config.resources))(_build_shard)
-    shared = ray.put(quantizer)
-    uris = {name: artifact.uri for name, artifact in parents.items()}
-    running = {
-        number: build.remote(number, slices[number], shared, config, uris, draft.uri, records[number])
-        for number in waiting
-    }
-    for number, record in records.items():
-        if number in running:
-            cluster.fetch(running[number])
-        yield {name: Part(**part) for name, part in json.loads(fs.read_bytes(record)).items()}
+    finished = fs.list_files(shared.work("shards"))
+    waiting = [number for number in range(len(slices)) if f"{number:05d}.json" not in finished]
+    fill = partial(build.fill, shared=shared)
+    filled = cluster.in_order(fill, [(n, slices[n]) for n in waiting], shared.config.resources)
+    for number in range(len(slices)):
+        if number in waiting:
+            next(filled)
+        record = json.loads(fs.read_bytes(shared.work(f"shards/{number:05d}.json")))
+        yield {name: Part(**part) for name, part in record.items()}
 
 
-def _build_shard(
-    number: int,
-    slices: Sequence[shard.Slice],
-    quantizer: ivf.Quantizer,
-    config: IndexConfig,
-    parents: Mapping[str, str],
-    output: str,
-    record: str,
-) -> None:
-    use_threads(config.resources)
-    dataset, embeddings, semantic_ids = (open_artifact(uri, kind=kind) for kind, uri in parents.items())
-    lists = ivf.empty(quantizer)
-    stored = [shard.DOCUMENTS.empty_table()]
-    for piece in slices:
-        doc_ids, vectors = read_vectors(embeddings, piece.part)
-        ivf.add(lists, vectors[piece.start : piece.stop])
-        base = piece.part.removeprefix("embeddings/")
-        stored.append(
-            shard.document_rows(
-                doc_ids.slice(piece.start, piece.stop - piece.start),
-                documents=dataset.table(f"documents/{base}", ["doc_id", "title", "topic", "content"]),
-                semantic_ids=semantic_ids.table(f"codes/{base}", ["doc_id", "semantic_id"]),
-                snippet_chars=config.snippet_chars,
-            )
-        )
-    files = shard.file_names(number, refine=config.refine != "none")
-    paths = [fs.join(output, name) for name in files]
-    parts = [write_table(paths[0], pa.concat_tables(stored))]
-    parts += [_write(path, data) for path, data in zip(paths[1:], ivf.dump_lists(lists), strict=True)]
-    fs.write_bytes(record, json.dumps({n: vars(p) for n, p in zip(files, parts, strict=True)}).encode())
+def _tune(shared: build.Shared, sizes: Sequence[int]) -> tuple[shard.Layout, list[dict[str, Any]]]:
+    """The layout with what was found, and the curve of recall and time that says why."""
+    config, layout = shared.config, shared.layout
+    if shared.queries is None:
+        return layout, []
+    first = [0, *accumulate(sizes)]
+    exact = _exact(shared, first)
+    tried = [config.nprobe] if config.nprobe else tuning.probes(layout.nlist)
+    factors = [config.refine_factor] if config.refine_factor else tuning.factors(layout.family, layout.refine)
+    asked = [(number, first[number], nprobe) for nprobe in tried for number in range(len(sizes))]
+    measure = partial(build.measure, shared=shared, deepest=factors[-1])
+    found = cluster.in_order(measure, asked, config.resources)
+    points: list[tuning.Point] = []
+    for nprobe in tried:
+        shares = list(islice(found, len(sizes)))
+        points += tuning.measure(shares, exact, nprobe=nprobe, factors=factors)
+    best = tuning.choose(points, target=config.tuning.recall)
+    curve = [point for point in points if point.refine_factor == best.refine_factor]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    time = partial(build.time_search, shared=shared, refine_factor=best.refine_factor)
+    times = cluster.in_order(time, [(largest, point.nprobe) for point in curve], config.resources)
+    log.info(
+        "recall@%d of %.3f on %d queries by nprobe=%d of %d lists and refine_factor=%d",
+        *(exact.shape[1], best.recall, len(exact), best.nprobe, layout.nlist, best.refine_factor),
+    )
+    chosen = {name: getattr(best, name) for name in ("nprobe", "refine_factor", "recall")}
+    timed = [vars(point) | {"us_per_query": us} for point, us in zip(curve, times, strict=True)]
+    return shard.Layout(**vars(layout) | chosen), timed
 
 
-def _write(uri: str, data: bytes) -> Part:
-    fs.write_bytes(uri, data)
-    return Part(hashlib.sha256(data).hexdigest(), len(data))
+def _exact(shared: build.Shared, first: Sequence[int]) -> Int[ndarray, "queries k"]:
+    """Rows of the exact answers of all shards, counted over all of them."""
+    shares = [build.exact_rows(number, shared) for number in range(len(first) - 1)]
+    scores = np.hstack([scores for scores, _ in shares])
+    rows = np.hstack([rows + start for (_, rows), start in zip(shares, first, strict=False)])
+    return topk.merge(scores, rows, k=shared.config.tuning.k)[1]

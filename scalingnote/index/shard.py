@@ -15,6 +15,7 @@ from numpy import ndarray
 
 from scalingnote.errors import ArtifactError
 from scalingnote.index import ivf
+from scalingnote.index.config import Refine
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact
 
@@ -32,12 +33,13 @@ class Layout:
     dim: int
     documents: int
     shards: int
+    family: str
+    refine: Refine
     nlist: int
-    m: int
-    nbits: int
-    refine: ivf.Refine
-    refine_factor: int
     nprobe: int
+    refine_factor: int
+    recall: float | None  # that nprobe and refine_factor were tuned to; None where nobody measured
+    filters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,27 @@ def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[li
     return assigned
 
 
-def file_names(number: int, *, refine: bool) -> list[str]:
-    """A shard's parts of the artifact: documents, IVFPQ, and kept vectors if there are any."""
-    names = ["documents.arrow", "ivfpq.faiss", *(["refine.faiss"] if refine else [])]
+def documents_file(number: int) -> str:
+    """A shard's documents."""
+    return f"shard-{number:05d}/documents.arrow"
+
+
+def vector_files(number: int, *, family: str, refine: Refine) -> list[str]:
+    """A shard's inverted lists, and the vectors it keeps, as far as the family has them."""
+    names = [*(["lists.faiss"] if family != "flat" else []), *(["kept.faiss"] if refine != "none" else [])]
     return [f"shard-{number:05d}/{name}" for name in names]
+
+
+def document_columns(filters: Sequence[str]) -> list[str]:
+    """Columns of the dataset's documents that a shard is made of."""
+    own = ("doc_id", "title", "topic", "content")
+    return [*own, *(name for name in filters if name not in own)]
 
 
 def document_rows(
     doc_ids: pa.ChunkedArray, *, documents: pa.Table, semantic_ids: pa.Table, snippet_chars: int
 ) -> pa.Table:
-    """Rows of the document store in the order of `doc_ids`.
+    """Rows of the document store in the order of `doc_ids`; columns that are not the store's own go last.
 
     Raises ArtifactError when an embedding has no document or no semantic ID: they belong to other datasets.
     """
@@ -95,12 +108,20 @@ def document_rows(
     snippet = pc.utf8_slice_codeunits(line, 0, snippet_chars)
     title, topic = (found[name].fill_null("") for name in ("title", "topic"))
     columns = [doc_ids, title, topic, snippet, named["semantic_id"]]
-    return pa.table(dict(zip(DOCUMENTS.names, columns, strict=True)), schema=DOCUMENTS)
+    rows = pa.table(dict(zip(DOCUMENTS.names, columns, strict=True)), schema=DOCUMENTS)
+    for name in found.column_names:
+        if name not in {*DOCUMENTS.names, "content"}:
+            rows = rows.append_column(found.schema.field(name), found[name])
+    return rows
 
 
 def open_layout(index: Artifact) -> Layout:
     """The layout of an index."""
-    return Layout(**index.read_json(LAYOUT))
+    values = index.read_json(LAYOUT)
+    try:
+        return Layout(**values | {"filters": tuple(values["filters"])})
+    except (TypeError, KeyError):
+        raise ArtifactError(f"{index.uri} was built by another release: re-run index") from None
 
 
 def open_centroids(index: Artifact) -> Float[ndarray, "nlist dim"]:
@@ -109,17 +130,25 @@ def open_centroids(index: Artifact) -> Float[ndarray, "nlist dim"]:
 
 
 def open_shard(
-    index: Artifact, number: int, *, centroids: Float[ndarray, "nlist dim"], refine: bool
+    index: Artifact, number: int, *, layout: Layout, centroids: Float[ndarray, "nlist dim"]
 ) -> Shard:
     """Open a shard, each of its files checked against the manifest first: faiss itself has no checksum."""
-    documents, *vectors = file_names(number, refine=refine)
-    lists = ivf.load(centroids, *(fs.read_bytes(index.file(name)) for name in vectors))
-    table = index.table(documents)
-    if len(table) != len(lists):
+    files = vector_files(number, family=layout.family, refine=layout.refine)
+    data = [fs.read_bytes(index.file(name)) for name in files]
+    lists = parse(data, layout=layout, centroids=centroids)
+    documents = index.table(documents_file(number))
+    if len(documents) != len(lists):
         raise ArtifactError(
-            f"{index.uri}: shard {number} has {len(lists)} vectors and {len(table)} documents: re-run index"
+            f"{index.uri}: shard {number} has {len(lists)} vectors and {len(documents)} documents: "
+            "re-run index"
         )
-    return Shard(number, lists, table)
+    return Shard(number, lists, documents)
+
+
+def parse(files: Sequence[bytes], *, layout: Layout, centroids: Float[ndarray, "nlist dim"]) -> ivf.Lists:
+    """A shard's vectors from the contents of :func:`vector_files`."""
+    lists = files[0] if layout.family != "flat" else None
+    return ivf.load(centroids, lists, files[-1] if layout.refine != "none" else None)
 
 
 def _lookup(table: pa.Table, doc_ids: pa.ChunkedArray, missing: str) -> pa.Table:

@@ -1,25 +1,32 @@
 """The searcher: query embeddings go in, the best documents of an index come out, with their scores.
 
 It may hold all shards of an index, or a few of them: then :meth:`Searcher.candidates` of several searchers go
-through :func:`merge_candidates`, and the answer is the one a searcher of all shards gives.
+through :func:`merge_candidates`.
 """
 
+import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+import faiss
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+import pyarrow as pa
+from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.errors import SearchError
-from scalingnote.index import ivf
+from scalingnote.index import filters
 from scalingnote.index import shard as shards_of
+from scalingnote.search import scan
+from scalingnote.search.scan import ROW_BITS
 from scalingnote.storage.artifact import open_artifact
 
 MAX_K = 1000
-# A candidate's shard and row as one number that sorts by shard, then row.
-_ROW_BITS = 40
+MASKS = 64  # filters whose rows are remembered: a bool per document each
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Candidates:
     score: Float[ndarray, "queries k"]
     shard: Int[ndarray, "queries k"]
     row: Int[ndarray, "queries k"]
+    late: tuple[int, ...] = ()  # shards that were not searched in time
 
     def __len__(self) -> int:
         return len(self.score)
@@ -68,8 +76,9 @@ def merge_candidates(answers: Sequence[Candidates], *, k: int) -> Candidates:
     best, chosen = topk.merge(scores, ids, k=k)
     return Candidates(
         best,
-        np.where(chosen < 0, -1, chosen >> _ROW_BITS),
-        np.where(chosen < 0, -1, chosen % (1 << _ROW_BITS)),
+        np.where(chosen < 0, -1, chosen >> ROW_BITS),
+        np.where(chosen < 0, -1, chosen % (1 << ROW_BITS)),
+        tuple(shard for answer in answers for shard in answer.late),
     )
 
 
@@ -83,19 +92,31 @@ class Searcher:
         shards: Sequence[shards_of.Shard],
         *,
         nprobe: int | None = None,
+        threads: int = 1,
     ) -> None:
         self.layout = layout
         self.nprobe = _checked_nprobe(nprobe or layout.nprobe, layout.nlist)
         self._centroids = centroids
-        self._shards = {shard.number: shard for shard in shards}
+        self._shards = {shard.number: shard for shard in sorted(shards, key=lambda shard: shard.number)}
+        self._segments = [scan.Segment(s.number, 0, s.lists) for s in self._shards.values()]
+        self._masks = lru_cache(MASKS)(self._mask)
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        # faiss would take every core of the machine for each call, however many replicas share it.
+        faiss.omp_set_num_threads(1)
 
     @classmethod
     def open(
-        cls, index_uri: str, *, shards: Sequence[int] | None = None, nprobe: int | None = None
+        cls,
+        index_uri: str,
+        *,
+        shards: Sequence[int] | None = None,
+        nprobe: int | None = None,
+        threads: int = 1,
     ) -> "Searcher":
         """Open the shards with these numbers, or all; `nprobe` None takes the index's own.
 
-        Raises ArtifactError when a file is missing or damaged, SearchError when a shard does not exist.
+        `threads` is how many shards a search scans at once. Raises ArtifactError when a file is missing or
+        damaged, SearchError when a shard does not exist.
         """
         index = open_artifact(index_uri, kind="index")
         layout = shards_of.open_layout(index)
@@ -106,9 +127,8 @@ class Searcher:
                 f"{index_uri} has no shard {unknown[0]}: its shards are 0 to {layout.shards - 1}"
             )
         centroids = shards_of.open_centroids(index)
-        refine = layout.refine != "none"
-        opened = [shards_of.open_shard(index, n, centroids=centroids, refine=refine) for n in numbers]
-        return cls(layout, centroids, opened, nprobe=nprobe)
+        opened = [shards_of.open_shard(index, n, layout=layout, centroids=centroids) for n in numbers]
+        return cls(layout, centroids, opened, nprobe=nprobe, threads=threads)
 
     def __len__(self) -> int:
         """Documents in the shards held."""
@@ -124,44 +144,81 @@ class Searcher:
         """Numbers of the shards held."""
         return sorted(self._shards)
 
-    def search(
-        self, queries: Float[ndarray, "queries dim"], *, k: int, nprobe: int | None = None
-    ) -> list[list[Result]]:
-        """The k best documents of each query, best first; fewer where the lists scanned hold fewer.
+    @property
+    def fields(self) -> pa.Schema:
+        """What a search may filter by."""
+        documents = next(iter(self._shards.values())).documents.schema
+        return pa.schema([documents.field(name) for name in self.layout.filters])
 
-        Queries need not be of unit length. Raises SearchError for queries that cannot be searched.
+    def search(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        *,
+        k: int,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+        deadline_s: float | None = None,
+    ) -> list[list[Result]]:
+        """The k best documents of each query, best first; all there are where there are fewer.
+
+        Queries need not be of unit length. `where` keeps only the documents that it describes (see
+        :mod:`scalingnote.index.filters`). Raises SearchError for queries that cannot be searched.
         """
-        found = self.candidates(queries, k=k, nprobe=nprobe)
+        found = self.candidates(queries, k=k, nprobe=nprobe, where=where, deadline_s=deadline_s)
         names = np.empty(found.row.shape, object)
         for number, shard in self._shards.items():
             here = found.shard == number
-            names[here] = shard.documents["doc_id"].take(found.row[here]).to_pylist()
+            if here.any():
+                names[here] = shard.documents["doc_id"].take(found.row[here]).to_pylist()
         return [
             [Result(name, c.score, c.shard, c.row) for name, c in zip(row, found[query], strict=False)]
             for query, row in enumerate(names.tolist())
         ]
 
     def candidates(
-        self, queries: Float[ndarray, "queries dim"], *, k: int, nprobe: int | None = None
+        self,
+        queries: Float[ndarray, "queries dim"],
+        *,
+        k: int,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+        deadline_s: float | None = None,
     ) -> Candidates:
-        """The k best of the shards held. Same checks as :meth:`search`."""
-        unit = self._checked(queries, k)
-        probes = self.nprobe if nprobe is None else _checked_nprobe(nprobe, self.layout.nlist)
-        chosen = ivf.choose_lists(unit, self._centroids, nprobe=probes)
-        answers = [
-            _numbered(
-                number,
-                *ivf.search(shard.lists, unit, chosen=chosen, k=k, refine_factor=self.layout.refine_factor),
-            )
-            for number, shard in sorted(self._shards.items())
-        ]
-        return merge_candidates(answers, k=k)
+        """The k best of the shards held. Same checks as :meth:`search`.
 
-    def document(self, result: Result | Candidate) -> dict[str, str]:
+        After `deadline_s` seconds no further shard is begun; one at least is searched, and `late` names those
+        that were not.
+        """
+        unit = self._checked(queries, k)
+        plan = scan.Plan(
+            self._centroids,
+            self.nprobe if nprobe is None else _checked_nprobe(nprobe, self.layout.nlist),
+            self.layout.refine_factor,
+            deadline_s=deadline_s,
+            pool=self._pool,
+        )
+        masks: Sequence[Bool[ndarray, " _"] | None] = [None] * len(self._segments)
+        if where:
+            filters.check(where, self.fields)
+            key = json.dumps(where, sort_keys=True)
+            masks = [self._masks(segment.shard, key) for segment in self._segments]
+        found = scan.search(self._segments, unit, k=k, plan=plan, masks=masks)
+        shards = np.array([segment.shard for segment in self._segments])
+        return Candidates(
+            found.scores,
+            np.where(found.segments < 0, -1, shards[found.segments]),
+            found.rows,
+            tuple(int(shards[number]) for number in found.late),
+        )
+
+    def _mask(self, shard: int, where: str) -> Bool[ndarray, " rows"]:
+        return filters.mask(self._shards[shard].documents, json.loads(where))
+
+    def document(self, result: Result | Candidate) -> dict[str, Any]:
         """doc_id, title, topic, snippet and semantic_id of a result."""
         return self.documents([result.row], shard=result.shard)[0]
 
-    def documents(self, rows: Sequence[int], *, shard: int | None = None) -> list[dict[str, str]]:
+    def documents(self, rows: Sequence[int], *, shard: int | None = None) -> list[dict[str, Any]]:
         """The same for rows of a shard, which need not be named when only one is held."""
         if shard is None and len(self._shards) == 1:
             shard = self.shards[0]
@@ -171,7 +228,7 @@ class Searcher:
         outside = [row for row in rows if row not in range(len(table))]
         if outside:
             raise SearchError(f"shard {shard} has no row {outside[0]}: it has {len(table)} documents")
-        found: list[dict[str, str]] = table.take(list(rows)).to_pylist()
+        found: list[dict[str, Any]] = table.take(list(rows)).to_pylist()
         return found
 
     def _checked(self, queries: Shaped[ndarray, "..."], k: int) -> Float[ndarray, "queries dim"]:
@@ -199,10 +256,4 @@ def _checked_nprobe(nprobe: int, nlist: int) -> int:
 
 
 def _pack(shard: Int[ndarray, "queries k"], row: Int[ndarray, "queries k"]) -> Int[ndarray, "queries k"]:
-    return np.where(row < 0, -1, (shard << _ROW_BITS) + row)
-
-
-def _numbered(
-    number: int, scores: Float[ndarray, "queries k"], rows: Int[ndarray, "queries k"]
-) -> Candidates:
-    return Candidates(scores, np.where(rows < 0, -1, number), rows)
+    return np.where(row < 0, -1, (shard << ROW_BITS) + row)

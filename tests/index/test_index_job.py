@@ -1,16 +1,19 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from scalingnote import topk
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index import job
-from scalingnote.index.config import IndexConfig
+from scalingnote.index.config import IVFPQ, FastScan, IndexConfig, Tuning
+from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact, open_artifact
-from synthetic_corpus import Corpus
+from synthetic_corpus import Corpus, queries
 
-CONFIG = IndexConfig(shards=2, nlist=8, nbits=5, iterations=4, train_documents=500, snippet_chars=40)
+CONFIG = IndexConfig(shards=2, nlist=8, iterations=4, train_documents=500, snippet_chars=40)
 SIZES = [300, 200, 140]
 
 
@@ -45,10 +48,10 @@ def test_counts_and_bytes_are_those_of_the_files(index: Artifact) -> None:
     files = list(Path(index.uri).rglob("*.faiss"))
     assert sorted(path.relative_to(index.uri).as_posix() for path in files) == [
         "coarse.faiss",
-        "shard-00000/ivfpq.faiss",
-        "shard-00000/refine.faiss",
-        "shard-00001/ivfpq.faiss",
-        "shard-00001/refine.faiss",
+        "shard-00000/kept.faiss",
+        "shard-00000/lists.faiss",
+        "shard-00001/kept.faiss",
+        "shard-00001/lists.faiss",
     ]
     size = sum(path.stat().st_size for path in files)
     assert index.counts == {
@@ -63,12 +66,13 @@ def test_counts_and_bytes_are_those_of_the_files(index: Artifact) -> None:
         "dim": 16,
         "documents": 638,
         "shards": 2,
-        "nlist": 8,
-        "m": 4,
-        "nbits": 5,
+        "family": "ivfpq_fast_scan",
         "refine": "sq8",
+        "nlist": 8,
+        "nprobe": 8,
         "refine_factor": 4,
-        "nprobe": 16,
+        "recall": None,
+        "filters": ["topic"],
     }
 
 
@@ -82,8 +86,8 @@ def test_a_killed_run_keeps_its_quantizer_and_its_finished_shards(
         with pytest.raises(KeyboardInterrupt):
             job.run(CONFIG, **corpus.uris, output=str(output))
     (output / "_work/shards/00001.json").unlink()
-    (output / "shard-00001/ivfpq.faiss").write_bytes(b"half written")
-    kept = [output / "_work/quantizer/coarse.faiss", output / "shard-00000/ivfpq.faiss"]
+    (output / "shard-00001/lists.faiss").write_bytes(b"half written")
+    kept = [output / "_work/quantizer/coarse.faiss", output / "shard-00000/lists.faiss"]
     before = [path.stat().st_mtime_ns for path in kept]
     after: list[int] = []
 
@@ -111,11 +115,11 @@ def _die_on(prefix: str, original: object) -> object:
 def test_more_shards_than_documents_of_a_part_and_no_refinement(
     cluster: None, corpus: Corpus, tmp_path: Path
 ) -> None:
-    config = CONFIG.model_copy(update={"shards": 5, "refine": "none", "nlist": None})
+    config = CONFIG.model_copy(update={"shards": 5, "family": FastScan(refine="none"), "nlist": None})
     index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
     rows = [index.manifest.parts[name].rows for name in index.names("shard-", "documents.arrow")]
     assert rows == [127, 128, 127, 128, 128]
-    assert not index.names("shard-", "refine.faiss")
+    assert not index.names("shard-", "kept.faiss")
     assert index.read_json("index.json")["nlist"] == 500 // 39
 
 
@@ -134,8 +138,8 @@ def test_a_dataset_without_the_documents_is_refused(cluster: None, corpus: Corpu
 
 
 def test_settings_that_cannot_be_trained_are_refused_before_any_work(corpus: Corpus, tmp_path: Path) -> None:
-    config = CONFIG.model_copy(update={"train_documents": 20})
-    with pytest.raises(ConfigError, match=r"index.nbits=5 needs 32 training documents, found 20"):
+    config = CONFIG.model_copy(update={"train_documents": 20, "nlist": 1, "family": IVFPQ(nbits=5)})
+    with pytest.raises(ConfigError, match=r"codes of 5 bits need 32 training documents, found 20"):
         job.run(config, **corpus.uris, output=f"{tmp_path}/index")
 
 
@@ -143,3 +147,25 @@ def test_an_index_of_no_embedding_is_refused(tmp_path: Path) -> None:
     empty = Corpus.build(f"{tmp_path}/empty", sizes=[2], dim=16, missing=(0, 1))
     with pytest.raises(ArtifactError, match="has no embedding"):
         job.run(CONFIG, **empty.uris, output=f"{tmp_path}/index")
+
+
+def test_nprobe_is_tuned_on_queries_of_the_query_tower(
+    cluster: None, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = queries(corpus.matrix, 30)
+    # What the tower itself does is tested where whole runs are; here, what becomes of its embeddings.
+    monkeypatch.setattr(job, "_queries", lambda *_: asked)
+    config = CONFIG.model_copy(update={"nprobe": None, "tuning": Tuning(recall=0.9, k=10)})
+    index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
+    layout = index.read_json("index.json")
+    curve = index.manifest.info["tuning"]
+    assert [point["nprobe"] for point in curve] == [1, 2, 4, 8]
+    assert all(point["us_per_query"] > 0 for point in curve)
+    chosen = next(point for point in curve if point["nprobe"] == layout["nprobe"])
+    assert layout["recall"] == chosen["recall"] >= 0.9
+    searcher = Searcher.open(index.uri)
+    kept = [i for i in range(640) if i not in (5, 639)]
+    exact = topk.search(asked, corpus.matrix[kept], k=10)[1]
+    found = [[int(result.doc_id[1:]) for result in results] for results in searcher.search(asked, k=10)]
+    shares = [len({kept[i] for i in e} & set(f)) / 10 for e, f in zip(exact.tolist(), found, strict=True)]
+    assert layout["recall"] == pytest.approx(np.mean(shares), abs=1e-4)

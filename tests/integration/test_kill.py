@@ -62,7 +62,7 @@ def write_config(folder: Path) -> Path:
         },
         "distill": None,
         "quantize": {"levels": 2, "codes": 8, "resources": {"workers": 1}},
-        "index": {"nlist": 2, "nprobe": 2, "nbits": 4},
+        "index": {"nlist": 2, "nprobe": 2, "refine_factor": 4},
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(json.loads(json.dumps(settings))))

@@ -21,7 +21,7 @@ from synthetic_corpus import Corpus, queries
 QUANTIZE = QuantizeConfig(
     levels=2, codes=16, sample_documents=200, iterations=3, resources=Resources(workers=1)
 )
-INDEX = IndexConfig(nlist=4, nbits=5, iterations=3)
+INDEX = IndexConfig(nlist=4, iterations=3)
 SIZES = [120, 90]
 
 

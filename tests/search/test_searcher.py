@@ -7,13 +7,19 @@ import pytest
 from scalingnote import topk
 from scalingnote.errors import ArtifactError, SearchError
 from scalingnote.index import job
-from scalingnote.index.config import IndexConfig
+from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.search.searcher import Candidates, Result, Searcher, merge_candidates
 from synthetic_corpus import Corpus, queries, vectors
 
 # Every list is scanned and every document re-ranked by its floats: the index leaves nothing to chance.
 EXACT = IndexConfig(
-    shards=3, nlist=8, nprobe=8, nbits=5, iterations=4, train_documents=500, refine="flat", refine_factor=100
+    shards=3,
+    family=FastScan(refine="flat"),
+    nlist=8,
+    nprobe=8,
+    iterations=4,
+    train_documents=500,
+    refine_factor=100,
 )
 
 
@@ -123,13 +129,13 @@ def test_k_beyond_the_documents_gives_all_of_them(cluster: None, asked: np.ndarr
 
 
 def test_a_missing_shard_is_named(copy: Path, asked: np.ndarray) -> None:
-    (copy / "shard-00001/ivfpq.faiss").unlink()
-    with pytest.raises(ArtifactError, match=r"shard-00001/ivfpq.faiss is missing"):
+    (copy / "shard-00001/lists.faiss").unlink()
+    with pytest.raises(ArtifactError, match=r"shard-00001/lists.faiss is missing"):
         Searcher.open(str(copy))
     assert len(Searcher.open(str(copy), shards=[0, 2])) == 427  # the others are still there to be searched
 
 
-@pytest.mark.parametrize("name", ["coarse.faiss", "shard-00002/ivfpq.faiss", "shard-00000/documents.arrow"])
+@pytest.mark.parametrize("name", ["coarse.faiss", "shard-00002/lists.faiss", "shard-00000/documents.arrow"])
 def test_one_flipped_byte_is_refused(name: str, copy: Path) -> None:
     data = bytearray((copy / name).read_bytes())
     data[len(data) // 2] ^= 1
@@ -180,3 +186,22 @@ def test_a_query_that_cannot_be_searched_is_refused(
 def test_an_nprobe_of_zero_is_refused(searcher: Searcher, asked: np.ndarray) -> None:
     with pytest.raises(SearchError, match="nprobe is 0"):
         searcher.search(asked, k=3, nprobe=0)
+
+
+def test_a_filter_finds_only_what_it_describes(searcher: Searcher, corpus: Corpus, asked: np.ndarray) -> None:
+    wanted = np.array([i for i in range(640) if i % 7 in (2, 5)])
+    found = searcher.search(asked, k=10, where={"topic": ["topic 2", "topic 5"]})
+    _, exact = topk.search(asked, corpus.matrix[wanted], k=10)
+    assert [[result.doc_id for result in results] for results in found] == [
+        [f"d{wanted[row]}" for row in line] for line in exact
+    ]
+    assert searcher.search(asked, k=10, where={"topic": "none"}) == [[] for _ in asked]
+    with pytest.raises(SearchError, match="no filter by 'price': this index has topic"):
+        searcher.search(asked, k=10, where={"price": 3})
+
+
+def test_shards_that_are_late_are_named(uri: str, asked: np.ndarray) -> None:
+    found = Searcher.open(uri).candidates(asked, k=5, deadline_s=1e-9)
+    assert found.late == (1, 2)
+    assert set(found.shard.ravel()) == {0}
+    assert merge_candidates([found, found], k=5).late == (1, 2, 1, 2)

@@ -33,7 +33,7 @@ DIM = 16
 def index(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     base = tmp_path_factory.mktemp("index")
     corpus = Corpus.build(f"{base}/corpus", sizes=[200, 220], dim=DIM)
-    config = IndexConfig(shards=2, nlist=4, nprobe=4, nbits=4, iterations=2, train_documents=300)
+    config = IndexConfig(shards=2, nlist=4, nprobe=4, iterations=2, train_documents=300)
     return job.run(config, **corpus.uris, output=f"{base}/index")
 
 

@@ -1,0 +1,168 @@
+"""What one task of the index job does: train a quantizer, fill a shard, measure it, encode queries.
+
+A shard is written file by file and recorded when it is whole, so that a killed run repeats only the shards
+that were under way.
+"""
+
+import hashlib
+import io
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float
+from numpy import ndarray
+
+from scalingnote import topk
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.index import ivf, shard, tuning
+from scalingnote.index.config import IndexConfig
+from scalingnote.quantize.job import read_vectors, use_threads
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact, Part, open_artifact, write_table
+
+TIMED_QUERIES = 64
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What every task of a run is given."""
+
+    config: IndexConfig
+    layout: shard.Layout
+    parents: dict[str, str]  # kind -> URI
+    output: str
+    quantizer: ivf.Quantizer
+    queries: Float[ndarray, "queries dim"] | None  # to tune with
+
+    def work(self, name: str) -> str:
+        """Where an unfinished run keeps what is no part of the artifact."""
+        return fs.join(self.output, "_work", name)
+
+
+def train(config: IndexConfig, nlist: int, *matrices: Float[ndarray, "_ dim"]) -> ivf.Quantizer:
+    """The quantizer of a sample that comes in several matrices."""
+    use_threads(config.resources)
+    sample = np.concatenate(matrices)
+    return ivf.train(sample, config.family, nlist=nlist, iterations=config.iterations, seed=config.seed)
+
+
+def encode(tower: Artifact, *, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
+    """Unit embeddings of queries by the query tower of an artifact."""
+    return vectors.unit(QueryEncoder.load(tower.directory("query")).encode_queries(queries))
+
+
+def fill(item: tuple[int, Sequence[shard.Slice]], *, shared: Shared) -> None:
+    """Write a shard, its share in the exact answers of the tuning queries, and last its record."""
+    number, slices = item
+    config, layout = shared.config, shared.layout
+    use_threads(config.resources)
+    dataset, embeddings, semantic_ids = (
+        open_artifact(shared.parents[kind], kind=kind) for kind in ("dataset", "embeddings", "semantic_ids")
+    )
+    lists = ivf.empty(shared.quantizer)
+    stored: list[pa.Table] = []
+    exact = _Exact(shared.queries, k=config.tuning.k)
+    for piece in slices:
+        doc_ids, matrix = read_vectors(embeddings, piece.part)
+        matrix = matrix[piece.start : piece.stop]
+        exact.add(matrix)
+        ivf.add(lists, matrix)
+        base = piece.part.removeprefix("embeddings/")
+        stored.append(
+            shard.document_rows(
+                doc_ids.slice(piece.start, piece.stop - piece.start),
+                documents=dataset.table(f"documents/{base}", shard.document_columns(config.filters)),
+                semantic_ids=semantic_ids.table(f"codes/{base}", ["doc_id", "semantic_id"]),
+                snippet_chars=config.snippet_chars,
+            )
+        )
+    names = shard.vector_files(number, family=layout.family, refine=layout.refine)
+    files = dict(zip(names, ivf.dump_files(lists), strict=True))
+    parts = {name: write(fs.join(shared.output, name), data) for name, data in files.items()}
+    name = shard.documents_file(number)
+    table = pa.concat_tables(stored) if stored else _no_documents(dataset, config)
+    parts[name] = write_table(fs.join(shared.output, name), table)
+    if shared.queries is not None:
+        fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), exact.dump())
+    record = json.dumps({name: vars(part) for name, part in parts.items()})
+    fs.write_bytes(shared.work(f"shards/{number:05d}.json"), record.encode())
+
+
+def measure(item: tuple[int, int, int], *, shared: Shared, deepest: int) -> tuning.Candidates:
+    """What a finished shard finds for the tuning queries: (shard, the row it begins at, nprobe)."""
+    number, first_row, nprobe = item
+    use_threads(shared.config.resources)
+    assert shared.queries is not None
+    found = tuning.candidates(
+        _reopen(number, shared),
+        shared.queries,
+        shared.quantizer.centroids,
+        nprobe=nprobe,
+        k=shared.config.tuning.k * deepest,
+    )
+    return found._replace(rows=np.where(found.rows < 0, -1, found.rows + first_row))
+
+
+def time_search(item: tuple[int, int], *, shared: Shared, refine_factor: int) -> float:
+    """Microseconds of processor time per query, asked one by one: (shard, nprobe)."""
+    number, nprobe = item
+    use_threads(shared.config.resources)
+    lists, centroids = _reopen(number, shared), shared.quantizer.centroids
+    assert shared.queries is not None
+    asked, k = shared.queries[:TIMED_QUERIES], shared.config.tuning.k
+    start = time.process_time()
+    for query in asked:
+        chosen = ivf.choose_lists(query[None], centroids, nprobe=nprobe)
+        ivf.search(lists, query[None], chosen=chosen, k=k, refine_factor=refine_factor)
+    return round((time.process_time() - start) / len(asked) * 1e6, 1)
+
+
+def exact_rows(number: int, shared: Shared) -> tuple[ndarray, ndarray]:
+    """A shard's share in the exact answers: scores, and rows counted within the shard."""
+    saved = np.load(io.BytesIO(fs.read_bytes(shared.work(f"exact/{number:05d}.npz"))))
+    return saved["scores"], saved["rows"]
+
+
+def write(uri: str, data: bytes) -> Part:
+    """Write a file; what the manifest says of it."""
+    fs.write_bytes(uri, data)
+    return Part(hashlib.sha256(data).hexdigest(), len(data))
+
+
+class _Exact:
+    """The k best of all vectors met so far, for every query."""
+
+    def __init__(self, queries: Float[ndarray, "queries dim"] | None, *, k: int) -> None:
+        self._queries, self._k, self._seen = queries, k, 0
+        count = 0 if queries is None else len(queries)
+        self._scores, self._rows = np.empty((count, 0), np.float32), np.empty((count, 0), np.int64)
+
+    def add(self, matrix: Float[ndarray, "docs dim"]) -> None:
+        if self._queries is not None:
+            scores, rows = topk.search(self._queries, matrix, k=self._k)
+            scores, rows = np.hstack([self._scores, scores]), np.hstack([self._rows, rows + self._seen])
+            self._scores, self._rows = topk.merge(scores, rows, k=self._k)
+        self._seen += len(matrix)
+
+    def dump(self) -> bytes:
+        sink = io.BytesIO()
+        np.savez(sink, scores=self._scores, rows=self._rows)
+        return sink.getvalue()
+
+
+def _reopen(number: int, shared: Shared) -> ivf.Lists:
+    names = shard.vector_files(number, family=shared.layout.family, refine=shared.layout.refine)
+    data = [fs.read_bytes(fs.join(shared.output, name)) for name in names]
+    return shard.parse(data, layout=shared.layout, centroids=shared.quantizer.centroids)
+
+
+def _no_documents(dataset: Artifact, config: IndexConfig) -> pa.Table:
+    """The documents of a shard that holds none, with the columns of those that hold some."""
+    first = dataset.table(dataset.table_parts("documents")[0], shard.document_columns(config.filters))
+    none = pa.table({"doc_id": pa.array([], pa.string()), "semantic_id": pa.array([], pa.string())})
+    return shard.document_rows(none["doc_id"], documents=first[:0], semantic_ids=none, snippet_chars=0)

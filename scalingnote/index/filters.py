@@ -1,0 +1,100 @@
+"""Filters: which rows of a shard a search may find, by the fields declared for its documents.
+
+A filter names fields and what each must be; all must hold:
+
+    {"topic": "cardiology"}                       equal
+    {"brand": ["acme", "globex"]}                 one of
+    {"price": {"min": 10, "max": 20}}             within, both ends included; either may be missing
+
+A document without a value in a field is not found by a filter on it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Bool
+from numpy import ndarray
+
+from scalingnote.errors import ConfigError, SearchError
+
+Filter = Mapping[str, Any]
+RANGE = {"min", "max"}
+
+
+def require_fields(documents: pa.Schema, names: Sequence[str]) -> None:
+    """ConfigError unless the documents have these columns, of text, numbers, or yes and no."""
+    for name in names:
+        if name not in documents.names:
+            raise ConfigError(f"index.filters names {name!r}, documents have {', '.join(documents.names)}")
+        kind = documents.field(name).type
+        if not (_is_text(kind) or _is_number(kind) or pa.types.is_boolean(kind)):
+            raise ConfigError(
+                f"index.filters names {name!r}, which is of type {kind}: text, numbers, or yes and no can be "
+                "filtered by"
+            )
+
+
+def check(wanted: Filter, fields: pa.Schema) -> None:
+    """SearchError unless each condition can be asked of its field."""
+    for name, condition in wanted.items():
+        if name not in fields.names:
+            known = ", ".join(fields.names) or "none"
+            raise SearchError(f"no filter by {name!r}: this index has {known}")
+        kind = fields.field(name).type
+        if isinstance(condition, Mapping):
+            if not condition or not condition.keys() <= RANGE:
+                raise SearchError(f"filter {name}: {dict(condition)} is no range, it has min, max or both")
+            if not _is_number(kind):
+                raise SearchError(f"filter {name}: only numbers have ranges, this field is of type {kind}")
+        values = list(condition.values()) if isinstance(condition, Mapping) else _listed(condition)
+        wrong = [value for value in values if not _fits(value, kind)]
+        if wrong:
+            raise SearchError(f"filter {name}: {wrong[0]!r} is no value of a field of type {kind}")
+
+
+def mask(documents: pa.Table, wanted: Filter) -> Bool[ndarray, " rows"]:
+    """Which rows of a table of documents fulfil a checked filter."""
+    found = np.ones(len(documents), bool)
+    for name, condition in wanted.items():
+        found &= np.asarray(_fulfil(documents[name], condition).fill_null(False))
+    return found
+
+
+def _fulfil(column: pa.ChunkedArray, condition: Any) -> pa.ChunkedArray:
+    if isinstance(condition, Mapping):
+        low, high = condition.get("min"), condition.get("max")
+        above = pc.is_valid(column) if low is None else pc.greater_equal(column, low)
+        return above if high is None else pc.and_kleene(above, pc.less_equal(column, high))
+    values = _listed(condition)
+    if len(values) == 1:
+        return pc.equal(column, pa.scalar(values[0]))
+    return pc.is_in(column, value_set=_as(values, column.type))
+
+
+def _as(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """As values of a column; those it cannot hold (1.5 of integers) equal none of its values."""
+    kept = [v for v in values if not (pa.types.is_integer(kind) and v != int(v))]
+    return pa.array(kept, kind)
+
+
+def _listed(condition: Any) -> list[Any]:
+    return list(condition) if isinstance(condition, list | tuple) else [condition]
+
+
+def _fits(value: Any, kind: pa.DataType) -> bool:
+    if pa.types.is_boolean(kind):
+        return isinstance(value, bool)
+    if _is_text(kind):
+        return isinstance(value, str)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))

@@ -1,0 +1,86 @@
+import logging
+
+import numpy as np
+import pytest
+
+from scalingnote import topk
+from scalingnote.index import ivf, tuning
+from scalingnote.index.config import FastScan
+from scalingnote.index.tuning import Point
+from scalingnote.search import scan
+from synthetic_corpus import queries, vectors
+
+DIM, LISTS = 24, 12
+
+
+def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
+    documents = vectors(1500, DIM)
+    asked = queries(documents, 30)
+    exact = topk.search(asked, documents, k=10)[1]
+    quantizer = ivf.train(documents, FastScan(), nlist=LISTS, iterations=4, seed=0)
+    bounds = [0, 400, 1500]
+    shards = [ivf.empty(quantizer) for _ in bounds[1:]]
+    for lists, start, stop in zip(shards, bounds, bounds[1:], strict=False):
+        ivf.add(lists, documents[start:stop])
+    segments = [scan.Segment(0, first, lists) for first, lists in zip(bounds, shards, strict=False)]
+    for nprobe in (1, 3, LISTS):
+        found = [
+            tuning.candidates(lists, asked, quantizer.centroids, nprobe=nprobe, k=10 * 4) for lists in shards
+        ]
+        found = [
+            share._replace(rows=np.where(share.rows < 0, -1, share.rows + first))
+            for share, first in zip(found, bounds, strict=False)
+        ]
+        for point in tuning.measure(found, exact, nprobe=nprobe, factors=[1, 4]):
+            plan = scan.Plan(quantizer.centroids, nprobe, point.refine_factor)
+            rows = scan.search(segments, asked, k=10, plan=plan, masks=[None, None]).rows
+            assert point.recall == pytest.approx(tuning.recall(rows, exact), abs=1e-4)
+
+
+def test_scanned_codes_are_counted() -> None:
+    documents = vectors(300, DIM)
+    quantizer = ivf.train(documents, FastScan(), nlist=4, iterations=4, seed=0)
+    lists = ivf.empty(quantizer)
+    ivf.add(lists, documents)
+    sizes = np.bincount(topk.search(documents, quantizer.centroids, k=1)[1][:, 0], minlength=4)
+    asked = queries(documents, 5)
+    nearest = topk.search(asked, quantizer.centroids, k=1)[1][:, 0]
+    one, all_lists = (
+        tuning.candidates(lists, asked, quantizer.centroids, nprobe=n, k=10).scanned for n in (1, 4)
+    )
+    assert one == pytest.approx(sizes[nearest].mean())
+    assert all_lists == 300
+
+
+def test_probes_double_up_to_all_lists() -> None:
+    assert tuning.probes(1) == [1]
+    assert tuning.probes(8) == [1, 2, 4, 8]
+    assert tuning.probes(11) == [1, 2, 4, 8, 11]
+
+
+def test_the_cheapest_that_reaches_the_target_is_chosen() -> None:
+    points = [
+        Point(1, 8, 0.96, 90.0),
+        Point(2, 1, 0.95, 40.0),
+        Point(2, 2, 0.97, 60.0),
+        Point(4, 1, 0.94, 30.0),
+    ]
+    assert tuning.choose(points, target=0.95) == points[1]
+
+
+def test_codes_that_cap_recall_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    points = [
+        Point(1, 1, 0.70, 10.0),
+        Point(2, 1, 0.799, 20.0),
+        Point(4, 1, 0.80, 40.0),
+        Point(8, 1, 0.80, 80.0),
+    ]
+    with caplog.at_level(logging.WARNING):
+        assert tuning.choose(points, target=0.95) == points[1]
+    assert "recall 0.800 is the most this index finds, 0.950 was asked for" in caplog.text
+    assert "more than nprobe=2 does not move it" in caplog.text
+
+
+def test_recall_is_of_the_documents_there_are() -> None:
+    exact = np.array([[3, 1, -1], [-1, -1, -1]])
+    assert tuning.recall(np.array([[1, 9, 8], [0, 1, 2]]), exact) == 0.5
