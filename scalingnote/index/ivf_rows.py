@@ -1,0 +1,59 @@
+"""Lists copied, and lists cut down to some of their rows: codes move, nothing is encoded again."""
+
+from dataclasses import replace
+from typing import Any
+
+import faiss
+import numpy as np
+from jaxtyping import Bool
+from numpy import ndarray
+
+from scalingnote.index import ivf
+from scalingnote.index.ivf import Lists
+
+
+def copy(lists: Lists) -> Lists:
+    """The same rows, to be added to while the original is searched.
+
+    Not by writing and parsing: while an index is written its centroids are set aside, and a search would miss
+    them.
+    """
+    index: Any = None if lists.index is None else faiss.clone_index(lists.index)
+    if index is not None:
+        cloned = index.quantizer
+        index.own_fields, index.quantizer = False, lists.coarse
+        cloned.this.own(True)  # freed with this name: the centroids are shared
+    return replace(lists, index=index, kept=None if lists.kept is None else faiss.clone_index(lists.kept))
+
+
+def keep(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
+    """Drop all rows but those alive, in place; the rows that stay are numbered anew, in their order.
+
+    Nobody may search the lists meanwhile. To add rows afterwards, :func:`append` them.
+    """
+    dead = ivf.bitmap(~alive)
+    selector = faiss.IDSelectorBitmap(len(dead), faiss.swig_ptr(dead))
+    if lists.kept is not None:
+        lists.kept.remove_ids(selector)  # a flat index closes its gaps itself
+    if lists.index is None:
+        return
+    lists.index.remove_ids(selector)
+    numbers = np.cumsum(alive) - 1
+    inverted = lists.index.invlists
+    for number in range(lists.index.nlist):
+        if size := inverted.list_size(number):
+            ids = faiss.rev_swig_ptr(inverted.get_ids(number), size)
+            ids[:] = numbers[ids]
+
+
+def append(lists: Lists, more: Lists) -> None:
+    """Move the rows of `more` behind those of `lists`, in place.
+
+    Where rows were dropped, fast scan's own adding would lay new codes over the remains of old ones in a half
+    empty block (faiss 1.15.1); moving whole entries does not.
+    """
+    rows = len(lists)
+    if lists.index is not None:
+        lists.index.merge_from(more.index, rows)
+    if lists.kept is not None:
+        lists.kept.merge_from(more.kept)
