@@ -29,6 +29,10 @@ from scalingnote.storage.exchange import bucket_of
 _REPLAYED_AT_ONCE = 256  # records
 
 
+class MovedError(DataError):
+    """A document belongs to another shard than the one it was sent to: ask again which, and send it there."""
+
+
 def owners(doc_ids: Sequence[str], known: Sequence[Sequence[bool]], *, shards: int) -> list[int]:
     """The shard that each document is to be written to.
 
@@ -39,6 +43,13 @@ def owners(doc_ids: Sequence[str], known: Sequence[Sequence[bool]], *, shards: i
     return [
         next((number for number, here in enumerate(known) if here[i]), hashed[i]) for i in range(len(doc_ids))
     ]
+
+
+def catch_up(state: LiveState, log: Path, *, until: int) -> None:
+    """Apply what is in a log above the state's record, up to record `until`."""
+    records = wal.read(log, after=state.snapshot.sequence, until=until)
+    while group := [(r.sequence, writes.decode(r.payload)) for r in islice(records, _REPLAYED_AT_ONCE)]:
+        state.apply(group)
 
 
 class LiveShard:
@@ -79,6 +90,8 @@ class LiveShard:
         self._background = ThreadPoolExecutor(1, "merge")
         self._merge: Future[None] | None = None
         self.refresh()
+        if self._log is not None:
+            self._log.drop(through=after)  # where a crash came between a compaction and this
 
     def __len__(self) -> int:
         """Documents."""
@@ -173,16 +186,14 @@ class LiveShard:
         hashed = owners(doc_ids, [], shards=self._shards)
         for doc_id, owner, known in zip(doc_ids, hashed, self.knows(doc_ids), strict=True):
             if owner != number and not known:
-                raise DataError(
+                raise MovedError(
                     f"doc_id {doc_id!r} belongs to shard {owner}, not {number}: ask the shards who owns it"
                 )
 
     def _catch_up(self, state: LiveState) -> int:
         before = state.snapshot.sequence
         until = wal.acknowledged(self._folder) if self._log is None else self._log.acknowledged
-        records = wal.read(self._folder, after=before, until=until)
-        while group := [(r.sequence, writes.decode(r.payload)) for r in islice(records, _REPLAYED_AT_ONCE)]:
-            state.apply(group)
+        catch_up(state, self._folder, until=until)
         self._merge_if_long()
         return state.snapshot.sequence - before
 

@@ -10,7 +10,6 @@ refused. An acknowledgement is known from two places: the file of that name, whi
 not synced, and every later record, whose header says what had been acknowledged when it was written.
 """
 
-import fcntl
 import os
 import threading
 import zlib
@@ -21,10 +20,12 @@ from struct import Struct
 from typing import BinaryIO
 
 from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.index.claim import claim
 from scalingnote.index.wal_segment import (
     Record,
     claimed,
     framed,
+    make_folder,
     records,
     segments,
     start_segment,
@@ -46,8 +47,12 @@ class Log:
         ConfigError when another process writes it, ArtifactError when an acknowledged record is damaged.
         """
         self.folder, self._segment_bytes = Path(folder), segment_bytes
-        _make_folder(self.folder)
-        self._claim = _claim(self.folder)
+        make_folder(self.folder)
+        self._claim = claim(
+            self.folder / "lock",
+            taken=f"{self.folder} is being written by another process ({{owner}}): a log has one writer; "
+            "stop that one, or open this shard as a follower",
+        )
         try:
             last, self._path = _recover(self.folder)
             self._mark = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
@@ -214,29 +219,6 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb")
     except FileNotFoundError:
         raise ArtifactError(f"{path} was dropped while it was read: open the newest index version") from None
-
-
-def _claim(folder: Path) -> int:
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        owner = os.pread(lock, 32, 0).decode() or "unknown"
-        os.close(lock)
-        raise ConfigError(
-            f"{folder} is being written by another process ({owner}): a log has one writer; stop that one, "
-            "or open this shard as a follower"
-        ) from None
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"pid {os.getpid()}".encode(), 0)
-    return lock
-
-
-def _make_folder(folder: Path) -> None:
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in reversed(missing):
-        sync_folder(path.parent)
 
 
 def _write_all(file: int, data: bytes) -> None:

@@ -75,6 +75,14 @@ def start_segment(folder: Path, first: int) -> Path:
     return path
 
 
+def make_folder(folder: Path) -> None:
+    """A folder that is still there after a crash of the machine."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """New and removed names are durable only once their folder is."""
     handle = os.open(folder, os.O_RDONLY)

@@ -1,15 +1,19 @@
-"""A small shard for the tests of live updates, and the slow, obvious twin of its answers."""
+"""Small shards and indexes for the tests of live updates, and the slow, obvious twin of its answers."""
 
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import pyarrow as pa
 
+from scalingnote.index import family as families
 from scalingnote.index import ivf
-from scalingnote.index.config import IVFPQ, Family
+from scalingnote.index import shard as layouts
+from scalingnote.index.config import IVFPQ, Family, IndexConfig
+from scalingnote.index.live_index import LiveIndex
 from scalingnote.index.shard import DOCUMENTS, Shard
 from scalingnote.index.snapshot import Snapshot
 from scalingnote.search import scan
+from scalingnote.storage.artifact import Artifact, Draft
 from synthetic_corpus import vectors
 
 DIM = 16
@@ -78,3 +82,47 @@ def brute_force(documents: Mapping[str, np.ndarray], queries: np.ndarray, *, k: 
         return [[] for _ in queries]
     matrix = np.stack([v / np.linalg.norm(v) for v in documents.values()]).astype(np.float64)
     return [names[np.argsort(-(matrix @ query))[:k]].tolist() for query in queries]
+
+
+def index(uri: str, shards: list[Mapping[str, np.ndarray]], family: Family = EXACT) -> Artifact:
+    """An index artifact as the index stage writes it."""
+    shared = quantizer(family)
+    config = IndexConfig(shards=len(shards), family=family)
+    draft = Draft(uri, kind="index", config=config, parents={})
+    draft.write_bytes(layouts.COARSE, ivf.dump_centroids(shared.centroids))
+    refine = families.refine(family)
+    for number, documents in enumerate(shards):
+        opened = shard(shared, documents, number)
+        names = layouts.vector_files(number, family=family.kind, refine=refine)
+        for name, data in zip(names, ivf.dump_files(opened.lists), strict=True):
+            draft.write_bytes(name, data)
+        draft.write_table(layouts.documents_file(number), opened.documents)
+    documents = sum(map(len, shards))
+    layout = layouts.Layout(
+        dim=DIM,
+        documents=documents,
+        shards=len(shards),
+        family=family.kind,
+        refine=refine,
+        nlist=len(shared.centroids),
+        nprobe=NLIST,
+        refine_factor=EVERY if refine == "flat" else 4,
+        recall=None,
+        filters=("topic",),
+    )
+    draft.write_json(layouts.LAYOUT, vars(layout))
+    return draft.commit(counts={"documents": documents, "documents_not_embedded": 0})
+
+
+def search_index(live: LiveIndex, queries: np.ndarray, *, k: int) -> list[list[str]]:
+    """doc_ids found in all shards, every list scanned."""
+    snapshots = live.snapshots()
+    parts = [(n, segment) for n, snapshot in enumerate(snapshots) for segment in snapshot.segments]
+    segments = [scan.Segment(n, segment.first_row, segment.lists) for n, segment in parts]
+    plan = scan.Plan(live.centroids, NLIST, refine_factor=EVERY)
+    found = scan.search(segments, queries, k=k, plan=plan, masks=[segment.alive for _, segment in parts])
+    names = [snapshot.documents(range(snapshot.rows))["doc_id"].to_pylist() for snapshot in snapshots]
+    return [
+        [names[parts[n][0]][row] for n, row in zip(numbers, rows, strict=True) if n >= 0]
+        for numbers, rows in zip(found.segments.tolist(), found.rows.tolist(), strict=True)
+    ]

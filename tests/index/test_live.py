@@ -44,7 +44,7 @@ OPERATION = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(OPERATION, max_size=25))
 def test_any_history_equals_brute_force_over_what_was_acknowledged(
     base: Shard, shared: ivf.Quantizer, tmp_path_factory: pytest.TempPathFactory, history: list
