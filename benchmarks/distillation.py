@@ -34,7 +34,7 @@ from scalingnote.evaluate.retrieval import measure
 from scalingnote.log import configure
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import trec
-from scalingnote.storage.artifact import open_artifact
+from scalingnote.storage.artifact import Artifact
 
 METHODS = (
     *("scalingdual", "scalingnote-1l", "scalingnote-2l", "scalingnote-4l", "scalingdoc", "twinbert"),
@@ -83,7 +83,6 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=PLOT)
     options = parser.parse_args()
     configure()
-    stored = alone(teacher.run, teacher.parser().parse_args([]))["metrics"]
     tables: dict[str, list[dict[str, Any]]] = {}
     found: dict[str, dict[str, Row]] = {}
     for dataset, backbone in product(options.datasets, options.backbones):
@@ -96,10 +95,10 @@ def main() -> None:
             for name, row in rows.items():
                 found[title].setdefault(name, row)
             tables[title] = table(found[title])
-            write(
-                options.json, metrics=metrics(found) | stored, tables=tables
-            )  # hours of work: kept as it comes
+            write(options.json, metrics=metrics(found), tables=tables)  # hours of work: kept as it comes
         show(f"{title}, {options.seeds} seeds", tables[title])
+    stored = alone(teacher.run, teacher.parser().parse_args([]))["metrics"]
+    write(options.json, metrics=metrics(found) | stored, tables=tables)
     plot(found, options.plot)
 
 
@@ -132,7 +131,9 @@ def run(dataset: str, backbone: str, method: str, *, seeds: int, overrides: Sequ
             row.success.append(np.array([answered(rankings.get(q, []), qrels[q]) for q in sorted(qrels)]))
             tower = built.get("student") if name.startswith(names.student) else built.get("dual_encoder")
             if row.speed is None and tower is not None and name != "bm25":
-                row.speed = alone(speed, name, tower.uri, built["dual_encoder"].uri, built["dataset"].uri)
+                row.speed = alone(
+                    speed, name, tower, built["dual_encoder"], test_set(built["dataset"]).queries
+                )
     return rows
 
 
@@ -141,18 +142,17 @@ def answered(ranking: Sequence[str], judged: Mapping[str, int], *, depth: int = 
     return float(any(judged.get(doc, 0) > 0 for doc in ranking[:depth]))
 
 
-def speed(name: str, tower: str, dual_encoder: str, dataset: str) -> float:
+def speed(name: str, tower: Artifact, dual_encoder: Artifact, queries: Sequence[str]) -> float:
     """Queries per second of one thread; to be called in a process of its own.
 
     Tokens are counted as the document tower of `dual_encoder` wants them.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    queries = test_set(open_artifact(dataset, kind="dataset")).queries
     ways: list[Callable[[list[str]], Any]] = []
     if not name.endswith("(sparse)"):
-        ways.append(QueryEncoder.load(open_artifact(tower).directory("query"), threads=1).encode_queries)
+        ways.append(QueryEncoder.load(tower.directory("query"), threads=1).encode_queries)
     if name.endswith(("(sparse)", "(hybrid)")):
-        ways.append(SparseQuery.load(open_artifact(dual_encoder).directory("sparse_query")).encode)
+        ways.append(SparseQuery.load(dual_encoder.directory("sparse_query")).encode)
     for query in queries[:20]:
         for way in ways:
             way([query])

@@ -18,15 +18,24 @@ SHOWN = ("R@1", "R@10", "R@50", "MRR@10", "nDCG@10")
 
 def train(config: RunConfig, *, steps: int) -> dict[str, float]:
     """Measures of stage I's query tower after so many steps, and ``rows``: its training triplets."""
+    built = trained(config, steps=steps)
+    return search(built["dual_encoder"], built) | {"rows": float(_triplets(config))}
+
+
+def trained(config: RunConfig, *, steps: int) -> dict[str, Artifact]:
+    """Stage I after so many steps, and its documents' embeddings."""
     pipeline.run(config, pipeline.select(config, until="collect"), record=False)
-    rows = pipeline.locate(config.model_copy(update={"rounds": 1}), "triplets").counts["train"]
     # Mining loses no row here: the old negatives stay where no new one is found.
-    epochs = steps / (rows // config.train.global_batch)
+    epochs = steps / (_triplets(config) // config.train.global_batch)
     here = Ranks(workers=0)  # a training takes a minute: half of it would be the start of Ray's workers
     short = config.train.model_copy(update={"epochs": epochs, "resources": here})
     config = config.model_copy(update={"train": short})
-    built = pipeline.run(config, pipeline.select(config, until="encode"), record=False)
-    return search(built["dual_encoder"], built) | {"rows": float(rows)}
+    return pipeline.run(config, pipeline.select(config, until="encode"), record=False)
+
+
+def _triplets(config: RunConfig) -> int:
+    first = config.model_copy(update={"rounds": 1})
+    return int(pipeline.locate(first, "triplets").counts["train"])
 
 
 def search(tower: Artifact, built: Mapping[str, Artifact]) -> dict[str, float]:

@@ -101,7 +101,6 @@ def measure(item: tuple[int, int, int], *, shared: Shared, deepest: int) -> tuni
     found = tuning.candidates(
         _reopen(number, shared),
         shared.queries,
-        shared.quantizer.centroids,
         nprobe=nprobe,
         k=shared.config.tuning.k * deepest,
     )
@@ -112,12 +111,12 @@ def time_search(item: tuple[int, int], *, shared: Shared, refine_factor: int) ->
     """Microseconds of processor time per query, asked one by one: (shard, nprobe)."""
     number, nprobe = item
     use_threads(shared.config.resources)
-    lists, centroids = _reopen(number, shared), shared.quantizer.centroids
+    lists = _reopen(number, shared)
     assert shared.queries is not None
     asked, k = shared.queries[:TIMED_QUERIES], shared.config.tuning.k
     start = time.process_time()
     for query in asked:
-        chosen = ivf.choose_lists(query[None], centroids, nprobe=nprobe)
+        chosen = ivf.choose_lists(query[None], lists.coarse, nprobe=nprobe)
         ivf.search(lists, query[None], chosen=chosen, k=k, refine_factor=refine_factor)
     return round((time.process_time() - start) / len(asked) * 1e6, 1)
 
@@ -158,7 +157,7 @@ class _Exact:
 def _reopen(number: int, shared: Shared) -> ivf.Lists:
     names = shard.vector_files(number, family=shared.layout.family, refine=shared.layout.refine)
     data = [fs.read_bytes(fs.join(shared.output, name)) for name in names]
-    return shard.parse(data, layout=shared.layout, centroids=shared.quantizer.centroids)
+    return shard.parse(data, layout=shared.layout, coarse=ivf.coarse_of(shared.quantizer.centroids))
 
 
 def _no_documents(dataset: Artifact, config: IndexConfig) -> pa.Table:

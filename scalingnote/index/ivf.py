@@ -1,6 +1,6 @@
 """Inverted lists cut into shards that share one quantizer: vectors go in, the best rows of a shard come out.
 
-    queries ─choose_lists─► lists to scan ─scan─► candidates by their codes ─rescore─► by the vectors kept
+    queries ─choose_lists─► lists to scan ─scan─► candidates by their codes ─► the best by the vectors kept
 
 The *quantizer* is what is trained: centroids of the inverted lists, codebooks, and the scalar ranges of the
 vectors kept. Every shard starts as an empty copy of it, so that a query is compared with the centroids once,
@@ -19,13 +19,12 @@ from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.index import family as families
+from scalingnote.index import rescore
 from scalingnote.index.config import Family
 from scalingnote.quantize.blas import blas_only
 
 # Fewer training points per centroid than this and K-means describes noise (faiss's own bound).
 POINTS_PER_CENTROID = 39
-# Rows decoded at once where every row of a filter is scored: 8,192 of 128 floats stay in a core's cache.
-BLOCK = 8192
 
 Chosen = tuple[Float[ndarray, "queries probes"], Int[ndarray, "queries probes"]]
 
@@ -80,7 +79,7 @@ def train(
         )
         clustering.train(sample)
         centroids = np.array(clustering.centroids, np.float32)
-        coarse = _flat(centroids)
+        coarse = coarse_of(centroids)
         index = families.lists(family, coarse, dim=dim, nlist=nlist)
         if index is not None:
             index.train(sample)
@@ -96,7 +95,7 @@ def train(
 
 def empty(quantizer: Quantizer) -> Lists:
     """A shard without vectors."""
-    return load(quantizer.centroids, quantizer.lists, quantizer.kept)
+    return load(coarse_of(quantizer.centroids), quantizer.lists, quantizer.kept)
 
 
 def add(lists: Lists, vectors: Float[ndarray, "docs dim"]) -> None:
@@ -111,11 +110,10 @@ def add(lists: Lists, vectors: Float[ndarray, "docs dim"]) -> None:
         lists.kept.add(vectors)
 
 
-def choose_lists(
-    queries: Float[ndarray, "queries dim"], centroids: Float[ndarray, "nlist dim"], *, nprobe: int
-) -> Chosen:
+def choose_lists(queries: Float[ndarray, "queries dim"], coarse: Any, *, nprobe: int) -> Chosen:
     """The nprobe lists to scan for each query, and their scores: done once for all shards."""
-    return topk.search(queries, centroids, k=nprobe)
+    scores, numbers = coarse.search(np.ascontiguousarray(queries, np.float32), nprobe)
+    return scores, numbers
 
 
 def search(
@@ -130,10 +128,13 @@ def search(
     """Scores and rows of each query's k best in the chosen lists; -inf and -1 where there are fewer.
 
     With kept vectors, refine_factor * k candidates of the codes are scored anew. Of equal scores the lower
-    row comes first.
+    row comes first. `allowed` is a bitmap of the rows that may be found, least significant bit first; None
+    allows all. Fewer than k columns come back where the shard has fewer rows.
     """
-    scores, rows = scan(lists, queries, chosen=chosen, k=k * refine_factor, allowed=allowed)
-    return topk.merge(rescore(lists, queries, scores, rows), rows, k=k)
+    if lists.kept is None:
+        return topk.merge(*scan(lists, queries, chosen=chosen, k=k, allowed=allowed), k=k)
+    rows = scan(lists, queries, chosen=chosen, k=k * refine_factor, allowed=allowed)[1]
+    return rescore.best(lists.kept, queries, rows, k=k)
 
 
 def scan(
@@ -144,11 +145,7 @@ def scan(
     k: int,
     allowed: UInt8[ndarray, " bytes"] | None = None,
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """The k best rows of the chosen lists by their codes, best first; -inf and -1 where there are fewer.
-
-    `allowed` is a bitmap of the rows that may be found, least significant bit first; None allows all. Fewer
-    than k columns come back where the shard has fewer rows.
-    """
+    """The k best rows of the chosen lists by their codes, best first; as :func:`search`."""
     k = min(k, max(len(lists), 1))
     if lists.index is None:
         return _compare_all(lists.kept, queries, k=k, allowed=allowed)
@@ -177,42 +174,26 @@ def scan(
     return scores, rows
 
 
-def rescore(
-    lists: Lists,
-    queries: Float[ndarray, "queries dim"],
-    scores: Float[ndarray, "queries candidates"],
-    rows: Int[ndarray, "queries candidates"],
-) -> Float[ndarray, "queries candidates"]:
-    """Scores of candidates by the vectors kept; -inf where the row is -1. `scores` stand if none are kept."""
-    if lists.kept is None:
-        return scores
-    exact = np.full(rows.shape, -np.inf, np.float32)
-    for query, candidates, target in zip(queries, rows, exact, strict=True):
-        found = candidates >= 0
-        if found.any():
-            target[found] = _products(vectors(lists.kept, candidates[found]), query)
-    return exact
-
-
 def score_all(
     lists: Lists, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, " candidates"], *, k: int
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """The k best of these rows, each scored by the vectors kept: for filters that leave few documents."""
-    best = np.empty((len(queries), 0), np.float32)
-    found = np.empty((len(queries), 0), np.int64)
-    for start in range(0, len(rows), BLOCK):
-        block = rows[start : start + BLOCK]
-        decoded = vectors(lists.kept, block)
-        scores = np.stack([_products(decoded, query) for query in queries])
-        ids = np.broadcast_to(block, scores.shape)
-        best, found = topk.merge(np.hstack([best, scores]), np.hstack([found, ids]), k=k)
-    return best, found
+    every = np.broadcast_to(rows, (len(queries), len(rows)))
+    return rescore.best(lists.kept, queries, every, k=k)
 
 
-def vectors(kept: Any, rows: Int[ndarray, " rows"]) -> Float[ndarray, "rows dim"]:
-    """Vectors that a shard keeps, as floats."""
-    decoded: ndarray = kept.sa_decode(_stored(kept)[rows])
-    return decoded
+def merge(pieces: Sequence[Lists]) -> Lists:
+    """Several shards as one, their rows one after the other; the pieces are used up.
+
+    Four shards then cost a query what one costs: neither tables nor lists are begun four times.
+    """
+    first, *others = pieces
+    for other in others:
+        if first.index is not None:
+            first.index.merge_from(other.index, len(first))
+        if first.kept is not None:
+            first.kept.merge_from(other.kept, 0)
+    return first
 
 
 def dump(index: Any) -> bytes:
@@ -226,26 +207,25 @@ def dump_files(lists: Lists) -> list[bytes]:
     return [*index, *([] if lists.kept is None else [dump(lists.kept)])]
 
 
-def load(centroids: Float[ndarray, "nlist dim"], lists: bytes | None, kept: bytes | None) -> Lists:
-    """A shard from its files and the shared centroids."""
-    coarse = _flat(centroids)
-    index = None if lists is None else _parse(lists)
+def load(coarse: Any, lists: bytes | None, kept: bytes | None) -> Lists:
+    """A shard from its files and the coarse quantizer that all shards share."""
+    index = None if lists is None else parse(lists)
     if index is not None:
         index.own_fields = False
         index.quantizer = coarse
-    return Lists(index, None if kept is None else _parse(kept), coarse)
+    return Lists(index, None if kept is None else parse(kept), coarse)
 
 
-def load_centroids(coarse: bytes) -> Float[ndarray, "nlist dim"]:
-    """The shared centroids, from the bytes of :func:`dump_centroids`."""
-    index = _parse(coarse)
-    centroids: ndarray = index.reconstruct_n(0, index.ntotal)
-    return centroids
+def coarse_of(centroids: Float[ndarray, "nlist dim"]) -> Any:
+    """The coarse quantizer of these centroids: a flat faiss index."""
+    index = faiss.IndexFlatIP(centroids.shape[1])
+    index.add(np.ascontiguousarray(centroids, np.float32))
+    return index
 
 
-def dump_centroids(centroids: Float[ndarray, "nlist dim"]) -> bytes:
-    """The shared centroids as a flat faiss index."""
-    return dump(_flat(centroids))
+def parse(data: bytes) -> Any:
+    """A faiss index from the bytes of :func:`dump`."""
+    return faiss.deserialize_index(np.frombuffer(data, np.uint8))
 
 
 def bitmap(mask: Sequence[bool] | ndarray) -> UInt8[ndarray, " bytes"]:
@@ -256,35 +236,13 @@ def bitmap(mask: Sequence[bool] | ndarray) -> UInt8[ndarray, " bytes"]:
 def _compare_all(
     kept: Any, queries: Float[ndarray, "queries dim"], *, k: int, allowed: UInt8[ndarray, " bytes"] | None
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """A flat index is scanned by BLAS; the scores it rounds differently are set right by :func:`rescore`."""
-    stored = _stored(kept).view(np.float32).reshape(kept.ntotal, kept.d)
+    """A flat index is scanned by BLAS; what that rounds differently for a batch is set right by rescoring."""
+    documents = rescore.floats(kept)
     if allowed is None:
-        return topk.search(queries, stored, k=k)
+        return topk.search(queries, documents, k=k)
     rows = np.flatnonzero(np.unpackbits(allowed, count=kept.ntotal, bitorder="little"))
-    scores, columns = topk.search(queries, stored[rows], k=k)
+    scores, columns = topk.search(queries, documents[rows], k=k)
     return scores, rows[columns]
-
-
-def _stored(kept: Any) -> UInt8[ndarray, "rows bytes"]:
-    if not kept.ntotal:
-        return np.empty((0, kept.sa_code_size()), np.uint8)
-    flat: ndarray = faiss.rev_swig_ptr(kept.codes.data(), kept.codes.size())
-    return flat.reshape(-1, kept.sa_code_size())
-
-
-def _products(
-    documents: Float[ndarray, "docs dim"], query: Float[ndarray, " dim"]
-) -> Float[ndarray, " docs"]:
-    """einsum rather than BLAS: it sums each product in one order, so a document's score does not depend on
-    which other candidates it stands among, nor on the shard it is in."""
-    products: ndarray = np.einsum("nd,d->n", documents, query)
-    return products
-
-
-def _flat(centroids: Float[ndarray, "nlist dim"]) -> Any:
-    index = faiss.IndexFlatIP(centroids.shape[1])
-    index.add(np.ascontiguousarray(centroids, np.float32))
-    return index
 
 
 def _dump_lists(index: Any) -> bytes:
@@ -295,7 +253,3 @@ def _dump_lists(index: Any) -> bytes:
         return dump(index)
     finally:
         index.own_fields, index.quantizer = owned, coarse
-
-
-def _parse(data: bytes) -> Any:
-    return faiss.deserialize_index(np.frombuffer(data, np.uint8))

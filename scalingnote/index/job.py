@@ -79,7 +79,9 @@ def run(
     quantizer = _quantizer(config, layout, draft, source)
     uris = {kind: artifact.uri for kind, artifact in parents.items()}
     shared = build.Shared(config, layout, uris, output, quantizer, _queries(config, parents, layout))
-    written = {shard.COARSE: build.write(draft.path(shard.COARSE), ivf.dump_centroids(quantizer.centroids))}
+    written = {
+        shard.COARSE: build.write(draft.path(shard.COARSE), ivf.dump(ivf.coarse_of(quantizer.centroids)))
+    }
     with Progress("index", total=layout.documents, unit="documents indexed") as progress:
         for files in _fill_shards(slices, shared):
             written |= files
@@ -153,11 +155,12 @@ def _quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: 
     paths = {name: draft.work(f"quantizer/{name}") for name in names}
     if fs.exists(paths["coarse.faiss"]):
         kept, lists, coarse = (fs.read_bytes(paths[name]) for name in names)
-        return ivf.Quantizer(ivf.load_centroids(coarse), lists or None, kept or None)
+        index = ivf.parse(coarse)
+        return ivf.Quantizer(index.reconstruct_n(0, index.ntotal), lists or None, kept or None)
     matrices = sample(source, documents=config.train_documents, seed=config.seed, resources=config.resources)
     train = ray.remote(**cluster.actor_options(config.resources))(build.train)
     quantizer: ivf.Quantizer = cluster.fetch(train.remote(config, layout.nlist, *matrices))
-    coarse = ivf.dump_centroids(quantizer.centroids)
+    coarse = ivf.dump(ivf.coarse_of(quantizer.centroids))
     for name, data in zip(names, (quantizer.kept or b"", quantizer.lists or b"", coarse), strict=True):
         fs.write_bytes(paths[name], data)
     return quantizer

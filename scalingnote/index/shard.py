@@ -7,11 +7,10 @@ shards, never the merged answer, as all shards share one quantizer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Float
-from numpy import ndarray
 
 from scalingnote.errors import ArtifactError
 from scalingnote.index import ivf
@@ -124,18 +123,16 @@ def open_layout(index: Artifact) -> Layout:
         raise ArtifactError(f"{index.uri} was built by another release: re-run index") from None
 
 
-def open_centroids(index: Artifact) -> Float[ndarray, "nlist dim"]:
-    """The centroids that all shards of an index share."""
-    return ivf.load_centroids(fs.read_bytes(index.file(COARSE)))
+def open_coarse(index: Artifact) -> Any:
+    """The coarse quantizer that all shards of an index share."""
+    return ivf.parse(fs.read_bytes(index.file(COARSE)))
 
 
-def open_shard(
-    index: Artifact, number: int, *, layout: Layout, centroids: Float[ndarray, "nlist dim"]
-) -> Shard:
+def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any) -> Shard:
     """Open a shard, each of its files checked against the manifest first: faiss itself has no checksum."""
     files = vector_files(number, family=layout.family, refine=layout.refine)
     data = [fs.read_bytes(index.file(name)) for name in files]
-    lists = parse(data, layout=layout, centroids=centroids)
+    lists = parse(data, layout=layout, coarse=coarse)
     documents = index.table(documents_file(number))
     if len(documents) != len(lists):
         raise ArtifactError(
@@ -145,10 +142,10 @@ def open_shard(
     return Shard(number, lists, documents)
 
 
-def parse(files: Sequence[bytes], *, layout: Layout, centroids: Float[ndarray, "nlist dim"]) -> ivf.Lists:
+def parse(files: Sequence[bytes], *, layout: Layout, coarse: Any) -> ivf.Lists:
     """A shard's vectors from the contents of :func:`vector_files`."""
     lists = files[0] if layout.family != "flat" else None
-    return ivf.load(centroids, lists, files[-1] if layout.refine != "none" else None)
+    return ivf.load(coarse, lists, files[-1] if layout.refine != "none" else None)
 
 
 def _lookup(table: pa.Table, doc_ids: pa.ChunkedArray, missing: str) -> pa.Table:

@@ -6,8 +6,9 @@ queries against their exact answers, never on perturbed documents.
     each shard, each nprobe ─► candidates by their codes, and their scores by the vectors kept
     all shards ─► the best refine_factor * k by codes ─► the best k of these ─► recall
 
-That is what a searcher of all shards does. What a setting costs is counted, not timed, so that the same
-inputs give the same index: codes scanned, and vectors scored anew, which cost as much as 16 codes each.
+That is what a searcher of all shards does; searchers of one shard each find no less. What a setting costs is
+counted, not timed, so that the same inputs give the same index: codes scanned, and vectors scored anew, which
+cost as much as 16 codes each.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from jaxtyping import Float, Int
 from numpy import ndarray
 
 from scalingnote import topk
-from scalingnote.index import ivf
+from scalingnote.index import ivf, rescore
 from scalingnote.index.config import Refine
 from scalingnote.log import get_logger
 
@@ -60,15 +61,14 @@ def factors(family: str, refine: Refine) -> tuple[int, ...]:
 def candidates(
     lists: ivf.Lists,
     queries: Float[ndarray, "queries dim"],
-    centroids: Float[ndarray, "nlist dim"],
     *,
     nprobe: int,
     k: int,
 ) -> Candidates:
     """A shard's share in the measurement of one nprobe: its k best by codes."""
-    chosen = ivf.choose_lists(queries, centroids, nprobe=nprobe)
+    chosen = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
     scores, rows = ivf.scan(lists, queries, chosen=chosen, k=k)
-    exact = ivf.rescore(lists, queries, scores, rows)
+    exact = scores if lists.kept is None else rescore.scores(lists.kept, queries, rows)
     scanned = len(lists) if lists.index is None else _list_sizes(lists)[chosen[1]].sum() / len(queries)
     return Candidates(rows, scores, exact, float(scanned))
 

@@ -6,9 +6,9 @@ through :func:`merge_candidates`.
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import faiss
@@ -19,7 +19,7 @@ from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.errors import SearchError
-from scalingnote.index import filters
+from scalingnote.index import filters, ivf
 from scalingnote.index import shard as shards_of
 from scalingnote.search import scan
 from scalingnote.search.scan import ROW_BITS
@@ -88,21 +88,23 @@ class Searcher:
     def __init__(
         self,
         layout: shards_of.Layout,
-        centroids: Float[ndarray, "nlist dim"],
         shards: Sequence[shards_of.Shard],
         *,
         nprobe: int | None = None,
         threads: int = 1,
     ) -> None:
+        """The shards' vectors are merged: they are not to be used by anyone else."""
         self.layout = layout
         self.nprobe = _checked_nprobe(nprobe or layout.nprobe, layout.nlist)
-        self._centroids = centroids
-        self._shards = {shard.number: shard for shard in sorted(shards, key=lambda shard: shard.number)}
-        self._segments = [scan.Segment(s.number, 0, s.lists) for s in self._shards.values()]
+        ordered = sorted(shards, key=lambda shard: shard.number)
+        self._documents = {shard.number: shard.documents for shard in ordered}
+        self._numbers = np.array([*self._documents, -1])
+        self._first = np.array([0, *accumulate(map(len, self._documents.values()))])
+        self._coarse = ordered[0].lists.coarse
+        self._segments = [ivf.merge([shard.lists for shard in ordered])]
         self._masks = lru_cache(MASKS)(self._mask)
-        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
         # faiss would take every core of the machine for each call, however many replicas share it.
-        faiss.omp_set_num_threads(1)
+        faiss.omp_set_num_threads(threads)
 
     @classmethod
     def open(
@@ -115,8 +117,8 @@ class Searcher:
     ) -> "Searcher":
         """Open the shards with these numbers, or all; `nprobe` None takes the index's own.
 
-        `threads` is how many shards a search scans at once. Raises ArtifactError when a file is missing or
-        damaged, SearchError when a shard does not exist.
+        `threads` bounds what all searches of this process together use. Raises ArtifactError when a file is
+        missing or damaged, SearchError when a shard does not exist.
         """
         index = open_artifact(index_uri, kind="index")
         layout = shards_of.open_layout(index)
@@ -126,13 +128,13 @@ class Searcher:
             raise SearchError(
                 f"{index_uri} has no shard {unknown[0]}: its shards are 0 to {layout.shards - 1}"
             )
-        centroids = shards_of.open_centroids(index)
-        opened = [shards_of.open_shard(index, n, layout=layout, centroids=centroids) for n in numbers]
-        return cls(layout, centroids, opened, nprobe=nprobe, threads=threads)
+        coarse = shards_of.open_coarse(index)
+        opened = [shards_of.open_shard(index, n, layout=layout, coarse=coarse) for n in numbers]
+        return cls(layout, opened, nprobe=nprobe, threads=threads)
 
     def __len__(self) -> int:
         """Documents in the shards held."""
-        return sum(len(shard.documents) for shard in self._shards.values())
+        return int(self._first[-1])
 
     @property
     def dim(self) -> int:
@@ -142,12 +144,12 @@ class Searcher:
     @property
     def shards(self) -> list[int]:
         """Numbers of the shards held."""
-        return sorted(self._shards)
+        return list(self._documents)
 
     @property
     def fields(self) -> pa.Schema:
         """What a search may filter by."""
-        documents = next(iter(self._shards.values())).documents.schema
+        documents = next(iter(self._documents.values())).schema
         return pa.schema([documents.field(name) for name in self.layout.filters])
 
     def search(
@@ -166,10 +168,10 @@ class Searcher:
         """
         found = self.candidates(queries, k=k, nprobe=nprobe, where=where, deadline_s=deadline_s)
         names = np.empty(found.row.shape, object)
-        for number, shard in self._shards.items():
+        for number, documents in self._documents.items():
             here = found.shard == number
             if here.any():
-                names[here] = shard.documents["doc_id"].take(found.row[here]).to_pylist()
+                names[here] = documents["doc_id"].take(found.row[here]).to_pylist()
         return [
             [Result(name, c.score, c.shard, c.row) for name, c in zip(row, found[query], strict=False)]
             for query, row in enumerate(names.tolist())
@@ -184,35 +186,29 @@ class Searcher:
         where: filters.Filter | None = None,
         deadline_s: float | None = None,
     ) -> Candidates:
-        """The k best of the shards held. Same checks as :meth:`search`.
-
-        After `deadline_s` seconds no further shard is begun; one at least is searched, and `late` names those
-        that were not.
-        """
+        """The k best of the shards held. Same checks as :meth:`search`."""
         unit = self._checked(queries, k)
         plan = scan.Plan(
-            self._centroids,
+            self._coarse,
             self.nprobe if nprobe is None else _checked_nprobe(nprobe, self.layout.nlist),
             self.layout.refine_factor,
             deadline_s=deadline_s,
-            pool=self._pool,
         )
-        masks: Sequence[Bool[ndarray, " _"] | None] = [None] * len(self._segments)
+        masks = None
         if where:
             filters.check(where, self.fields)
-            key = json.dumps(where, sort_keys=True)
-            masks = [self._masks(segment.shard, key) for segment in self._segments]
+            masks = [self._masks(json.dumps(where, sort_keys=True))]
         found = scan.search(self._segments, unit, k=k, plan=plan, masks=masks)
-        shards = np.array([segment.shard for segment in self._segments])
+        none = found.rows < 0
+        shard = np.where(none, -1, np.searchsorted(self._first[1:], found.rows, side="right"))
         return Candidates(
-            found.scores,
-            np.where(found.segments < 0, -1, shards[found.segments]),
-            found.rows,
-            tuple(int(shards[number]) for number in found.late),
+            found.scores, self._numbers[shard], np.where(none, -1, found.rows - self._first[shard])
         )
 
-    def _mask(self, shard: int, where: str) -> Bool[ndarray, " rows"]:
-        return filters.mask(self._shards[shard].documents, json.loads(where))
+    def _mask(self, where: str) -> Bool[ndarray, " rows"]:
+        """Which of the documents held a filter describes."""
+        wanted = json.loads(where)
+        return np.concatenate([filters.mask(documents, wanted) for documents in self._documents.values()])
 
     def document(self, result: Result | Candidate) -> dict[str, Any]:
         """doc_id, title, topic, snippet and semantic_id of a result."""
@@ -220,11 +216,11 @@ class Searcher:
 
     def documents(self, rows: Sequence[int], *, shard: int | None = None) -> list[dict[str, Any]]:
         """The same for rows of a shard, which need not be named when only one is held."""
-        if shard is None and len(self._shards) == 1:
+        if shard is None and len(self._documents) == 1:
             shard = self.shards[0]
-        if shard not in self._shards:
+        if shard not in self._documents:
             raise SearchError(f"shard {shard} is not held here: this searcher holds {self.shards}")
-        table = self._shards[shard].documents
+        table = self._documents[shard]
         outside = [row for row in rows if row not in range(len(table))]
         if outside:
             raise SearchError(f"shard {shard} has no row {outside[0]}: it has {len(table)} documents")

@@ -41,7 +41,6 @@ def _filled(quantizer: ivf.Quantizer, *pieces: np.ndarray) -> ivf.Lists:
 
 
 def _search(
-    quantizer: ivf.Quantizer,
     lists: ivf.Lists,
     asked: np.ndarray,
     *,
@@ -50,7 +49,7 @@ def _search(
     factor: int = 4,
     allowed: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    chosen = ivf.choose_lists(asked, quantizer.centroids, nprobe=nprobe)
+    chosen = ivf.choose_lists(asked, lists.coarse, nprobe=nprobe)
     return ivf.search(lists, asked, chosen=chosen, k=k, refine_factor=factor, allowed=allowed)
 
 
@@ -66,7 +65,7 @@ def test_all_lists_and_kept_floats_equal_exact_search(
     quantizer = _train(documents, family)
     lists = _filled(quantizer, documents)
     # Every document is a candidate: nothing is left to the codes.
-    scores, rows = _search(quantizer, lists, asked, k=10, nprobe=LISTS, factor=120)
+    scores, rows = _search(lists, asked, k=10, nprobe=LISTS, factor=120)
     exact_scores, exact_rows = topk.search(asked, documents, k=10)
     np.testing.assert_array_equal(rows, exact_rows)
     np.testing.assert_allclose(scores, exact_scores, atol=1e-6)
@@ -77,7 +76,7 @@ def test_recall_rises_with_nprobe(family: Family, documents: np.ndarray, asked: 
     exact = topk.search(asked, documents, k=10)[1]
     quantizer = _train(documents, family)
     lists = _filled(quantizer, documents)
-    recalls = [_recall(_search(quantizer, lists, asked, k=10, nprobe=n)[1], exact) for n in (1, 3, LISTS)]
+    recalls = [_recall(_search(lists, asked, k=10, nprobe=n)[1], exact) for n in (1, 3, LISTS)]
     assert recalls == sorted(recalls)
     assert recalls[-1] > 0.9
 
@@ -91,19 +90,19 @@ def test_kept_vectors_find_what_codes_alone_miss(
     for refine in ("none", "sq8", "flat"):
         quantizer = _train(documents, codes(refine=refine))
         lists = _filled(quantizer, documents)
-        recalls.append(_recall(_search(quantizer, lists, asked, k=10, nprobe=LISTS)[1], exact))
+        recalls.append(_recall(_search(lists, asked, k=10, nprobe=LISTS)[1], exact))
     assert recalls[0] + 0.05 < recalls[1] <= recalls[2] + 0.02
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, FastScan(refine="none")], ids=str)
 def test_merged_shards_equal_one_index(family: Family, documents: np.ndarray, asked: np.ndarray) -> None:
     quantizer = _train(documents, family)
-    whole = _search(quantizer, _filled(quantizer, documents), asked, k=15, nprobe=4, factor=80)
+    whole = _search(_filled(quantizer, documents), asked, k=15, nprobe=4, factor=80)
     bounds = [0, 500, 500, 1200]  # the second shard is empty
     scores, rows = [], []
     for start, stop in pairwise(bounds):
         shard = _filled(quantizer, documents[start:stop])
-        found = _search(quantizer, shard, asked, k=15, nprobe=4, factor=80)
+        found = _search(shard, asked, k=15, nprobe=4, factor=80)
         scores.append(found[0])
         rows.append(np.where(found[1] < 0, -1, found[1] + start))
     merged = topk.merge(np.concatenate(scores, axis=1), np.concatenate(rows, axis=1), k=15)
@@ -113,12 +112,26 @@ def test_merged_shards_equal_one_index(family: Family, documents: np.ndarray, as
 
 
 @by_kind
+def test_shards_merged_in_memory_are_one_index(
+    family: Family, documents: np.ndarray, asked: np.ndarray
+) -> None:
+    quantizer = _train(documents, family)
+    whole = _search(_filled(quantizer, documents), asked, k=15, nprobe=4)
+    pieces = (documents[:500], documents[:0], documents[500:900], documents[900:])
+    merged = ivf.merge([_filled(quantizer, piece) for piece in pieces])
+    assert len(merged) == len(documents)
+    found = _search(merged, asked, k=15, nprobe=4)
+    np.testing.assert_array_equal(found[0], whole[0])
+    if families.refine(family) != "none":
+        np.testing.assert_array_equal(found[1], whole[1])
+
+
+@by_kind
 def test_only_allowed_rows_are_found(family: Family, documents: np.ndarray, asked: np.ndarray) -> None:
     quantizer = _train(documents, family)
     mask = np.random.default_rng(0).random(len(documents)) < 0.2
-    found = _search(
-        quantizer, _filled(quantizer, documents), asked, k=10, nprobe=LISTS, allowed=ivf.bitmap(mask)
-    )
+    lists = _filled(quantizer, documents)
+    found = _search(lists, asked, k=10, nprobe=LISTS, allowed=ivf.bitmap(mask))
     left = np.flatnonzero(mask)
     assert mask[found[1]].all()
     assert _recall(found[1], left[topk.search(asked, documents[left], k=10)[1]]) > 0.9
@@ -146,16 +159,14 @@ def test_files_give_back_the_shard_without_the_shared_centroids(
     quantizer = _train(documents, family)
     lists = _filled(quantizer, documents[:700], documents[700:])
     files = ivf.dump_files(lists)
-    centroids = ivf.load_centroids(ivf.dump_centroids(quantizer.centroids))
-    np.testing.assert_array_equal(centroids, quantizer.centroids)
     again = ivf.load(
-        centroids,
+        ivf.parse(ivf.dump(ivf.coarse_of(quantizer.centroids))),
         None if lists.index is None else files[0],
         None if lists.kept is None else files[-1],
     )
     for a, b in zip(
-        _search(quantizer, again, asked, k=9, nprobe=5),
-        _search(quantizer, lists, asked, k=9, nprobe=5),
+        _search(again, asked, k=9, nprobe=5),
+        _search(lists, asked, k=9, nprobe=5),
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
@@ -182,11 +193,11 @@ def test_fewer_documents_than_k_leave_the_rest_empty(
     family: Family, documents: np.ndarray, asked: np.ndarray
 ) -> None:
     quantizer = _train(documents, family)
-    scores, rows = _search(quantizer, _filled(quantizer, documents[:3]), asked, k=10, nprobe=LISTS)
+    scores, rows = _search(_filled(quantizer, documents[:3]), asked, k=10, nprobe=LISTS)
     assert (np.sort(rows[:, :3], axis=1) == [0, 1, 2]).all()
     assert (rows[:, 3:] == -1).all()
     assert np.isneginf(scores[:, 3:]).all()
-    none = _search(quantizer, ivf.empty(quantizer), asked, k=10, nprobe=LISTS)
+    none = _search(ivf.empty(quantizer), asked, k=10, nprobe=LISTS)
     assert (none[1] == -1).all()
 
 

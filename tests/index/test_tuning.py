@@ -22,18 +22,18 @@ def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
     shards = [ivf.empty(quantizer) for _ in bounds[1:]]
     for lists, start, stop in zip(shards, bounds, bounds[1:], strict=False):
         ivf.add(lists, documents[start:stop])
-    segments = [scan.Segment(0, first, lists) for first, lists in zip(bounds, shards, strict=False)]
+    shares = {}
     for nprobe in (1, 3, LISTS):
-        found = [
-            tuning.candidates(lists, asked, quantizer.centroids, nprobe=nprobe, k=10 * 4) for lists in shards
-        ]
-        found = [
+        found = [tuning.candidates(lists, asked, nprobe=nprobe, k=10 * 4) for lists in shards]
+        shares[nprobe] = [
             share._replace(rows=np.where(share.rows < 0, -1, share.rows + first))
             for share, first in zip(found, bounds, strict=False)
         ]
+    whole = ivf.merge(shards)
+    for nprobe, found in shares.items():
         for point in tuning.measure(found, exact, nprobe=nprobe, factors=[1, 4]):
-            plan = scan.Plan(quantizer.centroids, nprobe, point.refine_factor)
-            rows = scan.search(segments, asked, k=10, plan=plan, masks=[None, None]).rows
+            plan = scan.Plan(whole.coarse, nprobe, point.refine_factor)
+            rows = scan.search([whole], asked, k=10, plan=plan).rows
             assert point.recall == pytest.approx(tuning.recall(rows, exact), abs=1e-4)
 
 
@@ -45,9 +45,7 @@ def test_scanned_codes_are_counted() -> None:
     sizes = np.bincount(topk.search(documents, quantizer.centroids, k=1)[1][:, 0], minlength=4)
     asked = queries(documents, 5)
     nearest = topk.search(asked, quantizer.centroids, k=1)[1][:, 0]
-    one, all_lists = (
-        tuning.candidates(lists, asked, quantizer.centroids, nprobe=n, k=10).scanned for n in (1, 4)
-    )
+    one, all_lists = (tuning.candidates(lists, asked, nprobe=n, k=10).scanned for n in (1, 4))
     assert one == pytest.approx(sizes[nearest].mean())
     assert all_lists == 300
 

@@ -1,7 +1,7 @@
-import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,16 +19,16 @@ BOUNDS = [0, 900, 900, 1300, COUNT]  # the second segment is empty
 DOCUMENTS = vectors(COUNT, DIM)
 
 
-def _segments(family: Family) -> tuple[np.ndarray, list[scan.Segment]]:
+def _segments(family: Family) -> list[ivf.Lists]:
     quantizer = ivf.train(
         DOCUMENTS, family, nlist=1 if isinstance(family, Flat) else LISTS, iterations=4, seed=0
     )
     segments = []
-    for number, (start, stop) in enumerate(itertools.pairwise(BOUNDS)):
+    for start, stop in pairwise(BOUNDS):
         lists = ivf.empty(quantizer)
         ivf.add(lists, DOCUMENTS[start:stop])
-        segments.append(scan.Segment(number, 0, lists))
-    return quantizer.centroids, segments
+        segments.append(lists)
+    return segments
 
 
 FINE = _segments(FastScan(refine="flat"))
@@ -42,7 +42,7 @@ def _rows(found: scan.Found) -> np.ndarray:
 
 
 def _masks(mask: np.ndarray) -> list[np.ndarray]:
-    return [mask[start:stop] for start, stop in itertools.pairwise(BOUNDS)]
+    return [mask[start:stop] for start, stop in pairwise(BOUNDS)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -56,9 +56,9 @@ def test_filters_equal_brute_force_at_every_selectivity(
     mask = rng.random(COUNT) < selectivity
     asked = queries(DOCUMENTS, 3, seed=seed)
     left = np.flatnonzero(mask)
-    centroids, segments = FLAT if flat else FINE
+    segments = FLAT if flat else FINE
     # All lists and every candidate: what is found is then exact, whichever way the search takes.
-    plan = scan.Plan(centroids, nprobe=len(centroids), refine_factor=COUNT)
+    plan = scan.Plan(segments[0].coarse, nprobe=LISTS, refine_factor=COUNT)
     found = scan.search(segments, asked, k=k, plan=plan, masks=_masks(mask))
     scores, exact = topk.search(asked, DOCUMENTS[left], k=k)
     width = min(k, len(left))
@@ -75,11 +75,10 @@ def test_filters_equal_brute_force_at_every_selectivity(
     st.sampled_from([FINE, COARSE]),
 )
 def test_k_results_come_back_whenever_k_exist(
-    selectivity: float, k: int, seed: int, corpus: tuple[np.ndarray, list[scan.Segment]]
+    selectivity: float, k: int, seed: int, segments: list[ivf.Lists]
 ) -> None:
     mask = np.random.default_rng(seed).random(COUNT) < selectivity
-    centroids, segments = corpus
-    plan = scan.Plan(centroids, nprobe=1, refine_factor=1)
+    plan = scan.Plan(segments[0].coarse, nprobe=1, refine_factor=1)
     found = scan.search(segments, queries(DOCUMENTS, 4, seed=seed), k=k, plan=plan, masks=_masks(mask))
     rows = _rows(found)
     assert ((rows >= 0).sum(axis=1) == min(k, mask.sum())).all()
@@ -88,30 +87,30 @@ def test_k_results_come_back_whenever_k_exist(
 
 
 def test_without_a_filter_too_a_short_scan_is_repeated_over_more_lists() -> None:
-    centroids, segments = FINE
-    plan = scan.Plan(centroids, nprobe=1, refine_factor=1)
-    found = scan.search(segments, queries(DOCUMENTS, 5), k=1000, plan=plan, masks=[None] * 4)
+    segments = FINE
+    plan = scan.Plan(segments[0].coarse, nprobe=1, refine_factor=1)
+    found = scan.search(segments, queries(DOCUMENTS, 5), k=1000, plan=plan)
     assert (found.rows >= 0).all()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_slow_segment_is_left_out_and_named(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    centroids, segments = FINE
+    segments = FINE
     asked = queries(DOCUMENTS, 2)
     go_on = threading.Event()
-    search = ivf.scan
+    search = ivf.search
 
     def slow(lists: ivf.Lists, *args: object, **named: object) -> object:
-        if lists is segments[2].lists:
+        if lists is segments[2]:
             go_on.wait(5)
         elif threads == 1:
             time.sleep(0.2)  # one after the other: the deadline passes with the first
         return search(lists, *args, **named)
 
-    monkeypatch.setattr(ivf, "scan", slow)
+    monkeypatch.setattr(ivf, "search", slow)
     with ThreadPoolExecutor(threads) as pool:
-        plan = scan.Plan(centroids, LISTS, COUNT, deadline_s=0.1, pool=pool if threads > 1 else None)
-        found = scan.search(segments, asked, k=5, plan=plan, masks=[None] * 4)
+        plan = scan.Plan(segments[0].coarse, LISTS, COUNT, deadline_s=0.1, pool=pool if threads > 1 else None)
+        found = scan.search(segments, asked, k=5, plan=plan)
         go_on.set()
     assert found.late == ((2,) if threads > 1 else (2, 3))
     in_time = DOCUMENTS.copy()
@@ -121,10 +120,10 @@ def test_a_slow_segment_is_left_out_and_named(threads: int, monkeypatch: pytest.
 
 
 def test_threads_find_what_one_thread_finds() -> None:
-    centroids, segments = FINE
+    segments = FINE
     asked = queries(DOCUMENTS, 20)
     with ThreadPoolExecutor(3) as pool:
-        plans = [scan.Plan(centroids, 4, 4, pool=each) for each in (None, pool)]
-        one, many = (scan.search(segments, asked, k=9, plan=p, masks=[None] * 4) for p in plans)
+        plans = [scan.Plan(segments[0].coarse, 4, 4, pool=each) for each in (None, pool)]
+        one, many = (scan.search(segments, asked, k=9, plan=p) for p in plans)
     np.testing.assert_array_equal(one.rows, many.rows)
     np.testing.assert_array_equal(one.scores, many.scores)

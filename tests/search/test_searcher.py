@@ -200,8 +200,7 @@ def test_a_filter_finds_only_what_it_describes(searcher: Searcher, corpus: Corpu
         searcher.search(asked, k=10, where={"price": 3})
 
 
-def test_shards_that_are_late_are_named(uri: str, asked: np.ndarray) -> None:
-    found = Searcher.open(uri).candidates(asked, k=5, deadline_s=1e-9)
-    assert found.late == (1, 2)
-    assert set(found.shard.ravel()) == {0}
-    assert merge_candidates([found, found], k=5).late == (1, 2, 1, 2)
+def test_late_shards_of_several_searchers_are_told_together() -> None:
+    none = np.empty((1, 0), np.int64)
+    late = [Candidates(none.astype(np.float32), none, none, late=shards) for shards in ((3,), (), (0, 1))]
+    assert merge_candidates(late, k=5).late == (3, 0, 1)

@@ -17,7 +17,7 @@ from scalingnote import cli, pipeline
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
 from scalingnote.index import job
-from scalingnote.index.config import IndexConfig
+from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.models import tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.search.config import ServeConfig
@@ -33,7 +33,9 @@ DIM = 16
 def index(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     base = tmp_path_factory.mktemp("index")
     corpus = Corpus.build(f"{base}/corpus", sizes=[200, 220], dim=DIM)
-    config = IndexConfig(shards=2, nlist=4, nprobe=4, iterations=2, train_documents=300)
+    config = IndexConfig(
+        shards=2, family=FastScan(refine="flat"), nlist=4, nprobe=4, refine_factor=100, iterations=2
+    )
     return job.run(config, **corpus.uris, output=f"{base}/index")
 
 

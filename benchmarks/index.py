@@ -1,0 +1,275 @@
+"""The index family on a million vectors: recall, time per query and bytes, beside faiss used directly.
+
+    python -m benchmarks.index --json docs/results/index.json
+
+Vectors are real: a dual encoder is trained for a hundred steps on medquad and encodes its documents and test
+queries. Sixteen thousand documents are not a million, so each is repeated, moved by half the difference of two
+others, which keeps the spectrum. Queries are not moved. Every setting is the one that tuning chooses for
+recall@100 of 0.95. Times are of one thread's processor, in rounds that take turns.
+"""
+
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import faiss
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from benchmarks.report import arguments, show, write
+from benchmarks.training import trained
+from scalingnote import pipeline, topk
+from scalingnote.config import load
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.evaluate.job import test_set
+from scalingnote.index import ivf, tuning
+from scalingnote.index import family as families
+from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
+from scalingnote.log import configure
+from scalingnote.quantize.blas import blas_only
+from scalingnote.search import scan
+from scalingnote.storage import vectors
+
+FAMILIES: dict[str, Family] = {
+    "ivfpq_fast_scan + sq8 (default)": FastScan(),
+    "ivfpq_fast_scan + flat": FastScan(refine="flat"),
+    "ivfpq_fast_scan": FastScan(refine="none"),
+    "ivfpq + sq8": IVFPQ(),
+    "ivfpq": IVFPQ(refine="none"),
+    "ivf_sq8": ScalarQuantized(),
+    "ivf_rabitq + sq8": RaBitQ(),
+    "flat": Flat(),
+}
+DEFAULT = next(iter(FAMILIES))
+K, TARGET, SHARDS, TRAINED = 100, 0.95, 4, 200_000
+BATCH, ROUNDS = 64, 3
+Search = Callable[[Float[ndarray, "queries dim"]], Int[ndarray, "queries k"]]
+
+
+def main() -> None:
+    """Parse arguments, run, print and write."""
+    options = parser().parse_args()
+    configure()
+    faiss.omp_set_num_threads(1)
+    documents, queries = corpus(options)
+    exact = topk.search(queries, documents, k=K)[1]
+    nlist = ivf.default_nlist(len(documents), train_documents=min(len(documents), TRAINED))
+    rows: list[dict[str, Any]] = []
+    for name, family in FAMILIES.items():
+        rows.append(measured(name, family, documents, queries, exact, nlist=nlist))
+        show(f"{len(documents):,} documents, {len(queries)} queries, one thread", rows)
+        if name == DEFAULT:
+            setting = rows[0]["nprobe"], rows[0]["refine_factor"]
+            rows.append(direct(documents, queries, exact, nlist=nlist, nprobe=setting[0], factor=setting[1]))
+            shards = sharded(documents, queries, nlist=nlist, nprobe=setting[0], factor=setting[1])
+            show(f"{SHARDS} shards, nprobe={setting[0]}, refine_factor={setting[1]}", shards)
+    if find_spec("autofaiss"):
+        rows.append(of_autofaiss(documents, queries, exact))
+    show(f"{len(documents):,} documents, {len(queries)} queries, one thread", rows)
+    together = next(row for row in shards if row["search of"].startswith("a searcher of 4"))
+    metrics = {
+        "recall100_default": rows[0]["R@100"],
+        "bytes_per_vector_default": rows[0]["bytes/vector"],
+        "us_per_query_over_faiss_default": round(rows[0]["us, batch 1"] / rows[1]["us, batch 1"], 3),
+        "shards4_over_single_cpu": together["over one"],
+    }
+    write(options.json, metrics=metrics, family=rows, shards=shards)
+
+
+def parser() -> ArgumentParser:
+    """What this benchmark can be told."""
+    found = arguments(__doc__)
+    found.add_argument("--documents", type=int, default=1_000_000)
+    found.add_argument("--queries", type=int, default=500)
+    found.add_argument("--steps", type=int, default=100, help="of training the towers")
+    found.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
+    return found
+
+
+def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarray, "queries dim"]]:
+    """Unit vectors of documents and of test queries."""
+    files = ["configs/quickstart/medquad.yaml", "configs/methods/scalingdual.yaml"]
+    built = trained(load(pipeline.RunConfig, files, options.overrides), steps=options.steps)
+    real = vectors.unit(vectors.to_numpy(built["embeddings"].table("embeddings", ["summary"])["summary"]))
+    tower = QueryEncoder.load(built["dual_encoder"].directory("query"))
+    asked = test_set(built["dataset"]).queries[: options.queries]
+    rng = np.random.default_rng(0)
+    base, one, other = (real[rng.integers(0, len(real), options.documents)] for _ in range(3))
+    moved = vectors.unit(base + 0.5 * (one - other) / np.sqrt(2))
+    moved[: len(real)] = real[: options.documents]
+    return moved, vectors.unit(tower.encode_queries(asked))
+
+
+def measured(
+    name: str,
+    family: Family,
+    documents: ndarray,
+    queries: ndarray,
+    exact: ndarray,
+    *,
+    nlist: int,
+) -> dict[str, Any]:
+    """A row of the table: the family at the setting that tuning chooses for it."""
+    start = time.process_time()
+    lists = filled(family, [documents], nlist=1 if isinstance(family, Flat) else nlist)[0]
+    built = time.process_time() - start
+    factors = tuning.factors(family.kind, families.refine(family))
+    points = []
+    for nprobe in tuning.probes(lists.coarse.ntotal):
+        share = tuning.candidates(lists, queries, nprobe=nprobe, k=K * factors[-1])
+        points += tuning.measure([share], exact, nprobe=nprobe, factors=factors)
+        if points[-1].recall >= TARGET:
+            break
+    best = tuning.choose(points, target=TARGET)
+    search = partial(ours, [lists], best.nprobe, best.refine_factor)
+    size = sum(map(len, ivf.dump_files(lists)))
+    return row(name, search, queries, exact, built=built, size=size / len(documents)) | {
+        "nprobe": best.nprobe,
+        "refine_factor": best.refine_factor,
+    }
+
+
+def direct(
+    documents: ndarray, queries: ndarray, exact: ndarray, *, nlist: int, nprobe: int, factor: int
+) -> dict[str, Any]:
+    """The default family as faiss's own factory makes and searches it, at the same setting."""
+    start = time.process_time()
+    dim = documents.shape[1]
+    index = faiss.index_factory(dim, f"IVF{nlist},PQ{dim // 2}x4fs,Refine(SQ8)", faiss.METRIC_INNER_PRODUCT)
+    with blas_only():
+        index.train(documents[:: max(1, len(documents) // TRAINED)])
+        index.add(documents)
+    built = time.process_time() - start
+    search = of_faiss(index, nprobe=nprobe, factor=factor)
+    size = len(faiss.serialize_index(index)) / len(documents)
+    return row("faiss directly, default", search, queries, exact, built=built, size=size) | {
+        "nprobe": nprobe,
+        "refine_factor": factor,
+    }
+
+
+def of_autofaiss(documents: ndarray, queries: ndarray, exact: ndarray) -> dict[str, Any]:
+    """What autofaiss chooses and builds when it may use as much memory as our default takes."""
+    from autofaiss import build_index
+
+    start = time.process_time()
+    index, _ = build_index(
+        documents,
+        save_on_disk=False,
+        metric_type="ip",
+        max_index_memory_usage=f"{len(documents) * 200 // 2**20}MB",
+        max_index_query_time_ms=10,
+        nb_cores=1,
+        verbose=40,
+    )
+    built = time.process_time() - start
+    size = len(faiss.serialize_index(index)) / len(documents)
+    return row("autofaiss", lambda q: index.search(q, K)[1], queries, exact, built=built, size=size) | {
+        "nprobe": "its own",
+        "refine_factor": "-",
+    }
+
+
+def sharded(
+    documents: ndarray, queries: ndarray, *, nlist: int, nprobe: int, factor: int
+) -> list[dict[str, Any]]:
+    """What four shards cost instead of one: held together, apart, and by faiss's IndexShards."""
+    pieces = np.array_split(documents, SHARDS)
+    whole = filled(FastScan(), [documents], nlist=nlist)
+    apart = filled(FastScan(), pieces, nlist=nlist)
+    together = [ivf.merge(filled(FastScan(), pieces, nlist=nlist))]
+    shards = faiss.IndexShards(documents.shape[1], False, True)
+    for lists in apart:
+        shards.add_shard(lists.index)
+    base = whole[0].index
+
+    def codes_only(index: Any) -> Search:
+        # IndexShards has no kept vectors to refine by: both sides of this pair scan codes only.
+        for each in apart:
+            each.index.nprobe = nprobe
+        base.nprobe = nprobe
+        return lambda asked: index.search(asked, K)[1]
+
+    ways = {
+        "one index": partial(ours, whole, nprobe, factor),
+        "a searcher of 4 shards": partial(ours, together, nprobe, factor),
+        "4 shards, lists chosen once": partial(ours, apart, nprobe, factor),
+        "one faiss index, codes only": codes_only(base),
+        "faiss.IndexShards of 4, codes only": codes_only(shards),
+    }
+    times = {batch: taken(ways, queries, batch=batch) for batch in (1, BATCH)}
+    rows = []
+    for name in ways:
+        one = "one faiss index, codes only" if "faiss" in name else "one index"
+        rows.append(
+            {
+                "search of": name,
+                **{f"us, batch {batch}": round(times[batch][name]) for batch in times},
+                "over one": round(times[1][name] / times[1][one], 2),
+                f"over one, batch {BATCH}": round(times[BATCH][name] / times[BATCH][one], 2),
+            }
+        )
+    return rows
+
+
+def filled(family: Family, pieces: Sequence[ndarray], *, nlist: int) -> list[ivf.Lists]:
+    """Shards of these vectors, by one quantizer."""
+    documents = sum(map(len, pieces))
+    step = max(1, documents // TRAINED)
+    sample = np.concatenate([piece[::step] for piece in pieces])
+    quantizer = ivf.train(sample, family, nlist=nlist, iterations=10, seed=0)
+    found = []
+    for piece in pieces:
+        lists = ivf.empty(quantizer)
+        ivf.add(lists, piece)
+        found.append(lists)
+    return found
+
+
+def ours(segments: Sequence[ivf.Lists], nprobe: int, factor: int, queries: ndarray) -> ndarray:
+    """Rows found by our own search."""
+    return scan.search(segments, queries, k=K, plan=scan.Plan(segments[0].coarse, nprobe, factor)).rows
+
+
+def of_faiss(index: Any, *, nprobe: int, factor: int) -> Search:
+    """A search of an IndexRefine."""
+    inner = faiss.SearchParametersIVF(nprobe=nprobe)
+    parameters = faiss.IndexRefineSearchParameters(k_factor=factor, base_index_params=inner)
+    return lambda queries: index.search(queries, K, params=parameters)[1]
+
+
+def row(
+    name: str, search: Search, queries: ndarray, exact: ndarray, *, built: float, size: float
+) -> dict[str, Any]:
+    """What one index finds, takes and costs."""
+    found = np.concatenate([search(queries[i : i + BATCH]) for i in range(0, len(queries), BATCH)])
+    times = {batch: taken({name: search}, queries, batch=batch)[name] for batch in (1, BATCH)}
+    return {
+        "index": name,
+        "R@10": round(tuning.recall(found[:, :10], exact[:, :10]), 3),
+        "R@100": round(tuning.recall(found, exact), 3),
+        **{f"us, batch {batch}": round(us) for batch, us in times.items()},
+        "bytes/vector": round(size, 1),
+        "cpu s to build": round(built, 1),
+    }
+
+
+def taken(ways: Mapping[str, Search], queries: ndarray, *, batch: int) -> dict[str, float]:
+    """Microseconds of processor time per query, the least of rounds that take turns."""
+    asked = queries[: min(len(queries), 200 if batch == 1 else 4 * BATCH)]
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, search in ways.items():
+            start = time.process_time()
+            for i in range(0, len(asked), batch):
+                search(asked[i : i + batch])
+            times[name].append((time.process_time() - start) / len(asked) * 1e6)
+    return {name: min(found) for name, found in times.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Candidates scored by the vectors kept, and the best of them: compiled, for numpy would outlast the scan.
+
+A document's score is summed in the same order whichever candidates it stands among and whichever shard it is
+in, so equal documents have equal scores everywhere. Of equal scores the lower row comes first.
+"""
+
+from typing import Any, no_type_check
+
+import faiss
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+from numpy import ndarray
+
+from scalingnote.index.compiled import compiled
+
+
+def best(
+    kept: Any, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"], *, k: int
+) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+    """The k best of each query's candidates by the vectors kept; -inf and -1 where there are fewer."""
+    best, chosen = _select(scores(kept, queries, rows), rows, min(k, rows.shape[1]))
+    return best, chosen
+
+
+def scores(
+    kept: Any, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"]
+) -> Float[ndarray, "queries candidates"]:
+    """Inner products with the vectors kept; -inf where the row is -1."""
+    queries = np.ascontiguousarray(queries, np.float32)
+    if isinstance(kept, faiss.IndexFlat):
+        found: ndarray = _of_floats(floats(kept), queries, rows)
+    else:
+        low, spread = faiss.vector_to_array(kept.sq.trained).reshape(2, kept.d)
+        found = _of_bytes(stored(kept), low, spread, queries, rows)
+    return found
+
+
+def vectors(kept: Any, rows: Int[ndarray, " rows"]) -> Float[ndarray, "rows dim"]:
+    """Vectors kept, as floats."""
+    decoded: ndarray = kept.sa_decode(stored(kept)[rows])
+    return decoded
+
+
+def floats(kept: Any) -> Float[ndarray, "rows dim"]:
+    """All vectors of a flat index, where they lie."""
+    return stored(kept).view(np.float32).reshape(kept.ntotal, kept.d)
+
+
+def stored(kept: Any) -> UInt8[ndarray, "rows bytes"]:
+    """What an index of flat codes stores, where it lies."""
+    if not kept.ntotal:
+        return np.empty((0, kept.sa_code_size()), np.uint8)
+    flat: ndarray = faiss.rev_swig_ptr(kept.codes.data(), kept.codes.size())
+    return flat.reshape(-1, kept.sa_code_size())
+
+
+@compiled
+@no_type_check
+def _of_floats(stored: ndarray, queries: ndarray, rows: ndarray) -> ndarray:
+    found = np.full(rows.shape, -np.inf, np.float32)
+    dim = queries.shape[1]
+    for q in range(rows.shape[0]):
+        query = queries[q]
+        for c in range(rows.shape[1]):
+            row = rows[q, c]
+            if row < 0:
+                continue
+            document = stored[row]
+            total = np.float32(0)
+            for j in range(dim):
+                total += document[j] * query[j]
+            found[q, c] = total
+    return found
+
+
+@compiled
+@no_type_check
+def _of_bytes(codes: ndarray, low: ndarray, spread: ndarray, queries: ndarray, rows: ndarray) -> ndarray:
+    """A byte c of a dimension stands for low + (c + 1/2) / 255 * spread, as in faiss's QT_8bit."""
+    found = np.full(rows.shape, -np.inf, np.float32)
+    dim = queries.shape[1]
+    weights = np.empty(dim, np.float32)
+    for q in range(rows.shape[0]):
+        first = np.float32(0)
+        for j in range(dim):
+            weights[j] = queries[q, j] * spread[j] / np.float32(255)
+            first += queries[q, j] * low[j] + weights[j] / np.float32(2)
+        for c in range(rows.shape[1]):
+            row = rows[q, c]
+            if row < 0:
+                continue
+            document = codes[row]
+            total = np.float32(0)
+            for j in range(dim):
+                total += np.float32(document[j]) * weights[j]
+            found[q, c] = first + total
+    return found
+
+
+@compiled
+@no_type_check
+def _select(scores: ndarray, rows: ndarray, k: int) -> tuple[ndarray, ndarray]:
+    """A heap of the k best per query, its worst on top, emptied from the back."""
+    best = np.full((len(scores), k), -np.inf, np.float32)
+    chosen = np.full((len(scores), k), -1, np.int64)
+    for q in range(len(scores)):
+        size = 0
+        heap, ids = best[q], chosen[q]
+        for c in range(scores.shape[1]):
+            score, row = scores[q, c], rows[q, c]
+            if row < 0:
+                continue
+            if size < k:
+                size += 1
+                at = size - 1  # up from the last leaf
+                while at > 0:
+                    up = (at - 1) // 2
+                    if _before(score, row, heap[up], ids[up]):
+                        break
+                    heap[at], ids[at] = heap[up], ids[up]
+                    at = up
+                heap[at], ids[at] = score, row
+            elif _before(score, row, heap[0], ids[0]):
+                _sink(heap, ids, size, score, row)
+        for end in range(size - 1, 0, -1):
+            score, row = heap[end], ids[end]
+            heap[end], ids[end] = heap[0], ids[0]
+            _sink(heap, ids, end, score, row)
+    return best, chosen
+
+
+@compiled
+@no_type_check
+def _before(score: float, row: int, other: float, other_row: int) -> bool:
+    """Whether a candidate stands before another in an answer."""
+    return score > other or (score == other and row < other_row)
+
+
+@compiled
+@no_type_check
+def _sink(heap: ndarray, ids: ndarray, size: int, score: float, row: int) -> None:
+    """Put a candidate in place of the worst, which is on top."""
+    at = 0
+    while True:
+        down = 2 * at + 1
+        if down >= size:
+            break
+        if down + 1 < size and _before(heap[down], ids[down], heap[down + 1], ids[down + 1]):
+            down += 1
+        if not _before(score, row, heap[down], ids[down]):
+            break
+        heap[at], ids[at] = heap[down], ids[down]
+        at = down
+    heap[at], ids[at] = score, row
