@@ -176,16 +176,15 @@ def search(
     live: LiveIndex, queries: ndarray, *, k: int, nprobe: int | None = None
 ) -> list[list[tuple[str, int]]]:
     """doc_ids found and the operations that wrote them, best first; every list is scanned by default."""
-    snapshots = live.snapshots()
-    parts = [(n, segment) for n, snapshot in enumerate(snapshots) for segment in snapshot.segments]
-    segments = [scan.Segment(n, segment.first_row, segment.lists) for n, segment in parts]
-    plan = scan.Plan(live.centroids, nprobe or len(live.centroids), live.layout.refine_factor)
-    found = scan.search(segments, queries, k=k, plan=plan, masks=[segment.alive for _, segment in parts])
-    rows = [snapshot.documents(range(snapshot.rows)) for snapshot in snapshots]
-    names = [[*zip(r["doc_id"].to_pylist(), map(int, r["title"].to_pylist()), strict=True)] for r in rows]
+    parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
+    plan = scan.Plan(live.coarse, nprobe or live.layout.nlist, live.layout.refine_factor)
+    lists, masks = [segment.lists for segment in parts], [segment.alive for segment in parts]
+    found = scan.search(lists, queries, k=k, plan=plan, masks=masks)
+    tables = [segment.documents for segment in parts]
+    names = [[*zip(t["doc_id"].to_pylist(), map(int, t["title"].to_pylist()), strict=True)] for t in tables]
     return [
-        [names[parts[n][0]][row] for n, row in zip(numbers, found_rows, strict=True) if n >= 0]
-        for numbers, found_rows in zip(found.segments.tolist(), found.rows.tolist(), strict=True)
+        [names[n][row] for n, row in zip(numbers, rows, strict=True) if n >= 0]
+        for numbers, rows in zip(found.segments.tolist(), found.rows.tolist(), strict=True)
     ]
 
 
@@ -210,7 +209,7 @@ def build(
     """An index artifact as the index stage writes it, in this process."""
     quantizer = ivf.train(matrix, family, nlist=nlist, iterations=10, seed=0)
     draft = Draft(uri, kind="index", config=IndexConfig(shards=shards, family=family), parents={})
-    draft.write_bytes(shard.COARSE, ivf.dump_centroids(quantizer.centroids))
+    draft.write_bytes(shard.COARSE, ivf.dump(ivf.coarse_of(quantizer.centroids)))
     refine = families.refine(family)
     for number, rows in enumerate(np.array_split(np.arange(len(matrix)), shards)):
         lists = ivf.empty(quantizer)

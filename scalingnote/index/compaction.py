@@ -79,7 +79,7 @@ def _until(draft: Draft, folder: Path, base: Artifact) -> list[int]:
 def _write(draft: Draft, folder: Path, base: Artifact, version: Version, until: Sequence[int]) -> Artifact:
     layout = shard.open_layout(base)
     quantizer = versions.open_quantizer(base, layout)
-    parts = {shard.COARSE: write(draft.path(shard.COARSE), ivf.dump_centroids(quantizer.centroids))}
+    parts = {shard.COARSE: write(draft.path(shard.COARSE), fs.read_bytes(base.file(shard.COARSE)))}
     with Progress("index", total=layout.documents, unit="documents compacted") as progress:
         for number, last in enumerate(until):
             record = draft.work(f"shards/{number:05d}.json")
@@ -111,19 +111,19 @@ def _compact_shard(
 ) -> dict[str, Part]:
     """Write a shard with what is alive of it after record `until` of its log."""
     layout = shard.open_layout(base)
-    old = shard.open_shard(base, number, layout=layout, centroids=quantizer.centroids)
+    old = shard.open_shard(base, number, layout=layout, coarse=shard.open_coarse(base))
     state = LiveState(old, quantizer, sequence=versions.included(base)[number])
     catch_up(state, versions.log_folder(folder, number), until=until)
     now = state.snapshot
     new = ivf.empty(quantizer)
     ivf.add(new, now.tail[now.live_alive])
     ivf_rows.keep(old.lists, now.base_alive)
-    ivf_rows.append(old.lists, new)
+    lists = ivf.merge([old.lists, new])
     every = np.concatenate([now.base_alive, now.live_alive])
     documents = now.documents(np.flatnonzero(every))
     names = shard.vector_files(number, family=layout.family, refine=layout.refine)
     parts = {shard.documents_file(number): write_table(draft.path(shard.documents_file(number)), documents)}
-    for name, data in zip(names, ivf.dump_files(old.lists), strict=True):
+    for name, data in zip(names, ivf.dump_files(lists), strict=True):
         parts[name] = write(draft.path(name), data)
     return parts
 

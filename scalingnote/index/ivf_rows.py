@@ -29,7 +29,8 @@ def copy(lists: Lists) -> Lists:
 def keep(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
     """Drop all rows but those alive, in place; the rows that stay are numbered anew, in their order.
 
-    Nobody may search the lists meanwhile. To add rows afterwards, :func:`append` them.
+    Nobody may search the lists meanwhile. Rows to come afterwards are to be `ivf.merge`d: fast scan's own
+    adding would lay new codes over the remains of old ones in a half empty block (faiss 1.15.1).
     """
     dead = ivf.bitmap(~alive)
     selector = faiss.IDSelectorBitmap(len(dead), faiss.swig_ptr(dead))
@@ -44,16 +45,3 @@ def keep(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
         if size := inverted.list_size(number):
             ids = faiss.rev_swig_ptr(inverted.get_ids(number), size)
             ids[:] = numbers[ids]
-
-
-def append(lists: Lists, more: Lists) -> None:
-    """Move the rows of `more` behind those of `lists`, in place.
-
-    Where rows were dropped, fast scan's own adding would lay new codes over the remains of old ones in a half
-    empty block (faiss 1.15.1); moving whole entries does not.
-    """
-    rows = len(lists)
-    if lists.index is not None:
-        lists.index.merge_from(more.index, rows)
-    if lists.kept is not None:
-        lists.kept.merge_from(more.kept)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 from numpy import ndarray
 
 from scalingnote.errors import DataError
@@ -48,10 +48,10 @@ class LiveIndex:
         artifact = self._version.open()
         self.layout = shard.open_layout(artifact)
         quantizer = versions.open_quantizer(artifact, self.layout)
-        self.centroids: Float[ndarray, "nlist dim"] = quantizer.centroids
+        self.coarse = shard.open_coarse(artifact)
         self.shards = [
             LiveShard(
-                shard.open_shard(artifact, number, layout=self.layout, centroids=self.centroids),
+                shard.open_shard(artifact, number, layout=self.layout, coarse=self.coarse),
                 quantizer,
                 log=versions.log_folder(folder, number),
                 after=after,
@@ -122,7 +122,7 @@ class LiveIndex:
             quantizer = versions.open_quantizer(artifact, layout)
             for each, after in zip(self.shards, versions.included(artifact), strict=True):
                 number = each.snapshot.base.number
-                opened = shard.open_shard(artifact, number, layout=layout, centroids=quantizer.centroids)
+                opened = shard.open_shard(artifact, number, layout=layout, coarse=self.coarse)
                 each.rebase(opened, quantizer, after=after)
             self._version, self.layout = newest, layout
             return True

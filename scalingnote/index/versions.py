@@ -83,18 +83,18 @@ def included(index: Artifact) -> list[int]:
 
 def open_quantizer(index: Artifact, layout: shard.Layout) -> ivf.Quantizer:
     """What the shards of an index share, from the smallest of them, emptied."""
-    centroids = shard.open_centroids(index)
+    coarse = shard.open_coarse(index)
     rows = {
         number: index.manifest.parts[shard.documents_file(number)].rows for number in range(layout.shards)
     }
     smallest = min(rows, key=lambda number: (rows[number] or 0, number))
-    lists = shard.open_shard(index, smallest, layout=layout, centroids=centroids).lists
+    lists = shard.open_shard(index, smallest, layout=layout, coarse=coarse).lists
     for stored in (lists.index, lists.kept):
         if stored is not None:
             stored.reset()
     files = iter(ivf.dump_files(lists))
     return ivf.Quantizer(
-        centroids,
+        coarse.reconstruct_n(0, coarse.ntotal),
         None if lists.index is None else next(files),
         None if lists.kept is None else next(files),
     )

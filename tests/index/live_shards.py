@@ -1,6 +1,7 @@
 """Small shards and indexes for the tests of live updates, and the slow, obvious twin of its answers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -70,9 +71,10 @@ def scored(
             fits = wanted(segment.documents)
             mask = fits if mask is None else mask & fits
         masks.append(mask)
-    segments = [scan.Segment(snapshot.base.number, s.first_row, s.lists) for s in snapshot.segments]
-    plan = scan.Plan(shared.centroids, nprobe, refine_factor=EVERY)
-    return scan.search(segments, queries, k=k, plan=plan, masks=masks)
+    plan = scan.Plan(ivf.coarse_of(shared.centroids), nprobe, refine_factor=EVERY)
+    found = scan.search([s.lists for s in snapshot.segments], queries, k=k, plan=plan, masks=masks)
+    first = np.array([s.first_row for s in snapshot.segments])
+    return replace(found, rows=np.where(found.rows < 0, -1, found.rows + first[found.segments]))
 
 
 def brute_force(documents: Mapping[str, np.ndarray], queries: np.ndarray, *, k: int) -> list[list[str]]:
@@ -89,7 +91,7 @@ def index(uri: str, shards: list[Mapping[str, np.ndarray]], family: Family = EXA
     shared = quantizer(family)
     config = IndexConfig(shards=len(shards), family=family)
     draft = Draft(uri, kind="index", config=config, parents={})
-    draft.write_bytes(layouts.COARSE, ivf.dump_centroids(shared.centroids))
+    draft.write_bytes(layouts.COARSE, ivf.dump(ivf.coarse_of(shared.centroids)))
     refine = families.refine(family)
     for number, documents in enumerate(shards):
         opened = shard(shared, documents, number)
@@ -116,13 +118,12 @@ def index(uri: str, shards: list[Mapping[str, np.ndarray]], family: Family = EXA
 
 def search_index(live: LiveIndex, queries: np.ndarray, *, k: int) -> list[list[str]]:
     """doc_ids found in all shards, every list scanned."""
-    snapshots = live.snapshots()
-    parts = [(n, segment) for n, snapshot in enumerate(snapshots) for segment in snapshot.segments]
-    segments = [scan.Segment(n, segment.first_row, segment.lists) for n, segment in parts]
-    plan = scan.Plan(live.centroids, NLIST, refine_factor=EVERY)
-    found = scan.search(segments, queries, k=k, plan=plan, masks=[segment.alive for _, segment in parts])
-    names = [snapshot.documents(range(snapshot.rows))["doc_id"].to_pylist() for snapshot in snapshots]
+    parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
+    plan = scan.Plan(live.coarse, NLIST, refine_factor=EVERY)
+    segments, masks = [s.lists for s in parts], [s.alive for s in parts]
+    found = scan.search(segments, queries, k=k, plan=plan, masks=masks)
+    names = [segment.documents["doc_id"].to_pylist() for segment in parts]
     return [
-        [names[parts[n][0]][row] for n, row in zip(numbers, rows, strict=True) if n >= 0]
+        [names[n][row] for n, row in zip(numbers, rows, strict=True) if n >= 0]
         for numbers, rows in zip(found.segments.tolist(), found.rows.tolist(), strict=True)
     ]

@@ -320,10 +320,10 @@ def test_lists_cut_down_and_added_to_equal_lists_made_anew(family: Family) -> No
     more = ivf.empty(shared)
     ivf.add(more, NEW[250:])
     ivf_rows.keep(copy, alive)
-    ivf_rows.append(copy, more)
+    copy = ivf.merge([copy, more])
     assert ivf.dump_files(lists) == files  # the original is as it was
     ivf.add(anew, np.concatenate([NEW[:250][alive], NEW[250:]]))
-    chosen = ivf.choose_lists(ASKED, shared.centroids, nprobe=3)
+    chosen = ivf.choose_lists(ASKED, copy.coarse, nprobe=3)
     for k in (5, 1000):
         found, expected = (
             ivf.search(each, ASKED, chosen=chosen, k=k, refine_factor=2) for each in (copy, anew)
