@@ -1,7 +1,6 @@
 """Lists copied, and lists cut down to some of their rows: codes move, nothing is encoded again."""
 
 from dataclasses import replace
-from typing import Any
 
 import faiss
 import numpy as np
@@ -16,14 +15,12 @@ def copy(lists: Lists) -> Lists:
     """The same rows, to be added to while the original is searched.
 
     Not by writing and parsing: while an index is written its centroids are set aside, and a search would miss
-    them.
+    them. The copy has centroids of its own.
     """
-    index: Any = None if lists.index is None else faiss.clone_index(lists.index)
-    if index is not None:
-        cloned = index.quantizer
-        index.own_fields, index.quantizer = False, lists.coarse
-        cloned.this.own(True)  # freed with this name: the centroids are shared
-    return replace(lists, index=index, kept=None if lists.kept is None else faiss.clone_index(lists.kept))
+    index, kept = (
+        None if stored is None else faiss.clone_index(stored) for stored in (lists.index, lists.kept)
+    )
+    return replace(lists, index=index, kept=kept)
 
 
 def keep(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
