@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import faiss
 import pyarrow as pa
 from jaxtyping import Shaped
 from numpy import ndarray
@@ -87,7 +88,7 @@ class LiveShard:
         self._log = None if follow else wal.Log(log, after=after, segment_bytes=segment_bytes)
         self._order, self._commit = threading.Lock(), threading.Lock()
         self._waiting: list[tuple[int, Upsert | Delete]] = []
-        self._background = ThreadPoolExecutor(1, "merge")
+        self._background = ThreadPoolExecutor(1, "merge", faiss.omp_set_num_threads, (1,))
         self._merge: Future[None] | None = None
         self.refresh()
         if self._log is not None:

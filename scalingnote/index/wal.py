@@ -56,7 +56,7 @@ class Log:
         try:
             last, self._path = _recover(self.folder)
             self._mark = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
-            self._lock, self._broken = threading.Lock(), False
+            self._lock, self._broken, self._closed = threading.Lock(), False, False
             if self._path is None or last < after:  # all that is here is older than what it is to go on from
                 last = max(last, after)
                 self._path = start_segment(self.folder, last + 1)
@@ -123,11 +123,13 @@ class Log:
             sync_folder(self.folder)
 
     def close(self) -> None:
-        """Give the log back; what was not synced may be lost."""
+        """Give the log back; what was not synced may be lost. Closing twice is no error."""
         with self._lock:
             self._broken = True
-            for file in (self._file, self._mark, self._claim):
-                os.close(file)
+            if not self._closed:
+                for file in (self._file, self._mark, self._claim):
+                    os.close(file)
+            self._closed = True
 
     def _require_usable(self) -> None:
         if self._broken:
@@ -190,11 +192,15 @@ def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Ite
 
 def _recover(folder: Path) -> tuple[int, Path | None]:
     """The last whole record and its segment, after cutting off what a crash has torn."""
-    found = segments(folder)
+    found, known = segments(folder), acknowledged(folder)
+    if not found and known:
+        raise ArtifactError(
+            f"{folder} has no segment, but record {known} was acknowledged: restore its files"
+        )
     if not found:
         return 0, None
     first, path = found[-1]
-    known, last, end = acknowledged(folder), first - 1, 0
+    last, end = first - 1, 0
     with path.open("rb+") as stream:
         try:
             for record, stop in records(stream, path, first=first):

@@ -98,12 +98,16 @@ def test_acknowledged_records_that_are_gone_are_missed(tmp_path: Path) -> None:
         Log(tmp_path)
     with pytest.raises(ArtifactError, match="has no record 2, though 2 was acknowledged"):
         _read(tmp_path)
+    segment.unlink()
+    with pytest.raises(ArtifactError, match="has no segment, but record 2 was acknowledged"):
+        Log(tmp_path)
 
 
 def test_a_log_has_one_writer(tmp_path: Path) -> None:
     log = Log(tmp_path)
     with pytest.raises(ConfigError, match=f"written by another process .pid {os.getpid()}"):
         Log(tmp_path)
+    log.close()
     log.close()
     with pytest.raises(ArtifactError, match="closed"):
         log.append(b"late")
