@@ -3,8 +3,8 @@
     python -m benchmarks.index --json docs/results/index.json
 
 Vectors are real: a dual encoder is trained for a hundred steps on medquad and encodes its documents and test
-queries. Sixteen thousand documents are not a million, so each is repeated, moved by half the difference of two
-others, which keeps the spectrum. Queries are not moved. Every setting is the one that tuning chooses for
+queries. Sixteen thousand documents are not a million, so each is repeated, moved by half the difference of
+two others, which keeps the spectrum. Queries are not moved. Every setting is the one that tuning chooses for
 recall@100 of 0.95. Times are of one thread's processor, in rounds that take turns.
 """
 
@@ -26,8 +26,8 @@ from scalingnote import pipeline, topk
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.job import test_set
-from scalingnote.index import ivf, tuning
 from scalingnote.index import family as families
+from scalingnote.index import ivf, tuning
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.log import configure
 from scalingnote.quantize.blas import blas_only
@@ -61,7 +61,6 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, family in FAMILIES.items():
         rows.append(measured(name, family, documents, queries, exact, nlist=nlist))
-        show(f"{len(documents):,} documents, {len(queries)} queries, one thread", rows)
         if name == DEFAULT:
             setting = rows[0]["nprobe"], rows[0]["refine_factor"]
             rows.append(direct(documents, queries, exact, nlist=nlist, nprobe=setting[0], factor=setting[1]))

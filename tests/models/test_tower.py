@@ -10,7 +10,7 @@ import tiny
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone, tower
 from scalingnote.models.config import Pretrained, Scratch, TowerConfig
-from scalingnote.models.prompt import Row
+from scalingnote.models.prompt import PLACEHOLDERS, Row
 from scalingnote.models.tower import Tower, collate
 
 DOCUMENTS = (["torch stack", "numpy"], ["torch function", ""], ["joins tensors along a new axis", "arrays"])
@@ -87,6 +87,25 @@ def test_any_hugging_face_folder_is_a_backbone(tokenizer_json: str, tmp_path: Pa
     assert loaded.causal == (scratch.architecture == "qwen2")
     assert loaded.backbone.config.num_hidden_layers == 2
     assert loaded(collate(loaded.prompt.rows(*DOCUMENTS), pad=loaded.pad)).shape == (2, 3, 16)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "bert"])
+def test_placeholders_read_in_place_begin_as_the_first_token(tmp_path: Path, family: str) -> None:
+    def rows(path: Path) -> tuple[torch.Tensor, torch.Tensor, backbone.Backbone]:
+        made = backbone.build(Pretrained(path=str(path)), tokenizer_json=None, seed=0)
+        table = made.model.get_input_embeddings().weight.detach()
+        places = made.tokenizer.convert_tokens_to_ids([*PLACEHOLDERS, "[CLS]"])
+        return table[places[:-1]], table[places[-1]], made
+
+    fresh, first, made = rows(families.folder(tmp_path / "fresh", family))
+    assert torch.equal(fresh, first.expand_as(fresh)) == (family == "bert")
+    with torch.no_grad():
+        made.model.get_input_embeddings().weight[-1] += 1.0
+    made.model.save_pretrained(tmp_path / "trained")
+    made.tokenizer.save_pretrained(tmp_path / "trained")
+    # Those that a checkpoint brings have been trained.
+    fresh[-1] += 1.0
+    torch.testing.assert_close(rows(tmp_path / "trained")[0], fresh, atol=0, rtol=0)
 
 
 def test_what_cannot_be_loaded_says_so(tmp_path: Path):
