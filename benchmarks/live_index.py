@@ -8,7 +8,9 @@ Streaming, in the manner of big-ann-benchmarks' runbooks: passages of real text 
 come in their order, so that what is written later is about other things than what the index was trained on.
 It is built from the first quarter; once half of all are there, the oldest are deleted as others come. It
 merges in the background and is compacted now and then, never trained anew; beside it stands an index built at
-that moment from the documents that are there. Both scan as many lists. Recall@10 is against exact search.
+that moment from the documents that are there. Recall@10 is against exact search. Both are asked for as many
+lists; between compactions the live index does more work than the other: a search scans more lists the more
+rows are dead, and rescores candidates of every segment. Right after a compaction their work is equal.
 
 Writes: batches of 1 and of 100 documents, each acknowledged after it is durable; and by 8 threads at once.
 """
@@ -39,7 +41,8 @@ from scalingnote.search import scan
 
 Row = dict[str, Any]
 DIM, K, NLIST, SHARDS = 128, 10, 1024, 1
-NPROBE, FACTOR = 128, 16  # the first of tuning's settings that finds 0.95 of these passages
+# Of 32, 64, 128 lists and factors of 4, 8, 16 the only pair that finds 0.95 of the middle 100,000 passages.
+NPROBE, FACTOR = 128, 16
 
 
 def main() -> None:
