@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from numpy import ndarray
 
-from scalingnote.index.compiled import compiled
+from scalingnote.index.compiled import climb, compiled, reordered, sink, sort
 
 
 def best(
@@ -54,9 +54,9 @@ def stored(kept: Any) -> UInt8[ndarray, "rows bytes"]:
     return flat.reshape(-1, kept.sa_code_size())
 
 
-@compiled
+@reordered
 @no_type_check
-def _of_floats(stored: ndarray, queries: ndarray, rows: ndarray) -> ndarray:
+def _of_floats(stored, queries, rows):
     found = np.full(rows.shape, -np.inf, np.float32)
     dim = queries.shape[1]
     for q in range(rows.shape[0]):
@@ -73,9 +73,9 @@ def _of_floats(stored: ndarray, queries: ndarray, rows: ndarray) -> ndarray:
     return found
 
 
-@compiled
+@reordered
 @no_type_check
-def _of_bytes(codes: ndarray, low: ndarray, spread: ndarray, queries: ndarray, rows: ndarray) -> ndarray:
+def _of_bytes(codes, low, spread, queries, rows):
     """A byte c of a dimension stands for low + (c + 1/2) / 255 * spread, as in faiss's QT_8bit."""
     found = np.full(rows.shape, -np.inf, np.float32)
     dim = queries.shape[1]
@@ -99,56 +99,19 @@ def _of_bytes(codes: ndarray, low: ndarray, spread: ndarray, queries: ndarray, r
 
 @compiled
 @no_type_check
-def _select(scores: ndarray, rows: ndarray, k: int) -> tuple[ndarray, ndarray]:
-    """A heap of the k best per query, its worst on top, emptied from the back."""
+def _select(scores, rows, k):
     best = np.full((len(scores), k), -np.inf, np.float32)
     chosen = np.full((len(scores), k), -1, np.int64)
     for q in range(len(scores)):
-        size = 0
-        heap, ids = best[q], chosen[q]
+        kept = 0
         for c in range(scores.shape[1]):
             score, row = scores[q, c], rows[q, c]
             if row < 0:
                 continue
-            if size < k:
-                size += 1
-                at = size - 1  # up from the last leaf
-                while at > 0:
-                    up = (at - 1) // 2
-                    if _before(score, row, heap[up], ids[up]):
-                        break
-                    heap[at], ids[at] = heap[up], ids[up]
-                    at = up
-                heap[at], ids[at] = score, row
-            elif _before(score, row, heap[0], ids[0]):
-                _sink(heap, ids, size, score, row)
-        for end in range(size - 1, 0, -1):
-            score, row = heap[end], ids[end]
-            heap[end], ids[end] = heap[0], ids[0]
-            _sink(heap, ids, end, score, row)
+            if kept < k:
+                climb(best[q], chosen[q], kept, score, row)
+                kept += 1
+            elif score > best[q, 0] or (score == best[q, 0] and row < chosen[q, 0]):
+                sink(best[q], chosen[q], k, score, row)
+        sort(best[q], chosen[q], kept)
     return best, chosen
-
-
-@compiled
-@no_type_check
-def _before(score: float, row: int, other: float, other_row: int) -> bool:
-    """Whether a candidate stands before another in an answer."""
-    return score > other or (score == other and row < other_row)
-
-
-@compiled
-@no_type_check
-def _sink(heap: ndarray, ids: ndarray, size: int, score: float, row: int) -> None:
-    """Put a candidate in place of the worst, which is on top."""
-    at = 0
-    while True:
-        down = 2 * at + 1
-        if down >= size:
-            break
-        if down + 1 < size and _before(heap[down], ids[down], heap[down + 1], ids[down + 1]):
-            down += 1
-        if not _before(score, row, heap[down], ids[down]):
-            break
-        heap[at], ids[at] = heap[down], ids[down]
-        at = down
-    heap[at], ids[at] = score, row

@@ -5,16 +5,15 @@
 The loops are compiled by numba; `benchmarks/sparse_index.py` measures what that gives over numpy and SciPy.
 """
 
-from collections.abc import Callable
-from typing import Any, no_type_check
+from typing import no_type_check
 
-import numba
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Float32, Int, Int64
 from numpy import ndarray
 
 from scalingnote.errors import SearchError
+from scalingnote.index.compiled import climb, compiled, sink, sort
 from scalingnote.index.postings import BLOCK, Postings, Segments, build, frozen
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.storage.schema import SPARSE
@@ -107,16 +106,7 @@ def _terms(queries: SparseRows) -> tuple[ndarray, ...]:
     )
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled at the first call; kept on disk for the next process where there is a folder to write to."""
-    try:
-        made: Callable[..., Any] = numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no such folder
-        made = numba.njit(nogil=True)(function)
-    return made
-
-
-@_compiled
+@compiled
 @no_type_check
 def _scan(
     blocks, terms, offsets, rows, impacts, floats, bounds, sought, values, allowed, first, scores, found, kept
@@ -139,7 +129,7 @@ def _scan(
                 block[:] = 0
 
 
-@_compiled
+@compiled
 @no_type_check
 def _find(sorted_values, value, start, stop):
     end = stop
@@ -152,7 +142,7 @@ def _find(sorted_values, value, start, stop):
     return start if start < end and sorted_values[start] == value else -1
 
 
-@_compiled
+@compiled
 @no_type_check
 def _keep(block, base, allowed, scores, rows, kept):
     k = len(scores)
@@ -167,58 +157,23 @@ def _keep(block, base, allowed, scores, rows, kept):
                 # Rows rise, so a score that only equals the worst one kept stands behind it.
                 if block[i] > bar and (len(allowed) == 0 or allowed[base + i]):
                     if kept < k:
-                        _climb(scores, rows, kept, block[i], base + i)
+                        climb(scores, rows, kept, block[i], base + i)
                         kept += 1
                     else:
-                        _sink(scores, rows, k, block[i], base + i)
+                        sink(scores, rows, k, block[i], base + i)
                     if kept == k:
                         bar = scores[0]
     return kept
 
 
-@_compiled
-@no_type_check
-def _climb(scores, rows, place, score, row):
-    while place > 0:
-        parent = (place - 1) >> 1
-        if scores[parent] < score or (scores[parent] == score and rows[parent] > row):
-            break
-        scores[place], rows[place] = scores[parent], rows[parent]
-        place = parent
-    scores[place], rows[place] = score, row
-
-
-@_compiled
-@no_type_check
-def _sink(scores, rows, size, score, row):
-    place = 0
-    while True:
-        child = 2 * place + 1
-        if child >= size:
-            break
-        right = child + 1
-        if right < size and (
-            scores[right] < scores[child] or (scores[right] == scores[child] and rows[right] > rows[child])
-        ):
-            child = right
-        if scores[child] > score or (scores[child] == score and rows[child] < row):
-            break
-        scores[place], rows[place] = scores[child], rows[child]
-        place = child
-    scores[place], rows[place] = score, row
-
-
-@_compiled
+@compiled
 @no_type_check
 def _sort(scores, rows, kept):
     for q in range(len(kept)):
-        for last in range(kept[q] - 1, 0, -1):
-            score, row = scores[q, last], rows[q, last]
-            scores[q, last], rows[q, last] = scores[q, 0], rows[q, 0]
-            _sink(scores[q], rows[q], last, score, row)
+        sort(scores[q], rows[q], kept[q])
 
 
-@_compiled
+@compiled
 @no_type_check
 def _look_up(blocks, terms, offsets, rows, impacts, floats, bounds, sought, values, first, wanted, scores):
     for b in range(len(blocks) - 1):

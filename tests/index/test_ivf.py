@@ -139,17 +139,16 @@ def test_only_allowed_rows_are_found(family: Family, documents: np.ndarray, aske
 
 @given(st.lists(st.integers(0, 1199), max_size=60, unique=True), st.integers(1, 12))
 def test_scoring_all_rows_equals_exact_search_of_them(rows: list[int], k: int) -> None:
-    documents = vectors(1200, DIM)
-    asked = queries(documents, 3)
-    lists = _filled(_FLAT, documents)
+    asked = queries(_DOCUMENTS, 3)
     chosen = np.array(sorted(rows), np.int64)
-    scores, found = ivf.score_all(lists, asked, chosen, k=k)
-    exact_scores, exact = topk.search(asked, documents[chosen], k=k)
+    scores, found = ivf.score_all(_FLAT, asked, chosen, k=k)
+    exact_scores, exact = topk.search(asked, _DOCUMENTS[chosen], k=k)
     np.testing.assert_array_equal(found, chosen[exact])
     np.testing.assert_allclose(scores, exact_scores, atol=1e-6)
 
 
-_FLAT = ivf.train(vectors(100, DIM), Flat(), nlist=1, iterations=1, seed=0)
+_DOCUMENTS = vectors(1200, DIM)
+_FLAT = _filled(ivf.train(_DOCUMENTS, Flat(), nlist=1, iterations=1, seed=0), _DOCUMENTS)
 
 
 @by_kind

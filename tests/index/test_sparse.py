@@ -3,9 +3,7 @@
 import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
-import numba
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -66,7 +64,7 @@ def brute_force(
     return [*scores[order].tolist(), *[-np.inf] * rest], [*map(int, order), *[-1] * rest]
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(documents_of, queries_of, st.integers(1, 9), st.data())
 def test_search_is_brute_force(documents, queries, k, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(documents)), max_size=3)))
@@ -90,7 +88,7 @@ def test_search_is_brute_force(documents, queries, k, data):
         assert row.tolist() == [0.0, *full.tolist()]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(documents_of, st.data())
 def test_merging_segments_is_building_from_what_is_kept(documents, data):
     cut = data.draw(st.integers(0, len(documents)))
@@ -107,7 +105,7 @@ def test_merging_segments_is_building_from_what_is_kept(documents, data):
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(documents_of)
 def test_columns_are_the_documents_again(documents):
     terms, impacts = postings.columns([postings.build(*columns(documents))])
@@ -135,7 +133,7 @@ def test_appended_segments_stay_few_and_keep_their_rows():
         np.testing.assert_array_equal(one, other)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(documents_of, st.integers(1, 4))
 def test_the_strongest_terms_are_kept(documents, k):
     def strongest(document):
@@ -268,13 +266,3 @@ def test_what_cannot_be_searched_is_refused():
         sparse.search([drawn()], queries, k=0)
     with pytest.raises(SearchError, match="offsets 0 to 2 for 1 terms and 1 weights"):
         sparse.search([drawn()], SparseRows(queries.offsets * 2, queries.terms, queries.values), k=1)
-
-
-def test_where_nothing_can_be_written_loops_are_compiled_in_memory(monkeypatch):
-    def nowhere(*, nogil: bool, cache: bool = False):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return numba.jit(nopython=True, nogil=nogil)
-
-    monkeypatch.setattr(sparse, "numba", SimpleNamespace(njit=nowhere))
-    assert sparse._compiled(lambda number: number + 1)(1) == 2

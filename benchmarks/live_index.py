@@ -1,0 +1,242 @@
+"""Live updates: a writer killed over and over, recall while documents come and go, durable writes per second.
+
+    python -m benchmarks.live_index --json docs/results/live_index.json
+
+Kills: `benchmarks/live_kill.py`, in exact mode, on a folder that outlives the process.
+
+Streaming, in the manner of big-ann-benchmarks' runbooks: passages of real text (`benchmarks/passages.py`)
+come in their order, so that what is written later is about other things than what the index was trained on.
+It is built from the first quarter; once half of all are there, the oldest are deleted as others come. It
+merges in the background and is compacted now and then, never trained anew; beside it stands an index built at
+that moment from the documents that are there. Recall@10 is against exact search. Both are asked for as many
+lists; between compactions the live index does more work than the other: a search scans more lists the more
+rows are dead, and rescores candidates of every segment. Right after a compaction their work is equal.
+
+Writes: batches of 1 and of 100 documents, each acknowledged after it is durable; and by 8 threads at once.
+"""
+
+import statistics
+import tempfile
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+from numpy import ndarray
+
+from benchmarks import live_kill, passages
+from benchmarks.live_kill import build, table
+from benchmarks.report import arguments, show, write
+from scalingnote import topk
+from scalingnote.index import ivf
+from scalingnote.index.config import FastScan
+from scalingnote.index.live.index import LiveIndex
+from scalingnote.log import configure, get_logger
+from scalingnote.search import scan
+
+Row = dict[str, Any]
+DIM, K, NLIST, SHARDS = 128, 10, 1024, 1
+# Of 32, 64, 128 lists and factors of 4, 8, 16 the only pair that finds 0.95 of the middle 100,000 passages.
+NPROBE, FACTOR = 128, 16
+
+
+def main() -> None:
+    """Parse arguments, run, print and write."""
+    options = parser().parse_args()
+    configure()
+    matrix = embedded(options)
+    documents, queries = matrix[: options.documents], matrix[options.documents :]
+    steps = streaming(documents, queries, options)
+    show("Documents come and go", steps)
+    speeds = writing(documents[: options.documents // 2])
+    show("Durable writes", speeds)
+    if options.plot:
+        plot(steps, options.plot)
+    kills = [killed(seed, options) for seed in range(options.seeds)]
+    show("A writer killed at random moments", kills)
+    metrics = {
+        **{name: sum(row[name] for row in kills) for name in ("lost_writes", "duplicates", "wrong_answers")},
+        "kills": sum(row["kills"] for row in kills),
+        "streaming_recall_gap": max(row["gap, points"] for row in steps),
+        **{f"writes_per_s_{row['batch']}x{row['threads']}": row["documents/s"] for row in speeds},
+    }
+    write(options.json, metrics=metrics, kills=kills, streaming=steps, writes=speeds)
+
+
+def parser() -> ArgumentParser:
+    """The knobs and their defaults."""
+    parser = arguments(__doc__)
+    parser.add_argument("--seeds", type=int, default=10, help="histories with kills, default: %(default)s")
+    parser.add_argument("--operations", type=int, default=10_000, help="of each, default: %(default)s")
+    parser.add_argument("--kills", type=int, default=25, help="of each, about; default: %(default)s")
+    parser.add_argument("--documents", type=int, default=200_000, help="that come, default: %(default)s")
+    parser.add_argument("--queries", type=int, default=500, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=12, help="of the runbook, default: %(default)s")
+    parser.add_argument("--compact-every", type=int, default=4, help="steps, default: %(default)s")
+    parser.add_argument("--folder", help="where logs and indexes are written, default: a temporary one")
+    parser.add_argument("--vectors", type=Path, help="keep the passages' vectors in this .npy file")
+    parser.add_argument("--plot", type=Path, help="draw recall over time, e.g. docs/results/streaming.png")
+    return parser
+
+
+def killed(seed: int, options: Namespace) -> Row:
+    """One history with kills."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        found = live_kill.run(folder, seed=seed, operations=options.operations, kills=options.kills)
+    get_logger("index").info("seed %d: %s", seed, found)
+    row = {name: value for name, value in vars(found).items() if name != "done"}
+    return {"seed": seed, **row, **{f"{name}s": count for name, count in found.done.items()}}
+
+
+def embedded(options: Namespace) -> Float[ndarray, "passages dim"]:
+    """Documents in their order, then queries: passages drawn from among them that nobody indexes."""
+    if options.vectors and options.vectors.exists():
+        matrix: ndarray = np.load(options.vectors)
+    else:
+        matrix = passages.vectors(passages.texts(options.documents + options.queries), dim=DIM)
+        if options.vectors:
+            np.save(options.vectors, matrix)
+    if len(matrix) < options.documents + options.queries:
+        raise SystemExit(f"{len(matrix):,} passages are there: pass fewer --documents")
+    matrix = matrix[: options.documents + options.queries]
+    asked = np.zeros(len(matrix), bool)
+    asked[np.linspace(0, len(matrix) - 1, options.queries).astype(int)] = True
+    return np.concatenate([matrix[~asked], matrix[asked]])
+
+
+def streaming(documents: ndarray, queries: ndarray, options: Namespace) -> list[Row]:
+    """Recall of the live index and of one built anew, step by step."""
+    half, names = len(documents) // 2, [f"d{i}" for i in range(len(documents))]
+    first = half // 2  # the index is built from a quarter of all, and grows to half of them
+    batch = (len(documents) - first) // options.steps
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        built = build(f"{folder}/index", names[:first], documents[:first], **SETTINGS)
+        live = LiveIndex(f"{folder}/live", built.uri)
+        start, stop = 0, first
+        for step in range(1, options.steps + 1):
+            grown = stop + batch
+            for low in range(stop, grown, 100):
+                high = min(low + 100, grown)
+                live.upsert(table(names[low:high], step), documents[low:high])
+            stop, before = grown, start
+            start = max(start, stop - half)
+            for low in range(before, start, 500):
+                live.delete(names[low : min(low + 500, start)])
+            compacted = step % options.compact_every == 0 and live.compact() is not None
+            exact = topk.search(queries, documents[start:stop], k=K)[1] + start
+            fresh = ivf.train(documents[start:stop], SETTINGS["family"], nlist=NLIST, iterations=10, seed=0)
+            lists = ivf.empty(fresh)
+            ivf.add(lists, documents[start:stop])
+            of_live = recall(found_live(live, queries), exact)
+            of_fresh = recall(found_fresh(lists, queries) + start, exact)
+            rows.append(
+                {
+                    "step": step,
+                    "documents": len(live),
+                    "written": stop,
+                    "deleted": start,
+                    "version": live.version,
+                    "compacted": str(bool(compacted)),
+                    "live": of_live,
+                    "built anew": of_fresh,
+                    "gap, points": round(100 * (of_fresh - of_live), 2),
+                }
+            )
+            get_logger("index").info("%s", rows[-1])
+        live.close()
+    return rows
+
+
+SETTINGS: dict[str, Any] = {
+    "family": FastScan(),
+    "nlist": NLIST,
+    "shards": SHARDS,
+    "nprobe": NPROBE,
+    "refine_factor": FACTOR,
+}
+
+
+def found_live(live: LiveIndex, queries: ndarray) -> Int[ndarray, "queries k"]:
+    """Numbers of the documents found."""
+    answers = live_kill.search(live, queries, k=K, nprobe=NPROBE)
+    return np.array([[int(name[1:]) for name, _ in answer] for answer in answers])
+
+
+def found_fresh(lists: ivf.Lists, queries: ndarray) -> Int[ndarray, "queries k"]:
+    """Rows found."""
+    return scan.search([lists], queries, k=K, plan=scan.Plan(lists.coarse, NPROBE, FACTOR)).rows
+
+
+def recall(found: ndarray, exact: ndarray) -> float:
+    """Share of the exact answers that were found."""
+    pairs = zip(found.tolist(), exact.tolist(), strict=True)
+    return statistics.mean(len({*one} & {*other}) / len(other) for one, other in pairs)
+
+
+def writing(documents: ndarray) -> list[Row]:
+    """Documents per second, each batch durable before the next is sent."""
+    half = len(documents) // 2
+    names = [f"d{i}" for i in range(len(documents))]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:  # on the disk, whatever --folder is
+        built = build(f"{folder}/index", names[:half], documents[:half], **SETTINGS)
+        for number, (batch, threads, count) in enumerate([(1, 1, 500), (100, 1, 20_000), (1, 8, 2000)]):
+            live = LiveIndex(f"{folder}/{number}", built.uri)
+            share = count // threads
+
+            def send(thread: int, live: LiveIndex = live, batch: int = batch, share: int = share) -> None:
+                begin = half + thread * share
+                for low in range(begin, begin + share, batch):
+                    live.upsert(table(names[low : low + batch], 1), documents[low : low + batch])
+
+            seconds = timed(send, threads)
+            live.close()
+            rows.append(
+                {
+                    "batch": batch,
+                    "threads": threads,
+                    "documents/s": round(count / seconds),
+                    "batches/s": round(count / batch / seconds),
+                }
+            )
+    return rows
+
+
+def timed(work: Callable[[int], None], threads: int) -> float:
+    """Seconds until all threads are done."""
+    running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    start = time.monotonic()
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    return time.monotonic() - start
+
+
+def plot(steps: Sequence[Row], path: Path) -> None:
+    """Recall over documents written, and where a version was compacted."""
+    written = [row["written"] for row in steps]
+    figure = Figure(figsize=(8.4, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(written, [row["built anew"] for row in steps], "o-", color="#e69f00", label="built anew")
+    axes.plot(written, [row["live"] for row in steps], "o-", color="#0f8b8d", label="live")
+    for row in steps:
+        if row["compacted"] == "True":
+            axes.axvline(row["written"], color="#8a8f98", linewidth=0.8, linestyle=":")
+    axes.set_ylim(min(row["live"] for row in steps) - 0.05, 1)
+    axes.set_xlabel("documents written (dotted: compaction)")
+    axes.set_ylabel("recall@10")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

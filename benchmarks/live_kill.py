@@ -1,0 +1,246 @@
+"""A writer that is killed over and over: what it acknowledged must be there, once, and be what is found.
+
+A child process holds a live index and does what it is told: upserts, deletes, searches, merges, compactions.
+The parent keeps the truth by the acknowledgements that come through a pipe, sends the next operation, and now
+and then kills the child with SIGKILL, at a random moment of it. The operation under way at a kill may be done
+or not, document by document; whatever the next child shows of it is the truth from there on. Every other
+difference is counted.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy import ndarray
+
+from scalingnote.index import family as families
+from scalingnote.index import ivf, shard
+from scalingnote.index.config import IVFPQ, Family, IndexConfig
+from scalingnote.index.live.index import LiveIndex
+from scalingnote.search import scan
+from scalingnote.storage.artifact import Artifact, Draft
+
+DIM, DOCUMENTS, SHARDS, NLIST, K = 16, 300, 2, 8, 10
+EXACT = IVFPQ(m=4, nbits=4, refine="flat")
+# How often each operation comes, and about how long it takes: a kill falls somewhere in this time.
+KINDS = {"upsert": (0.45, 0.01), "delete": (0.2, 0.01), "search": (0.34, 0.01), "merge": (0.007, 0.01)}
+KINDS["compact"] = (0.003, 0.3)
+Truth = dict[str, tuple[int, ndarray]]  # doc_id -> number of the operation that wrote it, and its vector
+
+
+@dataclass
+class Tally:
+    """What a run did, and what was wrong."""
+
+    operations: int = 0
+    kills: int = 0
+    in_flight_done: int = 0  # operations that a kill cut off and that were found done, wholly or in part
+    lost_writes: int = 0
+    duplicates: int = 0
+    wrong_answers: int = 0
+    versions: int = 0
+    done: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+
+
+def run(folder: str, *, seed: int, operations: int, kills: int) -> Tally:
+    """One history of so many operations and about so many kills."""
+    rng, tally = random.Random(seed), Tally()
+    matrix = unit_vectors(DOCUMENTS, DIM, seed=seed)
+    names = [f"d{i}" for i in range(DOCUMENTS)]
+    built = build(f"{folder}/index", names, matrix, family=EXACT, nlist=NLIST, shards=SHARDS)
+    truth: Truth = {name: (0, vector) for name, vector in zip(names, matrix, strict=True)}
+    child = Child(folder, built.uri)
+    check_state(child, truth, {}, tally)
+    for number in range(1, operations + 1):
+        kind, argument, after = operation(number, rng, truth)
+        tally.operations, tally.done[kind] = number, tally.done[kind] + 1
+        child.connection.send((kind, number, argument))
+        if rng.random() < kills / operations:
+            time.sleep(rng.random() * KINDS[kind][1])
+            answer = child.kill()
+            tally.kills += 1
+            truth = truth if answer is None else after
+            child = Child(folder, None)
+            truth = check_state(child, truth, {} if answer is not None else after, tally)
+        else:
+            answer = child.connection.recv()
+            truth = after
+        if kind == "search" and answer is not None:
+            tally.wrong_answers += answer != brute_force(truth, argument)
+    check_state(child, truth, {}, tally)
+    tally.versions = child.ask("version")
+    child.kill()
+    return tally
+
+
+def operation(number: int, rng: random.Random, truth: Truth) -> tuple[str, Any, Truth]:
+    """What is to be done, and the truth when it is."""
+    (kind,) = rng.choices([*KINDS], [share for share, _ in KINDS.values()])
+    ids = [f"d{i}" for i in rng.sample(range(2 * DOCUMENTS), rng.randint(1, 6))]
+    match kind:
+        case "upsert":
+            matrix = unit_vectors(len(ids), DIM, seed=rng.getrandbits(32))
+            written = {name: (number, vector) for name, vector in zip(ids, matrix, strict=True)}
+            return kind, (ids, matrix), truth | written
+        case "delete":
+            return kind, ids, {name: value for name, value in truth.items() if name not in ids}
+        case "search":
+            return kind, unit_vectors(2, DIM, seed=rng.getrandbits(32)), truth
+        case _:
+            return kind, None, truth
+
+
+def check_state(child: "Child", truth: Truth, after: Truth, tally: Tally) -> Truth:
+    """Compare all that the child holds with the truth, or, of a write in flight, with what comes after."""
+    found = child.ask("state")
+    shown: dict[str, int] = {}
+    for name, number in found:
+        tally.duplicates += name in shown
+        shown[name] = number
+    settled, cut_off_but_done = dict(truth), False
+    for name in {*truth, *shown, *after}:
+        old, new = truth.get(name), after.get(name) if after else truth.get(name)
+        number = shown.get(name)
+        if number == (new[0] if new else None):
+            if new is not old:
+                cut_off_but_done = True
+                settled.pop(name, None)
+                settled |= {name: new} if new else {}
+        elif number != (old[0] if old else None):
+            tally.lost_writes += 1
+    tally.in_flight_done += cut_off_but_done
+    return settled
+
+
+class Child:
+    """The process that is killed."""
+
+    def __init__(self, folder: str, index: str | None) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.live_kill"])
+        self.connection, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(folder, index, other))
+        self._process.start()
+        other.close()
+
+    def ask(self, kind: str) -> Any:
+        """Send an operation and wait for its answer."""
+        self.connection.send((kind, 0, None))
+        return self.connection.recv()
+
+    def kill(self) -> Any | None:
+        """SIGKILL; the answer, if it had been sent by then."""
+        self._process.kill()
+        self._process.join()
+        try:
+            return self.connection.recv() if self.connection.poll() else None
+        except (EOFError, OSError):
+            return None
+        finally:
+            self.connection.close()
+
+
+def serve(folder: str, index: str | None, connection: Connection) -> None:
+    """The child: one operation after the other, each acknowledged when it is done."""
+    live = LiveIndex(f"{folder}/live", index, merge_rows=64, segment_bytes=100_000)
+    while True:
+        kind, number, argument = connection.recv()
+        answer: Any = True
+        match kind:
+            case "upsert":
+                live.upsert(table(argument[0], number), argument[1])
+            case "delete":
+                live.delete(argument)
+            case "search":
+                answer = [[name for name, _ in found] for found in search(live, argument, k=K)]
+            case "merge":
+                for each in live.shards:
+                    each.merge()
+            case "compact":
+                live.compact()
+            case "state":
+                every = np.ones((1, DIM), np.float32) / 4
+                answer = search(live, every, k=sum(s.rows for s in live.snapshots()) + 1)[0]
+            case "version":
+                answer = live.version
+        connection.send(answer)
+
+
+def search(
+    live: LiveIndex, queries: ndarray, *, k: int, nprobe: int | None = None
+) -> list[list[tuple[str, int]]]:
+    """doc_ids found and the operations that wrote them, best first; every list is scanned by default."""
+    parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
+    plan = scan.Plan(live.coarse, nprobe or live.layout.nlist, live.layout.refine_factor)
+    lists, masks = [segment.lists for segment in parts], [segment.alive for segment in parts]
+    found = scan.search(lists, queries, k=k, plan=plan, masks=masks)
+    tables = [segment.documents for segment in parts]
+    names = [[*zip(t["doc_id"].to_pylist(), map(int, t["title"].to_pylist()), strict=True)] for t in tables]
+    return [
+        [names[n][row] for n, row in zip(numbers, rows, strict=True) if n >= 0]
+        for numbers, rows in zip(found.segments.tolist(), found.rows.tolist(), strict=True)
+    ]
+
+
+def brute_force(truth: Truth, queries: ndarray) -> list[list[str]]:
+    """The K best of the truth."""
+    names = list(truth)
+    matrix = np.stack([vector for _, vector in truth.values()]).astype(np.float64)
+    return [[names[i] for i in np.argsort(-(matrix @ query))[:K]] for query in queries]
+
+
+def build(
+    uri: str,
+    doc_ids: Sequence[str],
+    matrix: ndarray,
+    *,
+    family: Family,
+    nlist: int,
+    shards: int,
+    nprobe: int | None = None,
+    refine_factor: int = 100_000,
+) -> Artifact:
+    """An index artifact as the index stage writes it, in this process."""
+    quantizer = ivf.train(matrix, family, nlist=nlist, iterations=10, seed=0)
+    draft = Draft(uri, kind="index", config=IndexConfig(shards=shards, family=family), parents={})
+    draft.write_bytes(shard.COARSE, ivf.dump(ivf.coarse_of(quantizer.centroids)))
+    refine = families.refine(family)
+    for number, rows in enumerate(np.array_split(np.arange(len(matrix)), shards)):
+        lists = ivf.empty(quantizer)
+        ivf.add(lists, matrix[rows])
+        names = shard.vector_files(number, family=family.kind, refine=refine)
+        for name, data in zip(names, ivf.dump_files(lists), strict=True):
+            draft.write_bytes(name, data)
+        draft.write_table(shard.documents_file(number), table([doc_ids[row] for row in rows], 0))
+    layout = shard.Layout(
+        dim=matrix.shape[1],
+        documents=len(matrix),
+        shards=shards,
+        family=family.kind,
+        refine=refine,
+        nlist=nlist,
+        nprobe=nprobe or nlist,
+        refine_factor=refine_factor,
+        recall=None,
+        filters=(),
+    )
+    draft.write_json(shard.LAYOUT, vars(layout))
+    return draft.commit(counts={"documents": len(matrix), "shards": shards})
+
+
+def table(doc_ids: Sequence[str], number: int) -> pa.Table:
+    """Documents whose title says which operation wrote them."""
+    texts = {name: [str(number)] * len(doc_ids) for name in shard.DOCUMENTS.names[1:]}
+    return pa.table({"doc_id": list(doc_ids), **texts}, schema=shard.DOCUMENTS)
+
+
+def unit_vectors(count: int, dim: int, *, seed: int) -> ndarray:
+    """Directions drawn evenly: no two documents tie."""
+    drawn = np.random.default_rng(seed).standard_normal((count, dim))
+    return (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)).astype(np.float32)

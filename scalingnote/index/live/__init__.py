@@ -1,0 +1,1 @@
+"""Live updates: documents are written and deleted while an index is searched."""

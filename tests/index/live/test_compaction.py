@@ -1,0 +1,259 @@
+import itertools
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from live_shards import DIM, brute_force, index, search_index, table
+from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.index.config import Family, FastScan, Flat, RaBitQ, ScalarQuantized
+from scalingnote.index.live import compaction, versions
+from scalingnote.index.live.index import LiveIndex
+from scalingnote.search.searcher import Searcher
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, open_artifact
+from synthetic_corpus import vectors
+
+MATRIX, NEW, ASKED = vectors(70, DIM), vectors(300, DIM, seed=7), vectors(4, DIM, seed=9)
+SHARDS = [{f"d{i}": MATRIX[i] for i in range(40)}, {f"d{i}": MATRIX[i] for i in range(40, 70)}]
+TRUTH = SHARDS[0] | SHARDS[1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return index(f"{tmp_path_factory.mktemp('built')}/index", SHARDS)
+
+
+@pytest.fixture
+def live(built: Artifact, tmp_path: Path) -> LiveIndex:
+    return LiveIndex(tmp_path / "live", built.uri)
+
+
+def _write(live: LiveIndex, truth: dict[str, np.ndarray]) -> None:
+    """Some of everything, in both shards."""
+    names = [f"d{i}" for i in range(0, 70, 7)] + [f"n{i}" for i in range(20)]
+    live.upsert(table(names, 1), NEW[: len(names)])
+    truth |= dict(zip(names, NEW, strict=False))
+    gone = [f"d{i}" for i in range(0, 70, 3)] + ["n3", "absent"]
+    live.delete(gone)
+    for name in gone:
+        truth.pop(name, None)
+    assert _equal(live, truth)
+
+
+def _equal(live: LiveIndex, truth: dict[str, np.ndarray]) -> bool:
+    found = search_index(live, ASKED, k=500)
+    return len(live) == len(truth) and found == brute_force(truth, ASKED, k=500)
+
+
+OPERATION = st.one_of(
+    st.tuples(st.sampled_from(["upsert", "delete"]), st.lists(st.integers(0, 90), min_size=1, max_size=9)),
+    st.tuples(st.sampled_from(["compact", "merge", "reopen"]), st.just([])),
+)
+
+
+@settings(max_examples=15)
+@given(st.lists(OPERATION, max_size=12))
+def test_any_history_with_compactions_equals_brute_force(
+    built: Artifact, tmp_path_factory: pytest.TempPathFactory, history: list
+) -> None:
+    folder, truth, drawn = tmp_path_factory.mktemp("live"), dict(TRUTH), iter(NEW)
+    live = LiveIndex(folder, built.uri, segment_bytes=2000)
+    for step, (kind, numbers) in enumerate(history):
+        names = [f"d{number}" for number in dict.fromkeys(numbers)]
+        match kind:
+            case "upsert":
+                matrix = np.stack([next(drawn) for _ in names])
+                live.upsert(table(names, step), matrix)
+                truth |= dict(zip(names, matrix, strict=True))
+            case "delete":
+                live.delete(names)
+                truth = {name: vector for name, vector in truth.items() if name not in names}
+            case "compact":
+                live.compact()
+                assert sum(each.snapshot.rows for each in live.shards) == len(truth)
+            case "merge":
+                live.shards[0].merge()
+            case "reopen":
+                live.close()
+                live = LiveIndex(folder)
+        assert _equal(live, truth)
+    live.close()
+
+
+@pytest.mark.parametrize(
+    "family", [FastScan(), ScalarQuantized(), RaBitQ(), Flat()], ids=lambda family: family.kind
+)
+def test_a_version_is_an_index_like_any_other(tmp_path: Path, family: Family) -> None:
+    built = index(f"{tmp_path}/index", SHARDS, family)
+    live, truth = LiveIndex(tmp_path / "live", built.uri), dict(TRUTH)
+    names = [f"n{i}" for i in range(30)]
+    live.upsert(table(names), NEW[:30])
+    live.delete([f"d{i}" for i in range(0, 70, 2)] + ["n1"])
+    truth |= dict(zip(names, NEW, strict=False))
+    truth = {n: v for n, v in truth.items() if n != "n1" and not (n[0] == "d" and int(n[1:]) % 2 == 0)}
+    before = Searcher.open(built.uri).search(ASKED, k=70)
+    written = live.compact()
+    assert written is not None
+    assert live.compact() is None  # nothing is new
+    searcher = Searcher.open(written.uri)
+    assert len(searcher) == len(truth) == written.counts["documents"] == live.layout.documents
+    assert written.counts["bytes"] == sum(path.stat().st_size for path in Path(written.uri).rglob("*.faiss"))
+    found = searcher.search(ASKED, k=100)
+    assert [sorted(result.doc_id for result in results) for results in found] == [sorted(truth)] * 4
+    for old, new in zip(before, found, strict=True):  # what stayed was not encoded again
+        scores = {result.doc_id: result.score for result in new}
+        kept = [result for result in old if result.doc_id in truth]
+        assert [scores[result.doc_id] for result in kept] == [result.score for result in kept]
+    assert searcher.document(found[0][0])["title"].endswith(found[0][0].doc_id)
+    assert written.manifest.parents["index"]["digest"] == built.digest
+
+
+def test_a_crash_at_any_write_leaves_a_version_and_its_log(
+    built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever write is the last to be done, what is opened next is whole, and compacting goes on."""
+    write_bytes, advance = fs.write_bytes, versions.advance
+    for last in itertools.count():
+        folder, truth = tmp_path / str(last), dict(TRUTH)
+        live = LiveIndex(folder, built.uri)
+        _write(live, truth)
+        left = itertools.count(last, -1)
+
+        def until_it_is_killed(*args: object, left: itertools.count = left) -> None:
+            if next(left) <= 0:
+                raise KeyboardInterrupt
+            (advance if isinstance(args[1], versions.Version) else write_bytes)(*args)
+
+        killed = False
+        with monkeypatch.context() as patch:
+            patch.setattr(fs, "write_bytes", until_it_is_killed)
+            patch.setattr(versions, "advance", until_it_is_killed)
+            try:
+                compaction.compact(folder)
+            except KeyboardInterrupt:
+                killed = True
+        assert versions.current(folder).number == (0 if killed else 1)
+        live.upsert(table(["later"]), NEW[-1:])  # the writer never noticed
+        truth["later"] = NEW[-1]
+        live.close()
+        again = LiveIndex(folder)
+        assert _equal(again, truth)
+        again.compact()
+        assert again.version >= 1
+        assert _equal(again, truth)
+        again.close()
+        if not killed:
+            break
+    assert last > 10
+
+
+def test_writes_during_a_compaction_are_kept(
+    live: LiveIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = dict(TRUTH)
+    _write(live, truth)
+    write = compaction.write
+
+    def write_and_be_overtaken(uri: str, data: bytes) -> object:
+        name = f"late{len(truth)}"
+        live.upsert(table([name, "d1"], len(truth)), np.stack([NEW[len(truth)], NEW[-len(truth)]]))
+        truth.update({name: NEW[len(truth)], "d1": NEW[-len(truth)]})
+        assert _equal(live, truth)
+        return write(uri, data)
+
+    monkeypatch.setattr(compaction, "write", write_and_be_overtaken)
+    assert live.compact() is not None
+    assert live.version == 1
+    assert _equal(live, truth)
+    live.close()
+    assert _equal(LiveIndex(tmp_path / "live"), truth)
+
+
+def test_what_a_version_includes_leaves_the_log(live: LiveIndex, tmp_path: Path) -> None:
+    _write(live, dict(TRUTH))
+    logs = [versions.log_folder(tmp_path / "live", number) for number in range(2)]
+    assert all(sum(path.stat().st_size for path in log.glob("*.log")) for log in logs)
+    live.compact()
+    assert [[path.stat().st_size for path in log.glob("*.log")] for log in logs] == [[0], [0]]
+    numbers = versions.included(open_artifact(versions.current(tmp_path / "live").uri, kind="index"))
+    assert {n: w.sequence for n, w in live.upsert(table(["d1", "d50"]), NEW[:2]).items()} == {
+        0: numbers[0] + 1,
+        1: numbers[1] + 1,
+    }
+
+
+def test_searches_go_on_while_versions_change(live: LiveIndex) -> None:
+    truth, stop, wrong = dict(TRUTH), threading.Event(), []
+    _write(live, truth)
+    asked = ASKED[:1]
+    expected = brute_force(truth, asked, k=9)
+
+    def read() -> None:
+        while not stop.is_set():
+            if search_index(live, asked, k=9) != expected:
+                wrong.append(live.version)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(4):
+        live.delete(["far"])
+        live.upsert(table(["far"]), -asked)  # never among the best
+        live.compact()
+    stop.set()
+    reader.join()
+    assert wrong == []
+    assert live.version == 4
+
+
+def test_a_follower_goes_over_to_the_new_version(live: LiveIndex, tmp_path: Path) -> None:
+    late, follower = (LiveIndex(tmp_path / "live", follow=True) for _ in range(2))
+    truth = dict(TRUTH)
+    _write(live, truth)
+    follower.refresh()
+    assert _equal(follower, truth)
+    live.compact()
+    live.upsert(table(["d2"]), NEW[-1:])
+    truth["d2"] = NEW[-1]
+    with pytest.raises(ArtifactError, match="was dropped after a compaction"):
+        late.shards[0].refresh()
+    for each in (late, follower):
+        each.refresh()
+        assert each.version == 1
+        assert _equal(each, truth)
+
+
+def test_one_compacts_at_a_time_and_only_its_own_index(
+    live: LiveIndex, built: Artifact, tmp_path: Path
+) -> None:
+    _write(live, dict(TRUTH))
+    lock = compaction.claim(tmp_path / "live" / "compaction.lock", taken="")
+    with pytest.raises(ConfigError, match=f"by another process .pid {os.getpid()}"):
+        live.compact()
+    os.close(lock)
+    other = index(f"{tmp_path}/other", SHARDS[:1])
+    with pytest.raises(ArtifactError, match="holds writes to index"):
+        LiveIndex(tmp_path / "live", other.uri)
+    with pytest.raises(ArtifactError, match=r"no current\.json"):
+        LiveIndex(tmp_path / "nothing")
+    with pytest.raises(DataError, match="2 documents and 1 vectors"):
+        live.upsert(table(["a", "b"]), NEW[:1])
+
+
+def test_a_damaged_version_is_refused(live: LiveIndex, tmp_path: Path) -> None:
+    _write(live, dict(TRUTH))
+    written = live.compact()
+    live.close()
+    assert written is not None
+    for name in [*written.names("shard-"), "live.json", "index.json"]:
+        path = Path(written.uri, name)
+        data = path.read_bytes()
+        path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
+        with pytest.raises(ArtifactError, match=name):
+            LiveIndex(tmp_path / "live")
+        path.write_bytes(data)
+    LiveIndex(tmp_path / "live").close()

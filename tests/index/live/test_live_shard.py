@@ -1,0 +1,334 @@
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from live_shards import DIM, brute_force, quantizer, scored, search, shard, table
+from scalingnote.errors import ArtifactError, ConfigError, DataError, SearchError
+from scalingnote.index import ivf
+from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
+from scalingnote.index.live import rows as live_rows
+from scalingnote.index.live import shard as live_module
+from scalingnote.index.live.doc_ids import DocIds
+from scalingnote.index.live.shard import LiveShard, owners
+from scalingnote.index.shard import Shard
+from synthetic_corpus import vectors
+
+BASE = {f"d{i}": vector for i, vector in enumerate(vectors(60, DIM))}
+NEW = vectors(400, DIM, seed=7)
+ASKED = vectors(5, DIM, seed=9)
+
+
+@pytest.fixture(scope="module")
+def shared() -> ivf.Quantizer:
+    return quantizer()
+
+
+@pytest.fixture(scope="module")
+def base(shared: ivf.Quantizer) -> Shard:
+    return shard(shared, BASE)
+
+
+@pytest.fixture
+def live(base: Shard, shared: ivf.Quantizer, tmp_path: Path) -> LiveShard:
+    return LiveShard(base, shared, log=tmp_path / "log")
+
+
+OPERATION = st.one_of(
+    st.tuples(st.just("upsert"), st.lists(st.integers(0, 80), min_size=1, max_size=6)),
+    st.tuples(st.just("delete"), st.lists(st.integers(0, 80), min_size=1, max_size=6)),
+    st.tuples(st.sampled_from(["merge", "reopen", "search"]), st.just([])),
+)
+
+
+@settings(max_examples=20)
+@given(st.lists(OPERATION, max_size=25))
+def test_any_history_equals_brute_force_over_what_was_acknowledged(
+    base: Shard, shared: ivf.Quantizer, tmp_path_factory: pytest.TempPathFactory, history: list
+) -> None:
+    folder, truth, drawn = tmp_path_factory.mktemp("log"), dict(BASE), iter(NEW)
+    live = LiveShard(base, shared, log=folder, merge_rows=10_000)
+    for step, (kind, numbers) in enumerate(history):
+        doc_ids = [f"d{number}" for number in numbers]
+        match kind:
+            case "upsert":
+                matrix = np.stack([next(drawn) for _ in doc_ids])
+                written = live.upsert(table(doc_ids, step), matrix)
+                assert (written.rows, written.rejected) == (len(set(doc_ids)), [])
+                truth |= dict(zip(doc_ids, matrix, strict=True))
+            case "delete":
+                live.delete(doc_ids)
+                truth = {name: vector for name, vector in truth.items() if name not in doc_ids}
+            case "merge":
+                live.merge()
+            case "reopen":
+                live.close()
+                live = LiveShard(base, shared, log=folder, merge_rows=10_000)
+        assert len(live) == len(truth)
+        assert search(live.snapshot, shared, ASKED, k=7) == brute_force(truth, ASKED, k=7)
+    assert sorted(search(live.snapshot, shared, ASKED[:1], k=200)[0]) == sorted(truth)
+    for name in ("d0", "d70"):
+        assert (live.get(name) is not None) == (name in truth)
+    live.close()
+
+
+def test_a_search_keeps_the_moment_it_began_with(live: LiveShard, shared: ivf.Quantizer) -> None:
+    live.upsert(table(["d1", "new"]), NEW[:2])
+    then, expected = live.snapshot, search(live.snapshot, shared, ASKED, k=62)
+    live.delete(["new", "d2"])
+    live.upsert(table(["d1", "d3"], 2), NEW[2:4])
+    live.merge()
+    live.upsert(table(["later"]), NEW[4:5])
+    assert search(then, shared, ASKED, k=62) == expected
+    assert then.documents([60])["title"].to_pylist() == ["title 0 of d1"]
+    assert live.get("d1") == table(["d1"], 2).to_pylist()[0]
+    with pytest.raises(SearchError, match="no row 62: there are 62"):
+        then.documents([62])
+
+
+def test_a_document_keeps_its_score_when_it_is_merged(live: LiveShard, shared: ivf.Quantizer) -> None:
+    live.upsert(table([f"n{i}" for i in range(50)]), NEW[:50])
+    before = scored(live.snapshot, shared, ASKED, k=30)
+    assert live.merge() == 50
+    assert live.merge() == 0
+    after = scored(live.snapshot, shared, ASKED, k=30)
+    np.testing.assert_array_equal(before.rows, after.rows)
+    np.testing.assert_array_equal(before.scores, after.scores)
+
+
+def test_dead_rows_take_nobodys_place(live: LiveShard, shared: ivf.Quantizer) -> None:
+    truth = dict(BASE) | {f"n{i}": NEW[i] for i in range(60)}
+    live.upsert(table([f"n{i}" for i in range(60)]), NEW[:60])
+    live.merge()
+    gone = [f"n{i}" for i in range(0, 60, 2)] + [f"d{i}" for i in range(0, 60, 2)]
+    live.delete(gone)
+    live.upsert(table([f"t{i}" for i in range(9)]), NEW[60:69])
+    live.delete(["t3"])
+    truth |= {f"t{i}": NEW[60 + i] for i in range(9)}
+    truth = {name: vector for name, vector in truth.items() if name not in {*gone, "t3"}}
+    for k in (1, 5, 20, 100):
+        found = search(live.snapshot, shared, ASKED, k=k, nprobe=1)
+        assert [len(names) for names in found] == [min(k, len(truth))] * len(ASKED)
+        assert all(set(names) <= set(truth) for names in found)
+        assert search(live.snapshot, shared, ASKED, k=k) == brute_force(truth, ASKED, k=k)
+
+
+def test_a_filter_sees_the_documents_of_every_segment(live: LiveShard, shared: ivf.Quantizer) -> None:
+    live.upsert(table([f"n{i}" for i in range(20)]), NEW[:20])
+    live.merge()
+    live.upsert(table(["d5", "n30"]), NEW[20:22])
+    live.delete(["d9", "n9"])
+
+    def wanted(documents: pa.Table) -> np.ndarray:
+        return np.array([int(doc_id[1:]) % 5 < 2 for doc_id in documents["doc_id"].to_pylist()])
+
+    truth = dict(BASE) | {f"n{i}": NEW[i] for i in range(20)} | {"d5": NEW[20], "n30": NEW[21]}
+    truth = {n: v for n, v in truth.items() if n not in ("d9", "n9") and int(n[1:]) % 5 < 2}
+    for k in (3, 100):
+        found = search(live.snapshot, shared, ASKED, k=k, wanted=wanted)
+        assert found == brute_force(truth, ASKED, k=k)
+
+
+def test_searches_during_writes_lose_and_double_nothing(
+    base: Shard, shared: ivf.Quantizer, tmp_path: Path
+) -> None:
+    """One document is written over and over, by threads, while others search for it and lists are merged."""
+    live = LiveShard(base, shared, log=tmp_path, merge_rows=16)
+    live.upsert(table(["hot"]), ASKED[:1])
+    stop, wrong = threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            found = search(live.snapshot, shared, ASKED[:1], k=3)[0]
+            if found[0] != "hot" or len(set(found)) < 3 or live.get("hot") is None:
+                wrong.append(found)
+
+    def write(name: int) -> None:
+        for count in range(40):
+            live.upsert(table(["hot", f"w{name}-{count}"]), np.stack([ASKED[0], NEW[40 * name + count]]))
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    writers = [threading.Thread(target=write, args=(name,)) for name in range(3)]
+    for thread in threads + writers:
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(live) == 60 + 1 + 120
+    live.close()
+    again = LiveShard(base, shared, log=tmp_path)
+    assert sorted(search(again.snapshot, shared, ASKED[:1], k=300)[0]) == sorted(
+        search(live.snapshot, shared, ASKED[:1], k=300)[0]
+    )
+
+
+def test_writers_that_wait_share_a_sync(live: LiveShard, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs, first, go = [], threading.Event(), threading.Event()
+    sync = live_module.wal.Log.sync
+
+    def slow(log: live_module.wal.Log) -> int:
+        syncs.append(threading.current_thread().name)
+        first.set()
+        go.wait()
+        return sync(log)
+
+    monkeypatch.setattr(live_module.wal.Log, "sync", slow)
+    threads = [
+        threading.Thread(target=lambda i=i: live.upsert(table([f"n{i}"]), NEW[i : i + 1])) for i in range(8)
+    ]
+    threads[0].start()
+    first.wait()
+    for thread in threads[1:]:
+        thread.start()
+    while len(live._waiting) < 7:
+        pass
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert len(syncs) == 2
+    assert len(live) == 68
+
+
+def test_bad_rows_are_set_aside_and_the_others_written(live: LiveShard) -> None:
+    doc_ids = ["good", None, "nan", "zero", "", "twice", "twice", "huge"]
+    matrix = np.tile(np.float32(3) * NEW[0], (8, 1))
+    matrix[2, 1], matrix[3], matrix[6] = np.nan, 0, NEW[1]
+    documents = table([i or "" for i in doc_ids]).set_column(0, "doc_id", pa.array(doc_ids))
+    written = live.upsert(documents.append_column("more", pa.array(range(8))), matrix)
+    assert written.rows == 3
+    assert [(row["row"], row["reason"]) for row in written.rejected] == [
+        ("row 1", "doc_id is missing"),
+        ("nan", "vector is not finite"),
+        ("zero", "vector is all zero: it has no direction"),
+        ("row 4", "doc_id is missing"),
+    ]
+    snapshot = live.snapshot
+    assert snapshot.documents(range(60, 63))["doc_id"].to_pylist() == ["good", "twice", "huge"]
+    np.testing.assert_allclose(snapshot.tail, NEW[[0, 1, 0]], atol=1e-6)
+    nothing = live.upsert(table(["bad"]), np.zeros((1, DIM), np.float32))
+    assert (nothing.sequence, nothing.rows, len(nothing.rejected)) == (written.sequence, 0, 1)
+
+
+def test_what_cannot_be_read_is_refused(live: LiveShard) -> None:
+    with pytest.raises(DataError, match="no column 'topic': this index holds doc_id, title"):
+        live.upsert(table(["a"]).drop_columns(["topic"]), NEW[:1])
+    with pytest.raises(DataError, match=r"float32 of shape \(1, 8\): pass floats of shape \(1, 16\)"):
+        live.upsert(table(["a"]), NEW[:1, :8])
+    with pytest.raises(DataError, match="vectors are int64"):
+        live.upsert(table(["a"]), np.ones((1, DIM), np.int64))
+    with pytest.raises(DataError, match="not of the types this index holds"):
+        live.upsert(table(["a"]).set_column(1, "title", pa.array([[1]])), NEW[:1])
+    with pytest.raises(DataError, match="'' is no doc_id"):
+        live.delete(["a", ""])
+    assert live.snapshot.sequence == 0
+
+
+def test_a_follower_shows_what_was_acknowledged_when_it_is_refreshed(
+    live: LiveShard, base: Shard, shared: ivf.Quantizer, tmp_path: Path
+) -> None:
+    follower = LiveShard(base, shared, log=tmp_path / "log", follow=True)
+    live.upsert(table(["a", "d1"]), NEW[:2])
+    live.delete(["d2"])
+    assert len(follower) == 60
+    assert follower.refresh() == 2
+    assert follower.refresh() == 0
+    assert search(follower.snapshot, shared, ASKED, k=70) == search(live.snapshot, shared, ASKED, k=70)
+    with pytest.raises(ConfigError, match="follows"):
+        follower.delete(["a"])
+    with pytest.raises(ConfigError, match="has one writer"):
+        LiveShard(base, shared, log=tmp_path / "log")
+
+
+def test_a_log_that_fails_acknowledges_nothing_more(
+    live: LiveShard, base: Shard, shared: ivf.Quantizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live.upsert(table(["a"]), NEW[:1])
+
+    def fails(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(live_module.wal, "_sync", fails)
+        with pytest.raises(ArtifactError, match="cannot be made durable"):
+            live.upsert(table(["b"]), NEW[1:2])
+    with pytest.raises(ArtifactError, match="open it again"):
+        live.upsert(table(["c"]), NEW[2:3])
+    assert (live.get("a") is not None, live.get("b"), live.get("c")) == (True, None, None)
+    live.close()
+    again = LiveShard(base, shared, log=tmp_path / "log")
+    assert again.get("a") is not None
+    assert again.get("c") is None
+    again.close()
+
+
+def test_ids_are_told_apart_where_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:
+    from scalingnote.index.live import doc_ids as module
+
+    names = [f"d{i}" for i in range(50)]
+    hash_of = module.hash_of
+    monkeypatch.setattr(module, "hash_of", lambda keys: hash_of(keys) % np.uint64(4))
+    rows = DocIds(pa.chunked_array([names[:20], names[20:]])).rows
+    assert rows(["d7", "absent", "d49", "d7"]).tolist() == [7, -1, 49, 7]
+    assert rows([]).tolist() == []
+    with pytest.raises(ArtifactError, match="'d3' is in the shard twice"):
+        DocIds(pa.chunked_array([[*names, "d3"]]))
+    assert DocIds(pa.chunked_array([], pa.string())).rows(["d1"]).tolist() == [-1]
+
+
+def test_a_document_lives_in_one_shard(base: Shard, shared: ivf.Quantizer, tmp_path: Path) -> None:
+    other = shard(shared, {f"e{i}": vector for i, vector in enumerate(NEW[:40])}, number=1)
+    shards = [
+        LiveShard(each, shared, log=tmp_path / str(number), shards=2)
+        for number, each in enumerate((base, other))
+    ]
+
+    def owner(doc_id: str) -> int:
+        return owners([doc_id], [each.knows([doc_id]) for each in shards], shards=2)[0]
+
+    assert [owner("d1"), owner("e1")] == [0, 1]
+    names = [f"n{i}" for i in range(20)]
+    hashed = owners(names, [], shards=2)
+    assert set(hashed) == {0, 1}
+    assert owners(names, [each.knows(names) for each in shards], shards=2) == hashed
+    stranger = names[hashed.index(1)]
+    with pytest.raises(DataError, match=f"'{stranger}' belongs to shard 1, not 0"):
+        shards[0].upsert(table([stranger]), NEW[:1])
+    misplaced = next(f"d{i}" for i in range(60) if owners([f"d{i}"], [], shards=2) == [1])
+    shards[0].delete([misplaced])
+    assert owner(misplaced) == 0  # where it was, though its hash says otherwise
+    shards[0].upsert(table([misplaced]), NEW[:1])
+    assert owner(misplaced) == 0
+
+
+@pytest.mark.parametrize(
+    "family",
+    [FastScan(), FastScan(refine="none"), IVFPQ(nbits=4, refine="none"), ScalarQuantized(), RaBitQ(), Flat()],
+    ids=lambda family: f"{family.kind}-{getattr(family, 'refine', '')}",
+)
+def test_lists_cut_down_and_added_to_equal_lists_made_anew(family: Family) -> None:
+    shared = quantizer(family)
+    alive = np.random.default_rng(0).random(250) < 0.6
+    lists, anew = ivf.empty(shared), ivf.empty(shared)
+    ivf.add(lists, NEW[:250])
+    copy, files = live_rows.copy(lists), ivf.dump_files(lists)
+    more = ivf.empty(shared)
+    ivf.add(more, NEW[250:])
+    live_rows.keep(copy, alive)
+    copy = ivf.merge([copy, more])
+    assert ivf.dump_files(lists) == files  # the original is as it was
+    ivf.add(anew, np.concatenate([NEW[:250][alive], NEW[250:]]))
+    chosen = ivf.choose_lists(ASKED, copy.coarse, nprobe=3)
+    for k in (5, 1000):
+        found, expected = (
+            ivf.search(each, ASKED, chosen=chosen, k=k, refine_factor=2) for each in (copy, anew)
+        )
+        np.testing.assert_array_equal(found[0], expected[0])
+        if k == 1000:  # a tie of codes at the last place is anyone's
+            np.testing.assert_array_equal(found[1], expected[1])

@@ -1,0 +1,190 @@
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.index.live import wal
+from scalingnote.index.live.wal import Log, read
+
+
+def _write(folder: Path, *payloads: bytes, **knobs: int) -> None:
+    log = Log(folder, **knobs)
+    for payload in payloads:
+        log.append(payload)
+        log.sync()
+    log.close()
+
+
+def _read(folder: Path, **bounds: int) -> list[tuple[int, bytes]]:
+    return [(record.sequence, record.payload) for record in read(folder, **bounds)]
+
+
+def _forget(folder: Path) -> None:
+    """What a crash of the machine may do to a file that nobody synced."""
+    (folder / "acknowledged").unlink()
+
+
+PAYLOADS = [b"one", b"", b"three" * 100, b"SNL1 four"]
+
+
+def test_what_was_synced_is_read_in_order(tmp_path: Path) -> None:
+    _write(tmp_path, *PAYLOADS[:2])
+    _write(tmp_path, *PAYLOADS[2:])
+    assert _read(tmp_path) == list(enumerate(PAYLOADS, 1))
+    assert _read(tmp_path, after=1, until=3) == [(2, PAYLOADS[1]), (3, PAYLOADS[2])]
+    assert wal.acknowledged(tmp_path) == 4
+
+
+def test_a_reader_sees_nothing_before_the_sync(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    log.append(b"one")
+    assert _read(tmp_path) == []
+    assert log.sync() == 1
+    log.append(b"two")
+    assert _read(tmp_path) == [(1, b"one")]
+    log.close()
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_record_torn_at_any_byte_is_cut_off_and_the_others_stay(tmp_path: Path, forgotten: bool) -> None:
+    log = Log(tmp_path)
+    for payload in PAYLOADS:
+        log.append(payload)
+        log.sync()
+    segment = next(tmp_path.glob("*.log"))
+    whole = segment.stat().st_size
+    log.append(b"in flight")
+    log.close()
+    data = segment.read_bytes()
+    for size in range(whole, len(data)):
+        segment.write_bytes(data[:size])
+        if forgotten and (tmp_path / "acknowledged").exists():
+            _forget(tmp_path)
+        _write(tmp_path)
+        assert segment.stat().st_size == whole
+        assert _read(tmp_path) == list(enumerate(PAYLOADS, 1))
+    segment.write_bytes(data)  # written whole though never acknowledged: it may stay
+    _write(tmp_path, b"later")
+    assert _read(tmp_path) == list(enumerate([*PAYLOADS, b"in flight", b"later"], 1))
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_flipped_byte_of_an_acknowledged_record_is_refused(tmp_path: Path, forgotten: bool) -> None:
+    _write(tmp_path, b"one", b"two", b"three")
+    segment = next(tmp_path.glob("*.log"))
+    data = segment.read_bytes()
+    # Of the last record only the mark says that it was acknowledged: without it, it looks torn.
+    length = len(data) - (len(data) // 3 + 2 if forgotten else 0)
+    for place in range(length):
+        segment.write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+        if forgotten and (tmp_path / "acknowledged").exists():
+            _forget(tmp_path)
+        with pytest.raises(ArtifactError, match=rf"{segment.name} is damaged at byte \d+, record \d"):
+            Log(tmp_path)
+        assert segment.stat().st_size == len(data)
+    segment.write_bytes(data)
+    _write(tmp_path, b"four")
+
+
+def test_acknowledged_records_that_are_gone_are_missed(tmp_path: Path) -> None:
+    _write(tmp_path, b"one", b"two")
+    segment = next(tmp_path.glob("*.log"))
+    segment.write_bytes(segment.read_bytes()[:35])  # the first record, whole
+    with pytest.raises(ArtifactError, match="ends with record 1, but 2 was acknowledged"):
+        Log(tmp_path)
+    with pytest.raises(ArtifactError, match="has no record 2, though 2 was acknowledged"):
+        _read(tmp_path)
+    segment.unlink()
+    with pytest.raises(ArtifactError, match="has no segment, but record 2 was acknowledged"):
+        Log(tmp_path)
+
+
+def test_a_log_has_one_writer(tmp_path: Path) -> None:
+    log = Log(tmp_path)
+    with pytest.raises(ConfigError, match=f"written by another process .pid {os.getpid()}"):
+        Log(tmp_path)
+    log.close()
+    log.close()
+    with pytest.raises(ArtifactError, match="closed"):
+        log.append(b"late")
+    Log(tmp_path).close()
+
+
+def test_segments_rotate_and_those_that_are_done_with_are_dropped(tmp_path: Path) -> None:
+    payloads = [bytes([number]) * 100 for number in range(10)]
+    _write(tmp_path, *payloads, segment_bytes=300)
+    assert len(list(tmp_path.glob("*.log"))) == 4
+    assert _read(tmp_path) == list(enumerate(payloads, 1))
+    log = Log(tmp_path, segment_bytes=300)
+    log.drop(through=5)  # the segment of records 4 to 6 is still needed
+    assert _read(tmp_path, after=3) == list(enumerate(payloads, 1))[3:]
+    with pytest.raises(ArtifactError, match="has no record 3, though 10 was acknowledged"):
+        _read(tmp_path, after=2)
+    log.drop(through=10)
+    assert [path.stat().st_size for path in tmp_path.glob("*.log")] == [0]
+    assert _read(tmp_path, after=10) == []
+    assert log.append(b"eleven") == 11
+    log.sync()
+    log.close()
+    assert _read(tmp_path, after=10) == [(11, b"eleven")]
+
+
+def test_numbers_go_on_above_what_the_index_holds(tmp_path: Path) -> None:
+    _write(tmp_path, b"old", after=0)
+    _write(tmp_path, b"new", after=7)
+    assert _read(tmp_path, after=7) == [(8, b"new")]
+
+
+def test_threads_append_and_share_syncs(tmp_path: Path) -> None:
+    log, numbers = Log(tmp_path, segment_bytes=2000), []
+
+    def write(name: int) -> None:
+        for count in range(50):
+            number = log.append(f"{name}-{count}".encode())
+            assert log.sync() >= number
+            numbers.append(number)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    assert sorted(numbers) == list(range(1, 201))
+    found = [payload.decode() for _, payload in _read(tmp_path)]
+    for name in range(4):  # each thread's records in its order
+        assert [p for p in found if p.startswith(f"{name}-")] == [f"{name}-{count}" for count in range(50)]
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_crash_keeps_what_was_acknowledged(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Of what was written since the last sync, any pages may be lost; of what was synced none."""
+    folder = tmp_path_factory.mktemp("log")
+    log, written = Log(folder, segment_bytes=400), []
+    for payload in data.draw(st.lists(st.binary(max_size=120), max_size=12)):
+        written.append(payload)
+        log.append(payload)
+        if data.draw(st.booleans()):
+            log.sync()
+    acknowledged = log.acknowledged
+    log.close()
+    segment = sorted(folder.glob("*.log"))[-1]
+    content = bytearray(segment.read_bytes())
+    first = int(segment.stem)
+    durable = sum(32 + len(payload) for payload in written[first - 1 : acknowledged])
+    for place in range(durable, len(content), 16):
+        if data.draw(st.booleans()):  # pages that never reached the disk are zeros
+            content[place : place + 16] = bytes(len(content[place : place + 16]))
+    segment.write_bytes(content)
+    _write(folder, b"after")
+    kept = [payload for _, payload in _read(folder)]
+    assert kept[-1] == b"after"
+    assert len(kept) - 1 >= acknowledged
+    assert kept[:-1] == written[: len(kept) - 1]

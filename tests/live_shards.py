@@ -1,0 +1,129 @@
+"""Small shards and indexes for the tests of live updates, and the slow, obvious twin of its answers."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+
+from scalingnote.index import family as families
+from scalingnote.index import ivf
+from scalingnote.index import shard as layouts
+from scalingnote.index.config import IVFPQ, Family, IndexConfig
+from scalingnote.index.live.index import LiveIndex
+from scalingnote.index.live.snapshot import Snapshot
+from scalingnote.index.shard import DOCUMENTS, Shard
+from scalingnote.search import scan
+from scalingnote.storage.artifact import Artifact, Draft
+from synthetic_corpus import vectors
+
+DIM = 16
+EVERY = 100_000  # candidates scored by their own vectors: nothing is left to codes
+NLIST = 6
+EXACT = IVFPQ(m=4, nbits=4, refine="flat")
+
+
+def quantizer(family: Family = EXACT) -> ivf.Quantizer:
+    nlist = 1 if family.kind == "flat" else NLIST
+    return ivf.train(vectors(300, DIM), family, nlist=nlist, iterations=3, seed=0)
+
+
+def table(doc_ids: list[str], version: int = 0) -> pa.Table:
+    texts = {name: [f"{name} {version} of {i}" for i in doc_ids] for name in DOCUMENTS.names[1:]}
+    return pa.table({"doc_id": doc_ids, **texts}, schema=DOCUMENTS)
+
+
+def shard(shared: ivf.Quantizer, documents: Mapping[str, np.ndarray], number: int = 0) -> Shard:
+    lists = ivf.empty(shared)
+    if documents:
+        ivf.add(lists, np.stack(list(documents.values())))
+    return Shard(number, lists, table(list(documents)))
+
+
+def search(
+    snapshot: Snapshot,
+    shared: ivf.Quantizer,
+    queries: np.ndarray,
+    *,
+    k: int,
+    nprobe: int = NLIST,
+    wanted: Callable[[pa.Table], np.ndarray] | None = None,
+) -> list[list[str]]:
+    """doc_ids found, best first; every list is scanned unless `nprobe` says otherwise."""
+    found = scored(snapshot, shared, queries, k=k, nprobe=nprobe, wanted=wanted)
+    return [snapshot.documents(row[row >= 0])["doc_id"].to_pylist() for row in found.rows]
+
+
+def scored(
+    snapshot: Snapshot,
+    shared: ivf.Quantizer,
+    queries: np.ndarray,
+    *,
+    k: int,
+    nprobe: int = NLIST,
+    wanted: Callable[[pa.Table], np.ndarray] | None = None,
+) -> scan.Found:
+    """The same with scores and rows."""
+    masks = []
+    for segment in snapshot.segments:
+        mask = segment.alive
+        if wanted is not None:
+            fits = wanted(segment.documents)
+            mask = fits if mask is None else mask & fits
+        masks.append(mask)
+    plan = scan.Plan(ivf.coarse_of(shared.centroids), nprobe, refine_factor=EVERY)
+    found = scan.search([s.lists for s in snapshot.segments], queries, k=k, plan=plan, masks=masks)
+    first = np.array([s.first_row for s in snapshot.segments])
+    return replace(found, rows=np.where(found.rows < 0, -1, found.rows + first[found.segments]))
+
+
+def brute_force(documents: Mapping[str, np.ndarray], queries: np.ndarray, *, k: int) -> list[list[str]]:
+    """The same from a dictionary. Vectors drawn at random do not tie."""
+    names = np.array(list(documents), object)
+    if not len(names):
+        return [[] for _ in queries]
+    matrix = np.stack([v / np.linalg.norm(v) for v in documents.values()]).astype(np.float64)
+    return [names[np.argsort(-(matrix @ query))[:k]].tolist() for query in queries]
+
+
+def index(uri: str, shards: list[Mapping[str, np.ndarray]], family: Family = EXACT) -> Artifact:
+    """An index artifact as the index stage writes it."""
+    shared = quantizer(family)
+    config = IndexConfig(shards=len(shards), family=family)
+    draft = Draft(uri, kind="index", config=config, parents={})
+    draft.write_bytes(layouts.COARSE, ivf.dump(ivf.coarse_of(shared.centroids)))
+    refine = families.refine(family)
+    for number, documents in enumerate(shards):
+        opened = shard(shared, documents, number)
+        names = layouts.vector_files(number, family=family.kind, refine=refine)
+        for name, data in zip(names, ivf.dump_files(opened.lists), strict=True):
+            draft.write_bytes(name, data)
+        draft.write_table(layouts.documents_file(number), opened.documents)
+    documents = sum(map(len, shards))
+    layout = layouts.Layout(
+        dim=DIM,
+        documents=documents,
+        shards=len(shards),
+        family=family.kind,
+        refine=refine,
+        nlist=len(shared.centroids),
+        nprobe=NLIST,
+        refine_factor=EVERY if refine == "flat" else 4,
+        recall=None,
+        filters=("topic",),
+    )
+    draft.write_json(layouts.LAYOUT, vars(layout))
+    return draft.commit(counts={"documents": documents, "documents_not_embedded": 0})
+
+
+def search_index(live: LiveIndex, queries: np.ndarray, *, k: int) -> list[list[str]]:
+    """doc_ids found in all shards, every list scanned."""
+    parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
+    plan = scan.Plan(live.coarse, NLIST, refine_factor=EVERY)
+    segments, masks = [s.lists for s in parts], [s.alive for s in parts]
+    found = scan.search(segments, queries, k=k, plan=plan, masks=masks)
+    names = [segment.documents["doc_id"].to_pylist() for segment in parts]
+    return [
+        [names[n][row] for n, row in zip(numbers, rows, strict=True) if n >= 0]
+        for numbers, rows in zip(found.segments.tolist(), found.rows.tolist(), strict=True)
+    ]
