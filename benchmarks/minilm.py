@@ -18,14 +18,14 @@ def overrides(config: RunConfig) -> list[str]:
     A student gets as many of them as its config says. SystemExit when the weights are not at hand.
     """
     found = path()
-    knobs = ["train.global_batch=64", "train.optimizer.peak_lr=5e-5"]
+    knobs = ["train.global_batch=64", "train.optimizer.peak_lr=2e-4"]
     towers = {
         "train.query": (config.train.query, SMALL_LAYERS),
         "train.document": (config.train.document, SMALL_LAYERS),
     }
     if config.distill is not None:
         student = config.distill.student
-        knobs.append("distill.optimizer.peak_lr=1e-4" if isinstance(student, TowerConfig) else "")
+        knobs.append("distill.optimizer.peak_lr=3e-4" if isinstance(student, TowerConfig) else "")
         for name, tower in (("distill.student", student), ("distill.document", config.distill.document)):
             if isinstance(tower, TowerConfig) and isinstance(tower.backbone, Scratch):
                 towers[name] = (tower, tower.backbone.layers)

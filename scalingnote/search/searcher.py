@@ -95,7 +95,7 @@ class Searcher:
     ) -> None:
         """The shards' vectors are merged: they are not to be used by anyone else."""
         self.layout = layout
-        self.nprobe = _checked_nprobe(nprobe or layout.nprobe, layout.nlist)
+        self.nprobe = checked_nprobe(nprobe or layout.nprobe, layout.nlist)
         ordered = sorted(shards, key=lambda shard: shard.number)
         self._documents = {shard.number: shard.documents for shard in ordered}
         self._numbers = np.array([*self._documents, -1])
@@ -187,10 +187,10 @@ class Searcher:
         deadline_s: float | None = None,
     ) -> Candidates:
         """The k best of the shards held. Same checks as :meth:`search`."""
-        unit = self._checked(queries, k)
+        unit = unit_queries(queries, dim=self.dim, k=k)
         plan = scan.Plan(
             self._coarse,
-            self.nprobe if nprobe is None else _checked_nprobe(nprobe, self.layout.nlist),
+            self.nprobe if nprobe is None else checked_nprobe(nprobe, self.layout.nlist),
             self.layout.refine_factor,
             deadline_s=deadline_s,
         )
@@ -227,25 +227,27 @@ class Searcher:
         found: list[dict[str, Any]] = table.take(list(rows)).to_pylist()
         return found
 
-    def _checked(self, queries: Shaped[ndarray, "..."], k: int) -> Float[ndarray, "queries dim"]:
-        """Queries as unit vectors; SearchError says what is wrong with them."""
-        if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
-            raise SearchError(f"k is {k!r}: ask for 1 to {MAX_K} results")
-        if queries.ndim != 2 or queries.shape[1] != self.dim:
-            raise SearchError(
-                f"queries have shape {queries.shape}, the index has embeddings of dim {self.dim}: "
-                f"pass [queries, {self.dim}] from the query tower this index was built for"
-            )
-        if not np.issubdtype(queries.dtype, np.floating):
-            raise SearchError(f"queries are {queries.dtype}: pass floats")
-        lengths = np.linalg.norm(queries.astype(np.float64), axis=1, keepdims=True)
-        broken = np.flatnonzero(~(np.isfinite(lengths[:, 0]) & (lengths[:, 0] > 0)))
-        if len(broken):
-            raise SearchError(f"query {broken[0]} is not finite or all zero: its direction says nothing")
-        return np.asarray(queries / lengths, np.float32)
+
+def unit_queries(queries: Shaped[ndarray, "..."], *, dim: int, k: int) -> Float[ndarray, "queries dim"]:
+    """Queries as unit vectors; SearchError says what is wrong with them, or with `k`."""
+    if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
+        raise SearchError(f"k is {k!r}: ask for 1 to {MAX_K} results")
+    if queries.ndim != 2 or queries.shape[1] != dim:
+        raise SearchError(
+            f"queries have shape {queries.shape}, the index has embeddings of dim {dim}: "
+            f"pass [queries, {dim}] from the query tower this index was built for"
+        )
+    if not np.issubdtype(queries.dtype, np.floating):
+        raise SearchError(f"queries are {queries.dtype}: pass floats")
+    lengths = np.linalg.norm(queries.astype(np.float64), axis=1, keepdims=True)
+    broken = np.flatnonzero(~(np.isfinite(lengths[:, 0]) & (lengths[:, 0] > 0)))
+    if len(broken):
+        raise SearchError(f"query {broken[0]} is not finite or all zero: its direction says nothing")
+    return np.asarray(queries / lengths, np.float32)
 
 
-def _checked_nprobe(nprobe: int, nlist: int) -> int:
+def checked_nprobe(nprobe: int, nlist: int) -> int:
+    """As many lists as there are at most; SearchError for none."""
     if nprobe < 1:
         raise SearchError(f"nprobe is {nprobe}: scan 1 to {nlist} lists")
     return min(nprobe, nlist)

@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from scalingnote import topk
+from scalingnote.errors import SearchError
+from scalingnote.index import job
+from scalingnote.index.config import FastScan, IndexConfig
+from scalingnote.index.live.index import LiveIndex
+from scalingnote.search.live_searcher import LiveSearcher
+from synthetic_corpus import Corpus, queries, vectors
+
+EXACT = IndexConfig(
+    shards=2, family=FastScan(refine="flat"), nlist=6, nprobe=6, iterations=3, refine_factor=200
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus.build(f"{tmp_path_factory.mktemp('corpus')}", sizes=[150, 140], dim=16)
+
+
+@pytest.fixture(scope="module")
+def uri(cluster: None, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return job.run(EXACT, **corpus.uris, output=f"{tmp_path_factory.mktemp('index')}/index").uri
+
+
+def _documents(names: list[str], topic: str) -> pa.Table:
+    filled = {name: [""] * len(names) for name in ("snippet", "semantic_id")}
+    return pa.table({"doc_id": names, "title": names, "topic": [topic] * len(names), **filled})
+
+
+def test_searches_see_what_was_written_deleted_merged_and_compacted(
+    uri: str, corpus: Corpus, tmp_path: Path
+) -> None:
+    live = LiveIndex(tmp_path / "live", uri)
+    searcher = LiveSearcher(live)
+    truth = {f"d{row}": (vector, f"topic {row % 7}") for row, vector in enumerate(corpus.matrix)}
+    asked = queries(corpus.matrix, 12)
+
+    def agrees() -> None:
+        names = np.array(list(truth))
+        matrix = np.stack([vector for vector, _ in truth.values()])
+        topics = np.array([topic for _, topic in truth.values()])
+        for where, rows in (
+            (None, np.arange(len(names))),
+            ({"topic": ["topic 2", "new"]}, np.flatnonzero(np.isin(topics, ["topic 2", "new"]))),
+        ):
+            found = searcher.search(asked, k=8, where=where)
+            scores, exact = topk.search(asked, matrix[rows], k=8)
+            assert [[hit.document["doc_id"] for hit in hits] for hits in found] == names[rows][exact].tolist()
+            np.testing.assert_allclose([[hit.score for hit in hits] for hits in found], scores, atol=1e-5)
+
+    agrees()
+    fresh = vectors(40, 16, seed=5)
+    # Some replace documents of the index, some are new.
+    names = [f"d{number}" for number in range(5, 25)] + [f"n{number}" for number in range(20)]
+    live.upsert(_documents(names, "new"), fresh)
+    truth |= {name: (vector, "new") for name, vector in zip(names, fresh, strict=True)}
+    agrees()
+    gone = ["d5", "n3", "d200", "nobody"]
+    live.delete(gone)
+    truth = {name: value for name, value in truth.items() if name not in gone}
+    agrees()
+    for shard in live.shards:
+        shard.merge()
+    agrees()
+    live.compact()
+    agrees()
+    with pytest.raises(SearchError, match="no filter by 'price': this index has topic"):
+        searcher.search(asked, k=3, where={"price": 2})
+    live.close()
