@@ -8,7 +8,7 @@ import pyarrow as pa
 from scalingnote.config import Config
 from scalingnote.quantize.semantic_id import to_table
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.storage.schema import DOCUMENTS
+from scalingnote.storage.schema import DOCUMENTS, SPARSE
 from scalingnote.storage.vectors import to_arrow
 
 
@@ -59,14 +59,32 @@ def dataset(uri: str, *, sizes: list[int]) -> Artifact:
 
 
 def embeddings(
-    uri: str, matrix: np.ndarray, *, parent: Artifact, sizes: list[int], missing: tuple[int, ...] = ()
+    uri: str,
+    matrix: np.ndarray,
+    *,
+    parent: Artifact,
+    sizes: list[int],
+    missing: tuple[int, ...] = (),
+    sparse: bool = False,
 ) -> Artifact:
-    """Row i of `matrix` is the summary of document d<i>; rows in `missing` were set aside."""
+    """Row i of `matrix` is the summary of document d<i>; rows in `missing` were set aside.
+
+    A `sparse` document's terms are its number's digits, each with an impact of how often it is there.
+    """
     draft = Draft(uri, kind="embeddings", config=Settings(), parents={"dataset": parent})
     first = 0
     for number, size in enumerate(sizes):
         rows = [i for i in range(first, first + size) if i not in missing]
         table = pa.table({"doc_id": [f"d{i}" for i in rows], "summary": to_arrow(matrix[rows])})
+        if sparse:
+            terms = [sorted({int(digit) for digit in str(i)}) for i in rows]
+            counts = [
+                [np.float16(str(i).count(str(t))) for t in of] for i, of in zip(rows, terms, strict=True)
+            ]
+            table = table.append_column(SPARSE.field("terms"), pa.array(terms, SPARSE.field("terms").type))
+            table = table.append_column(
+                SPARSE.field("impacts"), pa.array(counts, SPARSE.field("impacts").type)
+            )
         draft.write_table(f"embeddings/part-{number:05d}.parquet", table)
         first += size
     return draft.commit(counts={"documents": len(matrix) - len(missing)})
@@ -93,11 +111,20 @@ class Corpus:
 
     @classmethod
     def build(
-        cls, base: str, *, sizes: list[int], dim: int, missing: tuple[int, ...] = (), seed: int = 0
+        cls,
+        base: str,
+        *,
+        sizes: list[int],
+        dim: int,
+        missing: tuple[int, ...] = (),
+        seed: int = 0,
+        sparse: bool = False,
     ) -> "Corpus":
         matrix = vectors(sum(sizes), dim, seed=seed)
         documents = dataset(f"{base}/dataset", sizes=sizes)
-        embedded = embeddings(f"{base}/embeddings", matrix, parent=documents, sizes=sizes, missing=missing)
+        embedded = embeddings(
+            f"{base}/embeddings", matrix, parent=documents, sizes=sizes, missing=missing, sparse=sparse
+        )
         named = semantic_ids(f"{base}/semantic_ids", embedded)
         uris = {"dataset": documents.uri, "embeddings": embedded.uri, "semantic_ids": named.uri}
         return cls(matrix, uris)

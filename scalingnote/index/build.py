@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,12 +19,13 @@ from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.index import ivf, shard, tuning
+from scalingnote.index import ivf, postings, postings_file, shard, tuning
 from scalingnote.index.config import IndexConfig
 from scalingnote.quantize.job import read_vectors, use_threads
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Part, open_artifact, write_table
+from scalingnote.storage.schema import SPARSE
 
 TIMED_QUERIES = 64
 
@@ -66,12 +68,16 @@ def fill(item: tuple[int, Sequence[shard.Slice]], *, shared: Shared) -> None:
     )
     lists = ivf.empty(shared.quantizer)
     stored: list[pa.Table] = []
-    exact = _Exact(shared.queries, k=config.tuning.k)
+    found: list[postings.Postings] = []
+    best = _Exact(shared.queries, k=config.tuning.k)
     for piece in slices:
         doc_ids, matrix = read_vectors(embeddings, piece.part)
         matrix = matrix[piece.start : piece.stop]
-        exact.add(matrix)
+        best.add(matrix)
         ivf.add(lists, matrix)
+        if layout.sparse:
+            rows = embeddings.table(piece.part, SPARSE.names).slice(piece.start, piece.stop - piece.start)
+            found.append(postings.build(rows["terms"], rows["impacts"], strongest=config.terms))
         base = piece.part.removeprefix("embeddings/")
         stored.append(
             shard.document_rows(
@@ -83,12 +89,16 @@ def fill(item: tuple[int, Sequence[shard.Slice]], *, shared: Shared) -> None:
         )
     names = shard.vector_files(number, family=layout.family, refine=layout.refine)
     files = dict(zip(names, ivf.dump_files(lists), strict=True))
+    if layout.sparse:
+        whole = postings.merged(found or [_no_postings()])
+        own = shard.term_files(number)
+        files |= {own[name]: data for name, data in postings_file.dump(whole).items()}
     parts = {name: write(fs.join(shared.output, name), data) for name, data in files.items()}
     name = shard.documents_file(number)
     table = pa.concat_tables(stored) if stored else _no_documents(dataset, config)
     parts[name] = write_table(fs.join(shared.output, name), table)
     if shared.queries is not None:
-        fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), exact.dump())
+        fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), best.dump())
     record = json.dumps({name: vars(part) for name, part in parts.items()})
     fs.write_bytes(shared.work(f"shards/{number:05d}.json"), record.encode())
 
@@ -121,10 +131,10 @@ def time_search(item: tuple[int, int], *, shared: Shared, refine_factor: int) ->
     return round((time.process_time() - start) / len(asked) * 1e6, 1)
 
 
-def exact_rows(number: int, shared: Shared) -> tuple[ndarray, ndarray]:
-    """A shard's share in the exact answers: scores, and rows counted within the shard."""
+def exact(number: int, shared: Shared) -> tuple[ndarray, ndarray, ndarray]:
+    """A shard's share in the exact answers (scores, rows in the shard), and the sum of its vectors."""
     saved = np.load(io.BytesIO(fs.read_bytes(shared.work(f"exact/{number:05d}.npz"))))
-    return saved["scores"], saved["rows"]
+    return saved["scores"], saved["rows"], saved["total"]
 
 
 def write(uri: str, data: bytes) -> Part:
@@ -134,11 +144,12 @@ def write(uri: str, data: bytes) -> Part:
 
 
 class _Exact:
-    """The k best of all vectors met so far, for every query."""
+    """The k best of all vectors met so far, for every query; and the vectors' sum."""
 
     def __init__(self, queries: Float[ndarray, "queries dim"] | None, *, k: int) -> None:
         self._queries, self._k, self._seen = queries, k, 0
         count = 0 if queries is None else len(queries)
+        self._total: Any = np.float64(0)
         self._scores, self._rows = np.empty((count, 0), np.float32), np.empty((count, 0), np.int64)
 
     def add(self, matrix: Float[ndarray, "docs dim"]) -> None:
@@ -147,10 +158,11 @@ class _Exact:
             scores, rows = np.hstack([self._scores, scores]), np.hstack([self._rows, rows + self._seen])
             self._scores, self._rows = topk.merge(scores, rows, k=self._k)
         self._seen += len(matrix)
+        self._total = self._total + matrix.sum(0, dtype=np.float64)
 
     def dump(self) -> bytes:
         sink = io.BytesIO()
-        np.savez(sink, scores=self._scores, rows=self._rows)
+        np.savez(sink, scores=self._scores, rows=self._rows, total=self._total)
         return sink.getvalue()
 
 
@@ -158,6 +170,11 @@ def _reopen(number: int, shared: Shared) -> ivf.Lists:
     names = shard.vector_files(number, family=shared.layout.family, refine=shared.layout.refine)
     data = [fs.read_bytes(fs.join(shared.output, name)) for name in names]
     return shard.parse(data, layout=shared.layout, coarse=ivf.coarse_of(shared.quantizer.centroids))
+
+
+def _no_postings() -> postings.Postings:
+    none = SPARSE.empty_table()
+    return postings.build(none["terms"], none["impacts"])
 
 
 def _no_documents(dataset: Artifact, config: IndexConfig) -> pa.Table:

@@ -83,6 +83,11 @@ class IndexConfig(Config):
         ("topic",),
         description="columns of the documents that a search may filter by: text, numbers, yes or no",
     )
+    terms: int | None = Field(
+        None,
+        ge=1,
+        description="strongest terms of a document that are indexed, where documents have some; None: all",
+    )
     train_documents: int = Field(
         200_000, ge=1, description="documents the quantizers are trained on, drawn evenly from the corpus"
     )

@@ -13,13 +13,14 @@ from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote import cluster, topk
+from scalingnote import cluster, hybrid, topk
 from scalingnote.errors import ArtifactError
 from scalingnote.index import build, filters, ivf, shard, tuning
 from scalingnote.index import family as families
@@ -71,7 +72,7 @@ def run(
         raise ArtifactError(
             f"{embeddings} has no embedding: every document was set aside, see its rejected.parquet"
         )
-    layout = _layout(config, documents=sum(rows), dim=_schema(source, parts[0]).field(VIEW).type.list_size)
+    layout = _layout(config, documents=sum(rows), encoded=_schema(source, parts[0]))
     cluster.connect()
     cluster.require(config.resources, stage="index")
 
@@ -127,8 +128,9 @@ def _schema(artifact: Artifact, part: str) -> Any:
         return pq.read_schema(stream)
 
 
-def _layout(config: IndexConfig, *, documents: int, dim: int) -> shard.Layout:
+def _layout(config: IndexConfig, *, documents: int, encoded: pa.Schema) -> shard.Layout:
     """Settings with the defaults filled in that depend on the corpus; refused if it cannot be trained."""
+    dim = encoded.field(VIEW).type.list_size
     family, trained = config.family, min(documents, config.train_documents)
     nlist = 1 if family.kind == "flat" else config.nlist
     nlist = nlist or ivf.default_nlist(documents, train_documents=trained)
@@ -146,6 +148,8 @@ def _layout(config: IndexConfig, *, documents: int, dim: int) -> shard.Layout:
         refine_factor=config.refine_factor or min(UNTUNED_FACTOR, factors[-1]),
         recall=None,
         filters=config.filters,
+        sparse="terms" in encoded.names,
+        background=None,
     )
 
 
@@ -208,7 +212,7 @@ def _tune(shared: build.Shared, sizes: Sequence[int]) -> tuple[shard.Layout, lis
     if shared.queries is None:
         return layout, []
     first = [0, *accumulate(sizes)]
-    exact = _exact(shared, first)
+    exact, background = _exact(shared, first)
     tried = [config.nprobe] if config.nprobe else tuning.probes(layout.nlist)
     factors = [config.refine_factor] if config.refine_factor else tuning.factors(layout.family, layout.refine)
     asked = [(number, first[number], nprobe) for nprobe in tried for number in range(len(sizes))]
@@ -228,13 +232,17 @@ def _tune(shared: build.Shared, sizes: Sequence[int]) -> tuple[shard.Layout, lis
         *(exact.shape[1], best.recall, len(exact), best.nprobe, layout.nlist, best.refine_factor),
     )
     chosen = {name: getattr(best, name) for name in ("nprobe", "refine_factor", "recall")}
+    chosen["background"] = background
     timed = [vars(point) | {"us_per_query": us} for point, us in zip(curve, times, strict=True)]
     return shard.Layout(**vars(layout) | chosen), timed
 
 
-def _exact(shared: build.Shared, first: Sequence[int]) -> Int[ndarray, "queries k"]:
-    """Rows of the exact answers of all shards, counted over all of them."""
-    shares = [build.exact_rows(number, shared) for number in range(len(first) - 1)]
-    scores = np.hstack([scores for scores, _ in shares])
-    rows = np.hstack([rows + start for (_, rows), start in zip(shares, first, strict=False)])
-    return topk.merge(scores, rows, k=shared.config.tuning.k)[1]
+def _exact(shared: build.Shared, first: Sequence[int]) -> tuple[Int[ndarray, "queries k"], float]:
+    """Rows of the exact answers of all shards, counted over all of them; and the background of cosines."""
+    shares = [build.exact(number, shared) for number in range(len(first) - 1)]
+    scores = np.hstack([scores for scores, _, _ in shares])
+    rows = np.hstack([rows + start for (_, rows, _), start in zip(shares, first, strict=False)])
+    mean = np.sum([total for _, _, total in shares if total.ndim], axis=0) / first[-1]
+    assert shared.queries is not None
+    background = hybrid.background_of(shared.queries, mean[np.newaxis])
+    return topk.merge(scores, rows, k=shared.config.tuning.k)[1], round(background, 6)

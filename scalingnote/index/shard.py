@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.errors import ArtifactError
-from scalingnote.index import ivf
+from scalingnote.index import ivf, postings_file
 from scalingnote.index.config import Refine
+from scalingnote.index.postings import Postings
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact
 
@@ -39,6 +40,8 @@ class Layout:
     refine_factor: int
     recall: float | None  # that nprobe and refine_factor were tuned to; None where nobody measured
     filters: tuple[str, ...]
+    sparse: bool  # whether documents have terms
+    background: float | None  # mean cosine of a query with a random document; None where nobody measured
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Shard:
     number: int
     lists: ivf.Lists
     documents: pa.Table
+    postings: Postings | None = None
 
 
 def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[list[Slice]]:
@@ -84,6 +88,11 @@ def vector_files(number: int, *, family: str, refine: Refine) -> list[str]:
     """A shard's inverted lists, and the vectors it keeps, as far as the family has them."""
     names = [*(["lists.faiss"] if family != "flat" else []), *(["kept.faiss"] if refine != "none" else [])]
     return [f"shard-{number:05d}/{name}" for name in names]
+
+
+def term_files(number: int) -> dict[str, str]:
+    """The files of a shard's postings: name among themselves -> part of the artifact."""
+    return {name: f"shard-{number:05d}/{name}" for name in postings_file.FILES}
 
 
 def document_columns(filters: Sequence[str]) -> list[str]:
@@ -139,7 +148,13 @@ def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any) -> 
             f"{index.uri}: shard {number} has {len(lists)} vectors and {len(documents)} documents: "
             "re-run index"
         )
-    return Shard(number, lists, documents)
+    postings = None
+    if layout.sparse:
+        mapped = {
+            name: fs.open_input(index.file(part)).read_buffer() for name, part in term_files(number).items()
+        }
+        postings = postings_file.load(mapped, documents=len(documents))
+    return Shard(number, lists, documents, postings)
 
 
 def parse(files: Sequence[bytes], *, layout: Layout, coarse: Any) -> ivf.Lists:

@@ -1,9 +1,20 @@
 """Knobs of online search, read by `scalingnote serve` and the apps in serve/."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from scalingnote.config import Config
 from scalingnote.encode.config import Form
+
+
+class Joining(Config):
+    """How dense and sparse candidates become one answer (see :mod:`scalingnote.hybrid`)."""
+
+    kind: Literal["interpolation", "reciprocal_rank"] = "interpolation"
+    dense_weight: float = Field(0.5, ge=0, le=1, description="of dense scores; sparse ones have the rest")
+    candidates: int = Field(100, ge=1, le=1000, description="fetched by either side, at least k")
+    k: int = Field(60, ge=0, description="of reciprocal ranks: 1 / (k + rank)")
 
 
 class ServeConfig(Config):

@@ -7,7 +7,7 @@ through :func:`merge_candidates`.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,15 +17,19 @@ import pyarrow as pa
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
-from scalingnote import topk
+from scalingnote import hybrid, topk
 from scalingnote.errors import SearchError
-from scalingnote.index import filters, ivf
+from scalingnote.index import filters, ivf, rescore
 from scalingnote.index import shard as shards_of
+from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import scan
+from scalingnote.search.config import Joining
+from scalingnote.search.hybrid import candidates as candidates_of_both
 from scalingnote.search.scan import ROW_BITS
 from scalingnote.storage.artifact import open_artifact
 
 MAX_K = 1000
+DEFAULT_JOINING = Joining()
 MASKS = 64  # filters whose rows are remembered: a bool per document each
 
 
@@ -102,6 +106,7 @@ class Searcher:
         self._first = np.array([0, *accumulate(map(len, self._documents.values()))])
         self._coarse = ordered[0].lists.coarse
         self._segments = [ivf.merge([shard.lists for shard in ordered])]
+        self._postings = [shard.postings for shard in ordered if shard.postings is not None]
         self._masks = lru_cache(MASKS)(self._mask)
         # faiss would take every core of the machine for each call, however many replicas share it.
         faiss.omp_set_num_threads(threads)
@@ -159,14 +164,89 @@ class Searcher:
         k: int,
         nprobe: int | None = None,
         where: filters.Filter | None = None,
-        deadline_s: float | None = None,
     ) -> list[list[Result]]:
         """The k best documents of each query, best first; all there are where there are fewer.
 
         Queries need not be of unit length. `where` keeps only the documents that it describes (see
         :mod:`scalingnote.index.filters`). Raises SearchError for queries that cannot be searched.
         """
-        found = self.candidates(queries, k=k, nprobe=nprobe, where=where, deadline_s=deadline_s)
+        return self._named(self.candidates(queries, k=k, nprobe=nprobe, where=where))
+
+    def search_both(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        terms: SparseRows,
+        *,
+        k: int,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+    ) -> list[list[Result]]:
+        """The k best documents by embeddings and by terms; `terms` has a row for each query.
+
+        Every candidate of either side is scored by both. A score is in [0, 1] by interpolation, else a sum of
+        reciprocal ranks. SearchError where this index cannot do it.
+        """
+        if not self._postings:
+            raise SearchError("this index has no terms: train with train.sparse, encode and index anew")
+        (lists,) = self._segments
+        if lists.kept is None:
+            raise SearchError(
+                f"{self.layout.family} keeps no vectors to score by what terms find: index with "
+                "index.family.refine=sq8"
+            )
+        unit = unit_queries(queries, dim=self.dim, k=k)
+        depth = max(k, joining.candidates)
+        masks = self._masks_of(where)
+        found = scan.search(self._segments, unit, k=depth, plan=self._plan(nprobe), masks=masks)
+        both = candidates_of_both(
+            found.rows,
+            partial(rescore.scores, lists.kept, unit),
+            self._postings,
+            terms,
+            k=depth,
+            allowed=None if masks is None else masks[0],
+        )
+        if joining.kind == "reciprocal_rank":
+            scores, rows = hybrid.by_rank(both, k=joining.k, candidates=depth, depth=k)
+        else:
+            weight, background = joining.dense_weight, self.layout.background or 0.0
+            scores, rows = hybrid.by_score(both, dense_weight=weight, background=background, depth=k)
+        return self._named(self._located(scores, rows))
+
+    def candidates(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        *,
+        k: int,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+    ) -> Candidates:
+        """The k best of the shards held. Same checks as :meth:`search`."""
+        unit = unit_queries(queries, dim=self.dim, k=k)
+        masks = self._masks_of(where)
+        found = scan.search(self._segments, unit, k=k, plan=self._plan(nprobe), masks=masks)
+        return self._located(found.scores, found.rows)
+
+    def _plan(self, nprobe: int | None) -> scan.Plan:
+        probes = self.nprobe if nprobe is None else checked_nprobe(nprobe, self.layout.nlist)
+        return scan.Plan(self._coarse, probes, self.layout.refine_factor)
+
+    def _masks_of(self, where: filters.Filter | None) -> list[Bool[ndarray, " rows"]] | None:
+        """Which rows a checked filter leaves; None without one."""
+        if not where:
+            return None
+        filters.check(where, self.fields)
+        return [self._masks(json.dumps(where, sort_keys=True))]
+
+    def _located(self, scores: Float[ndarray, "queries k"], rows: Int[ndarray, "queries k"]) -> Candidates:
+        """Rows over all that is held, as shards and the rows in them."""
+        none = rows < 0
+        shard = np.where(none, -1, np.searchsorted(self._first[1:], rows, side="right"))
+        numbers, inside = self._numbers[shard], np.where(none, -1, rows - self._first[shard])
+        return Candidates(scores.astype(np.float32), numbers, inside)
+
+    def _named(self, found: Candidates) -> list[list[Result]]:
         names = np.empty(found.row.shape, object)
         for number, documents in self._documents.items():
             here = found.shard == number
@@ -176,34 +256,6 @@ class Searcher:
             [Result(name, c.score, c.shard, c.row) for name, c in zip(row, found[query], strict=False)]
             for query, row in enumerate(names.tolist())
         ]
-
-    def candidates(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        *,
-        k: int,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-        deadline_s: float | None = None,
-    ) -> Candidates:
-        """The k best of the shards held. Same checks as :meth:`search`."""
-        unit = unit_queries(queries, dim=self.dim, k=k)
-        plan = scan.Plan(
-            self._coarse,
-            self.nprobe if nprobe is None else checked_nprobe(nprobe, self.layout.nlist),
-            self.layout.refine_factor,
-            deadline_s=deadline_s,
-        )
-        masks = None
-        if where:
-            filters.check(where, self.fields)
-            masks = [self._masks(json.dumps(where, sort_keys=True))]
-        found = scan.search(self._segments, unit, k=k, plan=plan, masks=masks)
-        none = found.rows < 0
-        shard = np.where(none, -1, np.searchsorted(self._first[1:], found.rows, side="right"))
-        return Candidates(
-            found.scores, self._numbers[shard], np.where(none, -1, found.rows - self._first[shard])
-        )
 
     def _mask(self, where: str) -> Bool[ndarray, " rows"]:
         """Which of the documents held a filter describes."""

@@ -73,6 +73,8 @@ def test_counts_and_bytes_are_those_of_the_files(index: Artifact) -> None:
         "refine_factor": 4,
         "recall": None,
         "filters": ["topic"],
+        "sparse": False,
+        "background": None,
     }
 
 
@@ -163,6 +165,8 @@ def test_nprobe_is_tuned_on_queries_of_the_query_tower(
     assert all(point["us_per_query"] > 0 for point in curve)
     chosen = next(point for point in curve if point["nprobe"] == layout["nprobe"])
     assert layout["recall"] == chosen["recall"] >= 0.9
+    cosines = asked @ np.delete(corpus.matrix, [5, 639], axis=0).T
+    assert layout["background"] == pytest.approx(cosines.mean(), abs=1e-5)
     searcher = Searcher.open(index.uri)
     kept = [i for i in range(640) if i not in (5, 639)]
     exact = topk.search(asked, corpus.matrix[kept], k=10)[1]

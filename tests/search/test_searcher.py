@@ -8,6 +8,8 @@ from scalingnote import topk
 from scalingnote.errors import ArtifactError, SearchError
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
+from scalingnote.models.sparse_query import SparseRows
+from scalingnote.search.config import Joining
 from scalingnote.search.searcher import Candidates, Result, Searcher, merge_candidates
 from synthetic_corpus import Corpus, queries, vectors
 
@@ -204,3 +206,42 @@ def test_late_shards_of_several_searchers_are_told_together() -> None:
     none = np.empty((1, 0), np.int64)
     late = [Candidates(none.astype(np.float32), none, none, late=shards) for shards in ((3,), (), (0, 1))]
     assert merge_candidates(late, k=5).late == (3, 0, 1)
+
+
+def _digits(numbers: list[int]) -> SparseRows:
+    """Queries for documents whose numbers have these digits."""
+    terms = [sorted({int(digit) for digit in str(number)}) for number in numbers]
+    offsets = np.cumsum([0, *map(len, terms)])
+    flat = np.concatenate([np.array(each, np.int32) for each in terms])
+    return SparseRows(offsets, flat, np.ones(len(flat), np.float32))
+
+
+def test_embeddings_and_terms_together_equal_brute_force(
+    cluster: None, asked: np.ndarray, tmp_path: Path
+) -> None:
+    corpus = Corpus.build(f"{tmp_path}/corpus", sizes=[300, 340], dim=16, sparse=True)
+    searcher = Searcher.open(job.run(EXACT, **corpus.uris, output=f"{tmp_path}/index").uri)
+    numbers = [17, 404, 639, 8]
+    queries_of = asked[: len(numbers)]
+    terms = np.array([[str(i).count(str(t)) for t in range(10)] for i in range(640)], np.float32)
+    weights = np.array([[float(str(t) in str(number)) for t in range(10)] for number in numbers], np.float32)
+    dense, sparse = queries_of @ corpus.matrix.T, weights @ terms.T
+    for where, rows in ((None, np.arange(640)), ({"topic": "topic 3"}, np.arange(3, 640, 7))):
+        found = searcher.search_both(
+            queries_of, _digits(numbers), k=9, joining=Joining(dense_weight=0.3, candidates=1000), where=where
+        )
+        best = np.maximum(dense[:, rows], 0.0)  # nothing was tuned: the background is 0
+        scores = 0.3 * best / best.max(1, keepdims=True)
+        scores += 0.7 * sparse[:, rows] / np.maximum(sparse[:, rows].max(1, keepdims=True), 1e-9)
+        exact = np.take_along_axis(rows[None], np.lexsort((np.tile(rows, (4, 1)), -scores))[:, :9], axis=1)
+        np.testing.assert_allclose(
+            [[r.score for r in line] for line in found], -np.sort(-scores, axis=1)[:, :9], atol=1e-5
+        )
+        assert [[r.doc_id for r in line] for line in found] == [[f"d{i}" for i in line] for line in exact]
+    ranked = searcher.search_both(queries_of, _digits(numbers), k=5, joining=Joining(kind="reciprocal_rank"))
+    assert all(line[0].score <= 2 / 61 for line in ranked)
+
+
+def test_an_index_without_terms_says_so(searcher: Searcher, asked: np.ndarray) -> None:
+    with pytest.raises(SearchError, match="this index has no terms"):
+        searcher.search_both(asked[:1], _digits([3]), k=3)

@@ -15,7 +15,7 @@ import pyarrow as pa
 from jaxtyping import Shaped
 from numpy import ndarray
 
-from scalingnote.errors import DataError
+from scalingnote.errors import ConfigError, DataError
 from scalingnote.index import shard
 from scalingnote.index.live import compaction, versions
 from scalingnote.index.live.shard import LiveShard, MovedError, owners
@@ -48,6 +48,10 @@ class LiveIndex:
         self._adopting = threading.Lock()
         artifact = self._version.open()
         self.layout = shard.open_layout(artifact)
+        if self.layout.sparse:
+            raise ConfigError(
+                f"{artifact.uri} holds terms, which live updates do not write: index embeddings without"
+            )
         quantizer = versions.open_quantizer(artifact, self.layout)
         self.coarse = shard.open_coarse(artifact)
         self.shards = [
