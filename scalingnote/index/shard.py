@@ -40,8 +40,10 @@ class Layout:
     refine_factor: int
     recall: float | None  # that nprobe and refine_factor were tuned to; None where nobody measured
     filters: tuple[str, ...]
-    sparse: bool  # whether documents have terms
-    background: float | None  # mean cosine of a query with a random document; None where nobody measured
+    sparse: bool = False  # whether documents have terms
+    background: float | None = (
+        None  # mean cosine of a query with a random document; None where nobody measured
+    )
 
 
 @dataclass(frozen=True)
