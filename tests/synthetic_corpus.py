@@ -78,13 +78,11 @@ def embeddings(
         table = pa.table({"doc_id": [f"d{i}" for i in rows], "summary": to_arrow(matrix[rows])})
         if sparse:
             terms = [sorted({int(digit) for digit in str(i)}) for i in rows]
-            counts = [
-                [np.float16(str(i).count(str(t))) for t in of] for i, of in zip(rows, terms, strict=True)
+            impacts = [
+                [np.float16(str(i).count(str(term))) for term in terms[at]] for at, i in enumerate(rows)
             ]
-            table = table.append_column(SPARSE.field("terms"), pa.array(terms, SPARSE.field("terms").type))
-            table = table.append_column(
-                SPARSE.field("impacts"), pa.array(counts, SPARSE.field("impacts").type)
-            )
+            for field, values in zip(SPARSE, (terms, impacts), strict=True):
+                table = table.append_column(field, pa.array(values, field.type))
         draft.write_table(f"embeddings/part-{number:05d}.parquet", table)
         first += size
     return draft.commit(counts={"documents": len(matrix) - len(missing)})

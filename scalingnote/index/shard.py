@@ -41,9 +41,7 @@ class Layout:
     recall: float | None  # that nprobe and refine_factor were tuned to; None where nobody measured
     filters: tuple[str, ...]
     sparse: bool = False  # whether documents have terms
-    background: float | None = (
-        None  # mean cosine of a query with a random document; None where nobody measured
-    )
+    background: float | None = None  # mean cosine of a query with a random document, if measured
 
 
 @dataclass(frozen=True)

@@ -137,13 +137,21 @@ def test_a_missing_shard_is_named(copy: Path, asked: np.ndarray) -> None:
     assert len(Searcher.open(str(copy), shards=[0, 2])) == 427  # the others are still there to be searched
 
 
-@pytest.mark.parametrize("name", ["coarse.faiss", "shard-00002/lists.faiss", "shard-00000/documents.arrow"])
-def test_one_flipped_byte_is_refused(name: str, copy: Path) -> None:
-    data = bytearray((copy / name).read_bytes())
-    data[len(data) // 2] ^= 1
-    (copy / name).write_bytes(data)
-    with pytest.raises(ArtifactError, match=f"{name} is damaged"):
-        Searcher.open(str(copy))
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_a_damaged_file_is_refused_by_its_name(copy: Path, damage: str) -> None:
+    parts = [path for path in sorted(copy.rglob("*")) if path.is_file() and path.name != "manifest.json"]
+    assert {path.name for path in parts} == {
+        *("coarse.faiss", "index.json", "documents.arrow", "lists.faiss", "kept.faiss")
+    }
+    for path in parts:
+        whole = path.read_bytes()
+        half = len(whole) // 2
+        flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
+        path.write_bytes(flipped if damage == "flip" else whole[:-1])
+        with pytest.raises(ArtifactError, match=f"{path.relative_to(copy)} is damaged"):
+            Searcher.open(str(copy))
+        path.write_bytes(whole)
+    assert len(Searcher.open(str(copy))) == 640
 
 
 def test_what_does_not_exist_is_refused(searcher: Searcher, uri: str) -> None:
