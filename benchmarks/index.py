@@ -231,7 +231,7 @@ def filled(family: Family, pieces: Sequence[ndarray], *, nlist: int) -> list[ivf
 
 def ours(segments: Sequence[ivf.Lists], nprobe: int, factor: int, queries: ndarray) -> ndarray:
     """Rows found by our own search."""
-    return scan.search(segments, queries, k=K, plan=scan.Plan(segments[0].coarse, nprobe, factor)).rows
+    return scan.search(segments, queries, k=K, plan=scan.Plan(nprobe, factor)).rows
 
 
 def of_faiss(index: Any, *, nprobe: int, factor: int) -> Search:

@@ -177,7 +177,7 @@ def search(
 ) -> list[list[tuple[str, int]]]:
     """doc_ids found and the operations that wrote them, best first; every list is scanned by default."""
     parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
-    plan = scan.Plan(live.coarse, nprobe or live.layout.nlist, live.layout.refine_factor)
+    plan = scan.Plan(nprobe or live.layout.nlist, live.layout.refine_factor)
     lists, masks = [segment.lists for segment in parts], [segment.alive for segment in parts]
     found = scan.search(lists, queries, k=k, plan=plan, masks=masks)
     tables = [segment.documents for segment in parts]

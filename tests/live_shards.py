@@ -71,7 +71,7 @@ def scored(
             fits = wanted(segment.documents)
             mask = fits if mask is None else mask & fits
         masks.append(mask)
-    plan = scan.Plan(ivf.coarse_of(shared.centroids), nprobe, refine_factor=EVERY)
+    plan = scan.Plan(nprobe, refine_factor=EVERY)
     found = scan.search([s.lists for s in snapshot.segments], queries, k=k, plan=plan, masks=masks)
     first = np.array([s.first_row for s in snapshot.segments])
     return replace(found, rows=np.where(found.rows < 0, -1, found.rows + first[found.segments]))
@@ -119,7 +119,7 @@ def index(uri: str, shards: list[Mapping[str, np.ndarray]], family: Family = EXA
 def search_index(live: LiveIndex, queries: np.ndarray, *, k: int) -> list[list[str]]:
     """doc_ids found in all shards, every list scanned."""
     parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
-    plan = scan.Plan(live.coarse, NLIST, refine_factor=EVERY)
+    plan = scan.Plan(NLIST, refine_factor=EVERY)
     segments, masks = [s.lists for s in parts], [s.alive for s in parts]
     found = scan.search(segments, queries, k=k, plan=plan, masks=masks)
     names = [segment.documents["doc_id"].to_pylist() for segment in parts]

@@ -53,7 +53,7 @@ class LiveSearcher:
                 wanted = filters.mask(segment.documents, where)
                 mask = wanted if mask is None else mask & wanted
             masks.append(mask)
-        plan = scan.Plan(self._index.coarse, probes, layout.refine_factor)
+        plan = scan.Plan(probes, layout.refine_factor)
         found = scan.search([segment.lists for segment in segments], unit, k=k, plan=plan, masks=masks)
         hits = np.empty(found.rows.shape, object)
         for number, segment in enumerate(segments):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from dataclasses import dataclass
 from math import ceil
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -44,7 +43,6 @@ class Found:
 class Plan:
     """How a search goes about its work."""
 
-    coarse: Any  # faiss index of the lists' centroids
     nprobe: int
     refine_factor: int
     deadline_s: float | None = None
@@ -73,7 +71,9 @@ def search(
     if not there or not len(queries):
         none = np.empty((len(queries), 0), np.int64)
         return Found(none.astype(np.float32), none, none)
-    nlist, documents = plan.coarse.ntotal, sum(map(len, segments))
+    # Almost always one: only while a live index goes over to centroids trained anew are there two.
+    coarse = {id(segments[number].coarse): segments[number].coarse for number in there}
+    nlist, documents = max(index.ntotal for index in coarse.values()), sum(map(len, segments))
     nprobe = min(nlist, ceil(plan.nprobe * documents / sum(allowed)))
     codes = documents * nprobe / nlist
     kept = all(segments[number].kept is not None for number in there)
@@ -81,13 +81,16 @@ def search(
         return _gather(_score_all(segments, queries, k=k, masks=masks, there=there), there, k=k)
 
     def probe(asked: Float[ndarray, "some dim"], probes: int) -> Found:
-        chosen = ivf.choose_lists(asked, plan.coarse, nprobe=probes)
+        chosen = {
+            key: ivf.choose_lists(asked, index, nprobe=min(probes, index.ntotal))
+            for key, index in coarse.items()
+        }
 
         def scan(number: int) -> Rows:
-            mask = masks[number]
+            lists, mask, factor = segments[number], masks[number], plan.refine_factor
+            lists_of = chosen[id(lists.coarse)]
             bitmap = None if mask is None else ivf.bitmap(mask)
-            lists, factor = segments[number], plan.refine_factor
-            return ivf.search(lists, asked, chosen=chosen, k=k, refine_factor=factor, allowed=bitmap)
+            return ivf.search(lists, asked, chosen=lists_of, k=k, refine_factor=factor, allowed=bitmap)
 
         return _gather(_in_time(scan, there, end, plan.pool), there, k=k)
 

@@ -104,7 +104,6 @@ class Searcher:
         self._documents = {shard.number: shard.documents for shard in ordered}
         self._numbers = np.array([*self._documents, -1])
         self._first = np.array([0, *accumulate(map(len, self._documents.values()))])
-        self._coarse = ordered[0].lists.coarse
         self._segments = [ivf.merge([shard.lists for shard in ordered])]
         self._postings = [shard.postings for shard in ordered if shard.postings is not None]
         self._masks = lru_cache(MASKS)(self._mask)
@@ -230,7 +229,7 @@ class Searcher:
 
     def _plan(self, nprobe: int | None) -> scan.Plan:
         probes = self.nprobe if nprobe is None else checked_nprobe(nprobe, self.layout.nlist)
-        return scan.Plan(self._coarse, probes, self.layout.refine_factor)
+        return scan.Plan(probes, self.layout.refine_factor)
 
     def _masks_of(self, where: filters.Filter | None) -> list[Bool[ndarray, " rows"]] | None:
         """Which rows a checked filter leaves; None without one."""

@@ -32,7 +32,7 @@ def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
     whole = ivf.merge(shards)
     for nprobe, found in shares.items():
         for point in tuning.measure(found, exact, nprobe=nprobe, factors=[1, 4]):
-            plan = scan.Plan(whole.coarse, nprobe, point.refine_factor)
+            plan = scan.Plan(nprobe, point.refine_factor)
             rows = scan.search([whole], asked, k=10, plan=plan).rows
             assert point.recall == pytest.approx(tuning.recall(rows, exact), abs=1e-4)
 

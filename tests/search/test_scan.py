@@ -58,7 +58,7 @@ def test_filters_equal_brute_force_at_every_selectivity(
     left = np.flatnonzero(mask)
     segments = FLAT if flat else FINE
     # All lists and every candidate: what is found is then exact, whichever way the search takes.
-    plan = scan.Plan(segments[0].coarse, nprobe=LISTS, refine_factor=COUNT)
+    plan = scan.Plan(nprobe=LISTS, refine_factor=COUNT)
     found = scan.search(segments, asked, k=k, plan=plan, masks=_masks(mask))
     scores, exact = topk.search(asked, DOCUMENTS[left], k=k)
     width = min(k, len(left))
@@ -78,7 +78,7 @@ def test_k_results_come_back_whenever_k_exist(
     selectivity: float, k: int, seed: int, segments: list[ivf.Lists]
 ) -> None:
     mask = np.random.default_rng(seed).random(COUNT) < selectivity
-    plan = scan.Plan(segments[0].coarse, nprobe=1, refine_factor=1)
+    plan = scan.Plan(nprobe=1, refine_factor=1)
     found = scan.search(segments, queries(DOCUMENTS, 4, seed=seed), k=k, plan=plan, masks=_masks(mask))
     rows = _rows(found)
     assert ((rows >= 0).sum(axis=1) == min(k, mask.sum())).all()
@@ -88,7 +88,7 @@ def test_k_results_come_back_whenever_k_exist(
 
 def test_without_a_filter_too_a_short_scan_is_repeated_over_more_lists() -> None:
     segments = FINE
-    plan = scan.Plan(segments[0].coarse, nprobe=1, refine_factor=1)
+    plan = scan.Plan(nprobe=1, refine_factor=1)
     found = scan.search(segments, queries(DOCUMENTS, 5), k=1000, plan=plan)
     assert (found.rows >= 0).all()
 
@@ -109,7 +109,7 @@ def test_a_slow_segment_is_left_out_and_named(threads: int, monkeypatch: pytest.
 
     monkeypatch.setattr(ivf, "search", slow)
     with ThreadPoolExecutor(threads) as pool:
-        plan = scan.Plan(segments[0].coarse, LISTS, COUNT, deadline_s=0.1, pool=pool if threads > 1 else None)
+        plan = scan.Plan(LISTS, COUNT, deadline_s=0.1, pool=pool if threads > 1 else None)
         found = scan.search(segments, asked, k=5, plan=plan)
         go_on.set()
     assert found.late == ((2,) if threads > 1 else (2, 3))
@@ -123,7 +123,7 @@ def test_threads_find_what_one_thread_finds() -> None:
     segments = FINE
     asked = queries(DOCUMENTS, 20)
     with ThreadPoolExecutor(3) as pool:
-        plans = [scan.Plan(segments[0].coarse, 4, 4, pool=each) for each in (None, pool)]
+        plans = [scan.Plan(4, 4, pool=each) for each in (None, pool)]
         one, many = (scan.search(segments, asked, k=9, plan=p) for p in plans)
     np.testing.assert_array_equal(one.rows, many.rows)
     np.testing.assert_array_equal(one.scores, many.scores)

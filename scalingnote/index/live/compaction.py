@@ -3,6 +3,10 @@
     rows still alive ─ their codes as they are ┐
     documents written since ─ encoded once     ┴► files of a shard, one shard in memory at a time
 
+Centroids and codebooks grow stale as documents come and go. When as many have been written as make a share of
+the index, they are trained anew, on vectors of all shards, and every row is encoded by them; so each write
+pays for a bounded number of trainings.
+
 It reads logs and files only, so it may run in any process that sees them, while the index is written and
 searched. Killed at any moment it leaves the old version current, with the whole log; the next call takes up
 the shards that were finished.
@@ -15,14 +19,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
 
-from scalingnote.index import ivf, shard
+from scalingnote.errors import ConfigError
+from scalingnote.index import ivf, rescore, shard
 from scalingnote.index.build import write
 from scalingnote.index.config import IndexConfig
 from scalingnote.index.live import rows as live_rows
-from scalingnote.index.live import versions, wal
+from scalingnote.index.live import versions, wal, writes
 from scalingnote.index.live.claim import claim
 from scalingnote.index.live.shard import catch_up
+from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.state import LiveState
 from scalingnote.index.live.versions import Version
 from scalingnote.index.live.wal_segment import sync_folder
@@ -30,12 +38,17 @@ from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, write_table
 
+RETRAINED_AT = 0.5
 
-def compact(folder: str | Path, *, output: str | None = None) -> Artifact | None:
+
+def compact(
+    folder: str | Path, *, output: str | None = None, retrain_at: float = RETRAINED_AT
+) -> Artifact | None:
     """Write the next version of the live index in `folder` and make it current; None if there is nothing new.
 
-    `output` is a path or URI, by default beside the logs. Documents keep the codes they have; the quantizer
-    is not trained anew. ConfigError when another process compacts the same index.
+    `output` is a path or URI, by default beside the logs. The quantizer is trained anew once the documents
+    written since it was are this share of the index, where the family keeps vectors to train it on; else
+    documents keep the codes they have. ConfigError when another process compacts the same index.
     """
     folder = Path(folder)
     taken = f"{folder} is being compacted by another process ({{owner}}): wait for it"
@@ -57,7 +70,8 @@ def compact(folder: str | Path, *, output: str | None = None) -> Artifact | None
             if until == versions.included(base):
                 fs.delete(draft.uri)
                 return None
-            index = _write(draft, folder, base, Version(number, draft.uri, version.origin), until)
+            new = Version(number, draft.uri, version.origin)
+            index = _write(draft, folder, base, new, until, retrain_at=retrain_at)
         _make_durable(index)
         versions.advance(folder, Version(number, fs.absolute(index.uri), version.origin))
         return index
@@ -78,15 +92,30 @@ def _until(draft: Draft, folder: Path, base: Artifact) -> list[int]:
     return until
 
 
-def _write(draft: Draft, folder: Path, base: Artifact, version: Version, until: Sequence[int]) -> Artifact:
+def _write(
+    draft: Draft,
+    folder: Path,
+    base: Artifact,
+    version: Version,
+    until: Sequence[int],
+    *,
+    retrain_at: float,
+) -> Artifact:
     layout = shard.open_layout(base)
-    quantizer = versions.open_quantizer(base, layout)
-    parts = {shard.COARSE: write(draft.path(shard.COARSE), fs.read_bytes(base.file(shard.COARSE)))}
+    old = versions.open_quantizer(base, layout)
+    written = versions.written(base) + _written(folder, base, until)
+    stale = layout.refine != "none" and written >= retrain_at * layout.documents
+    trained = _trained_anew(folder, base, old, until) if stale else None
+    quantizer = trained or old
+    coarse = ivf.dump(ivf.coarse_of(quantizer.centroids))
+    parts = {shard.COARSE: write(draft.path(shard.COARSE), coarse)}
     with Progress("index", total=layout.documents, unit="documents compacted") as progress:
         for number, last in enumerate(until):
             record = draft.work(f"shards/{number:05d}.json")
             if not fs.exists(record):
-                files = _compact_shard(draft, folder, base, number, quantizer, last)
+                now = _replayed(folder, base, number, old, last)
+                lists = _encoded_anew(now, trained) if trained else _cut_down(now, old)
+                files = _write_shard(draft, number, layout, lists, now)
                 fs.write_bytes(
                     record, json.dumps({name: vars(part) for name, part in files.items()}).encode()
                 )
@@ -97,8 +126,14 @@ def _write(draft: Draft, folder: Path, base: Artifact, version: Version, until: 
         draft.register(name, part)
     documents = sum(part.rows or 0 for part in parts.values())
     size = sum(part.bytes for name, part in parts.items() if name.endswith(".faiss"))
-    draft.write_json(shard.LAYOUT, vars(replace(layout, documents=documents)))
-    state = {"version": version.number, "origin": version.origin, "included": list(until)}
+    layout = replace(layout, documents=documents, nlist=len(quantizer.centroids))
+    draft.write_json(shard.LAYOUT, vars(replace(layout, nprobe=min(layout.nprobe, layout.nlist))))
+    state = {
+        "version": version.number,
+        "origin": version.origin,
+        "included": list(until),
+        "written": 0 if trained else written,
+    }
     draft.write_json(versions.LIVE, state)
     counts = {"documents": documents, "bytes": size, "bytes_per_vector": round(size / max(documents, 1))}
     get_logger("index").info(
@@ -108,19 +143,71 @@ def _write(draft: Draft, folder: Path, base: Artifact, version: Version, until: 
     return draft.commit(counts=base.counts | counts, tuning=base.manifest.info.get("tuning", []))
 
 
-def _compact_shard(
-    draft: Draft, folder: Path, base: Artifact, number: int, quantizer: ivf.Quantizer, until: int
-) -> dict[str, Part]:
-    """Write a shard with what is alive of it after record `until` of its log."""
+def _written(folder: Path, base: Artifact, until: Sequence[int]) -> int:
+    """How many documents the logs have that the base does not include."""
+    found = 0
+    for number, (after, last) in enumerate(zip(versions.included(base), until, strict=True)):
+        for record in wal.read(versions.log_folder(folder, number), after=after, until=last):
+            write = writes.decode(record.payload)
+            found += write.documents.num_rows if isinstance(write, writes.Upsert) else 0
+    return found
+
+
+def _replayed(folder: Path, base: Artifact, number: int, quantizer: ivf.Quantizer, until: int) -> Snapshot:
+    """A shard as of record `until` of its log."""
     layout = shard.open_layout(base)
-    old = shard.open_shard(base, number, layout=layout, coarse=shard.open_coarse(base))
-    state = LiveState(old, quantizer, sequence=versions.included(base)[number])
+    opened = shard.open_shard(base, number, layout=layout, coarse=ivf.coarse_of(quantizer.centroids))
+    state = LiveState(opened, quantizer, sequence=versions.included(base)[number])
     catch_up(state, versions.log_folder(folder, number), until=until)
-    now = state.snapshot
+    return state.snapshot
+
+
+def _trained_anew(
+    folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[int]
+) -> ivf.Quantizer | None:
+    """A quantizer of as many lists, fitted to an even sample of all shards; None where that is too small."""
+    config = IndexConfig.model_validate(base.manifest.config)
+    layout = shard.open_layout(base)
+    share = min(1.0, config.train_documents / max(layout.documents, 1))
+    rng = np.random.default_rng(config.seed)
+    drawn = []
+    for number, last in enumerate(until):
+        vectors = _alive(_replayed(folder, base, number, old, last))
+        drawn.append(vectors[rng.random(len(vectors)) < share])
+    sample = np.concatenate(drawn)
+    nlist = min(layout.nlist, max(1, len(sample) // ivf.POINTS_PER_CENTROID))
+    try:
+        found = ivf.train(sample, config.family, nlist=nlist, iterations=config.iterations, seed=config.seed)
+    except ConfigError as error:
+        get_logger("index").warning("centroids and codebooks stay as they are: %s", error)
+        return None
+    get_logger("index").info("centroids and codebooks are trained anew on %s documents", f"{len(sample):,}")
+    return found
+
+
+def _alive(now: Snapshot) -> Float[ndarray, "rows dim"]:
+    """Vectors of the rows alive: those kept of the base, those written of the others."""
+    kept = rescore.vectors(now.base.lists.kept, np.flatnonzero(now.base_alive))
+    return np.concatenate([kept, now.tail[now.live_alive]])
+
+
+def _encoded_anew(now: Snapshot, quantizer: ivf.Quantizer) -> ivf.Lists:
+    lists = ivf.empty(quantizer)
+    ivf.add(lists, _alive(now))
+    return lists
+
+
+def _cut_down(now: Snapshot, quantizer: ivf.Quantizer) -> ivf.Lists:
+    """The base's lists without what is dead, and what was written since behind it."""
     new = ivf.empty(quantizer)
     ivf.add(new, now.tail[now.live_alive])
-    live_rows.keep(old.lists, now.base_alive)
-    lists = ivf.merge([old.lists, new])
+    live_rows.keep(now.base.lists, now.base_alive)
+    return ivf.merge([now.base.lists, new])
+
+
+def _write_shard(
+    draft: Draft, number: int, layout: shard.Layout, lists: ivf.Lists, now: Snapshot
+) -> dict[str, Part]:
     every = np.concatenate([now.base_alive, now.live_alive])
     documents = now.documents(np.flatnonzero(every))
     names = shard.vector_files(number, family=layout.family, refine=layout.refine)

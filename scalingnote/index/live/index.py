@@ -43,7 +43,7 @@ class LiveIndex:
 
         `index`, the artifact that was built, is needed once. The other knobs are those of a LiveShard.
         """
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._version = versions.current(folder, index)
         self._adopting = threading.Lock()
         artifact = self._version.open()
@@ -53,10 +53,10 @@ class LiveIndex:
                 f"{artifact.uri} holds terms, which live updates do not write: index embeddings without"
             )
         quantizer = versions.open_quantizer(artifact, self.layout)
-        self.coarse = shard.open_coarse(artifact)
+        coarse = shard.open_coarse(artifact)
         self.shards = [
             LiveShard(
-                shard.open_shard(artifact, number, layout=self.layout, coarse=self.coarse),
+                shard.open_shard(artifact, number, layout=self.layout, coarse=coarse),
                 quantizer,
                 log=versions.log_folder(folder, number),
                 after=after,
@@ -112,22 +112,22 @@ class LiveIndex:
 
     def compact(self) -> Artifact | None:
         """Write the next version here and now, and go over to it; None if there is nothing new."""
-        written = compaction.compact(self._folder)
+        written = compaction.compact(self.folder)
         self.adopt()
         return written
 
     def adopt(self) -> bool:
         """Go over to a version that a compaction, in any process, has made current; whether there was one."""
         with self._adopting:
-            newest = versions.current(self._folder)
+            newest = versions.current(self.folder)
             if newest.number == self._version.number:
                 return False
             artifact = newest.open()
             layout = shard.open_layout(artifact)
-            quantizer = versions.open_quantizer(artifact, layout)
+            quantizer, coarse = versions.open_quantizer(artifact, layout), shard.open_coarse(artifact)
             for each, after in zip(self.shards, versions.included(artifact), strict=True):
                 number = each.snapshot.base.number
-                opened = shard.open_shard(artifact, number, layout=layout, coarse=self.coarse)
+                opened = shard.open_shard(artifact, number, layout=layout, coarse=coarse)
                 each.rebase(opened, quantizer, after=after)
             self._version, self.layout = newest, layout
             return True

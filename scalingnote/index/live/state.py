@@ -38,7 +38,7 @@ class LiveState:
             base_alive=np.ones(len(base.documents), bool),
             live_alive=np.ones(0, bool),
             chunks=(),
-            merged=ivf.empty(quantizer),
+            merged=ivf.load(base.lists.coarse, quantizer.lists, quantizer.kept),
             tail=self._tail,
         )
 

@@ -81,6 +81,13 @@ def included(index: Artifact) -> list[int]:
     return found
 
 
+def written(index: Artifact) -> int:
+    """Documents written since the quantizer of a version was trained, as far as the version includes them."""
+    if LIVE not in index.manifest.parts:
+        return 0
+    return int(index.read_json(LIVE)["written"])
+
+
 def open_quantizer(index: Artifact, layout: shard.Layout) -> ivf.Quantizer:
     """What the shards of an index share, from the smallest of them, emptied."""
     coarse = shard.open_coarse(index)

@@ -210,6 +210,21 @@ def test_searches_go_on_while_versions_change(live: LiveIndex) -> None:
     assert live.version == 4
 
 
+def test_a_quantizer_that_grew_stale_is_trained_anew(live: LiveIndex) -> None:
+    truth = dict(TRUTH)
+    before = versions.current(live.folder).open()
+    for step, start in enumerate(range(0, 80, 20)):
+        names = [f"e{i}" for i in range(start, start + 20)]
+        live.upsert(table(names, step), NEW[start : start + 20])
+        truth |= dict(zip(names, NEW[start:], strict=False))
+        after = live.compact()
+        same = before.manifest.parts["coarse.faiss"] == after.manifest.parts["coarse.faiss"]
+        assert same == (step != 2)  # 60 written, 110 documents before
+        assert after.read_json("live.json")["written"] == [20, 40, 0, 20][step]
+        assert _equal(live, truth)
+        before = after
+
+
 def test_a_follower_goes_over_to_the_new_version(live: LiveIndex, tmp_path: Path) -> None:
     late, follower = (LiveIndex(tmp_path / "live", follow=True) for _ in range(2))
     truth = dict(TRUTH)
