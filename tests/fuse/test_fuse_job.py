@@ -226,6 +226,24 @@ def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
     assert job.run(config(), **inputs.uris, output=output).digest == fused.digest
 
 
+def test_two_workers_train_what_one_process_trains(
+    cluster: None, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    encode_here(monkeypatch)  # of what is done on Ray, training alone
+    runs = [
+        job.run(
+            config(epochs=2, hide=0.0, resources={"workers": workers}),
+            **inputs.uris,
+            output=f"{tmp_path}/{workers}",
+        )
+        for workers in (0, 2)
+    ]
+    losses = [[point["loss"] for point in run.read_json("curve.json")] for run in runs]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+    final = [to_numpy(run.table("embeddings")["summary"]) for run in runs]
+    np.testing.assert_allclose(final[1], final[0], atol=1e-3)
+
+
 def test_no_epoch_leaves_every_embedding_as_it_was(inputs: Inputs, tmp_path: Path, monkeypatch):
     encode_here(monkeypatch)
     artifact = job.run(config(epochs=0), **inputs.uris, output=f"{tmp_path}/fused")
