@@ -12,7 +12,6 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import faiss
@@ -66,8 +65,6 @@ def main() -> None:
             rows.append(direct(documents, queries, exact, nlist=nlist, nprobe=setting[0], factor=setting[1]))
             shards = sharded(documents, queries, nlist=nlist, nprobe=setting[0], factor=setting[1])
             show(f"{SHARDS} shards, nprobe={setting[0]}, refine_factor={setting[1]}", shards)
-    if find_spec("autofaiss"):
-        rows.append(of_autofaiss(documents, queries, exact))
     show(f"{len(documents):,} documents, {len(queries)} queries, one thread", rows)
     together = next(row for row in shards if row["search of"].startswith("a searcher of 4"))
     metrics = {
@@ -148,28 +145,6 @@ def direct(
     return row("faiss directly, default", search, queries, exact, built=built, size=size) | {
         "nprobe": nprobe,
         "refine_factor": factor,
-    }
-
-
-def of_autofaiss(documents: ndarray, queries: ndarray, exact: ndarray) -> dict[str, Any]:
-    """What autofaiss chooses and builds when it may use as much memory as our default takes."""
-    from autofaiss import build_index
-
-    start = time.process_time()
-    index, _ = build_index(
-        documents,
-        save_on_disk=False,
-        metric_type="ip",
-        max_index_memory_usage=f"{len(documents) * 200 // 2**20}MB",
-        max_index_query_time_ms=10,
-        nb_cores=1,
-        verbose=40,
-    )
-    built = time.process_time() - start
-    size = len(faiss.serialize_index(index)) / len(documents)
-    return row("autofaiss", lambda q: index.search(q, K)[1], queries, exact, built=built, size=size) | {
-        "nprobe": "its own",
-        "refine_factor": "-",
     }
 
 
