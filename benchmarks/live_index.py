@@ -7,11 +7,11 @@ Kills: `benchmarks/live_kill.py`, in exact mode, on a folder that outlives the p
 Streaming, in the manner of big-ann-benchmarks' runbooks: passages of real text (`benchmarks/passages.py`)
 come in their order, so that what is written later is about other things than what the index was trained on.
 It is built from the first quarter; once half of all are there, the oldest are deleted as others come. It
-merges in the background and is compacted now and then, which trains it anew once half of it was written since;
-beside it stands an index built at that moment from the documents that are there. Recall@10 is against exact
-search. Both are asked for as many lists; between compactions the live index does more work than the other: a
-search scans more lists the more rows are dead, and rescores candidates of every segment. Right after a
-compaction their work is equal.
+merges in the background and is compacted now and then, which trains it anew once half of it was written
+since; beside it stands an index built at that moment from the documents that are there. Recall@10 is against
+exact search. Both are asked for as many lists; between compactions the live index does more work than the
+other: a search scans more lists the more rows are dead, and rescores candidates of every segment. Right after
+a compaction their work is equal.
 
 Writes: batches of 1 and of 100 documents, each acknowledged after it is durable; and by 8 threads at once.
 """
