@@ -122,8 +122,8 @@ class Searcher:
         """Open the shards with these numbers, or all; `nprobe` None takes the index's own.
 
         `threads` is what faiss may use for searches from the thread that opens; those of other threads go by
-        OMP_NUM_THREADS, which Ray sets for its workers. Raises ArtifactError when a file is missing or damaged,
-        SearchError when a shard does not exist.
+        OMP_NUM_THREADS, which Ray sets for its workers. Raises ArtifactError when a file is missing or
+        damaged, SearchError when a shard does not exist.
         """
         index = open_artifact(index_uri, kind="index")
         layout = shards_of.open_layout(index)
