@@ -3,7 +3,7 @@
     python -m benchmarks.index --json docs/results/index.json
 
 Vectors are real: a dual encoder is trained for a hundred steps on medquad and encodes its documents and test
-queries. Sixteen thousand documents are not a million, so each is repeated, moved by half the difference of
+queries. Eight thousand documents are not a million, so each is repeated, moved by half the difference of
 two others, which keeps the spectrum. Queries are not moved. Every setting is the one that tuning chooses for
 recall@100 of 0.95. Times are of one thread's processor, in rounds that take turns.
 """

@@ -24,7 +24,7 @@ from scalingnote.index.config import IndexConfig
 from scalingnote.quantize.job import read_vectors, use_threads
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import vectors
-from scalingnote.storage.artifact import Artifact, Part, open_artifact, write_table
+from scalingnote.storage.artifact import WORK, Artifact, Part, open_artifact, write_table
 from scalingnote.storage.schema import SPARSE
 
 TIMED_QUERIES = 64
@@ -43,7 +43,7 @@ class Shared:
 
     def work(self, name: str) -> str:
         """Where an unfinished run keeps what is no part of the artifact."""
-        return fs.join(self.output, "_work", name)
+        return fs.join(self.output, WORK, name)
 
 
 def train(config: IndexConfig, nlist: int, *matrices: Float[ndarray, "_ dim"]) -> ivf.Quantizer:

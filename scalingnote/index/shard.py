@@ -43,6 +43,10 @@ class Layout:
     sparse: bool = False  # whether documents have terms
     background: float | None = None  # mean cosine of a query with a random document, if measured
 
+    def fields(self, documents: pa.Schema) -> pa.Schema:
+        """Those columns of a shard's documents that a search may filter by."""
+        return pa.schema([documents.field(name) for name in self.filters])
+
 
 @dataclass(frozen=True)
 class Slice:

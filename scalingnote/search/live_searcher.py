@@ -44,8 +44,7 @@ class LiveSearcher:
         probes = checked_nprobe(nprobe or self._nprobe or layout.nprobe, layout.nlist)
         segments = [segment for snapshot in snapshots for segment in snapshot.segments]
         if where:
-            columns = segments[0].documents.schema
-            filters.check(where, pa.schema([columns.field(name) for name in layout.filters]))
+            filters.check(where, layout.fields(segments[0].documents.schema))
         masks = []
         for segment in segments:
             mask = segment.alive

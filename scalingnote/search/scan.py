@@ -22,8 +22,7 @@ from scalingnote import topk
 from scalingnote.index import ivf
 from scalingnote.index.tuning import RESCORED
 
-# A segment and a row as one number that sorts by segment, then row.
-ROW_BITS = 40
+_ROW_BITS = 40
 
 Masks = Sequence[Bool[ndarray, " _"] | None]
 Rows = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]
@@ -102,6 +101,21 @@ def search(
     return found if whole.late else _replaced(found, short, whole)
 
 
+def packed(
+    place: Int[ndarray, "queries k"] | int, rows: Int[ndarray, "queries k"]
+) -> Int[ndarray, "queries k"]:
+    """A place (segment or shard) and a row in it as one number that sorts by place, then row; -1 for none."""
+    return np.where(rows < 0, -1, (place << _ROW_BITS) + rows)
+
+
+def unpacked(
+    ids: Int[ndarray, "queries k"],
+) -> tuple[Int[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+    """Places and rows of :func:`packed` numbers."""
+    none = ids < 0
+    return np.where(none, -1, ids >> _ROW_BITS), np.where(none, -1, ids % (1 << _ROW_BITS))
+
+
 def _score_all(
     segments: Sequence[ivf.Lists],
     queries: Float[ndarray, "queries dim"],
@@ -145,11 +159,9 @@ def _gather(found: dict[int, Rows], there: Sequence[int], *, k: int) -> Found:
     if len(found) == 1:
         ((number, (scores, rows)),) = found.items()
         return Found(scores, np.where(rows < 0, -1, number), rows, late)
-    ids = [np.where(rows < 0, -1, (number << ROW_BITS) + rows) for number, (_, rows) in found.items()]
+    ids = [packed(number, rows) for number, (_, rows) in found.items()]
     best, chosen = topk.merge(np.hstack([scores for scores, _ in found.values()]), np.hstack(ids), k=k)
-    none = chosen < 0
-    rows = np.where(none, -1, chosen % (1 << ROW_BITS))
-    return Found(best, np.where(none, -1, chosen >> ROW_BITS), rows, late)
+    return Found(best, *unpacked(chosen), late)
 
 
 def _replaced(found: Found, queries: Int[ndarray, " some"], by: Found) -> Found:

@@ -25,7 +25,6 @@ from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import scan
 from scalingnote.search.config import Joining
 from scalingnote.search.hybrid import candidates as candidates_of_both
-from scalingnote.search.scan import ROW_BITS
 from scalingnote.storage.artifact import open_artifact
 
 MAX_K = 1000
@@ -76,14 +75,10 @@ class Candidates:
 def merge_candidates(answers: Sequence[Candidates], *, k: int) -> Candidates:
     """The k best of several searchers' candidates; of equal scores the lower shard, then row, comes first."""
     scores = np.concatenate([answer.score for answer in answers], axis=1)
-    ids = np.concatenate([_pack(answer.shard, answer.row) for answer in answers], axis=1)
+    ids = np.concatenate([scan.packed(answer.shard, answer.row) for answer in answers], axis=1)
     best, chosen = topk.merge(scores, ids, k=k)
-    return Candidates(
-        best,
-        np.where(chosen < 0, -1, chosen >> ROW_BITS),
-        np.where(chosen < 0, -1, chosen % (1 << ROW_BITS)),
-        tuple(shard for answer in answers for shard in answer.late),
-    )
+    late = tuple(shard for answer in answers for shard in answer.late)
+    return Candidates(best, *scan.unpacked(chosen), late)
 
 
 class Searcher:
@@ -154,8 +149,7 @@ class Searcher:
     @property
     def fields(self) -> pa.Schema:
         """What a search may filter by."""
-        documents = next(iter(self._documents.values())).schema
-        return pa.schema([documents.field(name) for name in self.layout.filters])
+        return self.layout.fields(next(iter(self._documents.values())).schema)
 
     def search(
         self,
@@ -303,7 +297,3 @@ def checked_nprobe(nprobe: int, nlist: int) -> int:
     if nprobe < 1:
         raise SearchError(f"nprobe is {nprobe}: scan 1 to {nlist} lists")
     return min(nprobe, nlist)
-
-
-def _pack(shard: Int[ndarray, "queries k"], row: Int[ndarray, "queries k"]) -> Int[ndarray, "queries k"]:
-    return np.where(row < 0, -1, (shard << ROW_BITS) + row)
