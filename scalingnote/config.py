@@ -43,7 +43,7 @@ def load(model: type[C], paths: Sequence[str | Path], overrides: Sequence[str] =
     """
     merged: dict[str, Any] = {}
     for path in paths:
-        merged = _merge(merged, _read(Path(path)))
+        merged = merge(merged, _read(Path(path)))
     for override in overrides:
         key, found, value = override.partition("=")
         if not found or not key.strip():
@@ -51,7 +51,7 @@ def load(model: type[C], paths: Sequence[str | Path], overrides: Sequence[str] =
         nested: Any = yaml.safe_load(value)
         for name in reversed(key.strip().split(".")):
             nested = {name: nested}
-        merged = _merge(merged, nested)
+        merged = merge(merged, nested)
     return validate(model, merged, source=", ".join(str(path) for path in paths) or "--set")
 
 
@@ -92,10 +92,11 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}; a config is a mapping of sections")
     base = values.pop("extends", None)
-    return _merge(_read(path.parent / base), values) if base else values
+    return merge(_read(path.parent / base), values) if base else values
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `above` win over those of `below`; sections are merged key by key."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -105,7 +106,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
             and isinstance(value, dict)
             and not any(tag in value and value[tag] != old.get(tag) for tag in ("kind", "name"))
         )
-        merged[key] = _merge(old, value) if same_kind else value  # type: ignore[arg-type]
+        merged[key] = merge(old, value) if same_kind else value  # type: ignore[arg-type]
     return merged
 
 

@@ -4,36 +4,31 @@
 fields of :class:`AppArgs` as its ``args``.
 """
 
-import json
-import logging
 import os
-import signal
-import socket
-import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
-import ray
 from pydantic import Field, model_validator
-from ray import serve
-from ray.serve import Application
-from ray.serve.config import HTTPOptions
-from ray.serve.schema import LoggingConfig
+from ray.serve import Application, deployment
 
-from scalingnote import cluster, pipeline
-from scalingnote.config import Config, load
-from scalingnote.encode import exported
-from scalingnote.errors import ArtifactError, ConfigError, SearchError
-from scalingnote.log import get_logger
+from scalingnote import pipeline
+from scalingnote.config import Config, merge, validate
+from scalingnote.encode import exported, query_encoder
+from scalingnote.encode.config import Form
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.index import shard
 from scalingnote.search.config import ServeConfig
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
-from serve.gateway import Gateway
-from serve.index_shard import IndexShard
-from serve.query_encoder import QueryEncoder
+from serve.catalog import Catalog, Version
+from serve.door import read_keys
+from serve.gateway import ArmParts, Gateway, SearcherParts
+from serve.query_encoder import Parts, QueryEncoder
+from serve.reranker import Reranker
+from serve.searcher import IndexSearcher
 
-NAME = "scalingnote"
 TOWERS = ("query_encoder", "student", "dual_encoder")
-log = get_logger("serve")
+SMALL = 2_000_000  # documents that a gateway holds beside its own work
 
 
 class AppArgs(Config):
@@ -59,117 +54,136 @@ class Served:
     """What :class:`AppArgs` name, found and checked."""
 
     index: Artifact
-    query_tower: Artifact
+    arms: tuple[ArmParts, ...]  # with the parts of their query paths
+    catalog: Catalog
     config: ServeConfig
     address: str | None
 
     @property
-    def shards(self) -> int:
-        """Number of shards of the index."""
-        return int(self.index.read_json("index.json")["shards"])
+    def sizes(self) -> tuple[int, ...]:
+        """How many shards each group has."""
+        shards = int(self.index.read_json("index.json")["shards"])
+        each = self.config.shards_per_searcher
+        return tuple(len(range(first, min(first + each, shards))) for first in range(0, shards, each))
+
+    @property
+    def searchers_here(self) -> bool:
+        """Whether the gateway itself searches."""
+        if self.config.searchers_in != "auto":
+            return self.config.searchers_in == "gateway"
+        return self.config.gateway_replicas == 1 and self.index.counts["documents"] <= SMALL
 
     @property
     def cpus(self) -> float:
         """CPU cores that all replicas together reserve."""
-        config = self.config
-        replicas = config.gateway_replicas + config.encoder_replicas + self.shards * config.shard_replicas
-        return replicas * config.cpus_per_replica
+        config, replicas = self.config, self.config.gateway_replicas
+        replicas += sum(not _encodes_here(arm, config) for arm in self.arms) * config.encoder_replicas
+        replicas += (not self.searchers_here) * len(self.sizes) * config.searcher_replicas
+        rerank = config.rerank
+        return replicas * config.cpus_per_replica + (
+            rerank.replicas * rerank.cpus_per_replica if rerank is not None else 0
+        )
 
 
 def find(args: AppArgs) -> Served:
     """Open the artifacts that `args` name; ConfigError or ArtifactError says what is amiss with them."""
-    own = args.serve.model_dump(exclude_unset=True)
-    if args.run_dir is not None:
-        # Replicas have working directories of their own.
-        place = args.run_dir if "://" in args.run_dir else os.path.abspath(args.run_dir)
-        run = pipeline.load_run(place)
-        index = pipeline.locate(run, "index")
-        tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
-        config = run.serve.model_copy(update=own)
-        served = Served(index, exported.find(tower, config.query_form, place), config, run.address)
-    else:
+    if args.run_dir is None:
         assert args.index is not None  # AppArgs saw to it
         assert args.query_tower is not None
-        served = Served(open_artifact(args.index, kind="index"), _tower(args.query_tower), args.serve, None)
-    dims = (
-        served.index.read_json("index.json")["dim"],
-        served.query_tower.read_json("query/tower.json")["dim"],
-    )
+        index, tower = open_artifact(args.index, kind="index"), _tower(args.query_tower)
+        parts = Parts(_place(tower), args.serve.query_form, args.serve.query_cache)
+        return _served(index, tower, parts, args.serve, None)
+    # Replicas have working directories of their own.
+    place = args.run_dir if "://" in args.run_dir else os.path.abspath(args.run_dir)
+    run = pipeline.load_run(place)
+    knobs = [
+        {"state": fs.join(place, "serve")},
+        *(s.model_dump(exclude_unset=True) for s in (run.serve, args.serve)),
+    ]
+    config = validate(ServeConfig, reduce(merge, knobs), source="serve")
+    index = pipeline.locate(run, "index")
+    tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
+    form = exported.find(tower, config.query_form, place)
+    parts = Parts(_place(form), config.query_form, config.query_cache)
+    if shard.open_layout(index).sparse:
+        parts = replace(parts, sparse=_place(pipeline.locate(run, "dual_encoder")))
+    embeddings = pipeline.locate(run, "embeddings")
+    if config.personalised and embeddings.names("query_fusion/"):
+        planner = _place(pipeline.locate(run, "planner"))
+        parts = replace(parts, fusion=_place(embeddings), planner=planner, features=config.features)
+    return _served(index, form, parts, config, run.address)
+
+
+def _served(
+    index: Artifact, tower: Artifact, parts: Parts, config: ServeConfig, address: str | None
+) -> Served:
+    dims = (index.read_json("index.json")["dim"], tower.read_json("query/tower.json")["dim"])
     if dims[0] != dims[1]:
         raise ConfigError(
             f"the index has embeddings of dim {dims[0]}, the query tower of {dims[1]}: not a pair"
         )
-    return served
+    read_keys(config.api_keys)  # before anything is started
+    arm = ArmParts("default", _form(tower, config.query_form), parts, parts.fusion is not None)
+    catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
+    return Served(index, (arm,), catalog, config, address)
 
 
 def build(args: AppArgs) -> Application:
-    """The Serve application: one gateway, one query encoder, one deployment per shard."""
-    return _bind(find(args))
+    """The Serve application: a gateway, and what it does not do itself as deployments of their own."""
+    return bind(find(args))
 
 
-def _bind(served: Served) -> Application:
-    config, tower = served.config, served.query_tower
+def bind(served: Served) -> Application:
+    """The application of what was found."""
+    config = served.config
     actor = {"num_cpus": config.cpus_per_replica}
-    encoder = QueryEncoder.options(num_replicas=config.encoder_replicas, ray_actor_options=actor)
     gateway = Gateway.options(num_replicas=config.gateway_replicas, ray_actor_options=actor)
-    shards = [
-        IndexShard.options(
-            name=f"IndexShard-{shard:05d}", num_replicas=config.shard_replicas, ray_actor_options=actor
-        ).bind(served.index.uri, shard, config.nprobe)
-        for shard in range(served.shards)
-    ]
-    return gateway.bind(
-        encoder.bind(tower.uri, tower.manifest.kind, config.query_form, config.query_cache), shards, config
-    )
-
-
-def run(run_dir: str, *, overrides: Sequence[str] = ()) -> int:
-    """Serve a run until CTRL-C or SIGTERM, then take down what was started; returns the exit code."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    args = load(AppArgs, (), [f"run_dir={json.dumps(run_dir)}", *overrides])
-    served = find(args)
-    port = _free_port(served.config.host, served.config.port)
-    served = replace(served, config=served.config.model_copy(update={"port": port}))
-    cluster.connect(served.address)
-    try:
-        print(f"{start(served)}  (CTRL-C ends it)", flush=True)
-        _wait_for_a_signal()
-        log.info("shutting down")
-        serve.delete(NAME)  # replicas finish what they are at
-    finally:
-        ray.shutdown()  # ends a private cluster, leaves one that was joined
-    return 0
-
-
-def start(served: Served) -> str:
-    """Start the application on the connected cluster; returns its URL once it answers."""
-    have = ray.cluster_resources().get("CPU", 0.0)
-    if served.cpus > have:
-        raise ConfigError(
-            f"the replicas reserve {served.cpus:g} CPUs, the cluster has {have:g}: lower "
-            "serve.cpus_per_replica or the numbers of replicas"
+    arms = [arm if _encodes_here(arm, config) else _in_replicas(arm, config) for arm in served.arms]
+    handles = None
+    if not served.searchers_here:
+        first = [sum(served.sizes[:group]) for group in range(len(served.sizes))]
+        handles = tuple(
+            deployment(IndexSearcher)
+            .options(
+                name=f"IndexSearcher-{group:03d}",
+                num_replicas=config.searcher_replicas,
+                ray_actor_options=actor,
+            )
+            .bind(
+                served.catalog,
+                shards=range(first[group], first[group] + size),
+                nprobe=config.nprobe,
+            )
+            for group, size in enumerate(served.sizes)
         )
-    return launch(_bind(served), served.config)
+    searchers = SearcherParts(served.catalog, served.sizes, handles)
+    return gateway.bind(arms, searchers, config, _reranker(config))
 
 
-def launch(app: Application, config: ServeConfig) -> str:
-    """Run an application behind one HTTP door; returns its URL once it answers."""
-    # Three steps, each with its deadline; beyond that a request was stuck before the gateway.
-    http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=3 * config.deadline_s + 2)
-    serve.start(http_options=http, proxy_location="HeadOnly")
-    try:
-        serve.run(app, name=NAME, route_prefix="/", logging_config=LoggingConfig(enable_access_log=False))
-    except RuntimeError as error:
-        raise SearchError(f"Ray Serve could not start the application: {error}") from None
-    host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
-    return f"http://{host}:{config.port}"
+def _in_replicas(arm: ArmParts, config: ServeConfig) -> ArmParts:
+    encoder = deployment(QueryEncoder).options(
+        name=f"QueryEncoder-{arm.name}",
+        num_replicas=config.encoder_replicas,
+        ray_actor_options={"num_cpus": config.cpus_per_replica},
+    )
+    return replace(arm, encoder=encoder.bind(arm.encoder))
 
 
-def _wait_for_a_signal() -> None:
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, whose own handler aborts the process
-        signal.signal(number, lambda *_: stop.set())
-    stop.wait()
+def _encodes_here(arm: ArmParts, config: ServeConfig) -> bool:
+    """Whether the gateway itself encodes the queries of an arm."""
+    if config.encoder_in != "auto":
+        return config.encoder_in == "gateway"
+    return arm.tower == "lookup"
+
+
+def _form(tower: Artifact, form: Form) -> Form:
+    """The form that a query tower is loaded in."""
+    there = query_encoder.forms(tower.directory("query"))
+    return query_encoder.choose(there) if form == "auto" else form
+
+
+def _place(artifact: Artifact) -> tuple[str, str]:
+    return artifact.uri, artifact.manifest.kind
 
 
 def _tower(uri: str) -> Artifact:
@@ -181,14 +195,10 @@ def _tower(uri: str) -> Artifact:
     raise ConfigError(f"no query tower at {uri}, it would be one of {TOWERS}: {reason}")
 
 
-def _free_port(host: str, port: int) -> int:
-    """`port` if it can be listened on; 0 picks a free one."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the proxy does
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}): choose another with --set serve.port=..."
-            ) from None
-        return int(probe.getsockname()[1])
+def _reranker(config: ServeConfig) -> Application | None:
+    rerank = config.rerank
+    if rerank is None:
+        return None
+    options = {"num_cpus": rerank.cpus_per_replica, "num_gpus": rerank.gpus_per_replica}
+    replicas = deployment(Reranker).options(num_replicas=rerank.replicas, ray_actor_options=options)
+    return replicas.bind(rerank.model)

@@ -1,26 +1,150 @@
-"""What goes in and out of the gateway over HTTP: the query of a client, the answer with its timings."""
+"""What goes in and out of the gateway over HTTP: typed, bounded, and nothing unknown."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StrictStr, StringConstraints, model_validator
+
+DocId = Annotated[StrictStr, StringConstraints(min_length=1, max_length=512)]
+Name = Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)]
+Value = bool | int | FiniteFloat | Annotated[StrictStr, StringConstraints(max_length=512)]
+K = Annotated[int, Field(ge=1, strict=True, description="number of results")]
+DeadlineMs = Annotated[
+    int | None,
+    Field(ge=1, le=600_000, strict=True, description="for this request; null: the server's own"),
+]
 
 
-class SearchRequest(BaseModel):
-    """The body of ``POST /search``."""
-
+class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    query: str = Field(description="what to look for, in plain language")
-    k: int = Field(10, ge=1, strict=True, description="number of results")
+
+class Range(_Request):
+    """Numbers from `min` to `max`, both included; either may be missing."""
+
+    min: int | FiniteFloat | None = None
+    max: int | FiniteFloat | None = None
+
+    @model_validator(mode="after")
+    def _bounded(self) -> "Range":
+        if self.min is None and self.max is None:
+            raise ValueError("a range has min, max or both")
+        return self
+
+
+Condition = Value | Annotated[list[Value], Field(min_length=1, max_length=1000)] | Range
+Filter = Annotated[
+    dict[Name, Condition],
+    Field(
+        max_length=20, description="fields of /info, and what each must be: a value, one of a list, a range"
+    ),
+]
+
+
+class SearchRequest(_Request):
+    """The body of ``POST /search``: a text or a vector, and how to search."""
+
+    query: StrictStr | None = Field(None, description="what to look for, in plain language")
+    vector: Annotated[list[FiniteFloat], Field(min_length=1, max_length=8192)] | None = Field(
+        None, description="an embedding in place of a text, of the index's dimension"
+    )
+    k: K = 10
+    filter: Filter | None = None
+    user_id: Name | None = Field(None, description="who asks: for personal results, and a stable arm")
+    dense_weight: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = Field(
+        None, description="of embeddings against terms, where documents have terms; null: the index's own"
+    )
+    rerank: Annotated[int, Field(ge=1, strict=True)] | None = Field(
+        None, description="so many of the best are scored anew by the cross-encoder"
+    )
+    arm: Name | None = Field(None, description="an arm of /info; null: by the traffic split")
+    nprobe: Annotated[int, Field(ge=1, strict=True)] | None = Field(
+        None, description="inverted lists searched"
+    )
+    explain: bool = Field(False, strict=True, description="whether each result tells its scores and shard")
+    deadline_ms: DeadlineMs = None
+
+    @model_validator(mode="after")
+    def _one_question(self) -> "SearchRequest":
+        if (self.query is None) == (self.vector is None):
+            raise ValueError("send either query or vector")
+        return self
+
+
+class SimilarRequest(_Request):
+    """The body of ``POST /similar``."""
+
+    doc_id: DocId
+    k: K = 10
+    filter: Filter | None = None
+    arm: Name | None = None
+    deadline_ms: DeadlineMs = None
+
+
+class EncodeRequest(_Request):
+    """The body of ``POST /encode``."""
+
+    queries: Annotated[list[StrictStr], Field(min_length=1)]
+    user_id: Name | None = None
+    arm: Name | None = None
+
+
+class Document(BaseModel):
+    """A document to be written; further fields are its features."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    doc_id: DocId
+    title: StrictStr = ""
+    topic: StrictStr = ""
+    content: StrictStr = ""
+
+
+class UpsertRequest(_Request):
+    """The body of ``POST /documents``: each in place of the one with its id, if there is one."""
+
+    documents: Annotated[list[Document], Field(min_length=1)]
+
+
+class DeleteRequest(_Request):
+    """The body of ``POST /documents/delete``."""
+
+    doc_ids: Annotated[list[DocId], Field(min_length=1)]
+
+
+class ActivateRequest(_Request):
+    """The body of ``POST /admin/index/activate``: a kept version, or the URI of an index artifact."""
+
+    version: Name | None = None
+    uri: Annotated[StrictStr, StringConstraints(min_length=1, max_length=2048)] | None = None
+
+    @model_validator(mode="after")
+    def _one_index(self) -> "ActivateRequest":
+        if (self.version is None) == (self.uri is None):
+            raise ValueError("send either version or uri")
+        return self
+
+
+class Explained(BaseModel):
+    """How a score came about."""
+
+    dense: float | None
+    sparse: float | None
+    rerank: float | None
+    shard: int
 
 
 class Hit(BaseModel):
-    """One result: the document as the index shows it, and its score (higher is better)."""
+    """One result: the document as the index shows it, with the fields it can be filtered by."""
+
+    model_config = ConfigDict(extra="allow")
 
     doc_id: str
-    score: float
+    score: float = Field(description="higher is better")
     title: str
     topic: str
     snippet: str
     semantic_id: str
+    explain: Explained | None = None
 
 
 class Timings(BaseModel):
@@ -28,23 +152,131 @@ class Timings(BaseModel):
 
     encode: float
     search: float
-    documents: float
+    rerank: float
     total: float
 
 
 class SearchResponse(BaseModel):
     """The answer of ``POST /search``; it is partial when ``shards_answered`` is less than ``shards``."""
 
+    request_id: str
     results: list[Hit]
-    timings_ms: Timings
+    arm: str
+    index_version: str
+    personalised: bool
     shards: int
     shards_answered: int
+    timings_ms: Timings
+
+
+class EncodeResponse(BaseModel):
+    """The answer of ``POST /encode``: unit embeddings, one per query."""
+
+    embeddings: list[list[float]]
+    dim: int
+    arm: str
+
+
+class Rejected(BaseModel):
+    """A document that was set aside, and why."""
+
+    doc_id: str
+    reason: str
+
+
+class Written(BaseModel):
+    """The answer of ``POST /documents``: what is durable, and what was set aside."""
+
+    written: int
+    rejected: list[Rejected]
+
+
+class Deleted(BaseModel):
+    """The answer of a delete: how many ids were taken; those that were not there are no error."""
+
+    deleted: int
+
+
+class IndexVersion(BaseModel):
+    """A version of the index that is open."""
+
+    version: str
+    uri: str
+    documents: int
+    created: str
+    active: bool
+
+
+class IndexVersions(BaseModel):
+    """The answer of ``GET /admin/index``, and of whatever changes it."""
+
+    active: str
+    versions: list[IndexVersion]
+
+
+class ArmInfo(BaseModel):
+    """A way to answer queries, that a request may name."""
+
+    name: str
+    tower: str
+    personalised: bool
+
+
+class Facet(BaseModel):
+    """A value of a field, and in how many documents it is."""
+
+    value: str
+    count: int
+
+
+class Info(BaseModel):
+    """The answer of ``GET /info``: what can be asked here."""
+
+    name: str
+    version: str
+    documents: int
+    dim: int
+    index_version: str
+    shards: int
+    arms: list[ArmInfo]
+    fields: dict[str, Literal["text", "number", "boolean"]]
+    facets: dict[str, list[Facet]]
+    sparse: bool
+    rerank: bool
+    live: bool
+    max_k: int
+    max_query_chars: int
 
 
 class Health(BaseModel):
-    """The answer of ``GET /healthz``: how many of the replicas groups behind the gateway answer."""
+    """The answer of ``GET /healthz``: how many of the replica groups behind the gateway answer."""
 
     status: str = Field(description="ok; degraded: some shard is silent; down: no query can be answered")
     encoder_answers: bool
     shards: int
     shards_answered: int
+
+
+class Problem(BaseModel):
+    """What is wrong with a request."""
+
+    code: str
+    message: str
+    field: str | None
+
+
+class Refusal(BaseModel):
+    """The body of every answer that is no 2xx."""
+
+    error: Problem
+    request_id: str
+
+
+def plain(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A filter as the index takes it."""
+    if wanted is None:
+        return None
+    return {
+        name: condition.model_dump(exclude_none=True) if isinstance(condition, Range) else condition
+        for name, condition in wanted.items()
+    }

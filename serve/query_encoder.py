@@ -1,43 +1,101 @@
-"""The query encoder replica: a query goes in, its unit embedding comes out.
+"""The query encoder: a query and who asks it go in, what the index is searched with comes out.
 
-Queries that arrive while others are being encoded form the next batch, so a lone query never waits and
-a crowd shares forward passes.
+A lookup tower takes microseconds and works where it is asked. A transformer works in a thread of its own, on
+all queries that arrived while it was at the last ones.
 """
 
-import asyncio
+import logging
 from collections.abc import Sequence
-
-from jaxtyping import Float
-from numpy import ndarray
-from ray import serve
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from scalingnote.encode import query_encoder
 from scalingnote.encode.config import Form
-from scalingnote.storage import vectors
-from scalingnote.storage.artifact import open_artifact
+from scalingnote.fuse.features import StoreConfig, open_store
+from scalingnote.fuse.query_fusion import QueryFusion
+from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.planner import planner
+from scalingnote.search.query_path import Asked, Personal, QueryPath
+from scalingnote.storage.artifact import Artifact, open_artifact
+from serve.batcher import Batcher
 
-BATCH = 32
+MOST = 8  # queries in a pass: more make those in front wait longer than they save
+Query: TypeAlias = tuple[str, str | None]
+log = logging.getLogger("ray.serve")
 
 
-@serve.deployment(max_ongoing_requests=256)
+@dataclass(frozen=True)
+class Parts:
+    """Where the parts of a query path lie: URIs of artifacts, and their kinds."""
+
+    tower: tuple[str, str]
+    form: Form = "auto"
+    cache: int = 0
+    sparse: tuple[str, str] | None = None  # the artifact that holds ``sparse_query/``
+    fusion: tuple[str, str] | None = None  # that which holds ``query_fusion/``
+    planner: tuple[str, str] | None = None
+    features: str = ""
+
+    def load(self) -> QueryPath:
+        """Everything, ready to be asked."""
+        tower = _open(self.tower).directory("query")
+        path = QueryPath(query_encoder.QueryEncoder.load(tower, self.form, cache=self.cache))
+        if self.sparse is not None:
+            path = QueryPath(path.encoder, SparseQuery.load(_open(self.sparse).directory("sparse_query")))
+        if self.fusion is None:
+            return path
+        personal = Personal(
+            QueryFusion.load(_open(self.fusion).directory("query_fusion")),
+            open_store(StoreConfig(url=self.features)),
+            None if self.planner is None else planner.load(_open(self.planner)),
+        )
+        return QueryPath(path.encoder, path.sparse, personal)
+
+
 class QueryEncoder:
-    """Holds the query tower of a `student`, `dual_encoder` or `query_encoder` artifact, in one of its forms.
+    """Holds one query path.
 
     Ray sets OMP_NUM_THREADS to the CPUs a replica reserves (at least 1), and every form obeys it: replicas
     on one machine do not fight over its cores.
     """
 
-    def __init__(self, uri: str, kind: str, form: Form, cache: int) -> None:
-        folder = open_artifact(uri, kind=kind).directory("query")
-        self._encoder = query_encoder.QueryEncoder.load(folder, form, cache=cache)
-        self._encoder.encode_queries(["warm up"])  # the first pass is the slowest: not at a user's cost
+    def __init__(self, parts: Parts) -> None:
+        self._path = parts.load()
+        self._path(["warm up"])  # the first pass is the slowest: not at a user's cost
+        at_once = self._path.encoder.form == "lookup" and self._path.personal is None
+        self._batcher = None if at_once else Batcher(self._encode, most=MOST)
 
-    @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=0)
-    async def encode(self, queries: list[str]) -> Sequence[Float[ndarray, " dim"]]:
-        """The unit embedding of each query, float32. Callers pass one query; Serve makes the list."""
-        embeddings = await asyncio.to_thread(self._encoder.encode_queries, queries)
-        return list(vectors.unit(embeddings))
+    async def encode(self, query: str, user_id: str | None = None) -> Asked:
+        """What to search with; one row."""
+        if self._batcher is None:
+            return self._path([query])
+        return await self._batcher((query, user_id))
+
+    async def encode_many(self, queries: Sequence[str], user_id: str | None = None) -> Asked:
+        """The same for queries of one user; a row each."""
+        if self._batcher is None:
+            return self._path(queries)
+        return await self._batcher.in_turn(lambda: self._together(queries, [user_id] * len(queries)))
 
     async def ping(self) -> bool:
-        """Answers as long as the replica's event loop turns."""
+        """Answers as long as the event loop turns."""
         return True
+
+    def _encode(self, batch: Sequence[Query]) -> list[Asked | Exception]:
+        found = self._together([query for query, _ in batch], [user for _, user in batch])
+        return [found[row] for row in range(len(batch))]
+
+    def _together(self, queries: Sequence[str], users: Sequence[str | None]) -> Asked:
+        try:
+            return self._path(queries, users)
+        except Exception:
+            if not any(users):
+                raise
+            # The store of features may be gone: a plain answer is better than none.
+            log.exception("personalising failed; these queries are answered as anyone's")
+            return self._path(queries)
+
+
+def _open(place: tuple[str, str]) -> Artifact:
+    uri, kind = place
+    return open_artifact(uri, kind=kind)

@@ -7,13 +7,14 @@ through :func:`merge_candidates`.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
 import faiss
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
@@ -21,9 +22,11 @@ from scalingnote import hybrid, topk
 from scalingnote.errors import SearchError
 from scalingnote.index import filters, ivf, rescore
 from scalingnote.index import shard as shards_of
+from scalingnote.index.live.doc_ids import DocIds
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import scan
 from scalingnote.search.config import Joining
+from scalingnote.search.found import Found
 from scalingnote.search.hybrid import candidates as candidates_of_both
 from scalingnote.storage.artifact import open_artifact
 
@@ -151,6 +154,20 @@ class Searcher:
         """What a search may filter by."""
         return self.layout.fields(next(iter(self._documents.values())).schema)
 
+    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
+        """How many of the documents held have each value, for text fields with at most so many values."""
+        found = {}
+        for field in self.fields:
+            if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
+                column = pa.chunked_array(
+                    [chunk for table in self._documents.values() for chunk in table[field.name].chunks],
+                    field.type,
+                )
+                counted = pc.value_counts(column.drop_null())
+                if len(counted) <= most:
+                    found[field.name] = {row["values"]: row["counts"] for row in counted.to_pylist()}
+        return found
+
     def search(
         self,
         queries: Float[ndarray, "queries dim"],
@@ -181,32 +198,66 @@ class Searcher:
         Every candidate of either side is scored by both. A score is in [0, 1] by interpolation, else a sum of
         reciprocal ranks. SearchError where this index cannot do it.
         """
-        if not self._postings:
-            raise SearchError("this index has no terms: train with train.sparse, encode and index anew")
-        (lists,) = self._segments
-        if lists.kept is None:
-            raise SearchError(
-                f"{self.layout.family} keeps no vectors to score by what terms find: index with "
-                "index.family.refine=sq8"
-            )
-        unit = unit_queries(queries, dim=self.dim, k=k)
         depth = max(k, joining.candidates)
-        masks = self._masks_of(where)
-        found = scan.search(self._segments, unit, k=depth, plan=self._plan(nprobe), masks=masks)
-        both = candidates_of_both(
-            found.rows,
-            partial(rescore.scores, lists.kept, unit),
-            self._postings,
-            terms,
-            k=depth,
-            allowed=None if masks is None else masks[0],
-        )
+        both = self._both(queries, terms, k=k, depth=depth, nprobe=nprobe, where=where)
         if joining.kind == "reciprocal_rank":
             scores, rows = hybrid.by_rank(both, k=joining.k, candidates=depth, depth=k)
         else:
             weight, background = joining.dense_weight, self.layout.background or 0.0
             scores, rows = hybrid.by_score(both, dense_weight=weight, background=background, depth=k)
         return self._named(self._located(scores, rows))
+
+    def find(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        *,
+        k: int,
+        terms: SparseRows | None = None,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+    ) -> list[Found]:
+        """What the shards held have for each query, to be merged with what others have; see :func:`merge`.
+
+        With `terms`, a row for each query, candidates of either kind, scored by both.
+        """
+        if terms is None:
+            best = self.candidates(queries, k=k, nprobe=nprobe, where=where)
+            ids, located, dense, sparse = scan.packed(best.shard, best.row), best, best.score, None
+        else:
+            depth = max(k, joining.candidates)
+            both = self._both(queries, terms, k=k, depth=depth, nprobe=nprobe, where=where)
+            located, dense, sparse = self._located(both.dense, both.ids), both.dense, both.sparse
+            ids = scan.packed(located.shard, located.row)
+        answers = []
+        for query, there in enumerate(ids >= 0):
+            shards, rows = located.shard[query][there], located.row[query][there]
+            of_terms = None if sparse is None else sparse[query][there]
+            documents = self._taken(shards, rows)
+            answers.append(Found(ids[query][there], shards, dense[query][there], of_terms, documents))
+        return answers
+
+    def get(self, doc_id: str) -> dict[str, Any] | None:
+        """A document by its id; None where no shard held has it."""
+        row = self._row_of(doc_id)
+        return None if row is None else self.documents([row[1]], shard=row[0])[0]
+
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """A document's vector, as exact as the index keeps it; None where no shard held has it.
+
+        SearchError where the index keeps codes alone.
+        """
+        row = self._row_of(doc_id)
+        if row is None:
+            return None
+        (lists,) = self._segments
+        if lists.kept is None:
+            raise SearchError(
+                f"{self.layout.family} keeps no vectors of documents: index with index.family.refine=sq8"
+            )
+        first = self._first[self.shards.index(row[0])]
+        found: ndarray = rescore.vectors(lists.kept, np.array([first + row[1]]))[0]
+        return found
 
     def candidates(
         self,
@@ -221,6 +272,62 @@ class Searcher:
         masks = self._masks_of(where)
         found = scan.search(self._segments, unit, k=k, plan=self._plan(nprobe), masks=masks)
         return self._located(found.scores, found.rows)
+
+    def _both(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        terms: SparseRows,
+        *,
+        k: int,
+        depth: int,
+        nprobe: int | None,
+        where: filters.Filter | None,
+    ) -> hybrid.Both:
+        """The `depth` best of either kind, as rows over all that is held, with both scores."""
+        if not self._postings:
+            raise SearchError("this index has no terms: train with train.sparse, encode and index anew")
+        (lists,) = self._segments
+        if lists.kept is None:
+            raise SearchError(
+                f"{self.layout.family} keeps no vectors to score by what terms find: index with "
+                "index.family.refine=sq8"
+            )
+        unit = unit_queries(queries, dim=self.dim, k=k)
+        masks = self._masks_of(where)
+        found = scan.search(self._segments, unit, k=depth, plan=self._plan(nprobe), masks=masks)
+        return candidates_of_both(
+            found.rows,
+            partial(rescore.scores, lists.kept, unit),
+            self._postings,
+            terms,
+            k=depth,
+            allowed=None if masks is None else masks[0],
+        )
+
+    @cached_property
+    def _ids(self) -> dict[int, DocIds]:
+        """Of each shard; made for the first document that is asked for by its id."""
+        return {number: DocIds(documents["doc_id"]) for number, documents in self._documents.items()}
+
+    def _row_of(self, doc_id: str) -> tuple[int, int] | None:
+        """Shard and row of a document."""
+        for number, ids in self._ids.items():
+            if (row := int(ids.rows([doc_id])[0])) >= 0:
+                return number, row
+        return None
+
+    def _taken(self, shards: Int[ndarray, " some"], rows: Int[ndarray, " some"]) -> pa.Table:
+        """Documents of some rows, in order."""
+        if len(self._documents) == 1:
+            return self._documents[self.shards[0]].take(pa.array(rows))
+        order = np.argsort(shards, kind="stable")
+        pieces = [
+            self._documents[number].take(pa.array(rows[order][shards[order] == number]))
+            for number in np.unique(shards).tolist()
+        ]
+        if not pieces:
+            return self._documents[self.shards[0]].slice(0, 0)
+        return pa.concat_tables(pieces).take(pa.array(np.argsort(order)))
 
     def _plan(self, nprobe: int | None) -> scan.Plan:
         probes = self.nprobe if nprobe is None else checked_nprobe(nprobe, self.layout.nlist)

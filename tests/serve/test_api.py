@@ -1,0 +1,251 @@
+"""The whole HTTP side before a real index and tower, in this process: every answer, every refusal."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from conftest import DIM
+from scalingnote.encode.encoder import Encoder
+from scalingnote.search.config import Limits, ServeConfig
+from scalingnote.search.searcher import Searcher
+from scalingnote.storage.artifact import Artifact
+from serve import api
+from serve.catalog import Catalog, Version
+from serve.flow import Group
+from serve.here import Here
+from serve.messages import Refusal, SearchResponse
+from serve.query_encoder import Parts, QueryEncoder
+from serve.searcher import IndexSearcher
+from serve.service import Arm, Service
+
+
+class Client:
+    """Calls an application as if by HTTP, its lifespan running."""
+
+    def __init__(self, application: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._lifespan = application.router.lifespan_context(application)
+        self._loop.run_until_complete(self._lifespan.__aenter__())
+        transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    def __call__(self, method: str, path: str, **sent: Any) -> httpx.Response:
+        return self._loop.run_until_complete(self._client.request(method, path, **sent))
+
+    def search(self, **body: Any) -> httpx.Response:
+        return self("POST", "/search", json=body)
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._client.aclose())
+        self._loop.run_until_complete(self._lifespan.__aexit__(None, None, None))
+        self._loop.close()
+
+
+def service(index: Artifact, query_tower: Artifact, config: ServeConfig, *, groups: int = 1) -> Service:
+    catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
+    encoder = Here(QueryEncoder(Parts((query_tower.uri, "student"))))
+    held = [(0, 1)] if groups == 1 else [(0,), (1,)]
+    searchers = [Group(Here(IndexSearcher(catalog, shards=shards)), len(shards)) for shards in held]
+    return Service([Arm("default", encoder, "torch", False)], searchers, catalog, config)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one group", "a group per shard"])
+def client(request: Any, index: Artifact, query_tower: Artifact) -> Iterator[Client]:
+    config = ServeConfig(
+        deadline_s=60, limits=Limits(max_k=50, max_query_chars=40, max_body_bytes=4096, max_batch=3)
+    )
+    made = Client(api.build(service(index, query_tower, config, groups=request.param), config))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def in_process(index: Artifact, query_tower: Artifact) -> Callable[..., tuple[list[str], list[float]]]:
+    """The same search without any of serving: ids and scores."""
+    encoder, searcher = Encoder.load(query_tower.directory("query")), Searcher.open(index.uri)
+
+    def search(query: str, **asked: Any) -> tuple[list[str], list[float]]:
+        found = searcher.search(encoder.encode_queries([query]), **asked)[0]
+        return [result.doc_id for result in found], [result.score for result in found]
+
+    return search
+
+
+@pytest.mark.parametrize(
+    "asked", [{"k": 7}, {"k": 50}, {"k": 5, "where": {"topic": "topic 3"}}, {"k": 3, "nprobe": 1}]
+)
+def test_what_is_served_is_what_is_searched(client, in_process, asked):
+    for query in ("bakoli menura", "  sitave\n", "数据 zo"):
+        body = {"filter" if name == "where" else name: value for name, value in asked.items()}
+        answer = client.search(query=query, **body).json()
+        doc_ids, scores = in_process(query.strip(), **asked)
+        assert [hit["doc_id"] for hit in answer["results"]] == doc_ids
+        assert [hit["score"] for hit in answer["results"]] == pytest.approx(scores, abs=1e-5)
+        SearchResponse.model_validate(answer, extra="forbid")
+        best = answer["results"][0]
+        number = int(best["doc_id"].removeprefix("d"))
+        assert (best["title"], best["topic"]) == (f"Title {number}", f"topic {number % 7}")
+        assert best["snippet"].startswith(f"Text of document {number}.")
+        assert best["semantic_id"] == f"1-0-{number}"
+
+
+def test_a_crowd_gets_what_each_would_get_alone(client, in_process):
+    asked = [{"query": f"bakoli {word}", "k": k} for k in (2, 3) for word in ("menura", "sitave", "zoba")]
+
+    async def crowd() -> list[httpx.Response]:
+        return await asyncio.gather(*(client._client.post("/search", json=body) for body in asked))
+
+    for body, answer in zip(asked, client._loop.run_until_complete(crowd()), strict=True):
+        doc_ids, _ = in_process(body["query"], k=body["k"])
+        assert [hit["doc_id"] for hit in answer.json()["results"]] == doc_ids
+
+
+def test_a_vector_finds_what_its_text_finds(client):
+    encoded = client("POST", "/encode", json={"queries": ["bakoli menura", "zo"]}).json()
+    assert encoded["dim"] == DIM
+    assert np.linalg.norm(encoded["embeddings"], axis=1) == pytest.approx([1, 1], abs=1e-5)
+    of_text = client.search(query="bakoli menura", k=5).json()["results"]
+    of_vector = client.search(vector=[3 * value for value in encoded["embeddings"][0]], k=5).json()["results"]
+    assert [hit["doc_id"] for hit in of_vector] == [hit["doc_id"] for hit in of_text]
+
+
+def test_a_vector_of_any_length_has_a_direction(client):
+    answers = [client.search(vector=[size] * DIM, k=3).json()["results"] for size in (1.0, 1e200, 1e-200)]
+    assert answers[0] == answers[1] == answers[2]
+
+
+def test_explained_results_tell_their_scores(client):
+    plain, explained = (
+        client.search(query="bakoli", k=4, explain=e).json()["results"] for e in (False, True)
+    )
+    assert all("explain" not in hit for hit in plain)
+    for hit in explained:
+        assert hit["explain"]["dense"] == pytest.approx(hit["score"])
+        assert hit["explain"]["shard"] == (int(hit["doc_id"].removeprefix("d")) >= 210)
+        assert hit["explain"]["sparse"] is None
+        assert hit["explain"]["rerank"] is None
+
+
+def test_similar_documents_are_those_of_its_vector_without_itself(client, index):
+    answer = client("POST", "/similar", json={"doc_id": "d7", "k": 5, "filter": {"topic": "topic 0"}}).json()
+    searcher = Searcher.open(index.uri)
+    found = searcher.search(searcher.vector("d7")[np.newaxis], k=6, where={"topic": "topic 0"})[0]
+    assert found[0].doc_id == "d7"
+    assert [hit["doc_id"] for hit in answer["results"]] == [result.doc_id for result in found[1:]]
+
+
+def test_a_document_is_found_by_its_id(client):
+    assert client("GET", "/documents/d301").json()["title"] == "Title 301"
+    missing = client("GET", "/documents/d%2Fnothing")
+    assert missing.status_code == 404
+    assert "d/nothing" in missing.json()["error"]["message"]
+    assert client("POST", "/similar", json={"doc_id": "nothing"}).status_code == 404
+
+
+def test_info_tells_what_can_be_asked(client, index):
+    info = client("GET", "/info").json()
+    assert (info["documents"], info["dim"], info["shards"]) == (420, DIM, 2)
+    assert info["index_version"] == index.digest[:12]
+    assert info["fields"] == {"topic": "text"}
+    assert info["facets"]["topic"] == [{"value": f"topic {n}", "count": 60} for n in range(7)]
+    assert [arm["name"] for arm in info["arms"]] == ["default"]
+    health = {"status": "ok", "encoder_answers": True, "shards": 2, "shards_answered": 2}
+    assert client("GET", "/healthz").json() == health
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ('{"query": ""}', "query"),
+        ('{"query": "   "}', "query"),
+        ('{"query": 3}', "query"),
+        ('{"query": null}', None),
+        ('{"k": 3}', None),
+        ('{"query": "x", "vector": [1]}', None),
+        ('{"query": "x", "k": 0}', "k"),
+        ('{"query": "x", "k": 51}', "k"),
+        ('{"query": "x", "k": 2.5}', "k"),
+        ('{"query": "x", "k": true}', "k"),
+        ('{"query": "x", "k": "2"}', "k"),
+        ('{"query": "x", "k": NaN}', "k"),
+        ('{"query": "x", "top": 2}', "top"),
+        ('{"query": "x", "nprobe": 0}', "nprobe"),
+        ('{"query": "x", "rerank": 3}', "rerank"),
+        ('{"query": "x", "arm": "other"}', "arm"),
+        ('{"query": "x", "dense_weight": 0.5}', "dense_weight"),
+        ('{"query": "x", "dense_weight": 1.5}', "dense_weight"),
+        ('{"query": "x", "deadline_ms": 0}', "deadline_ms"),
+        ('{"query": "x", "filter": {"nope": 1}}', "filter"),
+        ('{"query": "x", "filter": {"topic": 1}}', "filter"),
+        ('{"query": "x", "filter": {"topic": {"min": 1}}}', "filter"),
+        ('{"query": "x", "filter": {"topic": {}}}', "filter.topic"),
+        ('{"query": "x", "filter": {"topic": []}}', "filter.topic"),
+        ('{"query": "\\ud800"}', "query"),
+        (json.dumps({"query": "x" * 41}), "query"),
+        ('{"vector": [1, 2]}', "vector"),
+        (json.dumps({"vector": [0] * DIM}), "vector"),
+        (json.dumps({"vector": [float("nan")] * DIM}), "vector"),
+        ("", None),
+        ("{", None),
+        ("[]", None),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_its_field_and_reason(client, body, field):
+    answer = client("POST", "/search", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422
+    refusal = Refusal.model_validate(answer.json(), extra="forbid")
+    assert refusal.error.code == "invalid"
+    assert len(refusal.error.message) > 8
+    assert refusal.request_id == answer.headers["x-request-id"]
+    if field is not None:
+        assert (refusal.error.field or "").startswith(field)
+
+
+def test_bytes_that_are_no_text_are_refused(client):
+    answer = client(
+        "POST", "/search", content=b'{"query": "\xff"}', headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid"
+
+
+def test_unknown_paths_and_methods_are_refused_in_the_same_form(client):
+    for method, path, status in (("GET", "/nothing", 404), ("GET", "/search", 405), ("PUT", "/info", 405)):
+        answer = client(method, path)
+        assert answer.status_code == status
+        Refusal.model_validate(answer.json(), extra="forbid")
+
+
+def test_a_body_too_large_is_refused_with_and_without_its_length(client):
+    async def pieces():
+        for _ in range(5):
+            yield b"x" * 1000
+
+    for content in (b'{"query": "' + b"x" * 5000 + b'"}', pieces()):
+        answer = client("POST", "/search", content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 413
+        assert "4,096" in answer.json()["error"]["message"]
+    assert client.search(query="x").status_code == 200
+
+
+def test_too_many_queries_in_one_request_are_refused(client):
+    answer = client("POST", "/encode", json={"queries": ["x"] * 4})
+    assert (answer.status_code, answer.json()["error"]["field"]) == (422, "queries")
+
+
+def test_a_request_keeps_its_own_id(client):
+    answer = client("POST", "/search", json={"query": "x"}, headers={"x-request-id": "mine-17"})
+    assert (answer.headers["x-request-id"], answer.json()["request_id"]) == ("mine-17", "mine-17")
+    for odd in ("a b", "x" * 65, "\x7f"):
+        assert client("GET", "/info", headers={"x-request-id": odd}).headers["x-request-id"] != odd
+
+
+def test_the_page_may_run_nothing_but_its_own(client):
+    page = client("GET", "/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "script-src 'self'" in page.headers["content-security-policy"]

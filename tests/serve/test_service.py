@@ -1,0 +1,182 @@
+"""The service before searchers and encoders that are slow, dead or lost: partial answers, never late ones."""
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from scalingnote.index.shard import DOCUMENTS, Layout
+from scalingnote.search.config import Rerank, ServeConfig
+from scalingnote.search.found import Found
+from scalingnote.search.query_path import Asked
+from serve.catalog import Catalog, Version
+from serve.flow import Group
+from serve.here import Here
+from serve.messages import SearchRequest, SimilarRequest
+from serve.refusals import RefusedError
+from serve.searcher import Described, Wanted
+from serve.service import Arm, Service
+
+# What the query asks the fakes to do; it travels in the embedding, as the query itself would.
+BEHAVIOURS = ["all well", "one slow", "one dead", "all dead", "encoder slow", "encoder dead"]
+SLOW_S = 120.0
+LAYOUT = Layout(
+    dim=1,
+    documents=20,
+    shards=2,
+    family="flat",
+    refine="flat",
+    nlist=1,
+    nprobe=1,
+    refine_factor=1,
+    recall=None,
+    filters=("topic",),
+)
+
+
+class Encoder:
+    async def encode(self, query: str, user_id: str | None) -> Asked:
+        if query == "encoder slow":
+            await asyncio.sleep(SLOW_S)
+        if query == "encoder dead":
+            raise OSError("the table is gone")
+        return Asked(np.float32([[BEHAVIOURS.index(query)]]), None, np.array([user_id == "known"]))
+
+    async def ping(self) -> bool:
+        return True
+
+
+class Shard:
+    """Ten documents; shard s holds the scores s, s+2, s+4, ... so that the merge has to interleave."""
+
+    def __init__(self, shard: int) -> None:
+        self._shard = shard
+
+    async def search(self, wanted: Wanted) -> Found:
+        behaviour = BEHAVIOURS[int(wanted.embedding[0, 0])]
+        if behaviour == "one slow" and self._shard == 1:
+            await asyncio.sleep(SLOW_S)
+        if behaviour == "all dead" or (behaviour == "one dead" and self._shard == 1):
+            raise OSError("the disk is gone")
+        rows = np.arange(10)[::-1][: wanted.k]
+        names = {name: [f"{name} {self._shard}/{row}" for row in rows] for name in DOCUMENTS.names}
+        ids, shards = 2 * rows + self._shard, np.full(len(rows), self._shard)
+        return Found(ids, shards, np.float32(ids), None, pa.table(names))
+
+    async def describe(self, version: str) -> Described:
+        return Described(
+            LAYOUT, pa.schema([("topic", pa.string())]), {"topic": {"x": 10, f"{self._shard}": 1}}
+        )
+
+    async def vector(self, version: str, doc_id: str) -> np.ndarray:
+        if self._shard == 1:
+            raise OSError("the disk is gone")
+        return np.zeros((0, 1), np.float32)
+
+    async def ping(self) -> int:
+        if self._shard == 1:
+            await asyncio.sleep(SLOW_S)
+        return 1
+
+
+class Reranker:
+    async def score(self, query: str, texts: list[str]) -> list[float]:
+        if query == "one slow":
+            await asyncio.sleep(SLOW_S)
+        return [-int(text.rsplit("/", 1)[1]) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def service() -> Service:
+    config = ServeConfig(deadline_s=0.5, rerank=Rerank(model="a fake", most=8))
+    version = Version("v1", "nowhere", 20, 1, "")
+    groups = [Group(Here(Shard(number)), 1) for number in range(2)]
+    arms = [Arm("default", Here(Encoder()), "fake", personalised=True)]
+    made = Service(arms, groups, Catalog(version), config, reranker=Here(Reranker()))
+    asyncio.run(made.start())
+    return made
+
+
+def search(service: Service, query: str, **asked: Any) -> Any:
+    return asyncio.run(service.search(SearchRequest(query=query, **asked), "r1"))
+
+
+def test_results_of_all_groups_are_merged_best_first(service):
+    answer = search(service, "all well", k=5)
+    assert [hit["doc_id"] for hit in answer["results"]] == [
+        f"doc_id {at}" for at in ("1/9", "0/9", "1/8", "0/8", "1/7")
+    ]
+    assert [hit["score"] for hit in answer["results"]] == [19.0, 18.0, 17.0, 16.0, 15.0]
+    assert (answer["shards"], answer["shards_answered"]) == (2, 2)
+    took = answer["timings_ms"]
+    assert took["total"] >= took["encode"] + took["search"] + took["rerank"] - 0.01 > 0
+
+
+def test_k_beyond_the_index_gives_all_there_is(service):
+    assert len(search(service, "all well", k=30)["results"]) == 20
+
+
+@pytest.mark.parametrize("behaviour", ["one slow", "one dead"])
+def test_a_shard_that_is_slow_or_dead_is_left_out_and_that_is_said(service, behaviour):
+    answer = search(service, behaviour, k=3)
+    assert [hit["doc_id"] for hit in answer["results"]] == ["doc_id 0/9", "doc_id 0/8", "doc_id 0/7"]
+    assert (answer["shards"], answer["shards_answered"]) == (2, 1)
+    assert answer["timings_ms"]["total"] < 1000 * SLOW_S
+
+
+def test_a_client_in_a_hurry_gets_what_there_is_in_its_time(service):
+    before = time.monotonic()
+    answer = search(service, "one slow", deadline_ms=50)
+    assert answer["shards_answered"] == 1
+    assert time.monotonic() - before < SLOW_S
+
+
+@pytest.mark.parametrize("behaviour", ["all dead", "encoder slow", "encoder dead"])
+def test_when_nothing_answers_the_client_is_told_instead_of_kept_waiting(service, behaviour):
+    with pytest.raises(RefusedError) as refused:
+        search(service, behaviour)
+    assert (refused.value.status, refused.value.retry_after_s) == (503, 1)
+
+
+def test_a_document_that_a_silent_shard_may_have_is_not_said_to_be_missing(service):
+    with pytest.raises(RefusedError, match="does not answer") as refused:
+        asyncio.run(service.similar(SimilarRequest(doc_id="x"), "r1"))
+    assert refused.value.status == 503
+
+
+def test_only_a_known_user_is_said_to_be_answered_personally(service):
+    assert search(service, "all well", user_id="known")["personalised"]
+    assert not search(service, "all well", user_id="a stranger")["personalised"]
+    assert not search(service, "all well")["personalised"]
+
+
+def test_reranking_orders_the_best_anew_and_leaves_the_others(service):
+    answer = search(service, "all well", k=5, rerank=4, explain=True)
+    found = [(hit["doc_id"][-3:], hit["explain"]["rerank"]) for hit in answer["results"]]
+    assert found == [("1/8", -8.0), ("0/8", -8.0), ("1/9", -9.0), ("0/9", -9.0), ("1/7", None)]
+    wide = search(service, "all well", k=2, rerank=8)
+    assert [hit["doc_id"][-3:] for hit in wide["results"]] == ["1/6", "0/6"]
+
+
+def test_results_stay_as_they_are_where_the_reranker_is_silent(service):
+    answer = search(service, "one slow", k=3, rerank=3, explain=True)
+    assert [hit["doc_id"] for hit in answer["results"]] == ["doc_id 0/9", "doc_id 0/8", "doc_id 0/7"]
+    assert all(hit["explain"]["rerank"] is None for hit in answer["results"])
+
+
+def test_more_than_the_reranker_does_is_refused(service):
+    with pytest.raises(RefusedError, match="up to 8"):
+        search(service, "all well", rerank=9)
+
+
+def test_facets_of_all_groups_are_counted_together(service):
+    facets = service.info().facets["topic"]
+    assert [(facet.value, facet.count) for facet in facets] == [("x", 20), ("0", 1), ("1", 1)]
+
+
+def test_health_says_which_shards_are_silent(service):
+    health = asyncio.run(service.health())
+    assert (health.status, health.encoder_answers, health.shards_answered) == ("degraded", True, 1)
