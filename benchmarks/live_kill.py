@@ -24,6 +24,7 @@ from scalingnote.index import family as families
 from scalingnote.index import ivf, shard
 from scalingnote.index.config import IVFPQ, Family, IndexConfig
 from scalingnote.index.live import versions
+from scalingnote.index.live.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.search import scan
 from scalingnote.storage.artifact import Artifact, Draft
@@ -150,7 +151,7 @@ class Child:
 
 def serve(folder: str, index: str | None, connection: Connection) -> None:
     """The child: one operation after the other, each acknowledged when it is done."""
-    live = LiveIndex(f"{folder}/live", index, merge_rows=64, segment_bytes=100_000)
+    live = LiveIndex(f"{folder}/live", index, config=LiveConfig(merge_rows=64, segment_bytes=100_000))
     while True:
         kind, number, argument = connection.recv()
         answer: Any = True

@@ -28,6 +28,7 @@ from scalingnote.index.build import write
 from scalingnote.index.config import IndexConfig
 from scalingnote.index.live import registry, versions, wal, writes
 from scalingnote.index.live import rows as live_rows
+from scalingnote.index.live.config import DEFAULTS
 from scalingnote.index.live.shard import catch_up
 from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.state import LiveState
@@ -36,15 +37,13 @@ from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, write_table
 
-RETRAINED_AT, KEPT_VERSIONS = 0.5, 2
-
 
 def compact(
     folder: str | Path,
     *,
     output: str | None = None,
-    retrain_at: float = RETRAINED_AT,
-    keep_versions: int = KEPT_VERSIONS,
+    retrain_at: float = DEFAULTS.retrain_at,
+    keep_versions: int = DEFAULTS.keep_versions,
 ) -> Artifact | None:
     """Write the next version of the live index in `folder` and make it current; None if there is nothing new.
 
@@ -85,6 +84,13 @@ def compact(
             *(number, index.uri),
         )
         return index
+
+
+def due(snapshots: Sequence[Snapshot], *, share: float) -> bool:
+    """Whether the rows written since a version, and those of it that are gone, are this share of its rows."""
+    rows = sum(len(each.base_alive) for each in snapshots)
+    gone = rows - sum(int(np.count_nonzero(each.base_alive)) for each in snapshots)
+    return gone + sum(len(each.live_alive) for each in snapshots) >= share * max(rows, 1)
 
 
 def _until(draft: Draft, folder: Path, base: Artifact) -> list[int]:

@@ -7,10 +7,12 @@ sends writes asks them :meth:`~scalingnote.index.live.LiveShard.knows` and decid
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import faiss
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Shaped
@@ -19,10 +21,12 @@ from numpy import ndarray
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.index import shard
 from scalingnote.index.live import compaction, versions
+from scalingnote.index.live.config import DEFAULTS, LiveConfig
 from scalingnote.index.live.registry import Version
 from scalingnote.index.live.shard import LiveShard, MovedError, owners
 from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.writes import Written
+from scalingnote.log import get_logger
 from scalingnote.storage.artifact import Artifact
 
 T = TypeVar("T")
@@ -38,15 +42,16 @@ class LiveIndex:
         index: str | None = None,
         *,
         follow: bool = False,
-        merge_rows: int = 1024,
-        segment_bytes: int = 64 << 20,
+        config: LiveConfig = DEFAULTS,
     ) -> None:
         """Open the current version and what was written since; `folder` holds both, see `versions`.
 
-        `index`, the artifact that was built, is needed once. The other knobs are those of a LiveShard.
+        `index`, the artifact that was built, is needed once.
         """
-        self.folder = Path(folder)
-        self._adopting = threading.Lock()
+        self.folder, self._config = Path(folder), config
+        self._adopting, self._deciding = threading.Lock(), threading.Lock()
+        self._background = ThreadPoolExecutor(1, "compaction", faiss.omp_set_num_threads, (1,))
+        self._compaction: Future[None] | None = None
         versions.current(folder, index)
 
         def open_shards(version: Version) -> None:
@@ -67,8 +72,8 @@ class LiveIndex:
                         needed=needed[number],
                         shards=opened.layout.shards,
                         follow=follow,
-                        merge_rows=merge_rows,
-                        segment_bytes=segment_bytes,
+                        merge_rows=config.merge_rows,
+                        segment_bytes=config.segment_bytes,
                     )
                     on_failure.callback(each.close)
                     shards.append(each)
@@ -121,7 +126,9 @@ class LiveIndex:
 
     def compact(self) -> Artifact | None:
         """Write the next version here and now, and go over to it; None if there is nothing new."""
-        written = compaction.compact(self.folder)
+        written = compaction.compact(
+            self.folder, retrain_at=self._config.retrain_at, keep_versions=self._config.keep_versions
+        )
         self.adopt()
         return written
 
@@ -143,7 +150,8 @@ class LiveIndex:
         self._version, self.layout = version, opened.layout
 
     def close(self) -> None:
-        """Close every shard."""
+        """Close every shard, after a compaction that is under way."""
+        self._background.shutdown()
         for each in self.shards:
             each.close()
 
@@ -158,11 +166,28 @@ class LiveIndex:
             try:
                 for number in np.unique(owner).tolist():
                     sent[number] = send(number, np.flatnonzero(owner == number).tolist())
+                self._compact_if_due()
                 return sent
             except MovedError:
                 if attempt + 1 == _ASKED_AGAIN:
                     raise
         return sent
+
+    def _compact_if_due(self) -> None:
+        """In the background, one at a time."""
+        share = self._config.compact_at
+        if share is None:
+            return
+        with self._deciding:
+            idle = self._compaction is None or self._compaction.done()
+            if idle and compaction.due(self.snapshots(), share=share):
+                self._compaction = self._background.submit(self._compact_or_say_why)
+
+    def _compact_or_say_why(self) -> None:
+        try:
+            self.compact()
+        except Exception:  # everything is where it was; the next write tries again
+            get_logger("index").exception("%s: compaction failed", self.folder)
 
 
 class _Opened:

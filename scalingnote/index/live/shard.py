@@ -21,6 +21,7 @@ from numpy import ndarray
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.index import ivf
 from scalingnote.index.live import wal, writes
+from scalingnote.index.live.config import DEFAULTS
 from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.state import LiveState
 from scalingnote.index.live.writes import Delete, Upsert, Written
@@ -67,8 +68,8 @@ class LiveShard:
         needed: int | None = None,
         shards: int = 1,
         follow: bool = False,
-        merge_rows: int = 1024,
-        segment_bytes: int = 64 << 20,
+        merge_rows: int = DEFAULTS.merge_rows,
+        segment_bytes: int = DEFAULTS.segment_bytes,
     ) -> None:
         """Open at the last acknowledged write.
 
@@ -79,8 +80,8 @@ class LiveShard:
             needed: the log is kept above this record, for versions that may be gone back to; None: `after`
             shards: of the index; a document lives in one of them, see :func:`owners`
             follow: only read: show the writes of another process
-            merge_rows: rows searched exactly before they are merged into lists in the background
-            segment_bytes: size at which a file of the log is closed and the next begun
+            merge_rows: see LiveConfig
+            segment_bytes: see LiveConfig
 
         Raises:
             ConfigError: another process writes this log

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index.live.claim import claim
+from scalingnote.index.live.config import DEFAULTS
 from scalingnote.index.live.wal_segment import (
     Record,
     claimed,
@@ -41,7 +42,9 @@ _sync = getattr(os, "fdatasync", os.fsync)  # the file's times need not be durab
 class Log:
     """The writer of a log. Threads may append while one of them syncs."""
 
-    def __init__(self, folder: str | Path, *, after: int = 0, segment_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, folder: str | Path, *, after: int = 0, segment_bytes: int = DEFAULTS.segment_bytes
+    ) -> None:
         """Take the log for writing; a torn end is cut off. New records are numbered above `after`.
 
         ConfigError when another process writes it, ArtifactError when an acknowledged record is damaged.

@@ -13,6 +13,7 @@ from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.index.config import Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.index.live import compaction, versions, wal
 from scalingnote.index.live.claim import claim
+from scalingnote.index.live.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.index.live.registry import Version
 from scalingnote.search.searcher import Searcher
@@ -64,7 +65,7 @@ def test_any_history_with_compactions_equals_brute_force(
     built: Artifact, tmp_path_factory: pytest.TempPathFactory, history: list
 ) -> None:
     folder, truth, drawn = tmp_path_factory.mktemp("live"), dict(TRUTH), iter(NEW)
-    live = LiveIndex(folder, built.uri, segment_bytes=2000)
+    live = LiveIndex(folder, built.uri, config=LiveConfig(segment_bytes=2000))
     for step, (kind, numbers) in enumerate(history):
         names = [f"d{number}" for number in dict.fromkeys(numbers)]
         match kind:
@@ -216,6 +217,31 @@ def test_searches_go_on_while_versions_change(live: LiveIndex) -> None:
     reader.join()
     assert wrong == []
     assert live.version == 4
+
+
+def test_an_index_compacts_itself_when_it_is_due(built: Artifact, tmp_path: Path) -> None:
+    live, truth = LiveIndex(tmp_path / "live", built.uri, config=LiveConfig(compact_at=0.2)), dict(TRUTH)
+    rows, changed, version = len(truth), 0, 0
+    for step in range(10):
+        names = [f"d{3 * step + i}" for i in range(3)] + [f"n{step}"]
+        live.upsert(table(names, step), NEW[4 * step : 4 * step + 4])
+        truth |= dict(zip(names, NEW[4 * step :], strict=False))
+        live._background.submit(bool).result()  # waits for what is under way
+        changed += 4 + 3  # written, and replaced
+        if changed >= 0.2 * rows:
+            rows, changed, version = len(truth), 0, version + 1
+        assert live.version == version
+        assert _equal(live, truth)
+    assert version == 3
+    live.close()
+    config = LiveConfig(keep_versions=1, retrain_at=0.01)
+    live = LiveIndex(tmp_path / "live", config=config)
+    live.delete([f"d{i}" for i in range(40)])  # nothing is due unless it is asked for
+    live.upsert(table(["more"]), NEW[:1])
+    written = live.compact()
+    assert written.read_json("live.json")["written"] == 0  # trained anew
+    assert [each.number for each in versions.listing(live.folder)] == [4]
+    live.close()
 
 
 def test_a_quantizer_that_grew_stale_is_trained_anew(live: LiveIndex) -> None:

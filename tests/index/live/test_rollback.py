@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from live_shards import DIM, brute_force, index, search_index, table
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index.live import compaction, registry, versions
+from scalingnote.index.live.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.index.live.shard import owners
 from scalingnote.index.live.wal import Log
@@ -95,7 +96,8 @@ def test_any_history_with_rollbacks_equals_brute_force(
     built: Artifact, tmp_path_factory: pytest.TempPathFactory, keep: int, history: list
 ) -> None:
     folder, truth, drawn = tmp_path_factory.mktemp("live"), dict(TRUTH), iter(NEW)
-    live, follower = LiveIndex(folder, built.uri, segment_bytes=1000), LiveIndex(folder, follow=True)
+    small = LiveConfig(segment_bytes=1000, keep_versions=keep)
+    live, follower = LiveIndex(folder, built.uri, config=small), LiveIndex(folder, follow=True)
     for step, (kind, numbers) in enumerate(history):
         names = [f"d{number}" for number in dict.fromkeys(numbers)]
         match kind:
@@ -107,16 +109,15 @@ def test_any_history_with_rollbacks_equals_brute_force(
                 live.delete(names)
                 truth = {name: vector for name, vector in truth.items() if name not in names}
             case "compact":
-                compaction.compact(folder, keep_versions=keep)
-                live.adopt()
-                assert len(_numbers(folder)) <= max(keep, 1)
+                live.compact()
+                assert len(_numbers(folder)) <= keep
             case "activate":
                 kept = _numbers(folder)
                 versions.activate(folder, kept[numbers[0] % len(kept)])
                 live.adopt()
             case "reopen":
                 live.close()
-                live = LiveIndex(folder, segment_bytes=1000)
+                live = LiveIndex(folder, config=small)
         assert all(each.log_kept for each in versions.listing(folder))
         follower.refresh()
         assert _equal(live, truth)
