@@ -17,14 +17,14 @@ import pyarrow as pa
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
-from scalingnote import hybrid, topk
+from scalingnote import topk
 from scalingnote.errors import SearchError
 from scalingnote.index import filters, ivf, rescore
 from scalingnote.index import shard as shards_of
+from scalingnote.index.both import candidates as candidates_of_both
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search import scan
+from scalingnote.search import hybrid, scan
 from scalingnote.search.config import Joining
-from scalingnote.search.hybrid import candidates as candidates_of_both
 from scalingnote.storage.artifact import open_artifact
 
 MAX_K = 1000
@@ -201,12 +201,8 @@ class Searcher:
             k=depth,
             allowed=None if masks is None else masks[0],
         )
-        if joining.kind == "reciprocal_rank":
-            scores, rows = hybrid.by_rank(both, k=joining.k, candidates=depth, depth=k)
-        else:
-            weight, background = joining.dense_weight, self.layout.background or 0.0
-            scores, rows = hybrid.by_score(both, dense_weight=weight, background=background, depth=k)
-        return self._named(self._located(scores, rows))
+        best = hybrid.best(both, joining, layout=self.layout, candidates=depth, k=k)
+        return self._named(self._located(*best))
 
     def candidates(
         self,

@@ -37,6 +37,8 @@ from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, write_table
 
+TUNED = ("tuning", "hybrid_tuning")  # of the index that was built; a version goes by it
+
 
 def compact(
     folder: str | Path,
@@ -149,7 +151,8 @@ def _write(
     }
     draft.write_json(versions.LIVE, state)
     counts = {"documents": documents, "bytes": size, "bytes_per_vector": round(size / max(documents, 1))}
-    return draft.commit(counts=base.counts | counts, tuning=base.manifest.info.get("tuning", []))
+    tuned = {name: base.manifest.info[name] for name in TUNED if name in base.manifest.info}
+    return draft.commit(counts=base.counts | counts, **tuned)
 
 
 def _written(folder: Path, base: Artifact, until: Sequence[int]) -> int:
