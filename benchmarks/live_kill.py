@@ -1,6 +1,7 @@
 """A writer that is killed over and over: what it acknowledged must be there, once, and be what is found.
 
-A child process holds a live index and does what it is told: upserts, deletes, searches, merges, compactions.
+A child process holds a live index and does what it is told: upserts, deletes, searches, merges, compactions,
+rollbacks to an older version.
 The parent keeps the truth by the acknowledgements that come through a pipe, sends the next operation, and now
 and then kills the child with SIGKILL, at a random moment of it. The operation under way at a kill may be done
 or not, document by document; whatever the next child shows of it is the truth from there on. Every other
@@ -22,6 +23,8 @@ from numpy import ndarray
 from scalingnote.index import family as families
 from scalingnote.index import ivf, shard
 from scalingnote.index.config import IVFPQ, Family, IndexConfig
+from scalingnote.index.live import versions
+from scalingnote.index.live.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.search import scan
 from scalingnote.storage.artifact import Artifact, Draft
@@ -29,8 +32,8 @@ from scalingnote.storage.artifact import Artifact, Draft
 DIM, DOCUMENTS, SHARDS, NLIST, K = 16, 300, 2, 8, 10
 EXACT = IVFPQ(m=4, nbits=4, refine="flat")
 # How often each operation comes, and about how long it takes: a kill falls somewhere in this time.
-KINDS = {"upsert": (0.45, 0.01), "delete": (0.2, 0.01), "search": (0.34, 0.01), "merge": (0.007, 0.01)}
-KINDS["compact"] = (0.003, 0.3)
+KINDS = {"upsert": (0.45, 0.01), "delete": (0.2, 0.01), "search": (0.337, 0.01), "merge": (0.007, 0.01)}
+KINDS |= {"compact": (0.003, 0.3), "rollback": (0.003, 0.2)}
 Truth = dict[str, tuple[int, ndarray]]  # doc_id -> number of the operation that wrote it, and its vector
 
 
@@ -148,7 +151,7 @@ class Child:
 
 def serve(folder: str, index: str | None, connection: Connection) -> None:
     """The child: one operation after the other, each acknowledged when it is done."""
-    live = LiveIndex(f"{folder}/live", index, merge_rows=64, segment_bytes=100_000)
+    live = LiveIndex(f"{folder}/live", index, config=LiveConfig(merge_rows=64, segment_bytes=100_000))
     while True:
         kind, number, argument = connection.recv()
         answer: Any = True
@@ -164,6 +167,9 @@ def serve(folder: str, index: str | None, connection: Connection) -> None:
                     each.merge()
             case "compact":
                 live.compact()
+            case "rollback":
+                versions.activate(live.folder, versions.listing(live.folder)[0].number)
+                live.adopt()
             case "state":
                 every = np.ones((1, DIM), np.float32) / 4
                 answer = search(live, every, k=sum(s.rows for s in live.snapshots()) + 1)[0]

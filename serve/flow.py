@@ -16,6 +16,7 @@ from numpy import ndarray
 from ray.serve.handle import DeploymentHandle
 
 from scalingnote.index import filters
+from scalingnote.index.shard import Layout
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Found, Hit, merge
@@ -42,11 +43,11 @@ class Question:
     """What is searched for, in which version, and how."""
 
     version: str
+    layout: Layout
     k: int
     joining: Joining
     where: filters.Filter | None = None
     nprobe: int | None = None
-    background: float = 0.0
 
 
 @dataclass
@@ -89,7 +90,7 @@ async def search(
             shards += group.shards
     if not found:
         raise unavailable("no shard of the index answers: try again")
-    hits = merge(found, k=question.k, joining=question.joining, background=question.background)
+    hits = merge(found, k=question.k, joining=question.joining, layout=question.layout)
     return Answer(hits, shards)
 
 

@@ -259,14 +259,13 @@ class Service:
             raise invalid(
                 "dense_weight is given, but the documents of this index have no terms", "dense_weight"
             )
-        weight = request.dense_weight
         return Question(
             version=version,
+            layout=known.layout,
             k=max(request.k + one_more, request.rerank or 0),
             where=where,
             nprobe=request.nprobe,
-            joining=Joining() if weight is None else Joining(dense_weight=weight),
-            background=known.layout.background or 0.0,
+            joining=Joining(dense_weight=request.dense_weight),
         )
 
     def _reranked(self, request: SearchRequest) -> int:

@@ -1,6 +1,8 @@
 """Small corpora for the tests of quantize, index and search: clustered unit vectors in artifacts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +12,8 @@ from scalingnote.quantize.semantic_id import to_table
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.schema import DOCUMENTS, SPARSE
 from scalingnote.storage.vectors import to_arrow
+
+NOTHING: Mapping[str, pa.Table] = MappingProxyType({})
 
 
 class Settings(Config):
@@ -40,8 +44,8 @@ def unit(matrix: np.ndarray) -> np.ndarray:
     return (matrix / np.linalg.norm(matrix, axis=1, keepdims=True)).astype(np.float32)
 
 
-def dataset(uri: str, *, sizes: list[int]) -> Artifact:
-    """Documents d0, d1, ... in parts of the given sizes."""
+def dataset(uri: str, *, sizes: list[int], tables: Mapping[str, pa.Table] = NOTHING) -> Artifact:
+    """Documents d0, d1, ... in parts of the given sizes; and further tables."""
     draft = Draft(uri, kind="dataset", config=Settings(), parents={})
     first = 0
     for number, size in enumerate(sizes):
@@ -55,6 +59,8 @@ def dataset(uri: str, *, sizes: list[int]) -> Artifact:
         }
         draft.write_table(f"documents/part-{number:05d}.parquet", pa.table(columns, schema=DOCUMENTS))
         first += size
+    for name, table in tables.items():
+        draft.write_table(f"{name}.parquet", table)
     return draft.commit(counts={"documents": first})
 
 
@@ -117,9 +123,10 @@ class Corpus:
         missing: tuple[int, ...] = (),
         seed: int = 0,
         sparse: bool = False,
+        tables: Mapping[str, pa.Table] = NOTHING,
     ) -> "Corpus":
         matrix = vectors(sum(sizes), dim, seed=seed)
-        documents = dataset(f"{base}/dataset", sizes=sizes)
+        documents = dataset(f"{base}/dataset", sizes=sizes, tables=tables)
         embedded = embeddings(
             f"{base}/embeddings", matrix, parent=documents, sizes=sizes, missing=missing, sparse=sparse
         )

@@ -9,18 +9,23 @@ import io
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float
+import pyarrow.compute as pc
+from jaxtyping import Float, Int
 from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.index import ivf, postings, postings_file, shard, tuning
+from scalingnote.hybrid import Both
+from scalingnote.index import ivf, postings, postings_file, rescore, shard, tuning
+from scalingnote.index.both import candidates
 from scalingnote.index.config import IndexConfig
+from scalingnote.models.sparse_query import SparseRows
 from scalingnote.quantize.job import read_vectors, use_threads
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import vectors
@@ -40,6 +45,8 @@ class Shared:
     output: str
     quantizer: ivf.Quantizer
     queries: Float[ndarray, "queries dim"] | None  # to tune with
+    terms: SparseRows | None = None  # of the same queries, where documents have terms
+    judged: tuple[str, ...] = ()  # doc_ids that are relevant to some of them, or known not to be
 
     def work(self, name: str) -> str:
         """Where an unfinished run keeps what is no part of the artifact."""
@@ -114,7 +121,34 @@ def measure(item: tuple[int, int, int], *, shared: Shared, deepest: int) -> tuni
         nprobe=nprobe,
         k=shared.config.tuning.k * deepest,
     )
-    return found._replace(rows=np.where(found.rows < 0, -1, found.rows + first_row))
+    return found._replace(rows=_counted_from(first_row, found.rows))
+
+
+def measure_both(
+    item: tuple[int, int], *, shared: Shared, layout: shard.Layout
+) -> tuple[Both, Int[ndarray, " judged"]]:
+    """What a finished shard finds by embeddings and by terms, and where it holds the documents judged.
+
+    The item is (shard, the row it begins at); rows count from there, -1 for a document of another shard.
+    """
+    number, first_row = item
+    use_threads(shared.config.resources)
+    queries, terms, k = shared.queries, shared.terms, shared.config.tuning.k
+    assert queries is not None
+    assert terms is not None
+    lists = _reopen(number, shared)
+    chosen = ivf.choose_lists(queries, lists.coarse, nprobe=layout.nprobe)
+    factor = layout.refine_factor
+    _, rows = ivf.search(lists, queries, chosen=chosen, k=k, refine_factor=factor)
+    files = {
+        name: fs.read_bytes(fs.join(shared.output, part)) for name, part in shard.term_files(number).items()
+    }
+    score = partial(rescore.scores, lists.kept, queries)
+    found = candidates(rows, score, [postings_file.load(files)], terms, k=k)
+    with fs.open_input(fs.join(shared.output, shard.documents_file(number))) as stream:
+        doc_ids = pa.ipc.open_file(stream).read_all()["doc_id"]
+        judged = pc.index_in(pa.array(shared.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
+    return replace(found, ids=_counted_from(first_row, found.ids)), _counted_from(first_row, judged)
 
 
 def time_search(item: tuple[int, int], *, shared: Shared, refine_factor: int) -> float:
@@ -164,6 +198,10 @@ class _Exact:
         sink = io.BytesIO()
         np.savez(sink, scores=self._scores, rows=self._rows, total=self._total)
         return sink.getvalue()
+
+
+def _counted_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, "*shape"]:
+    return np.where(rows < 0, -1, rows.astype(np.int64) + first_row)
 
 
 def _reopen(number: int, shared: Shared) -> ivf.Lists:

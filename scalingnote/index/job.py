@@ -1,13 +1,14 @@
 """The index stage: embeddings, documents and semantic IDs go in, shards of one index come out.
 
     sample ─train─► quantizer ─┬─ one task per shard ─► shards ─ one task per shard ─► nprobe, refine_factor
-    test queries ─query tower──┘   (and exact answers)            (and recall, cost)
+    test queries ─query tower──┘   (and exact answers)            (and recall, cost)   weight of dense scores
 
 A shard whose record is there is not built again. Everything trained or added is stored in faiss's own format.
 """
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -26,8 +27,10 @@ from scalingnote.index import build, filters, ivf, shard, tuning
 from scalingnote.index import family as families
 from scalingnote.index.config import IndexConfig
 from scalingnote.log import Progress, get_logger
+from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.quantize.job import VIEW, part_rows, sample
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
 
 log = get_logger("index")
@@ -48,7 +51,8 @@ def run(
     """The index over the `summary` embeddings of a dataset, as an `index` artifact.
 
     Documents without an embedding (set aside by encode) are not indexed; the manifest counts them. With a
-    query tower (`student`, or else `dual_encoder`), `nprobe` and `refine_factor` are tuned on test queries.
+    query tower (`student`, or else `dual_encoder`), `nprobe` and `refine_factor` are tuned on test queries;
+    where documents have terms, so is the weight of embeddings in hybrid search, by what is known as relevant.
     """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
@@ -79,7 +83,14 @@ def run(
     slices = shard.assign(parts, rows, shards=config.shards)
     quantizer = _quantizer(config, layout, draft, source)
     uris = {kind: artifact.uri for kind, artifact in parents.items()}
-    shared = build.Shared(config, layout, uris, output, quantizer, _queries(config, parents, layout))
+    drawn = _drawn(config, parents["dataset"])
+    relevant = _relevant(parents["dataset"], drawn)
+    shared = build.Shared(
+        *(config, layout, uris, output, quantizer),
+        queries=_queries(config, parents, layout, drawn),
+        terms=_terms(parents, layout, drawn),
+        judged=tuple(sorted({doc_id for judged in relevant for doc_id in judged})),
+    )
     written = {
         shard.COARSE: build.write(draft.path(shard.COARSE), ivf.dump(ivf.coarse_of(quantizer.centroids)))
     }
@@ -91,6 +102,7 @@ def run(
         draft.register(name, part)
     sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
     layout, curve = _tune(shared, sizes)
+    layout, by_weight = _tune_weight(shared, layout, sizes, relevant)
     draft.write_json(shard.LAYOUT, vars(layout))
 
     size = sum(part.bytes for name, part in written.items() if name.endswith(".faiss"))
@@ -109,7 +121,7 @@ def run(
         counts["bytes_per_vector"],
         output,
     )
-    return draft.commit(counts=counts, tuning=curve)
+    return draft.commit(counts=counts, tuning=curve, hybrid_tuning=by_weight)
 
 
 def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
@@ -170,27 +182,49 @@ def _quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: 
     return quantizer
 
 
-def _queries(
-    config: IndexConfig, parents: dict[str, Artifact], layout: shard.Layout
-) -> Float[ndarray, "queries dim"] | None:
-    """Embeddings of test queries, to tune with; None where nothing is to be tuned, or nothing is there."""
-    tower = parents.get("student") or parents.get("dual_encoder")
-    if tower is None or not parents["dataset"].table_parts("queries"):
-        return None
-    if config.nprobe is not None and config.refine_factor is not None:
-        return None
-    table = parents["dataset"].table("queries", ["query_id", "query", "split"]).sort_by("query_id")
-    texts = table.filter(pc.equal(table["split"], "test"))["query"].to_pylist()
+def _drawn(config: IndexConfig, dataset: Artifact) -> pa.Table:
+    """Test queries to tune with."""
+    if not dataset.table_parts("queries"):
+        return schema.QUERIES.empty_table()
+    table = dataset.table("queries", schema.QUERIES.names).sort_by("query_id")
+    table = table.filter(pc.equal(table["split"], "test"))
     rng = np.random.default_rng(config.seed)
-    drawn = np.sort(rng.permutation(len(texts))[: config.tuning.queries])
-    if not len(drawn):
+    return table.take(np.sort(rng.permutation(len(table))[: config.tuning.queries]))
+
+
+def _queries(
+    config: IndexConfig, parents: dict[str, Artifact], layout: shard.Layout, drawn: pa.Table
+) -> Float[ndarray, "queries dim"] | None:
+    """Their embeddings; None where nothing is to be tuned, or nothing is there."""
+    tower = parents.get("student") or parents.get("dual_encoder")
+    fixed = config.nprobe is not None and config.refine_factor is not None and not layout.sparse
+    if tower is None or fixed or not len(drawn):
         return None
-    encode = partial(build.encode, queries=[texts[i] for i in drawn])
+    encode = partial(build.encode, queries=drawn["query"].to_pylist())
     (found,) = cluster.in_order(encode, [tower], config.resources)
     if found.shape[1] != layout.dim:
         log.warning("not tuned: queries have dim %d, documents %d", found.shape[1], layout.dim)
         return None
     return found
+
+
+def _terms(parents: dict[str, Artifact], layout: shard.Layout, drawn: pa.Table) -> SparseRows | None:
+    """Their terms, by the vocabulary that documents were encoded with; None where these have none."""
+    towers = parents.get("dual_encoder")
+    if not layout.sparse or towers is None or not towers.names("sparse_query/"):
+        return None
+    return SparseQuery.load(towers.directory("sparse_query")).encode(drawn["query"].to_pylist())
+
+
+def _relevant(dataset: Artifact, drawn: pa.Table) -> list[dict[str, int]]:
+    """The judgements of each: doc_id -> grade."""
+    judged: dict[str, dict[str, int]] = {query_id: {} for query_id in drawn["query_id"].to_pylist()}
+    if judged and dataset.table_parts("qrels"):
+        table = dataset.table("qrels", schema.QRELS.names)
+        wanted = pa.array(list(judged), pa.string())
+        for row in table.filter(pc.is_in(table["query_id"], value_set=wanted)).to_pylist():
+            judged[row["query_id"]][row["doc_id"]] = row["relevance"]
+    return list(judged.values())
 
 
 def _fill_shards(slices: Sequence[Sequence[shard.Slice]], shared: build.Shared) -> Iterator[dict[str, Part]]:
@@ -234,7 +268,34 @@ def _tune(shared: build.Shared, sizes: Sequence[int]) -> tuple[shard.Layout, lis
     chosen = {name: getattr(best, name) for name in ("nprobe", "refine_factor", "recall")}
     chosen["background"] = background
     timed = [vars(point) | {"us_per_query": us} for point, us in zip(curve, times, strict=True)]
-    return shard.Layout(**vars(layout) | chosen), timed
+    return replace(layout, **chosen), timed
+
+
+def _tune_weight(
+    shared: build.Shared, layout: shard.Layout, sizes: Sequence[int], relevant: Sequence[dict[str, int]]
+) -> tuple[shard.Layout, dict[str, Any]]:
+    """The layout with the weight of dense scores that served judged queries best, and what each one gave."""
+    if shared.queries is None or shared.terms is None or layout.refine == "none":
+        return layout, {}
+    first = [0, *accumulate(sizes)]
+    measure = partial(build.measure_both, shared=shared, layout=layout)
+    shares = [*cluster.in_order(measure, [*enumerate(first[:-1])], shared.config.resources)]
+    rows = np.max([judged for _, judged in shares], axis=0)  # -1 but in the one shard that has it
+    row_of = {doc_id: row for doc_id, row in zip(shared.judged, rows.tolist(), strict=True) if row >= 0}
+    graded = [{row_of[i]: grade for i, grade in judged.items() if i in row_of} for judged in relevant]
+    judged = sum(any(grade > 0 for grade in grades.values()) for grades in graded)
+    if not judged:
+        log.warning("the weight of dense scores is not tuned: no test query has a relevant document indexed")
+        return layout, {}
+    both = hybrid.merge([found for found, _ in shares], candidates=shared.config.tuning.k)
+    tuned = hybrid.tune_weight(both, graded, background=layout.background or 0.0)
+    weight, curve = tuned.dense_weight, tuned.curve
+    log.info(
+        "nDCG@10 of %.3f on %d judged queries by dense_weight=%.2f; embeddings alone %.3f, terms alone %.3f",
+        *(curve[weight], judged, weight, curve[1.0], curve[0.0]),
+    )
+    points = [{"dense_weight": w, "ndcg@10": round(value, 4)} for w, value in curve.items()]
+    return replace(layout, dense_weight=weight), {"queries": judged, "curve": points}
 
 
 def _exact(shared: build.Shared, first: Sequence[int]) -> tuple[Int[ndarray, "queries k"], float]:

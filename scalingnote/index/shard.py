@@ -42,6 +42,7 @@ class Layout:
     filters: tuple[str, ...]
     sparse: bool = False  # whether documents have terms
     background: float | None = None  # mean cosine of a query with a random document, if measured
+    dense_weight: float | None = None  # of dense scores in hybrid search, if tuned
 
     def fields(self, documents: pa.Schema) -> pa.Schema:
         """Those columns of a shard's documents that a search may filter by."""

@@ -15,7 +15,9 @@ import pyarrow as pa
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote import hybrid
+from scalingnote.hybrid import Both
+from scalingnote.index.shard import Layout
+from scalingnote.search import hybrid
 from scalingnote.search.config import Joining
 
 
@@ -44,7 +46,7 @@ class Hit:
     sparse: float | None
 
 
-def merge(answers: Sequence[Found], *, k: int, joining: Joining, background: float = 0.0) -> list[Hit]:
+def merge(answers: Sequence[Found], *, k: int, joining: Joining, layout: Layout) -> list[Hit]:
     """The k best of disjoint shards, best first; of equal scores the lower id."""
     ids, dense = (np.concatenate([getattr(a, name) for a in answers]) for name in ("ids", "dense"))
     sparse = [answer.sparse for answer in answers if answer.sparse is not None]
@@ -52,42 +54,25 @@ def merge(answers: Sequence[Found], *, k: int, joining: Joining, background: flo
         best = np.lexsort((ids, -dense))[:k]
         scores = dense[best]
     else:
-        scores, best = _joined(
-            ids, dense, np.concatenate(sparse), k=k, joining=joining, background=background
-        )
+        both = Both(ids[None], dense[None], np.concatenate(sparse)[None])
+        depth = max(k, joining.candidates)
+        (scores,), (chosen,) = hybrid.best(both, joining, layout=layout, candidates=depth, k=k)
+        scores, chosen = scores[chosen >= 0], chosen[chosen >= 0]
+        order = np.argsort(ids)
+        best = order[np.searchsorted(ids, chosen, sorter=order)]
     bounds = np.cumsum([0, *(len(answer.ids) for answer in answers)])
-    owner = np.searchsorted(bounds[1:], best, side="right")
-    hits = []
-    for score, place, number in zip(scores.tolist(), best.tolist(), owner.tolist(), strict=True):
-        answer, row = answers[number], place - int(bounds[number])
-        terms = None if answer.sparse is None else float(answer.sparse[row])
-        document = {name: column[row].as_py() for name, column in _columns(answer.documents)}
-        hits.append(Hit(score, document, int(answer.shards[row]), float(answer.dense[row]), terms))
-    return hits
+    owners = np.searchsorted(bounds[1:], best, side="right")
+    return [
+        _hit(answers[owner], place - bounds[owner], score)
+        for score, place, owner in zip(scores.tolist(), best.tolist(), owners.tolist(), strict=True)
+    ]
 
 
-def _joined(
-    ids: Int[ndarray, " candidates"],
-    dense: Float[ndarray, " candidates"],
-    sparse: Float[ndarray, " candidates"],
-    *,
-    k: int,
-    joining: Joining,
-    background: float,
-) -> tuple[Float[ndarray, " k"], Int[ndarray, " k"]]:
-    """Scores and places of the k best by both."""
-    both = hybrid.Both(ids[None], dense[None], sparse[None])
-    if joining.kind == "reciprocal_rank":
-        scores, chosen = hybrid.by_rank(both, k=joining.k, candidates=max(k, joining.candidates), depth=k)
-    else:
-        assert joining.dense_weight is not None
-        scores, chosen = hybrid.by_score(
-            both, dense_weight=joining.dense_weight, background=background, depth=k
-        )
-    there = chosen[0] >= 0
-    order = np.argsort(ids)
-    return scores[0][there], order[np.searchsorted(ids, chosen[0][there], sorter=order)]
-
-
-def _columns(documents: pa.Table) -> list[tuple[str, pa.ChunkedArray]]:
-    return list(zip(documents.column_names, documents.columns, strict=True))
+def _hit(answer: Found, row: int, score: float) -> Hit:
+    documents = answer.documents
+    document = {
+        name: column[row].as_py()
+        for name, column in zip(documents.column_names, documents.columns, strict=True)
+    }
+    terms = None if answer.sparse is None else float(answer.sparse[row])
+    return Hit(score, document, int(answer.shards[row]), float(answer.dense[row]), terms)

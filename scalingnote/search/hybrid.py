@@ -1,33 +1,26 @@
-"""Candidates of a shard for both kinds of search: what either finds goes in, with both of its scores out."""
+"""One answer of two retrievals: candidates with both of their scores go in, the best documents come out."""
 
-from collections.abc import Callable
-
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from numpy import ndarray
 
 from scalingnote import hybrid
 from scalingnote.hybrid import Both
-from scalingnote.index import sparse
-from scalingnote.index.postings import Segments
-from scalingnote.models.sparse_query import SparseRows
+from scalingnote.index.shard import Layout
+from scalingnote.search.config import Joining
 
-# Scores of rows for each query; -inf where the row is -1.
-Score = Callable[[Int[ndarray, "queries candidates"]], Float[ndarray, "queries candidates"]]
+UNTUNED_WEIGHT = 0.5
 
 
-def candidates(
-    found: Int[ndarray, "queries _"],
-    score: Score,
-    segments: Segments,
-    terms: SparseRows,
-    *,
-    k: int,
-    allowed: Bool[ndarray, " documents"] | None = None,
-) -> Both:
-    """The rows that dense search has `found`, and the k best by terms, each with both of its scores.
+def best(
+    both: Both, joining: Joining, *, layout: Layout, candidates: int, k: int
+) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+    """The k best candidates of each query, best first; -inf and -1 behind the last.
 
-    None is missing in a list: a document that only one side has found is scored by the other, too.
+    `candidates` were fetched by either side. The weight and the background are the index's own where the
+    request does not say.
     """
-    _, by_terms = sparse.search(segments, terms, k=k, allowed=allowed)
-    rows = hybrid.union(found, by_terms)
-    return Both(rows, score(rows), sparse.scores_of(segments, terms, rows))
+    if joining.kind == "reciprocal_rank":
+        return hybrid.by_rank(both, k=joining.k, candidates=candidates, depth=k)
+    weights = (joining.dense_weight, layout.dense_weight, UNTUNED_WEIGHT)
+    weight = next(weight for weight in weights if weight is not None)
+    return hybrid.by_score(both, dense_weight=weight, background=layout.background or 0.0, depth=k)

@@ -18,16 +18,17 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
-from scalingnote import hybrid, topk
+from scalingnote import topk
 from scalingnote.errors import SearchError
+from scalingnote.hybrid import Both
 from scalingnote.index import filters, ivf, rescore
 from scalingnote.index import shard as shards_of
+from scalingnote.index.both import candidates as candidates_of_both
 from scalingnote.index.live.doc_ids import DocIds
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search import scan
+from scalingnote.search import hybrid, scan
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Found
-from scalingnote.search.hybrid import candidates as candidates_of_both
 from scalingnote.storage.artifact import open_artifact
 
 MAX_K = 1000
@@ -200,12 +201,8 @@ class Searcher:
         """
         depth = max(k, joining.candidates)
         both = self._both(queries, terms, k=k, depth=depth, nprobe=nprobe, where=where)
-        if joining.kind == "reciprocal_rank":
-            scores, rows = hybrid.by_rank(both, k=joining.k, candidates=depth, depth=k)
-        else:
-            weight, background = joining.dense_weight, self.layout.background or 0.0
-            scores, rows = hybrid.by_score(both, dense_weight=weight, background=background, depth=k)
-        return self._named(self._located(scores, rows))
+        best = hybrid.best(both, joining, layout=self.layout, candidates=depth, k=k)
+        return self._named(self._located(*best))
 
     def find(
         self,
@@ -282,7 +279,7 @@ class Searcher:
         depth: int,
         nprobe: int | None,
         where: filters.Filter | None,
-    ) -> hybrid.Both:
+    ) -> Both:
         """The `depth` best of either kind, as rows over all that is held, with both scores."""
         if not self._postings:
             raise SearchError("this index has no terms: train with train.sparse, encode and index anew")

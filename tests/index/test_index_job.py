@@ -75,6 +75,7 @@ def test_counts_and_bytes_are_those_of_the_files(index: Artifact) -> None:
         "filters": ["topic"],
         "sparse": False,
         "background": None,
+        "dense_weight": None,
     }
 
 

@@ -26,39 +26,45 @@ from scalingnote.errors import ConfigError
 from scalingnote.index import ivf, rescore, shard
 from scalingnote.index.build import write
 from scalingnote.index.config import IndexConfig
+from scalingnote.index.live import registry, versions, wal, writes
 from scalingnote.index.live import rows as live_rows
-from scalingnote.index.live import versions, wal, writes
-from scalingnote.index.live.claim import claim
+from scalingnote.index.live.config import DEFAULTS
 from scalingnote.index.live.shard import catch_up
 from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.state import LiveState
-from scalingnote.index.live.versions import Version
 from scalingnote.index.live.wal_segment import sync_folder
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, write_table
 
-RETRAINED_AT = 0.5
+TUNED = ("tuning", "hybrid_tuning")  # of the index that was built; a version goes by it
 
 
 def compact(
-    folder: str | Path, *, output: str | None = None, retrain_at: float = RETRAINED_AT
+    folder: str | Path,
+    *,
+    output: str | None = None,
+    retrain_at: float = DEFAULTS.retrain_at,
+    keep_versions: int = DEFAULTS.keep_versions,
 ) -> Artifact | None:
     """Write the next version of the live index in `folder` and make it current; None if there is nothing new.
 
     `output` is a path or URI, by default beside the logs. The quantizer is trained anew once the documents
-    written since it was are this share of the index, where the family keeps vectors to train it on; else
-    documents keep the codes they have. ConfigError when another process compacts the same index.
+    written since it was are the share `retrain_at` of the index, where the family keeps vectors to train it
+    on; else documents keep the codes they have. Of all versions the `keep_versions` that were current last
+    are kept, this one included. ConfigError when another process compacts the same index.
     """
     folder = Path(folder)
-    taken = f"{folder} is being compacted by another process ({{owner}}): wait for it"
-    lock = claim(folder / "compaction.lock", taken=taken)
-    try:
+    with registry.changing(folder):
+        versions.sweep(folder)  # where a kill came before
         version = versions.current(folder)
         base = version.open()
-        number = version.number + 1
+        number, place = versions.following(folder)
+        taken = [each.number for each in versions.listing(folder) if each.uri == fs.absolute(output or place)]
+        if taken:
+            raise ConfigError(f"{output} holds version {taken[0]}, which is kept: choose another output")
         draft = Draft(
-            output or fs.join(str(folder), "versions", f"{number:05d}"),
+            output or place,
             kind="index",
             config=IndexConfig.model_validate(base.manifest.config),
             parents={"index": base},
@@ -70,13 +76,23 @@ def compact(
             if until == versions.included(base):
                 fs.delete(draft.uri)
                 return None
-            new = Version(number, draft.uri, version.origin)
-            index = _write(draft, folder, base, new, until, retrain_at=retrain_at)
+            origin = version.origin
+            index = _write(draft, folder, base, until, origin=origin, retrain_at=retrain_at)
         _make_durable(index)
-        versions.advance(folder, Version(number, fs.absolute(index.uri), version.origin))
+        versions.advance(folder, versions.described(number, index), keep=keep_versions)
+        get_logger("index").info(
+            "%s documents, before %s, in version %d: %s",
+            *(f"{each.counts['documents']:,}" for each in (index, base)),
+            *(number, index.uri),
+        )
         return index
-    finally:
-        os.close(lock)
+
+
+def due(snapshots: Sequence[Snapshot], *, share: float) -> bool:
+    """Whether the rows written since a version, and those of it that are gone, are this share of its rows."""
+    rows = sum(len(each.base_alive) for each in snapshots)
+    gone = rows - sum(int(np.count_nonzero(each.base_alive)) for each in snapshots)
+    return gone + sum(len(each.live_alive) for each in snapshots) >= share * max(rows, 1)
 
 
 def _until(draft: Draft, folder: Path, base: Artifact) -> list[int]:
@@ -96,9 +112,9 @@ def _write(
     draft: Draft,
     folder: Path,
     base: Artifact,
-    version: Version,
     until: Sequence[int],
     *,
+    origin: str,
     retrain_at: float,
 ) -> Artifact:
     layout = shard.open_layout(base)
@@ -129,18 +145,14 @@ def _write(
     layout = replace(layout, documents=documents, nlist=len(quantizer.centroids))
     draft.write_json(shard.LAYOUT, vars(replace(layout, nprobe=min(layout.nprobe, layout.nlist))))
     state = {
-        "version": version.number,
-        "origin": version.origin,
+        "origin": origin,
         "included": list(until),
         "written": 0 if trained else written,
     }
     draft.write_json(versions.LIVE, state)
     counts = {"documents": documents, "bytes": size, "bytes_per_vector": round(size / max(documents, 1))}
-    get_logger("index").info(
-        "%s documents, before %s, in version %d: %s",
-        *(f"{documents:,}", f"{layout.documents:,}", version.number, draft.uri),
-    )
-    return draft.commit(counts=base.counts | counts, tuning=base.manifest.info.get("tuning", []))
+    tuned = {name: base.manifest.info[name] for name in TUNED if name in base.manifest.info}
+    return draft.commit(counts=base.counts | counts, **tuned)
 
 
 def _written(folder: Path, base: Artifact, until: Sequence[int]) -> int:

@@ -7,20 +7,26 @@ sends writes asks them :meth:`~scalingnote.index.live.LiveShard.knows` and decid
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import faiss
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Shaped
 from numpy import ndarray
 
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.index import shard
 from scalingnote.index.live import compaction, versions
+from scalingnote.index.live.config import DEFAULTS, LiveConfig
+from scalingnote.index.live.registry import Version
 from scalingnote.index.live.shard import LiveShard, MovedError, owners
 from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.writes import Written
+from scalingnote.log import get_logger
 from scalingnote.storage.artifact import Artifact
 
 T = TypeVar("T")
@@ -36,37 +42,45 @@ class LiveIndex:
         index: str | None = None,
         *,
         follow: bool = False,
-        merge_rows: int = 1024,
-        segment_bytes: int = 64 << 20,
+        config: LiveConfig = DEFAULTS,
     ) -> None:
         """Open the current version and what was written since; `folder` holds both, see `versions`.
 
-        `index`, the artifact that was built, is needed once. The other knobs are those of a LiveShard.
+        `index`, the artifact that was built, is needed once.
         """
-        self.folder = Path(folder)
-        self._version = versions.current(folder, index)
-        self._adopting = threading.Lock()
-        artifact = self._version.open()
-        self.layout = shard.open_layout(artifact)
-        if self.layout.sparse:
-            raise ConfigError(
-                f"{artifact.uri} holds terms, which live updates do not write: index embeddings without"
-            )
-        quantizer = versions.open_quantizer(artifact, self.layout)
-        coarse = shard.open_coarse(artifact)
-        self.shards = [
-            LiveShard(
-                shard.open_shard(artifact, number, layout=self.layout, coarse=coarse),
-                quantizer,
-                log=versions.log_folder(folder, number),
-                after=after,
-                shards=self.layout.shards,
-                follow=follow,
-                merge_rows=merge_rows,
-                segment_bytes=segment_bytes,
-            )
-            for number, after in enumerate(versions.included(artifact))
-        ]
+        self.folder, self._config = Path(folder), config
+        self._adopting, self._deciding = threading.Lock(), threading.Lock()
+        self._background = ThreadPoolExecutor(1, "compaction", faiss.omp_set_num_threads, (1,))
+        self._compaction: Future[None] | None = None
+        versions.current(folder, index)
+
+        def open_shards(version: Version) -> None:
+            opened = _Opened(version)
+            if opened.layout.sparse:
+                raise ConfigError(
+                    f"{version.uri} holds terms, which live updates do not write: index embeddings without"
+                )
+            needed = versions.needed(folder)
+            with ExitStack() as on_failure:
+                shards = []
+                for number, after in enumerate(opened.included):
+                    each = LiveShard(
+                        opened.shard(number),
+                        opened.quantizer,
+                        log=versions.log_folder(folder, number),
+                        after=after,
+                        needed=needed[number],
+                        shards=opened.layout.shards,
+                        follow=follow,
+                        merge_rows=config.merge_rows,
+                        segment_bytes=config.segment_bytes,
+                    )
+                    on_failure.callback(each.close)
+                    shards.append(each)
+                on_failure.pop_all()
+            self._version, self.layout, self.shards = version, opened.layout, shards
+
+        _with_current(folder, open_shards)
 
     def __len__(self) -> int:
         """Documents."""
@@ -105,35 +119,39 @@ class LiveIndex:
         return self.shards[self._owners([doc_id])[0]].get(doc_id)
 
     def refresh(self) -> None:
-        """Follow the writing process: its version if that is a newer one, then its writes."""
+        """Follow the writing process: its version if that is another, then its writes."""
         self.adopt()
         for each in self.shards:
             each.refresh()
 
     def compact(self) -> Artifact | None:
         """Write the next version here and now, and go over to it; None if there is nothing new."""
-        written = compaction.compact(self.folder)
+        written = compaction.compact(
+            self.folder, retrain_at=self._config.retrain_at, keep_versions=self._config.keep_versions
+        )
         self.adopt()
         return written
 
     def adopt(self) -> bool:
-        """Go over to a version that a compaction, in any process, has made current; whether there was one."""
+        """Go over to the version that is current, if it is another, later or earlier; whether it was.
+
+        It was made current, in any process, by a compaction or by `versions.activate`.
+        """
         with self._adopting:
-            newest = versions.current(self.folder)
-            if newest.number == self._version.number:
-                return False
-            artifact = newest.open()
-            layout = shard.open_layout(artifact)
-            quantizer, coarse = versions.open_quantizer(artifact, layout), shard.open_coarse(artifact)
-            for each, after in zip(self.shards, versions.included(artifact), strict=True):
-                number = each.snapshot.base.number
-                opened = shard.open_shard(artifact, number, layout=layout, coarse=coarse)
-                each.rebase(opened, quantizer, after=after)
-            self._version, self.layout = newest, layout
-            return True
+            before = self._version
+            if versions.current(self.folder).number != before.number:
+                _with_current(self.folder, self._go_over)
+            return self._version.number != before.number
+
+    def _go_over(self, version: Version) -> None:
+        opened, needed = _Opened(version), versions.needed(self.folder)
+        for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
+            each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
+        self._version, self.layout = version, opened.layout
 
     def close(self) -> None:
-        """Close every shard."""
+        """Close every shard, after a compaction that is under way."""
+        self._background.shutdown()
         for each in self.shards:
             each.close()
 
@@ -148,8 +166,50 @@ class LiveIndex:
             try:
                 for number in np.unique(owner).tolist():
                     sent[number] = send(number, np.flatnonzero(owner == number).tolist())
+                self._compact_if_due()
                 return sent
             except MovedError:
                 if attempt + 1 == _ASKED_AGAIN:
                     raise
         return sent
+
+    def _compact_if_due(self) -> None:
+        """In the background, one at a time."""
+        share = self._config.compact_at
+        if share is None:
+            return
+        with self._deciding:
+            idle = self._compaction is None or self._compaction.done()
+            if idle and compaction.due(self.snapshots(), share=share):
+                self._compaction = self._background.submit(self._compact_or_say_why)
+
+    def _compact_or_say_why(self) -> None:
+        try:
+            self.compact()
+        except Exception:  # everything is where it was; the next write tries again
+            get_logger("index").exception("%s: compaction failed", self.folder)
+
+
+class _Opened:
+    """A version, open to take shards from."""
+
+    def __init__(self, version: Version) -> None:
+        self._artifact = version.open()
+        self.included = versions.included(self._artifact)
+        self.layout = shard.open_layout(self._artifact)
+        self.quantizer = versions.open_quantizer(self._artifact, self.layout)
+        self._coarse = shard.open_coarse(self._artifact)
+
+    def shard(self, number: int) -> shard.Shard:
+        return shard.open_shard(self._artifact, number, layout=self.layout, coarse=self._coarse)
+
+
+def _with_current(folder: str | Path, use: Callable[[Version], None]) -> None:
+    """Use the current version; the next one where it was replaced, and its files removed, meanwhile."""
+    while True:
+        version = versions.current(folder)
+        try:
+            return use(version)
+        except ArtifactError:
+            if versions.current(folder).number == version.number:
+                raise

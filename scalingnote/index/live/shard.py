@@ -21,6 +21,7 @@ from numpy import ndarray
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.index import ivf
 from scalingnote.index.live import wal, writes
+from scalingnote.index.live.config import DEFAULTS
 from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.state import LiveState
 from scalingnote.index.live.writes import Delete, Upsert, Written
@@ -38,8 +39,8 @@ class MovedError(DataError):
 def owners(doc_ids: Sequence[str], known: Sequence[Sequence[bool]], *, shards: int) -> list[int]:
     """The shard that each document is to be written to.
 
-    `known` is what :meth:`LiveShard.knows` of every shard says: a document stays where it ever was; a new one
-    goes where its hash says. So two writers, or a delete between two upserts, never put one into two shards.
+    `known` is what :meth:`LiveShard.knows` of every shard says: a document stays where it is; a new one goes
+    where its hash says. So two writers, or a delete between two upserts, never put one into two shards.
     """
     hashed = bucket_of(pa.array(doc_ids, pa.string()), shards).tolist()
     return [
@@ -64,10 +65,11 @@ class LiveShard:
         *,
         log: str | Path,
         after: int = 0,
+        needed: int | None = None,
         shards: int = 1,
         follow: bool = False,
-        merge_rows: int = 1024,
-        segment_bytes: int = 64 << 20,
+        merge_rows: int = DEFAULTS.merge_rows,
+        segment_bytes: int = DEFAULTS.segment_bytes,
     ) -> None:
         """Open at the last acknowledged write.
 
@@ -75,10 +77,11 @@ class LiveShard:
             base: shard of an index version that includes the records of the log up to `after`
             quantizer: what the shards of that index share
             log: local folder of this shard's log
+            needed: the log is kept above this record, for versions that may be gone back to; None: `after`
             shards: of the index; a document lives in one of them, see :func:`owners`
             follow: only read: show the writes of another process
-            merge_rows: rows searched exactly before they are merged into lists in the background
-            segment_bytes: size at which a file of the log is closed and the next begun
+            merge_rows: see LiveConfig
+            segment_bytes: see LiveConfig
 
         Raises:
             ConfigError: another process writes this log
@@ -91,9 +94,14 @@ class LiveShard:
         self._waiting: list[tuple[int, Upsert | Delete]] = []
         self._background = ThreadPoolExecutor(1, "merge", faiss.omp_set_num_threads, (1,))
         self._merge: Future[None] | None = None
-        self.refresh()
-        if self._log is not None:
-            self._log.drop(through=after)  # where a crash came between a compaction and this
+        try:
+            self.refresh()
+            self._state.forget()
+            if self._log is not None:  # where a crash came between a compaction and this
+                self._log.drop(through=after if needed is None else needed)
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         """Documents."""
@@ -128,7 +136,7 @@ class LiveShard:
         return found
 
     def knows(self, doc_ids: Sequence[str]) -> list[bool]:
-        """Which of these documents were ever here: in the index version, or written since."""
+        """Which of these documents are here, or were since the shard was opened or last went over."""
         return self._state.knows(doc_ids)
 
     def refresh(self) -> int:
@@ -140,19 +148,26 @@ class LiveShard:
         """Move the rows that are searched exactly into lists, now; how many they were."""
         return self._state.merge()
 
-    def rebase(self, base: Shard, quantizer: ivf.Quantizer, *, after: int) -> None:
+    def rebase(self, base: Shard, quantizer: ivf.Quantizer, *, after: int, needed: int | None = None) -> None:
         """Go over to an index version that includes the log up to record `after`, while searches go on.
 
-        What was written since is taken from the log; then the records that the version includes are dropped.
+        It may be a later one or an earlier: what was written since is taken from the log. Then the records up
+        to `needed`, or else up to `after`, are dropped.
         """
         state = LiveState(base, quantizer, sequence=after)
         self._catch_up(state)
         state.merge()
         with self._commit, self._order:  # no write comes between
+            if self._log is not None and self._waiting:
+                self._log.sync()
+                self._waiting = []
             self._catch_up(state)
+            state.forget()
             self._state = state
+            if self._log is not None:
+                self._log.rotate()
         if self._log is not None:
-            self._log.drop(through=after)
+            self._log.drop(through=after if needed is None else needed)
 
     def close(self) -> None:
         """Stop writing and merging; snapshots that are held can still be searched."""
@@ -183,7 +198,7 @@ class LiveShard:
         return sequence
 
     def _require_owned(self, doc_ids: Sequence[str]) -> None:
-        """Whoever sent them may have asked for their owners before a compaction forgot deleted ones."""
+        """Whoever sent them may have asked for their owners before this shard forgot deleted ones."""
         number = self.snapshot.base.number
         hashed = owners(doc_ids, [], shards=self._shards)
         for doc_id, owner, known in zip(doc_ids, hashed, self.knows(doc_ids), strict=True):

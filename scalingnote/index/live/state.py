@@ -29,6 +29,7 @@ class LiveState:
     def __init__(self, base: Shard, quantizer: ivf.Quantizer, *, sequence: int = 0) -> None:
         """`quantizer` is what all shards of the index share; `base` includes the writes up to `sequence`."""
         self._base_rows = DocIds(base.documents["doc_id"])
+        self._known = np.ones(len(base.documents), bool)  # rows of the base whose documents belong here
         self._live_rows: dict[str, int] = {}  # from 0; -1 where the document was deleted again
         self._tail = np.empty((0, quantizer.centroids.shape[1]), np.float32)  # with room to grow
         self._lock, self._merging = threading.Lock(), threading.Lock()
@@ -91,12 +92,24 @@ class LiveState:
             return now, row if row >= 0 and now.base_alive[row] else -1
 
     def knows(self, doc_ids: Sequence[str]) -> list[bool]:
-        """Which of these documents the index version has, alive or not, or a write has brought."""
-        known = self._base_rows.rows(doc_ids) >= 0
+        """Which of these documents are here, or were since :meth:`forget`."""
+        rows = self._base_rows.rows(doc_ids)
         with self._lock:
+            known = (rows >= 0) & self._known[rows] if len(self._known) else rows >= 0
             return [
                 bool(base) or doc_id in self._live_rows for base, doc_id in zip(known, doc_ids, strict=True)
             ]
+
+    def forget(self) -> None:
+        """Know deleted documents no more: from here on they belong where their hash says.
+
+        To be called before the first question. Which documents belong to a shard then depends on what was
+        written, not on the version it is opened from; a version may still have the rows of one that was
+        deleted, forgotten and written to another shard since.
+        """
+        with self._lock:
+            self._known = self.snapshot.base_alive
+            self._live_rows = {doc_id: row for doc_id, row in self._live_rows.items() if row >= 0}
 
     def merge(self) -> int:
         """Move the tail, as it is now, into lists; the number of rows moved. Writes and searches go on."""

@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index.live.claim import claim
+from scalingnote.index.live.config import DEFAULTS
 from scalingnote.index.live.wal_segment import (
     Record,
     claimed,
@@ -41,7 +42,9 @@ _sync = getattr(os, "fdatasync", os.fsync)  # the file's times need not be durab
 class Log:
     """The writer of a log. Threads may append while one of them syncs."""
 
-    def __init__(self, folder: str | Path, *, after: int = 0, segment_bytes: int = 64 << 20) -> None:
+    def __init__(
+        self, folder: str | Path, *, after: int = 0, segment_bytes: int = DEFAULTS.segment_bytes
+    ) -> None:
         """Take the log for writing; a torn end is cut off. New records are numbered above `after`.
 
         ConfigError when another process writes it, ArtifactError when an acknowledged record is damaged.
@@ -122,6 +125,13 @@ class Log:
                     path.unlink()
             sync_folder(self.folder)
 
+    def rotate(self) -> None:
+        """Begin a segment, so that what was synced by now can be dropped whole one day."""
+        with self._lock:
+            self._require_usable()
+            if self._size and self._next == self._acknowledged + 1:
+                self._rotate()
+
     def close(self) -> None:
         """Give the log back; what was not synced may be lost. Closing twice is no error."""
         with self._lock:
@@ -160,6 +170,12 @@ def acknowledged(folder: str | Path) -> int:
     return int(number) if zlib.crc32(data[:8]) == check else 0
 
 
+def holds(folder: str | Path, *, after: int) -> bool:
+    """Whether every acknowledged record above `after` is still there."""
+    found = segments(Path(folder))
+    return acknowledged(folder) <= after or (bool(found) and found[0][0] <= after + 1)
+
+
 def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Iterator[Record]:
     """The acknowledged records above `after`, or those of them up to `until`, in order.
 
@@ -186,7 +202,7 @@ def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Ite
     if expected <= until:
         raise ArtifactError(
             f"{folder} has no record {expected}, though {until} was acknowledged: it was dropped after a "
-            "compaction (open the index version that was made then), or a segment is missing (restore it)"
+            "compaction (adopt the current index version), or a segment is missing (restore it)"
         )
 
 
@@ -224,7 +240,9 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except FileNotFoundError:
-        raise ArtifactError(f"{path} was dropped while it was read: open the newest index version") from None
+        raise ArtifactError(
+            f"{path} was dropped while it was read: adopt the current index version"
+        ) from None
 
 
 def _write_all(file: int, data: bytes) -> None:

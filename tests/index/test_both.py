@@ -5,8 +5,8 @@ import pyarrow as pa
 
 from scalingnote import hybrid, topk
 from scalingnote.index import postings
+from scalingnote.index.both import candidates
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.hybrid import candidates
 
 DOCUMENTS, VOCABULARY, DIM = 60, 9, 6
 

@@ -1,0 +1,111 @@
+"""The weight of embeddings in hybrid search, tuned while an index is built: against all documents scored."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from scalingnote import hybrid
+from scalingnote.hybrid import Both
+from scalingnote.index import job
+from scalingnote.index.config import FastScan, IndexConfig, Tuning
+from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.search.config import Joining
+from scalingnote.search.searcher import Searcher
+from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.schema import QRELS, QUERIES
+from synthetic_corpus import Corpus, Settings, unit
+
+DOCUMENTS, ASKED = 150, 24
+# All documents are candidates, scored by their own vectors.
+CONFIG = IndexConfig(
+    shards=3,
+    family=FastScan(refine="flat"),
+    nlist=3,
+    nprobe=3,
+    refine_factor=100,
+    iterations=2,
+    tuning=Tuning(k=DOCUMENTS),
+)
+
+
+def _towers(uri: str) -> Artifact:
+    """No towers, but what turns text into terms: its digits."""
+    tokenizer = Tokenizer(WordLevel({str(digit): digit for digit in range(10)} | {"?": 10}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    draft = Draft(uri, kind="dual_encoder", config=Settings(), parents={})
+    SparseQuery(tokenizer, max_length=9, weighting="counts").save(Path(uri, "sparse_query"))
+    return draft.commit(counts={})
+
+
+def test_the_weight_is_the_best_of_all_documents_scored(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(3)
+    numbers = rng.choice(DOCUMENTS, ASKED, replace=False).tolist()
+    ids = [f"q{number:02d}" for number in range(ASKED)]
+    # One document is relevant to each query, one is not, and one is in no index; a query has no judgement.
+    rows = [(ids[i], f"d{number}", 2) for i, number in enumerate(numbers[:-1])]
+    rows += [(ids[i], f"d{(number + 1) % DOCUMENTS}", 0) for i, number in enumerate(numbers[:-1])]
+    rows += [(ids[0], "gone", 1), ("another", "d7", 1)]
+    texts = [" ".join(str(number)) for number in numbers]
+    tables = {
+        "queries": pa.table([ids, texts, ["test"] * ASKED], schema=QUERIES),
+        "qrels": pa.table([pa.array(column) for column in zip(*rows, strict=True)], names=QRELS.names).cast(
+            QRELS
+        ),
+    }
+    corpus = Corpus.build(f"{tmp_path}/corpus", sizes=[90, 60], dim=16, sparse=True, tables=tables)
+    asked = unit(corpus.matrix[numbers] + 0.1 * rng.standard_normal((ASKED, 16)))
+    # Every third embedding is that of another query: there the terms must find the document.
+    asked = np.where(np.arange(ASKED)[:, None] % 3 == 0, rng.permutation(asked), asked)
+    monkeypatch.setattr(job, "_queries", lambda *_: asked)
+    towers = _towers(f"{tmp_path}/towers")
+    index = job.run(CONFIG, **corpus.uris, dual_encoder=towers.uri, output=f"{tmp_path}/index")
+
+    terms = np.array([[str(i).count(str(t)) for t in range(10)] for i in range(DOCUMENTS)], np.float32)
+    every = np.tile(np.arange(DOCUMENTS), (ASKED, 1))
+    both = Both(every, asked @ corpus.matrix.T, terms[numbers] @ terms.T)
+    relevant = [{number: 2, (number + 1) % DOCUMENTS: 0} for number in numbers[:-1]] + [{}]
+    background = float((asked @ corpus.matrix.T).mean())
+    expected = hybrid.tune_weight(both, relevant, background=background)
+    layout = index.read_json("index.json")
+    assert layout["dense_weight"] == expected.dense_weight
+    assert 0 < expected.dense_weight < 1  # both sides are needed
+    told = index.manifest.info["hybrid_tuning"]
+    assert told["queries"] == ASKED - 1
+    assert {point["dense_weight"]: point["ndcg@10"] for point in told["curve"]} == pytest.approx(
+        {weight: round(value, 4) for weight, value in expected.curve.items()}, abs=2e-4
+    )
+    searcher = Searcher.open(index.uri)
+    rows_of = SparseQuery.load(towers.directory("sparse_query")).encode(texts)
+    own, same, other = (
+        searcher.search_both(asked, rows_of, k=9, joining=Joining(dense_weight=weight))
+        for weight in (None, expected.dense_weight, 1 - expected.dense_weight / 2)
+    )
+    assert own == same != other
+
+
+def test_without_judgements_nothing_is_tuned(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tables = {"queries": pa.table([["q1"], ["1 2"], ["test"]], schema=QUERIES)}
+    corpus = Corpus.build(f"{tmp_path}/corpus", sizes=[60], dim=16, sparse=True, tables=tables)
+    monkeypatch.setattr(job, "_queries", lambda *_: corpus.matrix[:1])
+    config = CONFIG.model_copy(update={"shards": 1, "nlist": 1, "nprobe": 1})
+    towers = _towers(f"{tmp_path}/towers")
+    index = job.run(config, **corpus.uris, dual_encoder=towers.uri, output=f"{tmp_path}/index")
+    assert "no test query has a relevant document indexed" in caplog.text
+    assert index.read_json("index.json")["dense_weight"] is None
+    assert index.manifest.info["hybrid_tuning"] == {}
+    searcher, terms = Searcher.open(index.uri), SparseQuery.load(towers.directory("sparse_query"))
+    asked = corpus.matrix[:1], terms.encode(["1 2"])
+    plain, half = (
+        searcher.search_both(*asked, k=5, joining=joining)
+        for joining in (Joining(), Joining(dense_weight=0.5))
+    )
+    assert plain == half
