@@ -71,6 +71,7 @@ def build(
             allow_headers=["authorization", "content-type", "x-request-id"],
         )
     _searching(api, service)
+    _writing(api, service)
     _administration(api, service)
     _watching(api, service, metrics)
     _page(api)
@@ -105,6 +106,23 @@ def _searching(api: FastAPI, service: Service) -> None:
         return _json(await service.document(doc_id))
 
 
+def _writing(api: FastAPI, service: Service) -> None:
+    @api.post("/documents")
+    async def upsert(body: messages.UpsertRequest) -> messages.Written:
+        """Write documents, each in place of the one with its id; durable when it is answered."""
+        return await service.upsert(body)
+
+    @api.post("/documents/delete")
+    async def delete(body: messages.DeleteRequest) -> messages.Deleted:
+        """Delete documents; ids that are not there are no error."""
+        return await service.delete(body.doc_ids)
+
+    @api.delete("/documents/{doc_id:path}")
+    async def delete_one(doc_id: str) -> messages.Deleted:
+        """Delete a document."""
+        return await service.delete([doc_id])
+
+
 def _administration(api: FastAPI, service: Service) -> None:
     @api.get("/admin/index")
     async def versions() -> messages.IndexVersions:
@@ -122,6 +140,11 @@ def _administration(api: FastAPI, service: Service) -> None:
             return await service.activate(version)
         except ScalingNoteError as error:
             raise invalid(str(error), "uri" if body.uri else "version") from None
+
+    @api.post("/admin/index/compact")
+    async def compact() -> messages.IndexVersions:
+        """Write the next version of a live index now, and answer from it."""
+        return await service.compact()
 
     @api.post("/admin/index/roll_back")
     async def roll_back() -> messages.IndexVersions:

@@ -21,10 +21,11 @@ from scalingnote.search.config import Joining, ServeConfig
 from scalingnote.search.found import Hit
 from serve import flow, messages
 from serve.catalog import Catalog, Serving, Version
+from serve.live_catalog import LiveCatalog
 from serve.clock import Clock
 from serve.fan_out import in_time
 from serve.flow import Answer, Called, Group, Question
-from serve.here import everywhere
+from serve.here import Here, everywhere
 from serve.messages import SearchRequest, SimilarRequest
 from serve.refusals import conflict, invalid, unavailable
 from serve.searcher import Described
@@ -45,6 +46,15 @@ class Arm:
     version: str | None = None  # None: the active one
 
 
+@dataclass(frozen=True)
+class Writing:
+    """Who takes documents."""
+
+    encoder: Called
+    writer: Called
+    deadline_s: float
+
+
 class Service:
     """Holds handles, and which version is active."""
 
@@ -52,12 +62,14 @@ class Service:
         self,
         arms: Sequence[Arm],
         groups: Sequence[Group],
-        catalog: Catalog,
+        catalog: Catalog | LiveCatalog,
         config: ServeConfig,
         *,
         reranker: Called | None = None,
+        writing: Writing | None = None,
     ) -> None:
         """The first arm is the one that requests get that name none."""
+        self._writing = writing
         self._arms, self._groups = {arm.name: arm for arm in arms}, list(groups)
         self._first = arms[0].name
         self._catalog, self._config, self._reranker = catalog, config, reranker
@@ -128,6 +140,50 @@ class Service:
     async def document(self, doc_id: str) -> dict[str, Any]:
         """A document as the index shows it."""
         return await flow.document(self._groups, self._serving.active.name, doc_id, self._clock(None))
+
+    # --- writing --------------------------------------------------------------------------------------
+
+    async def upsert(self, request: messages.UpsertRequest) -> messages.Written:
+        """Write documents, each in place of the one with its id; durable when it returns."""
+        writing, clock = self._writable(len(request.documents), "documents")
+        documents = [document.model_dump() for document in request.documents]
+        encoded = [writing.encoder.encode.remote(documents)]
+        (rows,) = await in_time(encoded, deadline_s=clock.left())
+        if rows is None:
+            raise unavailable("the documents were not encoded, nothing was written: try again")
+        (answer,) = await in_time([writing.writer.upsert.remote(rows)], deadline_s=clock.left())
+        written, rejected = await self._acknowledged(answer)
+        set_aside = [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected]
+        return messages.Written(written=written, rejected=set_aside)
+
+    async def delete(self, doc_ids: Sequence[str]) -> messages.Deleted:
+        """Delete documents; those that are not there are no error. Durable when it returns."""
+        writing, clock = self._writable(len(doc_ids), "doc_ids")
+        (answer,) = await in_time([writing.writer.delete.remote(doc_ids)], deadline_s=clock.left())
+        return messages.Deleted(deleted=await self._acknowledged(answer))
+
+    async def compact(self) -> messages.IndexVersions:
+        """Write the next version of a live index now, and go over to it."""
+        writing, _ = self._writable(0, "")
+        await writing.writer.compact.remote()
+        await self.follow()
+        return self.versions()
+
+    def _writable(self, rows: int, field: str) -> tuple[Writing, Clock]:
+        if self._writing is None:
+            raise conflict("this index is read only: set serve.live to a folder for its writes")
+        if rows > (most := self._config.limits.max_batch):
+            raise invalid(f"{rows} at once: send up to {most}", field)
+        return self._writing, Clock(self._writing.deadline_s)
+
+    async def _acknowledged(self, answer: Any) -> Any:
+        """What the writer says; what it has written is seen by the searchers of this process from here on."""
+        if answer is None:
+            raise unavailable("not acknowledged: the write may be there or not, send it again")
+        for group in self._groups:
+            if isinstance(group.searcher, Here):
+                await group.searcher.refresh.remote()
+        return answer
 
     # --- what there is --------------------------------------------------------------------------------
 
@@ -210,6 +266,7 @@ class Service:
         async with self._going_over:
             await self._open(version)
             self._serving = await asyncio.to_thread(self._catalog.activate, version)
+            await self._open(version)  # of a live index only the current version can be opened
             log.info("index version %s is active", version.name)
         return self.versions()
 

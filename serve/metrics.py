@@ -1,0 +1,109 @@
+"""Metrics of the gateway, through Ray: every node exports those of its replicas for Prometheus to scrape.
+
+    scalingnote_requests_total            path, status, arm
+    scalingnote_request_ms                path, arm
+    scalingnote_step_ms                   step (encode, search, rerank), arm
+    scalingnote_partial_answers_total     arm
+    scalingnote_refused_total             code
+    scalingnote_in_flight                 requests that a gateway replica works on
+    scalingnote_canary_recall             share of the exact best that the index found, per query
+    scalingnote_index_documents           version
+    scalingnote_live_rows                 rows of a live index that are searched one by one
+
+Ray prefixes them with ``ray_``. :func:`scraped` is what ``/metrics`` of any gateway gives: all nodes together.
+"""
+
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.serve import metrics
+
+MILLISECONDS = [0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 2000, 5000]
+RECALLS = [0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999]
+OURS = ("ray_scalingnote_", "ray_serve_")
+_SCRAPE_S = 2.0
+
+
+class Metrics:
+    """What a gateway replica measures."""
+
+    def __init__(self) -> None:
+        name = "scalingnote_{}".format
+        self._requests = metrics.Counter(
+            name("requests_total"), "requests answered", tag_keys=("path", "status", "arm")
+        )
+        self._took = metrics.Histogram(
+            name("request_ms"),
+            "milliseconds of a request in the gateway",
+            boundaries=MILLISECONDS,
+            tag_keys=("path", "arm"),
+        )
+        self._steps = metrics.Histogram(
+            name("step_ms"),
+            "milliseconds of a step of a search",
+            boundaries=MILLISECONDS,
+            tag_keys=("step", "arm"),
+        )
+        self._partial = metrics.Counter(
+            name("partial_answers_total"), "answers without some shards", tag_keys=("arm",)
+        )
+        self._refused = metrics.Counter(name("refused_total"), "requests refused", tag_keys=("code",))
+        self._in_flight = metrics.Gauge(name("in_flight"), "requests being worked on")
+        self._recall = metrics.Histogram(
+            name("canary_recall"), "share of the exact best found", boundaries=RECALLS
+        )
+        self._documents = metrics.Gauge(
+            name("index_documents"), "documents of the active version", tag_keys=("version",)
+        )
+        self._live_rows = metrics.Gauge(name("live_rows"), "rows of a live index searched one by one")
+
+    def request(self, path: str, status: int, arm: str, seconds: float) -> None:
+        """A request was answered."""
+        self._requests.inc(tags={"path": path, "status": str(status), "arm": arm})
+        self._took.observe(max(1000 * seconds, 1e-3), tags={"path": path, "arm": arm})
+
+    def search(self, answer: dict[str, Any]) -> None:
+        """A search was answered, as described by :class:`~serve.messages.SearchResponse`."""
+        for step in ("encode", "search"):
+            took = max(answer["timings_ms"][step], 1e-3)
+            self._steps.observe(took, tags={"step": step, "arm": answer["arm"]})
+        if answer["shards_answered"] < answer["shards"]:
+            self._partial.inc(tags={"arm": answer["arm"]})
+
+    def refused(self, code: str) -> None:
+        """A request was not answered."""
+        self._refused.inc(tags={"code": code})
+
+    def state(self, *, in_flight: int, version: str, documents: int) -> None:
+        """How things stand; told now and then."""
+        self._in_flight.set(in_flight)
+        self._documents.set(documents, tags={"version": version})
+
+    def recall(self, value: float) -> None:
+        """A query was searched again exactly."""
+        self._recall.observe(max(value, 1e-6))
+
+
+def scraped() -> str:
+    """The metrics of this application and of Serve on all nodes, in Prometheus' text format."""
+    return "".join(_of_all_nodes())
+
+
+def _of_all_nodes() -> Iterator[str]:
+    told: set[str] = set()
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        try:
+            with urllib.request.urlopen(address, timeout=_SCRAPE_S) as answer:
+                lines = answer.read().decode().splitlines(keepends=True)
+        except OSError:
+            continue  # a node on its way out; its gauges are those of nobody
+        for line in lines:
+            of = line.split(" ", 3)[2].strip() if line.startswith("# ") else line
+            if of.startswith(OURS) and not (line.startswith("# ") and line in told):
+                told.add(line)
+                yield line
