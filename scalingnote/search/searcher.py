@@ -181,14 +181,8 @@ class Searcher:
         Every candidate of either side is scored by both. A score is in [0, 1] by interpolation, else a sum of
         reciprocal ranks. SearchError where this index cannot do it.
         """
-        if not self._postings:
-            raise SearchError("this index has no terms: train with train.sparse, encode and index anew")
+        require_both(self.layout)
         (lists,) = self._segments
-        if lists.kept is None:
-            raise SearchError(
-                f"{self.layout.family} keeps no vectors to score by what terms find: index with "
-                "index.family.refine=sq8"
-            )
         unit = unit_queries(queries, dim=self.dim, k=k)
         depth = max(k, joining.candidates)
         masks = self._masks_of(where)
@@ -286,6 +280,17 @@ def unit_queries(queries: Shaped[ndarray, "..."], *, dim: int, k: int) -> Float[
     if len(broken):
         raise SearchError(f"query {broken[0]} is not finite or all zero: its direction says nothing")
     return np.asarray(queries / lengths, np.float32)
+
+
+def require_both(layout: shards_of.Layout) -> None:
+    """SearchError where an index cannot be searched by embeddings and terms together."""
+    if not layout.sparse:
+        raise SearchError("this index has no terms: train with train.sparse, encode and index anew")
+    if layout.refine == "none":
+        raise SearchError(
+            f"{layout.family} keeps no vectors to score by what terms find: index with "
+            "index.family.refine=sq8"
+        )
 
 
 def checked_nprobe(nprobe: int, nlist: int) -> int:
