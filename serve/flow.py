@@ -55,6 +55,7 @@ class Answer:
     """The best documents, and how they were come by."""
 
     hits: list[Hit]
+    version: str
     shards_answered: int
     personalised: bool = False
     rerank: list[float] | None = None
@@ -81,17 +82,17 @@ async def search(
     calls = [group.searcher.search.remote(wanted) for group in groups]
     answers = await in_time(calls, deadline_s=clock.left())
     found: list[Found] = []
-    shards = 0
+    shards, version = 0, question.version
     for group, answer in zip(groups, answers, strict=True):
         if isinstance(answer, Refused):
             raise invalid(answer.reason)
         if answer is not None:
-            found.append(answer)
-            shards += group.shards
+            found.append(answer.found)
+            shards, version = shards + group.shards, answer.version
     if not found:
         raise unavailable("no shard of the index answers: try again")
     hits = merge(found, k=question.k, joining=question.joining, layout=question.layout)
-    return Answer(hits, shards)
+    return Answer(hits, version, shards)
 
 
 async def rerank(reranker: Called, query: str, answer: Answer, *, most: int, clock: Clock) -> None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from scalingnote.errors import SearchError
 from scalingnote.index.live import versions
-from scalingnote.storage.artifact import open_artifact
 from serve.catalog import Serving, Version
 
 
@@ -14,6 +13,7 @@ class LiveCatalog:
 
     folder: str
     index: str
+    dim: int
 
     @property
     def state(self) -> str:
@@ -23,9 +23,8 @@ class LiveCatalog:
     def read(self) -> Serving:
         """What is served now, the current version first, then those that it can be gone back to."""
         versions.current(self.folder, self.index)  # makes the folder, the first time
-        dim = int(open_artifact(self.index, kind="index").read_json("index.json")["dim"])
         listed = sorted(versions.listing(self.folder), key=lambda each: (not each.current, -each.number))
-        found = [Version(str(v.number), v.uri, v.documents, dim, v.created) for v in listed]
+        found = [Version(str(v.number), v.uri, v.documents, self.dim, v.created) for v in listed]
         return Serving(tuple(found))
 
     def activate(self, version: Version) -> Serving:
@@ -33,8 +32,8 @@ class LiveCatalog:
         kept = {each.name: each for each in self.read().versions}.get(version.name)
         if kept is None or kept.uri != version.uri:
             raise SearchError(
-                f"{version.uri} is no version of this live index: it takes those that compaction makes. To serve "
-                "another index, start an application of it with a live folder of its own"
+                f"{version.uri} is no version of this live index, which goes over to those that compaction "
+                "makes: to serve another index, start an application of it with a live folder of its own"
             )
         versions.activate(self.folder, int(kept.name))
         return self.read()

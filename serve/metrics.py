@@ -8,9 +8,8 @@
     scalingnote_in_flight                 requests that a gateway replica works on
     scalingnote_canary_recall             share of the exact best that the index found, per query
     scalingnote_index_documents           version
-    scalingnote_live_rows                 rows of a live index that are searched one by one
 
-Ray prefixes them with ``ray_``. :func:`scraped` is what ``/metrics`` of any gateway gives: all nodes together.
+Ray prefixes them with ``ray_``. :func:`scraped` is what ``/metrics`` of any gateway gives: that of all nodes.
 """
 
 import urllib.request
@@ -57,7 +56,6 @@ class Metrics:
         self._documents = metrics.Gauge(
             name("index_documents"), "documents of the active version", tag_keys=("version",)
         )
-        self._live_rows = metrics.Gauge(name("live_rows"), "rows of a live index searched one by one")
 
     def request(self, path: str, status: int, arm: str, seconds: float) -> None:
         """A request was answered."""

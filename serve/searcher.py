@@ -20,13 +20,16 @@ from numpy import ndarray
 
 from scalingnote.errors import SearchError
 from scalingnote.index import filters
+from scalingnote.index.live.index import LiveIndex
 from scalingnote.index.shard import Layout
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Found
+from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.searcher import Searcher
 from serve.batcher import Batcher
 from serve.catalog import Catalog, Version
+from serve.live_catalog import LiveCatalog
 
 MOST = 32  # queries scanned together
 FACETS = 1000  # a text field with more values is no facet
@@ -76,72 +79,123 @@ class Described:
         return replace(self, facets=facets)
 
 
+@dataclass(frozen=True)
+class Answered:
+    """What was found, and in which version: of a live index it is the current one, whatever was named."""
+
+    version: str
+    found: Found
+
+
 class IndexSearcher:
-    """Holds some shards of each kept version of an index, or all of them."""
+    """Holds some shards of each kept version of an index, or all; of a live index all of the current one.
+
+    The shards of a live index stay together, as a search of theirs is one of a single moment.
+    """
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: Catalog | LiveCatalog,
         *,
         shards: Sequence[int] | None = None,
         nprobe: int | None = None,
         joining: Joining | None = None,
+        refresh_s: float = 0.1,
     ) -> None:
         self._catalog, self._shards, self._nprobe = catalog, shards, nprobe
-        self._joining = joining or Joining()
+        self._joining, self._refresh_s = joining or Joining(), refresh_s
         self._opening = asyncio.Lock()
         self._batcher: Batcher[Wanted, Found | Refused] = Batcher(self._work, most=MOST)
-        self._held = {version.name: self._open(version) for version in catalog.read().versions}
+        self._following: asyncio.Task[None] | None = None
+        serving = catalog.read()
+        kept = serving.versions[:1] if self._live else serving.versions
+        self._held = {version.name: self._open(version) for version in kept}
 
-    async def search(self, wanted: Wanted) -> Found | Refused:
+    async def search(self, wanted: Wanted) -> Answered | Refused:
         """The best candidates of the shards held here."""
-        await self._require(wanted.version)
-        found: Found | Refused = await self._batcher(wanted)
-        return found
+        name = await self._require(wanted.version)
+        found = await self._batcher(replace(wanted, version=name))
+        return found if isinstance(found, Refused) else Answered(name, found)
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
         """The document of this id: one, or none."""
-        searcher = await self._require(version)
+        searcher = self._held[await self._require(version)]
         found = await self._batcher.in_turn(lambda: searcher.get(doc_id))
         return [] if found is None else [found]
 
     async def vector(self, version: str, doc_id: str) -> Float[ndarray, "found dim"] | Refused:
         """The vector of the document of this id: one row, or none."""
-        searcher = await self._require(version)
+        searcher = self._held[await self._require(version)]
         try:
             found = await self._batcher.in_turn(lambda: searcher.vector(doc_id))
         except SearchError as error:
             return Refused(str(error))
         return np.empty((0, searcher.dim), np.float32) if found is None else found[np.newaxis]
 
-    async def load(self, version: Version) -> bool:
-        """Open a version beside those that are held; those that the catalog no longer keeps are let go."""
-        async with self._opening:
-            if version.name not in self._held:
-                searcher = await asyncio.to_thread(self._open, version)
-                kept = {each.name for each in self._catalog.read().versions} | {version.name}
-                # Searches under way hold what they search.
-                self._held = {name: held for name, held in self._held.items() if name in kept}
-                self._held[version.name] = searcher
-        return True
-
     async def describe(self, version: str) -> Described:
         """What can be asked of the shards held here."""
-        searcher = await self._require(version)
+        searcher = self._held[await self._require(version)]
         facets = await asyncio.to_thread(searcher.facets, most=FACETS)
         return Described(searcher.layout, searcher.fields, facets)
+
+    async def load(self, version: Version) -> bool:
+        """Open a version beside those that are held; those that the catalog no longer keeps are let go.
+
+        Of a live index it is the current one that is opened, if it is not held yet.
+        """
+        async with self._opening:
+            serving = await asyncio.to_thread(self._catalog.read)
+            if self._live:
+                version, kept = serving.active, {serving.active.name}
+            else:
+                kept = {each.name for each in serving.versions} | {version.name}
+            if version.name not in self._held:
+                opened = await asyncio.to_thread(self._open, version)
+                # Searches under way hold what they search.
+                self._held = {name: held for name, held in self._held.items() if name in kept}
+                self._held[version.name] = opened
+        return True
+
+    async def refresh(self) -> bool:
+        """Show what was written to a live index by now, and go over to its current version."""
+        if self._live:
+            await self.load(self._catalog.read().active)
+            (searcher,) = self._held.values()
+            assert isinstance(searcher, LiveSearcher)
+            await asyncio.to_thread(searcher.refresh)
+        return True
 
     async def ping(self) -> int:
         """How many shards are held; answers as long as the event loop turns."""
         return len(next(iter(self._held.values())).shards)
 
-    async def _require(self, name: str) -> Searcher:
-        if name not in self._held:
-            await self.load(self._catalog.read().named(name))
-        return self._held[name]
+    @property
+    def _live(self) -> bool:
+        return isinstance(self._catalog, LiveCatalog)
 
-    def _open(self, version: Version) -> Searcher:
+    async def _require(self, name: str) -> str:
+        """The version to search, opened if need be."""
+        if self._live:
+            if self._following is None:  # not before there is an event loop
+                self._following = asyncio.create_task(self._follow())
+            (name,) = self._held
+        elif name not in self._held:
+            await self.load(self._catalog.read().named(name))
+        return name
+
+    async def _follow(self) -> None:
+        while True:
+            await asyncio.sleep(self._refresh_s)
+            try:
+                await self.refresh()
+            except Exception:  # what was seen last goes on being searched
+                log.exception("following the live index failed")
+
+    def _open(self, version: Version) -> Searcher | LiveSearcher:
         log.info("opening index version %s: %s", version.name, version.uri)
+        if isinstance(self._catalog, LiveCatalog):
+            live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
+            return LiveSearcher(live, nprobe=self._nprobe)
         return Searcher.open(version.uri, shards=self._shards, nprobe=self._nprobe)
 
     def _work(self, batch: Sequence[Wanted]) -> list[Found | Refused | Exception]:

@@ -21,11 +21,11 @@ from scalingnote.search.config import Joining, ServeConfig
 from scalingnote.search.found import Hit
 from serve import flow, messages
 from serve.catalog import Catalog, Serving, Version
-from serve.live_catalog import LiveCatalog
 from serve.clock import Clock
 from serve.fan_out import in_time
 from serve.flow import Answer, Called, Group, Question
 from serve.here import Here, everywhere
+from serve.live_catalog import LiveCatalog
 from serve.messages import SearchRequest, SimilarRequest
 from serve.refusals import conflict, invalid, unavailable
 from serve.searcher import Described
@@ -107,7 +107,7 @@ class Service:
             await flow.rerank(self._reranker, request.query, answer, most=most, clock=clock)
             answer.hits = answer.hits[: request.k]
         answer.timings_ms = {"encode": encode, "search": searched, "rerank": clock.lap() if most else 0.0}
-        return self._response(answer, arm, question, request_id, clock, explain=request.explain)
+        return self._response(answer, arm, request_id, clock, explain=request.explain)
 
     async def similar(self, request: SimilarRequest, request_id: str) -> dict[str, Any]:
         """Documents like one of the index, which is left out."""
@@ -121,7 +121,7 @@ class Service:
         others = [hit for hit in answer.hits if hit.document["doc_id"] != request.doc_id]
         answer.hits = others[: request.k]
         answer.timings_ms = {"encode": encode, "search": clock.lap(), "rerank": 0.0}
-        return self._response(answer, arm, question, request_id, clock, explain=False)
+        return self._response(answer, arm, request_id, clock, explain=False)
 
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
         """Unit embeddings of queries."""
@@ -363,13 +363,13 @@ class Service:
         return (scaled / np.linalg.norm(scaled)).astype(np.float32)
 
     def _response(
-        self, answer: Answer, arm: Arm, question: Question, request_id: str, clock: Clock, *, explain: bool
+        self, answer: Answer, arm: Arm, request_id: str, clock: Clock, *, explain: bool
     ) -> dict[str, Any]:
         return {
             "request_id": request_id,
             "results": [_hit(answer, rank, hit, explain=explain) for rank, hit in enumerate(answer.hits)],
             "arm": arm.name,
-            "index_version": question.version,
+            "index_version": answer.version,
             "personalised": answer.personalised,
             "shards": self.shards,
             "shards_answered": answer.shards_answered,

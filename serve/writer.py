@@ -1,7 +1,7 @@
 """Writes of documents: encoders turn their text into rows of the index, one writer makes them durable.
 
-    documents ─► DocumentEncoder (replicas) ─► rows, vectors ─► Writer (one process) ─► log ─► acknowledged
-                                                                   searchers follow the log ◄─┘
+documents ─► DocumentEncoder (replicas) ─► rows, vectors ─► Writer (one process) ─► log ─► acknowledged
+                                                               searchers follow the log ◄─┘
 """
 
 import asyncio

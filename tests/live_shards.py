@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from scalingnote.index import family as families
-from scalingnote.index import ivf
+from scalingnote.index import ivf, postings, postings_file
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, IndexConfig
 from scalingnote.index.live.index import LiveIndex
@@ -15,6 +15,7 @@ from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.shard import DOCUMENTS, Shard
 from scalingnote.search import scan
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.schema import SPARSE
 from synthetic_corpus import vectors
 
 DIM = 16
@@ -31,6 +32,14 @@ def quantizer(family: Family = EXACT) -> ivf.Quantizer:
 def table(doc_ids: list[str], version: int = 0) -> pa.Table:
     texts = {name: [f"{name} {version} of {i}" for i in doc_ids] for name in DOCUMENTS.names[1:]}
     return pa.table({"doc_id": doc_ids, **texts}, schema=DOCUMENTS)
+
+
+def term_columns(documents: list[Mapping[int, float]]) -> pa.Table:
+    """Terms and impacts of documents as `encode` writes them."""
+    rows = [dict(sorted(terms.items())) for terms in documents]
+    impacts = [[np.float16(impact) for impact in row.values()] for row in rows]
+    columns = zip(([list(row) for row in rows], impacts), SPARSE, strict=True)
+    return pa.table([pa.array(values, field.type) for values, field in columns], schema=SPARSE)
 
 
 def shard(shared: ivf.Quantizer, documents: Mapping[str, np.ndarray], number: int = 0) -> Shard:
@@ -86,10 +95,17 @@ def brute_force(documents: Mapping[str, np.ndarray], queries: np.ndarray, *, k: 
     return [names[np.argsort(-(matrix @ query))[:k]].tolist() for query in queries]
 
 
-def index(uri: str, shards: list[Mapping[str, np.ndarray]], family: Family = EXACT) -> Artifact:
+def index(
+    uri: str,
+    shards: list[Mapping[str, np.ndarray]],
+    family: Family = EXACT,
+    *,
+    terms: Mapping[str, Mapping[int, float]] | None = None,
+    strongest: int | None = None,
+) -> Artifact:
     """An index artifact as the index stage writes it."""
     shared = quantizer(family)
-    config = IndexConfig(shards=len(shards), family=family)
+    config = IndexConfig(shards=len(shards), family=family, terms=strongest)
     draft = Draft(uri, kind="index", config=config, parents={})
     draft.write_bytes(layouts.COARSE, ivf.dump(ivf.coarse_of(shared.centroids)))
     refine = families.refine(family)
@@ -99,6 +115,12 @@ def index(uri: str, shards: list[Mapping[str, np.ndarray]], family: Family = EXA
         for name, data in zip(names, ivf.dump_files(opened.lists), strict=True):
             draft.write_bytes(name, data)
         draft.write_table(layouts.documents_file(number), opened.documents)
+        if terms is not None:
+            columns = term_columns([terms[name] for name in documents])
+            lists = postings.build(columns["terms"], columns["impacts"], strongest=strongest)
+            own = layouts.term_files(number)
+            for name, data in postings_file.dump(lists).items():
+                draft.write_bytes(own[name], data)
     documents = sum(map(len, shards))
     layout = layouts.Layout(
         dim=DIM,
@@ -111,6 +133,8 @@ def index(uri: str, shards: list[Mapping[str, np.ndarray]], family: Family = EXA
         refine_factor=EVERY if refine == "flat" else 4,
         recall=None,
         filters=("topic",),
+        sparse=terms is not None,
+        background=0.05,
     )
     draft.write_json(layouts.LAYOUT, vars(layout))
     return draft.commit(counts={"documents": documents, "documents_not_embedded": 0})

@@ -63,6 +63,18 @@ def mask(documents: pa.Table, wanted: Filter) -> Bool[ndarray, " rows"]:
     return found
 
 
+def facets(documents: Sequence[pa.Table], fields: pa.Schema, *, most: int) -> dict[str, dict[str, int]]:
+    """How many documents have each value, for the text fields with at most so many values."""
+    found = {}
+    for field in fields:
+        if _is_text(field.type):
+            chunks = [chunk for table in documents for chunk in table[field.name].chunks]
+            counted = pc.value_counts(pa.chunked_array(chunks, field.type).drop_null())
+            if len(counted) <= most:
+                found[field.name] = {row["values"]: row["counts"] for row in counted.to_pylist()}
+    return found
+
+
 def _fulfil(column: pa.ChunkedArray, condition: Any) -> pa.ChunkedArray:
     if isinstance(condition, Mapping):
         low, high = condition.get("min"), condition.get("max")

@@ -1,6 +1,6 @@
 """From new documents to the rows that a live index takes: read as the data set's, encoded, described.
 
-    mappings (JSON) ─typed─► documents ─flow─► codes, embeddings ─► rows of the document store, vectors
+mappings (JSON) ─typed─► documents ─flow─► codes, embeddings ─► rows of the document store, vectors
 """
 
 from collections.abc import Mapping, Sequence

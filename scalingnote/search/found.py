@@ -63,7 +63,7 @@ def merge(answers: Sequence[Found], *, k: int, joining: Joining, layout: Layout)
     bounds = np.cumsum([0, *(len(answer.ids) for answer in answers)])
     owners = np.searchsorted(bounds[1:], best, side="right")
     return [
-        _hit(answers[owner], place - bounds[owner], score)
+        _hit(answers[owner], place - int(bounds[owner]), score)
         for score, place, owner in zip(scores.tolist(), best.tolist(), owners.tolist(), strict=True)
     ]
 

@@ -1,17 +1,32 @@
 """Search of a live index: a search sees one moment of each shard, with all writes acknowledged before it."""
 
 from collections.abc import Mapping
+from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
-from scalingnote.index import filters
+from scalingnote.index import filters, rescore
+from scalingnote.index.both import candidates
 from scalingnote.index.live.index import LiveIndex
-from scalingnote.search import scan
-from scalingnote.search.searcher import checked_nprobe, unit_queries
+from scalingnote.index.live.snapshot import Segment
+from scalingnote.index.postings import Postings
+from scalingnote.index.shard import Layout
+from scalingnote.models.sparse_query import SparseRows
+from scalingnote.search import hybrid, scan
+from scalingnote.search.config import Joining
+from scalingnote.search.found import Found
+from scalingnote.search.searcher import (
+    DEFAULT_JOINING,
+    checked_nprobe,
+    require_both,
+    require_vectors,
+    unit_queries,
+)
 
 
 class Hit(NamedTuple):
@@ -19,6 +34,17 @@ class Hit(NamedTuple):
 
     score: float
     document: Mapping[str, Any]
+
+
+class _Moment(NamedTuple):
+    """What a search looks at: the segments of all shards, one after the other, and what it may find there."""
+
+    layout: Layout
+    segments: list[Segment]
+    first: list[int]  # row of all where each segment begins, and the number of rows
+    masks: list[Bool[ndarray, " rows"] | None]
+    terms: list[Postings]  # of the same rows, in other pieces
+    shards: list[int]  # that each segment belongs to
 
 
 class LiveSearcher:
@@ -39,9 +65,106 @@ class LiveSearcher:
 
         The same queries and filters as :meth:`scalingnote.search.searcher.Searcher.search` takes.
         """
+        now = self._moment(where)
+        found = self._scan(now, unit_queries(queries, dim=now.layout.dim, k=k), k=k, nprobe=nprobe)
+        return _hits(now, found.scores, _rows(now, found))
+
+    def search_both(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        terms: SparseRows,
+        *,
+        k: int,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+    ) -> list[list[Hit]]:
+        """The k best documents by embeddings and by terms; `terms` has a row for each query.
+
+        The same as :meth:`scalingnote.search.searcher.Searcher.search_both`.
+        """
+        now = self._moment(where)
+        require_both(now.layout)
+        unit = unit_queries(queries, dim=now.layout.dim, k=k)
+        depth = max(k, joining.candidates)
+        rows = _rows(now, self._scan(now, unit, k=depth, nprobe=nprobe))
+        both = candidates(rows, partial(_scores, now, unit), now.terms, terms, k=depth, allowed=_allowed(now))
+        return _hits(now, *hybrid.best(both, joining, layout=now.layout, candidates=depth, k=k))
+
+    def find(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        *,
+        k: int,
+        terms: SparseRows | None = None,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+    ) -> list[Found]:
+        """What there is for each query; as :meth:`scalingnote.search.searcher.Searcher.find` has it."""
+        now = self._moment(where)
+        unit = unit_queries(queries, dim=now.layout.dim, k=k)
+        if terms is None:
+            best = self._scan(now, unit, k=k, nprobe=nprobe)
+            rows, dense, sparse = _rows(now, best), best.scores, None
+        else:
+            require_both(now.layout)
+            depth = max(k, joining.candidates)
+            rows = _rows(now, self._scan(now, unit, k=depth, nprobe=nprobe))
+            score = partial(_scores, now, unit)
+            both = candidates(rows, score, now.terms, terms, k=depth, allowed=_allowed(now))
+            rows, dense, sparse = both.ids, both.dense, both.sparse
+        return [
+            _found(now, rows[query], dense[query], None if sparse is None else sparse[query])
+            for query in range(len(rows))
+        ]
+
+    def refresh(self) -> None:
+        """Show what the writing process has acknowledged by now, of the version that is open."""
+        for shard in self._index.shards:
+            shard.refresh()
+
+    def get(self, doc_id: str) -> dict[str, Any] | None:
+        """A document by its id, as of now."""
+        return self._index.get(doc_id)
+
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """A document's vector, as exact as the index keeps it; None where it is not there.
+
+        SearchError where the index keeps codes alone.
+        """
+        require_vectors(self._index.layout)
+        return self._index.vector(doc_id)
+
+    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
+        """How many documents have each value, for text fields with at most so many values."""
+        now = self._moment(None)
+        pairs = zip(now.segments, now.masks, strict=True)
+        alive = [s.documents if mask is None else s.documents.filter(pa.array(mask)) for s, mask in pairs]
+        return filters.facets(alive, self.fields, most=most)
+
+    @property
+    def layout(self) -> Layout:
+        """Of the index version."""
+        return self._index.layout
+
+    @property
+    def fields(self) -> pa.Schema:
+        """What a search may filter by."""
+        return self.layout.fields(self._index.snapshots()[0].base.documents.schema)
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the queries."""
+        return self.layout.dim
+
+    @property
+    def shards(self) -> list[int]:
+        """Numbers of the shards held: all."""
+        return list(range(self.layout.shards))
+
+    def _moment(self, where: filters.Filter | None) -> _Moment:
         layout, snapshots = self._index.layout, self._index.snapshots()
-        unit = unit_queries(queries, dim=layout.dim, k=k)
-        probes = checked_nprobe(nprobe or self._nprobe or layout.nprobe, layout.nlist)
         segments = [segment for snapshot in snapshots for segment in snapshot.segments]
         if where:
             filters.check(where, layout.fields(segments[0].documents.schema))
@@ -52,14 +175,70 @@ class LiveSearcher:
                 wanted = filters.mask(segment.documents, where)
                 mask = wanted if mask is None else mask & wanted
             masks.append(mask)
-        plan = scan.Plan(probes, layout.refine_factor)
-        found = scan.search([segment.lists for segment in segments], unit, k=k, plan=plan, masks=masks)
-        hits = np.empty(found.rows.shape, object)
-        for number, segment in enumerate(segments):
-            here = found.segments == number
-            documents = segment.documents.take(pa.array(found.rows[here])).to_pylist()
-            for place, score, document in zip(
-                np.argwhere(here), found.scores[here].tolist(), documents, strict=True
-            ):
-                hits[tuple(place)] = Hit(score, document)
-        return [[hit for hit in row if hit is not None] for row in hits.tolist()]
+        first = [*accumulate((len(segment.lists) for segment in segments), initial=0)]
+        terms = [each for snapshot in snapshots for each in snapshot.term_segments]
+        shards = [number for number, snapshot in enumerate(snapshots) for _ in snapshot.segments]
+        return _Moment(layout, segments, first, masks, terms, shards)
+
+    def _scan(
+        self, now: _Moment, unit: Float[ndarray, "queries dim"], *, k: int, nprobe: int | None
+    ) -> scan.Found:
+        probes = checked_nprobe(nprobe or self._nprobe or now.layout.nprobe, now.layout.nlist)
+        plan = scan.Plan(probes, now.layout.refine_factor)
+        return scan.search([segment.lists for segment in now.segments], unit, k=k, plan=plan, masks=now.masks)
+
+
+def _rows(now: _Moment, found: scan.Found) -> Int[ndarray, "queries k"]:
+    """What was found, as rows of all."""
+    return np.where(found.rows < 0, -1, np.array(now.first)[found.segments] + found.rows)
+
+
+def _scores(
+    now: _Moment, unit: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"]
+) -> Float[ndarray, "queries candidates"]:
+    """Inner products with the vectors kept; -inf where the row is -1."""
+    scores = np.full(rows.shape, -np.inf, np.float32)
+    for segment, first in zip(now.segments, now.first, strict=False):
+        here = (rows >= first) & (rows < first + len(segment.lists))
+        inside = np.where(here, rows - first, -1)
+        scores = np.where(here, rescore.scores(segment.lists.kept, unit, inside), scores)
+    return scores
+
+
+def _allowed(now: _Moment) -> Bool[ndarray, " rows"] | None:
+    """Which rows of all may be found; None: every one."""
+    if all(mask is None for mask in now.masks):
+        return None
+    pairs = zip(now.segments, now.masks, strict=True)
+    return np.concatenate([np.ones(len(s.lists), bool) if mask is None else mask for s, mask in pairs])
+
+
+def _found(
+    now: _Moment,
+    rows: Int[ndarray, " candidates"],
+    dense: Float[ndarray, " candidates"],
+    sparse: Float[ndarray, " candidates"] | None,
+) -> Found:
+    """One query's candidates with their documents, segment after segment."""
+    segment = np.searchsorted(now.first[1:], rows, side="right")
+    order = np.argsort(np.where(rows < 0, len(now.segments), segment), kind="stable")
+    order = order[: np.count_nonzero(rows >= 0)]
+    documents = [
+        each.documents.take(pa.array(rows[order][segment[order] == number] - now.first[number]))
+        for number, each in enumerate(now.segments)
+    ]
+    shards = np.array(now.shards)[segment[order]]
+    terms = None if sparse is None else sparse[order]
+    return Found(rows[order], shards, dense[order], terms, pa.concat_tables(documents))
+
+
+def _hits(
+    now: _Moment, scores: Float[ndarray, "queries k"], rows: Int[ndarray, "queries k"]
+) -> list[list[Hit]]:
+    hits = np.empty(rows.shape, object)
+    for number, segment in enumerate(now.segments):
+        here = (rows >= now.first[number]) & (rows < now.first[number + 1])
+        documents = segment.documents.take(pa.array(rows[here] - now.first[number])).to_pylist()
+        for place, score, document in zip(np.argwhere(here), scores[here].tolist(), documents, strict=True):
+            hits[tuple(place)] = Hit(score, document)
+    return [[hit for hit in row if hit is not None] for row in hits.tolist()]

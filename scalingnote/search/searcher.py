@@ -14,7 +14,6 @@ from typing import Any
 import faiss
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
@@ -157,17 +156,7 @@ class Searcher:
 
     def facets(self, *, most: int) -> dict[str, dict[str, int]]:
         """How many of the documents held have each value, for text fields with at most so many values."""
-        found = {}
-        for field in self.fields:
-            if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
-                column = pa.chunked_array(
-                    [chunk for table in self._documents.values() for chunk in table[field.name].chunks],
-                    field.type,
-                )
-                counted = pc.value_counts(column.drop_null())
-                if len(counted) <= most:
-                    found[field.name] = {row["values"]: row["counts"] for row in counted.to_pylist()}
-        return found
+        return filters.facets(list(self._documents.values()), self.fields, most=most)
 
     def search(
         self,
@@ -248,10 +237,7 @@ class Searcher:
         if row is None:
             return None
         (lists,) = self._segments
-        if lists.kept is None:
-            raise SearchError(
-                f"{self.layout.family} keeps no vectors of documents: index with index.family.refine=sq8"
-            )
+        require_vectors(self.layout)
         first = self._first[self.shards.index(row[0])]
         found: ndarray = rescore.vectors(lists.kept, np.array([first + row[1]]))[0]
         return found
@@ -281,14 +267,8 @@ class Searcher:
         where: filters.Filter | None,
     ) -> Both:
         """The `depth` best of either kind, as rows over all that is held, with both scores."""
-        if not self._postings:
-            raise SearchError("this index has no terms: train with train.sparse, encode and index anew")
+        require_both(self.layout)
         (lists,) = self._segments
-        if lists.kept is None:
-            raise SearchError(
-                f"{self.layout.family} keeps no vectors to score by what terms find: index with "
-                "index.family.refine=sq8"
-            )
         unit = unit_queries(queries, dim=self.dim, k=k)
         masks = self._masks_of(where)
         found = scan.search(self._segments, unit, k=depth, plan=self._plan(nprobe), masks=masks)
@@ -394,6 +374,25 @@ def unit_queries(queries: Shaped[ndarray, "..."], *, dim: int, k: int) -> Float[
     if len(broken):
         raise SearchError(f"query {broken[0]} is not finite or all zero: its direction says nothing")
     return np.asarray(queries / lengths, np.float32)
+
+
+def require_vectors(layout: shards_of.Layout) -> None:
+    """SearchError unless the index keeps its documents' vectors."""
+    if layout.refine == "none":
+        raise SearchError(
+            f"{layout.family} keeps no vectors of documents: index with index.family.refine=sq8"
+        )
+
+
+def require_both(layout: shards_of.Layout) -> None:
+    """SearchError where an index cannot be searched by embeddings and terms together."""
+    if not layout.sparse:
+        raise SearchError("this index has no terms: train with train.sparse, encode and index anew")
+    if layout.refine == "none":
+        raise SearchError(
+            f"{layout.family} keeps no vectors to score by what terms find: index with "
+            "index.family.refine=sq8"
+        )
 
 
 def checked_nprobe(nprobe: int, nlist: int) -> int:

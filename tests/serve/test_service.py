@@ -17,7 +17,7 @@ from serve.flow import Group
 from serve.here import Here
 from serve.messages import SearchRequest, SimilarRequest
 from serve.refusals import RefusedError
-from serve.searcher import Described, Wanted
+from serve.searcher import Answered, Described, Wanted
 from serve.service import Arm, Service
 
 # What the query asks the fakes to do; it travels in the embedding, as the query itself would.
@@ -55,7 +55,7 @@ class Shard:
     def __init__(self, shard: int) -> None:
         self._shard = shard
 
-    async def search(self, wanted: Wanted) -> Found:
+    async def search(self, wanted: Wanted) -> Answered:
         behaviour = BEHAVIOURS[int(wanted.embedding[0, 0])]
         if behaviour == "one slow" and self._shard == 1:
             await asyncio.sleep(SLOW_S)
@@ -64,7 +64,7 @@ class Shard:
         rows = np.arange(10)[::-1][: wanted.k]
         names = {name: [f"{name} {self._shard}/{row}" for row in rows] for name in DOCUMENTS.names}
         ids, shards = 2 * rows + self._shard, np.full(len(rows), self._shard)
-        return Found(ids, shards, np.float32(ids), None, pa.table(names))
+        return Answered(wanted.version, Found(ids, shards, np.float32(ids), None, pa.table(names)))
 
     async def describe(self, version: str) -> Described:
         return Described(

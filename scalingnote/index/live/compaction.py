@@ -1,7 +1,7 @@
 """Compaction: an index version and what was written since go in, the next version comes out.
 
-    rows still alive ─ their codes as they are ┐
-    documents written since ─ encoded once     ┴► files of a shard, one shard in memory at a time
+    rows still alive ─ codes and terms as they are ┐
+    documents written since ─ encoded once         ┴► files of a shard, one shard in memory at a time
 
 Centroids and codebooks grow stale as documents come and go. When as many have been written as make a share of
 the index, they are trained anew, on vectors of all shards, and every row is encoded by them; so each write
@@ -23,7 +23,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.errors import ConfigError
-from scalingnote.index import ivf, rescore, shard
+from scalingnote.index import ivf, postings, postings_file, rescore, shard
 from scalingnote.index.build import write
 from scalingnote.index.config import IndexConfig
 from scalingnote.index.live import registry, versions, wal, writes
@@ -220,12 +220,14 @@ def _cut_down(now: Snapshot, quantizer: ivf.Quantizer) -> ivf.Lists:
 def _write_shard(
     draft: Draft, number: int, layout: shard.Layout, lists: ivf.Lists, now: Snapshot
 ) -> dict[str, Part]:
-    every = np.concatenate([now.base_alive, now.live_alive])
-    documents = now.documents(np.flatnonzero(every))
+    documents = now.documents(np.flatnonzero(now.alive))
     names = shard.vector_files(number, family=layout.family, refine=layout.refine)
-    parts = {shard.documents_file(number): write_table(draft.path(shard.documents_file(number)), documents)}
-    for name, data in zip(names, ivf.dump_files(lists), strict=True):
-        parts[name] = write(draft.path(name), data)
+    files = dict(zip(names, ivf.dump_files(lists), strict=True))
+    if layout.sparse:
+        own, terms = shard.term_files(number), postings.merged(now.term_segments, kept=now.alive)
+        files |= {own[name]: data for name, data in postings_file.dump(terms).items()}
+    parts = {name: write(draft.path(name), data) for name, data in files.items()}
+    parts[shard.documents_file(number)] = write_table(draft.path(shard.documents_file(number)), documents)
     return parts
 
 

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import faiss
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.errors import ArtifactError, DataError
 from scalingnote.index import shard
+from scalingnote.index.config import IndexConfig
 from scalingnote.index.live import compaction, versions
 from scalingnote.index.live.config import DEFAULTS, LiveConfig
 from scalingnote.index.live.registry import Version
@@ -56,10 +57,6 @@ class LiveIndex:
 
         def open_shards(version: Version) -> None:
             opened = _Opened(version)
-            if opened.layout.sparse:
-                raise ConfigError(
-                    f"{version.uri} holds terms, which live updates do not write: index embeddings without"
-                )
             needed = versions.needed(folder)
             with ExitStack() as on_failure:
                 shards = []
@@ -71,6 +68,7 @@ class LiveIndex:
                         after=after,
                         needed=needed[number],
                         shards=opened.layout.shards,
+                        strongest=opened.strongest,
                         follow=follow,
                         merge_rows=config.merge_rows,
                         segment_bytes=config.segment_bytes,
@@ -118,11 +116,19 @@ class LiveIndex:
         """A document by its id, as of now."""
         return self.shards[self._owners([doc_id])[0]].get(doc_id)
 
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """A document's vector, as of now, as exact as the index keeps it."""
+        return self.shards[self._owners([doc_id])[0]].vector(doc_id)
+
     def refresh(self) -> None:
         """Follow the writing process: its version if that is another, then its writes."""
-        self.adopt()
-        for each in self.shards:
-            each.refresh()
+
+        def follow(_: Version) -> None:
+            self.adopt()
+            for each in self.shards:
+                each.refresh()
+
+        _with_current(self.folder, follow)
 
     def compact(self) -> Artifact | None:
         """Write the next version here and now, and go over to it; None if there is nothing new."""
@@ -196,6 +202,7 @@ class _Opened:
     def __init__(self, version: Version) -> None:
         self._artifact = version.open()
         self.included = versions.included(self._artifact)
+        self.strongest = IndexConfig.model_validate(self._artifact.manifest.config).terms
         self.layout = shard.open_layout(self._artifact)
         self.quantizer = versions.open_quantizer(self._artifact, self.layout)
         self._coarse = shard.open_coarse(self._artifact)
@@ -205,7 +212,7 @@ class _Opened:
 
 
 def _with_current(folder: str | Path, use: Callable[[Version], None]) -> None:
-    """Use the current version; the next one where it was replaced, and its files removed, meanwhile."""
+    """Use the current version; the next one where it was replaced, and files of it or its log removed."""
     while True:
         version = versions.current(folder)
         try:

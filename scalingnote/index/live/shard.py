@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import faiss
+import numpy as np
 import pyarrow as pa
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from numpy import ndarray
 
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.index import ivf
+from scalingnote.index import ivf, rescore
 from scalingnote.index.live import wal, writes
 from scalingnote.index.live.config import DEFAULTS
 from scalingnote.index.live.snapshot import Snapshot
@@ -67,6 +68,7 @@ class LiveShard:
         after: int = 0,
         needed: int | None = None,
         shards: int = 1,
+        strongest: int | None = None,
         follow: bool = False,
         merge_rows: int = DEFAULTS.merge_rows,
         segment_bytes: int = DEFAULTS.segment_bytes,
@@ -79,6 +81,7 @@ class LiveShard:
             log: local folder of this shard's log
             needed: the log is kept above this record, for versions that may be gone back to; None: `after`
             shards: of the index; a document lives in one of them, see :func:`owners`
+            strongest: terms of a document that are indexed, where the index holds terms; None: all
             follow: only read: show the writes of another process
             merge_rows: see LiveConfig
             segment_bytes: see LiveConfig
@@ -88,6 +91,7 @@ class LiveShard:
             ArtifactError: an acknowledged record is damaged or missing
         """
         self._folder, self._merge_rows, self._shards = Path(log), merge_rows, shards
+        self._strongest = strongest
         self._state = LiveState(base, quantizer, sequence=after)
         self._log = None if follow else wal.Log(log, after=after, segment_bytes=segment_bytes)
         self._order, self._commit = threading.Lock(), threading.Lock()
@@ -115,13 +119,22 @@ class LiveShard:
     def upsert(self, documents: pa.Table, vectors: Shaped[ndarray, "..."]) -> Written:
         """Write documents, each in place of the one with its doc_id if there is one; durable when it returns.
 
-        `documents` has the columns of the index's own; further ones are left out. Vectors are scaled to unit
-        length. A row without a doc_id or a direction is set aside, the others are written as one: after a
-        crash all of them are there or none. Raises DataError when the table cannot be read at all,
-        ArtifactError when the log cannot be written (what was not acknowledged may then still be there).
+        `documents` has the columns of the index's own, and `terms` and `impacts` as `storage.schema.SPARSE`
+        where the index holds terms (else a document has none); further ones are left out. Vectors are scaled
+        to unit length. A row without a doc_id or a direction, or with terms that are no terms, is set aside,
+        the others are written as one: after a crash all of them are there or none. Raises DataError when the
+        table cannot be read at all, ArtifactError when the log cannot be written (what was not acknowledged
+        may then still be there).
         """
         base = self.snapshot.base
-        write, rejected = writes.upsert(documents, vectors, schema=base.documents.schema, dim=self._state.dim)
+        write, rejected = writes.upsert(
+            documents,
+            vectors,
+            schema=base.documents.schema,
+            dim=self._state.dim,
+            sparse=base.postings is not None,
+            strongest=self._strongest,
+        )
         return Written(self._written(write), write.documents.num_rows, rejected)
 
     def delete(self, doc_ids: Sequence[str]) -> Written:
@@ -133,6 +146,15 @@ class LiveShard:
         """A document by its id, as of now."""
         snapshot, row = self._state.find(doc_id)
         found: dict[str, Any] | None = None if row < 0 else snapshot.documents([row]).to_pylist()[0]
+        return found
+
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """A document's vector, as of now, as exact as the index keeps it; None where it is not here."""
+        snapshot, row = self._state.find(doc_id)
+        if row < 0:
+            return None
+        segment = next(s for s in reversed(snapshot.segments) if s.first_row <= row)
+        found: ndarray = rescore.vectors(segment.lists.kept, np.array([row - segment.first_row]))[0]
         return found
 
     def knows(self, doc_ids: Sequence[str]) -> list[bool]:

@@ -21,6 +21,7 @@ from numpy import ndarray
 
 from scalingnote.errors import SearchError
 from scalingnote.index import ivf
+from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Shard
 
 
@@ -47,6 +48,7 @@ class Snapshot:
     chunks: tuple[pa.RecordBatch, ...]  # documents of the live rows
     merged: ivf.Lists
     tail: Float[ndarray, "tail dim"]
+    postings: tuple[Postings, ...] = ()  # terms of the live rows, where documents have terms
 
     def __len__(self) -> int:
         """Documents; rows that were deleted or replaced do not count."""
@@ -57,9 +59,19 @@ class Snapshot:
         """Rows, those included that stand for no document any more."""
         return len(self.base_alive) + len(self.live_alive)
 
+    @property
+    def alive(self) -> Bool[ndarray, " rows"]:
+        """Which rows stand for a document."""
+        return np.concatenate([self.base_alive, self.live_alive])
+
+    @property
+    def term_segments(self) -> tuple[Postings, ...]:
+        """The terms of all rows, in order; nothing where the index holds none."""
+        return () if self.base.postings is None else (self.base.postings, *self.postings)
+
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """What a search scans."""
+        """What a search by vectors scans."""
         base, merged, live = len(self.base_alive), len(self.merged), self._live_documents
         found = [Segment(0, self.base.lists, _some(self.base_alive), self.base.documents)]
         if merged:

@@ -15,11 +15,12 @@ import pyarrow as pa
 from jaxtyping import Bool, Float
 from numpy import ndarray
 
-from scalingnote.index import ivf
+from scalingnote.index import ivf, postings
 from scalingnote.index.live import rows as live_rows
 from scalingnote.index.live.doc_ids import DocIds
 from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.writes import Delete, Upsert
+from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Shard
 
 
@@ -59,6 +60,7 @@ class LiveState:
             chunks, tail, rows = now.chunks, now.tail, len(now.live_alive)
             dead_base: list[int] = []
             dead_live: list[int] = []
+            terms: list[pa.RecordBatch] = []
             for _, write in writes:
                 base_rows = self._base_rows.rows(write.doc_ids)
                 dead_base += base_rows[base_rows >= 0].tolist()
@@ -69,6 +71,7 @@ class LiveState:
                     rows += write.documents.num_rows
                     chunks = _appended(chunks, write.documents)
                     tail = self._extended(tail, write.vectors)
+                    terms += [] if write.terms is None else [write.terms]
                 else:
                     self._live_rows |= {i: -1 for i in write.doc_ids if i in self._live_rows}
             added = np.ones(rows - len(now.live_alive), bool)
@@ -79,6 +82,7 @@ class LiveState:
                 live_alive=_without(np.concatenate([now.live_alive, added]), dead_live),
                 chunks=chunks,
                 tail=tail,
+                postings=_with_terms(now.postings, terms),
             )
 
     def find(self, doc_id: str) -> tuple[Snapshot, int]:
@@ -143,6 +147,14 @@ def _without(alive: Bool[ndarray, " rows"], dead: Sequence[int]) -> Bool[ndarray
         alive = alive.copy()
         alive[list(dead)] = False
     return alive
+
+
+def _with_terms(segments: tuple[Postings, ...], batches: Sequence[pa.RecordBatch]) -> tuple[Postings, ...]:
+    """Term lists of the live rows with those of further ones; few, as a row is copied once per doubling."""
+    if not batches:
+        return segments
+    new = pa.Table.from_batches(batches)
+    return postings.appended(segments, postings.build(new["terms"], new["impacts"]))
 
 
 def _appended(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tuple[pa.RecordBatch, ...]:

@@ -14,6 +14,8 @@ from jaxtyping import Float, Shaped
 from numpy import ndarray
 
 from scalingnote.errors import DataError
+from scalingnote.index import postings
+from scalingnote.storage.schema import SPARSE
 from scalingnote.storage.vectors import to_arrow, to_numpy
 
 VECTOR = "vector"  # the column a log record has beside those of the documents; a deletion has none
@@ -25,6 +27,7 @@ class Upsert:
 
     documents: pa.RecordBatch
     vectors: Float[ndarray, "rows dim"]
+    terms: pa.RecordBatch | None = None  # as storage.schema.SPARSE; None where the index holds none
 
     @property
     def doc_ids(self) -> list[str]:
@@ -50,14 +53,24 @@ class Written:
 
 
 def upsert(
-    documents: pa.Table, vectors: Shaped[ndarray, "..."], *, schema: pa.Schema, dim: int
+    documents: pa.Table,
+    vectors: Shaped[ndarray, "..."],
+    *,
+    schema: pa.Schema,
+    dim: int,
+    sparse: bool = False,
+    strongest: int | None = None,
 ) -> tuple[Upsert, list[dict[str, str]]]:
     """The rows that can be written, as `schema` has them, and those set aside.
 
-    Of two rows with one doc_id the later is written. DataError when columns are missing or of another type,
-    or the vectors are not one of `dim` floats per document.
+    Where the index is `sparse`, the columns `terms` and `impacts` say which terms a document has; without
+    these columns, or with nulls there, it has none. The `strongest` of its terms are taken, or all. Of two
+    rows with one doc_id the later is written. DataError when columns are missing or of another type, or the
+    vectors are not one of `dim` floats per document.
     """
     table = _typed(documents, schema)
+    terms = _terms(documents) if sparse else None
+    unfit = {} if terms is None else _unfit(terms)
     if vectors.ndim != 2 or vectors.shape != (len(table), dim) or vectors.dtype.kind != "f":
         raise DataError(
             f"vectors are {vectors.dtype} of shape {vectors.shape}: pass floats of shape "
@@ -69,13 +82,16 @@ def upsert(
     last: dict[str, int] = {}
     rejected = []
     for row, doc_id in enumerate(table["doc_id"].to_pylist()):
-        if reason := _reason(doc_id, float(lengths[row])):
+        if reason := _reason(doc_id, float(lengths[row])) or unfit.get(row, ""):
             rejected.append({"table": "documents", "row": doc_id or f"row {row}", "reason": reason})
         else:
             last[doc_id] = row
     kept = sorted(last.values())
     unit = (wide[kept] / lengths[kept, None]).astype(np.float32)
-    return Upsert(_batch(table.take(pa.array(kept, pa.int64()))), unit), rejected
+    rows = pa.array(kept, pa.int64())
+    if terms is not None:
+        terms = _strongest(terms.take(rows), strongest)
+    return Upsert(_batch(table.take(rows)), unit, None if terms is None else _batch(terms)), rejected
 
 
 def delete(doc_ids: Sequence[str]) -> Delete:
@@ -90,6 +106,9 @@ def encode(write: Upsert | Delete) -> bytes:
     """The payload of a log record: one Arrow table."""
     if isinstance(write, Upsert):
         batch = write.documents.append_column(VECTOR, to_arrow(write.vectors))
+        if write.terms is not None:
+            for name in SPARSE.names:
+                batch = batch.append_column(name, write.terms.column(name))
     else:
         batch = pa.record_batch({"doc_id": pa.array(write.doc_ids, pa.string())})
     sink = pa.BufferOutputStream()
@@ -103,7 +122,38 @@ def decode(payload: bytes) -> Upsert | Delete:
     batch = pa.ipc.open_stream(payload).read_next_batch()
     if VECTOR not in batch.schema.names:
         return Delete(batch.column("doc_id").to_pylist())
-    return Upsert(batch.drop_columns(VECTOR), to_numpy(batch.column(VECTOR)))
+    sparse = SPARSE.names if batch.schema.names[-2:] == SPARSE.names else []
+    documents = batch.drop_columns([VECTOR, *sparse])
+    return Upsert(documents, to_numpy(batch.column(VECTOR)), batch.select(sparse) if sparse else None)
+
+
+def _terms(documents: pa.Table) -> pa.Table:
+    """The terms of documents: as they are given, or none."""
+    if any(name in documents.column_names for name in SPARSE.names):
+        return _typed(documents, SPARSE)
+    return pa.table([pa.nulls(len(documents), field.type) for field in SPARSE], schema=SPARSE)
+
+
+def _unfit(terms: pa.Table) -> dict[int, str]:
+    """The rows whose terms cannot be indexed, and why."""
+
+    def reason(rows: pa.Table) -> str:
+        try:
+            postings.build(rows["terms"], rows["impacts"])
+        except DataError as error:
+            return str(error).removeprefix("document 0 ")
+        return ""
+
+    if not reason(terms):
+        return {}
+    return {row: why for row in range(len(terms)) if (why := reason(terms.slice(row, 1)))}
+
+
+def _strongest(terms: pa.Table, k: int | None) -> pa.Table:
+    if k is None:
+        return terms
+    cut = postings.build(terms["terms"], terms["impacts"], strongest=k)
+    return pa.table(postings.columns([cut]), schema=SPARSE)
 
 
 def _typed(documents: pa.Table, schema: pa.Schema) -> pa.Table:
