@@ -9,6 +9,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -57,11 +58,12 @@ def find(patterns: Sequence[str]) -> list[str]:
 
 
 def _files(place: str) -> list[str]:
-    inside = fs.list_files(place)
-    names = [name for name in inside if name.rpartition("/")[2].startswith("access-") and ".jsonl" in name]
-    if inside:
-        return [fs.join(place, name) for name in names]
-    return [place] if fs.exists(place) else []
+    """The file at a place, or the logs below a folder."""
+    filesystem, path = fs.resolve(place)
+    if filesystem.get_file_info(path).is_file:
+        return [place]
+    names = [PurePosixPath(name) for name in fs.list_files(place)]
+    return [fs.join(place, str(name)) for name in names if name.match("access-*.jsonl*")]
 
 
 def read(files: Iterable[str], quarantine: Quarantine, *, rows: int = 8192) -> Iterator[pa.RecordBatch]:

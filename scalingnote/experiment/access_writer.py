@@ -23,7 +23,7 @@ log = get_logger("access")
 
 
 class AccessWriter:
-    """Appends to ``{folder}/access-{replica}.jsonl``; full files become ``access-{replica}.{time_ns}.jsonl``."""
+    """Appends to ``{folder}/access-{replica}.jsonl``; full files become ``access-{replica}.{ns}.jsonl``."""
 
     def __init__(
         self,
@@ -162,6 +162,7 @@ class AccessWriter:
             raise
         os.close(before)
         if self._keep is not None:
-            files = sorted(self._stem.parent.glob(f"{self._stem.name}.*.jsonl"))
+            files = self._stem.parent.glob(f"{self._stem.name}.*.jsonl")
+            files = sorted(files, key=lambda path: int(path.suffixes[0][1:]))
             for old in files[: max(len(files) - self._keep, 0)]:
                 old.unlink(missing_ok=True)

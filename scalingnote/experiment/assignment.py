@@ -8,8 +8,8 @@ the arms, and when shares change
 - between any two arms units move one way only, to the one whose share grew by the larger factor;
 - with two arms, or one arm growing at the cost of all others in proportion (a new one, say), exactly the
   share that must move does;
-- otherwise at most 2d / (1 + d) move where d must. In the worst case no rule that sees only the present shares
-  moves fewer (correlated sampling; Bavarian et al., 2016, "The optimality of correlated sampling").
+- otherwise at most 2d / (1 + d) move where d must. In the worst case no rule that sees only the present
+  shares moves fewer (correlated sampling; Bavarian et al., 2016, "The optimality of correlated sampling").
 """
 
 import math

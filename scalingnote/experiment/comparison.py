@@ -4,7 +4,8 @@
  "measures": [{"name", "text", "better"}],
  "arms": {ARM: {"share", "units", "measures": {MEASURE: {"mean", "units", "count"}},
                 "latency_ms": {STAGE: [p50, p90, p99]}}},
- "comparisons": {ARM: {MEASURE: {"difference", "low", "high", "p", "p_holm", "relative", "bootstrap_low", ...}}},
+ "comparisons": {ARM: {MEASURE: {"difference", "low", "high", "p", "p_holm", "relative",
+                                 "bootstrap_low", "bootstrap_high"}}},
  "sample_ratio": {"p", "mismatch"}, "judge": {...}, "warnings": [...], "environment": {...}}
 
 A number that cannot be told is null.
@@ -102,10 +103,10 @@ def warnings(config: ExperimentConfig, report: Report) -> list[str]:
     strangers = requests["left_out"].get("not by this split", 0)
     if strangers > 0.01 * (own + strangers):
         found.append(
-            f"{strangers:,} requests were answered by another arm than the split gives their unit: they named "
-            "it, or shares changed in between. They are left out; where shares changed, set `start`."
+            f"{strangers:,} requests were answered by another arm than the split gives their unit: they "
+            "named it, or shares changed in between. They are left out; where shares changed, set `start`."
         )
-    if requests["rejected"] > 0.001 * requests["read"]:
+    if requests["rejected"] > 0.01 * requests["read"]:
         found.append(f"{requests['rejected']:,} of {requests['read']:,} lines of the log could not be used.")
     if report["days"] < 7:
         found.append(

@@ -6,7 +6,7 @@
 Logs are streamed: what stays in memory is a row per unit, a latency per request and the sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +17,7 @@ import ray.data
 
 from scalingnote import cluster
 from scalingnote.collect.config import BM25Ranker
+from scalingnote.config import Resources
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.datasets.rows import files as local_files
 from scalingnote.errors import DataError, ScalingNoteError
@@ -28,9 +29,9 @@ from scalingnote.log import Progress, environment, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, fingerprint, open_artifact, write_table
 
-log = get_logger("experiment")
+log = get_logger("compare")
 PAIRS_PER_BLOCK = 2048
-Read = tuple[outcomes.Outcomes, Sample | None, dict[str, Any]]
+Read = tuple[outcomes.Outcomes, Sample | None, dict[str, Any]]  # the last is part of the report
 
 
 def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
@@ -112,7 +113,7 @@ def _read(config: ExperimentConfig, logs: Sequence[str], quarantine: Quarantine)
         depth = max(config.relevance.depths)
         sample = Sample(config.relevance.requests_per_arm, depth=depth, seed=config.seed)
     read = 0
-    with Progress("experiment", total=len(logs), unit="log files") as progress:
+    with Progress("compare", total=len(logs), unit="log files") as progress:
         for uri in logs:
             for batch in access_log.read([uri], quarantine):
                 read += len(batch)
@@ -135,16 +136,8 @@ def _read(config: ExperimentConfig, logs: Sequence[str], quarantine: Quarantine)
     signal_counts = {"rated": found.rated} if satisfied is not None else {}
     signal_counts |= {"clicked": found.clicks} if clicked is not None else {}
     counts = {"read": read + refused, "rejected": refused, "used": found.requests, **signal_counts}
-    return (
-        found,
-        sample,
-        {
-            "first": first,
-            "last": last,
-            "days": (selection.last - selection.first) / 86_400,
-            "requests": {**counts, "left_out": dict(selection.left_out)},
-        },
-    )
+    told = {"first": first, "last": last, "days": (selection.last - selection.first) / 86_400}
+    return found, sample, told | {"requests": {**counts, "left_out": dict(selection.left_out)}}
 
 
 def _judge(config: ExperimentConfig, drawn: pa.Table, dataset: Artifact, draft: Draft) -> pa.Table:
@@ -157,28 +150,35 @@ def _judge(config: ExperimentConfig, drawn: pa.Table, dataset: Artifact, draft: 
     # BM25 indexes the whole data set once, not once in every actor.
     workers = 1 if isinstance(config.relevance.judge, BM25Ranker) else config.resources.workers
     size = [min(PAIRS_PER_BLOCK, len(pairs) - start) for start in starts]
+    for number in todo:
+        block = pairs.slice(starts[number], PAIRS_PER_BLOCK)
+        write_table(draft.work(f"pairs/{number:05d}.parquet"), block)
     done = len(pairs) - sum(size[number] for number in todo)
-    with Progress("experiment", total=len(pairs), done=done, unit="pairs judged") as progress:
-        if todo:
-            cluster.connect()
-            resources = config.resources.model_copy(update={"workers": min(workers, len(todo))})
-            cluster.require(resources, stage="experiment")
-            tables = {number: pairs.slice(starts[number], PAIRS_PER_BLOCK) for number in todo}
-            for number in todo:
-                write_table(draft.work(f"pairs/{number:05d}.parquet"), tables[number])
-            rows = ray.data.from_items([{"number": number} for number in todo], override_num_blocks=len(todo))
-            judged = rows.map_batches(
-                Judging,
-                batch_size=1,
-                compute=ray.data.ActorPoolStrategy(size=resources.workers),
-                fn_constructor_args=(config.relevance.judge, dataset, draft.work()),
-                num_cpus=config.resources.cpus_per_worker,
-                num_gpus=config.resources.gpus_per_worker or None,
-            )
-            for row in cluster.rows(judged):
-                progress.advance(size[int(row["number"])])
-    tables_read = [pq.read_table(fs.open_input(uri)) for uri in blocks]
-    return pa.concat_tables([relevance.JUDGED.empty_table(), *tables_read])
+    resources = config.resources.model_copy(update={"workers": min(workers, len(todo))})
+    with Progress("compare", total=len(pairs), done=done, unit="pairs judged") as progress:
+        for number in (
+            _on_ray(todo, (config.relevance.judge, dataset, draft.work()), resources) if todo else ()
+        ):
+            progress.advance(size[number])
+    tables = [pq.read_table(fs.open_input(uri)) for uri in blocks]
+    return pa.concat_tables([relevance.JUDGED.empty_table(), *tables])
+
+
+def _on_ray(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resources) -> Iterator[int]:
+    """Blocks as they are judged, by actors of :class:`Judging`."""
+    cluster.connect()
+    cluster.require(resources, stage="experiment")
+    blocks = ray.data.from_items([{"number": number} for number in todo], override_num_blocks=len(todo))
+    judged = blocks.map_batches(
+        Judging,
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=resources.workers),
+        fn_constructor_args=arguments,
+        num_cpus=resources.cpus_per_worker,
+        num_gpus=resources.gpus_per_worker or None,
+    )
+    for row in cluster.rows(judged):
+        yield int(row["number"])
 
 
 class Judging:

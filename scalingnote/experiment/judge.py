@@ -1,7 +1,6 @@
 """The judge: pairs of query and document come in, a ranking model's scores go out."""
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -16,14 +15,8 @@ from scalingnote.models.prompt import Row
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 FIELDS = ["doc_id", "title", "topic", "content"]
-
-
-class Judge(Protocol):
-    """A ranking model."""
-
-    def __call__(self, queries: Sequence[str], documents: pa.Table) -> Float32[ndarray, " pairs"]:
-        """How well each row of `documents` (of FIELDS) answers the query beside it; NaN: it cannot say."""
-        ...
+# How well each row of a table of FIELDS answers the query beside it; NaN where a judge cannot say.
+Judge = Callable[[Sequence[str], pa.Table], Float32[ndarray, " pairs"]]
 
 
 def load(config: AnyJudge, dataset: Artifact) -> Judge:

@@ -88,7 +88,7 @@ class Outcomes:
         """A row per unit: `arm`, `unit`, and each measure's ``.sum`` and ``.count``."""
         return added(pa.concat_tables(self._pieces))
 
-    def percentiles(self, arm: str, at: Sequence[float]) -> dict[str, list[float]]:
+    def percentiles(self, arm: str, at: Sequence[int]) -> dict[str, list[float]]:
         """Stage -> milliseconds at each of these percentiles, over the arm's answers."""
         known = {stage: np.concatenate(self._latency.get((arm, stage), [_NONE])) for stage in STAGES}
         return {stage: np.percentile(times, at).tolist() for stage, times in known.items() if len(times)}

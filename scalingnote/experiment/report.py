@@ -6,9 +6,9 @@ from scalingnote.experiment.comparison import Report, verdict
 
 PERCENTILES = (50, 90, 99)
 READING = (
-    "Differences are to the control, over units (users; requests without one), by Welch's t-test; p is Holm's "
-    "over the arms of a line, not over the lines: decide by one measure, named before. ✓ better, ✗ worse, "
-    "· not significant."
+    "Differences are to the control, over units (users; requests without one), by Welch's t-test. "
+    "p is Holm's over the arms of a line, not over the lines: decide by one measure, named before. "
+    "✓ better, ✗ worse, · not significant."
 )
 
 
