@@ -162,7 +162,7 @@ class AccessWriter:
             raise
         os.close(before)
         if self._keep is not None:
-            files = self._stem.parent.glob(f"{self._stem.name}.*.jsonl")
-            files = sorted(files, key=lambda path: int(path.suffixes[0][1:]))
+            found = self._stem.parent.glob(f"{self._stem.name}.*.jsonl")
+            files = sorted(found, key=lambda path: int(path.suffixes[0][1:]))
             for old in files[: max(len(files) - self._keep, 0)]:
                 old.unlink(missing_ok=True)

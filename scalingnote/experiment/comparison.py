@@ -29,7 +29,8 @@ Report = dict[str, Any]
 
 def compared(config: ExperimentConfig, units: pa.Table, measures: Sequence[Measure]) -> Report:
     """Arms, comparisons and the sample ratio, from a row of sums per unit."""
-    arms = [arm for arm in config.split.arms if arm.share > 0]
+    first, *rest = (arm for arm in config.split.arms if arm.share > 0)
+    arms = [first, *sorted(rest, key=lambda arm: arm.name)]  # as they come back from a JSON file
     control, *others = (arm.name for arm in arms)
     counts = [int(pc.sum(pc.equal(units["arm"], arm.name)).as_py() or 0) for arm in arms]
     of = {(arm.name, m.name): sums(units, arm.name, m.name) for arm in arms for m in measures}

@@ -30,9 +30,9 @@ def markdown(report: Report) -> str:
 
 def summary(report: Report) -> str:
     """One line: what was compared, how long, over how many."""
-    groups = ", ".join(
-        f"{name} {arm['units']:,} ({arm['share']:.0%})" for name, arm in report["arms"].items()
-    )
+    names = [report["control"], *report["comparisons"]]
+    arms = [(name, report["arms"][name]) for name in names]
+    groups = ", ".join(f"{name} {arm['units']:,} ({arm['share']:.0%})" for name, arm in arms)
     left = sum(report["requests"]["left_out"].values())
     return (
         f"{report['requests']['used']:,} requests in {report['days']:.1f} days, {left:,} left out; "
@@ -94,7 +94,7 @@ def p_value(value: float | None) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """A Markdown table whose columns also line up as plain text; numbers to the right."""
-    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
+    widths = [max(2, *(len(line[i]) for line in (head, *rows))) for i in range(len(head))]
     aligned = [
         [
             cell.ljust(w) if i < 2 else cell.rjust(w)
