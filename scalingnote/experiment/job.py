@@ -105,7 +105,7 @@ def _read(config: ExperimentConfig, logs: Sequence[str], quarantine: Quarantine)
     """Everything that comes of one pass over the logs."""
     satisfied = signals.feedback(config.feedback, quarantine) if config.feedback else None
     clicked = signals.clicks(config.clicks, quarantine) if config.clicks else None
-    start, end = (moment and moment.timestamp() for moment in (config.start, config.end))
+    start, end = (moment.timestamp() if moment else None for moment in (config.start, config.end))
     selection = Selection(config.split, start=start, end=end)
     found = outcomes.Outcomes(few_results=config.few_results, satisfied=satisfied, clicked=clicked)
     sample = None

@@ -52,8 +52,8 @@ def _comparison(report: Report, arm: str) -> str:
             p_value(d["p_holm"]),
             f'<span class="{CLASSES[mark]}">{mark}</span>',
         ]
-        head = f'<th scope="row" title="{escape(measure["text"])}">{escape(name)}</th>'
-        rows.append(f"<tr>{head}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        first = f'<th scope="row" title="{escape(measure["text"])}">{escape(name)}</th>'
+        rows.append(f"<tr>{first}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     level = f"{1 - report['alpha']:.0%}"
     head = ["measure", control, arm, "difference", "relative", f"{level} interval", "bootstrap", "", "p", ""]
     return f"<h2>{escape(arm)} against {escape(control)}</h2>{_table(head, rows)}"

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 import tiny
+from jobs import entrypoint
 from scalingnote import cli, pipeline
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect.config import BM25Ranker
@@ -227,6 +228,14 @@ def test_the_command_prints_the_table(here, dataset, tmp_path, monkeypatch, caps
     assert f"{tmp_path}/run/experiment/" in out
     assert cli.main([*command, "--set", "feedbak=x"]) == 2
     assert "did you mean 'feedback'" in capsys.readouterr().err
+    # The same as a job: it finds the report done.
+    options = ["--config", str(path), *command[2:]]
+    assert entrypoint.experiment(options) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["kind"], line["counts"]["requests"]) == ("experiment", 1200)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    assert entrypoint.experiment([*options, "--set", "run_dir=runs/x"]) == 2
+    assert "experiment: run_dir is 'runs/x'" in capsys.readouterr().err
 
 
 def test_the_config_in_the_repository_parses():
