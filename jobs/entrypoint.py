@@ -7,8 +7,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scalingnote.storage.artifact import Artifact
 
 HERE = Path(__file__).resolve().parent
 if sys.path[0] == str(HERE):
@@ -18,40 +22,62 @@ if sys.path[0] == str(HERE):
 
 def main(stage: str, arguments: Sequence[str] | None = None) -> int:
     """Run `stage`; returns the exit code: 0 done, 2 wrong input."""
-    parser = argparse.ArgumentParser(prog=f"jobs/{stage}.py", description=f"Run the stage {stage!r}.")
-    parser.add_argument("--config", action="append", required=True, metavar="FILE", help="repeatable")
-    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", dest="overrides")
+    parser = _parser(stage, f"Run the stage {stage!r}.")
     parser.add_argument("--round", type=int, metavar="N", help="of stage I, if it is not the last one")
     options = parser.parse_args(arguments)
 
-    from scalingnote import pipeline
-    from scalingnote.config import load
-    from scalingnote.errors import ConfigError, ScalingNoteError
+    def work() -> "tuple[str, Artifact]":
+        from scalingnote import pipeline
+        from scalingnote.config import load
+
+        config = load(pipeline.RunConfig, options.config, options.overrides)
+        _check_place(config.run_dir, config.address)
+        name = f"{stage}@{options.round}" if options.round is not None else stage
+        ((kind, artifact),) = pipeline.run(config, pipeline.select(config, only=name)).items()
+        return kind, artifact
+
+    return _ended(stage, work)
+
+
+def experiment(arguments: Sequence[str] | None = None) -> int:
+    """Compare the arms of an experiment, which is no stage: it has a config of its own."""
+    options = _parser("experiment", "Compare the arms of an experiment.").parse_args(arguments)
+
+    def work() -> "tuple[str, Artifact]":
+        from scalingnote import pipeline
+        from scalingnote.config import load
+        from scalingnote.experiment.config import ExperimentConfig
+
+        config = load(ExperimentConfig, options.config, options.overrides)
+        _check_place(config.run_dir, None)
+        return "experiment", pipeline.experiment(config)
+
+    return _ended("experiment", work)
+
+
+def _parser(name: str, text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"jobs/{name}.py", description=text)
+    parser.add_argument("--config", action="append", required=True, metavar="FILE", help="repeatable")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", dest="overrides")
+    return parser
+
+
+def _ended(name: str, work: "Callable[[], tuple[str, Artifact]]") -> int:
+    """Do the work and print a JSON line about the artifact, or what is wrong with the input."""
+    from scalingnote.errors import ScalingNoteError
     from scalingnote.log import configure
 
     configure()
     try:
-        config = load(pipeline.RunConfig, options.config, options.overrides)
-        if (
-            not os.path.isabs(config.run_dir)
-            and "://" not in config.run_dir
-            and _on_a_cluster(config.address)
-        ):
-            raise ConfigError(
-                f"run_dir is {config.run_dir!r}, and a job's own directory vanishes with it: "
-                "--set run_dir=... to a full path or a URI that every node reaches"
-            )
-        name = f"{stage}@{options.round}" if options.round is not None else stage
-        built = pipeline.run(config, pipeline.select(config, only=name))
+        kind, artifact = work()
     except ScalingNoteError as error:
         if os.environ.get("SCALINGNOTE_DEBUG") == "1":
             raise
         # Ray wraps an error of a remote task together with its traceback; the cause is the error itself.
-        print(f"{stage}: {getattr(error, 'cause', error)}", file=sys.stderr)
+        print(f"{name}: {getattr(error, 'cause', error)}", file=sys.stderr)
         return 2
-    ((kind, artifact),) = built.items()
     line = {
-        "stage": stage,
+        "stage": name,
         "kind": kind,
         "uri": artifact.uri,
         "digest": artifact.digest,
@@ -59,6 +85,16 @@ def main(stage: str, arguments: Sequence[str] | None = None) -> int:
     }
     print(json.dumps(line), flush=True)
     return 0
+
+
+def _check_place(run_dir: str, address: str | None) -> None:
+    from scalingnote.errors import ConfigError
+
+    if not os.path.isabs(run_dir) and "://" not in run_dir and _on_a_cluster(address):
+        raise ConfigError(
+            f"run_dir is {run_dir!r}, and a job's own directory vanishes with it: "
+            "--set run_dir=... to a full path or a URI that every node reaches"
+        )
 
 
 def _on_a_cluster(address: str | None) -> bool:

@@ -91,10 +91,14 @@ class BM25:
         rows = np.full((len(queries), k), -1, dtype=np.int64)
         scores = np.zeros((len(queries), k), dtype=np.float32)
         for i, query in enumerate(queries):
-            known = self._index.get_tokens_ids(terms(query))
-            best, values = _best(self._index.get_scores_from_ids(known), k)
+            best, values = _best(self.scores(query), k)
             rows[i, : len(best)], scores[i, : len(best)] = best, values
         return rows, scores
+
+    def scores(self, query: str) -> Float32[ndarray, " docs"]:
+        """The score of every text, 0 where it shares no term with the query."""
+        found: ndarray = self._index.get_scores_from_ids(self._index.get_tokens_ids(terms(query)))
+        return found
 
     def save(self, folder: str | Path) -> None:
         """Write the index as plain numpy and JSON files."""

@@ -116,6 +116,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_set(ingest)
 
+    experiment = command("experiment", _experiment, "compare the arms of an experiment, from access logs")
+    _add_config(experiment)
+
     publish = command("publish", _publish, "copy a run's towers out, each a folder with a model card")
     publish.add_argument("folder", help="where they go: dual_encoder/query, dual_encoder/document, ...")
     publish.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
@@ -355,6 +358,20 @@ def _ingest(options: argparse.Namespace) -> int:
     config = load(IngestConfig, [], options.overrides)
     made = pipeline.ingest(config, options.file, run_dir=options.run, columns=columns)
     print(f"{made.uri}\n{made.counts['documents']:,} documents, {made.counts['rejected']:,} set aside")
+    return 0
+
+
+def _experiment(options: argparse.Namespace) -> int:
+    from scalingnote import pipeline
+    from scalingnote.config import load
+    from scalingnote.experiment import report
+    from scalingnote.experiment.config import ExperimentConfig
+    from scalingnote.log import configure
+
+    configure()
+    made = pipeline.experiment(load(ExperimentConfig, options.config, options.overrides))
+    told = made.read_json("report.json")
+    print(f"{report.summary(told)}\n\n{report.table(told)}\n\n{report.READING}\n\n{made.uri}/report.html")
     return 0
 
 

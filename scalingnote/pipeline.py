@@ -21,6 +21,7 @@ from scalingnote.distill.config import DistillConfig
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.experiment.config import ExperimentConfig
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.index.config import IndexConfig
 from scalingnote.ingest.config import IngestConfig
@@ -325,6 +326,14 @@ def ingest(
         embeddings=locate(made_by, "embeddings"),
         output=job.place(run_dir, new),
     )
+
+
+def experiment(config: ExperimentConfig) -> Artifact:
+    """The report on an experiment with the last run in its `run_dir`, from access logs."""
+    from scalingnote.experiment import job  # late, as above
+
+    dataset = locate(load_run(config.run_dir), "dataset")
+    return job.run(config, dataset=dataset.uri, output=fs.join(config.run_dir, "experiment"))
 
 
 def publish(report: Artifact, run_dir: str) -> None:

@@ -2,12 +2,16 @@
 
 import functools
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
 from scalingnote.config import Config
+from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.models import backbone
 from scalingnote.models.config import Scratch, TowerConfig
+from scalingnote.models.cross_encoder import CrossEncoder
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -15,6 +19,7 @@ SHORT_PROMPT = "{title} [TITLE_QUERY] {topic} {content} [CONTENT_QUERY] [EMB]"
 CAUSAL = Scratch(layers=1, hidden=32, heads=2, intermediate=48, vocabulary=400, max_positions=64)
 BIDIRECTIONAL = CAUSAL.model_copy(update={"architecture": "bert"})
 DOCUMENTS = 96
+CROSS = {"query_length": 12, "document_length": 24, "template": "{title} {content}"}
 
 
 class Nothing(Config):
@@ -88,6 +93,17 @@ def triplets(uri: str, dataset: Artifact) -> Artifact:
     draft = Draft(uri, kind="triplets", config=Nothing(), parents={"dataset": dataset})
     draft.write_table("triplets/part-00000.parquet", pa.Table.from_pylist(rows, schema=schema.TRIPLETS))
     return draft.commit(counts={"triplets": len(rows)}, simulated_clicks=True)
+
+
+def cross_encoder(uri: str) -> Artifact:
+    """Untrained, with the config that a training run would leave."""
+    texts = [" ".join(row.values()) for row in document_rows()]
+    learnt = backbone.train_tokenizer(texts, vocabulary=400)
+    config = DualPooledConfig(backbone=BIDIRECTIONAL, pooling="special", **CROSS)
+    draft = Draft(uri, kind="cross_encoder", config=config, parents={})
+    base = backbone.build(BIDIRECTIONAL, tokenizer_json=learnt, seed=0)
+    CrossEncoder(base, pooling="special", dim=None, **CROSS).save(Path(draft.path("model")))
+    return draft.commit(counts={})
 
 
 def query_tower(backbone: Scratch = CAUSAL) -> TowerConfig:

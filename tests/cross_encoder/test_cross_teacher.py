@@ -10,28 +10,13 @@ import safetensors.torch
 import tiny
 from in_process import encode_here
 from scalingnote.cross_encoder import job
-from scalingnote.cross_encoder.config import DualPooledConfig
 from scalingnote.cross_encoder.encoder import PairEncoder
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone
-from scalingnote.models.cross_encoder import CrossEncoder
 from scalingnote.storage import vectors
-from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.artifact import Draft
 
-KNOBS = {"query_length": 12, "document_length": 24, "template": "{title} {content}"}
 GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
-
-
-def cross_encoder(uri: str) -> Artifact:
-    """Untrained, with the config that a training run would leave."""
-    texts = [" ".join(row.values()) for row in tiny.document_rows()]
-    learnt = backbone.train_tokenizer(texts, vocabulary=400)
-    config = DualPooledConfig(backbone=tiny.BIDIRECTIONAL, pooling="special", **KNOBS)
-    draft = Draft(uri, kind="cross_encoder", config=config, parents={})
-    base = backbone.build(tiny.BIDIRECTIONAL, tokenizer_json=learnt, seed=0)
-    CrossEncoder(base, pooling="special", dim=None, **KNOBS).save(Path(draft.path("model")))
-    return draft.commit(counts={})
 
 
 def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(tmp_path: Path, monkeypatch):
@@ -44,7 +29,7 @@ def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(tmp_path: 
     source = next(row for row in rows if row["split"] == "train")
     written = pa.table([["g0"], ["ba ko"], [source["query_id"]]], schema=GENERATED)
     draft.write_table("generated/part-00000.parquet", written)
-    triplets, teacher = draft.commit(counts={}), cross_encoder(str(tmp_path / "teacher"))
+    triplets, teacher = draft.commit(counts={}), tiny.cross_encoder(str(tmp_path / "teacher"))
 
     found = job.run_queries(
         TeacherConfig(),
@@ -93,7 +78,7 @@ def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(tmp_path: 
 
 def test_a_cross_encoder_has_one_embedding_of_a_document(tmp_path: Path):
     dataset = tiny.dataset(str(tmp_path / "dataset"), count=8)
-    teacher = cross_encoder(str(tmp_path / "teacher"))
+    teacher = tiny.cross_encoder(str(tmp_path / "teacher"))
     with pytest.raises(ConfigError, match=r"gives no view \['title'\]"):
         job.run_documents(
             EncodeConfig(views=("title", "summary")),
