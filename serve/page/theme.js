@@ -1,0 +1,32 @@
+// Light or dark: the system's choice until the button says otherwise. A classic script, so that it runs before
+// the first paint.
+{
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const root = document.documentElement;
+  const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
+
+  // Storage may be forbidden; then the choice lasts as long as the page.
+  const remembered = use => { try { return use(localStorage); } catch { return null; } };
+
+  const choice = remembered(storage => storage.getItem("theme"));
+  if (choice === "light" || choice === "dark") root.dataset.theme = choice;
+
+  addEventListener("DOMContentLoaded", () => {
+    const button = document.querySelector("#theme");
+    const show = () => button.setAttribute("aria-pressed", dark());
+    button.addEventListener("click", () => {
+      const wanted = dark() ? "light" : "dark";
+      if ((wanted === "dark") === system.matches) {
+        // Back to what the system says: follow it again.
+        delete root.dataset.theme;
+        remembered(storage => storage.removeItem("theme"));
+      } else {
+        root.dataset.theme = wanted;
+        remembered(storage => storage.setItem("theme", wanted));
+      }
+      show();
+    });
+    system.addEventListener("change", show);
+    show();
+  });
+}
