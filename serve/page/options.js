@@ -9,7 +9,7 @@ const FEW = 8;  // facet values shown before "show all"
 export function lay(info, state, change) {
   const filter = (field, wanted) => {
     const {[field]: _, ...others} = state().filter;
-    change({filter: wanted === null ? others : {...others, [field]: wanted}});
+    change({filter: wanted === null ? others : {...state().filter, [field]: wanted}});
   };
   const blocks = [
     ...Object.entries(info.fields).map(([field, kind]) => {
@@ -34,7 +34,7 @@ export function show(state) {
     box.checked = state.filter[box.dataset.facet]?.includes?.(box.value) ?? false;
   }
   for (const input of options.querySelectorAll("[data-bound]")) {
-    input.value = state.filter[input.dataset.of]?.[input.dataset.bound] ?? "";
+    if (input !== document.activeElement) input.value = state.filter[input.dataset.of]?.[input.dataset.bound] ?? "";
   }
   for (const select of options.querySelectorAll("[data-flag]")) select.value = state.filter[select.dataset.flag] ?? "";
   const set = (id, property, value) => { if (byId(id)) byId(id)[property] = value; };
@@ -68,7 +68,7 @@ function chips(filter) {
     if (Array.isArray(wanted)) {
       return wanted.map(value => {
         const left = wanted.filter(kept => kept !== value);
-        return {text: `${name}: ${value}`, without: left.length ? {...others, [field]: left} : others};
+        return {text: `${name}: ${value}`, without: left.length ? {...filter, [field]: left} : others};
       });
     }
     if (typeof wanted === "boolean") return [{text: `${name}: ${wanted ? "yes" : "no"}`, without: others}];

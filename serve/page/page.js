@@ -6,9 +6,10 @@ import {ask, asCurl, Failure, key} from "./api.js";
 import {columns} from "./columns.js";
 import {agreement, point} from "./compare.js";
 import {byId, element} from "./element.js";
+import {introduce, offer} from "./introduction.js";
 import {listen} from "./keyboard.js";
 import * as options from "./options.js";
-import {atRandom, requestsOf} from "./requests.js";
+import {requestsOf} from "./requests.js";
 import {toggle} from "./result.js";
 
 const PAUSE_MS = 110;  // of typing, before a query is sent
@@ -92,23 +93,12 @@ function showHeading() {
     .then(document => { name.textContent = document.title || document.doc_id; }, () => {});
 }
 
-async function showStart() {
+function showStart() {
   notify();
   clearFields();
   byId("columns").replaceChildren();
   byId("count").textContent = "";
-  const group = byId("examples");
-  if (!info.dim || group.children.length) return;
-  const {path, body} = atRandom(info);
-  const answer = await ask(path, body).catch(() => null);
-  const found = new Set((answer?.results ?? []).map(result => result.title.trim()).filter(title => title && title.length <= 48));
-  if (group.children.length || !found.size) return;
-  group.append(element("span", {}, "Try"), ...[...found].slice(0, 3).map(title => {
-    const button = element("button", {type: "button"}, title);
-    button.addEventListener("click", () => change({query: title}).then(() => query.focus()));
-    return button;
-  }));
-  group.hidden = false;
+  offer(info, title => change({query: title}).then(() => query.focus()));
 }
 
 function showAnswers(requests, outcomes) {
@@ -182,12 +172,7 @@ async function learn() {
   const known = new Set(info.arms.map(arm => arm.name));
   if (!state.compare?.every(name => known.has(name))) state.compare = null;
   options.lay(info, () => state, change);
-  byId("help").querySelectorAll("[data-needs=compare]").forEach(row => { row.hidden = info.arms.length < 2; });
-  const documents = `${info.documents.toLocaleString("en")} documents`;
-  byId("corpus").textContent = `${documents} in ${info.shards === 1 ? "1 shard" : `${info.shards} shards`}`;
-  byId("footer").replaceChildren(
-    element("span", {}, `${info.name} ${info.version}`), element("span", {className: "documents"}, documents),
-    element("span", {title: info.index_version}, `index ${info.index_version.slice(0, 8)}`), element("a", {href: "docs"}, "API"));
+  introduce(info);
   showControls();
   if (document.body.classList.contains("start")) showStart();
 }
@@ -246,7 +231,8 @@ byId("key").addEventListener("close", event => {
   notify();
   again();
 });
-for (const kind of ["pointerover", "focusin"]) {
+// A pointer that moves: not one under which the page was scrolled.
+for (const kind of ["pointermove", "focusin"]) {
   byId("columns").addEventListener(kind, event => point(byId("columns"), event.target.closest(".card")?.dataset.doc ?? null));
 }
 addEventListener("popstate", () => {

@@ -14,9 +14,3 @@ export function requestsOf({query, k, filter, arm, compare, similar, weight, rer
   };
   return (compare ?? [arm]).map(arm => ({path: "search", body: {...body, ...(arm && {arm})}}));
 }
-
-/** Titles of documents in a direction drawn at random: nobody keeps a list of examples, and every visit has others. */
-export function atRandom({dim, max_k}) {
-  const normal = () => Number((Math.random() + Math.random() + Math.random() - 1.5).toFixed(3));
-  return {path: "search", body: {vector: Array.from({length: dim}, normal), k: Math.min(24, max_k)}};
-}

@@ -31,7 +31,7 @@ export function card(result, {rank, best, mark, badge, onSimilar}) {
     element("span", {className: "rank", "aria-hidden": "true"}, String(rank)),
     element("div", {className: "body"},
       element("div", {className: "headline"}, element("h3", {}, title), badge),
-      result.snippet ? element("p", {className: "snippet"}, mark(result.snippet)) : null,
+      result.snippet ? element("p", {className: "snippet"}, mark(result.snippet), cut(result.snippet) ? "…" : null) : null,
       element("div", {className: "about"},
         score(result.score, best),
         result.topic ? element("span", {className: "topic"}, result.topic) : null,
@@ -49,6 +49,9 @@ function score(value, best) {
   bar.firstChild.style.width = `${100 * (best > 0 ? Math.min(1, Math.max(0, value / best)) : 0)}%`;
   return element("span", {className: "score"}, bar, spoken("score "), number(value));
 }
+
+/** Whether a snippet stops in the middle of a sentence. */
+const cut = snippet => snippet.length > 80 && !/\p{P}$/u.test(snippet);
 
 function details(result) {
   const {dense, sparse, rerank, shard} = result.explain ?? {};

@@ -1,4 +1,4 @@
-"""The page and the API it talks to, served on a free port from a small index, with switches for what may go wrong."""
+"""The page and its API on a free port, over a small index, with switches for what may go wrong."""
 
 import asyncio
 import socket
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import uvicorn
+from small_index import SmallIndex
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
@@ -22,7 +24,6 @@ from starlette.staticfiles import StaticFiles
 import serve
 from scalingnote.errors import SearchError
 from scalingnote.search.searcher import Candidate
-from small_index import SmallIndex
 
 PAGE = Path(serve.__file__).parent / "page"
 # Everything the page is made of comes from its own server, and no text becomes markup.
@@ -31,6 +32,7 @@ POLICY = (
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 MAX_QUERY_CHARS, MAX_K, FEW_VALUES = 200, 40, 50
+INDEX_VERSION = "3f0c9a1be27d"
 
 
 @dataclass
@@ -79,9 +81,6 @@ class App:
 
     def __init__(self, index: SmallIndex) -> None:
         self.index, self.switches = index, Switches()
-        self.rows = [
-            (number, row) for number, table in self._tables() for row in range(len(table))
-        ]
         self.asgi = Starlette(
             routes=[
                 Route("/", self.page),
@@ -130,7 +129,9 @@ class App:
             if self.switches.failures:
                 return self.switches.failures.popleft().response()
             if len(asked["query"]) > MAX_QUERY_CHARS:
-                message = f"query has {len(asked['query'])} characters, this server takes up to {MAX_QUERY_CHARS}"
+                message = (
+                    f"query has {len(asked['query'])} characters, this server takes up to {MAX_QUERY_CHARS}"
+                )
                 return Failing(422, "invalid", message, "query").response()
         arm = asked.get("arm") or self.switches.arms[0]
         if arm not in self.switches.arms:
@@ -144,21 +145,18 @@ class App:
     async def similar(self, request: Request) -> Response:
         asked = await request.json()
         self.switches.asked.append(asked)
-        for number, table in self._tables():
-            if asked["doc_id"] in (ids := table["doc_id"].to_pylist()):
-                row = ids.index(asked["doc_id"])
-                text = f"{table['title'][row]} {table['snippet'][row]}"
-                both = np.sum([tower(text) for tower in self.index.towers.values()], axis=0)
-                return self._answer(asked, self.switches.arms[0], both, left_out=(number, row))
-        return Failing(404, "not_found", f"no document {asked['doc_id']!r} in this index").response()
+        found = self._find(asked["doc_id"])
+        if found is None:
+            return _absent(asked["doc_id"])
+        document = self.index.searcher.document(found)
+        text = f"{document['title']} {document['snippet']}"
+        both = np.sum([tower(text) for tower in self.index.towers.values()], axis=0)
+        return self._answer(asked, self.switches.arms[0], both, left_out=found)
 
     def document(self, request: Request) -> Response:
         wanted = request.path_params["doc_id"]
-        for number, row in self.rows:
-            (found,) = self.index.searcher.documents([row], shard=number)
-            if found["doc_id"] == wanted:
-                return JSONResponse(found)
-        return Failing(404, "not_found", f"no document {wanted!r} in this index").response()
+        found = self._find(wanted)
+        return _absent(wanted) if found is None else JSONResponse(self.index.searcher.document(found))
 
     def _answer(
         self,
@@ -167,7 +165,7 @@ class App:
         embedding: np.ndarray,
         *,
         encode: float = 0.0,
-        left_out: tuple[int, int] | None = None,
+        left_out: Candidate | None = None,
     ) -> Response:
         searcher, start = self.index.searcher, time.perf_counter()
         k = asked.get("k", 10)
@@ -176,7 +174,8 @@ class App:
         except SearchError as error:
             return Failing(422, "invalid", str(error), "filter").response()
         answering = len(searcher.shards) - self.switches.silent_shards
-        kept = [c for c in found if (c.shard, c.row) != left_out and c.shard < answering][:k]
+        here = (left_out.shard, left_out.row) if left_out else None
+        kept = [c for c in found if (c.shard, c.row) != here and c.shard < answering][:k]
         search = 1000 * (time.perf_counter() - start)
         return JSONResponse(
             {
@@ -202,14 +201,19 @@ class App:
         return Failing(401, "unauthorized", "this key is not known here: ask for one")
 
     def _facet(self, name: str) -> list[dict[str, Any]]:
-        counts = Counter(value for _, table in self._tables() for value in table[name].to_pylist())
+        counts = Counter(value for table in self.index.documents for value in table[name].to_pylist())
         return [{"value": value, "count": count} for value, count in counts.most_common(FEW_VALUES)]
 
-    def _tables(self) -> Iterator[tuple[int, Any]]:
-        return iter(self.index.searcher._documents.items())
+    def _find(self, doc_id: str) -> Candidate | None:
+        for number, table in enumerate(self.index.documents):
+            row = pc.index(table["doc_id"], doc_id).as_py()
+            if row >= 0:
+                return Candidate(0.0, number, row)
+        return None
 
 
-INDEX_VERSION = "3f0c9a1be27d"
+def _absent(doc_id: str) -> Response:
+    return Failing(404, "not_found", f"no document {doc_id!r} in this index").response()
 
 
 def _kind(kind: Any) -> str:
@@ -221,7 +225,9 @@ def running(index: SmallIndex) -> Iterator[Served]:
     """A server in a thread of its own."""
     app = App(index)
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app.asgi, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app.asgi, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -11,6 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,10 @@ def trigrams(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class SmallIndex:
-    """A searcher, and the query towers that may ask it."""
+    """A searcher, the documents of its shards, and the query towers that may ask it."""
 
     searcher: Searcher
+    documents: Sequence[pa.Table]
     towers: Mapping[str, Callable[[str], np.ndarray]]  # name -> text to an embedding of the index's dim
 
 
@@ -54,11 +56,12 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
     }
     shared = ivf.train(matrix, Flat(), nlist=1, iterations=1, seed=0)
     bounds = [len(rows) * number // shards for number in range(shards + 1)]
-    opened = []
-    for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    tables, opened = [], []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
         lists = ivf.empty(shared)
         ivf.add(lists, matrix[start:stop])
-        opened.append(shard.Shard(number, lists, _table(rows[start:stop], fields)))
+        tables.append(_table(rows[start:stop], fields))
+        opened.append(shard.Shard(number, lists, tables[-1]))
     layout = shard.Layout(
         dim=2 * width,
         documents=len(rows),
@@ -71,12 +74,14 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
         recall=None,
         filters=("topic", *fields),
     )
-    return SmallIndex(Searcher(layout, opened), towers)
+    return SmallIndex(Searcher(layout, opened), tables, towers)
 
 
 def _table(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> pa.Table:
     """Documents as an index stores them."""
-    columns: dict[str, list[Any]] = {name: [row[name] for row in rows] for name in ("doc_id", "title", "topic")}
+    columns: dict[str, list[Any]] = {
+        name: [row[name] for row in rows] for name in ("doc_id", "title", "topic")
+    }
     columns["snippet"] = [" ".join(row["content"].split())[:240] for row in rows]
     columns["semantic_id"] = [f"{zlib.crc32(row['topic'].encode()) % 64}-{at}" for at, row in enumerate(rows)]
     return pa.table(columns | {name: [row[name] for row in rows] for name in fields})
