@@ -46,14 +46,14 @@ export function notice(kind, text, {detail, action, act} = {}) {
 /** Notices in place of those before. */
 export const notify = (...notices) => byId("notices").replaceChildren(...notices.filter(each => each));
 
-/** Puts a failure beside the field that it is about, and says whether there is one. */
+/** Puts a failure beside the field that it is about; false where there is none in sight. */
 export function beside(failure) {
   const place = [...document.querySelectorAll("[data-field]")].find(each => each.dataset.field === failure.field);
   if (!place) return false;
   place.textContent = failure.message;
   place.hidden = false;
   document.querySelectorAll(`[aria-describedby="${CSS.escape(place.id)}"]`).forEach(input => input.setAttribute("aria-invalid", "true"));
-  return true;
+  return place.checkVisibility();
 }
 
 /** Takes back what :func:`beside` said. */

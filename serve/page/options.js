@@ -152,7 +152,7 @@ function rerank(change) {
   const box = element("input", {id: "rerank", type: "checkbox"});
   box.addEventListener("change", () => change({rerank: box.checked}));
   return block("ranking",
-    element("label", {className: "value"}, box, element("span", {className: "name"}, "read the best again")),
+    element("label", {className: "value"}, box, element("span", {className: "name"}, "re-rank the best")),
     complaint("rerank"));
 }
 

@@ -41,9 +41,7 @@ async function refresh() {
   const mine = newest = new AbortController();
   showControls();
   const start = !state.query && state.similar === null;
-  document.body.classList.toggle("start", start);
-  byId("start").hidden = !start;
-  byId("found").hidden = start;
+  document.documentElement.classList.toggle("start", start);
   if (start) return showStart();
   byId("answer").setAttribute("aria-busy", "true");
   const requests = requestsOf(state);
@@ -146,6 +144,8 @@ function showFailure(failure) {
   }));
 }
 
+const atStart = () => document.documentElement.classList.contains("start");
+
 function again() {
   refresh();
   if (info === NOTHING) learn();
@@ -167,14 +167,14 @@ async function learn() {
     info = {...NOTHING, ...(await ask("info"))};
   } catch (failure) {
     if (!(failure instanceof Failure)) throw failure;
-    return void (document.body.classList.contains("start") && showFailure(failure));
+    return void (atStart() && showFailure(failure));
   }
   const known = new Set(info.arms.map(arm => arm.name));
   if (!state.compare?.every(name => known.has(name))) state.compare = null;
   options.lay(info, () => state, change);
   introduce(info);
   showControls();
-  if (document.body.classList.contains("start")) showStart();
+  if (atStart()) showStart();
 }
 
 function toggleCompare() {

@@ -217,7 +217,7 @@ def test_what_a_server_offers_is_asked_for(page: Page, served: Served) -> None:
     found(page)
     assert {"dense_weight", "rerank", "user_id", "arm"}.isdisjoint(served.switches.asked[-1])
     page.get_by_role("slider", name="Weight of embeddings against terms").press("ArrowRight")
-    page.get_by_role("checkbox", name="read the best again").check()
+    page.get_by_role("checkbox", name="re-rank the best").check()
     with page.expect_response("**/search"):
         page.get_by_label("Search as user").fill("ada")
         page.get_by_label("Search as user").press("Enter")

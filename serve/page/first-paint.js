@@ -1,5 +1,6 @@
-// Light or dark: the system's choice until the button says otherwise. A classic script, so that it runs before
-// the first paint.
+// What must be right before the first paint, hence a classic script: whether this is the start or an answer, and light
+// or dark, which is the system's choice until the button says otherwise.
+document.documentElement.classList.toggle("start", !/[?&](q|similar)=[^&]/.test(location.search));
 {
   const system = matchMedia("(prefers-color-scheme: dark)");
   const root = document.documentElement;
