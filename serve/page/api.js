@@ -1,0 +1,85 @@
+// Talks to the gateway: sends the API key if there is one, tries once more when told when, and turns whatever goes
+// wrong into a Failure that can be shown.
+
+const KEY = "scalingnote.api-key";
+const PATIENCE_S = 10;  // asked to come back later than this, the reader decides
+
+export class Failure extends Error {
+  constructor(message, {status = 0, code = "unreachable", field = null, requestId = null, retryAfter = null} = {}) {
+    super(message);
+    Object.assign(this, {status, code, field, requestId, retryAfter});
+  }
+}
+
+export const key = {
+  get: () => sessionStorage.getItem(KEY),
+  set: value => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+};
+
+/**
+ * The body of an answer. Raises Failure, or AbortError when `signal` aborts.
+ *
+ * A 429 or 503 with Retry-After is tried once more after that many seconds, of which `waiting` is told.
+ */
+export async function ask(path, body, {signal, waiting = () => {}} = {}) {
+  try {
+    return await once(path, body, signal);
+  } catch (failure) {
+    const later = failure instanceof Failure && [429, 503].includes(failure.status) && failure.retryAfter;
+    if (!later || later > PATIENCE_S) throw failure;
+    waiting(failure);
+    await pause(later, signal);
+    return once(path, body, signal);
+  }
+}
+
+/** The same request for a shell. */
+export function asCurl(path, body) {
+  const quoted = text => `'${text.replaceAll("'", "'\\''")}'`;
+  const lines = [`curl ${quoted(new URL(path, document.baseURI).href)}`, "-H 'content-type: application/json'"];
+  if (key.get()) lines.push("-H \"authorization: Bearer $SCALINGNOTE_API_KEY\"");
+  return [...lines, `-d ${quoted(JSON.stringify(body))}`].join(" \\\n  ");
+}
+
+async function once(path, body, signal) {
+  const headers = {accept: "application/json"};
+  if (body) headers["content-type"] = "application/json";
+  if (key.get()) headers.authorization = `Bearer ${key.get()}`;
+  let response;
+  try {
+    response = await fetch(path, {method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal});
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Failure(navigator.onLine
+      ? "The server does not answer. Is it still running?"
+      : "You are offline. The search goes on when the connection is back.");
+  }
+  const answer = await response.json().catch(error => {
+    if (error.name === "AbortError") throw error;
+    return null;
+  });
+  if (response.ok && answer) return answer;
+  throw failed(response, answer);
+}
+
+function failed(response, answer) {
+  const {code = "unknown", message, field = null} = answer?.error ?? {};
+  const seconds = Number(response.headers.get("retry-after") ?? NaN);
+  return new Failure(message || `The server answered ${response.status} without saying why.`, {
+    status: response.status,
+    code,
+    field,
+    requestId: answer?.request_id ?? response.headers.get("x-request-id"),
+    retryAfter: seconds > 0 ? seconds : null,
+  });
+}
+
+function pause(seconds, signal) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, seconds * 1000);
+    signal?.addEventListener("abort", () => {
+      clearTimeout(timer);
+      reject(signal.reason);
+    }, {once: true});
+  });
+}

@@ -1,0 +1,57 @@
+// Answers as elements: a list of results, or two side by side with what they have in common.
+
+import {notice, timings} from "./answer.js";
+import {badge, links} from "./compare.js";
+import {element} from "./element.js";
+import {highlighter} from "./highlight.js";
+import {armName, choice} from "./options.js";
+import {card} from "./result.js";
+
+/**
+ * What goes into #columns. `outcomes` has, per request, {answer, roundTrip} or {failure}; `page` has the state, the
+ * server's info, the titles seen, and `change`.
+ */
+export function columns(requests, outcomes, page) {
+  const both = outcomes.length === 2 && outcomes.every(({answer}) => answer);
+  const made = outcomes.map((outcome, place) => column(requests[place], outcome, {
+    ...page, place, other: both ? outcomes[1 - place].answer : null, headed: outcomes.length === 2,
+  }));
+  return both ? [made[0], links(...made), made[1]] : made;
+}
+
+function column(request, {answer, roundTrip, failure}, {state, info, titles, change, place, other, headed}) {
+  const mark = highlighter(request.body.query ?? titles.get(request.body.doc_id) ?? "");
+  const cards = (answer?.results ?? []).map((result, at) => card(result, {
+    rank: at + 1,
+    best: answer.results[0].score,
+    mark,
+    badge: other && badge(result.doc_id, at + 1, other),
+    onSimilar: () => change({similar: result.doc_id}),
+  }));
+  const name = headed ? `Results of ${request.body.arm}` : "Results";
+  return element("section", {className: "column", "aria-label": name},
+    headed ? head(place, {answer, roundTrip}, {state, info, change}) : null,
+    failure ? notice("error", failure.message) : null,
+    answer && !cards.length ? nothing(state, change) : null,
+    element("ol", {"aria-label": name}, ...cards));
+}
+
+/** Which query tower a column shows, and how long it took. */
+function head(place, {answer, roundTrip}, {state, info, change}) {
+  const select = choice(info.arms.map(arm => [arm.name, armName(arm)]), {
+    "aria-label": place ? "Query tower on the right" : "Query tower on the left",
+  });
+  select.value = state.compare[place];
+  select.addEventListener("change", () => change({
+    compare: state.compare.map((arm, at) => (at === place ? select.value : arm)),
+  }));
+  return element("div", {className: "column-head"}, select,
+    element("p", {}, ...(answer ? timings(answer, {roundTrip}) : [])));
+}
+
+function nothing(state, change) {
+  if (!Object.keys(state.filter).length) return element("div", {className: "nothing"}, element("p", {}, "No document was found."));
+  const clear = element("button", {type: "button"}, "Remove all filters");
+  clear.addEventListener("click", () => change({filter: {}}));
+  return element("div", {className: "nothing"}, element("p", {}, "No document passes these filters."), clear);
+}

@@ -1,0 +1,252 @@
+// The flow of the page, one way: what a reader does ─► state (kept in the address) ─► requests ─► answers ─► elements.
+
+import {FIRST_K, read, write} from "./address.js";
+import {beside, clearFields, counted, missing, notice, notify, timings} from "./answer.js";
+import {ask, asCurl, Failure, key} from "./api.js";
+import {columns} from "./columns.js";
+import {agreement, point} from "./compare.js";
+import {byId, element} from "./element.js";
+import {introduce, offer} from "./introduction.js";
+import {listen} from "./keyboard.js";
+import * as options from "./options.js";
+import {requestsOf} from "./requests.js";
+import {toggle} from "./result.js";
+
+const PAUSE_MS = 110;  // of typing, before a query is sent
+const LEARN_MS = 30_000;  // between two looks at what the server offers
+const NOTHING = {name: "ScalingNote", arms: [], fields: {}, facets: {}, max_k: 100};  // until the server has said more
+
+let info = NOTHING;
+let learnt = 0;  // when `info` was asked for
+let state = read(location.search);
+let shown = state;  // whose answer is on the page
+let drafting = false;  // a query being typed is one step of the history, however many letters it has
+let newest = new AbortController();  // of the newest request: answers to older ones never come to the page
+const titles = new Map();  // of the documents seen, by doc_id
+const query = byId("query");
+
+/** Shows another state. `how`: "push" is a step to go back from, "draft" a query that is still being typed. */
+function change(changed, how = "push") {
+  state = {...state, ...changed};
+  const address = write(state);
+  if (how === "draft" && drafting) history.replaceState(null, "", address);
+  else if (new URL(address, location).href !== location.href) history.pushState(null, "", address);
+  drafting = how === "draft";
+  return refresh();
+}
+
+/** Asks for what the state says, and shows the answer unless something newer was asked meanwhile. */
+async function refresh() {
+  newest.abort();
+  const mine = newest = new AbortController();
+  showControls();
+  const start = !state.query && state.similar === null;
+  document.documentElement.classList.toggle("start", start);
+  if (start) return showStart();
+  byId("answer").setAttribute("aria-busy", "true");
+  const requests = requestsOf(state);
+  const outcomes = await Promise.all(requests.map(request => outcome(request, mine.signal)));
+  if (mine.signal.aborted) return;
+  byId("answer").setAttribute("aria-busy", "false");
+  clearFields();
+  if (outcomes.every(({failure}) => failure)) showFailure(outcomes[0].failure);
+  else showAnswers(requests, outcomes);
+  shown = state;
+}
+
+/** {answer, roundTrip in ms}, or {failure}. */
+async function outcome({path, body}, signal) {
+  const start = performance.now();
+  const waiting = failure => notify(notice("wait", `${failure.message} Trying once more in ${failure.retryAfter} s.`));
+  try {
+    return {answer: await ask(path, body, {signal, waiting}), roundTrip: performance.now() - start};
+  } catch (failure) {
+    if (failure instanceof Failure || signal.aborted) return {failure};
+    throw failure;
+  }
+}
+
+function showControls() {
+  if (query.value.trim() !== state.query) query.value = state.query;
+  document.title = state.query ? `${state.query} · ${info.name}` : info.name;
+  document.body.classList.toggle("comparing", Boolean(state.compare) && state.similar === null);
+  byId("compare-button").setAttribute("aria-pressed", Boolean(state.compare));
+  byId("compare-button").hidden = info.arms.length < 2 || state.similar !== null;
+  options.show(state);
+  options.showChips(state, change);
+  showHeading();
+}
+
+function showHeading() {
+  const heading = byId("heading");
+  heading.hidden = state.similar === null;
+  if (heading.hidden) return;
+  const leave = element("button", {type: "button", title: "Back (Esc)"}, state.query ? "Back to results" : "Back");
+  leave.addEventListener("click", () => change({similar: null}));
+  const name = element("q", {}, titles.get(state.similar) ?? state.similar);
+  heading.replaceChildren(element("h2", {}, "Similar to ", name), leave);
+  if (titles.has(state.similar)) return;
+  // Reached by its address: the document itself says what it is called.
+  ask(`documents/${encodeURIComponent(state.similar)}`, null, {signal: newest.signal})
+    .then(document => { name.textContent = document.title || document.doc_id; }, () => {});
+}
+
+function showStart() {
+  notify();
+  clearFields();
+  byId("columns").replaceChildren();
+  byId("count").textContent = "";
+  offer(info, title => change({query: title}).then(() => query.focus()));
+}
+
+function showAnswers(requests, outcomes) {
+  const answers = outcomes.map(({answer}) => answer).filter(answer => answer);
+  for (const result of answers.flatMap(({results}) => results)) titles.set(result.doc_id, result.title || result.doc_id);
+  const focused = document.activeElement?.closest?.(".card")?.dataset.doc;
+  byId("columns").className = outcomes.length === 2 ? "two" : "";
+  byId("columns").replaceChildren(...columns(requests, outcomes, {state, info, titles, change}));
+  refocus(focused);
+
+  const single = outcomes.length === 1 ? outcomes[0] : null;
+  byId("count").textContent = answers.length === 2 ? agreement(answers) : counted(answers[0]);
+  byId("timings").replaceChildren(...(single
+    ? timings(single.answer, {roundTrip: single.roundTrip, arm: info.arms.length > 1 ? single.answer.arm : null})
+    : []));
+  const partial = answers.map(missing).find(text => text);
+  notify(partial && notice("warning", partial, {action: "Ask again", act: refresh}));
+  byId("more").hidden = state.k >= info.max_k || answers.every(({results}) => results.length < state.k);
+  byId("request").hidden = false;
+  byId("request").querySelector("pre").textContent = requests.map(({path, body}) => asCurl(path, body)).join("\n\n");
+  // Nothing is known of the server yet, or its index was swapped (or this arm has its own: hence no more than at times).
+  const other = answers.some(answer => answer.index_version !== info.index_version);
+  if (info === NOTHING || (other && performance.now() - learnt > LEARN_MS)) learn();
+}
+
+/** The focus stays on the document it was on, goes to the first if that is gone, and returns from similar ones. */
+function refocus(focused) {
+  const at = doc => doc && byId("columns").querySelector(`.card[data-doc="${CSS.escape(doc)}"] .title`);
+  const left = shown.similar !== state.similar ? shown.similar : null;
+  if (document.activeElement === query) return;
+  if (state.similar !== null && left === null && shown.similar !== state.similar) scrollTo(0, 0);
+  const title = at(left) ?? at(focused) ?? (focused ? byId("columns").querySelector(".title") : null);
+  title?.focus({preventScroll: !left});
+}
+
+function showFailure(failure) {
+  byId("columns").replaceChildren();
+  byId("timings").replaceChildren();
+  byId("count").textContent = "";
+  byId("more").hidden = byId("request").hidden = true;
+  if (failure.status === 401) return askForKey(failure);
+  if (failure.field && beside(failure)) return notify();
+  notify(notice("error", failure.message, {
+    detail: failure.requestId && `Request ${failure.requestId}`, action: "Try again", act: again,
+  }));
+}
+
+const atStart = () => document.documentElement.classList.contains("start");
+
+function again() {
+  refresh();
+  if (info === NOTHING) learn();
+}
+
+function askForKey(failure) {
+  const dialog = byId("key");
+  notify(notice("error", "This server wants an API key.", {action: "Enter key", act: () => dialog.showModal()}));
+  if (key.get()) byId("key-why").textContent = `The key was refused: ${failure.message}`;
+  key.set(null);
+  byId("key-input").value = "";
+  if (!dialog.open) dialog.showModal();
+}
+
+/** What the server offers. Until it answers, the page is a plain search box. */
+async function learn() {
+  learnt = performance.now();
+  try {
+    info = {...NOTHING, ...(await ask("info"))};
+  } catch (failure) {
+    if (!(failure instanceof Failure)) throw failure;
+    return void (atStart() && showFailure(failure));
+  }
+  const known = new Set(info.arms.map(arm => arm.name));
+  if (!state.compare?.every(name => known.has(name))) state.compare = null;
+  options.lay(info, () => state, change);
+  introduce(info);
+  showControls();
+  if (atStart()) showStart();
+}
+
+function toggleCompare() {
+  if (info.arms.length < 2 || state.similar !== null || !state.query) return false;
+  const names = info.arms.map(arm => arm.name);
+  const first = state.arm ?? names[0];
+  change({compare: state.compare ? null : [first, names.find(name => name !== first)]});
+  return true;
+}
+
+function toggleOptions(open) {
+  byId("options").classList.toggle("open", open);
+  byId("options-button").setAttribute("aria-expanded", byId("options").classList.contains("open"));
+}
+
+/** One step out of what is open; false where nothing is. */
+function back() {
+  if (byId("options").classList.contains("open")) toggleOptions(false);
+  else if (state.similar !== null) change({similar: null});
+  else if (state.compare) change({compare: null});
+  else return false;
+  return true;
+}
+
+let typing = 0;
+function typed(event) {
+  clearTimeout(typing);
+  if (event.isComposing) return;  // half of a character is no query
+  typing = setTimeout(() => {
+    const text = query.value.trim();
+    if (text !== state.query || state.similar !== null) change({query: text, similar: null, k: FIRST_K}, "draft");
+  }, PAUSE_MS);
+}
+
+query.addEventListener("input", typed);
+query.addEventListener("compositionend", typed);
+document.querySelector("form[role=search]").addEventListener("submit", event => {
+  event.preventDefault();
+  clearTimeout(typing);
+  change({query: query.value.trim(), similar: null});
+});
+byId("more").addEventListener("click", async () => {
+  const seen = document.querySelectorAll(".card").length;
+  await change({k: Math.min(2 * state.k, info.max_k)});
+  if (!state.compare) document.querySelectorAll(".card .title")[seen]?.focus({preventScroll: true});
+});
+byId("compare-button").addEventListener("click", toggleCompare);
+byId("options-button").addEventListener("click", () => toggleOptions());
+byId("help-button").addEventListener("click", () => byId("help").showModal());
+byId("key").addEventListener("close", event => {
+  if (event.target.returnValue !== "save" || !byId("key-input").value) return;
+  event.target.returnValue = "";
+  key.set(byId("key-input").value.trim());
+  notify();
+  again();
+});
+// A pointer that moves: not one under which the page was scrolled.
+for (const kind of ["pointermove", "focusin"]) {
+  byId("columns").addEventListener(kind, event => point(byId("columns"), event.target.closest(".card")?.dataset.doc ?? null));
+}
+addEventListener("popstate", () => {
+  state = read(location.search);
+  drafting = false;
+  query.value = state.query;
+  refresh();
+});
+addEventListener("online", () => document.querySelector(".notice.error") && again());
+listen({toggle, back, compare: toggleCompare, similar: item => item.querySelector(".similar").click()});
+
+query.value ||= state.query;
+if (state.compare) learn().then(refresh);  // columns are named by what the server offers
+else {
+  learn();
+  refresh();
+}

@@ -1,0 +1,16 @@
+// What a state asks of the API: one request, or one per query tower.
+
+const RERANKED = 20;
+
+/** Requests as {path, body}. */
+export function requestsOf({query, k, filter, arm, compare, similar, weight, rerank, user}) {
+  const common = {k, ...(Object.keys(filter).length && {filter})};
+  if (similar !== null) return [{path: "similar", body: {doc_id: similar, ...common, ...(arm && {arm})}}];
+  const body = {
+    query, ...common, explain: true,
+    ...(weight !== null && {dense_weight: weight}),
+    ...(rerank && {rerank: Math.max(RERANKED, k)}),
+    ...(user && {user_id: user}),
+  };
+  return (compare ?? [arm]).map(arm => ({path: "search", body: {...body, ...(arm && {arm})}}));
+}

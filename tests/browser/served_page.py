@@ -1,0 +1,239 @@
+"""The page and its API on a free port, over a small index, with switches for what may go wrong."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import uvicorn
+from small_index import SmallIndex
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+import serve
+from scalingnote.errors import SearchError
+from scalingnote.search.searcher import Candidate
+
+PAGE = Path(serve.__file__).parent / "page"
+# Everything the page is made of comes from its own server, and no text becomes markup.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+MAX_QUERY_CHARS, MAX_K, FEW_VALUES = 200, 40, 50
+INDEX_VERSION = "3f0c9a1be27d"
+
+
+@dataclass
+class Failing:
+    """An error as the API answers it."""
+
+    status: int
+    code: str
+    message: str
+    field: str | None = None
+    retry_after: int | None = None
+
+    def response(self) -> JSONResponse:
+        error = {"code": self.code, "message": self.message, "field": self.field}
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return JSONResponse({"error": error, "request_id": "r-17"}, self.status, headers)
+
+
+@dataclass
+class Switches:
+    """What the server does wrong, and what it was asked."""
+
+    failures: deque[Failing] = field(default_factory=deque)  # of the next searches
+    slow: dict[str, float] = field(default_factory=dict)  # query -> seconds
+    silent_shards: int = 0
+    api_key: str | None = None
+    arms: tuple[str, ...] = ("words", "trigrams")
+    info: dict[str, Any] = field(default_factory=dict)  # laid over what /info says
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs: where, and its switches."""
+
+    url: str
+    app: "App"
+
+    @property
+    def switches(self) -> Switches:
+        return self.app.switches
+
+
+class App:
+    """The routes."""
+
+    def __init__(self, index: SmallIndex) -> None:
+        self.index, self.switches = index, Switches()
+        self.asgi = Starlette(
+            routes=[
+                Route("/", self.page),
+                Mount("/page", StaticFiles(directory=PAGE)),
+                Route("/info", self.info),
+                Route("/search", self.search, methods=["POST"]),
+                Route("/similar", self.similar, methods=["POST"]),
+                Route("/documents/{doc_id:path}", self.document),
+            ]
+        )
+
+    def page(self, _: Request) -> Response:
+        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY})
+
+    def info(self, request: Request) -> Response:
+        if refused := self._refused(request):
+            return refused.response()
+        searcher, fields = self.index.searcher, self.index.searcher.fields
+        kinds = {f.name: _kind(f.type) for f in fields}
+        facets = {name: self._facet(name) for name, kind in kinds.items() if kind == "text"}
+        found = {
+            "name": "ScalingNote",
+            "version": "0.1.0",
+            "documents": len(searcher),
+            "dim": searcher.dim,
+            "index_version": INDEX_VERSION,
+            "shards": len(searcher.shards),
+            "arms": [{"name": n, "tower": n, "personalised": False} for n in self.switches.arms],
+            "fields": kinds,
+            "facets": {name: values for name, values in facets.items() if values},
+            "sparse": False,
+            "rerank": False,
+            "live": False,
+            "max_k": MAX_K,
+            "max_query_chars": MAX_QUERY_CHARS,
+        }
+        return JSONResponse(found | self.switches.info)
+
+    async def search(self, request: Request) -> Response:
+        asked = await request.json()
+        self.switches.asked.append(asked)
+        if refused := self._refused(request):
+            return refused.response()
+        if "query" in asked:
+            await asyncio.sleep(self.switches.slow.get(asked["query"], 0.0))
+            if self.switches.failures:
+                return self.switches.failures.popleft().response()
+            if len(asked["query"]) > MAX_QUERY_CHARS:
+                message = (
+                    f"query has {len(asked['query'])} characters, this server takes up to {MAX_QUERY_CHARS}"
+                )
+                return Failing(422, "invalid", message, "query").response()
+        arm = asked.get("arm") or self.switches.arms[0]
+        if arm not in self.switches.arms:
+            return Failing(422, "invalid", f"no arm is called {arm!r}", "arm").response()
+        start = time.perf_counter()
+        tower = self.index.towers[arm]
+        embedding = np.array(asked["vector"], np.float32) if "vector" in asked else tower(asked["query"])
+        encoded = time.perf_counter()
+        return self._answer(asked, arm, embedding, encode=1000 * (encoded - start))
+
+    async def similar(self, request: Request) -> Response:
+        asked = await request.json()
+        self.switches.asked.append(asked)
+        found = self._find(asked["doc_id"])
+        if found is None:
+            return _absent(asked["doc_id"])
+        document = self.index.searcher.document(found)
+        text = f"{document['title']} {document['snippet']}"
+        both = np.sum([tower(text) for tower in self.index.towers.values()], axis=0)
+        return self._answer(asked, self.switches.arms[0], both, left_out=found)
+
+    def document(self, request: Request) -> Response:
+        wanted = request.path_params["doc_id"]
+        found = self._find(wanted)
+        return _absent(wanted) if found is None else JSONResponse(self.index.searcher.document(found))
+
+    def _answer(
+        self,
+        asked: Mapping[str, Any],
+        arm: str,
+        embedding: np.ndarray,
+        *,
+        encode: float = 0.0,
+        left_out: Candidate | None = None,
+    ) -> Response:
+        searcher, start = self.index.searcher, time.perf_counter()
+        k = asked.get("k", 10)
+        try:
+            found = searcher.candidates(embedding[None], k=k + 1, where=asked.get("filter"))[0]
+        except SearchError as error:
+            return Failing(422, "invalid", str(error), "filter").response()
+        answering = len(searcher.shards) - self.switches.silent_shards
+        here = (left_out.shard, left_out.row) if left_out else None
+        kept = [c for c in found if (c.shard, c.row) != here and c.shard < answering][:k]
+        search = 1000 * (time.perf_counter() - start)
+        return JSONResponse(
+            {
+                "request_id": "r-17",
+                "results": [self._result(candidate) for candidate in kept],
+                "arm": arm,
+                "index_version": INDEX_VERSION,
+                "personalised": False,
+                "shards": len(searcher.shards),
+                "shards_answered": answering,
+                "timings_ms": {"encode": encode, "search": search, "rerank": 0.0, "total": encode + search},
+            }
+        )
+
+    def _result(self, candidate: Candidate) -> dict[str, Any]:
+        explain = {"dense": candidate.score, "sparse": None, "rerank": None, "shard": candidate.shard}
+        return self.index.searcher.document(candidate) | {"score": candidate.score, "explain": explain}
+
+    def _refused(self, request: Request) -> Failing | None:
+        key = self.switches.api_key
+        if key is None or request.headers.get("authorization") == f"Bearer {key}":
+            return None
+        return Failing(401, "unauthorized", "this key is not known here: ask for one")
+
+    def _facet(self, name: str) -> list[dict[str, Any]]:
+        counts = Counter(value for table in self.index.documents for value in table[name].to_pylist())
+        return [{"value": value, "count": count} for value, count in counts.most_common(FEW_VALUES)]
+
+    def _find(self, doc_id: str) -> Candidate | None:
+        for number, table in enumerate(self.index.documents):
+            row = pc.index(table["doc_id"], doc_id).as_py()
+            if row >= 0:
+                return Candidate(0.0, number, row)
+        return None
+
+
+def _absent(doc_id: str) -> Response:
+    return Failing(404, "not_found", f"no document {doc_id!r} in this index").response()
+
+
+def _kind(kind: Any) -> str:
+    return {"string": "text", "bool": "boolean"}.get(str(kind), "number")
+
+
+@contextmanager
+def running(index: SmallIndex) -> Iterator[Served]:
+    """A server in a thread of its own."""
+    app = App(index)
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        app.asgi, log_level="error", ws="none", lifespan="off", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", app)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
+        listening.close()
