@@ -29,7 +29,7 @@ from scalingnote.log import get_logger
 from scalingnote.mine.config import MineConfig
 from scalingnote.planner.config import PlannerConfig, Statistics
 from scalingnote.quantize.config import QuantizeConfig
-from scalingnote.search.config import ServeConfig
+from scalingnote.serving.config import ServeConfig
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import MANIFEST, Artifact, fingerprint, open_artifact
 from scalingnote.train.config import TrainConfig

@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from scalingnote import __version__
 from scalingnote.errors import ScalingNoteError
-from scalingnote.search.config import ServeConfig
+from scalingnote.serving.config import ServeConfig
 from serve import messages
 from serve.catalog import Version
 from serve.door import Done, Door, body_of
@@ -86,9 +86,8 @@ def _searching(api: FastAPI, service: Service) -> None:
     @api.post("/search", response_model=SearchResponse)
     async def search(body: messages.SearchRequest, request: Request) -> Response:
         """The best documents for a text or a vector, best first."""
-        answer = await service.search(body, request.state.request_id)
-        request.state.answer = (body, answer)
-        return _json(answer)
+        request.state.note = note = service.note(body, request.state.request_id)
+        return _json(await service.search(body, request.state.request_id, note))
 
     @api.post("/similar", response_model=SearchResponse)
     async def similar(body: messages.SimilarRequest, request: Request) -> Response:

@@ -7,6 +7,7 @@ fields of :class:`AppArgs` as its ``args``.
 import os
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import accumulate
 
 from pydantic import Field, model_validator
 from ray.serve import Application, deployment
@@ -17,17 +18,21 @@ from scalingnote.encode import exported, query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index import shard
-from scalingnote.search.config import ServeConfig
+from scalingnote.serving.config import ServeConfig
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 from serve.catalog import Catalog, Version
 from serve.door import read_keys
 from serve.gateway import ArmParts, Gateway, SearcherParts
+from serve.live_catalog import LiveCatalog
 from serve.query_encoder import Parts, QueryEncoder
 from serve.reranker import Reranker
 from serve.searcher import IndexSearcher
+from serve.service import Writing
+from serve.writer import DocumentEncoder, DocumentParts, Writer
 
 TOWERS = ("query_encoder", "student", "dual_encoder")
+ONGOING = 1000  # calls of a replica at once: they wait in batches, not in Serve's queue
 SMALL = 2_000_000  # documents that a gateway holds beside its own work
 
 
@@ -55,15 +60,17 @@ class Served:
 
     index: Artifact
     arms: tuple[ArmParts, ...]  # with the parts of their query paths
-    catalog: Catalog
+    catalog: Catalog | LiveCatalog
     config: ServeConfig
-    address: str | None
+    documents: DocumentParts | None = None  # where documents are written
+    address: str | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """How many shards each group has."""
         shards = int(self.index.read_json("index.json")["shards"])
-        each = self.config.shards_per_searcher
+        # Those of a live index stay together: a search of theirs is one of a single moment.
+        each = shards if self.config.live else self.config.shards_per_searcher
         return tuple(len(range(first, min(first + each, shards))) for first in range(0, shards, each))
 
     @property
@@ -79,10 +86,13 @@ class Served:
         config, replicas = self.config, self.config.gateway_replicas
         replicas += sum(not _encodes_here(arm, config) for arm in self.arms) * config.encoder_replicas
         replicas += (not self.searchers_here) * len(self.sizes) * config.searcher_replicas
-        rerank = config.rerank
-        return replicas * config.cpus_per_replica + (
-            rerank.replicas * rerank.cpus_per_replica if rerank is not None else 0
-        )
+        replicas += config.live is not None
+        cpus = replicas * config.cpus_per_replica
+        if config.rerank is not None:
+            cpus += config.rerank.replicas * config.rerank.cpus_per_replica
+        if config.live is not None:
+            cpus += config.live.encoders * config.live.cpus_per_encoder
+        return cpus
 
 
 def find(args: AppArgs) -> Served:
@@ -90,42 +100,75 @@ def find(args: AppArgs) -> Served:
     if args.run_dir is None:
         assert args.index is not None  # AppArgs saw to it
         assert args.query_tower is not None
+        if args.serve.live is not None:
+            raise ConfigError(
+                "serve.live needs a run_dir: new documents are encoded as the run encoded its own"
+            )
         index, tower = open_artifact(args.index, kind="index"), _tower(args.query_tower)
-        parts = Parts(_place(tower), args.serve.query_form, args.serve.query_cache)
-        return _served(index, tower, parts, args.serve, None)
+        return _served(index, tower, Parts(_place(tower)), args.serve)
     # Replicas have working directories of their own.
     place = args.run_dir if "://" in args.run_dir else os.path.abspath(args.run_dir)
     run = pipeline.load_run(place)
     knobs = [
         {"state": fs.join(place, "serve")},
-        *(s.model_dump(exclude_unset=True) for s in (run.serve, args.serve)),
+        *(section.model_dump(exclude_unset=True) for section in (run.serve, args.serve)),
     ]
     config = validate(ServeConfig, reduce(merge, knobs), source="serve")
     index = pipeline.locate(run, "index")
     tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
-    form = exported.find(tower, config.query_form, place)
-    parts = Parts(_place(form), config.query_form, config.query_cache)
+    parts = Parts(_place(tower), features=config.features)
     if shard.open_layout(index).sparse:
         parts = replace(parts, sparse=_place(pipeline.locate(run, "dual_encoder")))
     embeddings = pipeline.locate(run, "embeddings")
-    if config.personalised and embeddings.names("query_fusion/"):
+    if embeddings.names("query_fusion/"):
         planner = _place(pipeline.locate(run, "planner"))
-        parts = replace(parts, fusion=_place(embeddings), planner=planner, features=config.features)
-    return _served(index, form, parts, config, run.address)
+        parts = replace(parts, fusion=_place(embeddings), planner=planner)
+    served = _served(index, exported.find(tower, config.query_form, place), parts, config)
+    documents = None if config.live is None else _document_parts(run, index)
+    return replace(served, documents=documents, address=run.address)
 
 
-def _served(
-    index: Artifact, tower: Artifact, parts: Parts, config: ServeConfig, address: str | None
-) -> Served:
-    dims = (index.read_json("index.json")["dim"], tower.read_json("query/tower.json")["dim"])
-    if dims[0] != dims[1]:
-        raise ConfigError(
-            f"the index has embeddings of dim {dims[0]}, the query tower of {dims[1]}: not a pair"
-        )
+def _served(index: Artifact, tower: Artifact, parts: Parts, config: ServeConfig) -> Served:
     read_keys(config.api_keys)  # before anything is started
-    arm = ArmParts("default", _form(tower, config.query_form), parts, parts.fusion is not None)
-    catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
-    return Served(index, (arm,), catalog, config, address)
+    version = Version.of(index.uri)
+    arms, pinned = [], []
+    for arm in config.split.arms:
+        own = tower if arm.query_tower is None else _tower(arm.query_tower)
+        dim = own.read_json("query/tower.json")["dim"]
+        searched = version if arm.index is None else Version.of(arm.index)
+        if dim != searched.dim:
+            raise ConfigError(
+                f"the index has embeddings of dim {searched.dim}, the query tower of {dim}: not a pair"
+            )
+        path = replace(parts, tower=_place(own), form=config.query_form, cache=config.query_cache)
+        path = path if arm.personalised else replace(path, fusion=None)
+        named = None if arm.index is None else searched.name
+        form = _form(own, config.query_form)
+        arms.append(ArmParts(arm.name, form, path, path.fusion is not None, named))
+        pinned += [] if arm.index is None else [searched]
+    if config.live is None:
+        catalog: Catalog | LiveCatalog = Catalog(version, config.state, config.versions_kept, tuple(pinned))
+    elif pinned:
+        raise ConfigError("serve.live has the writes of one index: arms of other indexes cannot be beside it")
+    else:
+        catalog = LiveCatalog(os.path.abspath(config.live.folder), index.uri, version.dim)
+    return Served(index, tuple(arms), catalog, config)
+
+
+def _document_parts(run: pipeline.RunConfig, index: Artifact) -> DocumentParts:
+    """What encodes new documents as a run has encoded its own."""
+    if run.cross_encoder is not None and run.distill is not None and not run.distill.document:
+        raise ConfigError(
+            "serve.live: documents of this run were read by a cross-encoder, nobody encodes new ones"
+        )
+    own = "encode_student" in [stage.name for stage in pipeline.stages(run)]
+    return DocumentParts(
+        towers=_place(pipeline.locate(run, "student" if own else "dual_encoder")),
+        semantic_ids=_place(pipeline.locate(run, "semantic_ids")),
+        embeddings=_place(pipeline.locate(run, "embeddings")),
+        dataset=_place(pipeline.locate(run, "dataset")),
+        snippet_chars=int(index.manifest.config["snippet_chars"]),
+    )
 
 
 def build(args: AppArgs) -> Application:
@@ -136,35 +179,60 @@ def build(args: AppArgs) -> Application:
 def bind(served: Served) -> Application:
     """The application of what was found."""
     config = served.config
-    actor = {"num_cpus": config.cpus_per_replica}
-    gateway = Gateway.options(num_replicas=config.gateway_replicas, ray_actor_options=actor)
     arms = [arm if _encodes_here(arm, config) else _in_replicas(arm, config) for arm in served.arms]
-    handles = None
+    gateway = Gateway.options(num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
+    return gateway.bind(arms, _searchers(served), config, _reranker(config), _writing(served))
+
+
+def _searchers(served: Served) -> SearcherParts:
+    config, handles = served.config, None
     if not served.searchers_here:
-        first = [sum(served.sizes[:group]) for group in range(len(served.sizes))]
+        first = accumulate(served.sizes, initial=0)
         handles = tuple(
             deployment(IndexSearcher)
             .options(
                 name=f"IndexSearcher-{group:03d}",
                 num_replicas=config.searcher_replicas,
-                ray_actor_options=actor,
+                ray_actor_options=_actor(config),
+                max_ongoing_requests=ONGOING,
             )
             .bind(
                 served.catalog,
-                shards=range(first[group], first[group] + size),
+                shards=range(start, start + size),
                 nprobe=config.nprobe,
+                refresh_s=config.live.refresh_s if config.live else 0.1,
             )
-            for group, size in enumerate(served.sizes)
+            for group, (start, size) in enumerate(zip(first, served.sizes, strict=False))
         )
-    searchers = SearcherParts(served.catalog, served.sizes, handles)
-    return gateway.bind(arms, searchers, config, _reranker(config))
+    return SearcherParts(served.catalog, served.sizes, handles)
+
+
+def _writing(served: Served) -> Writing | None:
+    live = served.config.live
+    if live is None:
+        return None
+    assert isinstance(served.catalog, LiveCatalog)
+    assert served.documents is not None
+    options = {"num_cpus": live.cpus_per_encoder, "num_gpus": live.gpus_per_encoder}
+    encoder = deployment(DocumentEncoder).options(num_replicas=live.encoders, ray_actor_options=options)
+    # One, and the next not before this one is gone: it holds the claim on the logs.
+    writer = deployment(Writer).options(
+        num_replicas=1, ray_actor_options=_actor(served.config), max_ongoing_requests=ONGOING
+    )
+    folder, index = served.catalog.folder, served.catalog.index
+    return Writing(encoder.bind(served.documents), writer.bind(folder, index, live), live.deadline_s)
+
+
+def _actor(config: ServeConfig) -> dict[str, float]:
+    return {"num_cpus": config.cpus_per_replica}
 
 
 def _in_replicas(arm: ArmParts, config: ServeConfig) -> ArmParts:
     encoder = deployment(QueryEncoder).options(
         name=f"QueryEncoder-{arm.name}",
         num_replicas=config.encoder_replicas,
-        ray_actor_options={"num_cpus": config.cpus_per_replica},
+        ray_actor_options=_actor(config),
+        max_ongoing_requests=ONGOING,
     )
     return replace(arm, encoder=encoder.bind(arm.encoder))
 

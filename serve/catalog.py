@@ -62,13 +62,13 @@ class Catalog:
     first: Version
     state: str | None = field(default=None)  # folder or URI; None: nothing can be activated
     kept: int = 2
+    pinned: tuple[Version, ...] = ()  # of arms that name an index: served whatever is active
 
     def read(self) -> Serving:
         """What is served now."""
-        if self.state is None or not fs.exists(place := fs.join(self.state, FILE)):
-            return Serving((self.first,))
-        found: dict[str, Any] = json.loads(fs.read_bytes(place))
-        return Serving(tuple(Version(**version) for version in found["versions"]))
+        activated = self._activated()
+        names = {version.name for version in activated}
+        return Serving((*activated, *(each for each in self.pinned if each.name not in names)))
 
     def activate(self, version: Version) -> Serving:
         """Make a version the active one; those that were active before it stay, as many as are kept.
@@ -83,15 +83,20 @@ class Catalog:
                 f"index {version.name} has embeddings of dim {version.dim}, the query tower of "
                 f"{before.active.dim}: not a pair"
             )
-        others = [each for each in before.versions if each.name != version.name]
-        serving = Serving((version, *others)[: self.kept])
-        content = {"versions": [asdict(each) for each in serving.versions]}
+        others = [each for each in self._activated() if each.name != version.name]
+        content = {"versions": [asdict(each) for each in (version, *others)[: self.kept]]}
         fs.write_bytes(fs.join(self.state, FILE), json.dumps(content, indent=1).encode())
-        return serving
+        return self.read()
 
     def previous(self) -> Version:
         """The version to roll back to; SearchError when none is kept."""
-        versions = self.read().versions
-        if len(versions) < 2:
+        activated = self._activated()
+        if len(activated) < 2:
             raise SearchError("no earlier version is kept: there is nothing to roll back to")
-        return versions[1]
+        return activated[1]
+
+    def _activated(self) -> tuple[Version, ...]:
+        if self.state is None or not fs.exists(place := fs.join(self.state, FILE)):
+            return (self.first,)
+        found: dict[str, Any] = json.loads(fs.read_bytes(place))
+        return tuple(Version(**version) for version in found["versions"])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scalingnote.errors import ConfigError
-from scalingnote.search.config import Limits
+from scalingnote.serving.config import Limits
 from serve.refusals import RefusedError
 
 Message = MutableMapping[str, Any]

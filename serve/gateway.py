@@ -7,15 +7,18 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from scalingnote.search.config import ServeConfig
-from serve import api
+from scalingnote.experiment.access_writer import AccessWriter
+from scalingnote.serving.config import ServeConfig
+from serve import api, metrics
 from serve.catalog import Catalog
 from serve.door import read_keys
 from serve.flow import Called, Group
 from serve.here import Here
+from serve.live_catalog import LiveCatalog
+from serve.observer import Observer
 from serve.query_encoder import Parts, QueryEncoder
 from serve.searcher import IndexSearcher
-from serve.service import Arm, Service
+from serve.service import Arm, Service, Writing
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class ArmParts:
 class SearcherParts:
     """Groups of shards, by their sizes, and the handle of each; None: the gateway holds them all itself."""
 
-    catalog: Catalog
+    catalog: Catalog | LiveCatalog
     sizes: tuple[int, ...]
     handles: tuple[DeploymentHandle, ...] | None = None
 
@@ -49,6 +52,7 @@ class Gateway:
         searchers: SearcherParts,
         config: ServeConfig,
         reranker: DeploymentHandle | None = None,
+        writing: Writing | None = None,
     ) -> None:
         self._config = config
         self._service = Service(
@@ -57,11 +61,21 @@ class Gateway:
             searchers.catalog,
             config,
             reranker=reranker,
+            writing=writing,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook: the HTTP side of this replica."""
-        return api.build(self._service, self._config, keys=read_keys(self._config.api_keys))
+        config = self._config
+        replica = serve.get_replica_context().replica_id.unique_id
+        log = None if config.access_log is None else AccessWriter(config.access_log, replica)
+        return api.build(
+            self._service,
+            config,
+            keys=read_keys(config.api_keys),
+            metrics=metrics.scraped,
+            done=Observer(metrics.Metrics(), log).done,
+        )
 
 
 def _encoder(place: Parts | DeploymentHandle) -> Called:
@@ -70,6 +84,7 @@ def _encoder(place: Parts | DeploymentHandle) -> Called:
 
 def _groups(searchers: SearcherParts, config: ServeConfig) -> list[Group]:
     if searchers.handles is None:
-        here = Here(IndexSearcher(searchers.catalog, nprobe=config.nprobe))
+        refresh_s = 0.1 if config.live is None else config.live.refresh_s
+        here = Here(IndexSearcher(searchers.catalog, nprobe=config.nprobe, refresh_s=refresh_s))
         return [Group(here, sum(searchers.sizes))]
     return [Group(*group) for group in zip(searchers.handles, searchers.sizes, strict=True)]

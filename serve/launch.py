@@ -18,7 +18,7 @@ from scalingnote import cluster
 from scalingnote.config import load
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.log import get_logger
-from scalingnote.search.config import ServeConfig
+from scalingnote.serving.config import ServeConfig
 from serve import app
 from serve.app import AppArgs, Served
 

@@ -6,6 +6,7 @@ of the index, chosen when it comes in.
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -16,9 +17,11 @@ import pyarrow as pa
 
 from scalingnote import __version__
 from scalingnote.errors import SearchError
+from scalingnote.experiment.assignment import arm_of, unit_of
 from scalingnote.index import filters
-from scalingnote.search.config import Joining, ServeConfig
+from scalingnote.search.config import Joining
 from scalingnote.search.found import Hit
+from scalingnote.serving.config import ServeConfig
 from serve import flow, messages
 from serve.catalog import Catalog, Serving, Version
 from serve.clock import Clock
@@ -27,10 +30,12 @@ from serve.flow import Answer, Called, Group, Question
 from serve.here import Here, everywhere
 from serve.live_catalog import LiveCatalog
 from serve.messages import SearchRequest, SimilarRequest
+from serve.observer import Note
 from serve.refusals import conflict, invalid, unavailable
 from serve.searcher import Described
 
 FACETS = 50  # values of a field that /info tells
+SECRET = "SCALINGNOTE_SECRET"  # environment variable: what user ids are hashed with, for logs
 LOAD_S = 600.0  # to open an index version on every searcher
 log = logging.getLogger("ray.serve")
 
@@ -73,6 +78,7 @@ class Service:
         self._arms, self._groups = {arm.name: arm for arm in arms}, list(groups)
         self._first = arms[0].name
         self._catalog, self._config, self._reranker = catalog, config, reranker
+        self._secret = os.environ.get(SECRET, "")
         self._going_over = asyncio.Lock()
         self._known: dict[str, Described] = {}
         self.shards = sum(group.shards for group in groups)
@@ -86,9 +92,16 @@ class Service:
 
     # --- searching ------------------------------------------------------------------------------------
 
-    async def search(self, request: SearchRequest, request_id: str) -> dict[str, Any]:
+    def note(self, request: SearchRequest, request_id: str) -> Note:
+        """Who asks what, and which arm answers: that which is named, else that of the traffic split."""
+        unit = unit_of(request.user_id, request_id, secret=self._secret)
+        name = request.arm or arm_of(unit, self._config.split).name
+        where = messages.plain(request.filter)
+        return Note(request.query, request.k, where, unit, self._arm(name).name)
+
+    async def search(self, request: SearchRequest, request_id: str, note: Note) -> dict[str, Any]:
         """The answer of ``POST /search``, as :class:`~serve.messages.SearchResponse` describes it."""
-        arm = self._arm(request.arm)
+        arm = self._arm(note.arm)
         clock = self._clock(request.deadline_ms)
         question = self._question(request, arm)
         most = self._reranked(request)
@@ -107,7 +120,8 @@ class Service:
             await flow.rerank(self._reranker, request.query, answer, most=most, clock=clock)
             answer.hits = answer.hits[: request.k]
         answer.timings_ms = {"encode": encode, "search": searched, "rerank": clock.lap() if most else 0.0}
-        return self._response(answer, arm, request_id, clock, explain=request.explain)
+        note.answer = self._response(answer, arm, request_id, clock, explain=request.explain)
+        return dict(note.answer)
 
     async def similar(self, request: SimilarRequest, request_id: str) -> dict[str, Any]:
         """Documents like one of the index, which is left out."""

@@ -6,6 +6,7 @@ documents ─► DocumentEncoder (replicas) ─► rows, vectors ─► Writer (
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -20,18 +21,27 @@ from scalingnote.storage.artifact import open_artifact
 Place = tuple[str, str]  # URI and kind of an artifact
 
 
+@dataclass(frozen=True)
+class DocumentParts:
+    """Where the parts lie that make an index row of a document."""
+
+    towers: Place
+    semantic_ids: Place
+    embeddings: Place
+    dataset: Place
+    snippet_chars: int
+
+
 class DocumentEncoder:
     """Holds the document tower of a run, its codebooks, and the networks that merge features in."""
 
-    def __init__(
-        self, towers: Place, semantic_ids: Place, embeddings: Place, dataset: Place, *, snippet_chars: int
-    ) -> None:
-        opened = [open_artifact(uri, kind=kind) for uri, kind in (towers, semantic_ids, embeddings)]
-        self._flow = DocumentFlow.load(*opened)
-        documents = open_artifact(dataset[0], kind=dataset[1])
-        first = documents.file(documents.table_parts("documents")[0])
+    def __init__(self, parts: DocumentParts) -> None:
+        places = (parts.towers, parts.semantic_ids, parts.embeddings, parts.dataset)
+        towers, semantic_ids, embeddings, dataset = (open_artifact(uri, kind=kind) for uri, kind in places)
+        self._flow = DocumentFlow.load(towers, semantic_ids, embeddings)
+        first = dataset.file(dataset.table_parts("documents")[0])
         self._schema = pq.read_schema(fs.open_input(first))
-        self._snippet_chars = snippet_chars
+        self._snippet_chars = parts.snippet_chars
         self._one_by_one = asyncio.Lock()
 
     async def encode(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:

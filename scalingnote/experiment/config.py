@@ -18,8 +18,8 @@ class Arm(Config):
     query_tower: str | None = Field(
         None, min_length=1, description="URI of a student, dual_encoder or query_encoder; null: the run's own"
     )
-    index_version: str | None = Field(None, min_length=1, description="null: whichever is active")
-    personalised: bool = Field(False, description="fuse what is known of the user into the query")
+    index: str | None = Field(None, min_length=1, description="URI of an index; null: whichever is active")
+    personalised: bool = Field(True, description="fuse what is known of the user into the query, if one can")
     share: float = Field(1.0, ge=0, le=1, description="of the traffic; 0: only requests that name the arm")
 
 

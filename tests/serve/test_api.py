@@ -11,8 +11,8 @@ import pytest
 
 from conftest import DIM
 from scalingnote.encode.encoder import Encoder
-from scalingnote.search.config import Limits, ServeConfig
 from scalingnote.search.searcher import Searcher
+from scalingnote.serving.config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
 from serve import api
 from serve.catalog import Catalog, Version

@@ -19,8 +19,8 @@ from conftest import DIM, built, student
 from scalingnote import cli, pipeline
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
-from scalingnote.search.config import ServeConfig
 from scalingnote.search.searcher import Searcher
+from scalingnote.serving.config import ServeConfig
 from scalingnote.storage.artifact import Artifact
 from serve import app, launch
 

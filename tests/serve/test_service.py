@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from scalingnote.index.shard import DOCUMENTS, Layout
-from scalingnote.search.config import Rerank, ServeConfig
 from scalingnote.search.found import Found
 from scalingnote.search.query_path import Asked
+from scalingnote.serving.config import Rerank, ServeConfig
 from serve.catalog import Catalog, Version
 from serve.flow import Group
 from serve.here import Here
@@ -101,7 +101,8 @@ def service() -> Service:
 
 
 def search(service: Service, query: str, **asked: Any) -> Any:
-    return asyncio.run(service.search(SearchRequest(query=query, **asked), "r1"))
+    request = SearchRequest(query=query, **asked)
+    return asyncio.run(service.search(request, "r1", service.note(request, "r1")))
 
 
 def test_results_of_all_groups_are_merged_best_first(service):

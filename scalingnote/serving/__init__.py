@@ -1,0 +1,1 @@
+"""Knobs of the service; what they turn lies in serve/, beside this package."""
