@@ -11,7 +11,7 @@ The towers are lookup tables of a pretrained model's token embeddings (pip insta
 one space with the documents:
 
     control   the mean of a query's rows
-    idf       the same, each row weighted by the rarity of its token
+    short     the same, of the 64 of 384 principal directions alone that tell documents apart best
     again     the control under another name: what is found of it is found by chance (A/A)
 """
 
@@ -50,10 +50,10 @@ from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
 
 DAY = datetime(2026, 1, 5, tzinfo=UTC).timestamp()
-K, FAILS, RATED, NAMED = 20, 0.005, 0.3, 0.01
+K, FAILS, RATED, NAMED, SHORT = 20, 0.005, 0.3, 0.01, 64
 SPLIT = TrafficSplit(
     name="query-towers",
-    arms=(Arm(name="control", share=0.4), Arm(name="idf", share=0.4), Arm(name="again", share=0.2)),
+    arms=(Arm(name="control", share=0.4), Arm(name="short", share=0.4), Arm(name="again", share=0.2)),
 )
 CLICKS = PositionClicks()
 log = get_logger("bench")
@@ -121,11 +121,15 @@ class Engine:
         (name,) = (name for name in weights if name.endswith("word_embeddings.weight"))
         plain = weights[name].float().numpy()[: counts.shape[1]]
         idf = np.log(counts.shape[0] / np.maximum((counts > 0).sum(axis=0).A1, 1)).astype(np.float32)
+        directions = np.linalg.svd(np.cov((counts @ (plain * idf[:, None])).T))[2].astype(np.float32)
+        plain = plain @ directions.T  # in order of what they tell apart
         weighted = plain * idf[:, None]
         self.doc_ids = documents["doc_id"].to_pylist()
         self.documents = vectors.unit(np.asarray(counts @ weighted, np.float32))
         self.towers: dict[str, Callable[[list[str]], Float[ndarray, "queries dim"]]] = {}
-        for arm, rows in (("control", plain), ("idf", weighted)):
+        short = plain.copy()
+        short[:, SHORT:] = 0
+        for arm, rows in (("control", plain), ("short", short)):
             tower = lookup.from_table(np.ascontiguousarray(rows), tokenizer, max_length=64)
             tower.save(folder / arm)
             self.towers[arm] = QueryEncoder.load(folder / arm).encode_queries

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 
 import pytest
 from scipy import stats
@@ -11,7 +12,7 @@ from scalingnote.experiment.assignment import arm_of, unit_of
 from scalingnote.experiment.config import Arm, ExperimentConfig, TrafficSplit
 
 SHARES = {"control": 0.5, "student": 0.3, "lookup": 0.2}
-UNITS = [f"u:{i}" for i in range(20_000)]
+UNITS = [f"u:{i}" for i in range(12_000)]
 
 
 def split(shares=SHARES, name="towers") -> TrafficSplit:
@@ -19,7 +20,12 @@ def split(shares=SHARES, name="towers") -> TrafficSplit:
 
 
 def arms(shares=SHARES, name="towers") -> list[str]:
-    made = split(shares, name)
+    return _arms(tuple(shares.items()), name)
+
+
+@cache
+def _arms(shares, name) -> list[str]:
+    made = split(dict(shares), name)
     return [arm_of(unit, made).name for unit in UNITS]
 
 
@@ -73,17 +79,17 @@ def test_the_order_of_arms_does_not_matter():
 
 
 def test_what_must_move_moves_and_no_more():
-    """Shares of units, to four standard deviations of a share of 20,000."""
+    """Shares of units, to four standard deviations of a share of 12,000."""
     two = moved({"a": 0.5, "b": 0.5}, {"a": 0.4, "b": 0.6})
     assert set(two) == {("a", "b")}
-    assert two["a", "b"] / len(UNITS) == pytest.approx(0.1, abs=0.009)
+    assert two["a", "b"] / len(UNITS) == pytest.approx(0.1, abs=0.011)
     new = moved(SHARES, {"control": 0.45, "student": 0.27, "lookup": 0.18, "new": 0.1})
     assert {after for _, after in new} == {"new"}
-    assert new.total() / len(UNITS) == pytest.approx(0.1, abs=0.009)
+    assert new.total() / len(UNITS) == pytest.approx(0.1, abs=0.011)
     # Between two arms units move one way; the whole is 1 - sum_i 1 / sum_j max(ratios), 0.127 here for 0.1.
     three = moved(SHARES, {"control": 0.4, "student": 0.3, "lookup": 0.3})
     assert set(three) == {("control", "student"), ("control", "lookup"), ("student", "lookup")}
-    assert three.total() / len(UNITS) == pytest.approx(0.1273, abs=0.01)
+    assert three.total() / len(UNITS) == pytest.approx(0.1273, abs=0.0125)
 
 
 def test_an_arm_without_share_is_for_those_who_name_it():
