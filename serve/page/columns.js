@@ -38,7 +38,8 @@ function column(request, {answer, roundTrip, failure}, {state, info, titles, cha
 
 /** Which query tower a column shows, and how long it took. */
 function head(place, {answer, roundTrip}, {state, info, change}) {
-  const select = choice(info.arms.map(arm => [arm.name, armName(arm)]), {
+  const arms = info.arms.length ? info.arms : state.compare.map(name => ({name}));
+  const select = choice(arms.map(arm => [arm.name, armName(arm)]), {
     "aria-label": place ? "Query tower on the right" : "Query tower on the left",
   });
   select.value = state.compare[place];

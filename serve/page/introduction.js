@@ -3,6 +3,7 @@
 import {ask} from "./api.js";
 import {byId, element} from "./element.js";
 
+let asked = false;
 const DRAWN = 24, OFFERED = 3, LONG = 36;  // documents drawn, titles offered, letters of the longest
 
 /** Size and version of the index, beside the query and in the footer; keys that do something here. */
@@ -20,12 +21,13 @@ export function introduce(info) {
 /** Offers titles of documents in a direction drawn at random: nobody keeps a list of examples, every visit has others. */
 export async function offer(info, choose) {
   const group = byId("examples");
-  if (!info.dim || group.children.length) return;
+  if (!info.dim || asked) return;
+  asked = true;
   const normal = () => Number((Math.random() + Math.random() + Math.random() - 1.5).toFixed(3));
   const vector = Array.from({length: info.dim}, normal);
   const answer = await ask("search", {vector, k: Math.min(DRAWN, info.max_k)}).catch(() => null);
   const found = (answer?.results ?? []).map(result => result.title.trim()).filter(title => title && title.length <= LONG);
-  if (group.children.length || !found.length) return;
+  if (!found.length) return;
   group.append(element("span", {}, "Try"), ...[...new Set(found)].slice(0, OFFERED).map(title => {
     const button = element("button", {type: "button"}, title);
     button.addEventListener("click", () => choose(title));

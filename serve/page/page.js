@@ -14,6 +14,7 @@ import {toggle} from "./result.js";
 
 const PAUSE_MS = 110;  // of typing, before a query is sent
 const LEARN_MS = 30_000;  // between two looks at what the server offers
+const PATIENCE_MS = 400;
 const NOTHING = {name: "ScalingNote", arms: [], fields: {}, facets: {}, max_k: 100};  // until the server has said more
 
 let info = NOTHING;
@@ -92,7 +93,7 @@ function showHeading() {
 }
 
 function showStart() {
-  notify();
+  if (info !== NOTHING) notify();  // else it says why nothing is known
   clearFields();
   byId("columns").replaceChildren();
   byId("count").textContent = "";
@@ -245,8 +246,5 @@ addEventListener("online", () => document.querySelector(".notice.error") && agai
 listen({toggle, back, compare: toggleCompare, similar: item => item.querySelector(".similar").click()});
 
 query.value ||= state.query;
-if (state.compare) learn().then(refresh);  // columns are named by what the server offers
-else {
-  learn();
-  refresh();
-}
+// What is laid out depends on what the server offers: waiting for that a little saves a shift of everything.
+Promise.race([learn(), new Promise(resolve => setTimeout(resolve, PATIENCE_MS))]).then(refresh);

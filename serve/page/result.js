@@ -51,7 +51,7 @@ function score(value, best) {
 }
 
 /** Whether a snippet stops in the middle of a sentence. */
-const cut = snippet => snippet.length > 80 && !/\p{P}$/u.test(snippet);
+const cut = snippet => snippet.length > 160 && !/\p{P}$/u.test(snippet);
 
 function details(result) {
   const {dense, sparse, rerank, shard} = result.explain ?? {};
