@@ -322,7 +322,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
     # By name: the apps stand beside the command line, not below it.
-    return int(importlib.import_module("serve.launch").run(run_dir, overrides=overrides))
+    return int(importlib.import_module("serve.settings").start(run_dir, overrides))
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -6,21 +6,18 @@ fields of :class:`AppArgs` as its ``args``.
 
 import os
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import accumulate
 
-from pydantic import Field, model_validator
 from ray.serve import Application, deployment
 
 from scalingnote import pipeline
-from scalingnote.config import Config, merge, validate
 from scalingnote.encode import exported, query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index import shard
 from scalingnote.serving.config import ServeConfig
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
+from serve import settings
 from serve.catalog import Catalog, Version
 from serve.door import read_keys
 from serve.gateway import ArmParts, Gateway, SearcherParts
@@ -29,29 +26,12 @@ from serve.query_encoder import Parts, QueryEncoder
 from serve.reranker import Reranker
 from serve.searcher import IndexSearcher
 from serve.service import Writing
+from serve.settings import AppArgs
 from serve.writer import DocumentEncoder, DocumentParts, Writer
 
 TOWERS = ("query_encoder", "student", "dual_encoder")
 ONGOING = 1000  # calls of a replica at once: they wait in batches, not in Serve's queue
 SMALL = 2_000_000  # documents that a gateway holds beside its own work
-
-
-class AppArgs(Config):
-    """What to serve: a run directory, or an index and a query tower. Paths are seen from every node."""
-
-    run_dir: str | None = Field(None, description="a finished run; its last config says which artifacts")
-    index: str | None = Field(None, description="URI of an index artifact")
-    query_tower: str | None = Field(
-        None, description="URI of a student, dual_encoder or query_encoder artifact"
-    )
-    serve: ServeConfig = Field(ServeConfig(), description="knobs set here win over those of the run")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> "AppArgs":
-        given = (self.run_dir is not None, self.index is not None, self.query_tower is not None)
-        if given not in {(True, False, False), (False, True, True)}:
-            raise ValueError("give either run_dir, or index and query_tower together")
-        return self
 
 
 @dataclass(frozen=True)
@@ -106,14 +86,9 @@ def find(args: AppArgs) -> Served:
             )
         index, tower = open_artifact(args.index, kind="index"), _tower(args.query_tower)
         return _served(index, tower, Parts(_place(tower)), args.serve)
-    # Replicas have working directories of their own.
-    place = args.run_dir if "://" in args.run_dir else os.path.abspath(args.run_dir)
-    run = pipeline.load_run(place)
-    knobs = [
-        {"state": fs.join(place, "serve")},
-        *(section.model_dump(exclude_unset=True) for section in (run.serve, args.serve)),
-    ]
-    config = validate(ServeConfig, reduce(merge, knobs), source="serve")
+    run = settings.run_of(args.run_dir)
+    place = run.run_dir
+    config = settings.merged(run, args)
     index = pipeline.locate(run, "index")
     tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
     parts = Parts(_place(tower), features=config.features)

@@ -1,11 +1,9 @@
 """From the shell to a URL: `scalingnote serve` starts the application here and takes it down again."""
 
-import json
 import logging
 import signal
 import socket
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
 
 import ray
@@ -15,21 +13,20 @@ from ray.serve.config import HTTPOptions
 from ray.serve.schema import LoggingConfig
 
 from scalingnote import cluster
-from scalingnote.config import load
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.log import get_logger
 from scalingnote.serving.config import ServeConfig
 from serve import app
-from serve.app import AppArgs, Served
+from serve.app import Served
+from serve.settings import AppArgs
 
 NAME = "scalingnote"
 log = get_logger("serve")
 
 
-def run(run_dir: str, *, overrides: Sequence[str] = ()) -> int:
-    """Serve a run until CTRL-C or SIGTERM, then take down what was started; returns the exit code."""
+def run(args: AppArgs) -> int:
+    """Serve until CTRL-C or SIGTERM, then take down what was started; returns the exit code."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    args = load(AppArgs, (), [f"run_dir={json.dumps(run_dir)}", *overrides])
     served = app.find(args)
     port = _free_port(served.config.host, served.config.port)
     served = replace(served, config=served.config.model_copy(update={"port": port}))

