@@ -1,24 +1,137 @@
-"""Encoding without Ray, for tests of what is encoded: that it runs on Ray is tested once."""
+"""What stages give to Ray, done in this process: for tests of what a stage does, not of where."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import ray
+import ray.data
 
-from scalingnote.encode import job
-from scalingnote.encode.config import Fleet
-from scalingnote.encode.steps import Steps
-
-
-def encode_here(patch: pytest.MonkeyPatch) -> None:
-    """From now on parts are encoded in this process, one after the other, and so are slices worked on."""
-    patch.setattr(job, "_run_wave", _run_wave)
-    patch.setattr(job.cluster, "require", lambda *_, **__: None)
-    patch.setattr(job.cluster, "each", map)
+from scalingnote import cluster
 
 
-def _run_wave(steps: Steps, todo: Sequence[str], resources: Fleet, **where: str) -> Iterator[dict[str, str]]:
-    steps = ray.cloudpickle.loads(ray.cloudpickle.dumps(steps))  # as they reach a worker
-    encode = job.EncodeParts(steps=steps, threads=1.0, commit=where)
-    for name in todo:
-        yield {key: column[0] for key, column in encode({"name": [name]}).items()}
+def without_ray(patch: pytest.MonkeyPatch) -> None:
+    """From now on the jobs that are imported work here, one item after the other, on copies as workers do.
+
+    Ray Train is left as it is: with no workers it trains in this process, with some it needs a cluster.
+    """
+    patch.setattr(cluster, "connect", lambda *_: None)
+    patch.setattr(cluster, "require", lambda *_, **__: None)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("scalingnote.") and getattr(module, "ray", None) is ray:
+            patch.setattr(module, "ray", _Ray())
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A reference to what is there already."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+class _Ray:
+    """What the stages use of Ray to get work done; the rest of it is Ray's own."""
+
+    def __init__(self) -> None:
+        self.data = _Data()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ray, name)
+
+    def put(self, value: Any) -> _Done:
+        return _Done(_copy(value))
+
+    def get(self, reference: _Done) -> Any:
+        if reference.error:
+            raise reference.error
+        return reference.value
+
+    def wait(self, references: list[_Done]) -> tuple[list[_Done], list[_Done]]:
+        return references[:1], references[1:]
+
+    def remote(self, **_: Any) -> Callable[[Any], "_Remote"]:
+        return lambda work: _Remote(_copy(work), get=self.get)
+
+
+class _Remote:
+    """A task or an actor's method; of a class, what makes an actor."""
+
+    def __init__(self, work: Callable[..., Any], *, get: Callable[[_Done], Any]) -> None:
+        self._work, self._get = work, get
+
+    def remote(self, *given: Any) -> Any:
+        if isinstance(self._work, type):
+            return _Actor(self._work(*given), get=self._get)
+        try:
+            found = self._work(*(self._get(x) if isinstance(x, _Done) else _copy(x) for x in given))
+        except Exception as error:
+            return _Done(error=error)
+        return _Done(_copy(found))
+
+
+class _Actor:
+    def __init__(self, state: Any, *, get: Callable[[_Done], Any]) -> None:
+        self._state, self._get = state, get
+
+    def __getattr__(self, name: str) -> _Remote:
+        return _Remote(getattr(self._state, name), get=self._get)
+
+
+class _Data:
+    """Ray Data: its datasets are made here, its strategies are its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ray.data, name)
+
+    def from_items(self, items: list[dict[str, Any]], **_: Any) -> "_Dataset":
+        return _Dataset(_copy(items))
+
+
+class _Dataset:
+    """Rows through functions, and through classes that are made once."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self._rows = rows
+
+    def map(self, work: Any, **given: Any) -> "_Dataset":
+        return _Dataset(_through(work, self._rows, **given))
+
+    def map_batches(self, work: Any, *, batch_size: int, **given: Any) -> "_Dataset":
+        assert batch_size == 1  # as all of ours are
+        batches = ({name: _column(value) for name, value in row.items()} for row in self._rows)
+        done = _through(work, batches, **given)
+        return _Dataset({name: column[0] for name, column in batch.items()} for batch in done)
+
+    def iter_rows(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+
+def _through(
+    work: Any,
+    rows: Iterable[Any],
+    *,
+    fn_kwargs: dict[str, Any] | None = None,
+    fn_constructor_args: tuple[Any, ...] = (),
+    fn_constructor_kwargs: dict[str, Any] | None = None,
+    **_: Any,  # what it may use of a cluster
+) -> Iterator[Any]:
+    if isinstance(work, type):
+        work = work(*_copy(fn_constructor_args), **_copy(fn_constructor_kwargs or {}))
+    else:
+        work = _copy(work)
+    for row in rows:
+        yield work(row, **_copy(fn_kwargs or {}))
+
+
+def _column(value: Any) -> np.ndarray:
+    """As Ray Data hands a batch over: numbers as such, all else as objects."""
+    return np.array([value], dtype=None if isinstance(value, int | float) else object)
+
+
+def _copy(value: Any) -> Any:
+    """As it reaches a worker."""
+    return ray.cloudpickle.loads(ray.cloudpickle.dumps(value))

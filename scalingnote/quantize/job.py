@@ -266,12 +266,12 @@ class _Coder:
         self._work, self._beam, self._seed = work, config.beam, config.seed
 
     def __call__(self, batch: dict[str, ndarray]) -> dict[str, Any]:
-        items = zip(batch["part"], batch["number"], batch["sampled"], strict=True)
+        items = zip(*(batch[name].tolist() for name in ("part", "number", "sampled")), strict=True)
         return {**batch, "error": [self._attempt(*item) for item in items]}
 
     def _attempt(self, part: str, number: int, sampled: int) -> str:
         try:
-            self._code(part, int(number), int(sampled))
+            self._code(part, number, sampled)
         except ScalingNoteError as error:
             return cluster.told(error)
         return ""

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
+from in_process import without_ray
 from scalingnote import cluster as cluster_of_ray
 from scalingnote.collect.assemble import assemble
 from scalingnote.collect.config import AssociationConfig, CollectConfig, CrossEncoderConfig, ScoreTable
@@ -89,14 +90,19 @@ def dataset(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def planner(cluster, dataset, tmp_path_factory):
-    return planner_job.run(PLANNER, dataset=dataset.uri, output=str(tmp_path_factory.mktemp("planner") / "p"))
+def planner(dataset, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        output = str(tmp_path_factory.mktemp("planner") / "p")
+        return planner_job.run(PLANNER, dataset=dataset.uri, output=output)
 
 
 @pytest.fixture(scope="module")
 def one_hop(dataset, planner, tmp_path_factory):
-    output = str(tmp_path_factory.mktemp("one-hop") / "a")
-    return run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=output)
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        output = str(tmp_path_factory.mktemp("one-hop") / "a")
+        return run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=output)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +112,10 @@ def scored(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def multi_hop(scored, planner, tmp_path_factory):
-    output = str(tmp_path_factory.mktemp("multi-hop") / "a")
-    return run(CONFIG, dataset=scored.uri, planner=planner.uri, output=output)
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        output = str(tmp_path_factory.mktemp("multi-hop") / "a")
+        return run(CONFIG, dataset=scored.uri, planner=planner.uri, output=output)
 
 
 def test_training_sees_no_test_query_and_no_document_of_its_group(dataset):
@@ -203,15 +211,17 @@ def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
         raise KeyboardInterrupt
 
     # Killed near the end; what the steps before it wrote is kept, and gives the same triplets.
-    monkeypatch.setattr("scalingnote.collect.summary.draw_samples", die)
-    with pytest.raises(KeyboardInterrupt):
-        run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
-    monkeypatch.undo()
+    without_ray(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("scalingnote.collect.summary.draw_samples", die)
+        with pytest.raises(KeyboardInterrupt):
+            run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     again = run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     assert again.digest == artifact.digest
 
 
-def test_given_scores_replace_bm25(planner, tmp_path):
+def test_given_scores_replace_bm25(planner, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
     dataset = make_dataset(tmp_path / "dataset", impressions=False, scores=True)
     config = ONE_HOP.model_copy(update={"sources": ("relevance",)})
     artifact = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "triplets"))
@@ -231,8 +241,10 @@ def docs_of(row):
     return [row["positive"], *row["negatives"]]
 
 
-def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(scored, planner, multi_hop, tmp_path):
-    """Also where a cap must choose among equals: who lies in which bucket is no reason."""
+def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(
+    cluster, scored, planner, multi_hop, tmp_path
+):
+    """On Ray as here; also where a cap must choose among equals: who lies in which bucket is no reason."""
     config = CONFIG.model_copy(update={"parts": 7, "resources": Resources(workers=2)})
     other = run(config, dataset=scored.uri, planner=planner.uri, output=str(tmp_path / "other"))
     assert other.counts["relevance_pairs_left_out"] > 0
@@ -244,7 +256,7 @@ def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(scored, p
 
 
 def test_what_a_ranking_actor_cannot_load_is_said_plainly_and_a_killed_ranking_goes_on(
-    dataset, planner, one_hop, tmp_path, monkeypatch
+    cluster, dataset, planner, one_hop, tmp_path, monkeypatch
 ):
     wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
     with pytest.raises(ConfigError, match="nothing"):
@@ -264,6 +276,7 @@ def test_what_a_ranking_actor_cannot_load_is_said_plainly_and_a_killed_ranking_g
     with pytest.raises(KeyboardInterrupt):
         run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     noted = fs.list_files(str(tmp_path / "b/_work/done/rank"))
+    without_ray(monkeypatch)
     again = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     assert again.digest == one_hop.digest
     assert len(noted) >= 2

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 
 import tiny
-from in_process import encode_here
+from in_process import without_ray
 from scalingnote.cross_encoder import job
 from scalingnote.cross_encoder.encoder import PairEncoder
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
@@ -20,7 +20,7 @@ GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_qu
 
 
 def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(tmp_path: Path, monkeypatch):
-    encode_here(monkeypatch)  # that it runs on Ray is known
+    without_ray(monkeypatch)  # that it runs on Ray is known
     dataset = tiny.dataset(str(tmp_path / "dataset"), count=24)
     given = tiny.triplets(str(tmp_path / "given"), dataset)
     rows = given.table("triplets").to_pylist()

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import tiny
-from in_process import encode_here
+from in_process import without_ray
 from scalingnote.encode import job
 from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.encode.documents import TOWER, Reader, document_prompt, document_tower
@@ -81,7 +81,7 @@ def encodable(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, rows, tmp_path, monkeypatch):
-    encode_here(monkeypatch)
+    without_ray(monkeypatch)
     source, flaky = corpus(tmp_path / "before", rows), Reader(flaky_tower, document_prompt)
     first = job.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "first"), reader=flaky)
     assert Path(towers.uri + "-broke").exists()
@@ -115,7 +115,7 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, ro
 
 
 def test_what_fails_again_and_again_ends_the_run(towers, rows, tmp_path, monkeypatch):
-    encode_here(monkeypatch)
+    without_ray(monkeypatch)
 
     def broken(towers: Artifact, token_budget: int) -> Encoder:
         encoder = document_tower(towers, token_budget)
@@ -134,6 +134,6 @@ def test_tasks_that_read_ahead_and_write_behind_leave_the_same_artifact(
     source = corpus(tmp_path / "source", rows)
     ahead = CONFIG.model_copy(update={"resources": Fleet(workers=1, readers=1, price_per_hour=2.0)})
     found = job.encode_documents(ahead, source.uri, towers, str(tmp_path / "ahead"), reader=TOWER)
-    encode_here(monkeypatch)
+    without_ray(monkeypatch)
     alone = job.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "alone"))
     assert found.digest == alone.digest

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 import tiny
-from in_process import encode_here
+from in_process import without_ray
 from scalingnote.encode import job
 from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.encode.encoder import Encoder
@@ -22,7 +22,7 @@ GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_qu
 
 
 def test_generated_queries_teach_unless_their_source_is_for_validation(tmp_path, monkeypatch):
-    encode_here(monkeypatch)
+    without_ray(monkeypatch)
     given = tiny.triplets(str(tmp_path / "given"), tiny.dataset(str(tmp_path / "dataset"), count=24))
     rows = given.table("triplets").to_pylist()
     validation = next(row["query_id"] for row in rows if row["split"] == "validation")

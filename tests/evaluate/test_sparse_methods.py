@@ -8,10 +8,9 @@ import pytest
 
 import light
 import tiny
-from in_process import encode_here
+from in_process import without_ray
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig
-from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate import job
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
 from scalingnote.storage.artifact import Artifact, Draft
@@ -29,7 +28,7 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
     made = towers.commit(counts={})
     parents = {"dataset": dataset, "dual_encoder": made}
     with pytest.MonkeyPatch.context() as patch:
-        encode_here(patch)
+        without_ray(patch)
         embeddings = encoding.run(
             EncodeConfig(top_k=400, token_budget=512),
             dataset=dataset.uri,
@@ -40,14 +39,8 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
 
 
 @pytest.fixture(autouse=True)
-def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode_queries(towers: dict[str, Artifact], queries: list[str], **_: Any) -> dict[str, np.ndarray]:
-        return {
-            name: QueryEncoder.load(tower.directory("query")).encode_queries(queries)
-            for name, tower in towers.items()
-        }
-
-    monkeypatch.setattr(job, "encode_queries", encode_queries)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
     monkeypatch.setattr(job, "_through_index", lambda *_, **__: {})
 
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors import numpy as safetensors
 
 import tiny
-from in_process import encode_here
+from in_process import without_ray
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.fuse import job
 from scalingnote.fuse.config import FuseConfig
@@ -144,7 +144,7 @@ def config(**more: object) -> FuseConfig:
 @pytest.fixture(scope="module")
 def fused(inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     with pytest.MonkeyPatch.context() as patch:
-        encode_here(patch)
+        without_ray(patch)
         return job.run(config(), **inputs.uris, output=f"{tmp_path_factory.mktemp('fused')}/fused")
 
 
@@ -208,7 +208,7 @@ def test_what_users_like_is_found_for_them(fused: Artifact, inputs: Inputs):
 def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
     fused: Artifact, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    encode_here(monkeypatch)
+    without_ray(monkeypatch)
 
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -229,7 +229,7 @@ def test_a_killed_run_goes_on_where_it_was_and_ends_the_same(
 def test_two_workers_train_what_one_process_trains(
     cluster: None, inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    encode_here(monkeypatch)  # of what is done on Ray, training alone
+    without_ray(monkeypatch)  # of what is done on Ray, training alone
     runs = [
         job.run(
             config(epochs=2, hide=0.0, resources={"workers": workers}),
@@ -245,7 +245,7 @@ def test_two_workers_train_what_one_process_trains(
 
 
 def test_no_epoch_leaves_every_embedding_as_it_was(inputs: Inputs, tmp_path: Path, monkeypatch):
-    encode_here(monkeypatch)
+    without_ray(monkeypatch)
     artifact = job.run(config(epochs=0), **inputs.uris, output=f"{tmp_path}/fused")
     final = to_numpy(artifact.table("embeddings")["summary"])
     np.testing.assert_allclose(final, inputs.embeddings, atol=1e-6)
@@ -261,7 +261,7 @@ def test_no_epoch_leaves_every_embedding_as_it_was(inputs: Inputs, tmp_path: Pat
 def test_a_feature_that_is_not_there_is_refused(
     inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, knobs, says: str
 ):
-    encode_here(monkeypatch)
+    without_ray(monkeypatch)
     with pytest.raises(ConfigError, match=says):
         job.run(config(**knobs), **inputs.uris, output=f"{tmp_path}/fused")
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from in_process import without_ray
 from scalingnote import topk
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
@@ -83,6 +84,7 @@ def test_a_killed_run_keeps_its_quantizer_and_its_finished_shards(
     index: Artifact, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = Path(tmp_path, "index")
+    without_ray(monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(job, "part_rows", _die_on("documents/", job.part_rows))
@@ -116,8 +118,9 @@ def _die_on(prefix: str, original: object) -> object:
 
 
 def test_more_shards_than_documents_of_a_part_and_no_refinement(
-    cluster: None, corpus: Corpus, tmp_path: Path
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    without_ray(monkeypatch)
     config = CONFIG.model_copy(update={"shards": 5, "family": FastScan(refine="none"), "nlist": None})
     index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
     rows = [index.manifest.parts[name].rows for name in index.names("shard-", "documents.arrow")]
@@ -133,7 +136,10 @@ def test_semantic_ids_of_other_embeddings_are_refused(corpus: Corpus, tmp_path: 
         job.run(CONFIG, **uris, output=f"{tmp_path}/index")
 
 
-def test_a_dataset_without_the_documents_is_refused(cluster: None, corpus: Corpus, tmp_path: Path) -> None:
+def test_a_dataset_without_the_documents_is_refused(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
     other = Corpus.build(f"{tmp_path}/other", sizes=[300, 200, 100], dim=16)
     uris = {**corpus.uris, "dataset": other.uris["dataset"]}
     with pytest.raises(ArtifactError, match=r"39 embeddings, first of 'd600', have no document"):
@@ -153,8 +159,9 @@ def test_an_index_of_no_embedding_is_refused(tmp_path: Path) -> None:
 
 
 def test_nprobe_is_tuned_on_queries_of_the_query_tower(
-    cluster: None, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    without_ray(monkeypatch)
     asked = queries(corpus.matrix, 30)
     # What the tower itself does is tested where whole runs are; here, what becomes of its embeddings.
     monkeypatch.setattr(job, "_queries", lambda *_: asked)

@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import save
 
 import tiny
-from in_process import encode_here
+from in_process import without_ray
 from scalingnote import pipeline
 from scalingnote.cli import main
 from scalingnote.config import load
@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
     made.save(Path(draft.path("document")))
     towers = draft.commit(counts={})
     with pytest.MonkeyPatch.context() as patch:
-        encode_here(patch)
+        without_ray(patch)
         embeddings = encoding.run(
             EncodeConfig(), dataset=dataset.uri, dual_encoder=towers.uri, output=str(folder / "embeddings")
         )
@@ -110,8 +110,7 @@ def test_what_was_fused_is_fused_again(run, fused):
 
 
 def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    encode_here(monkeypatch)
-    monkeypatch.setattr(job.cluster, "connect", lambda: None)
+    without_ray(monkeypatch)
     rows = tiny.document_rows(20)
     rows[3]["title"] = "word " * 90  # more than the model reads, less than the intake cuts off
     lines = [*(json.dumps(row) for row in rows), "{not json", json.dumps({"doc_id": "empty"})]
@@ -141,8 +140,7 @@ def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypat
 
 
 def test_from_the_command_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    encode_here(monkeypatch)
-    monkeypatch.setattr(job.cluster, "connect", lambda: None)
+    without_ray(monkeypatch)
     found = {
         "dataset": tiny.dataset(str(tmp_path / "like"), count=8),
         "dual_encoder": run["towers"],

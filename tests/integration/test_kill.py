@@ -1,5 +1,6 @@
 """kill -9 of the driver in the middle of train, then of encode: the re-run ends as if nothing happened."""
 
+import importlib
 import json
 import logging
 import os
@@ -17,11 +18,13 @@ import ray
 import yaml
 
 import tiny
+from in_process import without_ray
 from scalingnote import pipeline
 from scalingnote.config import load
 from scalingnote.encode.encoder import Encoder
 from scalingnote.pipeline import RunConfig
 from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact
 
 
 def write_lines(path: Path, rows: list[dict]) -> dict[str, str]:
@@ -92,6 +95,15 @@ def kill_when(ready: Callable[[], bool], arguments: list[str]) -> None:
         driver.wait()
 
 
+def run_here(config: RunConfig, *, until: str | None = None) -> dict[str, Artifact]:
+    """All of a run without a cluster: each stage's own tests know that it works on one."""
+    for stage in pipeline.stages(config):
+        importlib.import_module(stage.job.partition(":")[0])
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        return pipeline.run(config, pipeline.select(config, until=until))
+
+
 def count(run_dir: Path, pattern: str) -> int:
     return len(list(run_dir.glob(pattern)))
 
@@ -104,7 +116,7 @@ def test_a_killed_driver_loses_and_doubles_nothing(
     config = write_config(tmp_path)
     alone = "train.resources.workers=0"  # where a run trains is not what it learns
     undisturbed = load(RunConfig, [config], [f"run_dir={tmp_path / 'undisturbed'}", alone])
-    expected = pipeline.run(undisturbed, pipeline.select(undisturbed, until="train"))
+    expected = run_here(undisturbed, until="train")
 
     run_dir = tmp_path / "killed"
     killed = load(RunConfig, [config], [f"run_dir={run_dir}"])
@@ -118,7 +130,7 @@ def test_a_killed_driver_loses_and_doubles_nothing(
     assert count(run_dir, "encode/*/manifest.json") == 0
     monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)  # off once a driver was here
     caplog.set_level(logging.INFO, logger="scalingnote")
-    report = pipeline.run(killed)["report"].read_json("report.json")
+    report = run_here(killed)["report"].read_json("report.json")
     assert "train: finished before" in caplog.text
     assert "resuming: " in caplog.text
 

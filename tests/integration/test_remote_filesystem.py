@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from in_process import without_ray
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError
 from scalingnote.index import job as index_job
@@ -39,7 +40,9 @@ def bucket(cluster: None, s3_port: int) -> Iterator[str]:
     server.stop()
 
 
-def test_stages_give_the_same_artifacts_there_as_here(bucket: str, tmp_path: Path) -> None:
+def test_stages_give_the_same_artifacts_there_as_here(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(base: str) -> tuple[Corpus, dict[str, str], list[str]]:
         corpus = Corpus.build(base, sizes=SIZES, dim=16)
         ids = quantize_job.run(QUANTIZE, embeddings=corpus.uris["embeddings"], output=f"{base}/ids")
@@ -48,7 +51,9 @@ def test_stages_give_the_same_artifacts_there_as_here(bucket: str, tmp_path: Pat
         return corpus, {"ids": ids.digest, "index": index.digest}, index.names()
 
     corpus, there, names = run(f"{bucket}/run")
-    _, here, _ = run(str(tmp_path))
+    with monkeypatch.context() as patch:
+        without_ray(patch)
+        _, here, _ = run(str(tmp_path))
     assert there == here
     assert sorted([*names, "manifest.json"]) == list(fs.list_files(f"{bucket}/run/index"))  # no work is left
     again = quantize_job.run(QUANTIZE, embeddings=corpus.uris["embeddings"], output=f"{bucket}/run/ids")

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 
 import tiny
+from in_process import without_ray
 from scalingnote.config import Resources
 from scalingnote.datasets.trainable import held_out_documents
 from scalingnote.encode.encoder import Encoder
@@ -67,7 +68,8 @@ def test_negatives_are_what_the_towers_rank_high(cluster, parents, tmp_path):
         assert set(row["negatives"]) <= {*window} - {row["positive"]}
 
 
-def test_any_run_can_be_mined(cluster, parents, tmp_path):
+def test_any_run_can_be_mined(parents, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
     rows = parents["triplets"].table("triplets").to_pylist()
     run = {row["query_id"]: [(row["positive"], 2.0), ("d008", 1.5), ("d001", 1.0)] for row in rows}
     trec.write_run(str(tmp_path / "run.trec"), run, tag="bm25")
@@ -81,7 +83,8 @@ def test_any_run_can_be_mined(cluster, parents, tmp_path):
     assert mined.counts["kept"] == 1  # d001 answers q001
 
 
-def test_nothing_to_mine_is_an_error(cluster, parents, tmp_path):
+def test_nothing_to_mine_is_an_error(parents, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
     rows = parents["triplets"].table("triplets").to_pylist()
     trec.write_run(
         str(tmp_path / "run.trec"), {row["query_id"]: [(row["positive"], 1.0)] for row in rows}, tag="right"

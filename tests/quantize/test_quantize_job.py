@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
+from in_process import without_ray
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.quantize import beam, job, naming, refinement, residual_kmeans, semantic_id
@@ -35,8 +36,15 @@ def source(tmp_path_factory: pytest.TempPathFactory, matrix: np.ndarray) -> Arti
 
 
 @pytest.fixture(scope="module")
-def ids(cluster: None, tmp_path_factory: pytest.TempPathFactory, source: Artifact) -> Artifact:
-    return job.run(CONFIG, embeddings=source.uri, output=f"{tmp_path_factory.mktemp('ids')}/ids")
+def ids(tmp_path_factory: pytest.TempPathFactory, source: Artifact) -> Artifact:
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        return job.run(CONFIG, embeddings=source.uri, output=f"{tmp_path_factory.mktemp('ids')}/ids")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
 
 
 def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact, matrix: np.ndarray) -> None:
@@ -53,15 +61,15 @@ def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact,
     assert [ids.manifest.parts[name].rows for name in ids.names("codes/")] == SIZES
 
 
-def test_a_second_run_has_the_same_digest_whatever_its_workers(
-    ids: Artifact, source: Artifact, tmp_path: Path
+def test_on_ray_it_has_the_same_digest_whatever_the_workers(
+    cluster: None, ids: Artifact, source: Artifact, tmp_path: Path
 ) -> None:
     config = CONFIG.model_copy(update={"resources": Resources(workers=2)})
     assert job.run(config, embeddings=source.uri, output=f"{tmp_path}/ids").digest == ids.digest
 
 
 def test_a_killed_run_keeps_its_coded_parts(
-    ids: Artifact, source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: None, ids: Artifact, source: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = f"{tmp_path}/ids"
 
@@ -90,7 +98,7 @@ def test_a_killed_run_keeps_its_coded_parts(
 
 
 def test_a_sample_beyond_one_worker_is_fitted_by_many_and_a_beam_leaves_less_over(
-    cluster: None, source: Artifact, matrix: np.ndarray, tmp_path: Path
+    here: None, source: Artifact, matrix: np.ndarray, tmp_path: Path
 ) -> None:
     config = CONFIG.model_copy(update={"documents_per_worker": 150, "refinements": 3, "beam": 8})
     made = job.run(config, embeddings=source.uri, output=f"{tmp_path}/ids")
@@ -111,7 +119,7 @@ def test_a_sample_beyond_one_worker_is_fitted_by_many_and_a_beam_leaves_less_ove
 
 
 def test_with_earlier_codebooks_ids_stay_and_drift_is_told(
-    ids: Artifact, matrix: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    here: None, ids: Artifact, matrix: np.ndarray, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # The first 100 documents are gone, 200 others come that look like nothing the codebooks know.
     unlike = vectors(200, 16, seed=9)[:, ::-1] * np.float32(1.5)
@@ -177,12 +185,12 @@ def test_codebooks_that_do_not_fit_are_refused(ids: Artifact, source: Artifact, 
         job.run(config, embeddings=other.uri, output=f"{tmp_path}/ids")
 
 
-def test_a_damaged_part_is_named(cluster: None, matrix: np.ndarray, tmp_path: Path) -> None:
+def test_a_damaged_part_is_named(here: None, matrix: np.ndarray, tmp_path: Path) -> None:
     parent = dataset(f"{tmp_path}/dataset", sizes=SIZES)
     source = embeddings(f"{tmp_path}/embeddings", matrix, parent=parent, sizes=SIZES)
     config = CONFIG.model_copy(update={"sample_documents": 20})
     draft = Draft(f"{tmp_path}/ids", kind="semantic_ids", config=config, parents={"embeddings": source})
-    # Codebooks are there already, so the damage is met by an actor that codes the part.
+    # Codebooks are there already, so the damage is met where the part is coded.
     draft.write_bytes(job.CODEBOOKS, job._codebooks(config, draft, source, None))
     path = Path(source.uri, "embeddings/part-00001.parquet")
     data = bytearray(path.read_bytes())
