@@ -211,10 +211,14 @@ def build(
     shards: int,
     nprobe: int | None = None,
     refine_factor: int = 100_000,
+    documents: pa.Table | None = None,
 ) -> Artifact:
-    """An index artifact as the index stage writes it, in this process."""
-    quantizer = ivf.train(matrix, family, nlist=nlist, iterations=10, seed=0)
+    """An index artifact as the index stage writes it, in this process; a finished one is taken as it is."""
     draft = Draft(uri, kind="index", config=IndexConfig(shards=shards, family=family), parents={})
+    if draft.finished:
+        return draft.existing()
+    quantizer = ivf.train(matrix, family, nlist=nlist, iterations=10, seed=0)
+    documents = table(doc_ids, 0) if documents is None else documents
     draft.write_bytes(shard.COARSE, ivf.dump(ivf.coarse_of(quantizer.centroids)))
     refine = families.refine(family)
     for number, rows in enumerate(np.array_split(np.arange(len(matrix)), shards)):
@@ -223,7 +227,7 @@ def build(
         names = shard.vector_files(number, family=family.kind, refine=refine)
         for name, data in zip(names, ivf.dump_files(lists), strict=True):
             draft.write_bytes(name, data)
-        draft.write_table(shard.documents_file(number), table([doc_ids[row] for row in rows], 0))
+        draft.write_table(shard.documents_file(number), documents.take(pa.array(rows)))
     layout = shard.Layout(
         dim=matrix.shape[1],
         documents=len(matrix),

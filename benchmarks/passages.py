@@ -38,6 +38,13 @@ def texts(count: int) -> list[str]:
 
 def vectors(passages: list[str], *, dim: int) -> Float[ndarray, "passages dim"]:
     """Unit vectors of the passages, in order."""
+    return embedded(passages, dim=dim)[0]
+
+
+def embedded(
+    passages: list[str], *, dim: int
+) -> tuple[Float[ndarray, "passages dim"], Float[ndarray, "tokens dim"]]:
+    """Unit vectors of the passages, in order, and the rows of the table that they are sums of."""
     path = minilm.path()
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     tokenizer.no_padding()
@@ -50,7 +57,7 @@ def vectors(passages: list[str], *, dim: int) -> Float[ndarray, "passages dim"]:
     table = weights[name].float().numpy()[: len(idf)] * idf[:, None]
     wide = np.concatenate([unit(np.asarray(block @ table, np.float32)) for block in counts])
     directions = np.linalg.svd(np.cov(wide[: len(wide) // 2].T))[2][:dim]
-    return unit(np.asarray(wide @ directions.T, np.float32))
+    return unit(np.asarray(wide @ directions.T, np.float32)), np.asarray(table @ directions.T, np.float32)
 
 
 def _windows() -> Iterator[str]:

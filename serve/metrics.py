@@ -1,7 +1,6 @@
 """Metrics of the gateway, through Ray: every node exports those of its replicas for Prometheus to scrape.
 
-    scalingnote_requests_total            path, status, arm
-    scalingnote_request_ms                path, arm
+    scalingnote_request_ms                path, status, arm: its count is that of requests
     scalingnote_step_ms                   step (encode, search, rerank), arm
     scalingnote_partial_answers_total     arm
     scalingnote_refused_total             code
@@ -30,14 +29,11 @@ class Metrics:
 
     def __init__(self) -> None:
         name = "scalingnote_{}".format
-        self._requests = metrics.Counter(
-            name("requests_total"), "requests answered", tag_keys=("path", "status", "arm")
-        )
         self._took = metrics.Histogram(
             name("request_ms"),
             "milliseconds of a request in the gateway",
             boundaries=MILLISECONDS,
-            tag_keys=("path", "arm"),
+            tag_keys=("path", "status", "arm"),
         )
         self._steps = metrics.Histogram(
             name("step_ms"),
@@ -59,8 +55,8 @@ class Metrics:
 
     def request(self, path: str, status: int, arm: str, seconds: float) -> None:
         """A request was answered."""
-        self._requests.inc(tags={"path": path, "status": str(status), "arm": arm})
-        self._took.observe(max(1000 * seconds, 1e-3), tags={"path": path, "arm": arm})
+        tags = {"path": path, "status": str(status), "arm": arm}
+        self._took.observe(max(1000 * seconds, 1e-3), tags=tags)
 
     def search(self, answer: dict[str, Any]) -> None:
         """A search was answered, as described by :class:`~serve.messages.SearchResponse`."""

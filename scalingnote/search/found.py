@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from jaxtyping import Float, Int
 from numpy import ndarray
 
@@ -32,7 +31,7 @@ class Found:
     shards: Int[ndarray, " candidates"]
     dense: Float[ndarray, " candidates"]
     sparse: Float[ndarray, " candidates"] | None
-    documents: pa.Table
+    documents: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,5 @@ def merge(answers: Sequence[Found], *, k: int, joining: Joining, layout: Layout)
 
 
 def _hit(answer: Found, row: int, score: float) -> Hit:
-    documents = answer.documents
-    document = {
-        name: column[row].as_py()
-        for name, column in zip(documents.column_names, documents.columns, strict=True)
-    }
     terms = None if answer.sparse is None else float(answer.sparse[row])
-    return Hit(score, document, int(answer.shards[row]), float(answer.dense[row]), terms)
+    return Hit(score, answer.documents[row], int(answer.shards[row]), float(answer.dense[row]), terms)

@@ -224,12 +224,15 @@ def _found(
     order = np.argsort(np.where(rows < 0, len(now.segments), segment), kind="stable")
     order = order[: np.count_nonzero(rows >= 0)]
     documents = [
-        each.documents.take(pa.array(rows[order][segment[order] == number] - now.first[number]))
+        document
         for number, each in enumerate(now.segments)
+        for document in each.documents.take(
+            pa.array(rows[order][segment[order] == number] - now.first[number])
+        ).to_pylist()
     ]
     shards = np.array(now.shards)[segment[order]]
     terms = None if sparse is None else sparse[order]
-    return Found(rows[order], shards, dense[order], terms, pa.concat_tables(documents))
+    return Found(rows[order], shards, dense[order], terms, documents)
 
 
 def _hits(

@@ -9,9 +9,10 @@ over all lists.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, wait
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -70,34 +71,22 @@ def search(
     if not there or not len(queries):
         none = np.empty((len(queries), 0), np.int64)
         return Found(none.astype(np.float32), none, none)
-    # Almost always one: only while a live index goes over to centroids trained anew are there two.
-    coarse = {id(segments[number].coarse): segments[number].coarse for number in there}
-    nlist, documents = max(index.ntotal for index in coarse.values()), sum(map(len, segments))
+    # Of almost always one quantizer: only while a live index goes over to one trained anew are there two.
+    nlist, documents = max(segments[number].coarse.ntotal for number in there), sum(map(len, segments))
     nprobe = min(nlist, ceil(plan.nprobe * documents / sum(allowed)))
     codes = documents * nprobe / nlist
     kept = all(segments[number].kept is not None for number in there)
     if kept and sum(allowed) < documents and sum(allowed) * RESCORED <= codes:
         return _gather(_score_all(segments, queries, k=k, masks=masks, there=there), there, k=k)
 
-    def probe(asked: Float[ndarray, "some dim"], probes: int) -> Found:
-        chosen = {
-            key: ivf.choose_lists(asked, index, nprobe=min(probes, index.ntotal))
-            for key, index in coarse.items()
-        }
-
-        def scan(number: int) -> Rows:
-            lists, mask, factor = segments[number], masks[number], plan.refine_factor
-            lists_of = chosen[id(lists.coarse)]
-            bitmap = None if mask is None else ivf.bitmap(mask)
-            return ivf.search(lists, asked, chosen=lists_of, k=k, refine_factor=factor, allowed=bitmap)
-
-        return _gather(_in_time(scan, there, end, plan.pool), there, k=k)
-
-    found = probe(queries, nprobe)
-    short = np.flatnonzero(np.count_nonzero(found.rows >= 0, axis=1) < min(k, sum(allowed)))
-    if not len(short) or nprobe == nlist or found.late:
+    probed = partial(_probe, segments, masks=masks, there=there, k=k, plan=plan, end=end)
+    found = probed(queries, nprobe=nprobe)
+    if nprobe == nlist or found.late:
         return found
-    whole = probe(queries[short], nlist)
+    short = np.flatnonzero((found.rows >= 0).sum(axis=1) < min(k, sum(allowed)))
+    if not len(short):
+        return found
+    whole = probed(queries[short], nprobe=nlist)
     return found if whole.late else _replaced(found, short, whole)
 
 
@@ -114,6 +103,43 @@ def unpacked(
     """Places and rows of :func:`packed` numbers."""
     none = ids < 0
     return np.where(none, -1, ids >> _ROW_BITS), np.where(none, -1, ids % (1 << _ROW_BITS))
+
+
+def _probe(
+    segments: Sequence[ivf.Lists],
+    queries: Float[ndarray, "queries dim"],
+    *,
+    masks: Masks,
+    there: Sequence[int],
+    k: int,
+    nprobe: int,
+    plan: Plan,
+    end: float | None,
+) -> Found:
+    """The best of the lists that each query's nearest centroids name, in every segment."""
+    coarse = {id(segments[number].coarse): segments[number].coarse for number in there}
+    chosen = {
+        key: ivf.choose_lists(queries, index, nprobe=min(nprobe, index.ntotal))
+        for key, index in coarse.items()
+    }
+    scan = partial(_scan, segments, queries, chosen, masks=masks, k=k, refine_factor=plan.refine_factor)
+    return _gather(_in_time(scan, there, end, plan.pool), there, k=k)
+
+
+def _scan(
+    segments: Sequence[ivf.Lists],
+    queries: Float[ndarray, "queries dim"],
+    chosen: Mapping[int, ivf.Chosen],
+    number: int,
+    *,
+    masks: Masks,
+    k: int,
+    refine_factor: int,
+) -> Rows:
+    lists, mask = segments[number], masks[number]
+    bitmap = None if mask is None else ivf.bitmap(mask)
+    of_lists = chosen[id(lists.coarse)]
+    return ivf.search(lists, queries, chosen=of_lists, k=k, refine_factor=refine_factor, allowed=bitmap)
 
 
 def _score_all(

@@ -219,7 +219,7 @@ class Searcher:
         for query, there in enumerate(ids >= 0):
             shards, rows = located.shard[query][there], located.row[query][there]
             of_terms = None if sparse is None else sparse[query][there]
-            documents = self._taken(shards, rows)
+            documents = list(map(self._read, shards.tolist(), rows.tolist()))
             answers.append(Found(ids[query][there], shards, dense[query][there], of_terms, documents))
         return answers
 
@@ -293,18 +293,16 @@ class Searcher:
                 return number, row
         return None
 
-    def _taken(self, shards: Int[ndarray, " some"], rows: Int[ndarray, " some"]) -> pa.Table:
-        """Documents of some rows, in order."""
-        if len(self._documents) == 1:
-            return self._documents[self.shards[0]].take(pa.array(rows))
-        order = np.argsort(shards, kind="stable")
-        pieces = [
-            self._documents[number].take(pa.array(rows[order][shards[order] == number]))
-            for number in np.unique(shards).tolist()
-        ]
-        if not pieces:
-            return self._documents[self.shards[0]].slice(0, 0)
-        return pa.concat_tables(pieces).take(pa.array(np.argsort(order)))
+    def _read(self, shard: int, row: int) -> dict[str, Any]:
+        """A document. Cell by cell: to take ten rows of a table, and to turn them into these, costs more."""
+        return {name: column[row].as_py() for name, column in self._columns[shard]}
+
+    @cached_property
+    def _columns(self) -> dict[int, list[tuple[str, pa.ChunkedArray]]]:
+        return {
+            number: list(zip(table.column_names, table.columns, strict=True))
+            for number, table in self._documents.items()
+        }
 
     def _plan(self, nprobe: int | None) -> scan.Plan:
         probes = self.nprobe if nprobe is None else checked_nprobe(nprobe, self.layout.nlist)

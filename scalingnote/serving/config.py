@@ -57,7 +57,7 @@ class ServeConfig(Config):
     open: bool = Field(False, description="serve beyond loopback without API keys: behind a proxy that asks")
     ingress: Literal["auto", "haproxy", "python"] = Field(
         "auto",
-        description="auto: HAProxy, with which replicas listen on all interfaces, where there are API keys or "
+        description="auto: HAProxy, with which replicas listen on all interfaces, if there are API keys or "
         "the service is open; else Serve's own proxy",
     )
     cors_origins: tuple[str, ...] = Field((), description="pages of these origins may call this service")

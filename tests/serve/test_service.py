@@ -62,9 +62,9 @@ class Shard:
         if behaviour == "all dead" or (behaviour == "one dead" and self._shard == 1):
             raise OSError("the disk is gone")
         rows = np.arange(10)[::-1][: wanted.k]
-        names = {name: [f"{name} {self._shard}/{row}" for row in rows] for name in DOCUMENTS.names}
+        documents = [{name: f"{name} {self._shard}/{row}" for name in DOCUMENTS.names} for row in rows]
         ids, shards = 2 * rows + self._shard, np.full(len(rows), self._shard)
-        return Answered(wanted.version, Found(ids, shards, np.float32(ids), None, pa.table(names)))
+        return Answered(wanted.version, Found(ids, shards, np.float32(ids), None, documents))
 
     async def describe(self, version: str) -> Described:
         return Described(

@@ -1,0 +1,96 @@
+"""What our service is measured against: an application that does nothing, and a service written by hand.
+
+    noop           FastAPI on Ray Serve, behind the same proxy: what no application can be faster than
+    handwritten    FastAPI, sentence-transformers and faiss in one process, as a team would write it in a day
+
+Each is started by its name: ``python -m benchmarks.serve_peers noop --port 8000``.
+"""
+
+import argparse
+import os
+
+if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") is None and __name__ == "__main__":
+    os.environ |= {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI
+from pydantic import BaseModel, Field
+
+
+class Query(BaseModel):
+    """The body of both."""
+
+    query: str
+    k: int = Field(10, ge=1, le=100)
+
+
+def noop(port: int) -> None:
+    """Serve nothing until killed."""
+    import signal
+
+    from ray import serve
+
+    from scalingnote import cluster
+    from scalingnote.serving.config import ServeConfig
+    from serve import launch
+
+    api = FastAPI()
+
+    @serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0.1})
+    @serve.ingress(api)
+    class Noop:
+        @api.post("/search")
+        async def search(self, _: Query) -> dict[str, bool]:
+            return {"ok": True}
+
+    cluster.connect()
+    print(launch.launch(Noop.bind(), ServeConfig(port=port)), flush=True)
+    signal.pause()
+
+
+def handwritten(port: int, folder: Path) -> None:
+    """Search by a sentence-transformers model and a faiss index until killed."""
+    import faiss
+    import uvicorn
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder / "student" / "query"), device="cpu")
+    vectors = np.load(folder / "vectors.npy")
+    documents = (folder / "texts.txt").read_text(encoding="utf-8").splitlines()
+    index = faiss.index_factory(vectors.shape[1], "IVF1024,Flat", faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors[:100_000])
+    index.add(vectors)
+    index.nprobe = 16
+    api = FastAPI()
+
+    @api.post("/search")
+    def search(request: Query) -> dict[str, Any]:
+        embedding = model.encode([request.query], normalize_embeddings=True, show_progress_bar=False)
+        scores, rows = index.search(embedding, request.k)
+        return {
+            "results": [
+                {"doc_id": f"p{row}", "score": float(score), "snippet": documents[row]}
+                for score, row in zip(scores[0], rows[0], strict=True)
+                if row >= 0
+            ]
+        }
+
+    print(f"http://127.0.0.1:{port}", flush=True)
+    uvicorn.run(api, port=port, log_level="error")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=["noop", "handwritten"])
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    if options.name == "noop":
+        noop(options.port)
+    else:
+        handwritten(options.port, options.folder)
