@@ -8,8 +8,8 @@ Two services of a finished run, one after the other, every part of each in repli
             gateway replicas are killed (kill -9). Each answer must be what the version that it names gives in
             process, of the shards that it says have answered.
     write   clients search; documents are written and deleted; writer, searcher and gateway are killed. In the
-            end every document must be as its last acknowledged write left it (or a later one that was sent and
-            not acknowledged), and no answer may have a document twice.
+            end every document must be as its last acknowledged write left it (or a later one that was sent
+            and not acknowledged), and no answer may have a document twice.
 
 Errors are counted by status; those that docs/operations.md does not name are failures.
 """
@@ -42,6 +42,7 @@ from serve.settings import AppArgs
 
 # 500: a replica died with the request; 502, 503: nobody was there to take it; 0: the connection broke.
 DOCUMENTED = {0, 200, 404, 500, 502, 503, 504}
+TWO_OF_EACH = {"gateway_replicas": 2, "encoder_replicas": 2, "searcher_replicas": 2}
 K = 10
 
 
@@ -150,7 +151,7 @@ def swap(run_dir: str, *, swaps: int, kills: int) -> dict[str, Any]:
             "encoder_in": "replicas",
             "searchers_in": "replicas",
             "shards_per_searcher": 1,
-            "gateway_replicas": 2,
+            **TWO_OF_EACH,
         }
         with service(knobs, run_dir) as (url, server):
             tally, local = Tally(), threading.local()
@@ -200,7 +201,7 @@ def write(run_dir: str, *, operations: int, kills: int, batch: int = 25) -> dict
             "live": {"folder": f"{folder}/live", "compact_at": 0.5},
             "encoder_in": "replicas",
             "searchers_in": "replicas",
-            "gateway_replicas": 2,
+            **TWO_OF_EACH,
         }
         with service(knobs, run_dir) as (url, server):
             tally, local = Tally(), threading.local()

@@ -48,6 +48,7 @@ class Question:
     joining: Joining
     where: filters.Filter | None = None
     nprobe: int | None = None
+    exact: bool = False
 
 
 @dataclass
@@ -78,7 +79,9 @@ async def search(
     clock: Clock,
 ) -> Answer:
     """The k best of all groups that answer; 503 when none does, 422 with the reason that they give."""
-    wanted = Wanted(question.version, embedding, question.k, terms, question.nprobe, question.where)
+    wanted = Wanted(
+        question.version, embedding, question.k, terms, question.nprobe, question.where, question.exact
+    )
     calls = [group.searcher.search.remote(wanted) for group in groups]
     answers = await in_time(calls, deadline_s=clock.left())
     found: list[Found] = []

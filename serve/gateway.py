@@ -54,7 +54,7 @@ class Gateway:
         reranker: DeploymentHandle | None = None,
         writing: Writing | None = None,
     ) -> None:
-        self._config = config
+        self._config, self._metrics = config, metrics.Metrics()
         self._service = Service(
             [Arm(a.name, _encoder(a.encoder), a.tower, a.personalised, a.version) for a in arms],
             _groups(searchers, config),
@@ -62,6 +62,7 @@ class Gateway:
             config,
             reranker=reranker,
             writing=writing,
+            recall=self._metrics.recall,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -74,7 +75,7 @@ class Gateway:
             config,
             keys=read_keys(config.api_keys),
             metrics=metrics.scraped,
-            done=Observer(metrics.Metrics(), log).done,
+            done=Observer(self._metrics, log).done,
         )
 
 

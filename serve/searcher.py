@@ -46,12 +46,13 @@ class Wanted:
     terms: SparseRows | None = None
     nprobe: int | None = None
     where: filters.Filter | None = None
+    exact: bool = False
 
     @property
     def alike(self) -> str:
         """Searches of which this is the same are done together."""
         where = json.dumps(self.where, sort_keys=True)
-        return f"{self.version} {self.k} {self.nprobe} {self.terms is None} {where}"
+        return f"{self.version} {self.k} {self.nprobe} {self.exact} {self.terms is None} {where}"
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ class IndexSearcher:
                 joining=self._joining,
                 nprobe=first.nprobe,
                 where=first.where,
+                exact=first.exact,
             )
         except SearchError as error:
             if len(wanted) > 1:  # of one of them, perhaps: a bad vector does not spoil the others

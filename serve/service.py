@@ -7,8 +7,9 @@ of the index, chosen when it comes in.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -37,6 +38,7 @@ from serve.searcher import Described
 
 FACETS = 50  # values of a field that /info tells
 SECRET = "SCALINGNOTE_SECRET"  # environment variable: what user ids are hashed with, for logs
+CANARY_S = 30.0  # for the slow search of a canary
 LOAD_S = 600.0  # to open an index version on every searcher
 log = logging.getLogger("ray.serve")
 
@@ -73,9 +75,11 @@ class Service:
         *,
         reranker: Called | None = None,
         writing: Writing | None = None,
+        recall: Callable[[float], None] | None = None,
     ) -> None:
-        """The first arm is the one that requests get that name none."""
-        self._writing = writing
+        """`recall` is told what the canary finds: which share of the exact best a search has found."""
+        self._writing, self._recall = writing, recall
+        self._canaries: set[asyncio.Task[None]] = set()
         self._arms, self._groups = {arm.name: arm for arm in arms}, list(groups)
         self._first = arms[0].name
         self._catalog, self._config, self._reranker = catalog, config, reranker
@@ -117,12 +121,35 @@ class Service:
         encode = clock.lap()
         answer = await flow.search(self._groups, embedding, terms, question, clock)
         answer.personalised, searched = personalised, clock.lap()
+        if self._recall is not None and terms is None and random.random() < self._config.canary:
+            self._search_again(embedding, question, answer)
         if most and self._reranker is not None and request.query is not None:
             await flow.rerank(self._reranker, request.query, answer, most=most, clock=clock)
             answer.hits = answer.hits[: request.k]
         answer.timings_ms = {"encode": encode, "search": searched, "rerank": clock.lap() if most else 0.0}
         note.answer = self._response(answer, arm, request_id, clock, explain=request.explain)
         return dict(note.answer)
+
+    def _search_again(self, embedding: Any, question: Question, answer: Answer) -> None:
+        """The canary: the same search, compared with every document, beside the answer that goes out."""
+        found = {hit.document["doc_id"] for hit in answer.hits}
+
+        async def again() -> None:
+            clock = Clock(CANARY_S)
+            exact = await flow.search(self._groups, embedding, None, replace(question, exact=True), clock)
+            best = [hit.document["doc_id"] for hit in exact.hits]
+            if self._recall is not None and exact.version == answer.version and best:
+                self._recall(sum(doc_id in found for doc_id in best) / len(best))
+
+        if not self._canaries:  # one at a time: it is slow, and not what the machine is for
+            task = asyncio.create_task(again())
+            self._canaries.add(task)
+            task.add_done_callback(self._end_canary)
+
+    def _end_canary(self, task: asyncio.Task[None]) -> None:
+        self._canaries.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("a canary search failed: %s", task.exception())
 
     async def similar(self, request: SimilarRequest, request_id: str) -> dict[str, Any]:
         """Documents like one of the index, which is left out."""

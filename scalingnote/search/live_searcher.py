@@ -100,12 +100,13 @@ class LiveSearcher:
         joining: Joining = DEFAULT_JOINING,
         nprobe: int | None = None,
         where: filters.Filter | None = None,
+        exact: bool = False,
     ) -> list[Found]:
         """What there is for each query; as :meth:`scalingnote.search.searcher.Searcher.find` has it."""
         now = self._moment(where)
         unit = unit_queries(queries, dim=now.layout.dim, k=k)
         if terms is None:
-            best = self._scan(now, unit, k=k, nprobe=nprobe)
+            best = self._scan(now, unit, k=k, nprobe=nprobe, exact=exact)
             rows, dense, sparse = _rows(now, best), best.scores, None
         else:
             require_both(now.layout)
@@ -181,10 +182,16 @@ class LiveSearcher:
         return _Moment(layout, segments, first, masks, terms, shards)
 
     def _scan(
-        self, now: _Moment, unit: Float[ndarray, "queries dim"], *, k: int, nprobe: int | None
+        self,
+        now: _Moment,
+        unit: Float[ndarray, "queries dim"],
+        *,
+        k: int,
+        nprobe: int | None,
+        exact: bool = False,
     ) -> scan.Found:
         probes = checked_nprobe(nprobe or self._nprobe or now.layout.nprobe, now.layout.nlist)
-        plan = scan.Plan(probes, now.layout.refine_factor)
+        plan = scan.Plan(probes, now.layout.refine_factor, exact=exact)
         return scan.search([segment.lists for segment in now.segments], unit, k=k, plan=plan, masks=now.masks)
 
 

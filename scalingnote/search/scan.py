@@ -47,6 +47,7 @@ class Plan:
     refine_factor: int
     deadline_s: float | None = None
     pool: Executor | None = None  # scans several segments at once
+    exact: bool = False  # score every document by the vectors kept; without such, scan all lists
 
 
 def search(
@@ -73,10 +74,11 @@ def search(
         return Found(none.astype(np.float32), none, none)
     # Of almost always one quantizer: only while a live index goes over to one trained anew are there two.
     nlist, documents = max(segments[number].coarse.ntotal for number in there), sum(map(len, segments))
-    nprobe = min(nlist, ceil(plan.nprobe * documents / sum(allowed)))
+    nprobe = nlist if plan.exact else min(nlist, ceil(plan.nprobe * documents / sum(allowed)))
     codes = documents * nprobe / nlist
     kept = all(segments[number].kept is not None for number in there)
-    if kept and sum(allowed) < documents and sum(allowed) * RESCORED <= codes:
+    few = sum(allowed) < documents and sum(allowed) * RESCORED <= codes
+    if kept and (few or plan.exact):
         return _gather(_score_all(segments, queries, k=k, masks=masks, there=there), there, k=k)
 
     probed = partial(_probe, segments, masks=masks, there=there, k=k, plan=plan, end=end)

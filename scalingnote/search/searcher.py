@@ -6,7 +6,7 @@ through :func:`merge_candidates`.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -202,13 +202,15 @@ class Searcher:
         joining: Joining = DEFAULT_JOINING,
         nprobe: int | None = None,
         where: filters.Filter | None = None,
+        exact: bool = False,
     ) -> list[Found]:
         """What the shards held have for each query, to be merged with what others have; see :func:`merge`.
 
-        With `terms`, a row for each query, candidates of either kind, scored by both.
+        With `terms`, a row for each query, candidates of either kind, scored by both. `exact` compares a
+        query with every document, as far as the index keeps vectors: to measure what search misses.
         """
         if terms is None:
-            best = self.candidates(queries, k=k, nprobe=nprobe, where=where)
+            best = self.candidates(queries, k=k, nprobe=nprobe, where=where, exact=exact)
             ids, located, dense, sparse = scan.packed(best.shard, best.row), best, best.score, None
         else:
             depth = max(k, joining.candidates)
@@ -249,11 +251,12 @@ class Searcher:
         k: int,
         nprobe: int | None = None,
         where: filters.Filter | None = None,
+        exact: bool = False,
     ) -> Candidates:
         """The k best of the shards held. Same checks as :meth:`search`."""
         unit = unit_queries(queries, dim=self.dim, k=k)
-        masks = self._masks_of(where)
-        found = scan.search(self._segments, unit, k=k, plan=self._plan(nprobe), masks=masks)
+        plan = replace(self._plan(nprobe), exact=exact)
+        found = scan.search(self._segments, unit, k=k, plan=plan, masks=self._masks_of(where))
         return self._located(found.scores, found.rows)
 
     def _both(

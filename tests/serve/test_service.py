@@ -62,6 +62,7 @@ class Shard:
         if behaviour == "all dead" or (behaviour == "one dead" and self._shard == 1):
             raise OSError("the disk is gone")
         rows = np.arange(10)[::-1][: wanted.k]
+        rows = rows[::2] if wanted.exact else rows
         documents = [{name: f"{name} {self._shard}/{row}" for name in DOCUMENTS.names} for row in rows]
         ids, shards = 2 * rows + self._shard, np.full(len(rows), self._shard)
         return Answered(wanted.version, Found(ids, shards, np.float32(ids), None, documents))
@@ -176,6 +177,20 @@ def test_more_than_the_reranker_does_is_refused(service):
 def test_facets_of_all_groups_are_counted_together(service):
     facets = service.info().facets["topic"]
     assert [(facet.value, facet.count) for facet in facets] == [("x", 20), ("0", 1), ("1", 1)]
+
+
+def test_a_canary_compares_with_the_exact_best(service, monkeypatch):
+    told: list[float] = []
+    monkeypatch.setattr(service, "_recall", told.append)
+    monkeypatch.setattr(service, "_config", service._config.model_copy(update={"canary": 1.0}))
+    request = SearchRequest(query="all well", k=4)
+
+    async def ask() -> None:
+        await service.search(request, "r1", service.note(request, "r1"))
+        await asyncio.gather(*service._canaries)
+
+    asyncio.run(ask())
+    assert told == [0.5]  # the exact search of these fakes finds every other document
 
 
 def test_health_says_which_shards_are_silent(service):

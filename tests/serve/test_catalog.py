@@ -1,0 +1,50 @@
+"""The file that says what is served: replaced as a whole, the last versions kept, the way back known."""
+
+import json
+
+import pytest
+
+from scalingnote.errors import ConfigError, SearchError
+from serve.catalog import FILE, Catalog, Version
+
+
+def version(name: str, dim: int = 8) -> Version:
+    return Version(name, f"/somewhere/{name}", 10, dim, "2026-01-01T00:00:00Z")
+
+
+def test_what_was_activated_last_is_served_and_the_one_before_is_kept(tmp_path):
+    catalog = Catalog(version("a"), str(tmp_path / "state"))
+    assert [each.name for each in catalog.read().versions] == ["a"]
+    with pytest.raises(SearchError, match="nothing to roll back to"):
+        catalog.previous()
+    for name in "bcb":
+        assert catalog.activate(version(name)).active.name == name
+    assert [each.name for each in Catalog(version("a"), str(tmp_path / "state")).read().versions] == [
+        "b",
+        "c",
+    ]
+    assert catalog.activate(catalog.previous()).active.name == "c"
+    assert catalog.previous().name == "b"
+    assert [each["name"] for each in json.loads((tmp_path / "state" / FILE).read_text())["versions"]] == [
+        "c",
+        "b",
+    ]
+
+
+def test_versions_of_arms_are_served_whatever_is_active(tmp_path):
+    catalog = Catalog(version("a"), str(tmp_path), pinned=(version("arm"), version("b")))
+    assert [each.name for each in catalog.read().versions] == ["a", "arm", "b"]
+    assert [each.name for each in catalog.activate(version("b")).versions] == ["b", "a", "arm"]
+    assert catalog.previous().name == "a"
+    assert catalog.read().named("arm") == version("arm")
+    with pytest.raises(SearchError, match=r"'x'.*kept are b, a, arm"):
+        catalog.read().named("x")
+
+
+def test_what_does_not_fit_or_cannot_be_remembered_is_not_activated(tmp_path):
+    with pytest.raises(ConfigError, match=r"set serve\.state"):
+        Catalog(version("a")).activate(version("b"))
+    catalog = Catalog(version("a"), str(tmp_path))
+    with pytest.raises(ConfigError, match="dim 4, the query tower of 8"):
+        catalog.activate(version("b", dim=4))
+    assert catalog.read().active.name == "a"

@@ -1,0 +1,106 @@
+"""Who is let in: keys, rates and room, before the API is asked; and what is told of every request."""
+
+import asyncio
+import hashlib
+from typing import Any
+
+import httpx
+import pytest
+
+from scalingnote.serving.config import Limits
+from serve.door import Door
+
+KEY = "a key of sixteen or more"
+
+
+def application(**knobs: Any) -> tuple[Door, list[tuple[str, int]]]:
+    """A door before an application that waits for /slow and answers everything else."""
+    told: list[tuple[str, int]] = []
+
+    async def api(scope, receive, send):
+        if scope["path"] == "/slow":
+            await asyncio.sleep(0.2)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": scope["state"]["request_id"].encode()})
+
+    keys = frozenset({hashlib.sha256(KEY.encode()).digest()}) if knobs.pop("closed", False) else None
+    door = Door(
+        api,
+        limits=Limits(**knobs),
+        keys=keys,
+        done=lambda scope, status, seconds: told.append((scope["path"], status)),
+    )
+    return door, told
+
+
+def ask(door: Door, *paths: str, headers: dict[str, str] | None = None) -> list[httpx.Response]:
+    """Requests at the same time."""
+
+    async def all_of_them() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(door)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+            return list(await asyncio.gather(*map(client.get, paths)))
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": f"Bearer {KEY}"}, 200),
+        ({"authorization": f"Bearer  {KEY} "}, 200),
+    ],
+)
+def test_a_closed_door_opens_to_a_key(given, status):
+    door, told = application(closed=True)
+    (answer,) = ask(door, "/search", headers=given)
+    assert answer.status_code == status
+    assert told == [("/search", status)]
+    if status == 401:
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == "unauthorized"
+        assert KEY not in answer.text
+
+
+def test_the_page_and_the_health_need_no_key():
+    door, _ = application(closed=True)
+    answers = ask(door, "/", "/page/page.css", "/healthz", "/info", "/pages", "/documents/page/")
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 401, 401, 401]
+
+
+def test_a_client_in_excess_of_its_rate_is_told_when_to_come_back():
+    door, _ = application(rate=0.5, burst=3)
+    answers = ask(door, *["/search"] * 5)
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429]
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert 1 <= int(refused.headers["retry-after"]) <= 3
+    assert ask(door, "/healthz")[0].status_code == 200
+
+
+def test_tokens_come_back_with_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("serve.door.time.monotonic", lambda: now[0])
+    door, _ = application(rate=1, burst=2)
+    assert [door._wait_of("x") for _ in range(3)] == [0, 0, 1]
+    assert door._wait_of("y") == 0
+    now[0] += 1
+    assert [door._wait_of("x"), door._wait_of("x")] == [0, 1]
+    now[0] += 100
+    assert [door._wait_of("x") for _ in range(3)] == [0, 0, 1]
+
+
+def test_more_than_there_is_room_for_is_refused_at_once():
+    door, told = application(in_flight=2)
+    answers = ask(door, *["/slow"] * 4)
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
+    assert [status for _, status in told][:2] == [503, 503]  # they did not wait for the others
+    assert all(answer.headers["retry-after"] == "1" for answer in answers if answer.status_code == 503)
+    assert ask(door, "/slow")[0].status_code == 200
+
+
+def test_a_request_that_names_itself_keeps_its_id():
+    door, _ = application()
+    (answer,) = ask(door, "/search", headers={"x-request-id": "mine"})
+    assert (answer.text, answer.headers["x-request-id"]) == ("mine", "mine")
