@@ -9,6 +9,8 @@ from scalingnote.errors import SearchError
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.index.live.index import LiveIndex
+from scalingnote.search.config import Joining
+from scalingnote.search.found import merge
 from scalingnote.search.live_searcher import LiveSearcher
 from synthetic_corpus import Corpus, queries, vectors
 
@@ -52,6 +54,20 @@ def test_searches_see_what_was_written_deleted_merged_and_compacted(
             scores, exact = topk.search(asked, matrix[rows], k=8)
             assert [[hit.document["doc_id"] for hit in hits] for hits in found] == names[rows][exact].tolist()
             np.testing.assert_allclose([[hit.score for hit in hits] for hits in found], scores, atol=1e-5)
+            for one, hits in zip(
+                searcher.find(asked, k=8, where=where, nprobe=1, exact=True), found, strict=True
+            ):
+                merged = merge([one], k=8, joining=Joining(), layout=searcher.layout)
+                assert [(hit.score, hit.document) for hit in merged] == [(h.score, h.document) for h in hits]
+        for name in ("d7", "n3", "d149", "nothing"):  # replaced, new, as it was built, never there
+            vector, topic = truth.get(name, (None, None))
+            document, kept = searcher.get(name), searcher.vector(name)
+            assert (document and document["topic"], document is None) == (topic, vector is None)
+            assert (kept is None) == (vector is None)
+            if kept is not None:
+                np.testing.assert_allclose(kept, vector, atol=1e-6)
+        counts = dict(zip(*np.unique(topics, return_counts=True), strict=True))
+        assert searcher.facets(most=100) == {"topic": counts}
 
     agrees()
     fresh = vectors(40, 16, seed=5)

@@ -10,6 +10,7 @@ from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.config import Joining
+from scalingnote.search.found import merge
 from scalingnote.search.searcher import Candidates, Result, Searcher, merge_candidates
 from synthetic_corpus import Corpus, queries, vectors
 
@@ -60,6 +61,41 @@ def test_an_exhaustive_search_equals_exact_search(
         [f"d{row}" for row in line] for line in rows
     ]
     np.testing.assert_allclose([[r.score for r in results] for results in found], scores, atol=1e-5)
+
+
+def test_what_searchers_of_some_shards_find_merges_to_what_one_of_all_finds(
+    searcher: Searcher, uri: str, asked: np.ndarray
+) -> None:
+    others = [Searcher.open(uri, shards=numbers) for numbers in ([0], [1, 2])]
+    answers = [other.find(asked, k=10) for other in others]
+    for query, results in enumerate(searcher.search(asked, k=10)):
+        merged = merge([a[query] for a in answers], k=10, joining=Joining(), layout=searcher.layout)
+        assert [(hit.document["doc_id"], hit.score, hit.shard) for hit in merged] == [
+            (result.doc_id, result.score, result.shard) for result in results
+        ]
+
+
+def test_an_exact_search_misses_nothing_that_few_lists_miss(
+    searcher: Searcher, corpus: Corpus, asked: np.ndarray
+) -> None:
+    _, rows = topk.search(asked, corpus.matrix, k=10)
+    best = [[f"d{row}" for row in line] for line in rows]
+    for exact in (False, True):
+        found = [f.documents for f in searcher.find(asked, k=10, nprobe=1, exact=exact)]
+        assert ([[document["doc_id"] for document in line] for line in found] == best) == exact
+
+
+def test_a_document_and_its_vector_are_found_by_its_id(searcher: Searcher, corpus: Corpus) -> None:
+    document, vector = searcher.get("d400"), searcher.vector("d400")
+    assert document is not None
+    assert vector is not None
+    assert document["title"] == "Title 400"
+    np.testing.assert_allclose(vector, corpus.matrix[400], atol=1e-6)
+    assert searcher.get("nothing") is None
+    assert searcher.vector("nothing") is None
+    topics = np.bincount(np.arange(640) % 7).tolist()
+    assert searcher.facets(most=7) == {"topic": {f"topic {n}": count for n, count in enumerate(topics)}}
+    assert searcher.facets(most=6) == {}
 
 
 def test_a_result_leads_to_its_document(searcher: Searcher, corpus: Corpus) -> None:
