@@ -8,7 +8,7 @@ from ray.serve.schema import ServeDeploySchema
 from scalingnote import pipeline
 from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
-from scalingnote.serving.config import ServeConfig
+from scalingnote.serving.config import LOOPBACK, ServeConfig
 from serve import app, launch, settings
 from serve.door import read_keys
 from serve.settings import AppArgs
@@ -19,12 +19,16 @@ ROOT = Path(app.__file__).parents[1]
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "serve").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_deployment_file_is_one_that_serve_accepts(path):
     schema = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
-    assert schema.http_options.host == "127.0.0.1"
-    for application in schema.applications:
-        module, function = application.import_path.split(":")
-        assert (module, getattr(app, function)) == ("serve.app", app.build)
-        args = AppArgs.model_validate(application.args)
-        assert schema.http_options.request_timeout_s >= args.serve.deadline_s
+    http = schema.http_options
+    (application,) = schema.applications
+    module, function = application.import_path.split(":")
+    assert (module, getattr(app, function)) == ("serve.app", app.build)
+    config = AppArgs.model_validate(application.args).serve
+    # The application is not told where Serve listens: only where both say the same does it insist on keys.
+    assert (config.host, config.port) == (http.host, http.port)
+    assert http.host in LOOPBACK or (config.api_keys and not config.open)
+    longest = max(config.deadline_s, config.live.deadline_s if config.live else 0)
+    assert http.request_timeout_s > longest
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,225 @@
+"""The manifests for Kubernetes, checked by structure: no cluster is needed."""
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+import scalingnote
+from jobs import entrypoint
+from scalingnote import pipeline
+from scalingnote.config import Resources, load
+
+ROOT = Path(scalingnote.__file__).parents[1]
+FOLDER = ROOT / "configs" / "kuberay"
+PATHS = sorted(FOLDER.glob("*.yaml"))
+MANIFESTS = {path.stem: yaml.safe_load(path.read_text()) for path in PATHS}
+RAY = re.search(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+# Fields of ray.io/v1 that the manifests use, and where: Kubernetes drops what it does not know silently.
+CLUSTER = {
+    "rayVersion",
+    "authOptions",
+    "enableInTreeAutoscaling",
+    "autoscalerOptions",
+    "gcsFaultToleranceOptions",
+    "headGroupSpec",
+    "workerGroupSpecs",
+}
+FIELDS = {
+    "RayCluster": CLUSTER,
+    "RayJob": {
+        "entrypoint",
+        "entrypointNumCpus",
+        "submissionMode",
+        "shutdownAfterJobFinishes",
+        "ttlSecondsAfterFinished",
+        "backoffLimit",
+        "submitterConfig",
+        "rayClusterSpec",
+    },
+    "RayService": {
+        "upgradeStrategy",
+        "rayClusterDeletionDelaySeconds",
+        "excludeHeadPodFromServeSvc",
+        "serveConfigV2",
+        "rayClusterConfig",
+    },
+}
+INSIDE = {"RayJob": "rayClusterSpec", "RayService": "rayClusterConfig"}
+GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+POD = {
+    "serviceAccountName",
+    "securityContext",
+    "nodeSelector",
+    "tolerations",
+    "terminationGracePeriodSeconds",
+    "topologySpreadConstraints",
+    "containers",
+    "volumes",
+}
+CONTAINER = {
+    "name",
+    "image",
+    "securityContext",
+    "env",
+    "volumeMounts",
+    "ports",
+    "readinessProbe",
+    "resources",
+}
+
+every_manifest = pytest.mark.parametrize("name", MANIFESTS)
+every_job = pytest.mark.parametrize(
+    "name", [name for name, each in MANIFESTS.items() if each["kind"] == "RayJob"]
+)
+
+
+def cluster_of(name: str) -> dict[str, Any]:
+    spec = MANIFESTS[name]["spec"]
+    return spec[INSIDE[MANIFESTS[name]["kind"]]] if MANIFESTS[name]["kind"] in INSIDE else spec
+
+
+def pods(name: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The Pod of the head and of each group, with its only container."""
+    cluster = cluster_of(name)
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        yield pod, container
+
+
+def test_there_is_one_of_each_kind():
+    assert {each["kind"] for each in MANIFESTS.values()} == set(FIELDS)
+
+
+@every_manifest
+def test_only_fields_that_are_known_are_used(name):
+    manifest = MANIFESTS[name]
+    assert manifest["apiVersion"] == "ray.io/v1"
+    assert re.fullmatch(r"[a-z0-9-]{1,40}", manifest["metadata"]["name"])
+    assert set(manifest["spec"]) <= FIELDS[manifest["kind"]]
+    cluster = cluster_of(name)
+    assert set(cluster) <= CLUSTER
+    assert set(cluster["headGroupSpec"]) == {"rayStartParams", "template"}
+    for group in cluster["workerGroupSpecs"]:
+        assert set(group) == GROUP
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    for pod, container in pods(name):
+        assert set(pod) <= POD
+        assert set(container) <= CONTAINER
+
+
+@every_manifest
+def test_pods_are_those_that_ray_expects(name):
+    cluster = cluster_of(name)
+    head = cluster["headGroupSpec"]
+    assert head["rayStartParams"]["num-cpus"] == "0"
+    assert cluster["authOptions"] == {"mode": "token"}
+    for pod, container in pods(name):
+        # Ray tells its scheduler the limits; a request below them promises what the machine may not have.
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert all(isinstance(container["resources"]["limits"][key], str) for key in ("cpu", "memory"))
+        assert pod["securityContext"]["runAsNonRoot"]
+        gpus = "nvidia.com/gpu" in container["resources"]["limits"]
+        assert gpus == ("nodeSelector" in pod) == ("tolerations" in pod)
+        assert container["image"].endswith("-gpu") or not gpus
+        mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+        assert mounted == {volume["name"] for volume in pod.get("volumes", ())}
+
+
+@every_manifest
+def test_versions_are_those_that_are_locked(name):
+    assert cluster_of(name)["rayVersion"] == RAY
+    for _, container in pods(name):
+        tag = f"{scalingnote.__version__}-ray{RAY}"
+        assert re.fullmatch(rf"your-registry/scalingnote:{re.escape(tag)}-(cpu|gpu)", container["image"])
+
+
+def test_the_image_has_the_locked_ray_and_all_that_a_wheel_is_built_from():
+    text = (ROOT / "Dockerfile").read_text()
+    assert re.search(r"^ARG RAY=(.*)$", text, re.MULTILINE)[1] == RAY
+    stages = re.split(r"^FROM ", text, flags=re.MULTILINE)[1:]
+    assert all(stage.startswith("rayproject/ray:${RAY}-py311-${DEVICE}") for stage in stages)
+    assert re.findall(r"^USER (.*)$", stages[-1], re.MULTILINE) == ["1000"]
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert kept == {
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "LICENSE",
+        "scalingnote",
+        "serve",
+        "jobs",
+        "configs",
+    }
+    assert all((ROOT / name).exists() for name in kept)
+
+
+@every_job
+def test_a_job_ends_with_its_cluster_and_is_tried_once(name):
+    spec = MANIFESTS[name]["spec"]
+    assert spec["shutdownAfterJobFinishes"]
+    assert spec["backoffLimit"] == spec["submitterConfig"]["backoffLimit"] == 0
+
+
+@every_job
+def test_an_entrypoint_is_a_job_that_its_cluster_has_room_for(name):
+    python, script, *arguments = shlex.split(MANIFESTS[name]["spec"]["entrypoint"])
+    stage = Path(script).stem
+    assert python == "python"
+    assert in_image(script).is_file()
+    options = options_of(stage, arguments)
+    config = load(pipeline.RunConfig, [in_image(path) for path in options.config], options.overrides)
+    assert "://" in config.run_dir
+    assert config.address is None
+    resources: Resources = getattr(config, stage).resources
+    cpus = gpus = workers = 0.0
+    for group, (_, container) in zip(cluster_of(name)["workerGroupSpecs"], list(pods(name))[1:], strict=True):
+        have = {
+            key: float(value) for key, value in container["resources"]["limits"].items() if key != "memory"
+        }
+        cpus += group["replicas"] * have["cpu"]
+        gpus += group["replicas"] * have.get("nvidia.com/gpu", 0)
+        if resources.gpus_per_worker and "nvidia.com/gpu" in have:
+            fit = min(
+                have["cpu"] // resources.cpus_per_worker, have["nvidia.com/gpu"] // resources.gpus_per_worker
+            )
+            workers += group["replicas"] * fit
+    assert workers == resources.workers
+    assert gpus == resources.workers * resources.gpus_per_worker
+    beside = 2 * getattr(resources, "readers", 0) + MANIFESTS[name]["spec"]["entrypointNumCpus"]
+    assert cpus >= resources.workers * resources.cpus_per_worker + beside
+
+
+def test_the_service_is_the_deployment_file_of_a_cluster():
+    spec = MANIFESTS["service"]["spec"]
+    deployed = (ROOT / "configs" / "serve" / "cluster.yaml").read_text()
+    assert spec["serveConfigV2"] == deployed[deployed.index("proxy_location:") :]
+    schema = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
+    knobs = schema.applications[0].args["serve"]
+    fast = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+    for _, container in pods("service"):
+        assert fast.items() <= {each["name"]: each.get("value") for each in container["env"]}.items()
+        assert schema.http_options.port in {port["containerPort"] for port in container["ports"]}
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {str(Path(knobs["api_keys"]).parent), knobs["access_log"]} <= mounts
+    for _, container in list(pods("service"))[1:]:
+        assert container["readinessProbe"]["httpGet"] == {
+            "path": "/-/healthz",
+            "port": schema.http_options.port,
+        }
+
+
+def in_image(path: str) -> Path:
+    """What is copied to /app, where it comes from."""
+    return ROOT / Path(path).relative_to("/app")
+
+
+def options_of(stage: str, arguments: list[str]) -> argparse.Namespace:
+    return entrypoint._parser(stage, "").parse_args(arguments)

@@ -1,0 +1,94 @@
+"""The dashboard and the alerts name metrics that there are, and every alert has its runbook."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import ray.serve
+import yaml
+
+from serve import metrics
+
+ROOT = Path(metrics.__file__).parents[1]
+BOARD = json.loads((ROOT / "configs" / "grafana" / "scalingnote.json").read_text())
+PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+GROUPS = yaml.safe_load((ROOT / "configs" / "prometheus" / "alerts.yaml").read_text())["groups"]
+ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"]}
+EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]] + [
+    rule["expr"] for rule in ALERTS.values()
+]
+METRIC = re.compile(r"\bray_[a-z0-9_]+")
+SUFFIXES = {"Counter": ("",), "Gauge": ("",), "Histogram": ("_bucket", "_sum", "_count")}
+
+
+@cache
+def exported() -> frozenset[str]:
+    """Names that Ray exports: those of this service, and those that the installed Serve defines."""
+    own = Path(metrics.__file__).read_text()
+    defined = re.findall(r'metrics\.(Counter|Gauge|Histogram)\(\s*name\("(\w+)"\)', own)
+    found = {f"ray_scalingnote_{name}{end}" for kind, name in defined for end in SUFFIXES[kind]}
+    for path in Path(ray.serve.__file__).parent.rglob("*.py"):
+        for kind, name in re.findall(
+            r'(Counter|Gauge|Histogram)\(\s*(?:name=)?f?"(serve_[\w{}]+)"', path.read_text()
+        ):
+            name = name.replace("{protocol_name}", "http")
+            if kind == "Counter" and not name.endswith("_total"):
+                name += "_total"
+            found |= {f"ray_{name}{end}" for end in SUFFIXES[kind]}
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_metric_is_one_that_is_exported(expression):
+    named = set(METRIC.findall(expression))
+    assert named
+    assert named <= exported()
+    assert expression.count("(") == expression.count(")")
+
+
+def test_a_name_that_nobody_exports_would_be_found():
+    assert "ray_scalingnote_requests_total" in exported()
+    assert "ray_serve_http_request_latency_ms_bucket" in exported()
+    assert "ray_scalingnote_requests" not in exported()
+
+
+def test_every_metric_of_the_service_is_on_the_dashboard():
+    own = {name for name in exported() if name.startswith("ray_scalingnote_")}
+    shown = set(METRIC.findall(" ".join(EXPRESSIONS)))
+    families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in own}
+    assert {family for family in families if not any(name.startswith(family) for name in shown)} == set()
+
+
+def test_panels_lie_side_by_side_in_rows():
+    ids = [panel["id"] for panel in BOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in BOARD["panels"]:
+        at = panel["gridPos"]
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not taken & cells
+        taken |= cells
+    used = set(
+        re.findall(r"\$(\w+)", " ".join(target["expr"] for panel in PANELS for target in panel["targets"]))
+    )
+    variables = {variable["name"] for variable in BOARD["templating"]["list"]}
+    assert used - {"__rate_interval"} <= variables
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_every_alert_says_what_is_wrong_and_has_a_runbook(name):
+    rule = ALERTS[name]
+    assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+    assert rule["annotations"]["summary"]
+    document, anchor = rule["annotations"]["runbook"].split("#")
+    headings = re.findall(r"^#+ (.*)$", (ROOT / document).read_text(), re.MULTILINE)
+    assert name in headings
+    assert anchor == name.lower()
+
+
+def test_no_runbook_is_left_without_its_alert():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    assert set(re.findall(r"^#+ (ScalingNote\w+)$", text, re.MULTILINE)) == set(ALERTS)
