@@ -11,7 +11,7 @@ ifneq ($(wildcard ../shared/data),)
 export SCALINGNOTE_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: quickstart compare test check format lock clean
+.PHONY: quickstart compare test check format proto lock clean
 
 quickstart: .venv/installed
 	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
@@ -32,6 +32,10 @@ check: .venv/installed-dev
 format: .venv/installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# Code of the gRPC gateway, committed; a test compares it with a fresh generation.
+proto: .venv/installed-dev
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. serve/grpc/scalingnote.proto
 
 # Versions change here and nowhere else: edit pyproject.toml, run this, run the tests, commit both.
 lock: .venv/installed-dev

@@ -23,18 +23,20 @@ from scalingnote import __version__
 from scalingnote.errors import ScalingNoteError
 from scalingnote.serving.config import ServeConfig
 from serve import messages
+from serve.admission import Admission
 from serve.catalog import Version
-from serve.door import Done, Door, body_of
+from serve.door import Done, Door
 from serve.messages import Refusal, SearchResponse
-from serve.refusals import RefusedError, conflict, invalid
+from serve.refusals import RefusedError, body_of, conflict, invalid, not_valid
 from serve.service import Service
 
 PAGE = Path(__file__).parent / "page"
 FOLLOW_S = 0.5  # between two looks at what other gateways have activated
-# The page runs its own scripts and styles, asks this server alone, and is framed by nobody.
+SECURE = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+# The page runs its own scripts and styles, asks this server alone, makes no markup of text; nobody frames it.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
 log = logging.getLogger("ray.serve")
 
@@ -43,11 +45,14 @@ def build(
     service: Service,
     config: ServeConfig,
     *,
-    keys: frozenset[bytes] | None = None,
+    admission: Admission | None = None,
     metrics: Callable[[], str] = str,
     done: Done | None = None,
 ) -> FastAPI:
-    """The application. `metrics` gives the text of ``/metrics``, `done` is told of every request."""
+    """The application. `metrics` gives the text of ``/metrics``, `done` is told of every request.
+
+    `admission` is shared with whatever else lets requests in; None: of the limits, with no keys.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -60,9 +65,11 @@ def build(
         title="ScalingNote search",
         version=__version__,
         lifespan=lifespan,
+        docs_url=None,  # these pages load their scripts from elsewhere
+        redoc_url=None,
         responses={"4XX": {"model": Refusal}, "5XX": {"model": Refusal}},
     )
-    api.add_middleware(Door, limits=config.limits, keys=keys, done=done)
+    api.add_middleware(Door, admission=admission or Admission(config.limits), done=done)
     if config.cors_origins:
         api.add_middleware(
             CORSMiddleware,
@@ -174,17 +181,18 @@ def _watching(api: FastAPI, service: Service, metrics: Callable[[], str]) -> Non
 
 
 def _page(api: FastAPI) -> None:
-    secure = {
-        "content-security-policy": POLICY,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-    }
-
     @api.get("/", response_class=FileResponse, include_in_schema=False)
     async def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html", headers=secure)
+        return FileResponse(PAGE / "index.html", headers={**SECURE, "content-security-policy": POLICY})
 
-    api.mount("/page", StaticFiles(directory=PAGE))
+    api.mount("/page", _Static(directory=PAGE))
+
+
+class _Static(StaticFiles):
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(SECURE)
+        return response
 
 
 async def _follow(service: Service) -> None:
@@ -217,12 +225,12 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 async def _not_understood(request: Request, error: Exception) -> Response:
-    """422 that says where and why. The input is not repeated: NaN, say, has no place in JSON."""
     assert isinstance(error, RequestValidationError)
-    first, *more = error.errors()
-    where = ".".join(str(step) for step in first["loc"][1:]) or None
-    message = first["msg"] + (f" (and {len(more)} more)" if more else "")
-    return _refusal(request, invalid(message, where))
+    problems = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # less "body"
+    if problems[0]["type"] == "json_invalid":
+        (where,), why = problems[0]["loc"], problems[0]["ctx"]["error"]
+        return _refusal(request, invalid(f"the body is no JSON: {why} (character {where})"))
+    return _refusal(request, not_valid(problems))
 
 
 async def _of_starlette(request: Request, error: Exception) -> Response:

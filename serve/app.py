@@ -18,8 +18,8 @@ from scalingnote.index import shard
 from scalingnote.serving.config import ServeConfig
 from scalingnote.storage.artifact import Artifact, open_artifact
 from serve import settings
+from serve.admission import read_keys
 from serve.catalog import Catalog, Version
-from serve.door import read_keys
 from serve.gateway import ArmParts, Gateway, SearcherParts
 from serve.live_catalog import LiveCatalog
 from serve.query_encoder import Parts, QueryEncoder

@@ -1,4 +1,4 @@
-"""The gateway deployment: it wires the service to its parts, here or in replicas, and puts HTTP before it."""
+"""The gateway deployment: the service and its parts, here or in replicas, with HTTP and gRPC before them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from ray.serve.handle import DeploymentHandle
 from scalingnote.experiment.access_writer import AccessWriter
 from scalingnote.serving.config import ServeConfig
 from serve import api, metrics
+from serve.admission import Admission, read_keys
 from serve.catalog import Catalog
-from serve.door import read_keys
 from serve.flow import Called, Group
+from serve.grpc.servicer import Servicer
 from serve.here import Here
 from serve.live_catalog import LiveCatalog
 from serve.observer import Observer
@@ -43,8 +44,8 @@ class SearcherParts:
 
 @serve.deployment(max_ongoing_requests=1000)  # the door counts them; it says 503 before Serve would queue
 @serve.ingress()
-class Gateway:
-    """Ingress of the application."""
+class Gateway(Servicer):
+    """Ingress of the application. Its gRPC methods are those it inherits."""
 
     def __init__(
         self,
@@ -54,28 +55,30 @@ class Gateway:
         reranker: DeploymentHandle | None = None,
         writing: Writing | None = None,
     ) -> None:
-        self._config, self._metrics = config, metrics.Metrics()
-        self._service = Service(
+        measured = metrics.Metrics()
+        service = Service(
             [Arm(a.name, _encoder(a.encoder), a.tower, a.personalised, a.version) for a in arms],
             _groups(searchers, config),
             searchers.catalog,
             config,
             reranker=reranker,
             writing=writing,
-            recall=self._metrics.recall,
+            recall=measured.recall,
         )
+        replica = serve.get_replica_context().replica_id.unique_id
+        log = None if config.access_log is None else AccessWriter(config.access_log, replica)
+        admission = Admission(config.limits, read_keys(config.api_keys))
+        super().__init__(service, admission, Observer(measured, log).done)
+        self._config = config
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Serve's hook: the HTTP side of this replica."""
-        config = self._config
-        replica = serve.get_replica_context().replica_id.unique_id
-        log = None if config.access_log is None else AccessWriter(config.access_log, replica)
         return api.build(
             self._service,
-            config,
-            keys=read_keys(config.api_keys),
+            self._config,
+            admission=self._admission,
             metrics=metrics.scraped,
-            done=Observer(self._metrics, log).done,
+            done=self._done,
         )
 
 

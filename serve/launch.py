@@ -9,7 +9,7 @@ from dataclasses import replace
 import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import HTTPOptions
+from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.schema import LoggingConfig
 
 from scalingnote import cluster
@@ -18,6 +18,7 @@ from scalingnote.log import get_logger
 from scalingnote.serving.config import ServeConfig
 from serve import app
 from serve.app import Served
+from serve.grpc.servicer import REGISTER
 from serve.settings import AppArgs
 
 NAME = "scalingnote"
@@ -29,6 +30,8 @@ def run(args: AppArgs) -> int:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     served = app.find(args)
     port = _free_port(served.config.host, served.config.port)
+    if served.config.grpc_port is not None:
+        _free_port("0.0.0.0", served.config.grpc_port, knob="grpc_port")
     served = replace(served, config=served.config.model_copy(update={"port": port}))
     cluster.connect(served.address)
     try:
@@ -53,10 +56,16 @@ def start(served: Served) -> str:
 
 
 def launch(application: Application, config: ServeConfig) -> str:
-    """Run an application behind one HTTP door; returns its URL once it answers."""
-    # Beyond its deadline a request was stuck before the gateway.
-    http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=config.deadline_s + 2)
-    serve.start(http_options=http, proxy_location="HeadOnly")
+    """Run an application behind its doors, HTTP and gRPC; returns its URL once it answers."""
+    timeout_s = config.deadline_s + 2  # beyond its deadline a request was stuck before the gateway
+    http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=timeout_s)
+    grpc = None
+    if config.grpc_port is not None:
+        register = [REGISTER]
+        grpc = gRPCOptions(
+            port=config.grpc_port, grpc_servicer_functions=register, request_timeout_s=timeout_s
+        )
+    serve.start(http_options=http, grpc_options=grpc, proxy_location="HeadOnly")
     try:
         serve.run(
             application, name=NAME, route_prefix="/", logging_config=LoggingConfig(enable_access_log=False)
@@ -74,7 +83,7 @@ def _wait_for_a_signal() -> None:
     stop.wait()
 
 
-def _free_port(host: str, port: int) -> int:
+def _free_port(host: str, port: int, *, knob: str = "port") -> int:
     """`port` if it can be listened on; 0 picks a free one."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the proxy does
@@ -82,6 +91,7 @@ def _free_port(host: str, port: int) -> int:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}): choose another with --set serve.port=..."
+                f"cannot listen on {host}:{port} ({error.strerror}): choose another with "
+                f"--set serve.{knob}=..."
             ) from None
         return int(probe.getsockname()[1])

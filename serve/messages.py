@@ -115,6 +115,12 @@ class DeleteRequest(_Request):
     doc_ids: Annotated[list[DocId], Field(min_length=1)]
 
 
+class GetRequest(_Request):
+    """Which document is asked for over gRPC; over HTTP its path says so."""
+
+    doc_id: DocId
+
+
 class ActivateRequest(_Request):
     """The body of ``POST /admin/index/activate``: a kept version, or the URI of an index artifact."""
 

@@ -27,10 +27,8 @@ class Observer:
     def __init__(self, metrics: Metrics, log: AccessWriter | None = None) -> None:
         self._metrics, self._log = metrics, log
 
-    def done(self, scope: Mapping[str, Any], status: int, seconds: float) -> None:
-        """Count a request, and write it down if it was a search."""
-        state = scope["state"]
-        path = getattr(scope.get("route"), "path", "other")  # the pattern: ids are no labels
+    def done(self, path: str, state: Mapping[str, Any], status: int, seconds: float) -> None:
+        """Count a request, and write it down if it was a search; over gRPC as its like over HTTP."""
         note: Note | None = state.get("note")
         self._metrics.request(path, status, note.arm if note else "", seconds)
         if "refused" in state:

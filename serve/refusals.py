@@ -1,5 +1,8 @@
 """Why a request is not answered: a status, a code for programs, a message for people."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 
 class RefusedError(Exception):
     """Raised anywhere in the gateway; the client gets it as :class:`~serve.messages.Refusal`."""
@@ -35,3 +38,19 @@ def conflict(message: str) -> RefusedError:
 def unavailable(message: str) -> RefusedError:
     """Not now: 503."""
     return RefusedError(503, "unavailable", message, retry_after_s=1)
+
+
+def not_valid(problems: Sequence[Mapping[str, Any]]) -> RefusedError:
+    """422 that says where and why, of what pydantic found in a request.
+
+    The input is not repeated: NaN, say, has no place in JSON.
+    """
+    first, *more = problems
+    where = ".".join(str(step) for step in first["loc"]) or None
+    return invalid(first["msg"] + (f" (and {len(more)} more)" if more else ""), where)
+
+
+def body_of(refused: RefusedError, request_id: str) -> dict[str, Any]:
+    """The one form of every refusal."""
+    problem = {"code": refused.code, "message": refused.message, "field": refused.field}
+    return {"error": problem, "request_id": request_id}

@@ -51,14 +51,20 @@ class ServeConfig(Config):
 
     host: str = Field("127.0.0.1", description="interface; loopback unless you mean to be reached")
     port: int = Field(8000, ge=0, le=65535)
+    grpc_port: int | None = Field(
+        None,
+        ge=1,
+        le=65535,
+        description="gRPC beside HTTP; it listens on every interface, whatever `host` is. None: no gRPC",
+    )
     api_keys: str | None = Field(
         None, description="file with one API key a line; needed where host is not loopback, unless open"
     )
     open: bool = Field(False, description="serve beyond loopback without API keys: behind a proxy that asks")
     ingress: Literal["auto", "haproxy", "python"] = Field(
         "auto",
-        description="auto: HAProxy, with which replicas listen on all interfaces, if there are API keys or "
-        "the service is open; else Serve's own proxy",
+        description="auto: HAProxy, with which replicas listen on all interfaces, where there are API keys "
+        "or the service is open; else Serve's own proxy",
     )
     cors_origins: tuple[str, ...] = Field((), description="pages of these origins may call this service")
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: the index's own")
@@ -96,9 +102,9 @@ class ServeConfig(Config):
 
     @model_validator(mode="after")
     def _is_closed(self) -> "ServeConfig":
-        if self.host not in LOOPBACK and self.api_keys is None and not self.open:
+        reached = f"host {self.host}" if self.host not in LOOPBACK else "grpc_port" if self.grpc_port else ""
+        if reached and self.api_keys is None and not self.open:
             raise ValueError(
-                f"host {self.host} can be reached from elsewhere: name a file of keys in api_keys, or "
-                "set open"
+                f"{reached} can be reached from elsewhere: name a file of keys in api_keys, or set open"
             )
         return self

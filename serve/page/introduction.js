@@ -14,7 +14,7 @@ export function introduce(info) {
     element("span", {}, `${info.name} ${info.version}`),
     element("span", {className: "documents"}, documents),
     element("span", {title: info.index_version}, `index ${info.index_version.slice(0, 8)}`),
-    element("a", {href: "docs"}, "API"));
+    element("a", {href: "openapi.json"}, "API"));
   byId("help").querySelectorAll("[data-needs=compare]").forEach(row => { row.hidden = info.arms.length < 2; });
 }
 

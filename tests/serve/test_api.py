@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from gateway_here import Client, service
 
 from conftest import DIM
 from scalingnote.encode.encoder import Encoder
@@ -15,43 +16,7 @@ from scalingnote.search.searcher import Searcher
 from scalingnote.serving.config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
 from serve import api
-from serve.catalog import Catalog, Version
-from serve.flow import Group
-from serve.here import Here
 from serve.messages import Refusal, SearchResponse
-from serve.query_encoder import Parts, QueryEncoder
-from serve.searcher import IndexSearcher
-from serve.service import Arm, Service
-
-
-class Client:
-    """Calls an application as if by HTTP, its lifespan running."""
-
-    def __init__(self, application: Any) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._lifespan = application.router.lifespan_context(application)
-        self._loop.run_until_complete(self._lifespan.__aenter__())
-        transport = httpx.ASGITransport(application, raise_app_exceptions=False)
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://test")
-
-    def __call__(self, method: str, path: str, **sent: Any) -> httpx.Response:
-        return self._loop.run_until_complete(self._client.request(method, path, **sent))
-
-    def search(self, **body: Any) -> httpx.Response:
-        return self("POST", "/search", json=body)
-
-    def close(self) -> None:
-        self._loop.run_until_complete(self._client.aclose())
-        self._loop.run_until_complete(self._lifespan.__aexit__(None, None, None))
-        self._loop.close()
-
-
-def service(index: Artifact, query_tower: Artifact, config: ServeConfig, *, groups: int = 1) -> Service:
-    catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
-    encoder = Here(QueryEncoder(Parts((query_tower.uri, "student"))))
-    held = [(0, 1)] if groups == 1 else [(0,), (1,)]
-    searchers = [Group(Here(IndexSearcher(catalog, shards=shards)), len(shards)) for shards in held]
-    return Service([Arm("default", encoder, "torch", False)], searchers, catalog, config)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one group", "a group per shard"])
@@ -100,7 +65,7 @@ def test_a_crowd_gets_what_each_would_get_alone(client, in_process):
     async def crowd() -> list[httpx.Response]:
         return await asyncio.gather(*(client._client.post("/search", json=body) for body in asked))
 
-    for body, answer in zip(asked, client._loop.run_until_complete(crowd()), strict=True):
+    for body, answer in zip(asked, client.wait(crowd()), strict=True):
         doc_ids, _ = in_process(body["query"], k=body["k"])
         assert [hit["doc_id"] for hit in answer.json()["results"]] == doc_ids
 
@@ -248,4 +213,26 @@ def test_a_request_keeps_its_own_id(client):
 def test_the_page_may_run_nothing_but_its_own(client):
     page = client("GET", "/")
     assert page.headers["content-type"].startswith("text/html")
-    assert "script-src 'self'" in page.headers["content-security-policy"]
+    assert "require-trusted-types-for 'script'" in page.headers["content-security-policy"]
+    assert page.headers["x-content-type-options"] == "nosniff"
+    for name in ("page.css", "page.js"):
+        assert client("GET", f"/page/{name}").headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("text/plain", b'{"query": "x"}'),
+        ("application/x-www-form-urlencoded", b"query=x"),
+        ("multipart/form-data; boundary=x", b"--x--"),
+        ("application/jsonp", b'{"query": "x"}'),
+        (None, b'{"query": "x"}'),
+    ],
+)
+def test_a_body_that_is_no_json_is_refused_by_its_name(client, kind, body):
+    headers = {} if kind is None else {"content-type": kind}
+    answer = client("POST", "/search", content=body, headers=headers)
+    assert answer.status_code == 415
+    assert (kind or "no content-type") in Refusal.model_validate(answer.json()).error.message
+    accepted = {"content-type": "Application/JSON; charset=utf-8"}
+    assert client("POST", "/search", content=b'{"query": "x"}', headers=accepted).status_code == 200

@@ -10,7 +10,7 @@ from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
 from scalingnote.serving.config import LOOPBACK, ServeConfig
 from serve import app, launch, settings
-from serve.door import read_keys
+from serve.admission import read_keys
 from serve.settings import AppArgs
 
 ROOT = Path(app.__file__).parents[1]
@@ -86,7 +86,7 @@ def test_a_fast_ingress_is_for_those_who_are_guarded_or_say_so(tmp_path, monkeyp
 
 
 def test_a_service_that_can_be_reached_has_keys_or_says_it_is_open():
-    for knobs in ({"host": "0.0.0.0"}, {"host": "10.0.0.1"}):
+    for knobs in ({"host": "0.0.0.0"}, {"host": "10.0.0.1"}, {"grpc_port": 9000}):
         with pytest.raises(ConfigError, match="api_keys"):
             validate(ServeConfig, knobs, source="serve")
         ServeConfig(**knobs, open=True)

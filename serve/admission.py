@@ -1,0 +1,91 @@
+"""Who may come in, over HTTP and gRPC alike: API keys, the rate of each client, room for one more.
+
+A gateway replica has one of it, so limits count what comes in by either way.
+"""
+
+import hashlib
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from scalingnote.errors import ConfigError
+from scalingnote.serving.config import Limits
+from serve.refusals import RefusedError
+
+_CLIENTS = 10_000  # whose rates are remembered
+
+
+class Admission:
+    """Counts those who are in, and remembers how often each client came."""
+
+    def __init__(self, limits: Limits, keys: frozenset[bytes] | None = None) -> None:
+        """`keys` are digests, see :func:`read_keys`; None: nobody is asked for one."""
+        self._limits, self._keys = limits, keys
+        self._in_flight = 0
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, as of when
+
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """As long as a request is here."""
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+
+    def admit(self, authorization: bytes, address: str, *, size: int = 0, public: bool = False) -> None:
+        """RefusedError unless a request with this header, from this address, may come in."""
+        key = authorization.removeprefix(b"Bearer ").strip()
+        if self._keys is not None and not public and hashlib.sha256(key).digest() not in self._keys:
+            raise RefusedError(401, "unauthorized", "send an API key: Authorization: Bearer KEY")
+        wait = self._wait_of(key.decode("latin-1") if self._keys else address)
+        if wait > 0:
+            rate = f"{self._limits.rate:g} requests a second"
+            raise RefusedError(429, "rate_limited", f"more than {rate} of one client", None, int(wait) + 1)
+        if self._in_flight > self._limits.in_flight:
+            raise RefusedError(503, "unavailable", "too many requests at once: try again", None, 1)
+        self.measure(size)
+
+    def measure(self, size: int) -> None:
+        """RefusedError when a body has more bytes than are taken."""
+        most = self._limits.max_body_bytes
+        if size > most:
+            message = f"the body is larger than {most:,} bytes: send less at once"
+            raise RefusedError(413, "too_large", message)
+
+    def _wait_of(self, client: str) -> float:
+        """Seconds until this client may ask again; takes a token where that is now."""
+        rate, burst = self._limits.rate, float(self._limits.burst)
+        if rate is None:
+            return 0.0
+        now = time.monotonic()
+        tokens, then = self._buckets.pop(client, (burst, now))
+        tokens = min(burst, tokens + (now - then) * rate)
+        allowed = tokens >= 1
+        self._buckets[client] = (tokens - allowed, now)
+        if len(self._buckets) > _CLIENTS:
+            self._buckets.popitem(last=False)  # whoever was quiet longest has a full bucket, most likely
+        return 0.0 if allowed else (1 - tokens) / rate
+
+
+def read_keys(path: str | None) -> frozenset[bytes] | None:
+    """Digests of the keys in a file, one a line; ConfigError when there is no key in it."""
+    if path is None:
+        return None
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise ConfigError(f"serve.api_keys {path} cannot be read: {error.strerror}") from None
+    if not lines or min(map(len, lines)) < 16:
+        raise ConfigError(f"serve.api_keys {path}: write one key a line, each of 16 characters or more")
+    return frozenset(hashlib.sha256(line.encode()).digest() for line in lines)
+
+
+def request_id(given: bytes) -> str:
+    """The client's own, if it is short and printable."""
+    if 0 < len(given) <= 64 and given.isascii() and given.decode().isprintable() and b" " not in given:
+        return given.decode()
+    return uuid.uuid4().hex

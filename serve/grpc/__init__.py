@@ -1,0 +1,1 @@
+"""gRPC beside HTTP: the same requests, answers and refusals."""

@@ -1,0 +1,52 @@
+"""A gateway in this process, over a real index and query tower, and a client that calls it as if by HTTP."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import httpx
+
+from scalingnote.serving.config import ServeConfig
+from scalingnote.storage.artifact import Artifact
+from serve.catalog import Catalog, Version
+from serve.flow import Group
+from serve.here import Here
+from serve.query_encoder import Parts, QueryEncoder
+from serve.searcher import IndexSearcher
+from serve.service import Arm, Service
+
+T = TypeVar("T")
+
+
+class Client:
+    """Calls an application as if by HTTP, its lifespan running."""
+
+    def __init__(self, application: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._lifespan = application.router.lifespan_context(application)
+        self._loop.run_until_complete(self._lifespan.__aenter__())
+        transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    def __call__(self, method: str, path: str, **sent: Any) -> httpx.Response:
+        return self.wait(self._client.request(method, path, **sent))
+
+    def wait(self, work: Awaitable[T]) -> T:
+        """What something on the application's loop comes to."""
+        return self._loop.run_until_complete(work)
+
+    def search(self, **body: Any) -> httpx.Response:
+        return self("POST", "/search", json=body)
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._client.aclose())
+        self._loop.run_until_complete(self._lifespan.__aexit__(None, None, None))
+        self._loop.close()
+
+
+def service(index: Artifact, query_tower: Artifact, config: ServeConfig, *, groups: int = 1) -> Service:
+    catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
+    encoder = Here(QueryEncoder(Parts((query_tower.uri, "student"))))
+    held = [(0, 1)] if groups == 1 else [(0,), (1,)]
+    searchers = [Group(Here(IndexSearcher(catalog, shards=shards)), len(shards)) for shards in held]
+    return Service([Arm("default", encoder, "torch", False)], searchers, catalog, config)

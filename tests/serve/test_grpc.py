@@ -1,0 +1,295 @@
+"""gRPC says what HTTP says: the same answers, refusals, limits, traces; in process and behind Ray Serve."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from gateway_here import Client, service
+from google.rpc import error_details_pb2, status_pb2
+from grpc_tools import protoc
+
+from conftest import DIM
+from scalingnote.serving.config import Limits, ServeConfig
+from scalingnote.storage.artifact import Artifact
+from serve import admission, api, app, launch, messages
+from serve.admission import Admission
+from serve.grpc import scalingnote_pb2 as pb
+from serve.grpc import translate
+from serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
+from serve.grpc.servicer import Servicer
+from serve.refusals import RefusedError
+from serve.settings import AppArgs
+
+ROOT = Path(api.__file__).parents[1]
+KEY = "a-key-of-some-length"
+
+
+class Call:
+    """The context of a call, as Serve hands it to a replica."""
+
+    def __init__(self, **metadata: str) -> None:
+        self._sent = [(name.replace("_", "-"), value) for name, value in metadata.items()]
+        self.code, self.details, self.trailing = grpc.StatusCode.OK, "", {}
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self._sent
+
+    def peer(self) -> str:
+        return "ipv4:10.0.0.1:51234"
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.details = details
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, Any]]) -> None:
+        self.trailing = dict(metadata)
+
+
+@pytest.fixture(scope="module")
+def both(index: Artifact, query_tower: Artifact) -> Iterator[SimpleNamespace]:
+    """One service by HTTP and by gRPC, and what was told of the calls."""
+    config = ServeConfig(deadline_s=60, limits=Limits(max_k=50, max_batch=3, max_body_bytes=4096))
+    one, told = service(index, query_tower, config), []
+    servicer = Servicer(one, Admission(config.limits), lambda *seen: told.append(seen[:3]))
+    client = Client(api.build(one, config))
+
+    def call(method: str, request: Any, **metadata: str) -> tuple[Any, Call]:
+        context = Call(**metadata)
+        return client.wait(getattr(servicer, method)(request, grpc_context=context)), context
+
+    yield SimpleNamespace(http=client, call=call, told=told)
+    client.close()
+
+
+def refusal(context: Call) -> tuple[str, str | None]:
+    """Code and field of a refused call."""
+    said = status_pb2.Status.FromString(context.trailing[translate.DETAILS])
+    assert (said.code, said.message) == (context.code.value[0], context.details)
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert said.details[0].Unpack(info)
+    fields = [v.field for d in said.details if d.Unpack(bad) for v in bad.field_violations]
+    return info.reason, next(iter(fields), None)
+
+
+def test_the_committed_code_is_what_the_definition_generates(tmp_path):
+    definition = "serve/grpc/scalingnote.proto"
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    includes = [f"-I{ROOT}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
+    assert protoc.main(["protoc", *includes, *outputs, str(ROOT / definition)]) == 0
+    generated = sorted(tmp_path.glob("serve/grpc/*"))
+    assert len(generated) == 3
+    for made in generated:
+        committed = ROOT / "serve" / "grpc" / made.name
+        assert committed.read_text() == made.read_text(), "run `make proto`"
+
+
+def test_messages_have_the_fields_of_their_models():
+    pairs = [
+        (pb.SearchRequest, messages.SearchRequest),
+        (pb.SimilarRequest, messages.SimilarRequest),
+        (pb.EncodeRequest, messages.EncodeRequest),
+        (pb.UpsertRequest, messages.UpsertRequest),
+        (pb.DeleteRequest, messages.DeleteRequest),
+        (pb.GetRequest, messages.GetRequest),
+        (pb.SearchResponse, messages.SearchResponse),
+        (pb.EncodeResponse, messages.EncodeResponse),
+        (pb.Written, messages.Written),
+        (pb.Rejected, messages.Rejected),
+        (pb.Deleted, messages.Deleted),
+        (pb.Timings, messages.Timings),
+        (pb.Explained, messages.Explained),
+    ]
+    for message, model in pairs:
+        assert set(message.DESCRIPTOR.fields_by_name) == set(model.model_fields), message
+    assert set(pb.Hit.DESCRIPTOR.fields_by_name) == set(messages.Hit.model_fields) | {"fields"}
+    assert set(pb.Document.DESCRIPTOR.fields_by_name) == set(messages.Document.model_fields) | {"features"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"query": "bakoli menura", "k": 7, "explain": True},
+        {"query": "数据 zo", "filter": {"topic": ["topic 3", "topic 4"]}, "nprobe": 1},
+        {"vector": [1.0] * DIM},
+    ],
+)
+def test_a_search_finds_what_it_finds_by_http(both, asked):
+    answer, context = both.call("Search", pb.SearchRequest(**asked), x_request_id="mine-17")
+    over_http = both.http.search(**asked).json()
+    assert context.code is grpc.StatusCode.OK
+    assert answer.request_id == context.trailing["x-request-id"] == "mine-17"
+    assert (answer.index_version, answer.arm) == (over_http["index_version"], over_http["arm"])
+    assert answer.shards == answer.shards_answered == 2
+    assert answer.timings_ms.total > 0
+    assert len(answer.results) == asked.get("k", 10)
+    for hit, expected in zip(answer.results, over_http["results"], strict=True):
+        explain = expected.pop("explain", None)
+        assert {name: getattr(hit, name) for name in expected} == pytest.approx(expected)
+        assert hit.HasField("explain") == (explain is not None)
+        if explain is not None:
+            assert (hit.explain.dense, hit.explain.shard) == (explain["dense"], explain["shard"])
+            assert not hit.explain.HasField("sparse")
+
+
+def test_other_methods_answer_as_http_does(both):
+    over_http = both.http("POST", "/encode", json={"queries": ["zo", "bakoli"]}).json()
+    answer, _ = both.call("Encode", pb.EncodeRequest(queries=["zo", "bakoli"]))
+    embeddings = np.array([row.values for row in answer.embeddings])
+    assert embeddings == pytest.approx(np.array(over_http["embeddings"]))
+    assert (answer.dim, answer.arm) == (DIM, "default")
+
+    similar = {"doc_id": "d7", "k": 3}
+    answer, _ = both.call("Similar", pb.SimilarRequest(**similar))
+    over_http = both.http("POST", "/similar", json=similar).json()
+    assert [hit.doc_id for hit in answer.results] == [hit["doc_id"] for hit in over_http["results"]]
+
+    answer, _ = both.call("Get", pb.GetRequest(doc_id="d301"))
+    assert (answer.doc_id, answer.title) == ("d301", "Title 301")
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "code", "reason", "field"),
+    [
+        ("Search", pb.SearchRequest(), "INVALID_ARGUMENT", "invalid", None),
+        ("Search", pb.SearchRequest(query="x", k=0), "INVALID_ARGUMENT", "invalid", "k"),
+        ("Search", pb.SearchRequest(query="x", k=51), "INVALID_ARGUMENT", "invalid", "k"),
+        ("Search", pb.SearchRequest(query="x", filter={"no": 1}), "INVALID_ARGUMENT", "invalid", "filter"),
+        ("Search", pb.SearchRequest(vector=[float("nan")] * DIM), "INVALID_ARGUMENT", "invalid", "vector.0"),
+        ("Search", pb.SearchRequest(query="x", arm="é" * 128), "INVALID_ARGUMENT", "invalid", "arm"),
+        ("Search", pb.SearchRequest(query="x" * 5000), "RESOURCE_EXHAUSTED", "too_large", None),
+        ("Encode", pb.EncodeRequest(queries=["x"] * 4), "INVALID_ARGUMENT", "invalid", "queries"),
+        ("Get", pb.GetRequest(), "INVALID_ARGUMENT", "invalid", "doc_id"),
+        ("Get", pb.GetRequest(doc_id="no"), "NOT_FOUND", "not_found", None),
+        ("Delete", pb.DeleteRequest(doc_ids=["x"]), "FAILED_PRECONDITION", "conflict", None),
+        ("Upsert", pb.UpsertRequest(documents=[{}]), "FAILED_PRECONDITION", "conflict", None),
+    ],
+)
+def test_what_is_refused_says_why(both, method, request_, code, reason, field):
+    _, context = both.call(method, request_)
+    assert context.code is getattr(grpc.StatusCode, code)
+    assert refusal(context) == (reason, field)
+    assert len(context.details) > 8
+
+
+def test_every_call_is_told_as_its_like_over_http_is(both):
+    both.told.clear()
+    both.call("Search", pb.SearchRequest(query="zo", k=2), x_request_id="a")
+    both.call("Get", pb.GetRequest(doc_id="no"), x_request_id="b")
+    (path, state, status), refused = both.told
+    assert (path, status, state["request_id"], state["note"].query) == ("/search", 200, "a", "zo")
+    assert len(state["note"].answer["results"]) == 2
+    known = {"request_id": "b", "refused": "not_found"}
+    assert refused == ("/documents/{doc_id:path}", known, 404)
+
+
+def test_who_may_come_in_is_decided_once_for_both(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(KEY)
+    door = Admission(Limits(rate=0.001, burst=2), admission.read_keys(str(path)))
+    servicer = Servicer(SimpleNamespace(), door)
+
+    def call(**metadata: str) -> Call:
+        context = Call(**metadata)
+        asyncio.run(servicer.Get(pb.GetRequest(), grpc_context=context))
+        return context
+
+    for metadata in ({}, {"authorization": "Bearer wrong"}, {"authorization": ""}):
+        assert call(**metadata).code is grpc.StatusCode.UNAUTHENTICATED
+    key = f"Bearer {KEY}"
+    assert call(authorization=key).code is grpc.StatusCode.INVALID_ARGUMENT  # let in: it names no document
+    door.admit(key.encode(), "elsewhere")  # by HTTP
+    context = call(authorization=key)
+    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    said = status_pb2.Status.FromString(context.trailing[translate.DETAILS])
+    retry = error_details_pb2.RetryInfo()
+    assert said.details[-1].Unpack(retry)
+    assert retry.retry_delay.seconds > 100
+
+
+def test_a_fault_of_the_server_says_no_more_than_that(caplog):
+    servicer = Servicer(SimpleNamespace(), Admission(Limits()))
+    context = Call()
+    asyncio.run(servicer.Get(pb.GetRequest(doc_id="x"), grpc_context=context))
+    assert context.code is grpc.StatusCode.INTERNAL
+    assert refusal(context) == ("internal", None)
+    assert "AttributeError" in caplog.text
+    assert "AttributeError" not in context.details
+
+
+def test_a_long_message_fits_into_metadata():
+    refused = RefusedError(422, "invalid", "数" * 10_000, "文" * 10_000, 1)
+    said = translate.status(refused, "r" * 64)
+    assert len(said.SerializeToString()) < 2500
+    assert said.message.startswith("数数")
+
+
+def test_documents_and_filters_come_as_json_would_bring_them():
+    sent = {"price": 3, "weight": 1.5, "tags": ["a", None], "deep": {"x": True}, "huge": 1e300}
+    document = pb.Document(doc_id="d", title="t", features={**sent, "doc_id": "other"})
+    body = translate.asked(pb.UpsertRequest(documents=[document]), messages.UpsertRequest)
+    assert body.documents == [{**sent, "doc_id": "d", "title": "t"}]
+    assert isinstance(body.documents[0]["price"], int)
+    request = pb.SearchRequest(query="x", filter={"price": {"min": 3, "max": 4.5}, "topic": ["a"]})
+    asked = translate.asked(request, messages.SearchRequest)
+    assert messages.plain(asked.filter) == {"price": {"min": 3, "max": 4.5}, "topic": ["a"]}
+
+
+def test_a_served_application_answers_by_grpc(index: Artifact, query_tower: Artifact, tmp_path: Path):
+    from ray import serve
+
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    port, grpc_port = _free_ports(2)
+    knobs = {
+        "port": port,
+        "grpc_port": grpc_port,
+        "api_keys": str(keys),
+        "deadline_s": 60,
+        "encoder_in": "gateway",
+        "searchers_in": "gateway",
+        "access_log": str(tmp_path / "log"),
+    }
+    served = app.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=knobs))
+    try:
+        launch.start(served)
+        with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+            stub = ScalingNoteStub(channel)
+            key = [("authorization", f"Bearer {KEY}"), ("application", launch.NAME)]
+            request = pb.SearchRequest(query="bakoli menura", k=5)
+            answer, call = stub.Search.with_call(request, metadata=[*key, ("x-request-id", "mine")])
+            assert len(answer.results) == 5
+            assert answer.shards_answered == answer.shards == 2
+            assert ("x-request-id", "mine") in call.trailing_metadata()
+            best = answer.results[0].doc_id
+            assert stub.Get(pb.GetRequest(doc_id=best), metadata=key).doc_id == best
+            with pytest.raises(grpc.RpcError) as missing:
+                stub.Get(pb.GetRequest(doc_id="no/thing"), metadata=key)
+            assert missing.value.code() is grpc.StatusCode.NOT_FOUND
+            assert "no/thing" in missing.value.details()
+            details = dict(missing.value.trailing_metadata())[translate.DETAILS]
+            assert status_pb2.Status.FromString(details).message == missing.value.details()
+            with pytest.raises(grpc.RpcError) as unknown:
+                stub.Search(request)
+            assert unknown.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    finally:
+        serve.shutdown()
+    (log,) = (tmp_path / "log").glob("*.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["request_id"], line["path"], line["k"]) for line in lines] == [("mine", "/search", 5)]
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
