@@ -8,14 +8,15 @@ import httpx
 import pytest
 
 from scalingnote.serving.config import Limits
+from serve.admission import Admission
 from serve.door import Door
 
 KEY = "a key of sixteen or more"
 
 
-def application(**knobs: Any) -> tuple[Door, list[tuple[str, int]]]:
+def application(**knobs: Any) -> tuple[Door, list[int]]:
     """A door before an application that waits for /slow and answers everything else."""
-    told: list[tuple[str, int]] = []
+    told: list[int] = []
 
     async def api(scope, receive, send):
         if scope["path"] == "/slow":
@@ -26,9 +27,8 @@ def application(**knobs: Any) -> tuple[Door, list[tuple[str, int]]]:
     keys = frozenset({hashlib.sha256(KEY.encode()).digest()}) if knobs.pop("closed", False) else None
     door = Door(
         api,
-        limits=Limits(**knobs),
-        keys=keys,
-        done=lambda scope, status, seconds: told.append((scope["path"], status)),
+        admission=Admission(Limits(**knobs), keys),
+        done=lambda path, note, status, seconds: told.append(status),
     )
     return door, told
 
@@ -57,7 +57,7 @@ def test_a_closed_door_opens_to_a_key(given, status):
     door, told = application(closed=True)
     (answer,) = ask(door, "/search", headers=given)
     assert answer.status_code == status
-    assert told == [("/search", status)]
+    assert told == [status]
     if status == 401:
         assert answer.headers["www-authenticate"] == "Bearer"
         assert answer.json()["error"]["code"] == "unauthorized"
@@ -81,21 +81,21 @@ def test_a_client_in_excess_of_its_rate_is_told_when_to_come_back():
 
 def test_tokens_come_back_with_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("serve.door.time.monotonic", lambda: now[0])
-    door, _ = application(rate=1, burst=2)
-    assert [door._wait_of("x") for _ in range(3)] == [0, 0, 1]
-    assert door._wait_of("y") == 0
+    monkeypatch.setattr("serve.admission.time.monotonic", lambda: now[0])
+    admission = Admission(Limits(rate=1, burst=2))
+    assert [admission._wait_of("x") for _ in range(3)] == [0, 0, 1]
+    assert admission._wait_of("y") == 0
     now[0] += 1
-    assert [door._wait_of("x"), door._wait_of("x")] == [0, 1]
+    assert [admission._wait_of("x"), admission._wait_of("x")] == [0, 1]
     now[0] += 100
-    assert [door._wait_of("x") for _ in range(3)] == [0, 0, 1]
+    assert [admission._wait_of("x") for _ in range(3)] == [0, 0, 1]
 
 
 def test_more_than_there_is_room_for_is_refused_at_once():
     door, told = application(in_flight=2)
     answers = ask(door, *["/slow"] * 4)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
-    assert [status for _, status in told][:2] == [503, 503]  # they did not wait for the others
+    assert told[:2] == [503, 503]  # they did not wait for the others
     assert all(answer.headers["retry-after"] == "1" for answer in answers if answer.status_code == 503)
     assert ask(door, "/slow")[0].status_code == 200
 
