@@ -126,6 +126,8 @@ def _served(index: Artifact, tower: Artifact, parts: Parts, config: ServeConfig)
     elif pinned:
         raise ConfigError("serve.live has the writes of one index: arms of other indexes cannot be beside it")
     else:
+        if "://" in config.live.folder:
+            raise ConfigError(f"serve.live.folder is {config.live.folder}: logs are files, name a folder")
         catalog = LiveCatalog(os.path.abspath(config.live.folder), index.uri, version.dim)
     return Served(index, tuple(arms), catalog, config)
 

@@ -28,7 +28,7 @@ class Metrics:
     """What a gateway replica measures."""
 
     def __init__(self) -> None:
-        name = "scalingnote_{}".format
+        name, self._version = "scalingnote_{}".format, ""
         self._took = metrics.Histogram(
             name("request_ms"),
             "milliseconds of a request in the gateway",
@@ -73,6 +73,9 @@ class Metrics:
     def state(self, *, in_flight: int, version: str, documents: int) -> None:
         """How things stand; told now and then."""
         self._in_flight.set(in_flight)
+        if self._version not in ("", version):  # one version is active, the others have none
+            self._documents.set(0, tags={"version": self._version})
+        self._version = version
         self._documents.set(documents, tags={"version": version})
 
     def recall(self, value: float) -> None:

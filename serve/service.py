@@ -207,8 +207,12 @@ class Service:
     async def compact(self) -> messages.IndexVersions:
         """Write the next version of a live index now, and go over to it."""
         writing, _ = self._writable(0, "")
-        await writing.writer.compact.remote()
-        await self.follow()
+
+        async def go_on() -> None:
+            await writing.writer.compact.remote()
+            await self.follow()
+
+        await asyncio.shield(asyncio.create_task(go_on()))
         return self.versions()
 
     def _writable(self, rows: int, field: str) -> tuple[Writing, Clock]:
@@ -305,12 +309,16 @@ class Service:
         """Answer from another version: open it everywhere, then go over. No request sees both, none fails."""
         if self._catalog.state is None:
             raise conflict("no index can be activated here: set serve.state to a folder that all nodes reach")
+        # It goes on when its request is cut off: to open a large index may take longer than a proxy waits.
+        await asyncio.shield(asyncio.create_task(self._go_over(version)))
+        return self.versions()
+
+    async def _go_over(self, version: Version) -> None:
         async with self._going_over:
             await self._open(version)
             self._serving = await asyncio.to_thread(self._catalog.activate, version)
             await self._open(version)  # of a live index only the current version can be opened
             log.info("index version %s is active", version.name)
-        return self.versions()
 
     async def follow(self) -> None:
         """Go over to what another gateway has activated, if it has."""
