@@ -24,17 +24,17 @@ class Admission:
     def __init__(self, limits: Limits, keys: frozenset[bytes] | None = None) -> None:
         """`keys` are digests, see :func:`read_keys`; None: nobody is asked for one."""
         self._limits, self._keys = limits, keys
-        self._in_flight = 0
+        self.in_flight = 0  # requests that are here
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, as of when
 
     @contextmanager
     def visit(self) -> Iterator[None]:
         """As long as a request is here."""
-        self._in_flight += 1
+        self.in_flight += 1
         try:
             yield
         finally:
-            self._in_flight -= 1
+            self.in_flight -= 1
 
     def admit(self, authorization: bytes, address: str, *, size: int = 0, public: bool = False) -> None:
         """RefusedError unless a request with this header, from this address, may come in."""
@@ -45,7 +45,7 @@ class Admission:
         if wait > 0:
             rate = f"{self._limits.rate:g} requests a second"
             raise RefusedError(429, "rate_limited", f"more than {rate} of one client", None, int(wait) + 1)
-        if self._in_flight > self._limits.in_flight:
+        if self.in_flight > self._limits.in_flight:
             raise RefusedError(503, "unavailable", "too many requests at once: try again", None, 1)
         self.measure(size)
 

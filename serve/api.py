@@ -48,8 +48,11 @@ def build(
     admission: Admission | None = None,
     metrics: Callable[[], str] = str,
     done: Done | None = None,
+    look: Callable[[], None] | None = None,
 ) -> FastAPI:
     """The application. `metrics` gives the text of ``/metrics``, `done` is told of every request.
+
+    `look` is called now and then, to measure how things stand.
 
     `admission` is shared with whatever else lets requests in; None: of the limits, with no keys.
     """
@@ -57,7 +60,7 @@ def build(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.start()
-        following = asyncio.create_task(_follow(service))
+        following = asyncio.create_task(_follow(service, look))
         yield
         following.cancel()
 
@@ -107,7 +110,7 @@ def _searching(api: FastAPI, service: Service) -> None:
         return _json(await service.encode(body))
 
     @api.get("/documents/{doc_id:path}", response_model=dict[str, Any])
-    async def document(doc_id: str) -> Response:
+    async def document(doc_id: messages.DocId) -> Response:
         """A document as the index shows it."""
         return _json(await service.document(doc_id))
 
@@ -124,7 +127,7 @@ def _writing(api: FastAPI, service: Service) -> None:
         return await service.delete(body.doc_ids)
 
     @api.delete("/documents/{doc_id:path}")
-    async def delete_one(doc_id: str) -> messages.Deleted:
+    async def delete_one(doc_id: messages.DocId) -> messages.Deleted:
         """Delete a document."""
         return await service.delete([doc_id])
 
@@ -138,14 +141,18 @@ def _administration(api: FastAPI, service: Service) -> None:
     @api.post("/admin/index/activate")
     async def activate(body: messages.ActivateRequest) -> messages.IndexVersions:
         """Answer from another version, without a failed request; it is opened first, which may take long."""
+        field = "version" if body.uri is None else "uri"
         try:
             if body.uri is not None:
                 version = await asyncio.to_thread(Version.of, body.uri)
             else:
                 version = await asyncio.to_thread(service.version, body.version or "")
+        except (ScalingNoteError, OSError, ValueError) as error:  # the last two: no place of any filesystem
+            raise invalid(str(error), field) from None
+        try:
             return await service.activate(version)
         except ScalingNoteError as error:
-            raise invalid(str(error), "uri" if body.uri else "version") from None
+            raise invalid(str(error), field) from None
 
     @api.post("/admin/index/compact")
     async def compact() -> messages.IndexVersions:
@@ -167,7 +174,7 @@ def _watching(api: FastAPI, service: Service, metrics: Callable[[], str]) -> Non
         """What can be asked here."""
         return service.info()
 
-    @api.get("/healthz", response_model=messages.Health)
+    @api.get("/healthz", response_model=messages.Health, responses={503: {"model": messages.Health}})
     async def health() -> Response:
         """Whether encoders and searchers answer; 503 when no query could be answered."""
         found = await service.health()
@@ -195,8 +202,10 @@ class _Static(StaticFiles):
         return response
 
 
-async def _follow(service: Service) -> None:
+async def _follow(service: Service, look: Callable[[], None] | None) -> None:
     while True:
+        if look is not None:
+            look()
         await asyncio.sleep(FOLLOW_S)
         try:
             await service.follow()

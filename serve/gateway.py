@@ -55,7 +55,7 @@ class Gateway(Servicer):
         reranker: DeploymentHandle | None = None,
         writing: Writing | None = None,
     ) -> None:
-        measured = metrics.Metrics()
+        self._measured = measured = metrics.Metrics()
         service = Service(
             [Arm(a.name, _encoder(a.encoder), a.tower, a.personalised, a.version) for a in arms],
             _groups(searchers, config),
@@ -79,6 +79,13 @@ class Gateway(Servicer):
             admission=self._admission,
             metrics=metrics.scraped,
             done=self._done,
+            look=self._look,
+        )
+
+    def _look(self) -> None:
+        active = self._service.active
+        self._measured.state(
+            in_flight=self._admission.in_flight, version=active.name, documents=active.documents
         )
 
 

@@ -57,7 +57,8 @@ def start(served: Served) -> str:
 
 def launch(application: Application, config: ServeConfig) -> str:
     """Run an application behind its doors, HTTP and gRPC; returns its URL once it answers."""
-    timeout_s = config.deadline_s + 2  # beyond its deadline a request was stuck before the gateway
+    # Beyond its deadline a request was stuck before the gateway.
+    timeout_s = max(config.deadline_s, config.live.deadline_s if config.live else 0.0) + 2
     http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=timeout_s)
     grpc = None
     if config.grpc_port is not None:

@@ -231,6 +231,11 @@ class Service:
                 await group.searcher.refresh.remote()
         return answer
 
+    @property
+    def active(self) -> Version:
+        """The version that new requests are answered from."""
+        return self._serving.active
+
     # --- what there is --------------------------------------------------------------------------------
 
     def info(self) -> messages.Info:
@@ -453,7 +458,9 @@ def _documents(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], li
         except ValidationError as error:
             (first, *_) = error.errors()
             where = ".".join(map(str, first["loc"]))
-            doc_id = str(row.get("doc_id") or f"document {number}")
+            given = row.get("doc_id")
+            named = isinstance(given, str) and 0 < len(given) <= 512 and given.isprintable()
+            doc_id = given if named else f"document {number}"
             set_aside.append(messages.Rejected(doc_id=doc_id, reason=f"{where}: {first['msg']}"))
     return documents, set_aside
 

@@ -9,6 +9,7 @@ A filter names fields and what each must be; all must hold:
 A document without a value in a field is not found by a filter on it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,19 +78,46 @@ def facets(documents: Sequence[pa.Table], fields: pa.Schema, *, most: int) -> di
 
 def _fulfil(column: pa.ChunkedArray, condition: Any) -> pa.ChunkedArray:
     if isinstance(condition, Mapping):
-        low, high = condition.get("min"), condition.get("max")
-        above = pc.is_valid(column) if low is None else pc.greater_equal(column, low)
-        return above if high is None else pc.and_kleene(above, pc.less_equal(column, high))
-    values = _listed(condition)
+        ends = _ends(condition.get("min"), condition.get("max"), column.type)
+        low, high = (pa.scalar(end, column.type) for end in ends) if ends[0] <= ends[1] else (None, None)
+        return pc.and_kleene(pc.greater_equal(column, low), pc.less_equal(column, high))
+    values = _as(_listed(condition), column.type)
     if len(values) == 1:
-        return pc.equal(column, pa.scalar(values[0]))
-    return pc.is_in(column, value_set=_as(values, column.type))
+        return pc.equal(column, values[0])
+    return pc.is_in(column, value_set=values)
 
 
 def _as(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """As values of a column; those it cannot hold (1.5 of integers) equal none of its values."""
-    kept = [v for v in values if not (pa.types.is_integer(kind) and v != int(v))]
-    return pa.array(kept, kind)
+    if pa.types.is_integer(kind):
+        least, most = _limits(kind)
+        values = [int(v) for v in values if v == int(v) and least <= v <= most]
+    elif pa.types.is_floating(kind):
+        values = [_float(v) for v in values]
+    return pa.array(values, kind)
+
+
+def _ends(low: Any, high: Any, kind: pa.DataType) -> tuple[Any, Any]:
+    """The range that a column can hold of this one; a low end above the high one: nothing."""
+    if not pa.types.is_integer(kind):
+        return -math.inf if low is None else _float(low), math.inf if high is None else _float(high)
+    least, most = _limits(kind)
+    return (
+        least if low is None else max(least, math.ceil(low)),
+        most if high is None else min(most, math.floor(high)),
+    )
+
+
+def _limits(kind: pa.DataType) -> tuple[int, int]:
+    limits = np.iinfo(kind.to_pandas_dtype())
+    return int(limits.min), int(limits.max)
+
+
+def _float(value: float | int) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer may be larger than any
+        return math.copysign(math.inf, value > 0 or -1)
 
 
 def _listed(condition: Any) -> list[Any]:
@@ -101,7 +129,9 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
         return isinstance(value, bool)
     if _is_text(kind):
         return isinstance(value, str)
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_text(kind: pa.DataType) -> bool:

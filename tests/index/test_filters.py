@@ -3,7 +3,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalingnote.errors import ConfigError, SearchError
@@ -78,3 +78,39 @@ def test_fields_must_be_there_and_of_a_kind_that_can_be_filtered() -> None:
         filters.require_fields(documents, ["brand"])
     with pytest.raises(ConfigError, match=r"'tags', which is of type list<.*>: text, numbers"):
         filters.require_fields(documents, ["tags"])
+
+
+WIDE = (
+    st.integers(-(2**64), 2**64)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from([2**53 + 1, 2**63, 10**400, -(10**400), 1.5, 2.0**63, -(2.0**63), 1e300])
+)
+RANGES = st.fixed_dictionaries({"min": WIDE}, optional={"max": WIDE}) | st.fixed_dictionaries({"max": WIDE})
+COLUMNS = {
+    "long": pa.array([0, 2, 2**53 + 1, 2**63 - 1, -(2**63), None], pa.int64()),
+    "byte": pa.array([0, 2, 255, 1, 3, None], pa.uint8()),
+    "double": pa.array([0.0, 1.5, 2.0**53, 1e300, -1e300, None], pa.float64()),
+}
+
+
+@settings(derandomize=True, max_examples=100, database=None)
+@given(asked=WIDE | st.lists(WIDE, min_size=1, max_size=3) | RANGES)
+def test_numbers_of_any_size_are_compared(asked: Any) -> None:
+    table = pa.table(COLUMNS)
+    for name, column in COLUMNS.items():
+        rows = [{name: value} for value in column.to_pylist()]
+        filters.check({name: asked}, table.schema)
+        found = filters.mask(table, {name: asked}).tolist()
+        assert found == [_fulfils(row, {name: _read(asked) if name == "double" else asked}) for row in rows]
+
+
+def _read(asked: Any) -> Any:
+    """As a double, whose steps are wider than one from 2^53 on."""
+    if isinstance(asked, dict):
+        return {end: _read(value) for end, value in asked.items()}
+    if isinstance(asked, list):
+        return [_read(value) for value in asked]
+    try:
+        return float(asked)
+    except OverflowError:
+        return np.inf if asked > 0 else -np.inf

@@ -13,7 +13,7 @@ from serve.flow import Group
 from serve.here import Here
 from serve.query_encoder import Parts, QueryEncoder
 from serve.searcher import IndexSearcher
-from serve.service import Arm, Service
+from serve.service import Arm, Service, Writing
 
 T = TypeVar("T")
 
@@ -44,9 +44,17 @@ class Client:
         self._loop.close()
 
 
-def service(index: Artifact, query_tower: Artifact, config: ServeConfig, *, groups: int = 1) -> Service:
+def service(
+    index: Artifact,
+    query_tower: Artifact,
+    config: ServeConfig,
+    *,
+    groups: int = 1,
+    writing: Writing | None = None,
+) -> Service:
     catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
     encoder = Here(QueryEncoder(Parts((query_tower.uri, "student"))))
     held = [(0, 1)] if groups == 1 else [(0,), (1,)]
     searchers = [Group(Here(IndexSearcher(catalog, shards=shards)), len(shards)) for shards in held]
-    return Service([Arm("default", encoder, "torch", False)], searchers, catalog, config)
+    arms = [Arm("default", encoder, "torch", False)]
+    return Service(arms, searchers, catalog, config, writing=writing)

@@ -1,8 +1,6 @@
-"""gRPC says what HTTP says: the same answers, refusals, limits, traces; in process and behind Ray Serve."""
+"""gRPC says what HTTP says: the same answers, refusals, limits and traces."""
 
 import asyncio
-import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +16,12 @@ from grpc_tools import protoc
 from conftest import DIM
 from scalingnote.serving.config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
-from serve import admission, api, app, launch, messages
+from serve import admission, api, messages
 from serve.admission import Admission
 from serve.grpc import scalingnote_pb2 as pb
 from serve.grpc import translate
-from serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
 from serve.grpc.servicer import Servicer
 from serve.refusals import RefusedError
-from serve.settings import AppArgs
 
 ROOT = Path(api.__file__).parents[1]
 KEY = "a-key-of-some-length"
@@ -241,55 +237,3 @@ def test_documents_and_filters_come_as_json_would_bring_them():
     request = pb.SearchRequest(query="x", filter={"price": {"min": 3, "max": 4.5}, "topic": ["a"]})
     asked = translate.asked(request, messages.SearchRequest)
     assert messages.plain(asked.filter) == {"price": {"min": 3, "max": 4.5}, "topic": ["a"]}
-
-
-def test_a_served_application_answers_by_grpc(index: Artifact, query_tower: Artifact, tmp_path: Path):
-    from ray import serve
-
-    keys = tmp_path / "keys"
-    keys.write_text(KEY)
-    port, grpc_port = _free_ports(2)
-    knobs = {
-        "port": port,
-        "grpc_port": grpc_port,
-        "api_keys": str(keys),
-        "deadline_s": 60,
-        "encoder_in": "gateway",
-        "searchers_in": "gateway",
-        "access_log": str(tmp_path / "log"),
-    }
-    served = app.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=knobs))
-    try:
-        launch.start(served)
-        with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
-            stub = ScalingNoteStub(channel)
-            key = [("authorization", f"Bearer {KEY}"), ("application", launch.NAME)]
-            request = pb.SearchRequest(query="bakoli menura", k=5)
-            answer, call = stub.Search.with_call(request, metadata=[*key, ("x-request-id", "mine")])
-            assert len(answer.results) == 5
-            assert answer.shards_answered == answer.shards == 2
-            assert ("x-request-id", "mine") in call.trailing_metadata()
-            best = answer.results[0].doc_id
-            assert stub.Get(pb.GetRequest(doc_id=best), metadata=key).doc_id == best
-            with pytest.raises(grpc.RpcError) as missing:
-                stub.Get(pb.GetRequest(doc_id="no/thing"), metadata=key)
-            assert missing.value.code() is grpc.StatusCode.NOT_FOUND
-            assert "no/thing" in missing.value.details()
-            details = dict(missing.value.trailing_metadata())[translate.DETAILS]
-            assert status_pb2.Status.FromString(details).message == missing.value.details()
-            with pytest.raises(grpc.RpcError) as unknown:
-                stub.Search(request)
-            assert unknown.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    finally:
-        serve.shutdown()
-    (log,) = (tmp_path / "log").glob("*.jsonl")
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(line["request_id"], line["path"], line["k"]) for line in lines] == [("mine", "/search", 5)]
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

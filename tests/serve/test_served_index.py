@@ -1,6 +1,7 @@
 """A server as the shell starts it: real replicas behind HTTP, swapped under load, killed, shut down."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -12,8 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
+from google.rpc import status_pb2
 
 from conftest import DIM, built, student
 from scalingnote import cli, pipeline
@@ -23,6 +26,9 @@ from scalingnote.search.searcher import Searcher
 from scalingnote.serving.config import ServeConfig
 from scalingnote.storage.artifact import Artifact
 from serve import app, launch
+from serve.grpc import scalingnote_pb2 as pb
+from serve.grpc import translate
+from serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
 from serve.settings import AppArgs
 
 QUERY = "bakoli menura"
@@ -43,12 +49,30 @@ def expected(query_tower: Artifact) -> Expected:
 
 
 @pytest.fixture(scope="module")
+def grpc_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def access_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("log")
+
+
+@pytest.fixture(scope="module")
 def server(
-    index: Artifact, query_tower: Artifact, tmp_path_factory: pytest.TempPathFactory
+    index: Artifact,
+    query_tower: Artifact,
+    grpc_port: int,
+    access_log: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[psutil.Popen]:
     """In a process and a cluster of its own: encoder and both shards in replicas of their own."""
     knobs = {
         "port": 0,
+        "grpc_port": grpc_port,
+        "open": True,
+        "access_log": str(access_log),
         "deadline_s": 20,
         "encoder_in": "replicas",
         "searchers_in": "replicas",
@@ -94,6 +118,29 @@ def test_what_is_served_is_what_is_searched(url, index, expected):
     status, answer = post(f"{url}/search", query=QUERY, k=5)
     assert (status, found(answer)) == (200, expected(index))
     assert (answer["shards"], answer["shards_answered"]) == (2, 2)
+
+
+def test_grpc_answers_what_http_does(url, grpc_port, access_log, index, expected):
+    with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
+        stub = ScalingNoteStub(channel)
+        metadata = [("application", launch.NAME), ("x-request-id", "mine")]
+        answer, call = stub.Search.with_call(pb.SearchRequest(query=QUERY, k=5), metadata=metadata)
+        assert [hit.doc_id for hit in answer.results] == expected(index)
+        assert answer.shards_answered == answer.shards == 2
+        assert ("x-request-id", "mine") in call.trailing_metadata()
+        assert stub.Get(pb.GetRequest(doc_id="d301")).title == "Title 301"
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Get(pb.GetRequest(doc_id="no/thing"))
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert "no/thing" in refused.value.details()
+    details = dict(refused.value.trailing_metadata())[translate.DETAILS]
+    assert status_pb2.Status.FromString(details).message == refused.value.details()
+    (log,) = access_log.glob("*.jsonl")
+    while '"mine"' not in log.read_text():  # it is flushed once a second
+        time.sleep(0.1)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (mine,) = [line for line in lines if line["request_id"] == "mine"]
+    assert (mine["path"], mine["status"], mine["k"]) == ("/search", 200, 5)
 
 
 def test_the_page_and_the_openapi_are_there(url):

@@ -1,0 +1,191 @@
+"""Whatever is sent, the answer is one that /openapi.json describes, and never a fault of the server."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from gateway_here import Client, service
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode, checks
+
+from conftest import DIM
+from scalingnote.serving.config import Limits, ServeConfig
+from scalingnote.storage.artifact import Artifact
+from serve import api
+from serve.here import Here
+from serve.messages import Refusal
+from serve.service import Writing
+
+CHECKS = [
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+OPERATIONS = [
+    ("/search", "POST"),
+    ("/similar", "POST"),
+    ("/encode", "POST"),
+    ("/documents", "POST"),
+    ("/documents/delete", "POST"),
+    ("/documents/{doc_id}", "GET"),
+    ("/documents/{doc_id}", "DELETE"),
+    ("/admin/index", "GET"),
+    ("/admin/index/activate", "POST"),
+    ("/admin/index/compact", "POST"),
+    ("/admin/index/roll_back", "POST"),
+    ("/info", "GET"),
+    ("/healthz", "GET"),
+    ("/metrics", "GET"),
+]
+
+
+class Writer:
+    """Takes all that comes so far."""
+
+    async def encode(self, documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return documents
+
+    async def upsert(self, rows: list[dict[str, Any]]) -> tuple[int, list[dict[str, str]]]:
+        return len(rows), []
+
+    async def delete(self, doc_ids: list[str]) -> int:
+        return len(doc_ids)
+
+    async def compact(self) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def client(index: Artifact, query_tower: Artifact) -> Iterator[Client]:
+    config = ServeConfig(deadline_s=60, limits=Limits(max_batch=8))
+    writing = Writing(Here(Writer()), Here(Writer()), 60.0)
+    made = Client(api.build(service(index, query_tower, config, writing=writing), config))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def described(client: Client) -> Any:
+    return schemathesis.openapi.from_dict(client("GET", "/openapi.json").json())
+
+
+def answered(client: Client, method: str, path: str, *, hurried: bool = False, **sent: Any) -> Any:
+    """An answer that is no fault of the server, and of the one form if it is a refusal."""
+    answer = client(method, path, **sent)
+    assert answer.status_code < 500 or (hurried and answer.status_code == 503), (answer.text, sent)
+    if answer.status_code >= 400 and method != "HEAD":
+        refusal = Refusal.model_validate(answer.json(), extra="forbid")
+        assert refusal.request_id == answer.headers["x-request-id"]
+        assert len(refusal.error.message) > 8
+    return answer
+
+
+def test_every_operation_is_tried(described):
+    tried = {(each.ok().path, each.ok().method.upper()) for each in described.get_all_operations()}
+    assert tried == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("path", "method"), OPERATIONS, ids=lambda value: value)
+def test_what_the_openapi_allows_and_forbids_is_answered_as_it_says(client, described, path, method, mode):
+    operation = described[path][method]
+    if mode is GenerationMode.NEGATIVE and not operation.body:
+        return  # nothing to get wrong
+
+    @settings(derandomize=True, max_examples=25, database=None)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        kwargs = case.as_transport_kwargs(base_url="http://test")
+        kwargs["content"] = kwargs.pop("data", None)
+        sent = {name: kwargs[name] for name in ("headers", "json", "content") if kwargs.get(name) is not None}
+        hurried = "deadline_ms" in (case.body if isinstance(case.body, dict) else ())
+        answer = answered(client, kwargs["method"], kwargs["url"], hurried=hurried, **sent)
+        case.validate_response(answer, checks=CHECKS)
+
+    check()
+
+
+ODD = ["", "\x00", "\ud800", "\U0001f3a9", "x" * 600, "__class__", "../.."]  # half of a surrogate pair, too
+TEXT = st.text(max_size=10) | st.sampled_from(ODD)
+NUMBERS = (
+    st.integers() | st.floats() | st.sampled_from([2**31, 2**53 + 1, 2**63, -(2**63) - 1, 10**400, 5e-324])
+)
+SCALARS = st.none() | st.booleans() | NUMBERS | TEXT
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+SEARCH = {
+    "k": 3,
+    "nprobe": 1,
+    "arm": "default",
+    "user_id": "u",
+    "filter": {"topic": "topic 1"},
+    "explain": True,
+}
+GOOD: dict[str, list[dict[str, Any]]] = {
+    "/search": [{"query": "zo", **SEARCH}, {"vector": [1.0] * DIM}, {"query": "zo", "rerank": 3}],
+    "/similar": [{"doc_id": "d7", "filter": {"topic": ["topic 1", "topic 2"]}}],
+    "/encode": [{"queries": ["zo"], "arm": "default", "user_id": "u"}],
+    "/documents": [{"documents": [{"doc_id": "d7", "title": "t", "price": 3}, {"doc_id": "d8"}]}],
+    "/documents/delete": [{"doc_ids": ["d7"]}],
+    "/admin/index/activate": [{"version": "x"}, {"uri": "/nowhere"}],
+    "/admin/index/compact": [{}],
+    "/admin/index/roll_back": [{}],
+}
+
+
+def spoilt(value: Any) -> st.SearchStrategy[Any]:
+    """Something else in its place, or in that of one of its parts, or beside them."""
+    match value:
+        case dict():
+            parts = [
+                spoilt(part).map(lambda new, name=name: {**value, name: new}) for name, part in value.items()
+            ]
+            beside = st.dictionaries(TEXT, ANYTHING, min_size=1, max_size=1).map(lambda new: {**value, **new})
+            return st.one_of(ANYTHING, beside, *parts)
+        case [first, *others]:
+            return ANYTHING | spoilt(first).map(lambda new: [new, *others]) | st.just([])
+    return st.sampled_from(ODD) | ANYTHING
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_any_json_is_answered_or_refused(client, path):
+    @settings(derandomize=True, max_examples=100, database=None)
+    @given(body=st.one_of(map(spoilt, GOOD[path])))
+    def check(body: Any) -> None:
+        content = json.dumps(body).encode()
+        answered(client, "POST", path, content=content, headers={"content-type": "application/json"})
+
+    check()
+
+
+@settings(derandomize=True, max_examples=60, database=None)
+@given(
+    content=st.binary(max_size=40)
+    | st.sampled_from([b"[" * 100_000, b'{"query":' * 500, b"1" * 5000, b"\xff\xfe{"]),
+    kind=st.sampled_from(
+        ["application/json", "application/json; charset=latin-1", "text/plain", "\xff", "/"]
+    ),
+    path=st.sampled_from(sorted(GOOD)),
+)
+def test_any_bytes_are_refused(client, content, kind, path):
+    headers = {"content-type": kind.encode("latin-1")}
+    answer = answered(client, "POST", path, content=content, headers=headers)
+    assert answer.status_code >= 400 or not content or path.startswith("/admin")
+
+
+@settings(derandomize=True, max_examples=60, database=None)
+@given(
+    method=st.sampled_from(["GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE", "QUERY"]),
+    path=st.sampled_from([path for path, _ in OPERATIONS] + ["/", "/page/", "/page/..%2fapi.py", "/docs"]),
+    doc_id=st.binary(max_size=20) | st.sampled_from([b"d7", b"x" * 600, b"..", b"\x00", b"a/b", b"%2f"]),
+)
+def test_any_method_and_any_id_is_answered(client, method, path, doc_id):
+    quoted = "".join(f"%{byte:02x}" for byte in doc_id)
+    answer = answered(client, method, path.replace("{doc_id}", quoted))
+    assert answer.status_code != 405 or answer.headers["allow"]
