@@ -15,6 +15,7 @@ Those on Ray Serve run with HAProxy.
 
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -77,12 +78,20 @@ def running(server: Server) -> Any:
         [sys.executable, *server.command], stdout=subprocess.PIPE, text=True, env=environment
     )
     try:
-        yield next(line for line in process.stdout if line.startswith("http://")).split()[0]
+        url = next(line for line in process.stdout if line.startswith("http://")).split()[0]
+        while not _listens(PORT):
+            time.sleep(0.1)
+        yield url
     finally:
         for member in [*process.children(recursive=True), process]:
             member.kill()
         process.wait()
         time.sleep(1)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def measure(
