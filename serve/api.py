@@ -29,6 +29,7 @@ from serve.door import Done, Door
 from serve.messages import Refusal, SearchResponse
 from serve.refusals import RefusedError, body_of, conflict, invalid, not_valid
 from serve.service import Service
+from serve.versions import Versions
 
 PAGE = Path(__file__).parent / "page"
 FOLLOW_S = 0.5  # between two looks at what other gateways have activated
@@ -59,7 +60,7 @@ def build(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await service.start()
+        await service.versions.start()
         following = asyncio.create_task(_follow(service, look))
         yield
         following.cancel()
@@ -136,7 +137,7 @@ def _administration(api: FastAPI, service: Service) -> None:
     @api.get("/admin/index")
     async def versions() -> messages.IndexVersions:
         """The versions of the index that are open."""
-        return service.versions()
+        return _open_versions(service.versions)
 
     @api.post("/admin/index/activate")
     async def activate(body: messages.ActivateRequest) -> messages.IndexVersions:
@@ -146,26 +147,29 @@ def _administration(api: FastAPI, service: Service) -> None:
             if body.uri is not None:
                 version = await asyncio.to_thread(Version.of, body.uri)
             else:
-                version = await asyncio.to_thread(service.version, body.version or "")
+                version = await asyncio.to_thread(service.versions.named, body.version or "")
         except (ScalingNoteError, OSError, ValueError) as error:  # the last two: no place of any filesystem
             raise invalid(str(error), field) from None
         try:
-            return await service.activate(version)
+            await service.versions.activate(version)
         except ScalingNoteError as error:
             raise invalid(str(error), field) from None
+        return _open_versions(service.versions)
 
     @api.post("/admin/index/compact")
     async def compact() -> messages.IndexVersions:
         """Write the next version of a live index now, and answer from it."""
-        return await service.compact()
+        await service.compact()
+        return _open_versions(service.versions)
 
     @api.post("/admin/index/roll_back")
     async def roll_back() -> messages.IndexVersions:
         """Answer from the version that was active before this one."""
         try:
-            return await service.activate(await asyncio.to_thread(service.previous))
+            await service.versions.activate(await asyncio.to_thread(service.versions.previous))
         except ScalingNoteError as error:
             raise conflict(str(error)) from None
+        return _open_versions(service.versions)
 
 
 def _watching(api: FastAPI, service: Service, metrics: Callable[[], str]) -> None:
@@ -208,9 +212,26 @@ async def _follow(service: Service, look: Callable[[], None] | None) -> None:
             look()
         await asyncio.sleep(FOLLOW_S)
         try:
-            await service.follow()
+            await service.versions.follow()
         except Exception:  # what is served goes on being served; the next look tries again
             log.exception("going over to the active index version failed")
+
+
+def _open_versions(versions: Versions) -> messages.IndexVersions:
+    active = versions.active.name
+    return messages.IndexVersions(
+        active=active,
+        versions=[
+            messages.IndexVersion(
+                version=each.name,
+                uri=each.uri,
+                documents=each.documents,
+                created=each.created,
+                active=each.name == active,
+            )
+            for each in versions.serving.versions
+        ],
+    )
 
 
 # --- answers ----------------------------------------------------------------------------------------------

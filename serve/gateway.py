@@ -20,6 +20,7 @@ from serve.observer import Observer
 from serve.query_encoder import Parts, QueryEncoder
 from serve.searcher import IndexSearcher
 from serve.service import Arm, Service, Writing
+from serve.versions import Versions
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,11 @@ class Gateway(Servicer):
         writing: Writing | None = None,
     ) -> None:
         self._measured = measured = metrics.Metrics()
+        groups = _groups(searchers, config)
         service = Service(
             [Arm(a.name, _encoder(a.encoder), a.tower, a.personalised, a.version) for a in arms],
-            _groups(searchers, config),
-            searchers.catalog,
+            groups,
+            Versions(searchers.catalog, groups),
             config,
             reranker=reranker,
             writing=writing,
@@ -83,7 +85,7 @@ class Gateway(Servicer):
         )
 
     def _look(self) -> None:
-        active = self._service.active
+        active = self._service.versions.active
         self._measured.state(
             in_flight=self._admission.in_flight, version=active.name, documents=active.documents
         )

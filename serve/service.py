@@ -10,7 +10,6 @@ import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -25,16 +24,13 @@ from scalingnote.search.config import Joining
 from scalingnote.search.found import Hit
 from scalingnote.serving.config import ServeConfig
 from serve import flow, messages
-from serve.catalog import Catalog, Serving, Version
 from serve.clock import Clock
 from serve.fan_out import in_time
 from serve.flow import Answer, Called, Group, Question
-from serve.here import Here, everywhere
-from serve.live_catalog import LiveCatalog
+from serve.here import Here
 from serve.messages import SearchRequest, SimilarRequest
 from serve.observer import Note
 from serve.refusals import conflict, invalid, unavailable
-from serve.searcher import Described
 
 FACETS = 50  # values of a field that /info tells
 SECRET = "SCALINGNOTE_SECRET"  # environment variable: what user ids are hashed with, for logs
@@ -64,13 +60,13 @@ class Writing:
 
 
 class Service:
-    """Holds handles, and which version is active."""
+    """Holds handles of the parts."""
 
     def __init__(
         self,
         arms: Sequence[Arm],
         groups: Sequence[Group],
-        catalog: Catalog | LiveCatalog,
+        versions: Versions,
         config: ServeConfig,
         *,
         reranker: Called | None = None,
@@ -82,18 +78,9 @@ class Service:
         self._canaries: set[asyncio.Task[None]] = set()
         self._arms, self._groups = {arm.name: arm for arm in arms}, list(groups)
         self._first = arms[0].name
-        self._catalog, self._config, self._reranker = catalog, config, reranker
+        self.versions, self._config, self._reranker = versions, config, reranker
         self._secret = os.environ.get(SECRET, "")
-        self._going_over = asyncio.Lock()
-        self._known: dict[str, Described] = {}
         self.shards = sum(group.shards for group in groups)
-
-    async def start(self) -> None:
-        """Learn what is served. Before this nothing can be asked."""
-        serving = await asyncio.to_thread(self._catalog.read)
-        for version in serving.versions:
-            await self._learn(version)
-        self._serving = serving
 
     # --- searching ------------------------------------------------------------------------------------
 
@@ -117,7 +104,7 @@ class Service:
             query = self._text(request.query or "")
             asked = await flow.encode(arm.encoder, query, user, clock)
             embedding, personalised = asked.embeddings, bool(asked.personalised[0])
-            terms = asked.terms if self._known[question.version].layout.sparse else None
+            terms = asked.terms if self.versions.known(question.version).layout.sparse else None
         encode = clock.lap()
         answer = await flow.search(self._groups, embedding, terms, question, clock)
         answer.personalised, searched = personalised, clock.lap()
@@ -181,7 +168,7 @@ class Service:
 
     async def document(self, doc_id: str) -> dict[str, Any]:
         """A document as the index shows it."""
-        return await flow.document(self._groups, self._serving.active.name, doc_id, self._clock(None))
+        return await flow.document(self._groups, self.versions.active.name, doc_id, self._clock(None))
 
     # --- writing --------------------------------------------------------------------------------------
 
@@ -204,16 +191,15 @@ class Service:
         (answer,) = await in_time([writing.writer.delete.remote(doc_ids)], deadline_s=clock.left())
         return messages.Deleted(deleted=await self._acknowledged(answer))
 
-    async def compact(self) -> messages.IndexVersions:
+    async def compact(self) -> None:
         """Write the next version of a live index now, and go over to it."""
         writing, _ = self._writable(0, "")
 
         async def go_on() -> None:
             await writing.writer.compact.remote()
-            await self.follow()
+            await self.versions.follow()
 
         await asyncio.shield(asyncio.create_task(go_on()))
-        return self.versions()
 
     def _writable(self, rows: int, field: str) -> tuple[Writing, Clock]:
         if self._writing is None:
@@ -231,17 +217,12 @@ class Service:
                 await group.searcher.refresh.remote()
         return answer
 
-    @property
-    def active(self) -> Version:
-        """The version that new requests are answered from."""
-        return self._serving.active
-
     # --- what there is --------------------------------------------------------------------------------
 
     def info(self) -> messages.Info:
         """What can be asked here."""
-        active, config = self._serving.active, self._config
-        known = self._known[active.name]
+        active, config = self.versions.active, self._config
+        known = self.versions.known(active.name)
         return messages.Info(
             name="ScalingNote",
             version=__version__,
@@ -283,66 +264,6 @@ class Service:
             shards_answered=answered,
         )
 
-    # --- versions of the index ------------------------------------------------------------------------
-
-    def versions(self) -> messages.IndexVersions:
-        """Those that are open."""
-        active = self._serving.active.name
-        return messages.IndexVersions(
-            active=active,
-            versions=[
-                messages.IndexVersion(
-                    version=each.name,
-                    uri=each.uri,
-                    documents=each.documents,
-                    created=each.created,
-                    active=each.name == active,
-                )
-                for each in self._serving.versions
-            ],
-        )
-
-    def version(self, name: str) -> Version:
-        """One that is kept; SearchError when there is none of that name."""
-        return self._catalog.read().named(name)
-
-    def previous(self) -> Version:
-        """The one to roll back to; SearchError when none is kept."""
-        return self._catalog.previous()
-
-    async def activate(self, version: Version) -> messages.IndexVersions:
-        """Answer from another version: open it everywhere, then go over. No request sees both, none fails."""
-        if self._catalog.state is None:
-            raise conflict("no index can be activated here: set serve.state to a folder that all nodes reach")
-        # It goes on when its request is cut off: to open a large index may take longer than a proxy waits.
-        await asyncio.shield(asyncio.create_task(self._go_over(version)))
-        return self.versions()
-
-    async def _go_over(self, version: Version) -> None:
-        async with self._going_over:
-            await self._open(version)
-            self._serving = await asyncio.to_thread(self._catalog.activate, version)
-            await self._open(version)  # of a live index only the current version can be opened
-            log.info("index version %s is active", version.name)
-
-    async def follow(self) -> None:
-        """Go over to what another gateway has activated, if it has."""
-        serving: Serving = await asyncio.to_thread(self._catalog.read)
-        if serving.active.name != self._serving.active.name:
-            async with self._going_over:
-                await self._open(serving.active)
-                self._serving = serving
-
-    async def _open(self, version: Version) -> None:
-        loading = [everywhere(group.searcher, "load", version) for group in self._groups]
-        async with asyncio.timeout(LOAD_S):
-            await asyncio.gather(*loading)
-            await self._learn(version)
-
-    async def _learn(self, version: Version) -> None:
-        asked = [group.searcher.describe.remote(version.name) for group in self._groups]
-        self._known[version.name] = reduce(Described.joined, await asyncio.gather(*asked))
-
     # --- from requests to what is asked ---------------------------------------------------------------
 
     def _arm(self, name: str | None) -> Arm:
@@ -358,8 +279,8 @@ class Service:
         return Clock(own if deadline_ms is None else min(own, deadline_ms / 1000))
 
     def _question(self, request: SearchRequest, arm: Arm, *, one_more: bool = False) -> Question:
-        limits, version = self._config.limits, arm.version or self._serving.active.name
-        known = self._known[version]
+        limits, version = self._config.limits, arm.version or self.versions.active.name
+        known = self.versions.known(version)
         if request.k > limits.max_k:
             raise invalid(f"k is {request.k}, this server gives up to {limits.max_k} results", "k")
         where = messages.plain(request.filter)
@@ -405,7 +326,7 @@ class Service:
         return query
 
     def _vector(self, values: Sequence[float]) -> Any:
-        dim = self._serving.active.dim
+        dim = self.versions.active.dim
         if len(values) != dim:
             raise invalid(
                 f"vector has {len(values)} numbers, the index has embeddings of dim {dim}", "vector"

@@ -1,7 +1,6 @@
-"""A small real index, query towers of its dimension, and the gateway's parts in this process."""
+"""One small index and query tower for all tests of serving."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 
@@ -10,44 +9,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import ray.serve  # noqa: F401
 
-import tiny
-from scalingnote.index import job
-from scalingnote.index.config import FastScan, IndexConfig
-from scalingnote.models import tower
-from scalingnote.models.backbone import train_tokenizer
-from scalingnote.storage.artifact import Artifact, Draft
-from synthetic_corpus import Corpus
+from pair import built, student
 
-DIM = 16
-
-
-def built(folder: Path, *, corpus_seed: int = 0) -> Artifact:
-    """An index of two shards."""
-    corpus = Corpus.build(f"{folder}/corpus", sizes=[200, 220], dim=DIM, seed=corpus_seed)
-    config = IndexConfig(
-        shards=2,
-        family=FastScan(refine="flat"),
-        nlist=4,
-        nprobe=4,
-        refine_factor=100,
-        iterations=2,
-        filters=("topic",),
-    )
-    return job.run(config, **corpus.uris, output=f"{folder}/index")
+from scalingnote.storage.artifact import Artifact
 
 
 @pytest.fixture(scope="session")
 def index(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return built(tmp_path_factory.mktemp("index"))
-
-
-def student(uri: str, *, dim: int = DIM) -> Artifact:
-    texts = [row["content"] for row in tiny.document_rows()]
-    learnt = train_tokenizer(texts, vocabulary=tiny.CAUSAL.vocabulary)
-    draft = Draft(uri, kind="student", config=tiny.Nothing(), parents={})
-    made = tower.build(tiny.query_tower(), role="query", dim=dim, tokenizer_json=learnt, seed=0)
-    made.save(Path(draft.path("query")))
-    return draft.commit(counts={})
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from serve.here import Here
 from serve.query_encoder import Parts, QueryEncoder
 from serve.searcher import IndexSearcher
 from serve.service import Arm, Service, Writing
+from serve.versions import Versions
 
 T = TypeVar("T")
 
@@ -57,4 +58,4 @@ def service(
     held = [(0, 1)] if groups == 1 else [(0,), (1,)]
     searchers = [Group(Here(IndexSearcher(catalog, shards=shards)), len(shards)) for shards in held]
     arms = [Arm("default", encoder, "torch", False)]
-    return Service(arms, searchers, catalog, config, writing=writing)
+    return Service(arms, searchers, Versions(catalog, searchers), config, writing=writing)

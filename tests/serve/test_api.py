@@ -9,8 +9,8 @@ import httpx
 import numpy as np
 import pytest
 from gateway_here import Client, service
+from pair import DIM
 
-from conftest import DIM
 from scalingnote.encode.encoder import Encoder
 from scalingnote.search.searcher import Searcher
 from scalingnote.serving.config import Limits, ServeConfig

@@ -12,8 +12,8 @@ import pytest
 from gateway_here import Client, service
 from google.rpc import error_details_pb2, status_pb2
 from grpc_tools import protoc
+from pair import DIM
 
-from conftest import DIM
 from scalingnote.serving.config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
 from serve import admission, api, messages

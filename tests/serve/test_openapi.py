@@ -9,9 +9,9 @@ import schemathesis
 from gateway_here import Client, service
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pair import DIM
 from schemathesis import GenerationMode, checks
 
-from conftest import DIM
 from scalingnote.serving.config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
 from serve import api

@@ -17,8 +17,8 @@ import grpc
 import psutil
 import pytest
 from google.rpc import status_pb2
+from pair import DIM, built, student
 
-from conftest import DIM, built, student
 from scalingnote import cli, pipeline
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError

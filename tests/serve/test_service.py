@@ -19,6 +19,7 @@ from serve.messages import SearchRequest, SimilarRequest
 from serve.refusals import RefusedError
 from serve.searcher import Answered, Described, Wanted
 from serve.service import Arm, Service
+from serve.versions import Versions
 
 # What the query asks the fakes to do; it travels in the embedding, as the query itself would.
 BEHAVIOURS = ["all well", "one slow", "one dead", "all dead", "encoder slow", "encoder dead"]
@@ -96,8 +97,8 @@ def service() -> Service:
     version = Version("v1", "nowhere", 20, 1, "")
     groups = [Group(Here(Shard(number)), 1) for number in range(2)]
     arms = [Arm("default", Here(Encoder()), "fake", personalised=True)]
-    made = Service(arms, groups, Catalog(version), config, reranker=Here(Reranker()))
-    asyncio.run(made.start())
+    made = Service(arms, groups, Versions(Catalog(version), groups), config, reranker=Here(Reranker()))
+    asyncio.run(made.versions.start())
     return made
 
 

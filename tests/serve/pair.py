@@ -1,0 +1,37 @@
+"""A small real index and a query tower of its dimension: what a gateway needs."""
+
+from pathlib import Path
+
+import tiny
+from scalingnote.index import job
+from scalingnote.index.config import FastScan, IndexConfig
+from scalingnote.models import tower
+from scalingnote.models.backbone import train_tokenizer
+from scalingnote.storage.artifact import Artifact, Draft
+from synthetic_corpus import Corpus
+
+DIM = 16
+
+
+def built(folder: Path, *, corpus_seed: int = 0) -> Artifact:
+    """An index of two shards."""
+    corpus = Corpus.build(f"{folder}/corpus", sizes=[200, 220], dim=DIM, seed=corpus_seed)
+    config = IndexConfig(
+        shards=2,
+        family=FastScan(refine="flat"),
+        nlist=4,
+        nprobe=4,
+        refine_factor=100,
+        iterations=2,
+        filters=("topic",),
+    )
+    return job.run(config, **corpus.uris, output=f"{folder}/index")
+
+
+def student(uri: str, *, dim: int = DIM) -> Artifact:
+    texts = [row["content"] for row in tiny.document_rows()]
+    learnt = train_tokenizer(texts, vocabulary=tiny.CAUSAL.vocabulary)
+    draft = Draft(uri, kind="student", config=tiny.Nothing(), parents={})
+    made = tower.build(tiny.query_tower(), role="query", dim=dim, tokenizer_json=learnt, seed=0)
+    made.save(Path(draft.path("query")))
+    return draft.commit(counts={})
