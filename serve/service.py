@@ -31,6 +31,7 @@ from serve.here import Here
 from serve.messages import SearchRequest, SimilarRequest
 from serve.observer import Note
 from serve.refusals import conflict, invalid, unavailable
+from serve.versions import Versions
 
 FACETS = 50  # values of a field that /info tells
 SECRET = "SCALINGNOTE_SECRET"  # environment variable: what user ids are hashed with, for logs

@@ -27,6 +27,8 @@ def test_every_deployment_file_is_one_that_serve_accepts(path):
     # The application is not told where Serve listens: only where both say the same does it insist on keys.
     assert (config.host, config.port) == (http.host, http.port)
     assert http.host in LOOPBACK or (config.api_keys and not config.open)
+    grpc = schema.grpc_options
+    assert config.grpc_port == (grpc.port if grpc.grpc_servicer_functions else None)
     longest = max(config.deadline_s, config.live.deadline_s if config.live else 0)
     assert http.request_timeout_s > longest
 
