@@ -40,8 +40,8 @@ from scalingnote.storage.artifact import Artifact
 from serve import app
 from serve.settings import AppArgs
 
-# 500: a replica died with the request; 502, 503: nobody was there to take it; 0: the connection broke.
-DOCUMENTED = {0, 200, 404, 500, 502, 503, 504}
+# 408, 500: a replica died with the request; 502, 503: nobody was there to take it; 0: the connection broke.
+DOCUMENTED = {0, 200, 404, 408, 500, 502, 503, 504}
 TWO_OF_EACH = {"gateway_replicas": 2, "encoder_replicas": 2, "searcher_replicas": 2}
 K = 10
 
