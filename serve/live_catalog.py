@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from scalingnote.errors import SearchError
-from scalingnote.index.live import versions
+from scalingnote.index.live import registry, versions
 from serve.catalog import Serving, Version
 
 
@@ -22,7 +22,8 @@ class LiveCatalog:
 
     def read(self) -> Serving:
         """What is served now, the current version first, then those that it can be gone back to."""
-        versions.current(self.folder, self.index)  # makes the folder, the first time
+        if not registry.exists(self.folder):
+            versions.current(self.folder, self.index)  # which makes it
         listed = sorted(versions.listing(self.folder), key=lambda each: (not each.current, -each.number))
         found = [Version(str(v.number), v.uri, v.documents, self.dim, v.created) for v in listed]
         return Serving(tuple(found))

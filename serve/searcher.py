@@ -55,6 +55,9 @@ class Wanted:
         return f"{self.version} {self.k} {self.nprobe} {self.exact} {self.terms is None} {where}"
 
 
+_Call = tuple[Searcher | LiveSearcher, Wanted]  # what a search is of is settled when it comes in
+
+
 @dataclass(frozen=True)
 class Refused:
     """Why a search cannot be done, for the client to read."""
@@ -106,7 +109,7 @@ class IndexSearcher:
         self._catalog, self._shards, self._nprobe = catalog, shards, nprobe
         self._joining, self._refresh_s = joining or Joining(), refresh_s
         self._opening = asyncio.Lock()
-        self._batcher: Batcher[Wanted, Found | Refused] = Batcher(self._work, most=MOST)
+        self._batcher: Batcher[_Call, Found | Refused] = Batcher(self._work, most=MOST)
         self._following: asyncio.Task[None] | None = None
         serving = catalog.read()
         kept = serving.versions[:1] if self._live else serving.versions
@@ -114,19 +117,19 @@ class IndexSearcher:
 
     async def search(self, wanted: Wanted) -> Answered | Refused:
         """The best candidates of the shards held here."""
-        name = await self._require(wanted.version)
-        found = await self._batcher(replace(wanted, version=name))
+        name, searcher = await self._require(wanted.version)
+        found = await self._batcher((searcher, replace(wanted, version=name)))
         return found if isinstance(found, Refused) else Answered(name, found)
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
         """The document of this id: one, or none."""
-        searcher = self._held[await self._require(version)]
+        _, searcher = await self._require(version)
         found = await self._batcher.in_turn(lambda: searcher.get(doc_id))
         return [] if found is None else [found]
 
     async def vector(self, version: str, doc_id: str) -> Float[ndarray, "found dim"] | Refused:
         """The vector of the document of this id: one row, or none."""
-        searcher = self._held[await self._require(version)]
+        _, searcher = await self._require(version)
         try:
             found = await self._batcher.in_turn(lambda: searcher.vector(doc_id))
         except SearchError as error:
@@ -135,7 +138,7 @@ class IndexSearcher:
 
     async def describe(self, version: str) -> Described:
         """What can be asked of the shards held here."""
-        searcher = self._held[await self._require(version)]
+        _, searcher = await self._require(version)
         facets = await asyncio.to_thread(searcher.facets, most=FACETS)
         return Described(searcher.layout, searcher.fields, facets)
 
@@ -152,7 +155,7 @@ class IndexSearcher:
                 kept = {each.name for each in serving.versions} | {version.name}
             if version.name not in self._held:
                 opened = await asyncio.to_thread(self._open, version)
-                # Searches under way hold what they search.
+                # Searches under way, and those that wait, hold what they search.
                 self._held = {name: held for name, held in self._held.items() if name in kept}
                 self._held[version.name] = opened
         return True
@@ -160,7 +163,9 @@ class IndexSearcher:
     async def refresh(self) -> bool:
         """Show what was written to a live index by now, and go over to its current version."""
         if self._live:
-            await self.load(self._catalog.read().active)
+            active = (await asyncio.to_thread(self._catalog.read)).active
+            if active.name not in self._held:
+                await self.load(active)
             (searcher,) = self._held.values()
             assert isinstance(searcher, LiveSearcher)
             await asyncio.to_thread(searcher.refresh)
@@ -174,7 +179,7 @@ class IndexSearcher:
     def _live(self) -> bool:
         return isinstance(self._catalog, LiveCatalog)
 
-    async def _require(self, name: str) -> str:
+    async def _require(self, name: str) -> tuple[str, Searcher | LiveSearcher]:
         """The version to search, opened if need be."""
         if self._live:
             if self._following is None:  # not before there is an event loop
@@ -182,7 +187,7 @@ class IndexSearcher:
             (name,) = self._held
         elif name not in self._held:
             await self.load(self._catalog.read().named(name))
-        return name
+        return name, self._held[name]
 
     async def _follow(self) -> None:
         while True:
@@ -204,20 +209,24 @@ class IndexSearcher:
         opened.find(np.ones((1, opened.dim), np.float32), k=10)
         return opened
 
-    def _work(self, batch: Sequence[Wanted]) -> list[Found | Refused | Exception]:
+    def _work(self, batch: Sequence[_Call]) -> list[Found | Refused | Exception]:
         """Searches that are alike together, the others after them; the answers in the order of the batch."""
-        order = sorted(range(len(batch)), key=lambda number: batch[number].alike)
+        order = sorted(range(len(batch)), key=lambda number: batch[number][1].alike)
         answers: list[Found | Refused | Exception] = [Refused("")] * len(batch)
-        for _, numbers in groupby(order, key=lambda number: batch[number].alike):
+        for _, numbers in groupby(order, key=lambda number: batch[number][1].alike):
             group = list(numbers)
-            for number, answer in zip(group, self._together([batch[n] for n in group]), strict=True):
+            searcher = batch[group[0]][0]
+            found = self._together(searcher, [batch[number][1] for number in group])
+            for number, answer in zip(group, found, strict=True):
                 answers[number] = answer
         return answers
 
-    def _together(self, wanted: Sequence[Wanted]) -> Sequence[Found | Refused | Exception]:
+    def _together(
+        self, searcher: Searcher | LiveSearcher, wanted: Sequence[Wanted]
+    ) -> Sequence[Found | Refused | Exception]:
         first = wanted[0]
         try:
-            return self._held[first.version].find(
+            return searcher.find(
                 np.concatenate([each.embedding for each in wanted]),
                 k=first.k,
                 terms=_stacked([each.terms for each in wanted if each.terms is not None]),
@@ -228,7 +237,7 @@ class IndexSearcher:
             )
         except SearchError as error:
             if len(wanted) > 1:  # of one of them, perhaps: a bad vector does not spoil the others
-                return [answer for each in wanted for answer in self._together([each])]
+                return [answer for each in wanted for answer in self._together(searcher, [each])]
             return [Refused(str(error))]
         except Exception as error:
             return [error] * len(wanted)

@@ -1,6 +1,6 @@
 """Search of a live index: a search sees one moment of each shard, with all writes acknowledged before it."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -17,9 +17,9 @@ from scalingnote.index.live.snapshot import Segment
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Layout
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search import hybrid, scan
+from scalingnote.search import scan
 from scalingnote.search.config import Joining
-from scalingnote.search.found import Found
+from scalingnote.search.found import Found, Hit, merge
 from scalingnote.search.searcher import (
     DEFAULT_JOINING,
     checked_nprobe,
@@ -27,13 +27,6 @@ from scalingnote.search.searcher import (
     require_vectors,
     unit_queries,
 )
-
-
-class Hit(NamedTuple):
-    """A document found, as it was at the moment of the search."""
-
-    score: float
-    document: Mapping[str, Any]
 
 
 class _Moment(NamedTuple):
@@ -65,9 +58,8 @@ class LiveSearcher:
 
         The same queries and filters as :meth:`scalingnote.search.searcher.Searcher.search` takes.
         """
-        now = self._moment(where)
-        found = self._scan(now, unit_queries(queries, dim=now.layout.dim, k=k), k=k, nprobe=nprobe)
-        return _hits(now, found.scores, _rows(now, found))
+        found = self.find(queries, k=k, nprobe=nprobe, where=where)
+        return self._best(found, k=k, joining=DEFAULT_JOINING)
 
     def search_both(
         self,
@@ -83,13 +75,8 @@ class LiveSearcher:
 
         The same as :meth:`scalingnote.search.searcher.Searcher.search_both`.
         """
-        now = self._moment(where)
-        require_both(now.layout)
-        unit = unit_queries(queries, dim=now.layout.dim, k=k)
-        depth = max(k, joining.candidates)
-        rows = _rows(now, self._scan(now, unit, k=depth, nprobe=nprobe))
-        both = candidates(rows, partial(_scores, now, unit), now.terms, terms, k=depth, allowed=_allowed(now))
-        return _hits(now, *hybrid.best(both, joining, layout=now.layout, candidates=depth, k=k))
+        found = self.find(queries, k=k, terms=terms, joining=joining, nprobe=nprobe, where=where)
+        return self._best(found, k=k, joining=joining)
 
     def find(
         self,
@@ -163,6 +150,9 @@ class LiveSearcher:
     def shards(self) -> list[int]:
         """Numbers of the shards held: all."""
         return list(range(self.layout.shards))
+
+    def _best(self, found: Sequence[Found], *, k: int, joining: Joining) -> list[list[Hit]]:
+        return [merge([one], k=k, joining=joining, layout=self.layout) for one in found]
 
     def _moment(self, where: filters.Filter | None) -> _Moment:
         layout, snapshots = self._index.layout, self._index.snapshots()
@@ -240,15 +230,3 @@ def _found(
     shards = np.array(now.shards)[segment[order]]
     terms = None if sparse is None else sparse[order]
     return Found(rows[order], shards, dense[order], terms, documents)
-
-
-def _hits(
-    now: _Moment, scores: Float[ndarray, "queries k"], rows: Int[ndarray, "queries k"]
-) -> list[list[Hit]]:
-    hits = np.empty(rows.shape, object)
-    for number, segment in enumerate(now.segments):
-        here = (rows >= now.first[number]) & (rows < now.first[number + 1])
-        documents = segment.documents.take(pa.array(rows[here] - now.first[number])).to_pylist()
-        for place, score, document in zip(np.argwhere(here), scores[here].tolist(), documents, strict=True):
-            hits[tuple(place)] = Hit(score, document)
-    return [[hit for hit in row if hit is not None] for row in hits.tolist()]
