@@ -19,7 +19,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.errors import SearchError
-from scalingnote.index import filters
+from scalingnote.index import filters, sparse
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.index.shard import Layout
 from scalingnote.models.sparse_query import SparseRows
@@ -205,8 +205,10 @@ class IndexSearcher:
             opened = LiveSearcher(live, nprobe=self._nprobe)
         else:
             opened = Searcher.open(version.uri, shards=self._shards, nprobe=self._nprobe)
-        # The first search loads code and pages: not at a user's cost.
+        # The first search compiles, or loads code and pages: not at a user's cost.
         opened.find(np.ones((1, opened.dim), np.float32), k=10)
+        if opened.layout.sparse:
+            sparse.warm()
         return opened
 
     def _work(self, batch: Sequence[_Call]) -> list[Found | Refused | Exception]:

@@ -74,7 +74,9 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
         recall=None,
         filters=("topic", *fields),
     )
-    return SmallIndex(Searcher(layout, opened), tables, towers)
+    searcher = Searcher(layout, opened)
+    searcher.search(matrix[:1], k=1)  # compiles: on a slow machine for longer than a page is waited for
+    return SmallIndex(searcher, tables, towers)
 
 
 def _table(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> pa.Table:
