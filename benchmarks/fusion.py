@@ -49,9 +49,10 @@ from scalingnote.fuse import prepare as prepared
 from scalingnote.fuse.batching import ClickBatches
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.document_fusion import DocumentFusion
+from scalingnote.fuse.features import User
 from scalingnote.fuse.job import QueryParts, build
 from scalingnote.fuse.parts import Corpus, read_part
-from scalingnote.fuse.query_fusion import QueryFusion, User
+from scalingnote.fuse.query_fusion import QueryFusion
 from scalingnote.log import configure
 from scalingnote.models import lookup
 from scalingnote.planner.config import Statistics

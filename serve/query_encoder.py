@@ -12,7 +12,6 @@ from typing import TypeAlias
 from scalingnote.encode import query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.fuse.features import StoreConfig, open_store
-from scalingnote.fuse.query_fusion import QueryFusion
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.planner import planner
 from scalingnote.search.query_path import Asked, Personal, QueryPath
@@ -44,6 +43,8 @@ class Parts:
             path = QueryPath(path.encoder, SparseQuery.load(_open(self.sparse).directory("sparse_query")))
         if self.fusion is None:
             return path
+        from scalingnote.fuse.query_fusion import QueryFusion  # needs torch, a lookup tower does not
+
         personal = Personal(
             QueryFusion.load(_open(self.fusion).directory("query_fusion")),
             open_store(StoreConfig(url=self.features)),

@@ -58,6 +58,12 @@ def test_the_pipeline_needs_neither_torch_nor_ray():
     assert not modules_after("import scalingnote.pipeline") & {"torch", "ray", "faiss", "transformers"}
 
 
+def test_what_serves_starts_without_torch_unless_a_tower_needs_it():
+    parts = ("gateway", "searcher", "query_encoder", "writer")
+    statement = "import " + ", ".join(f"serve.{part}" for part in parts)
+    assert not modules_after(statement) & {"torch", "transformers"}
+
+
 def test_stages_are_those_of_the_pipeline():
     assert tuple(cli.STAGES) == pipeline.NAMES
 

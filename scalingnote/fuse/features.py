@@ -1,7 +1,7 @@
 """The online store of users' features: events go in, what is known of a user comes out, in one batch get.
 
     events stream ─write─► profile (the newest value of each column) and history (bounded, oldest first)
-    user_ids ─get_many─► :class:`~scalingnote.fuse.query_fusion.User`, as QueryFusion reads them
+    user_ids ─get_many─► User, as :class:`~scalingnote.fuse.query_fusion.QueryFusion` reads it
 
 Writes may come twice and from many processes: an event is known by its id, and one that was written before
 changes nothing. So a stream is replayed from anywhere after a crash, and nothing is doubled or lost. Ids are
@@ -17,7 +17,6 @@ from pydantic import Field
 
 from scalingnote.config import Config
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.fuse.query_fusion import User
 from scalingnote.log import Progress
 
 Clock = Callable[[], float]  # seconds since 1970
@@ -37,6 +36,14 @@ class StoreConfig(Config):
     remember_s: float = Field(
         7 * 86_400.0, gt=0, description="how long the id of an event is known, so that it is not taken twice"
     )
+
+
+@dataclass(frozen=True)
+class User:
+    """Who asks: columns of the profile, and the semantic IDs of clicked documents, oldest first."""
+
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    history: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

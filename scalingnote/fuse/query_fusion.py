@@ -5,10 +5,9 @@ of a query or a user is missing, as it is in training now and then: an anonymous
 its plain embedding, bit for bit.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,20 +19,13 @@ from scalingnote.config import validate
 from scalingnote.fuse.config import History, QuerySide
 from scalingnote.fuse.document_fusion import FACTS, load, tables, write
 from scalingnote.fuse.feature_encoding import MISSING, Encoded, Encoding, encode_mappings
+from scalingnote.fuse.features import User
 from scalingnote.fuse.network import Fusion, Slot
 from scalingnote.fuse.slots import Columns, HashTable, SemanticIds
 from scalingnote.planner.terms import TermScores
 
 NO_WORD = -1.0  # importance of a place where a query has no further word
 _STATISTICS = 4
-
-
-@dataclass(frozen=True)
-class User:
-    """Who asks: columns of the profile, and the semantic IDs of clicked documents, oldest first."""
-
-    profile: Mapping[str, Any] = field(default_factory=dict)
-    history: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from typing import Any
 import redis
 
 from scalingnote.errors import ConfigError
-from scalingnote.fuse.features import Clock, Event, StoreConfig, check
-from scalingnote.fuse.query_fusion import User
+from scalingnote.fuse.features import Clock, Event, StoreConfig, User, check
 
 _SEPARATOR = "\0"
 # KEYS: profile, history, events. ARGV: event id, timestamp, member or "", kept, ttl in ms, now, forget ids

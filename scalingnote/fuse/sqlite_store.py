@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scalingnote.errors import ConfigError
-from scalingnote.fuse.features import Clock, Event, StoreConfig, check
-from scalingnote.fuse.query_fusion import User
+from scalingnote.fuse.features import Clock, Event, StoreConfig, User, check
 
 _WAIT_S = 30.0  # for other writers
 _SWEEP_EVERY_S = 60.0

@@ -4,7 +4,6 @@ A shard is written file by file and recorded when it is whole, so that a killed 
 that were under way.
 """
 
-import hashlib
 import io
 import json
 import time
@@ -29,7 +28,7 @@ from scalingnote.models.sparse_query import SparseRows
 from scalingnote.quantize.job import read_vectors, use_threads
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import vectors
-from scalingnote.storage.artifact import WORK, Artifact, Part, open_artifact, write_table
+from scalingnote.storage.artifact import WORK, Artifact, open_artifact, write_file, write_table
 from scalingnote.storage.schema import SPARSE
 
 TIMED_QUERIES = 64
@@ -100,7 +99,7 @@ def fill(item: tuple[int, Sequence[shard.Slice]], *, shared: Shared) -> None:
         whole = postings.merged(found or [_no_postings()])
         own = shard.term_files(number)
         files |= {own[name]: data for name, data in postings_file.dump(whole).items()}
-    parts = {name: write(fs.join(shared.output, name), data) for name, data in files.items()}
+    parts = {name: write_file(fs.join(shared.output, name), data) for name, data in files.items()}
     name = shard.documents_file(number)
     table = pa.concat_tables(stored) if stored else _no_documents(dataset, config)
     parts[name] = write_table(fs.join(shared.output, name), table)
@@ -169,12 +168,6 @@ def exact(number: int, shared: Shared) -> tuple[ndarray, ndarray, ndarray]:
     """A shard's share in the exact answers (scores, rows in the shard), and the sum of its vectors."""
     saved = np.load(io.BytesIO(fs.read_bytes(shared.work(f"exact/{number:05d}.npz"))))
     return saved["scores"], saved["rows"], saved["total"]
-
-
-def write(uri: str, data: bytes) -> Part:
-    """Write a file; what the manifest says of it."""
-    fs.write_bytes(uri, data)
-    return Part(hashlib.sha256(data).hexdigest(), len(data))
 
 
 class _Exact:

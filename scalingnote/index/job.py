@@ -31,7 +31,7 @@ from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.quantize.job import VIEW, part_rows, sample
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
-from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file
 
 log = get_logger("index")
 # Where nothing was tuned: near enough for a test, and said so.
@@ -92,7 +92,7 @@ def run(
         judged=tuple(sorted({doc_id for judged in relevant for doc_id in judged})),
     )
     written = {
-        shard.COARSE: build.write(draft.path(shard.COARSE), ivf.dump(ivf.coarse_of(quantizer.centroids)))
+        shard.COARSE: write_file(draft.path(shard.COARSE), ivf.dump(ivf.coarse_of(quantizer.centroids)))
     }
     with Progress("index", total=layout.documents, unit="documents indexed") as progress:
         for files in _fill_shards(slices, shared):

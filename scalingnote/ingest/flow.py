@@ -7,7 +7,7 @@ comes alone gets what it would have got among all others.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,13 +21,15 @@ from scalingnote.encode.documents import TOWER, Reader
 from scalingnote.encode.steps import Rejected
 from scalingnote.encode.tally import Cost
 from scalingnote.encode.tokens import COLUMNS, content_hashes, tokenise
-from scalingnote.fuse.document_fusion import DocumentFusion
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.token_rows import from_columns
 from scalingnote.quantize import beam
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact
+
+if TYPE_CHECKING:  # it needs torch, the writer of an index does not
+    from scalingnote.fuse.document_fusion import DocumentFusion
 
 VIEW = "summary"  # the embedding that is searched
 
@@ -51,7 +53,7 @@ class DocumentFlow:
         *,
         width: int = 1,
         dtype: str = "float16",
-        fusion: DocumentFusion | None = None,
+        fusion: "DocumentFusion | None" = None,
     ) -> None:
         """`width` is the beam that codes were found with, `dtype` the precision of stored embeddings."""
         self._encoder, self._prompt, self._codebooks = encoder, prompt, codebooks
@@ -71,6 +73,8 @@ class DocumentFlow:
 
         Where these were fused, their networks are loaded too.
         """
+        from scalingnote.fuse.document_fusion import DocumentFusion
+
         first = pq.read_schema(fs.open_input(embeddings.file(embeddings.table_parts("embeddings")[0])))
         fused = bool(embeddings.names("document_fusion/"))
         return cls(

@@ -8,6 +8,7 @@ A user who is not known, and any user where nothing was fused, gets the plain em
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -15,17 +16,19 @@ from numpy import ndarray
 
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.fuse.features import FeatureStore
-from scalingnote.fuse.query_fusion import QueryFusion
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.planner.planner import Planner
 from scalingnote.storage import vectors
+
+if TYPE_CHECKING:  # it needs torch, a lookup tower does not
+    from scalingnote.fuse.query_fusion import QueryFusion
 
 
 @dataclass(frozen=True)
 class Personal:
     """What turns the query of a known user into theirs."""
 
-    fusion: QueryFusion
+    fusion: "QueryFusion"
     store: FeatureStore
     planner: Planner | None = None
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -248,9 +248,13 @@ def write_table(uri: str, table: pa.Table, *, use_dictionary: list[str] | None =
     else:
         repeats = _leaves(table.schema) if use_dictionary is None else use_dictionary
         pq.write_table(table, sink, compression="zstd", row_group_size=65_536, use_dictionary=repeats)
-    data = sink.getvalue().to_pybytes()
+    return replace(write_file(uri, sink.getvalue().to_pybytes()), rows=table.num_rows)
+
+
+def write_file(uri: str, data: bytes) -> Part:
+    """Write any other file and return its Part."""
     fs.write_bytes(uri, data)
-    return Part(hashlib.sha256(data).hexdigest(), len(data), table.num_rows)
+    return Part(hashlib.sha256(data).hexdigest(), len(data))
 
 
 def _leaves(layout: pa.Schema) -> list[str]:

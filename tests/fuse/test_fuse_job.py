@@ -15,7 +15,8 @@ from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.fuse import job
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.document_fusion import DocumentFusion
-from scalingnote.fuse.query_fusion import QueryFusion, User
+from scalingnote.fuse.features import User
+from scalingnote.fuse.query_fusion import QueryFusion
 from scalingnote.index.job import _require_same_origin
 from scalingnote.models import backbone, tower
 from scalingnote.planner.statistics import COUNTS

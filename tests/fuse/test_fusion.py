@@ -22,7 +22,8 @@ from scalingnote.fuse.config import (
 )
 from scalingnote.fuse.document_fusion import DocumentFusion, DocumentNetwork
 from scalingnote.fuse.feature_encoding import fit, observe
-from scalingnote.fuse.query_fusion import NO_WORD, QueryFusion, QueryNetwork, User, codes_of, important
+from scalingnote.fuse.features import User
+from scalingnote.fuse.query_fusion import NO_WORD, QueryFusion, QueryNetwork, codes_of, important
 from scalingnote.fuse.slots import SemanticIds
 from scalingnote.planner.terms import TermScores
 

@@ -24,7 +24,6 @@ from numpy import ndarray
 
 from scalingnote.errors import ConfigError
 from scalingnote.index import ivf, postings, postings_file, rescore, shard
-from scalingnote.index.build import write
 from scalingnote.index.config import IndexConfig
 from scalingnote.index.live import registry, versions, wal, writes
 from scalingnote.index.live import rows as live_rows
@@ -35,7 +34,7 @@ from scalingnote.index.live.state import LiveState
 from scalingnote.index.live.wal_segment import sync_folder
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, Part, write_table
+from scalingnote.storage.artifact import Artifact, Draft, Part, write_file, write_table
 
 TUNED = ("tuning", "hybrid_tuning")  # of the index that was built; a version goes by it
 
@@ -124,7 +123,7 @@ def _write(
     trained = _trained_anew(folder, base, old, until) if stale else None
     quantizer = trained or old
     coarse = ivf.dump(ivf.coarse_of(quantizer.centroids))
-    parts = {shard.COARSE: write(draft.path(shard.COARSE), coarse)}
+    parts = {shard.COARSE: write_file(draft.path(shard.COARSE), coarse)}
     with Progress("index", total=layout.documents, unit="documents compacted") as progress:
         for number, last in enumerate(until):
             record = draft.work(f"shards/{number:05d}.json")
@@ -226,7 +225,7 @@ def _write_shard(
     if layout.sparse:
         own, terms = shard.term_files(number), postings.merged(now.term_segments, kept=now.alive)
         files |= {own[name]: data for name, data in postings_file.dump(terms).items()}
-    parts = {name: write(draft.path(name), data) for name, data in files.items()}
+    parts = {name: write_file(draft.path(name), data) for name, data in files.items()}
     parts[shard.documents_file(number)] = write_table(draft.path(shard.documents_file(number)), documents)
     return parts
 

@@ -160,7 +160,7 @@ def test_writes_during_a_compaction_are_kept(
 ) -> None:
     truth = dict(TRUTH)
     _write(live, truth)
-    write = compaction.write
+    write = compaction.write_file
 
     def write_and_be_overtaken(uri: str, data: bytes) -> object:
         name = f"late{len(truth)}"
@@ -169,7 +169,7 @@ def test_writes_during_a_compaction_are_kept(
         assert _equal(live, truth)
         return write(uri, data)
 
-    monkeypatch.setattr(compaction, "write", write_and_be_overtaken)
+    monkeypatch.setattr(compaction, "write_file", write_and_be_overtaken)
     assert live.compact() is not None
     assert live.version == 1
     assert _equal(live, truth)
