@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from scalingnote import __version__
 from scalingnote.errors import ScalingNoteError
 from scalingnote.serving.config import ServeConfig
-from serve import messages
+from serve import body_route, messages
 from serve.admission import Admission
 from serve.catalog import Version
 from serve.door import Done, Door
@@ -94,18 +94,18 @@ def build(
 
 
 def _searching(api: FastAPI, service: Service) -> None:
-    @api.post("/search", response_model=SearchResponse)
+    @body_route.post(api, "/search", answer=SearchResponse)
     async def search(body: messages.SearchRequest, request: Request) -> Response:
         """The best documents for a text or a vector, best first."""
         request.state.note = note = service.note(body, request.state.request_id)
         return _json(await service.search(body, request.state.request_id, note))
 
-    @api.post("/similar", response_model=SearchResponse)
+    @body_route.post(api, "/similar", answer=SearchResponse)
     async def similar(body: messages.SimilarRequest, request: Request) -> Response:
         """Documents like one of the index."""
         return _json(await service.similar(body, request.state.request_id))
 
-    @api.post("/encode", response_model=messages.EncodeResponse)
+    @body_route.post(api, "/encode", answer=messages.EncodeResponse)
     async def encode(body: messages.EncodeRequest) -> Response:
         """Unit embeddings of queries, as `/search` takes them for `vector`."""
         return _json(await service.encode(body))

@@ -5,6 +5,7 @@ in, so equal documents have equal scores everywhere. Of equal scores the lower r
 """
 
 from typing import Any, no_type_check
+from weakref import WeakKeyDictionary
 
 import faiss
 import numpy as np
@@ -12,6 +13,10 @@ from jaxtyping import Float, Int, UInt8
 from numpy import ndarray
 
 from scalingnote.index.compiled import climb, compiled, reordered, sink, sort
+
+# To ask faiss anew would take a single query longer than to score its candidates.
+_STORED: WeakKeyDictionary[Any, UInt8[ndarray, "rows bytes"]] = WeakKeyDictionary()
+_RANGES: WeakKeyDictionary[Any, tuple[ndarray, ndarray]] = WeakKeyDictionary()
 
 
 def best(
@@ -30,8 +35,7 @@ def scores(
     if isinstance(kept, faiss.IndexFlat):
         found: ndarray = _of_floats(floats(kept), queries, rows)
     else:
-        low, spread = faiss.vector_to_array(kept.sq.trained).reshape(2, kept.d)
-        found = _of_bytes(stored(kept), low, spread, queries, rows)
+        found = _of_bytes(stored(kept), *_range(kept), queries, rows)
     return found
 
 
@@ -48,10 +52,23 @@ def floats(kept: Any) -> Float[ndarray, "rows dim"]:
 
 def stored(kept: Any) -> UInt8[ndarray, "rows bytes"]:
     """What an index of flat codes stores, where it lies."""
-    if not kept.ntotal:
-        return np.empty((0, kept.sa_code_size()), np.uint8)
-    flat: ndarray = faiss.rev_swig_ptr(kept.codes.data(), kept.codes.size())
-    return flat.reshape(-1, kept.sa_code_size())
+    codes = _STORED.get(kept)
+    if codes is None or len(codes) != kept.ntotal:  # none yet, or of before vectors were added
+        size = kept.sa_code_size()
+        flat = (
+            faiss.rev_swig_ptr(kept.codes.data(), kept.codes.size()) if kept.ntotal else np.empty(0, np.uint8)
+        )
+        codes = _STORED[kept] = flat.reshape(-1, size)
+    return codes
+
+
+def _range(kept: Any) -> tuple[Float[ndarray, " dim"], Float[ndarray, " dim"]]:
+    """What a trained scalar quantizer has for the least value of each dimension, and for its width."""
+    found = _RANGES.get(kept)
+    if found is None:
+        low, spread = faiss.vector_to_array(kept.sq.trained).reshape(2, kept.d)
+        found = _RANGES[kept] = low, spread
+    return found
 
 
 @reordered

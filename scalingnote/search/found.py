@@ -6,9 +6,9 @@ Documents travel with their candidates: they are those of the very moment that w
 index has become since.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -33,9 +33,15 @@ class Found:
     sparse: Float[ndarray, " candidates"] | None
     documents: Sequence[Mapping[str, Any]]
 
+    def rows(self) -> Iterable[tuple[int, int, float, float | None, Mapping[str, Any]]]:
+        """Each candidate: id, shard, both scores, document."""
+        sparse = [None] * len(self.ids) if self.sparse is None else self.sparse.tolist()
+        return zip(
+            self.ids.tolist(), self.shards.tolist(), self.dense.tolist(), sparse, self.documents, strict=True
+        )
 
-@dataclass(frozen=True)
-class Hit:
+
+class Hit(NamedTuple):
     """A document of the answer. `score` is its cosine, or what dense and sparse scores were joined to."""
 
     score: float
@@ -47,26 +53,19 @@ class Hit:
 
 def merge(answers: Sequence[Found], *, k: int, joining: Joining, layout: Layout) -> list[Hit]:
     """The k best of disjoint shards, best first; of equal scores the lower id."""
-    ids, dense = (np.concatenate([getattr(a, name) for a in answers]) for name in ("ids", "dense"))
+    hits = {
+        number: Hit(dense, document, shard, dense, sparse)
+        for answer in answers
+        for number, shard, dense, sparse, document in answer.rows()
+    }
     sparse = [answer.sparse for answer in answers if answer.sparse is not None]
     if len(sparse) < len(answers):
-        best = np.lexsort((ids, -dense))[:k]
-        scores = dense[best]
-    else:
-        both = Both(ids[None], dense[None], np.concatenate(sparse)[None])
-        depth = max(k, joining.candidates)
-        (scores,), (chosen,) = hybrid.best(both, joining, layout=layout, candidates=depth, k=k)
-        scores, chosen = scores[chosen >= 0], chosen[chosen >= 0]
-        order = np.argsort(ids)
-        best = order[np.searchsorted(ids, chosen, sorter=order)]
-    bounds = np.cumsum([0, *(len(answer.ids) for answer in answers)])
-    owners = np.searchsorted(bounds[1:], best, side="right")
-    return [
-        _hit(answers[owner], place - int(bounds[owner]), score)
-        for score, place, owner in zip(scores.tolist(), best.tolist(), owners.tolist(), strict=True)
-    ]
-
-
-def _hit(answer: Found, row: int, score: float) -> Hit:
-    terms = None if answer.sparse is None else float(answer.sparse[row])
-    return Hit(score, answer.documents[row], int(answer.shards[row]), float(answer.dense[row]), terms)
+        # A few dozen at most, on every search's way: numpy would take ten times as long to begin.
+        best = sorted(hits.items(), key=lambda item: (-item[1].dense, item[0]))
+        return [hit for _, hit in best[:k]]
+    ids, dense = (np.concatenate([getattr(a, name) for a in answers]) for name in ("ids", "dense"))
+    both = Both(ids[None], dense[None], np.concatenate(sparse)[None])
+    depth = max(k, joining.candidates)
+    (scores,), (chosen,) = hybrid.best(both, joining, layout=layout, candidates=depth, k=k)
+    joined = zip(scores.tolist(), chosen.tolist(), strict=True)
+    return [hits[number]._replace(score=score) for score, number in joined if number >= 0]

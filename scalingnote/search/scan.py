@@ -8,9 +8,7 @@ are, the more lists are scanned; where they are few, each is scored; and a scan 
 over all lists.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, wait
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -31,12 +29,11 @@ Rows = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]
 
 @dataclass(frozen=True)
 class Found:
-    """The best of each query, best first; -inf and -1 behind the last. `late` are segments left out."""
+    """The best of each query, best first; -inf and -1 behind the last."""
 
     scores: Float[ndarray, "queries k"]
     segments: Int[ndarray, "queries k"]
     rows: Int[ndarray, "queries k"]
-    late: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,6 @@ class Plan:
 
     nprobe: int
     refine_factor: int
-    deadline_s: float | None = None
-    pool: Executor | None = None  # scans several segments at once
     exact: bool = False  # score every document by the vectors kept; without such, scan all lists
 
 
@@ -58,11 +53,7 @@ def search(
     plan: Plan,
     masks: Masks | None = None,
 ) -> Found:
-    """The k best documents of each query; `masks` say which rows of each segment may be found, None all.
-
-    After the deadline no further segment is begun; one at least is searched.
-    """
-    end = None if plan.deadline_s is None else time.monotonic() + plan.deadline_s
+    """The k best documents of each query; `masks` say which rows of each segment may be found, None all."""
     masks = [None] * len(segments) if masks is None else masks
     allowed = [
         len(lists) if mask is None else int(np.count_nonzero(mask))
@@ -79,17 +70,16 @@ def search(
     kept = all(segments[number].kept is not None for number in there)
     few = sum(allowed) < documents and sum(allowed) * RESCORED <= codes
     if kept and (few or plan.exact):
-        return _gather(_score_all(segments, queries, k=k, masks=masks, there=there), there, k=k)
+        return _gather(_score_all(segments, queries, k=k, masks=masks, there=there), k=k)
 
-    probed = partial(_probe, segments, masks=masks, there=there, k=k, plan=plan, end=end)
+    probed = partial(_probe, segments, masks=masks, there=there, k=k, plan=plan)
     found = probed(queries, nprobe=nprobe)
-    if nprobe == nlist or found.late:
+    if nprobe == nlist:
         return found
     short = np.flatnonzero((found.rows >= 0).sum(axis=1) < min(k, sum(allowed)))
     if not len(short):
         return found
-    whole = probed(queries[short], nprobe=nlist)
-    return found if whole.late else _replaced(found, short, whole)
+    return _replaced(found, short, probed(queries[short], nprobe=nlist))
 
 
 def packed(
@@ -116,32 +106,24 @@ def _probe(
     k: int,
     nprobe: int,
     plan: Plan,
-    end: float | None,
 ) -> Found:
     """The best of the lists that each query's nearest centroids name, in every segment."""
-    coarse = {id(segments[number].coarse): segments[number].coarse for number in there}
-    chosen = {
-        key: ivf.choose_lists(queries, index, nprobe=min(nprobe, index.ntotal))
-        for key, index in coarse.items()
-    }
-    scan = partial(_scan, segments, queries, chosen, masks=masks, k=k, refine_factor=plan.refine_factor)
-    return _gather(_in_time(scan, there, end, plan.pool), there, k=k)
-
-
-def _scan(
-    segments: Sequence[ivf.Lists],
-    queries: Float[ndarray, "queries dim"],
-    chosen: Mapping[int, ivf.Chosen],
-    number: int,
-    *,
-    masks: Masks,
-    k: int,
-    refine_factor: int,
-) -> Rows:
-    lists, mask = segments[number], masks[number]
-    bitmap = None if mask is None else ivf.bitmap(mask)
-    of_lists = chosen[id(lists.coarse)]
-    return ivf.search(lists, queries, chosen=of_lists, k=k, refine_factor=refine_factor, allowed=bitmap)
+    chosen: dict[int, ivf.Chosen] = {}
+    found = {}
+    for number in there:
+        lists, mask = segments[number], masks[number]
+        coarse = lists.coarse
+        if id(coarse) not in chosen:
+            chosen[id(coarse)] = ivf.choose_lists(queries, coarse, nprobe=min(nprobe, coarse.ntotal))
+        found[number] = ivf.search(
+            lists,
+            queries,
+            chosen=chosen[id(coarse)],
+            k=k,
+            refine_factor=plan.refine_factor,
+            allowed=None if mask is None else ivf.bitmap(mask),
+        )
+    return _gather(found, k=k)
 
 
 def _score_all(
@@ -161,35 +143,14 @@ def _score_all(
     return found
 
 
-def _in_time(
-    work: Callable[[int], Rows], numbers: Sequence[int], end: float | None, pool: Executor | None
-) -> dict[int, Rows]:
-    """What each segment found before the time was up; one at least."""
-    if pool is None or len(numbers) == 1:
-        found: dict[int, Rows] = {}
-        for number in numbers:
-            if found and end is not None and time.monotonic() >= end:
-                break
-            found[number] = work(number)
-        return found
-    running = {pool.submit(work, number): number for number in numbers}
-    done, late = wait(running, None if end is None else max(end - time.monotonic(), 0.0))
-    for future in late:
-        future.cancel()
-    if not done:
-        done, _ = wait(running, return_when=FIRST_COMPLETED)
-    return {number: future.result() for future, number in running.items() if future in done}
-
-
-def _gather(found: dict[int, Rows], there: Sequence[int], *, k: int) -> Found:
+def _gather(found: dict[int, Rows], *, k: int) -> Found:
     """The best of all segments; of equal scores the lower segment, then row, comes first."""
-    late = tuple(number for number in there if number not in found)
     if len(found) == 1:
         ((number, (scores, rows)),) = found.items()
-        return Found(scores, np.where(rows < 0, -1, number), rows, late)
+        return Found(scores, np.where(rows < 0, -1, number), rows)
     ids = [packed(number, rows) for number, (_, rows) in found.items()]
     best, chosen = topk.merge(np.hstack([scores for scores, _ in found.values()]), np.hstack(ids), k=k)
-    return Found(best, *unpacked(chosen), late)
+    return Found(best, *unpacked(chosen))
 
 
 def _replaced(found: Found, queries: Int[ndarray, " some"], by: Found) -> Found:

@@ -1,7 +1,7 @@
 """The searcher: query embeddings go in, the best documents of an index come out, with their scores.
 
-It may hold all shards of an index, or a few of them: then :meth:`Searcher.candidates` of several searchers go
-through :func:`merge_candidates`.
+It may hold all shards of an index, or a few of them: what :meth:`Searcher.find` of several searchers gives
+goes through :func:`scalingnote.search.found.merge`.
 """
 
 import json
@@ -17,7 +17,6 @@ import pyarrow as pa
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
-from scalingnote import topk
 from scalingnote.errors import SearchError
 from scalingnote.hybrid import Both
 from scalingnote.index import filters, ivf, rescore
@@ -29,6 +28,7 @@ from scalingnote.search import hybrid, scan
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Found
 from scalingnote.storage.artifact import open_artifact
+from scalingnote.storage.stored_rows import StoredRows
 
 MAX_K = 1000
 DEFAULT_JOINING = Joining()
@@ -56,7 +56,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The best of each query, best first, as arrays: what travels from a shard to where answers are merged.
+    """The best of each query, best first, as arrays.
 
     Where a query has fewer candidates than the widest, `score` is -inf and `shard` and `row` are -1.
     """
@@ -64,7 +64,6 @@ class Candidates:
     score: Float[ndarray, "queries k"]
     shard: Int[ndarray, "queries k"]
     row: Int[ndarray, "queries k"]
-    late: tuple[int, ...] = ()  # shards that were not searched in time
 
     def __len__(self) -> int:
         return len(self.score)
@@ -73,15 +72,6 @@ class Candidates:
         """The candidates of one query."""
         found = zip(self.score[query], self.shard[query], self.row[query], strict=True)
         return [Candidate(float(score), int(shard), int(row)) for score, shard, row in found if row >= 0]
-
-
-def merge_candidates(answers: Sequence[Candidates], *, k: int) -> Candidates:
-    """The k best of several searchers' candidates; of equal scores the lower shard, then row, comes first."""
-    scores = np.concatenate([answer.score for answer in answers], axis=1)
-    ids = np.concatenate([scan.packed(answer.shard, answer.row) for answer in answers], axis=1)
-    best, chosen = topk.merge(scores, ids, k=k)
-    late = tuple(shard for answer in answers for shard in answer.late)
-    return Candidates(best, *scan.unpacked(chosen), late)
 
 
 class Searcher:
@@ -100,6 +90,7 @@ class Searcher:
         self.nprobe = checked_nprobe(nprobe or layout.nprobe, layout.nlist)
         ordered = sorted(shards, key=lambda shard: shard.number)
         self._documents = {shard.number: shard.documents for shard in ordered}
+        self._rows = {number: StoredRows(documents) for number, documents in self._documents.items()}
         self._numbers = np.array([*self._documents, -1])
         self._first = np.array([0, *accumulate(map(len, self._documents.values()))])
         self._segments = [ivf.merge([shard.lists for shard in ordered])]
@@ -221,7 +212,9 @@ class Searcher:
         for query, there in enumerate(ids >= 0):
             shards, rows = located.shard[query][there], located.row[query][there]
             of_terms = None if sparse is None else sparse[query][there]
-            documents = list(map(self._read, shards.tolist(), rows.tolist()))
+            documents = [
+                self._rows[shard][row] for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)
+            ]
             answers.append(Found(ids[query][there], shards, dense[query][there], of_terms, documents))
         return answers
 
@@ -296,17 +289,6 @@ class Searcher:
                 return number, row
         return None
 
-    def _read(self, shard: int, row: int) -> dict[str, Any]:
-        """A document. Cell by cell: to take ten rows of a table, and to turn them into these, costs more."""
-        return {name: column[row].as_py() for name, column in self._columns[shard]}
-
-    @cached_property
-    def _columns(self) -> dict[int, list[tuple[str, pa.ChunkedArray]]]:
-        return {
-            number: list(zip(table.column_names, table.columns, strict=True))
-            for number, table in self._documents.items()
-        }
-
     def _plan(self, nprobe: int | None) -> scan.Plan:
         probes = self.nprobe if nprobe is None else checked_nprobe(nprobe, self.layout.nlist)
         return scan.Plan(probes, self.layout.refine_factor)
@@ -355,8 +337,7 @@ class Searcher:
         outside = [row for row in rows if row not in range(len(table))]
         if outside:
             raise SearchError(f"shard {shard} has no row {outside[0]}: it has {len(table)} documents")
-        found: list[dict[str, Any]] = table.take(list(rows)).to_pylist()
-        return found
+        return [self._rows[shard][row] for row in rows]
 
 
 def unit_queries(queries: Shaped[ndarray, "..."], *, dim: int, k: int) -> Float[ndarray, "queries dim"]:
@@ -370,11 +351,12 @@ def unit_queries(queries: Shaped[ndarray, "..."], *, dim: int, k: int) -> Float[
         )
     if not np.issubdtype(queries.dtype, np.floating):
         raise SearchError(f"queries are {queries.dtype}: pass floats")
-    lengths = np.linalg.norm(queries.astype(np.float64), axis=1, keepdims=True)
-    broken = np.flatnonzero(~(np.isfinite(lengths[:, 0]) & (lengths[:, 0] > 0)))
-    if len(broken):
-        raise SearchError(f"query {broken[0]} is not finite or all zero: its direction says nothing")
-    return np.asarray(queries / lengths, np.float32)
+    wide = queries.astype(np.float64)
+    lengths = np.sqrt(np.einsum("qd,qd->q", wide, wide))
+    if len(lengths) and not 0 < lengths.min() <= lengths.max() < np.inf:  # NaN is on neither side of anything
+        broken = np.argmin((lengths > 0) & (lengths < np.inf))
+        raise SearchError(f"query {broken} is not finite or all zero: its direction says nothing")
+    return np.asarray(queries / lengths[:, None], np.float32)
 
 
 def require_vectors(layout: shards_of.Layout) -> None:

@@ -1,10 +1,6 @@
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,39 +87,3 @@ def test_without_a_filter_too_a_short_scan_is_repeated_over_more_lists() -> None
     plan = scan.Plan(nprobe=1, refine_factor=1)
     found = scan.search(segments, queries(DOCUMENTS, 5), k=1000, plan=plan)
     assert (found.rows >= 0).all()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_slow_segment_is_left_out_and_named(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    segments = FINE
-    asked = queries(DOCUMENTS, 2)
-    go_on = threading.Event()
-    search = ivf.search
-
-    def slow(lists: ivf.Lists, *args: object, **named: object) -> object:
-        if lists is segments[2]:
-            go_on.wait(5)
-        elif threads == 1:
-            time.sleep(0.2)  # one after the other: the deadline passes with the first
-        return search(lists, *args, **named)
-
-    monkeypatch.setattr(ivf, "search", slow)
-    with ThreadPoolExecutor(threads) as pool:
-        plan = scan.Plan(LISTS, COUNT, deadline_s=0.1, pool=pool if threads > 1 else None)
-        found = scan.search(segments, asked, k=5, plan=plan)
-        go_on.set()
-    assert found.late == ((2,) if threads > 1 else (2, 3))
-    in_time = DOCUMENTS.copy()
-    for number in found.late:
-        in_time[BOUNDS[number] : BOUNDS[number + 1]] = 0
-    np.testing.assert_array_equal(_rows(found), topk.search(asked, in_time, k=5)[1])
-
-
-def test_threads_find_what_one_thread_finds() -> None:
-    segments = FINE
-    asked = queries(DOCUMENTS, 20)
-    with ThreadPoolExecutor(3) as pool:
-        plans = [scan.Plan(4, 4, pool=each) for each in (None, pool)]
-        one, many = (scan.search(segments, asked, k=9, plan=p) for p in plans)
-    np.testing.assert_array_equal(one.rows, many.rows)
-    np.testing.assert_array_equal(one.scores, many.scores)

@@ -10,8 +10,8 @@ from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.config import Joining
-from scalingnote.search.found import merge
-from scalingnote.search.searcher import Candidates, Result, Searcher, merge_candidates
+from scalingnote.search.found import Found, merge
+from scalingnote.search.searcher import Result, Searcher
 from synthetic_corpus import Corpus, queries, vectors
 
 # Every list is scanned and every document re-ranked by its floats: the index leaves nothing to chance.
@@ -116,12 +116,14 @@ def test_searchers_of_single_shards_merge_to_the_whole_in_any_order(
 ) -> None:
     parts = [Searcher.open(uri, shards=[number]) for number in (2, 0, 1)]
     assert [len(part) for part in parts] == [214, 213, 213]
-    merged = merge_candidates([part.candidates(asked, k=12) for part in parts], k=12)
-    whole = searcher.candidates(asked, k=12)
-    for name in ("score", "shard", "row"):
-        np.testing.assert_array_equal(getattr(merged, name), getattr(whole, name))
-    best = merged[0][0]
-    assert parts[[2, 0, 1].index(best.shard)].documents([best.row]) == [searcher.document(best)]
+    layout, joining = searcher.layout, Joining()
+    for query in asked:
+        found = [part.find(query[None], k=12)[0] for part in parts]
+        merged = merge(found, k=12, joining=joining, layout=layout)
+        assert merged == merge(searcher.find(query[None], k=12), k=12, joining=joining, layout=layout)
+        assert [hit.document["doc_id"] for hit in merged] == [
+            result.doc_id for result in searcher.search(query[None], k=12)[0]
+        ]
 
 
 def test_a_batch_and_its_queries_one_by_one_find_the_same(searcher: Searcher, asked: np.ndarray) -> None:
@@ -138,18 +140,15 @@ def test_nprobe_is_chosen_per_search_and_bounded_by_the_lists(
     assert Searcher.open(uri, nprobe=1).search(asked, k=10) == few
 
 
-def test_of_equal_scores_the_lower_shard_and_row_come_first() -> None:
-    def answer(score: list[float], shard: list[int], row: list[int]) -> Candidates:
-        return Candidates(np.array([score], np.float32), np.array([shard]), np.array([row]))
+def test_of_equal_scores_the_lower_id_comes_first(searcher: Searcher) -> None:
+    def answer(scores: list[float], ids: list[int]) -> Found:
+        documents = [{"doc_id": str(number)} for number in ids]
+        return Found(np.array(ids), np.zeros(len(ids), int), np.array(scores, np.float32), None, documents)
 
-    merged = merge_candidates(
-        [
-            answer([0.5, 0.5, -np.inf], [2, 2, -1], [0, 7, -1]),
-            answer([0.9, 0.5, 0.5], [1, 1, 1], [9, 3, 8]),
-        ],
-        k=5,
-    )
-    assert [(c.shard, c.row) for c in merged[0]] == [(1, 9), (1, 3), (1, 8), (2, 0), (2, 7)]
+    answers = [answer([0.5, 0.5], [40, 47]), answer([0.5, 0.9, 0.5], [28, 29, 23])]
+    merged = merge(answers, k=4, joining=Joining(), layout=searcher.layout)
+    assert [hit.document["doc_id"] for hit in merged] == ["29", "23", "28", "40"]
+    assert [hit.score for hit in merged] == pytest.approx([0.9, 0.5, 0.5, 0.5])
 
 
 def test_k_beyond_the_documents_gives_all_of_them(cluster: None, asked: np.ndarray, tmp_path: Path) -> None:
@@ -244,12 +243,6 @@ def test_a_filter_finds_only_what_it_describes(searcher: Searcher, corpus: Corpu
     assert searcher.search(asked, k=10, where={"topic": "none"}) == [[] for _ in asked]
     with pytest.raises(SearchError, match="no filter by 'price': this index has topic"):
         searcher.search(asked, k=10, where={"price": 3})
-
-
-def test_late_shards_of_several_searchers_are_told_together() -> None:
-    none = np.empty((1, 0), np.int64)
-    late = [Candidates(none.astype(np.float32), none, none, late=shards) for shards in ((3,), (), (0, 1))]
-    assert merge_candidates(late, k=5).late == (3, 0, 1)
 
 
 def _digits(numbers: list[int]) -> SparseRows:
