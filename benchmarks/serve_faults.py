@@ -11,11 +11,13 @@ Two services of a finished run, one after the other, every part of each in repli
             end every document must be as its last acknowledged write left it (or a later one that was sent
             and not acknowledged), and no answer may have a document twice.
 
-Errors are counted by status; those that docs/operations.md does not name are failures.
+Nothing is killed before everything that was killed is back: of what answers searches there are two, of the
+writer one. Errors are counted by status; those that docs/operations.md does not name are failures.
 """
 
 import http.client
 import json
+import os
 import random
 import subprocess
 import sys
@@ -24,16 +26,19 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import psutil
+import ray
+from ray import serve
 
 from benchmarks import report
-from scalingnote import pipeline
+from scalingnote import cluster, pipeline
 from scalingnote.index import job as index_job
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
@@ -79,22 +84,51 @@ class Tally:
     twice: int = 0  # answers with a document twice
 
 
-@contextmanager
-def service(knobs: dict[str, Any], run: str) -> Iterator[tuple[str, psutil.Popen]]:
-    """A server as the shell starts it: its URL and process."""
-    command = [sys.executable, "-m", "scalingnote.cli", "serve", "--run", run]
-    for key, value in knobs.items():
-        command += ["--set", f"serve.{key}={json.dumps(value)}"]
-    process = psutil.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield next(line for line in process.stdout if line.startswith("http://")).split()[0], process
-    finally:
-        process.terminate()
+class Cluster:
+    """Replicas on this machine's Ray, which the service joins."""
+
+    def __init__(self) -> None:
+        cluster.connect()
+        self._address, self._killed = ray.get_runtime_context().gcs_address, 0.0
+        self.kills: Counter[str] = Counter()
+
+    @contextmanager
+    def service(self, knobs: dict[str, Any], run: str) -> Iterator[str]:
+        """A service as the shell starts it: its URL."""
+        command = [sys.executable, "-m", "scalingnote.cli", "serve", "--run", run]
+        for key, value in knobs.items():
+            command += ["--set", f"serve.{key}={json.dumps(value)}"]
+        environment = {**os.environ, "RAY_ADDRESS": self._address}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout is not None
         try:
+            yield next(line for line in process.stdout if line.startswith("http://")).split()[0]
+        finally:
+            process.terminate()
             process.wait(60)
-        except psutil.TimeoutExpired:
-            for member in [*process.children(recursive=True), process]:
-                member.kill()
+
+    def kill(self, part: str, wait_s: float = 0.0) -> None:
+        """kill -9 a replica of a deployment that is one of `part`, in a moment."""
+        time.sleep(wait_s)
+        random.choice(self._replicas(part)).kill()
+        self.kills[part] += 1
+        self._killed = time.monotonic()
+
+    def whole(self) -> bool:
+        """Whether every deployment has all its replicas, each of them ready."""
+        if time.monotonic() < self._killed + 2:  # Serve may not have noticed yet
+            return False
+        found = serve.status().applications["scalingnote"]
+        return all(each.status == "HEALTHY" for each in found.deployments.values())
+
+    @staticmethod
+    def _replicas(part: str) -> list[psutil.Process]:
+        found = []
+        for each in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it may end while it is looked at
+                if f":{part}" in "".join(each.cmdline()):
+                    found.append(each)
+        return found
 
 
 @contextmanager
@@ -117,14 +151,6 @@ def load(work: Callable[[], None], *, threads: int) -> Iterator[None]:
             each.join()
 
 
-def kill(server: psutil.Popen, part: str) -> bool:
-    """kill -9 a replica of a deployment; whether one was there."""
-    alive = [p for p in server.children(recursive=True) if f":{part}" in "".join(p.cmdline())]
-    if alive:
-        random.choice(alive).kill()
-    return bool(alive)
-
-
 def settle(client: Client, *, shards: int) -> None:
     """Wait until everything answers again."""
     for _ in range(600):
@@ -135,7 +161,7 @@ def settle(client: Client, *, shards: int) -> None:
     raise SystemExit("the service did not come back within two minutes")
 
 
-def swap(run_dir: str, *, swaps: int, kills: int) -> dict[str, Any]:
+def swap(machine: Cluster, run_dir: str, *, swaps: int, kills: int) -> dict[str, Any]:
     """The index is swapped and replicas are killed under load."""
     config = pipeline.load_run(run_dir)
     first = pipeline.locate(config, "index")
@@ -153,7 +179,7 @@ def swap(run_dir: str, *, swaps: int, kills: int) -> dict[str, Any]:
             "shards_per_searcher": 1,
             **TWO_OF_EACH,
         }
-        with service(knobs, run_dir) as (url, server):
+        with machine.service(knobs, run_dir) as url:
             tally, local = Tally(), threading.local()
             numbers = iter(range(10**9))
 
@@ -171,25 +197,23 @@ def swap(run_dir: str, *, swaps: int, kills: int) -> dict[str, Any]:
 
             control = Client(url)
             settle(control, shards=shards)
-            done = killed = 0
+            done, parts = 0, cycle(("IndexSearcher", "QueryEncoder", "Gateway"))
+            machine.kills.clear()
             with load(search, threads=4):
-                for step in range(swaps):
-                    uri = (second, first)[step % 2].uri
-                    while control("POST", "/admin/index/activate", {"uri": uri})[0] != 200:
-                        time.sleep(0.5)
-                    done += 1
-                    if step % max(swaps // kills, 1) == 0 and killed < kills:
-                        part = ("IndexSearcher", "QueryEncoder", "Gateway")[killed % 3]
-                        killed += kill(server, part)
+                while done < swaps or machine.kills.total() < kills:
+                    uri = (second, first)[done % 2].uri
+                    done += control("POST", "/admin/index/activate", {"uri": uri})[0] == 200
+                    if machine.kills.total() < kills and machine.whole():
+                        machine.kill(next(parts))
                     time.sleep(0.5)
                 settle(control, shards=shards)
                 status, _ = control("POST", "/admin/index/roll_back")
-            return _row("swap", tally, swaps=done, kills=killed, writes=0, lost=0) | {
+            return _row("swap", tally, swaps=done, kills=machine.kills.total(), writes=0, lost=0) | {
                 "rolled back": status == 200
             }
 
 
-def write(run_dir: str, *, operations: int, kills: int, batch: int = 25) -> dict[str, Any]:
+def write(machine: Cluster, run_dir: str, *, operations: int, kills: int, batch: int = 25) -> dict[str, Any]:
     """Documents change and replicas are killed under load."""
     config = pipeline.load_run(run_dir)
     queries, rng = _queries(config), random.Random(0)
@@ -203,7 +227,7 @@ def write(run_dir: str, *, operations: int, kills: int, batch: int = 25) -> dict
             "searchers_in": "replicas",
             **TWO_OF_EACH,
         }
-        with service(knobs, run_dir) as (url, server):
+        with machine.service(knobs, run_dir) as url:
             tally, local = Tally(), threading.local()
 
             def search() -> None:
@@ -220,20 +244,24 @@ def write(run_dir: str, *, operations: int, kills: int, batch: int = 25) -> dict
             settle(control, shards=shards)
             # What each document may be: the title of its last acknowledged write, and of those after it.
             allowed: dict[str, list[str | None]] = defaultdict(lambda: [None])
-            written = killed = 0
-            kill_at = sorted(rng.sample(range(1, operations // batch), kills))
+            written, parts = 0, cycle(("Writer", "IndexSearcher", "Gateway", "DocumentEncoder"))
+            machine.kills.clear()
             with load(search, threads=2):
-                for step in range(operations // batch):
+                for step in count():
+                    if written >= operations and machine.kills.total() >= kills:
+                        break
                     ids = rng.sample([f"fault-{n}" for n in range(operations // 4)], batch)
                     delete = step % 4 == 3
                     title = None if delete else f"version {step} of a document"
-                    if kill_at and step == kill_at[0]:
-                        kill_at.pop(0)
-                        part = ("Writer", "IndexSearcher", "Gateway", "DocumentEncoder")[killed % 4]
-                        timer = threading.Timer(rng.random() * 0.2, kill, (server, part))
-                        timer.start()
-                        killed += 1
+                    killing = None
+                    if machine.kills.total() < kills and machine.whole():
+                        killing = threading.Thread(
+                            target=machine.kill, args=(next(parts), rng.random() * 0.2)
+                        )
+                        killing.start()
                     status = _send(control, ids, title)
+                    if killing is not None:
+                        killing.join()
                     tally.statuses[status] += 1
                     for doc_id in ids:
                         allowed[doc_id] = [title] if status == 200 else [*allowed[doc_id], title]
@@ -241,7 +269,8 @@ def write(run_dir: str, *, operations: int, kills: int, batch: int = 25) -> dict
                 settle(control, shards=shards)
             time.sleep(2)  # followers look every tenth of a second
             lost = sum(_title(control, doc_id) not in titles for doc_id, titles in allowed.items())
-            return _row("write", tally, swaps=0, kills=killed, writes=written, lost=lost)
+            kills = machine.kills.total()
+            return _row("write", tally, swaps=0, kills=kills, writes=written, lost=lost)
 
 
 def _send(client: Client, ids: Sequence[str], title: str | None) -> int:
@@ -305,13 +334,13 @@ def _right(answer: dict[str, Any], expected: list[list[dict[str, float]]], query
     return len(results) == len(best) and right_scores and all(doc_id in known for doc_id, _ in results)
 
 
-def _row(name: str, tally: Tally, **counts: int) -> dict[str, Any]:
+def _row(name: str, tally: Tally, **numbers: int) -> dict[str, Any]:
     undocumented = sum(count for status, count in tally.statuses.items() if status not in DOCUMENTED)
     errors = sum(count for status, count in tally.statuses.items() if status not in (200, 404))
     return {
         "service": name,
         "requests": sum(tally.statuses.values()),
-        **counts,
+        **numbers,
         "partial": tally.partial,
         "errors": errors,
         "undocumented": undocumented,
@@ -329,12 +358,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--only", choices=["swap", "write"])
     options = parser.parse_args()
-    rows = []
+    rows, machine = [], Cluster()
     if options.only != "write":
-        rows.append(swap(options.run, swaps=options.swaps, kills=min(options.kills, options.swaps)))
+        rows.append(swap(machine, options.run, swaps=options.swaps, kills=min(options.kills, options.swaps)))
         print(rows[-1], flush=True)
     if options.only != "swap":
-        rows.append(write(options.run, operations=options.operations, kills=options.kills))
+        rows.append(write(machine, options.run, operations=options.operations, kills=options.kills))
     for row in rows:
         report.show(row["service"], [row])
     path = Path(options.json) if options.json else None
