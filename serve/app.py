@@ -177,6 +177,7 @@ def _searchers(served: Served) -> SearcherParts:
                 served.catalog,
                 shards=range(start, start + size),
                 nprobe=config.nprobe,
+                mapped=config.mapped,
                 refresh_s=config.live.refresh_s if config.live else 0.1,
             )
             for group, (start, size) in enumerate(zip(first, served.sizes, strict=False))

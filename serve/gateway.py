@@ -98,6 +98,9 @@ def _encoder(place: Parts | DeploymentHandle) -> Called:
 def _groups(searchers: SearcherParts, config: ServeConfig) -> list[Group]:
     if searchers.handles is None:
         refresh_s = 0.1 if config.live is None else config.live.refresh_s
-        here = Here(IndexSearcher(searchers.catalog, nprobe=config.nprobe, refresh_s=refresh_s))
+        searcher = IndexSearcher(
+            searchers.catalog, nprobe=config.nprobe, mapped=config.mapped, refresh_s=refresh_s
+        )
+        here = Here(searcher)
         return [Group(here, sum(searchers.sizes))]
     return [Group(*group) for group in zip(searchers.handles, searchers.sizes, strict=True)]

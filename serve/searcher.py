@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -48,11 +49,11 @@ class Wanted:
     where: filters.Filter | None = None
     exact: bool = False
 
-    @property
-    def alike(self) -> str:
+    @cached_property
+    def alike(self) -> tuple[str | int | bool, ...]:
         """Searches of which this is the same are done together."""
-        where = json.dumps(self.where, sort_keys=True)
-        return f"{self.version} {self.k} {self.nprobe} {self.exact} {self.terms is None} {where}"
+        where = json.dumps(self.where, sort_keys=True) if self.where else ""
+        return self.version, self.k, self.nprobe or 0, self.exact, self.terms is None, where
 
 
 _Call = tuple[Searcher | LiveSearcher, Wanted]  # what a search is of is settled when it comes in
@@ -103,10 +104,11 @@ class IndexSearcher:
         *,
         shards: Sequence[int] | None = None,
         nprobe: int | None = None,
+        mapped: bool = False,
         joining: Joining | None = None,
         refresh_s: float = 0.1,
     ) -> None:
-        self._catalog, self._shards, self._nprobe = catalog, shards, nprobe
+        self._catalog, self._shards, self._nprobe, self._mapped = catalog, shards, nprobe, mapped
         self._joining, self._refresh_s = joining or Joining(), refresh_s
         self._opening = asyncio.Lock()
         self._batcher: Batcher[_Call, Found | Refused] = Batcher(self._work, most=MOST)
@@ -118,7 +120,8 @@ class IndexSearcher:
     async def search(self, wanted: Wanted) -> Answered | Refused:
         """The best candidates of the shards held here."""
         name, searcher = await self._require(wanted.version)
-        found = await self._batcher((searcher, replace(wanted, version=name)))
+        same = wanted if wanted.version == name else replace(wanted, version=name)
+        found = await self._batcher((searcher, same))
         return found if isinstance(found, Refused) else Answered(name, found)
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
@@ -204,7 +207,7 @@ class IndexSearcher:
             live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
             opened = LiveSearcher(live, nprobe=self._nprobe)
         else:
-            opened = Searcher.open(version.uri, shards=self._shards, nprobe=self._nprobe)
+            opened = Searcher.open(version.uri, shards=self._shards, nprobe=self._nprobe, mapped=self._mapped)
         # The first search compiles, or loads code and pages: not at a user's cost.
         opened.find(np.ones((1, opened.dim), np.float32), k=10)
         if opened.layout.sparse:

@@ -4,6 +4,7 @@ A document's score is summed in the same order whichever candidates it stands am
 in, so equal documents have equal scores everywhere. Of equal scores the lower row comes first.
 """
 
+from collections.abc import Iterable
 from typing import Any, no_type_check
 from weakref import WeakKeyDictionary
 
@@ -36,6 +37,19 @@ def scores(
         found: ndarray = _of_floats(floats(kept), queries, rows)
     else:
         found = _of_bytes(stored(kept), *_range(kept), queries, rows)
+    return found
+
+
+def scores_over(
+    pieces: Iterable[tuple[int, Any]],
+    queries: Float[ndarray, "queries dim"],
+    rows: Int[ndarray, "queries candidates"],
+) -> Float[ndarray, "queries candidates"]:
+    """The same for rows over several pieces: (the row that one begins at, the vectors it keeps), in order."""
+    found = np.full(rows.shape, -np.inf, np.float32)
+    for first, kept in pieces:
+        here = (rows >= first) & (rows < first + kept.ntotal)
+        found = np.where(here, scores(kept, queries, np.where(here, rows - first, -1)), found)
     return found
 
 

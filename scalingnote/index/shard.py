@@ -6,9 +6,10 @@ shards, never the merged answer, as all shards share one quantizer.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import faiss
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -142,11 +143,23 @@ def open_coarse(index: Artifact) -> Any:
     return ivf.parse(fs.read_bytes(index.file(COARSE)))
 
 
-def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any) -> Shard:
-    """Open a shard, each of its files checked against the manifest first: faiss itself has no checksum."""
+def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any, mapped: bool = False) -> Shard:
+    """Open a shard, each of its files checked against the manifest first: faiss itself has no checksum.
+
+    `mapped`: the vectors kept stay in their file, which is copied to this machine if it is not on it, and the
+    system holds as much of them in memory as there is room for; nobody may add to them.
+    """
     files = vector_files(number, family=layout.family, refine=layout.refine)
-    data = [fs.read_bytes(index.file(name)) for name in files]
-    lists = parse(data, layout=layout, coarse=coarse)
+    if mapped and layout.refine != "none":
+        *others, name = files
+        index.file(name)
+        folder = fs.download(index.uri, [name], version=index.digest)
+        kept = faiss.read_index(str(folder / name), faiss.IO_FLAG_MMAP_IFC)
+        codes = fs.read_bytes(index.file(others[0])) if others else None
+        lists = replace(ivf.load(coarse, codes, None), kept=kept)
+    else:
+        data = [fs.read_bytes(index.file(name)) for name in files]
+        lists = parse(data, layout=layout, coarse=coarse)
     documents = index.table(documents_file(number))
     if len(documents) != len(lists):
         raise ArtifactError(
@@ -155,10 +168,10 @@ def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any) -> 
         )
     postings = None
     if layout.sparse:
-        mapped = {
+        buffers = {
             name: fs.open_input(index.file(part)).read_buffer() for name, part in term_files(number).items()
         }
-        postings = postings_file.load(mapped, documents=len(documents))
+        postings = postings_file.load(buffers, documents=len(documents))
     return Shard(number, lists, documents, postings)
 
 

@@ -99,7 +99,8 @@ class LiveSearcher:
             require_both(now.layout)
             depth = max(k, joining.candidates)
             rows = _rows(now, self._scan(now, unit, k=depth, nprobe=nprobe))
-            score = partial(_scores, now, unit)
+            kept = [(first, s.lists.kept) for first, s in zip(now.first, now.segments, strict=False)]
+            score = partial(rescore.scores_over, kept, unit)
             both = candidates(rows, score, now.terms, terms, k=depth, allowed=_allowed(now))
             rows, dense, sparse = both.ids, both.dense, both.sparse
         return [
@@ -188,18 +189,6 @@ class LiveSearcher:
 def _rows(now: _Moment, found: scan.Found) -> Int[ndarray, "queries k"]:
     """What was found, as rows of all."""
     return np.where(found.rows < 0, -1, np.array(now.first)[found.segments] + found.rows)
-
-
-def _scores(
-    now: _Moment, unit: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"]
-) -> Float[ndarray, "queries candidates"]:
-    """Inner products with the vectors kept; -inf where the row is -1."""
-    scores = np.full(rows.shape, -np.inf, np.float32)
-    for segment, first in zip(now.segments, now.first, strict=False):
-        here = (rows >= first) & (rows < first + len(segment.lists))
-        inside = np.where(here, rows - first, -1)
-        scores = np.where(here, rescore.scores(segment.lists.kept, unit, inside), scores)
-    return scores
 
 
 def _allowed(now: _Moment) -> Bool[ndarray, " rows"] | None:

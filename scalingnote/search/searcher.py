@@ -84,8 +84,9 @@ class Searcher:
         *,
         nprobe: int | None = None,
         threads: int = 1,
+        mapped: bool = False,
     ) -> None:
-        """The shards' vectors are merged: they are not to be used by anyone else."""
+        """The shards' vectors are merged: they are not to be used by anyone else. Not so where `mapped`."""
         self.layout = layout
         self.nprobe = checked_nprobe(nprobe or layout.nprobe, layout.nlist)
         ordered = sorted(shards, key=lambda shard: shard.number)
@@ -93,7 +94,9 @@ class Searcher:
         self._rows = {number: StoredRows(documents) for number, documents in self._documents.items()}
         self._numbers = np.array([*self._documents, -1])
         self._first = np.array([0, *accumulate(map(len, self._documents.values()))])
-        self._segments = [ivf.merge([shard.lists for shard in ordered])]
+        lists = [shard.lists for shard in ordered]
+        self._segments = lists if mapped else [ivf.merge(lists)]
+        self._starts = np.array([0, *accumulate(map(len, self._segments))])[:-1]
         self._postings = [shard.postings for shard in ordered if shard.postings is not None]
         self._masks = lru_cache(MASKS)(self._mask)
         # faiss would take every core of the machine for each call, however many replicas share it.
@@ -107,12 +110,14 @@ class Searcher:
         shards: Sequence[int] | None = None,
         nprobe: int | None = None,
         threads: int = 1,
+        mapped: bool = False,
     ) -> "Searcher":
         """Open the shards with these numbers, or all; `nprobe` None takes the index's own.
 
         `threads` is what faiss may use for searches from the thread that opens; those of other threads go by
-        OMP_NUM_THREADS, which Ray sets for its workers. Raises ArtifactError when a file is missing or
-        damaged, SearchError when a shard does not exist.
+        OMP_NUM_THREADS, which Ray sets for its workers. `mapped` leaves the vectors kept in their files: for
+        more documents than there is memory for; shards are then scanned one after the other. Raises
+        ArtifactError when a file is missing or damaged, SearchError when a shard does not exist.
         """
         index = open_artifact(index_uri, kind="index")
         layout = shards_of.open_layout(index)
@@ -123,8 +128,10 @@ class Searcher:
                 f"{index_uri} has no shard {unknown[0]}: its shards are 0 to {layout.shards - 1}"
             )
         coarse = shards_of.open_coarse(index)
-        opened = [shards_of.open_shard(index, n, layout=layout, coarse=coarse) for n in numbers]
-        return cls(layout, opened, nprobe=nprobe, threads=threads)
+        opened = [
+            shards_of.open_shard(index, n, layout=layout, coarse=coarse, mapped=mapped) for n in numbers
+        ]
+        return cls(layout, opened, nprobe=nprobe, threads=threads, mapped=mapped)
 
     def __len__(self) -> int:
         """Documents in the shards held."""
@@ -209,13 +216,19 @@ class Searcher:
             located, dense, sparse = self._located(both.dense, both.ids), both.dense, both.sparse
             ids = scan.packed(located.shard, located.row)
         answers = []
-        for query, there in enumerate(ids >= 0):
-            shards, rows = located.shard[query][there], located.row[query][there]
-            of_terms = None if sparse is None else sparse[query][there]
-            documents = [
-                self._rows[shard][row] for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)
-            ]
-            answers.append(Found(ids[query][there], shards, dense[query][there], of_terms, documents))
+        for query, count in enumerate((ids >= 0).sum(axis=1).tolist()):  # there are none behind the last
+            places = zip(
+                located.shard[query, :count].tolist(), located.row[query, :count].tolist(), strict=True
+            )
+            answers.append(
+                Found(
+                    ids[query, :count],
+                    located.shard[query, :count],
+                    dense[query, :count],
+                    None if sparse is None else sparse[query, :count],
+                    [self._rows[shard][row] for shard, row in places],
+                )
+            )
         return answers
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
@@ -231,10 +244,11 @@ class Searcher:
         row = self._row_of(doc_id)
         if row is None:
             return None
-        (lists,) = self._segments
         require_vectors(self.layout)
-        first = self._first[self.shards.index(row[0])]
-        found: ndarray = rescore.vectors(lists.kept, np.array([first + row[1]]))[0]
+        over_all = self._first[self.shards.index(row[0])] + row[1]
+        piece = int(np.searchsorted(self._starts, over_all, side="right")) - 1
+        kept = self._segments[piece].kept
+        found: ndarray = rescore.vectors(kept, np.array([over_all - self._starts[piece]]))[0]
         return found
 
     def candidates(
@@ -250,7 +264,7 @@ class Searcher:
         unit = unit_queries(queries, dim=self.dim, k=k)
         plan = replace(self._plan(nprobe), exact=exact)
         found = scan.search(self._segments, unit, k=k, plan=plan, masks=self._masks_of(where))
-        return self._located(found.scores, found.rows)
+        return self._located(found.scores, self._over_all(found))
 
     def _both(
         self,
@@ -264,18 +278,24 @@ class Searcher:
     ) -> Both:
         """The `depth` best of either kind, as rows over all that is held, with both scores."""
         require_both(self.layout)
-        (lists,) = self._segments
         unit = unit_queries(queries, dim=self.dim, k=k)
         masks = self._masks_of(where)
         found = scan.search(self._segments, unit, k=depth, plan=self._plan(nprobe), masks=masks)
+        kept = [(int(first), lists.kept) for first, lists in zip(self._starts, self._segments, strict=True)]
         return candidates_of_both(
-            found.rows,
-            partial(rescore.scores, lists.kept, unit),
+            self._over_all(found),
+            partial(rescore.scores_over, kept, unit),
             self._postings,
             terms,
             k=depth,
-            allowed=None if masks is None else masks[0],
+            allowed=None if masks is None else np.concatenate(masks),
         )
+
+    def _over_all(self, found: scan.Found) -> Int[ndarray, "queries k"]:
+        """Rows found, counted over all that is held."""
+        if len(self._segments) == 1:
+            return found.rows
+        return np.where(found.rows < 0, -1, self._starts[found.segments] + found.rows)
 
     @cached_property
     def _ids(self) -> dict[int, DocIds]:
@@ -298,7 +318,7 @@ class Searcher:
         if not where:
             return None
         filters.check(where, self.fields)
-        return [self._masks(json.dumps(where, sort_keys=True))]
+        return np.split(self._masks(json.dumps(where, sort_keys=True)), self._starts[1:])
 
     def _located(self, scores: Float[ndarray, "queries k"], rows: Int[ndarray, "queries k"]) -> Candidates:
         """Rows over all that is held, as shards and the rows in them."""

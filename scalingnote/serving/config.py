@@ -81,6 +81,11 @@ class ServeConfig(Config):
         "auto", description="auto: in the gateway where there is one and the index is small, else replicas"
     )
     shards_per_searcher: int = Field(4, ge=1, description="shards that one searcher process holds")
+    mapped: bool = Field(
+        False,
+        description="leave the vectors that an index keeps in its files: for more documents than memory; "
+        "each shard is then scanned by itself",
+    )
     gateway_replicas: int = Field(1, ge=1)
     encoder_replicas: int = Field(1, ge=1)
     searcher_replicas: int = Field(1, ge=1, description="replicas of each group of shards")
@@ -101,10 +106,12 @@ class ServeConfig(Config):
     access_log: str | None = Field(None, description="local folder for access logs; null: none")
 
     @model_validator(mode="after")
-    def _is_closed(self) -> "ServeConfig":
+    def _goes_together(self) -> "ServeConfig":
         reached = f"host {self.host}" if self.host not in LOOPBACK else "grpc_port" if self.grpc_port else ""
         if reached and self.api_keys is None and not self.open:
             raise ValueError(
                 f"{reached} can be reached from elsewhere: name a file of keys in api_keys, or set open"
             )
+        if self.mapped and self.live is not None:
+            raise ValueError("mapped is for an index that is read only: a live one adds to its vectors")
         return self

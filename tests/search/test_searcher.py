@@ -257,16 +257,20 @@ def test_embeddings_and_terms_together_equal_brute_force(
     cluster: None, asked: np.ndarray, tmp_path: Path
 ) -> None:
     corpus = Corpus.build(f"{tmp_path}/corpus", sizes=[300, 340], dim=16, sparse=True)
-    searcher = Searcher.open(job.run(EXACT, **corpus.uris, output=f"{tmp_path}/index").uri)
+    index = job.run(EXACT, **corpus.uris, output=f"{tmp_path}/index").uri
+    searcher, mapped = Searcher.open(index), Searcher.open(index, mapped=True)
     numbers = [17, 404, 639, 8]
     queries_of = asked[: len(numbers)]
     terms = np.array([[str(i).count(str(t)) for t in range(10)] for i in range(640)], np.float32)
     weights = np.array([[float(str(t) in str(number)) for t in range(10)] for number in numbers], np.float32)
     dense, sparse = queries_of @ corpus.matrix.T, weights @ terms.T
     for where, rows in ((None, np.arange(640)), ({"topic": "topic 3"}, np.arange(3, 640, 7))):
-        found = searcher.search_both(
-            queries_of, _digits(numbers), k=9, joining=Joining(dense_weight=0.3, candidates=1000), where=where
+        joining = Joining(dense_weight=0.3, candidates=1000)
+        found, of_mapped = (
+            each.search_both(queries_of, _digits(numbers), k=9, joining=joining, where=where)
+            for each in (searcher, mapped)
         )
+        assert of_mapped == found
         best = np.maximum(dense[:, rows], 0.0)  # nothing was tuned: the background is 0
         scores = 0.3 * best / best.max(1, keepdims=True)
         scores += 0.7 * sparse[:, rows] / np.maximum(sparse[:, rows].max(1, keepdims=True), 1e-9)
@@ -282,3 +286,19 @@ def test_embeddings_and_terms_together_equal_brute_force(
 def test_an_index_without_terms_says_so(searcher: Searcher, asked: np.ndarray) -> None:
     with pytest.raises(SearchError, match="this index has no terms"):
         searcher.search_both(asked[:1], _digits([3]), k=3)
+
+
+def test_vectors_left_in_their_files_are_searched_as_those_in_memory(
+    searcher: Searcher, uri: str, asked: np.ndarray, copy: Path
+) -> None:
+    mapped = Searcher.open(uri, mapped=True)
+    with open("/proc/self/maps") as maps:
+        assert sum(f"{uri}/shard-" in line and line.split()[5].endswith(".faiss") for line in maps) >= 3
+    for where in (None, {"topic": "topic 3"}):
+        assert mapped.search(asked, k=12, where=where) == searcher.search(asked, k=12, where=where)
+    for part in (0, 300, 639):
+        np.testing.assert_array_equal(mapped.vector(f"d{part}"), searcher.vector(f"d{part}"))
+    damaged = copy / "shard-00001/kept.faiss"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(ArtifactError, match=r"shard-00001/kept\.faiss is damaged"):
+        Searcher.open(str(copy), mapped=True)

@@ -115,3 +115,8 @@ def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
     config = settings.merged(run, AppArgs(run_dir=str(tmp_path), serve={"limits": {"max_k": 9}}))
     assert (config.limits.max_k, config.limits.burst) == (9, 3)
     assert config.state == f"{tmp_path}/serve"
+
+
+def test_vectors_are_not_left_in_files_that_are_written_to():
+    with pytest.raises(ConfigError, match="mapped is for an index that is read only"):
+        validate(ServeConfig, {"mapped": True, "live": {"folder": "live"}}, source="serve")
