@@ -29,7 +29,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count, cycle
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -358,17 +357,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--only", choices=["swap", "write"])
     options = parser.parse_args()
-    rows, machine = [], Cluster()
+    machine = Cluster()
+    # One half alone leaves what is known of the other.
+    before = json.loads(options.json.read_text())["table"] if options.json and options.json.exists() else []
+    rows = [row for row in before if options.only and row["service"] != options.only]
     if options.only != "write":
         rows.append(swap(machine, options.run, swaps=options.swaps, kills=min(options.kills, options.swaps)))
         print(rows[-1], flush=True)
     if options.only != "swap":
         rows.append(write(machine, options.run, operations=options.operations, kills=options.kills))
+    rows.sort(key=lambda row: row["service"])
     for row in rows:
         report.show(row["service"], [row])
-    path = Path(options.json) if options.json else None
-    names = ("lost", "undocumented", "wrong or mixed", "doubled")
-    report.write(path, metrics={name: sum(row[name] for row in rows) for name in names}, table=rows)
+    names = ("requests", "errors", "lost", "undocumented", "wrong or mixed", "doubled")
+    report.write(options.json, metrics={name: sum(row[name] for row in rows) for name in names}, table=rows)
 
 
 if __name__ == "__main__":
