@@ -50,10 +50,11 @@ def build(
     metrics: Callable[[], str] = str,
     done: Done | None = None,
     look: Callable[[], None] | None = None,
+    in_serve: bool = False,
 ) -> FastAPI:
     """The application. `metrics` gives the text of ``/metrics``, `done` is told of every request.
 
-    `look` is called now and then, to measure how things stand.
+    `look` is called now and then, to measure how things stand. `in_serve`: behind what Serve puts before it.
 
     `admission` is shared with whatever else lets requests in; None: of the limits, with no keys.
     """
@@ -73,7 +74,8 @@ def build(
         redoc_url=None,
         responses={"4XX": {"model": Refusal}, "5XX": {"model": Refusal}},
     )
-    api.add_middleware(Door, admission=admission or Admission(config.limits), done=done)
+    admission = admission or Admission(config.limits)
+    api.add_middleware(Door, admission=admission, done=done, in_serve=in_serve)
     if config.cors_origins:
         api.add_middleware(
             CORSMiddleware,

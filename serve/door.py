@@ -7,13 +7,14 @@ Plain ASGI, as it runs for every request.
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from serve.admission import Admission, request_id
 from serve.refusals import RefusedError, body_of
 
 Message = MutableMapping[str, Any]
+Header = tuple[bytes, bytes]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
@@ -26,9 +27,11 @@ STATIC = "/page/"
 class Door:
     """ASGI middleware; `scope["state"]` has `request_id` and whatever the API puts beside it."""
 
-    def __init__(self, app: App, *, admission: Admission, done: Done | None = None) -> None:
-        """`done` is told of each request when it is answered."""
-        self._app, self._admission, self._done = app, admission, done
+    def __init__(
+        self, app: App, *, admission: Admission, done: Done | None = None, in_serve: bool = False
+    ) -> None:
+        """`done` is told of each request when it is answered; Serve itself writes the id on answers."""
+        self._app, self._admission, self._done, self._in_serve = app, admission, done, in_serve
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Let a request in, or say why not."""
@@ -39,6 +42,8 @@ class Door:
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
         state["request_id"] = request_id(headers.get(b"x-request-id", b""))
+
+        named = () if self._in_serve else ((b"x-request-id", state["request_id"].encode()),)
 
         too_large: RefusedError | None = None
         told, taken = False, 0
@@ -61,14 +66,13 @@ class Door:
             elif not too_large:
                 if message["type"] == "http.response.start":
                     status = message["status"]
-                    named = (b"x-request-id", state["request_id"].encode())
-                    message["headers"] = [*message.get("headers", ()), named]
+                    message["headers"] = [*message.get("headers", ()), *named]
                 await send(message)
 
         async def refuse(refused: RefusedError) -> None:
             nonlocal status, told
             told, status, state["refused"] = True, refused.status, refused.code
-            await _refuse(refused, state["request_id"], send)
+            await _refuse(refused, state["request_id"], named, send)
 
         with self._admission.visit():
             try:
@@ -104,12 +108,12 @@ def _is_json(content_type: bytes) -> bool:
     return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
 
 
-async def _refuse(refused: RefusedError, request_id: str, send: Send) -> None:
+async def _refuse(refused: RefusedError, request_id: str, named: Iterable[Header], send: Send) -> None:
     body = json.dumps(body_of(refused, request_id)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"x-request-id", request_id.encode()),
+        *named,
     ]
     if refused.retry_after_s is not None:
         headers.append((b"retry-after", str(refused.retry_after_s).encode()))

@@ -82,6 +82,7 @@ class Gateway(Servicer):
             metrics=metrics.scraped,
             done=self._done,
             look=self._look,
+            in_serve=True,
         )
 
     def _look(self) -> None:

@@ -118,6 +118,10 @@ def test_what_is_served_is_what_is_searched(url, index, expected):
     status, answer = post(f"{url}/search", query=QUERY, k=5)
     assert (status, found(answer)) == (200, expected(index))
     assert (answer["shards"], answer["shards_answered"]) == (2, 2)
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{url}/info", headers={"x-request-id": "mine"})
+    ) as info:
+        assert info.headers.get_all("x-request-id") == ["mine"]  # Serve's own, not one more of ours
 
 
 def test_grpc_answers_what_http_does(url, grpc_port, access_log, index, expected):
