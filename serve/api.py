@@ -75,6 +75,7 @@ def build(
         responses={"4XX": {"model": Refusal}, "5XX": {"model": Refusal}},
     )
     admission = admission or Admission(config.limits)
+    api.add_middleware(body_route.Shortcut, api=api)
     api.add_middleware(Door, admission=admission, done=done, in_serve=in_serve)
     if config.cors_origins:
         api.add_middleware(

@@ -95,7 +95,7 @@ def test_what_the_openapi_allows_and_forbids_is_answered_as_it_says(client, desc
     if mode is GenerationMode.NEGATIVE and not operation.body:
         return  # nothing to get wrong
 
-    @settings(derandomize=True, max_examples=25, database=None)
+    @settings(derandomize=True, max_examples=25, deadline=None, database=None)
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         kwargs = case.as_transport_kwargs(base_url="http://test")
