@@ -6,6 +6,7 @@ constants ─► a * b / c ─► Ledger.step(name, quantity) ─► a quantity 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil, sqrt
+from typing import Literal
 
 from scalingnote.scaling.constants import Constant
 
@@ -18,7 +19,7 @@ class Quantity:
     names: str
     numbers: str
     constants: tuple[Constant, ...] = ()
-    sum: bool = False  # wants brackets inside a product
+    kind: Literal["single", "product", "sum"] = "single"  # decides where brackets are needed
 
     def __mul__(self, other: "Quantity") -> "Quantity":
         return _join(self, "×", other, self.value * other.value)
@@ -96,23 +97,20 @@ def number(value: float) -> str:
     return f"{value:.4g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
 
 
-def _join(left: Quantity, sign: str, right: Quantity, value: float) -> Quantity:
-    product = sign in "×/"
-    sides = []
-    for text in ("names", "numbers"):
-        before, after = getattr(left, text), getattr(right, text)
-        if product and left.sum:
-            before = f"({before})"
-        # a / (b × c) and a - (b + c): the right side of / and - keeps its brackets.
-        if (product and right.sum) or (sign in "/-" and not _single(after)):
-            after = f"({after})"
-        sides.append(f"{before} {sign} {after}")
-    names, numbers = sides
-    return Quantity(value, names, numbers, _merged([left, right]), sum=not product)
+def _join(left: Quantity, sign: Literal["×", "/", "+", "-"], right: Quantity, value: float) -> Quantity:
+    kind: Literal["product", "sum"] = "product" if sign in "×/" else "sum"
+    before = left.kind == "sum" and kind == "product"
+    # a / (b × c) and a - (b + c): behind / and - brackets stay.
+    after = (right.kind == "sum" and sign != "+") or (right.kind == "product" and sign == "/")
+    names, numbers = (
+        f"{_bracketed(getattr(left, text), before)} {sign} {_bracketed(getattr(right, text), after)}"
+        for text in ("names", "numbers")
+    )
+    return Quantity(value, names, numbers, _merged([left, right]), kind)
 
 
-def _single(text: str) -> bool:
-    return not any(f" {sign} " in text for sign in "×/+-") or text.startswith(("ceil(", "max(", "sqrt("))
+def _bracketed(text: str, wanted: bool) -> str:
+    return f"({text})" if wanted else text
 
 
 def _call(function: str, arguments: Sequence[Quantity], value: float) -> Quantity:

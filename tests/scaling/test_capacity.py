@@ -83,6 +83,8 @@ def test_a_quantity_says_what_it_computed():
         "a + b × b": two + three * three,
         "a / (b × a)": two / (three * two),
         "a / (b / a)": two / (three / two),
+        "a / (ceil(b) × a)": two / (up(three) * two),
+        "a - b × a": two - three * two,
         "a - (b - a)": two - (three - two),
         "a × b / a": two * three / two,
         "ceil(a / b) × a": up(two / three) * two,
