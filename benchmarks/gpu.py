@@ -15,6 +15,7 @@ operations that real tokens need, repeated passes left out, over the GPU's dense
 beside the measured peak is what `train --dry-run` would count.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -230,7 +231,7 @@ def _peak(device: torch.device) -> float:
     """Dense bfloat16 operations per second: the maker's figure, or what a large product reaches here."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name()
-        known = next((gpu for label, gpu in GPUS.items() if label in name), None)
+        known = next((gpu for label, gpu in GPUS.items() if label in re.findall(r"\w+", name)), None)
         if known:
             return known.peak
     width = 8192 if device.type == "cuda" else 512

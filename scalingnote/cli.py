@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalingnote import __version__
 from scalingnote.errors import ConfigError, ScalingNoteError
+from scalingnote.scaling import plan_command
 
 if TYPE_CHECKING:
     from scalingnote.pipeline import RunConfig
@@ -134,6 +135,8 @@ def _parser() -> argparse.ArgumentParser:
     datasets.add_argument("action", choices=("list", "describe", "fetch"))
     datasets.add_argument("dataset", nargs="?", metavar="NAME")
 
+    plan_command.add(command("plan", plan_command.run, "turn a corpus into GPU hours, machines and money"))
+
     doctor = command("doctor", _doctor, "check this machine and say what to do about each finding")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     return parser
@@ -157,7 +160,7 @@ def _add_dry_run(train: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print memory per GPU, arithmetic and days; start nothing"
     )
     dry = train.add_argument_group("with --dry-run")
-    dry.add_argument("--gpu", metavar="KIND", help="H200, H100 (the default), A100 or L40S")
+    dry.add_argument("--gpu", metavar="KIND", help="H200, H100 (the default), A100, L40S or L4")
     dry.add_argument("--gpus", type=int, metavar="N", help="default: train.resources.workers")
     dry.add_argument("--mfu", metavar="SHARE", help="of the peak that is reached, default: 0.4")
     dry.add_argument("--network", metavar="GB/S", help="in and out of a node, default: 400")

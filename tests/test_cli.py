@@ -42,8 +42,9 @@ def modules_after(statement: str) -> set[str]:
 HEAVY = {"torch", "ray", "faiss", "transformers", "pyarrow", "numpy"}
 
 
-def test_help_needs_no_heavy_module():
-    statement = "import scalingnote.cli\ntry: scalingnote.cli.main(['--help'])\nexcept SystemExit: pass"
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"]])
+def test_help_needs_no_heavy_module(arguments):
+    statement = f"import scalingnote.cli\ntry: scalingnote.cli.main({arguments})\nexcept SystemExit: pass"
     assert not modules_after(statement) & (HEAVY | {"pydantic", "yaml"})
 
 

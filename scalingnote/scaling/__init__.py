@@ -1,1 +1,1 @@
-"""What training costs, worked out from the config alone: arithmetic, memory, time."""
+"""What scale costs and what it buys: a run's cost from its config, scaling laws, a whole system's plan."""

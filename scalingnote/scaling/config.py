@@ -1,12 +1,13 @@
-"""What an estimate assumes of the hardware and the data, where the run's config does not say."""
+"""What estimates assume of hardware and data: a dry run where its config does not say, a plan in all."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from scalingnote.config import Config
 
-GpuName = Literal["H200", "H100", "A100", "L40S"]
+GpuName = Literal["H200", "H100", "A100", "L40S", "L4"]
+QueryTower = Literal["bert-int8", "lookup"]
 
 
 class Assumptions(Config):
@@ -28,3 +29,47 @@ class Assumptions(Config):
     document_tokens: float | None = Field(
         None, gt=0, description="mean length; null: max_length of the tower"
     )
+
+
+class PlanConfig(Config):
+    """A corpus, its traffic and what is assumed of everything else. Prices in US dollars."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    documents: int = Field(ge=1, description="documents of the corpus")
+    tokens: float = Field(gt=0, description="mean tokens of a document, its prompt counted in")
+    model: str = Field(description="backbone of both towers: a published name or a folder with config.json")
+    qps: float = Field(gt=0, description="queries a second at the peak")
+    recall: float = Field(0.95, gt=0, le=1, description="of the exact 100 best documents")
+    gpu: GpuName = Field("H100", description="kind of GPU")
+    gpus: int = Field(8, ge=1, description="GPUs that work at the same time")
+    query_tokens: float = Field(16.0, gt=0, description="mean tokens of a query")
+    dims: tuple[int, ...] = Field(
+        (16, 32, 64, 128), min_length=1, description="Matryoshka dimensions; the last one is indexed"
+    )
+    pairs: int = Field(100_000_000, ge=1, description="training pairs; the paper chose 10^8 for 7B")
+    negatives: int = Field(1, ge=0, description="hard negatives of a pair, one in the paper")
+    lora: int | None = Field(None, ge=1, description="rank of both towers' adapters; null: all weights learn")
+    distill_epochs: float = Field(100.0, gt=0, description="passes over the pairs' queries, 100 in the paper")
+    query_tower: QueryTower = Field("bert-int8", description="what encodes queries in service")
+    mfu: float = Field(
+        0.4,
+        gt=0,
+        le=1,
+        description="share of the GPU's peak that is reached; nobody measured it with this code on any GPU "
+        "yet: benchmarks/gpu.py does",
+    )
+    node_memory: tuple[Annotated[int, Field(ge=16)], ...] = Field(
+        (64, 128, 256, 512, 1024), min_length=1, description="GB of the nodes that searchers may run on"
+    )
+    replicas: int = Field(2, ge=1, description="copies of everything that serves, at least: one may die")
+    gpu_price: float | None = Field(None, ge=0, description="of a GPU hour; null: by the kind of GPU")
+    core_price: float = Field(0.03, ge=0, description="of a CPU core's hour")
+    memory_price: float = Field(0.004, ge=0, description="of a GB of memory for an hour")
+    storage_price: float = Field(0.023, ge=0, description="of a GB in object storage for a month")
+
+    @model_validator(mode="after")
+    def _ascends(self) -> "PlanConfig":
+        if list(self.dims) != sorted(set(self.dims)) or self.dims[0] < 1:
+            raise ValueError(f"dims {list(self.dims)} must ascend from 1 or more")
+        return self

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from math import ceil
 
 from scalingnote.errors import ConfigError
-from scalingnote.models import flops
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.flops import Work
+from scalingnote.models.flops import loss as loss_work
 from scalingnote.models.prompt import PLACEHOLDERS
 from scalingnote.models.shape import Shape, adapter_parameters, of_backbone
-from scalingnote.scaling import memory
+from scalingnote.scaling import flops, memory
 from scalingnote.scaling.activations import Numbers, tower_bytes
 from scalingnote.scaling.config import Assumptions
+from scalingnote.scaling.flops import Side
 from scalingnote.scaling.hardware import GIB, GPUS, Gpu, exchanged
 from scalingnote.scaling.memory import State
 from scalingnote.train.config import Ddp, TrainConfig
@@ -116,7 +117,7 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
     losses = config.losses
     views = _views(config.document)
     columns = 1 + (assumed.negatives if losses.denominator == "positives_and_negatives" else 0)
-    work = flops.loss(
+    work = loss_work(
         rows=config.global_batch,
         columns=columns,
         views=views,
@@ -124,17 +125,24 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
         bidirectional=losses.bidirectional,
     )
     both = (_settings("query", config), config.document)
-    for tower, settings, pooled in zip(towers, both, (1, views), strict=True):
-        of_row = flops.row(
+    query, document = (
+        Side(
             tower.shape,
-            tokens=tower.tokens,
+            tower.tokens,
+            rows=tower.rows // rows,
             pooled=pooled,
-            dim=config.dim,
             lora=settings.lora,
-            checkpointing=config.memory.gradient_checkpointing,
-            grad_cache=config.memory.grad_cache is not None,
         )
-        work += of_row.times(ranks * tower.rows)
+        for tower, settings, pooled in zip(towers, both, (1, views), strict=True)
+    )
+    of_pair = flops.of_pair(
+        query,
+        document,
+        dim=config.dim,
+        checkpointing=config.memory.gradient_checkpointing,
+        grad_cache=config.memory.grad_cache is not None,
+    )
+    work += of_pair.times(ranks * rows)
     return Estimate(
         config=config,
         assumed=assumed,

@@ -23,6 +23,7 @@ GPUS: dict[GpuName, Gpu] = {
     "H100": Gpu(79 * GIB, 989e12, 450.0),
     "A100": Gpu(79 * GIB, 312e12, 300.0),
     "L40S": Gpu(44 * GIB, 362e12, 32.0),
+    "L4": Gpu(22 * GIB, 121e12, 32.0),
 }
 
 

@@ -55,6 +55,15 @@ TRIPLETS = pa.schema(
 )
 # Beside triplets: every document known to answer a query, so that later negatives can avoid it.
 ANSWERS = pa.schema({"query_id": pa.string(), "positive": pa.string()})
+# Finished trainings of several sizes: what scaling laws are fitted to. Further columns are kept.
+LADDER = pa.schema(
+    {
+        "parameters": pa.int64(),  # of the document tower, without embeddings
+        "examples": pa.int64(),  # training pairs
+        "tokens": pa.int64(),  # of both towers, seen in training
+        "contrastive_entropy": pa.float64(),  # on held-out queries, always the same ones
+    }
+)
 REJECTED = pa.schema({"table": pa.string(), "row": pa.string(), "reason": pa.string()})
 
 

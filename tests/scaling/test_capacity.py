@@ -1,0 +1,229 @@
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from scalingnote import cli
+from scalingnote.models.shape import PUBLISHED
+from scalingnote.scaling import capacity, constants, plan_table, quantity
+from scalingnote.scaling.capacity import Plan
+from scalingnote.scaling.config import PlanConfig
+from scalingnote.scaling.constants import Constant, Family, Measured, Stated
+from scalingnote.scaling.quantity import Ledger, of, plain, root, up
+from scalingnote.serving.config import ServeConfig
+
+ROOT = Path(cli.__file__).parents[1]
+MODEL = "Qwen/Qwen2.5-7B-Instruct"
+
+
+def plan(**given: object) -> Plan:
+    return capacity.plan(
+        PlanConfig(**{"documents": 10**9, "tokens": 250, "model": MODEL, "qps": 1000} | given)
+    )
+
+
+def all_constants() -> list[Constant]:
+    found = [one for one in vars(constants).values() if isinstance(one, Constant)]
+    found += constants.ENCODERS.values()
+    for family in constants.FAMILIES:
+        values = (getattr(family, field.name) for field in fields(Family))
+        found += [value for value in values if isinstance(value, Constant)]
+    return found
+
+
+def in_file(source: Measured) -> float:
+    table = json.loads((ROOT / source.file).read_text())[source.table]
+    if not source.where:
+        return table[source.key]
+    (row,) = (row for row in table if all(row[name] == value for name, value in source.where))
+    return row[source.key]
+
+
+@pytest.mark.parametrize(
+    "constant",
+    [one for one in all_constants() if isinstance(one.source, Measured)],
+    ids=lambda one: str(one.source),
+)
+def test_a_measured_constant_is_what_its_benchmark_wrote(constant: Constant):
+    assert constant.value == in_file(constant.source)
+
+
+def test_every_constant_of_a_plan_has_a_source_and_none_is_used_in_two_senses():
+    found = plan(qps=30_000, recall=0.7)
+    names = [constant.name for constant in found.constants]
+    assert len(names) == len(set(names))
+    assert any(isinstance(constant.source, Measured) for constant in found.constants)
+    text = plan_table.explained(found)
+    for constant in found.constants:
+        assert f"  {constant.name} = " in text
+        assert f"[{constant.source}]" in text
+    given = {
+        one.name for one in found.constants if isinstance(one.source, Stated) and one.source.kind == "given"
+    }
+    assert given == {"documents", "tokens", "queries a second"}
+    assert "never" not in plan_table.text(found)
+    assert "MFU 0.4: share of the GPU's peak that is reached; nobody measured it" in plan_table.text(found)
+
+
+def test_what_is_designed_elsewhere_is_still_so():
+    assert constants.VERSIONS.value == ServeConfig.model_fields["versions_kept"].default
+    # Codes of 4 bits for every two dimensions, a byte a dimension, an id, a share of 4,000 centroids.
+    default = constants.FAMILIES[0]
+    assert default.size.value == pytest.approx(128 / 4 + 128 + 8 + 4000 * 128 * 4 / 1e6, abs=0.1)
+    assert default.width.value == 1 / 4 + 1
+
+
+def test_a_quantity_says_what_it_computed():
+    two, three = (
+        of(Constant(name, value, "", Stated("given", "a test"))) for name, value in (("a", 2.0), ("b", 3.0))
+    )
+    cases = {
+        "(a + b) × b": (two + three) * three,
+        "a + b × b": two + three * three,
+        "a / (b × a)": two / (three * two),
+        "a / (b / a)": two / (three / two),
+        "a / (ceil(b) × a)": two / (up(three) * two),
+        "a - b × a": two - three * two,
+        "a - (b - a)": two - (three - two),
+        "a × b / a": two * three / two,
+        "ceil(a / b) × a": up(two / three) * two,
+        "a / max(b, ceil(a))": two / up(two, least=three),
+        "sqrt(a + b) / b": root(two + three) / three,
+    }
+    python = {"ceil": quantity.ceil, "sqrt": quantity.sqrt, "max": max, "a": 2.0, "b": 3.0}
+    for names, found in cases.items():
+        assert found.names == names
+        for text in (found.names, found.numbers):
+            assert eval(text.replace("×", "*"), python) == pytest.approx(found.value)
+        assert {constant.name for constant in found.constants} <= {"a", "b"}
+    ledger = Ledger()
+    assert (ledger.step("c", two * three, "") / plain(4.0)).names == "c / 4"
+    assert [one.name for one in ledger.constants] == ["a", "b"]
+
+
+def test_every_step_of_a_plan_is_the_arithmetic_it_prints():
+    python = {"ceil": quantity.ceil, "sqrt": quantity.sqrt, "max": max}
+    for step in plan(recall=0.97, dims=(64, 256), qps=777.0).steps:
+        computed = eval(step.numbers.replace("×", "*").replace(",", "").replace("max(2 ", "max(2, "), python)
+        # Printed numbers have four figures, and a whole number may fall on the other side of one.
+        rough = 1.0 if "ceil(" in step.numbers else 2e-3 * abs(step.value)
+        assert computed == pytest.approx(step.value, abs=rough), step
+
+
+def test_more_of_anything_never_costs_less():
+    base = plan()
+    for more in (
+        {"documents": 2 * 10**9},
+        {"qps": 50_000},
+        {"recall": 0.971},
+        {"tokens": 500},
+        {"pairs": 10**9},
+    ):
+        found = plan(**more)
+        assert (found.once, found.month) >= (base.once, base.month)
+        assert found.once > base.once or found.month > base.month
+    assert plan(gpus=64).phases[0].gpu_hours == base.phases[0].gpu_hours
+    assert plan(gpus=64).phases[0].days == base.phases[0].days / 8
+    assert plan(lora=16).phases[0].operations < base.phases[0].operations
+    assert plan(query_tower="lookup").serving[0].count < base.serving[0].count
+
+
+def test_the_recall_chooses_among_what_was_measured():
+    # Many queries: the fastest. Few: the one that takes the least memory. Little recall: codes alone.
+    assert plan(recall=0.962, qps=50_000).index.family.label == "ivfpq_fast_scan + sq8"
+    assert plan(recall=0.962, qps=10).index.family.label == "ivf_sq8"
+    assert plan(recall=0.7, qps=10).index.family.label == "ivfpq_fast_scan"
+    assert plan(recall=0.97, qps=50_000).index.family.label == "ivfpq_fast_scan + flat"
+    assert plan(recall=0.971).index.family.label == "ivfpq_fast_scan + flat"
+    exact = plan(recall=0.99)
+    assert exact.index.family.label == "flat"
+    assert any("measured up to 0.971" in note for note in exact.notes)
+    # Each document is compared: twice the documents, twice the time.
+    twice = plan(recall=0.99, documents=2 * 10**9)
+    times = [
+        next(step.value for step in one.steps if step.name == "scan of a query, one core")
+        for one in (exact, twice)
+    ]
+    assert times[1] == 2 * times[0]
+
+
+def test_notes_name_what_does_not_fit_and_what_nobody_measured():
+    notes = " ".join(plan(gpus=1, gpu="L4", model="Qwen/Qwen2.5-14B").notes)
+    assert "TRAINING DOES NOT FIT" in notes
+    assert "--lora 16" in notes
+    assert "ENCODING DOES NOT FIT: weights in bfloat16 take 26 GiB of an L4's 22" in notes
+    fits = " ".join(plan(gpus=64, gpu="H200").notes)
+    assert "FIT" not in fits
+    assert "assumed to keep it" in fits
+    assert "index.nlist=126488" in fits
+    assert "a gateway searches by itself" in " ".join(plan(documents=10**6).notes)
+
+
+def test_a_folder_with_a_config_is_planned_for(tmp_path, capsys):
+    shape = PUBLISHED["Qwen/Qwen2.5-0.5B"]
+    settings = {
+        "model_type": "qwen2",
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocabulary,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    known = plan(model="Qwen/Qwen2.5-0.5B").once
+    assert plan(model=str(tmp_path)).once == plan(model=str(tmp_path / "config.json")).once == known
+    arguments = ["plan", "--documents", "1e7", "--tokens", "250", "--qps", "10", "--model"]
+    file = tmp_path / "out" / "plan.json"
+    assert cli.main([*arguments, str(tmp_path), "--explain", "--json", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "[measured: docs/results/index.json" in printed
+    written = json.loads(file.read_text())
+    assert written["plan"]["once"] == pytest.approx(plan(documents=10**7, qps=10, model=str(tmp_path)).once)
+    assert {"steps", "constants"} < set(written)
+    assert all(constant["source"] for constant in written["constants"])
+    assert cli.main([*arguments, "nobody/knows"]) == 2
+    complaint = capsys.readouterr().err
+    assert "known offline: " in complaint
+    assert "folder that holds one" in complaint
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (["--qps", "0"], "qps"),
+        (["--documents", "10.5"], "documents"),
+        (["--tokens", "nan"], "tokens"),
+        (["--qps", "inf"], "qps"),
+        (["--gpu", "H20"], "'H200'"),
+        (["--recall", "1.1"], "recall"),
+        (["--dims", "64", "32"], "must ascend"),
+        (["--node-memory", "8"], "greater than or equal to 16"),
+    ],
+)
+def test_a_knob_out_of_bounds_is_named(wrong, says, capsys):
+    arguments = ["plan", "--documents", "1e7", "--tokens", "250", "--qps", "10", "--model", MODEL, *wrong]
+    assert cli.main(arguments) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.startswith("scalingnote: plan: ")
+    assert complaint.count("\n") == 1
+    assert says in complaint
+
+
+def test_help_names_the_defaults_of_the_knobs(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for name, field in PlanConfig.model_fields.items():
+        option = f"--{name.replace('_', '-')} "
+        assert option in printed
+        if field.default is not None and not field.is_required():
+            values = field.default if isinstance(field.default, tuple) else (field.default,)
+            said = printed.rpartition(option)[2][:140]
+            assert all(
+                f"{value:g}" in said.replace("1e8", "1e+08")
+                if isinstance(value, float | int)
+                else value in said
+                for value in values
+            ), name

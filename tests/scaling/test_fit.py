@@ -1,0 +1,146 @@
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from scalingnote.errors import DataError
+from scalingnote.scaling import fit, plots
+from scalingnote.scaling.fit import Kind, Runs
+from scalingnote.scaling.laws import PUBLISHED_DATA, PUBLISHED_JOINT, PUBLISHED_SIZE, JointLaw, PowerLaw
+
+# Both terms of Eq. 20 as large as each other within the grid below, so that runs tell all constants apart.
+JOINT = JointLaw(a=3e5, b=2e3, alpha=0.12 * 0.77, beta=0.77, delta=0.108)
+SIZES, AMOUNTS = np.geomspace(1e6, 1e10, 8), np.geomspace(1e4, 1e8, 8)
+
+
+def runs(kind: Kind, law: PowerLaw | JointLaw, *, noise: float = 0.01, seed: int = 0) -> Runs:
+    if kind == "size":
+        parameters, data = np.repeat(SIZES, 3), np.full(24, 1e6)
+    elif kind == "data":
+        parameters, data = np.full(24, 1e9), np.repeat(AMOUNTS, 3)
+    else:
+        grid = np.meshgrid(np.geomspace(1e6, 1e10, 6), np.geomspace(1e3, 1e7, 5))
+        parameters, data = (axis.ravel() for axis in grid)
+    entropy = fit.value(law, kind, parameters, data)
+    scatter = np.exp(noise * np.random.default_rng(seed).standard_normal(len(entropy)))
+    return Runs(parameters, data, entropy * scatter)
+
+
+def test_the_published_equations_have_the_published_values():
+    # ln(3.82e5 / 6.53e9) = -9.74650; times 0.14: -1.36451; exp: 0.25551; plus 0.18
+    assert PUBLISHED_SIZE(6.53e9) == pytest.approx(0.43551, abs=1e-5)
+    # Qwen2.5-0.5B, 3.58e8 parameters without embeddings: ln = -6.84285, times 0.14: -0.95800, exp: 0.38366
+    assert PUBLISHED_SIZE(3.58e8) == pytest.approx(0.56366, abs=1e-5)
+    # Small's nine tenths, 809,724 pairs: ln(2.60e3 / 809724) = -5.74120; times 0.14: -0.80377; exp: 0.44764
+    assert PUBLISHED_DATA(809_724.0) == pytest.approx(0.44764, abs=1e-5)
+    # 10^8 pairs: ln = -10.55739, times 0.14: -1.47804; exp: 0.22808
+    assert PUBLISHED_DATA(1e8) == pytest.approx(0.22808, abs=1e-5)
+    # ln(3.15e5 / 6.53e9) = -9.93934; times 0.12: -1.19272; exp: 0.30339; plus
+    # 116 / 809724 = 0.00014: 0.30354; ln: -1.19225; times 0.77: -0.91803; exp: 0.39930; plus 0.108
+    assert PUBLISHED_JOINT(6.53e9, 809_724.0) == pytest.approx(0.50730, abs=1e-5)
+    # The two laws of one size meet where both were run: 7B on Small.
+    assert abs(PUBLISHED_SIZE(6.53e9) - PUBLISHED_DATA(809_724.0)) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("kind", "law"), [("size", PUBLISHED_SIZE), ("data", PUBLISHED_DATA), ("joint", JOINT)]
+)
+def test_planted_constants_lie_within_the_interval_of_noisy_runs(kind: Kind, law: PowerLaw | JointLaw):
+    found = fit.fit(kind, runs(kind, law, seed=4), draws=50)
+    assert found.r2 > 0.99
+    assert 0.005 < found.scatter < 0.02
+    for name, interval in found.constants().items():
+        # No floor is negative, so what is planted at the edge has draws on one side only.
+        assert interval.low <= max(getattr(law, name), 1e-6) <= interval.high, name
+    beyond = found.predict(parameters=1e11, data=1e10)
+    assert beyond.low < fit.value(law, kind, 1e11, 1e10) < beyond.high
+    assert beyond.low < beyond.value < beyond.high
+
+
+def test_intervals_hold_what_was_planted_as_often_as_they_say():
+    found = [fit.fit("size", runs("size", PUBLISHED_SIZE, seed=seed), draws=20) for seed in range(12)]
+    intervals = [one.constants(level=0.8)["alpha"] for one in found]
+    assert 6 <= sum(one.low < PUBLISHED_SIZE.alpha < one.high for one in intervals) <= 12
+    narrow = [one.high - one.low < 0.05 for one in intervals]
+    assert all(narrow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "law"), [("size", PUBLISHED_SIZE), ("data", PUBLISHED_DATA), ("joint", JOINT)]
+)
+def test_runs_without_noise_give_the_constants_back(kind: Kind, law: PowerLaw | JointLaw):
+    found = fit.fit(kind, runs(kind, law, noise=0.0), draws=1)
+    for field in fields(law):
+        wanted = getattr(law, field.name)
+        assert getattr(found.law, field.name) == pytest.approx(wanted, rel=0.02, abs=1e-3)
+
+
+def test_one_failed_run_does_not_bend_the_curve():
+    clean = runs("size", PUBLISHED_SIZE)
+    entropy = clean.entropy.copy()
+    entropy[-2] *= 3
+    spoilt = Runs(clean.parameters, clean.data, entropy)
+    before, after, squares = (
+        fit.fit("size", one, draws=1, huber=huber).predict(parameters=1e11).value
+        for one, huber in ((clean, fit.HUBER), (spoilt, fit.HUBER), (spoilt, 1e3))
+    )
+    assert abs(after / before - 1) < 0.03
+    assert abs(squares / before - 1) > 3 * abs(after / before - 1)
+
+
+def test_the_split_is_the_best_of_a_grid():
+    budget, per_parameter = 1e21, 4_000.0
+    best = JOINT.split(budget, per_parameter=per_parameter)
+    assert best.parameters * best.data * per_parameter == pytest.approx(budget)
+    parameters = np.geomspace(1e4, 1e14, 100_001)
+    entropies = JOINT(parameters, budget / per_parameter / parameters)
+    assert best.parameters == pytest.approx(parameters[entropies.argmin()], rel=1e-3)
+    assert best.entropy == pytest.approx(entropies.min())
+
+
+def test_a_split_has_an_interval_and_needs_the_joint_law():
+    found = fit.fit("joint", runs("joint", JOINT), draws=20)
+    spent = found.split(1e18, per_parameter=4_000.0)
+    assert spent["parameters"].low < JOINT.split(1e18, per_parameter=4_000.0).parameters
+    assert spent["parameters"].high > spent["parameters"].value > spent["parameters"].low
+    with pytest.raises(DataError, match="fit the joint law"):
+        fit.fit("size", runs("size", PUBLISHED_SIZE), draws=1).split(1e18, per_parameter=4_000.0)
+
+
+def test_a_table_becomes_runs_and_a_bad_row_is_named():
+    table = pa.table(
+        {"parameters": [10, 20], "examples": [5, 5], "tokens": [50, 60], "contrastive_entropy": [2.0, 1.0]}
+    )
+    assert fit.read(table).data.tolist() == [5, 5]
+    assert fit.read(table, data="tokens").data.tolist() == [50, 60]
+    with pytest.raises(DataError, match="lack \\['examples'\\]"):
+        fit.read(table.drop_columns("examples"))
+    worse = table.set_column(3, "contrastive_entropy", pa.array([2.0, math.nan]))
+    with pytest.raises(DataError, match="run 1 has contrastive_entropy=nan"):
+        fit.read(worse)
+
+
+def test_runs_that_cannot_tell_are_refused():
+    few = Runs(np.array([1.0, 2, 3]), np.ones(3), np.array([3.0, 2, 1]))
+    with pytest.raises(DataError, match="at least 4 sizes, found 3 runs of 3 model sizes"):
+        fit.fit("size", few)
+    grid = runs("joint", JOINT)
+    with pytest.raises(DataError, match="needs equal data"):
+        fit.fit("size", grid)
+    with pytest.raises(DataError, match="needs one model size"):
+        fit.fit("data", grid)
+    with pytest.raises(DataError, match="at least 3 model sizes"):
+        fit.fit("joint", runs("size", PUBLISHED_SIZE))
+    with pytest.raises(DataError, match="function of parameters and data"):
+        fit.value(JOINT, "joint", 1e9, None)
+
+
+@pytest.mark.parametrize(("kind", "law"), [("data", PUBLISHED_DATA), ("joint", JOINT)])
+def test_a_plot_has_a_curve_and_a_band_for_each_data_size(kind: Kind, law, tmp_path: Path):
+    found = fit.fit(kind, runs(kind, law), draws=5)
+    plots.draw(found, tmp_path / "law.svg")
+    text = (tmp_path / "law.svg").read_text()
+    assert text.count("FillBetweenPolyCollection") == (5 if kind == "joint" else 1)

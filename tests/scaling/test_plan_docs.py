@@ -1,0 +1,150 @@
+"""Examples of docs/scaling.md: run anew, and held against arithmetic done by hand."""
+
+import re
+import shlex
+from math import ceil, sqrt
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scalingnote import cli
+from scalingnote.scaling.laws import PUBLISHED_DATA, PUBLISHED_JOINT, PUBLISHED_SIZE
+
+DOCS = Path(cli.__file__).parents[1] / "docs/scaling.md"
+TEXT = DOCS.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```\n\$ (scalingnote plan .*?[^\\])\n(.*?)^```$", TEXT, flags=re.M | re.S)
+COMMANDS = [shlex.split(command.replace("\\\n", " "))[1:] for command, _ in BLOCKS]
+
+
+def figures(number: int, label: str) -> list[float]:
+    """The numbers of a row of an example, behind its label."""
+    (row,) = re.findall(rf"^  {re.escape(label)}  +(.*)$", BLOCKS[number][1], flags=re.M)
+    return [float(cell.replace(",", "")) for cell in re.findall(r"[\d,]+\.?\d*(?:e\d+)?", row)]
+
+
+def hours(operations: float, peak: float) -> float:
+    return operations / (peak * 0.4) / 3600
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_example_prints_what_the_page_shows(number: int, capsys):
+    assert cli.main(COMMANDS[number]) == 0
+    printed = capsys.readouterr().out
+    assert printed.rstrip() == BLOCKS[number][1].rstrip(), "run the command and paste what it prints"
+
+
+def test_lines_of_the_explanation_are_those_of_the_command(capsys):
+    (shown,) = re.findall(r"of the first example:\n\n```\n(.*?)\n```", TEXT, flags=re.S)
+    assert cli.main([*COMMANDS[0], "--explain"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    lines = [line for line in shown.splitlines() if line != "..."]
+    assert len(lines) >= 7
+    assert set(lines) <= set(printed)
+
+
+def test_two_billion_documents_by_hand():
+    # Qwen2.5-7B, a layer: queries and output 3584 x 3584, keys and values 3584 x 512, three of 3584 x 18944.
+    weights = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    assert weights == 6_525_288_448
+    last = 28 * 3584 * 18944  # a layer's last product, which is not done anew
+
+    def forward(tokens: int) -> float:
+        return 2 * tokens * weights + 4 * tokens**2 * 28 * 3584 / 2  # causal: half of all pairs of tokens
+
+    encode = 2e9 * forward(250)
+    pair = 4 * (forward(16) + 2 * forward(250)) - 2 * (16 + 2 * 250) * last  # forward, backward twice, again
+    student = 3 * (2 * 16 * 4 * (4 * 768**2 + 2 * 768 * 3072) + 4 * 16**2 * 4 * 768 + 2 * 768 * 128)
+    distil = 1e8 * (forward(16) + 100 * student)
+    work = {
+        "train": hours(1e8 * pair, 989e12),
+        "distil": hours(distil, 989e12),
+        "encode": hours(encode, 989e12) / 0.929,
+    }
+    for name, spent in work.items():
+        shown = figures(0, name)[1:]
+        assert shown == pytest.approx([spent, spent / 64 / 24, 4.0 * spent], rel=6e-3), name
+    assert figures(0, "together")[0] == pytest.approx(sum(work.values()), rel=1e-3)
+    assert figures(0, "128 dimensions") == pytest.approx([512, 256, 512 * 0.023], abs=0.5)
+    assert figures(0, "16 dimensions") == [64, 32, 1.47]
+    assert figures(0, "GB of one version") == [round(2 * 170.1)]
+    scan = 490 * sqrt(2000)  # µs
+    monthly = {}
+    for memory in (64, 128, 256, 512, 1024):
+        shards = ceil(2 * 340.2 / (0.75 * memory))
+        spent = scan + (shards - 1) * (1969 - 621) / 3
+        cores = memory / 8
+        replicas = max(2, ceil(20_000 * spent / 1e6 / 0.6 / shards / cores))
+        monthly[memory] = shards * replicas * cores * (0.03 + 8 * 0.004) * 730
+        label = f"{memory:,} GB, {cores:g} cores" + (" (cheapest)" if memory == 1024 else "")
+        wanted = [shards, replicas, shards * replicas, spent / shards / 1000, monthly[memory]]
+        assert figures(0, label) == pytest.approx(wanted, rel=5e-3), memory
+    assert min(monthly.values()) == monthly[1024]
+    encoders, gateways = ceil(20_000 / 103.6374 / 0.6), ceil(20_000 * 2 / 134 / 0.6)
+    assert (encoders, gateways) == (322, 498)
+    core = 0.062 * 730
+    assert figures(0, "query encoders") == pytest.approx([322, 322 * core], abs=0.5)
+    assert figures(0, "gateways") == pytest.approx([498, 498 * core], abs=0.5)
+    assert ceil(20_000 / 16645 / 0.6) == 3  # "needs 3 cores"
+    month = 512 * 0.023 + monthly[1024] + (322 + 498) * core
+    assert figures(0, "a month")[0] == pytest.approx(month, abs=0.5)
+    assert figures(0, "once") == pytest.approx([4.0 * sum(work.values())], abs=1)
+
+
+def test_ten_million_documents_by_hand():
+    # Qwen2.5-0.5B: queries and output 896 x 896, keys and values 896 x 128, three of 896 x 4864.
+    weights = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)
+    adapters = 24 * 16 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
+    last = 24 * 896 * 4864
+
+    def pair(tokens: int, pooled: int) -> float:
+        linear, attention = 2 * tokens * weights, 4 * tokens**2 * 24 * 896 / 2
+        learnt = 2 * tokens * adapters + 2 * pooled * 896 * 128
+        # Frozen weights: backward once, for the input alone; adapters and attention twice; then again.
+        again = linear + attention + 2 * tokens * adapters - 2 * tokens * last
+        return 2 * linear + 3 * (attention + learnt) + again
+
+    train = hours(1e6 * (pair(16, 1) + 2 * pair(250, 3)), 121e12)
+    encode = hours(1e7 * (2 * 250 * weights + 4 * 250**2 * 24 * 896 / 2), 121e12) / 0.929
+    assert figures(1, "train")[1:] == pytest.approx([train, train / 24, 0.7 * train], rel=6e-3)
+    assert figures(1, "encode")[1:] == pytest.approx([encode, encode / 24, 0.7 * encode], rel=6e-3)
+    assert figures(1, "GB of one version") == [1.7]
+    # One node holds it, one core answers: what is paid for is the second copy.
+    assert 50 * 490e-6 * sqrt(10) / 0.6 < 1
+    assert figures(1, "16 GB, 2 cores (cheapest)") == pytest.approx(
+        [1, 2, 2, 1.55, 2 * 2 * 0.062 * 730], abs=0.1
+    )
+    assert (
+        figures(1, "query encoders") == figures(1, "gateways") == pytest.approx([2, 2 * 0.062 * 730], abs=0.5)
+    )
+
+
+def test_the_table_of_the_laws_is_what_they_give():
+    small, seven, half = 809_724.0, 6.53e9, 3.58e8
+    wanted = [
+        (PUBLISHED_SIZE(half), None, PUBLISHED_JOINT(half, small)),
+        (PUBLISHED_SIZE(seven), PUBLISHED_DATA(small), PUBLISHED_JOINT(seven, small)),
+        (None, PUBLISHED_DATA(1e8), PUBLISHED_JOINT(seven, 1e8)),
+    ]
+    lines = [line for line in TEXT.splitlines() if line.startswith("| Qwen2.5-")]
+    assert len(lines) == len(wanted)
+    for line, values in zip(lines, wanted, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")[1:]]
+        assert cells == ["" if value is None else f"{float(value):.3f}" for value in values]
+    # The pairs at which a 7B model is best by Eq. 20: B / (0.12 (A/N)^0.12).
+    assert round(116 / (0.12 * (3.15e5 / seven) ** 0.12)) == 3186
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.S)
+    assert "draws=200" in code
+    parameters, data = (axis.ravel() for axis in np.meshgrid([1e6, 1e7, 1e8], [1e4, 1e5, 1e6]))
+    entropy = ((3e5 / parameters) ** 0.12 + 2e3 / data) ** 0.77 + 0.1
+    columns = {"parameters": parameters, "examples": data, "contrastive_entropy": entropy}
+    pq.write_table(pa.table(columns), tmp_path / "ladder.parquet")
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("draws=200", "draws=3"), {})
+    assert "parameters" in capsys.readouterr().out
+    assert (tmp_path / "law.png").stat().st_size > 1000
