@@ -29,8 +29,8 @@ from benchmarks.report import alone, arguments, show, write
 from scalingnote import pipeline
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate.job import test_set
 from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.test_set import test_set
 from scalingnote.log import configure
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import trec

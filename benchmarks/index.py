@@ -24,7 +24,7 @@ from benchmarks.training import trained
 from scalingnote import pipeline, topk
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate.job import test_set
+from scalingnote.evaluate.test_set import test_set
 from scalingnote.index import family as families
 from scalingnote.index import ivf, tuning
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized

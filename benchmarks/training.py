@@ -6,8 +6,8 @@ from typing import Any
 
 from scalingnote import pipeline, topk
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate.job import test_set
 from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.test_set import test_set
 from scalingnote.pipeline import RunConfig
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact

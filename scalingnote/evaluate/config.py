@@ -33,6 +33,7 @@ class EvaluateConfig(Config):
         (1, 10, 50, 100), min_length=1, description="K of R@K; the paper shows 50, 100, 500 and 1000"
     )
     mrr_at: int = Field(10, ge=1, le=1000, description="depth of MRR")
+    map_at: int = Field(100, ge=1, le=1000, description="depth of MAP")
     ndcg_at: int = Field(10, ge=1, le=1000, description="depth of nDCG")
     run_depth: int = Field(
         100, ge=1, le=1000, description="results kept per query and method, in runs/*.trec"
@@ -42,6 +43,11 @@ class EvaluateConfig(Config):
     bm25: bool = Field(True, description="show BM25 over the same pool beside the towers")
     bm25_k1: float = Field(1.2, ge=0, description="BM25's term saturation")
     bm25_b: float = Field(0.75, ge=0, le=1, description="BM25's length normalisation")
+    baseline: str | None = Field(
+        None, description="method that all others are compared with; null: the first, stage I's query tower"
+    )
+    alpha: float = Field(0.05, gt=0, lt=1, description="a corrected p-value below it is marked")
+    bootstrap: int = Field(1000, ge=100, description="resamples of an interval")
     examples: int = Field(8, ge=0, description="test queries shown with their top results")
-    seed: int = Field(0, description="of the choice of examples")
+    seed: int = Field(0, description="of examples and resamples")
     resources: Resources = Resources()

@@ -7,7 +7,6 @@ part, so it never has to fit in memory.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,16 +20,18 @@ from numpy import ndarray
 from scalingnote import cluster, hybrid
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.errors import DataError
-from scalingnote.evaluate import exact
+from scalingnote.errors import ConfigError
+from scalingnote.evaluate import exact, measured
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.ann_recall import ann_recall
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid
 from scalingnote.evaluate.exact import Found
+from scalingnote.evaluate.examples import examples
 from scalingnote.evaluate.lineage import lineage, seconds
-from scalingnote.evaluate.page import Example, Hit, page
+from scalingnote.evaluate.page import page
 from scalingnote.evaluate.report import markdown
-from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.retrieval import Rankings
+from scalingnote.evaluate.test_set import TestSet, test_set
 from scalingnote.log import Progress, environment, get_logger
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage import filesystem as fs
@@ -40,7 +41,6 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 log = get_logger("evaluate")
 INDEX_RECALL_AT = (10, 100)
 QUERIES_PER_BLOCK = 256
-TITLES_PER_EXAMPLE = 3
 
 
 def run(
@@ -74,21 +74,31 @@ def run(
     if draft.finished:
         return draft.existing()
     test = test_set(parents["dataset"])
+    baseline = _baseline(config, parents)
     runs = _retrieve(config, parents, test=test)
     rankings = {
         name: {q: [doc for doc, _ in found] for q, found in run.items()} for name, run in runs.items()
     }
+    values = measured.values(config, rankings, qrels=test.qrels)
     ancestors = lineage(parents.values())
-    report = _measured(config, parents, rankings, test=test) | {"seconds": seconds(ancestors)}
+    report = {
+        **_about(parents, test=test),
+        "methods": measured.means(values),
+        "index": _index(parents["index"], rankings, served=_served(config, parents), test=test),
+        "significance": measured.significance(config, values, baseline=baseline),
+        "seconds": seconds(ancestors),
+        "environment": environment(),
+    }
+    draft.write_table("per_query.parquet", measured.table(values, query_ids=test.query_ids))
     draft.write_json("report.json", report)
     draft.write_bytes("report.md", markdown(report).encode())
-    examples = _examples(parents["dataset"], rankings, test=test, config=config)
-    draft.write_bytes("report.html", page(report, examples=examples, ancestors=ancestors).encode())
+    shown = examples(parents["dataset"], rankings, test=test, number=config.examples, seed=config.seed)
+    draft.write_bytes("report.html", page(report, examples=shown, ancestors=ancestors).encode())
     trec.write_qrels(draft.path("qrels.trec"), test.qrels)
     for name, run in runs.items():
-        shown = {query_id: found[: config.run_depth] for query_id, found in run.items()}
+        kept = {query_id: found[: config.run_depth] for query_id, found in run.items()}
         tag = re.sub(r"[ (]+", "-", name.replace(")", ""))
-        trec.write_run(draft.path(f"runs/{tag}.trec"), shown, tag=tag)
+        trec.write_run(draft.path(f"runs/{tag}.trec"), kept, tag=tag)
     documents, queries = report["num_documents"], report["num_queries"]
     place = fs.join(output, "report.html")
     log.info("%d methods, %s queries, %s documents: %s", len(runs), f"{queries:,}", f"{documents:,}", place)
@@ -98,17 +108,42 @@ def run(
     )
 
 
+def _baseline(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
+    """The method that others are compared with. ConfigError before anything is searched."""
+    names = _method_names(config, parents)
+    if config.baseline is not None and config.baseline not in names:
+        raise ConfigError(
+            f"evaluate.baseline={config.baseline!r} is none of the methods: set one of {', '.join(names)}"
+        )
+    return config.baseline or names[0]
+
+
+def _method_names(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> list[str]:
+    """What :func:`_retrieve` will give, in its order."""
+    found = []
+    for kind, name in (("dual_encoder", config.names.dual_encoder), ("student", config.names.student)):
+        if kind not in parents:
+            continue
+        found.append(name)
+        if pools.has_terms(_embeddings_of(kind, parents), parents.get("dual_encoder")):
+            found += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
+        found += [f"{name} (index)"] * (name == _served(config, parents))
+    return found + ["bm25"] * config.bm25
+
+
 def _served(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
     """The name of the query tower that is searched through the index."""
     return config.names.student if "student" in parents else config.names.dual_encoder
 
 
 def _retrieve(
-    config: EvaluateConfig, parents: Mapping[str, Artifact], *, test: "TestSet"
+    config: EvaluateConfig, parents: Mapping[str, Artifact], *, test: TestSet
 ) -> dict[str, trec.Run]:
     """Method -> run: each query tower exactly, the served one through the index too, sparse, hybrid, BM25."""
     doc_ids = parents["embeddings"].table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
-    depth = max(config.run_depth, config.mrr_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT)
+    depth = max(
+        config.run_depth, config.mrr_at, config.map_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT
+    )
     runs: dict[str, trec.Run] = {}
     names = {"dual_encoder": config.names.dual_encoder, "student": config.names.student}
     towers = {names[kind]: parents[kind] for kind in names if kind in parents}
@@ -141,63 +176,26 @@ def _embeddings_of(kind: str, parents: Mapping[str, Artifact]) -> Artifact:
     return parents["teacher_embeddings" if own else "embeddings"]
 
 
-def _measured(
-    config: EvaluateConfig,
-    parents: Mapping[str, Artifact],
-    rankings: Mapping[str, Mapping[str, list[str]]],
-    *,
-    test: "TestSet",
-) -> dict[str, Any]:
-    """The report but for its times."""
-    measured = partial(
-        measure,
-        qrels=test.qrels,
-        recall_at=config.recall_at,
-        mrr_at=config.mrr_at,
-        ndcg_at=config.ndcg_at,
-    )
-    served = _served(config, parents)
-    exact, approximate = (
-        [rankings[name][q] for q in test.query_ids] for name in (served, f"{served} (index)")
-    )
-    recalls: dict[str, float] = {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in INDEX_RECALL_AT}
+def _about(parents: Mapping[str, Artifact], *, test: TestSet) -> dict[str, Any]:
+    """What was measured on."""
+    dataset = parents["dataset"]
     return {
-        "dataset": _name(parents["dataset"]),
+        "dataset": str(dataset.manifest.config.get("name", dataset.uri.rstrip("/").rsplit("/", 1)[-1])),
         "num_documents": parents["embeddings"].counts["documents"],
         "num_queries": len(test.query_ids),
-        "simulated_clicks": bool(parents["dataset"].manifest.info.get("simulated_clicks", False)),
-        "methods": {name: measured(ranking) for name, ranking in rankings.items()},
-        "index": recalls | {"bytes_per_vector": parents["index"].counts["bytes_per_vector"]},
-        "environment": environment(),
+        "simulated_clicks": bool(dataset.manifest.info.get("simulated_clicks", False)),
     }
 
 
-@dataclass(frozen=True)
-class TestSet:
-    """Test queries that have a relevant document, and the judgements of each."""
-
-    query_ids: list[str]
-    queries: list[str]
-    qrels: trec.Qrels
-    without_relevant: int  # test queries left out
-
-
-def test_set(dataset: Artifact) -> TestSet:
-    """Queries of the test split, in the order of their ids."""
-    queries = dataset.table("queries").sort_by("query_id")
-    queries = queries.filter(pc.equal(queries["split"], "test"))
-    text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
-    qrels: trec.Qrels = {query_id: {} for query_id in text}
-    for row in dataset.table("qrels").sort_by("doc_id").to_pylist():
-        if row["query_id"] in qrels:
-            qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
-    usable = [query_id for query_id, judged in qrels.items() if any(grade > 0 for grade in judged.values())]
-    if not usable:
-        raise DataError(
-            f"none of {len(text):,} test queries of {dataset.uri} has a relevant document: "
-            "raise dataset.test_fraction or add judgements"
-        )
-    return TestSet(usable, [text[q] for q in usable], {q: qrels[q] for q in usable}, len(text) - len(usable))
+def _index(
+    index: Artifact, rankings: Mapping[str, Rankings], *, served: str, test: TestSet
+) -> dict[str, float]:
+    """How much of the exact answer the index gives, and its size."""
+    exact, approximate = (
+        [rankings[name][q] for q in test.query_ids] for name in (served, f"{served} (index)")
+    )
+    recalls = {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in INDEX_RECALL_AT}
+    return recalls | {"bytes_per_vector": index.counts["bytes_per_vector"]}
 
 
 def encode_queries(
@@ -298,39 +296,3 @@ def _run(
             zip(doc_ids.take(pa.array(found[kept])).to_pylist(), values[kept].tolist(), strict=True)
         )
     return run
-
-
-def _examples(
-    dataset: Artifact,
-    rankings: Mapping[str, Mapping[str, Sequence[str]]],
-    *,
-    test: TestSet,
-    config: EvaluateConfig,
-) -> list[Example]:
-    draw = np.random.default_rng(config.seed).permutation(len(test.query_ids))[: config.examples]
-    chosen = [(test.query_ids[i], test.queries[i]) for i in sorted(draw.tolist())]
-    shown = {
-        query_id: {name: found[query_id][:TITLES_PER_EXAMPLE] for name, found in rankings.items()}
-        for query_id, _ in chosen
-    }
-    wanted = pa.array(
-        sorted({doc for row in shown.values() for docs in row.values() for doc in docs}), pa.string()
-    )
-    titles: dict[str, Any] = {}
-    for batch in dataset.batches("documents", columns=["doc_id", "title"]):
-        batch = batch.filter(pc.is_in(batch["doc_id"], value_set=wanted))
-        titles.update(zip(batch["doc_id"].to_pylist(), batch["title"].to_pylist(), strict=True))
-    return [
-        Example(
-            query,
-            {
-                name: [Hit(doc, titles.get(doc) or "", test.qrels[query_id].get(doc, 0) > 0) for doc in docs]
-                for name, docs in shown[query_id].items()
-            },
-        )
-        for query_id, query in chosen
-    ]
-
-
-def _name(dataset: Artifact) -> str:
-    return str(dataset.manifest.config.get("name", dataset.uri.rstrip("/").rsplit("/", 1)[-1]))

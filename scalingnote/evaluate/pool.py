@@ -59,12 +59,17 @@ class SparseQueries:
     vocabulary: int
 
 
+def has_terms(embeddings: Artifact, towers: Artifact | None) -> bool:
+    """Whether documents were encoded by `towers`, and these have a sparse head."""
+    own = towers is not None and "dual_encoder" in embeddings.manifest.parents
+    return towers is not None and own and bool(towers.names("sparse_query/"))
+
+
 def sparse_queries(
     embeddings: Artifact, towers: Artifact | None, queries: Sequence[str]
 ) -> SparseQueries | None:
     """Queries as terms for documents that `towers` have encoded; None where these have no sparse head."""
-    own = towers is not None and "dual_encoder" in embeddings.manifest.parents
-    if towers is None or not own or not towers.names("sparse_query/"):
+    if towers is None or not has_terms(embeddings, towers):
         return None
     sparse = SparseQuery.load(towers.directory("sparse_query"))
     rows, vocabulary = sparse.encode(queries), sparse.vocabulary

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 import tiny
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import ArtifactError, DataError
-from scalingnote.evaluate import job
+from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.evaluate import job, test_set
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.lineage import lineage
 from scalingnote.models import backbone, tower
@@ -98,6 +99,7 @@ def test_report(cluster, world, searcher, tmp_path):
         "simulated_clicks",
         "methods",
         "index",
+        "significance",
         "seconds",
         "environment",
     }
@@ -105,7 +107,7 @@ def test_report(cluster, world, searcher, tmp_path):
     assert report["simulated_clicks"] is True
     assert set(report["methods"]) == {"scalingdual", "scalingnote", "scalingnote (index)", "bm25"}
     for row in report["methods"].values():
-        assert set(row) == {"R@1", "R@10", "MRR@10", "nDCG@10"}
+        assert set(row) == {"R@1", "R@10", "MRR@10", "MAP@100", "nDCG@10"}
     assert report["index"] == {
         "recall@10": pytest.approx(0.9),
         "recall@100": pytest.approx(95 / 96),
@@ -114,7 +116,7 @@ def test_report(cluster, world, searcher, tmp_path):
     assert set(report["seconds"]) == {"prepare", "train", "distill", "encode", "index"}
 
     # The dual encoder's run is the ranking of a plain matrix product over the whole pool.
-    test = job.test_set(made["dataset"])
+    test = test_set.test_set(made["dataset"])
     scores = vectors.unit(encoder.encode_queries(test.queries)) @ near.T
     run = trec.read_run(artifact.file("runs/scalingdual.trec"))
     for query_id, row in zip(test.query_ids, scores, strict=True):
@@ -123,6 +125,15 @@ def test_report(cluster, world, searcher, tmp_path):
         assert [s for _, s in run[query_id]] == pytest.approx(row[best].tolist(), abs=1e-6)
     own = [q for q in test.query_ids if run[q][0][0] == "d" + q[1:]]
     assert report["methods"]["scalingdual"]["R@1"] == pytest.approx(len(own) / 12)
+    told = report["significance"]
+    assert told["baseline"] == "scalingdual"
+    assert set(told["differences"]) == {"scalingnote", "scalingnote (index)", "bm25"}
+    table = artifact.table("per_query.parquet")
+    assert table.num_rows == 4 * 12
+    for name, row in report["methods"].items():
+        mine = table.filter(pc.equal(table["method"], name))
+        assert mine["query_id"].to_pylist() == test.query_ids
+        assert pc.mean(mine["nDCG@10"]).as_py() == pytest.approx(row["nDCG@10"])
     assert trec.read_qrels(artifact.file("qrels.trec")) == test.qrels
     assert artifact.names("runs/") == [
         f"runs/{n}.trec" for n in ("bm25", "scalingdual", "scalingnote-index", "scalingnote")
@@ -144,6 +155,13 @@ def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch
     assert set(artifact.read_json("report.json")["methods"]) == {"scalingdual", "scalingdual (index)"}
 
 
+def test_a_baseline_that_is_no_method_is_refused_before_anything_is_searched(world, tmp_path):
+    made, *_ = world
+    config = CONFIG.model_copy(update={"baseline": "twinbert"})
+    with pytest.raises(ConfigError, match="set one of scalingdual, scalingnote, "):
+        job.run(config, **uris(made, *ALL), output=str(tmp_path / "report"))
+
+
 def test_a_tower_of_another_width_is_refused(world, monkeypatch, tmp_path):
     made, *_ = world
     monkeypatch.setattr(
@@ -160,7 +178,7 @@ def test_a_dataset_without_judged_test_queries_is_refused(tmp_path):
     draft.write_table("queries.parquet", pa.table({"query_id": ["q"], "query": ["x"], "split": ["test"]}))
     draft.write_table("qrels.parquet", pa.table({"query_id": ["q"], "doc_id": ["d"], "relevance": [0]}))
     with pytest.raises(DataError, match="none of 1 test queries"):
-        job.test_set(draft.commit(counts={}))
+        test_set.test_set(draft.commit(counts={}))
 
 
 def test_lineage_tells_what_is_gone(tmp_path):
