@@ -48,6 +48,10 @@ class EvaluateConfig(Config):
     )
     alpha: float = Field(0.05, gt=0, lt=1, description="a corrected p-value below it is marked")
     bootstrap: int = Field(1000, ge=100, description="resamples of an interval")
+    typos: float = Field(
+        0.2, ge=0, le=1, description="share of words mistyped when all is asked again; 0: is not"
+    )
+    topics: int = Field(10, ge=0, description="most frequent topics that have a slice of their own")
     examples: int = Field(8, ge=0, description="test queries shown with their top results")
-    seed: int = Field(0, description="of examples and resamples")
+    seed: int = Field(0, description="of examples, resamples and typos")
     resources: Resources = Resources()

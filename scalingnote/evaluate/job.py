@@ -6,6 +6,7 @@ part, so it never has to fit in memory.
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,16 +22,18 @@ from scalingnote import cluster, hybrid
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError
-from scalingnote.evaluate import exact, measured
+from scalingnote.evaluate import exact, measured, slices
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.ann_recall import ann_recall
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid
 from scalingnote.evaluate.exact import Found
 from scalingnote.evaluate.examples import examples
-from scalingnote.evaluate.lineage import lineage, seconds
+from scalingnote.evaluate.lineage import Ancestor, lineage, seconds
 from scalingnote.evaluate.page import page
 from scalingnote.evaluate.report import markdown
 from scalingnote.evaluate.retrieval import Rankings
+from scalingnote.evaluate.significance import Values
+from scalingnote.evaluate.slices import Slice
 from scalingnote.evaluate.test_set import TestSet, test_set
 from scalingnote.log import Progress, environment, get_logger
 from scalingnote.search.searcher import Searcher
@@ -75,17 +78,23 @@ def run(
         return draft.existing()
     test = test_set(parents["dataset"])
     baseline = _baseline(config, parents)
-    runs = _retrieve(config, parents, test=test)
+    mistyped = test.mistyped(share=config.typos, seed=config.seed) if config.typos else None
+    found = _retrieve(config, parents, test=test.and_also(mistyped) if mistyped else test)
+    runs = {name: {q: run[q] for q in test.query_ids} for name, run in found.items()}
     rankings = {
         name: {q: [doc for doc, _ in found] for q, found in run.items()} for name, run in runs.items()
     }
     values = measured.values(config, rankings, qrels=test.qrels)
     ancestors = lineage(parents.values())
+    sliced = _slices(config, parents["dataset"], ancestors, values, test=test)
+    if mistyped:
+        sliced["typos"] = _robustness(config, found, values, mistyped=mistyped)
     report = {
         **_about(parents, test=test),
         "methods": measured.means(values),
         "index": _index(parents["index"], rankings, served=_served(config, parents), test=test),
         "significance": measured.significance(config, values, baseline=baseline),
+        "slices": sliced,
         "seconds": seconds(ancestors),
         "environment": environment(),
     }
@@ -196,6 +205,65 @@ def _index(
     )
     recalls = {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in INDEX_RECALL_AT}
     return recalls | {"bytes_per_vector": index.counts["bytes_per_vector"]}
+
+
+def _slices(
+    config: EvaluateConfig,
+    dataset: Artifact,
+    ancestors: Sequence[Ancestor],
+    values: Mapping[str, Values],
+    *,
+    test: TestSet,
+) -> dict[str, list[Slice]]:
+    """Slicing -> its slices; one that does not tell queries apart is left out."""
+    documents = test.documents
+    topics = _topics(dataset, documents) if config.topics else {}
+    slicings = {"length": slices.by_length(test.queries)}
+    if topics:
+        slicings["topic"] = slices.by_topic([topics.get(d, "") for d in documents], most=config.topics)
+    triplets = [a.artifact for a in ancestors if a.kind == "triplets" and a.artifact]
+    if triplets:
+        met = _met_in_training(triplets[-1], documents)
+        slicings["frequency"] = slices.by_frequency([met.get(d, 0) for d in documents])
+    found = {name: slices.sliced(labels, values, order=order) for name, (labels, order) in slicings.items()}
+    return {name: parts for name, parts in found.items() if len(parts) > 1}
+
+
+def _robustness(
+    config: EvaluateConfig,
+    found: Mapping[str, trec.Run],
+    values: Mapping[str, Values],
+    *,
+    mistyped: TestSet,
+) -> list[Slice]:
+    """The test queries as they were written and with typos."""
+    rankings = {
+        name: {q: [doc for doc, _ in run[q]] for q in mistyped.query_ids} for name, run in found.items()
+    }
+    again = measured.values(config, rankings, qrels=mistyped.qrels)
+    return [
+        {"label": label, "queries": len(mistyped.query_ids), "methods": measured.means(one)}
+        for label, one in (("as written", values), ("with typos", again))
+    ]
+
+
+def _topics(dataset: Artifact, documents: Sequence[str]) -> dict[str, str]:
+    wanted = pa.array(sorted(set(documents)), pa.string())
+    found: dict[str, str] = {}
+    for batch in dataset.batches("documents", columns=["doc_id", "topic"]):
+        batch = batch.filter(pc.is_in(batch["doc_id"], value_set=wanted))
+        found.update(zip(batch["doc_id"].to_pylist(), batch["topic"].to_pylist(), strict=True))
+    return {doc_id: topic for doc_id, topic in found.items() if topic}
+
+
+def _met_in_training(triplets: Artifact, documents: Sequence[str]) -> dict[str, int]:
+    """How many training triplets have each of the documents as their positive."""
+    wanted = pa.array(sorted(set(documents)), pa.string())
+    found: Counter[str] = Counter()
+    for batch in triplets.batches("triplets", columns=["positive", "split"]):
+        mine = pc.and_(pc.is_in(batch["positive"], value_set=wanted), pc.equal(batch["split"], "train"))
+        found.update(batch.filter(mine)["positive"].to_pylist())
+    return found
 
 
 def encode_queries(

@@ -5,6 +5,7 @@
  "index": {"recall@10", "recall@100", "bytes_per_vector"},
  "significance": {"baseline", "alpha", "resamples",
                   "differences": {METHOD: {MEASURE: {"difference", "low", "high", "p", "p_holm"}}}},
+ "slices": {SLICING: [{"label", "queries", "methods": as above}]},
  "seconds": {STAGE: s}, "environment": {...}}
 
 A number that cannot be told is null. What :mod:`scalingnote.evaluate.sections` shows may be missing.
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalingnote.errors import DataError
-from scalingnote.evaluate.retrieval import in_order
+from scalingnote.evaluate.retrieval import in_order, is_recall
 from scalingnote.evaluate.sections import Section, mark, sections
 
 Report = dict[str, Any]
@@ -117,8 +118,8 @@ def markdown(report: Report) -> str:
 
 
 def measures_of(methods: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Names of all that was measured, in order."""
-    return in_order(name for row in methods.values() for name in row)
+    """Names of what the main table shows, in order: all that was measured but Recall."""
+    return [name for name in in_order(n for row in methods.values() for n in row) if not is_recall(name)]
 
 
 def _section(section: Section) -> list[str]:

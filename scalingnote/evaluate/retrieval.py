@@ -68,3 +68,8 @@ def per_query(
 def in_order(names: Iterable[str]) -> list[str]:
     """Names of measures, each once: by family, then by depth, whatever order a JSON file gave them."""
     return sorted(set(names), key=lambda name: (FAMILIES.index(name.split("@")[0]), int(name.split("@")[1])))
+
+
+def is_recall(name: str) -> bool:
+    """Whether a measure is the share of relevant documents that are found."""
+    return name.startswith("Recall@")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scalingnote.evaluate.retrieval import in_order
+from scalingnote.evaluate.retrieval import in_order, is_recall
 
 Report = dict[str, Any]
 BETTER, WORSE = "▲", "▼"
@@ -25,7 +25,7 @@ class Section:
 
 def sections(report: Report) -> list[Section]:
     """All of them, in the order in which they are read."""
-    return [*_significance(report)]
+    return [*_recall(report), *_significance(report), *_slices(report)]
 
 
 def mark(report: Report, method: str, measure: str) -> str:
@@ -48,11 +48,55 @@ def _significance(report: Report) -> Iterator[Section]:
         f"the queries) and p (paired two-sided t-test, Holm's correction over the methods). {BETTER} and "
         f"{WORSE}: better and worse than {told['baseline']}, p < {told['alpha']:g}."
     )
+    differences = told["differences"]
     rows = [
-        [method, *(_difference(row[name]) + mark(report, method, name) for name in names)]
-        for method, row in told["differences"].items()
+        [name, *(_difference(row[name]) + mark(report, method, name) for method, row in differences.items())]
+        for name in names
     ]
-    yield Section(f"Against {told['baseline']}", text, ["method", *names], rows)
+    yield Section(f"Against {told['baseline']}", text, ["measure", *differences], rows)
+
+
+def _recall(report: Report) -> Iterator[Section]:
+    methods = report["methods"]
+    names = [name for name in in_order(n for row in methods.values() for n in row) if is_recall(name)]
+    if names:
+        text = "The share of a query's relevant documents among its first K: here some queries have several."
+        rows = [[method, *(f"{row[name]:.3f}" for name in names)] for method, row in methods.items()]
+        yield Section("Recall", text, ["method", *names], rows)
+
+
+_SLICES = {
+    "length": ("By length of the query", "Queries in thirds by their number of words."),
+    "topic": ("By topic", "The topic is that of the document judged best for the query."),
+    "frequency": (
+        "Head and tail",
+        "By how many training triplets have the query's document as their positive; the head is what is met "
+        "more often than the median.",
+    ),
+    "typos": (
+        "With typos",
+        "The same queries, asked again with a letter swapped, dropped or doubled in a share of their words "
+        "(evaluate.typos).",
+    ),
+}
+
+
+def _slices(report: Report) -> Iterator[Section]:
+    for name, (title, text) in _SLICES.items():
+        found = report.get("slices", {}).get(name)
+        if not found:
+            continue
+        measure = in_order(next(iter(found[0]["methods"].values())))[-1]
+        rows = [
+            [
+                one["label"],
+                f"{one['queries']:,}",
+                *(f"{row[measure]:.3f}" for row in one["methods"].values()),
+            ]
+            for one in found
+        ]
+        head = ["slice", "queries", *found[0]["methods"]]
+        yield Section(title, f"{measure}. {text}", head, rows)
 
 
 def _difference(found: dict[str, float | None]) -> str:

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 import pyarrow.compute as pc
 
 from scalingnote.errors import DataError
+from scalingnote.evaluate.typos import with_typos
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
+
+_MISTYPED = "\n"  # no id of a dataset has a new line at its end
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,23 @@ class TestSet:
     queries: list[str]
     qrels: trec.Qrels
     without_relevant: int  # test queries left out
+
+    @property
+    def documents(self) -> list[str]:
+        """The document that answers each query best; of equal grades the first by its id."""
+        return [max(sorted(judged), key=judged.__getitem__) for judged in self.qrels.values()]
+
+    def mistyped(self, *, share: float, seed: int) -> "TestSet":
+        """The same queries with typos, under ids of their own."""
+        ids = {query_id: f"{query_id}{_MISTYPED}" for query_id in self.query_ids}
+        queries = [with_typos(query, share=share, seed=seed) for query in self.queries]
+        qrels = {ids[query_id]: judged for query_id, judged in self.qrels.items()}
+        return TestSet(list(ids.values()), queries, qrels, self.without_relevant)
+
+    def and_also(self, other: "TestSet") -> "TestSet":
+        """Both asked at once."""
+        ids, queries = self.query_ids + other.query_ids, self.queries + other.queries
+        return TestSet(ids, queries, self.qrels | other.qrels, self.without_relevant)
 
 
 def test_set(dataset: Artifact) -> TestSet:

@@ -100,6 +100,7 @@ def test_report(cluster, world, searcher, tmp_path):
         "methods",
         "index",
         "significance",
+        "slices",
         "seconds",
         "environment",
     }
@@ -128,6 +129,10 @@ def test_report(cluster, world, searcher, tmp_path):
     told = report["significance"]
     assert told["baseline"] == "scalingdual"
     assert set(told["differences"]) == {"scalingnote", "scalingnote (index)", "bm25"}
+    assert set(report["slices"]) == {"typos"}  # length and topic do not tell these queries apart
+    written, typed = report["slices"]["typos"]
+    assert written["methods"] == report["methods"]
+    assert typed["methods"]["bm25"]["nDCG@10"] < written["methods"]["bm25"]["nDCG@10"]
     table = artifact.table("per_query.parquet")
     assert table.num_rows == 4 * 12
     for name, row in report["methods"].items():

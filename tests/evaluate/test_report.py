@@ -128,3 +128,19 @@ def test_page_escapes_data_and_needs_nothing_else():
     assert "currentColor" in html
     assert "https://" not in html.replace("https://www.w3.org", "").replace("https://matplotlib.org", "")
     assert html == page(report, examples=[example], ancestors=[])
+
+
+def test_sections_are_in_markdown_and_on_the_page():
+    rows = {name: {**row, "Recall@10": 0.25} for name, row in REPORT["methods"].items()}
+    part = [
+        {"label": "as written", "queries": 40, "methods": rows},
+        {"label": "with <typos>", "queries": 40, "methods": rows},
+    ]
+    report = {**REPORT, "methods": rows, "slices": {"typos": part}}
+    text, html = markdown(report), page(report, examples=[], ancestors=[])
+    assert "Recall@10" not in comparison_table([report])
+    for title in ("Recall", "Against scalingdual", "With typos"):
+        assert f"## {title}\n" in text
+        assert f"<h2>{title}</h2>" in html
+    assert "| with <typos> |      40 |       0.700 |" in text
+    assert "with &lt;typos&gt;" in html
