@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scalingnote.config import Config, Resources
+from scalingnote.datasets.config import TableFile
 
 Depth = Annotated[int, Field(ge=1, le=1000)]  # 1000 is the deepest an index is searched
 
@@ -24,6 +25,18 @@ class Hybrid(Config):
     )
     dense_weight: float = Field(0.5, ge=0, le=1, description="of dense scores; sparse ones have the rest")
     k: int = Field(60, ge=0, description="of reciprocal ranks: 1 / (k + rank)")
+
+
+class Judgements(Config):
+    """Judged pairs of a query and a document, beside the dataset's own (ScalingNote's Manual test set)."""
+
+    path: str = Field(description="file or glob; .jsonl or .parquet")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="doc_id, query (its text) or query_id, labels -> the file's columns"
+    )
+    labels: tuple[str, ...] = Field(
+        ("relevance",), min_length=1, description="columns of numbers, e.g. SAT and REL: each gives an AUC"
+    )
 
 
 class EvaluateConfig(Config):
@@ -52,6 +65,16 @@ class EvaluateConfig(Config):
         0.2, ge=0, le=1, description="share of words mistyped when all is asked again; 0: is not"
     )
     topics: int = Field(10, ge=0, description="most frequent topics that have a slice of their own")
+    judgements: Judgements | None = Field(
+        None, description="pairs for AUC; null: the test queries' own judgements, where these differ"
+    )
+    candidates: str | None = Field(
+        None,
+        description="a TREC run of test queries, to be re-ranked (EmbedDistill: a given top 1,000)",
+    )
+    answers: TableFile | None = Field(
+        None, description="query_id, answers: documents that contain one count as found (relaxed R@K)"
+    )
     examples: int = Field(8, ge=0, description="test queries shown with their top results")
     seed: int = Field(0, description="of examples, resamples and typos")
     resources: Resources = Resources()

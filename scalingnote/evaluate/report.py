@@ -6,6 +6,9 @@
  "significance": {"baseline", "alpha", "resamples",
                   "differences": {METHOD: {MEASURE: {"difference", "low", "high", "p", "p_holm"}}}},
  "slices": {SLICING: [{"label", "queries", "methods": as above}]},
+ "auc": {"pairs", "not_in_pool", "unusable", "methods": {NAME: {"AUC-LABEL": ...}}},
+ "reranking": {"queries", "candidates", "not_in_pool", "methods": as above},
+ "relaxed": {"queries", "methods": {NAME: {"R@1": ...}}},
  "seconds": {STAGE: s}, "environment": {...}}
 
 A number that cannot be told is null. What :mod:`scalingnote.evaluate.sections` shows may be missing.

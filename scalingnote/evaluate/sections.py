@@ -3,11 +3,11 @@
 Markdown and the page show the same sections. A part that a run has nothing for is not there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scalingnote.evaluate.retrieval import in_order, is_recall
+from scalingnote.evaluate.retrieval import FAMILIES, in_order, is_recall
 
 Report = dict[str, Any]
 BETTER, WORSE = "▲", "▼"
@@ -25,7 +25,8 @@ class Section:
 
 def sections(report: Report) -> list[Section]:
     """All of them, in the order in which they are read."""
-    return [*_recall(report), *_significance(report), *_slices(report)]
+    parts = (_recall, _significance, _auc, _relaxed, _reranking, _slices)
+    return [section for part in parts for section in part(report)]
 
 
 def mark(report: Report, method: str, measure: str) -> str:
@@ -61,8 +62,47 @@ def _recall(report: Report) -> Iterator[Section]:
     names = [name for name in in_order(n for row in methods.values() for n in row) if is_recall(name)]
     if names:
         text = "The share of a query's relevant documents among its first K: here some queries have several."
-        rows = [[method, *(f"{row[name]:.3f}" for name in names)] for method, row in methods.items()]
-        yield Section("Recall", text, ["method", *names], rows)
+        rows = {method: {name: row[name] for name in names} for method, row in methods.items()}
+        yield _methods("Recall", text, rows)
+
+
+def _auc(report: Report) -> Iterator[Section]:
+    if told := report.get("auc"):
+        text = (
+            f"Over {told['pairs']:,} judged pairs of a query and a document, ranked together: how often the "
+            f"better of two has the higher score. Not in the pool: {told['not_in_pool']:,}; unusable rows: "
+            f"{told['unusable']:,}."
+        )
+        yield _methods("Judged pairs", text, told["methods"])
+
+
+def _relaxed(report: Report) -> Iterator[Section]:
+    if told := report.get("relaxed"):
+        text = (
+            f"Relaxed R@K: the share of {told['queries']:,} queries with one of their answers, word by word, "
+            "in one of the first K documents."
+        )
+        yield _methods("Answers found", text, told["methods"])
+
+
+def _reranking(report: Report) -> Iterator[Section]:
+    if told := report.get("reranking"):
+        text = (
+            f"{told['candidates']:,} given candidates of {told['queries']:,} queries in the order of each "
+            f"method's scores; {told['not_in_pool']:,} are not in the pool and come last."
+        )
+        yield _methods("Re-ranking", text, told["methods"])
+
+
+def _methods(title: str, text: str, rows: Mapping[str, Mapping[str, float | None]]) -> Section:
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    if all(name.split("@")[0] in FAMILIES for name in names):
+        names = in_order(names)
+    cells = [
+        [method, *("–" if row[name] is None else f"{row[name]:.3f}" for name in names)]
+        for method, row in rows.items()
+    ]
+    return Section(title, text, ["method", *names], cells)
 
 
 _SLICES = {

@@ -1,5 +1,6 @@
 """The evaluate stage on a tiny corpus: a real query tower with random weights, an index that forgets."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,12 +8,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
+from sklearn.metrics import roc_auc_score
 
 import tiny
+from scalingnote.datasets.config import TableFile
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.evaluate import job, test_set
-from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate import job, retrieve, test_set
+from scalingnote.evaluate.config import EvaluateConfig, Judgements
+from scalingnote.evaluate.encoded import Encoded
 from scalingnote.evaluate.lineage import lineage
 from scalingnote.models import backbone, tower
 from scalingnote.storage import trec, vectors
@@ -78,7 +82,7 @@ def world(tmp_path_factory):
 @pytest.fixture
 def searcher(world, monkeypatch):
     _, ids, near, _ = world
-    monkeypatch.setattr(job.Searcher, "open", classmethod(lambda _, uri: ForgetfulSearcher(near, ids)))
+    monkeypatch.setattr(retrieve.Searcher, "open", classmethod(lambda _, uri: ForgetfulSearcher(near, ids)))
 
 
 def uris(made, *kinds):
@@ -153,11 +157,77 @@ def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch
     monkeypatch.setattr(
         job,
         "encode_queries",
-        lambda towers, queries, **_: dict.fromkeys(towers, encoder.encode_queries(queries)),
+        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
     )
-    config = CONFIG.model_copy(update={"bm25": False})
+    config = CONFIG.model_copy(update={"bm25": False, "typos": 0.0})
     artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
-    assert set(artifact.read_json("report.json")["methods"]) == {"scalingdual", "scalingdual (index)"}
+    report = artifact.read_json("report.json")
+    assert set(report["methods"]) == {"scalingdual", "scalingdual (index)"}
+    assert report["slices"] == {}
+    assert not {"auc", "reranking", "relaxed"} & set(report)
+
+
+def test_what_a_user_brings_is_measured(world, searcher, monkeypatch, tmp_path):
+    made, ids, near, encoder = world
+    monkeypatch.setattr(
+        job,
+        "encode_queries",
+        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
+    )
+    test = test_set.test_set(made["dataset"])
+    judged = [
+        {
+            "query_id": q,
+            "text": None,
+            "doc_id": doc,
+            "SAT": int(doc[1:] == q[1:]),
+            "REL": int(doc[1:] <= q[1:]),
+        }
+        for q in test.query_ids
+        for doc in ids[:20]
+    ]
+    judged += [{"query_id": None, "text": "a new query", "doc_id": "nowhere", "SAT": 1, "REL": 0}, {"SAT": 1}]
+    (tmp_path / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+    given = {q: [(doc, 20.0 - i) for i, doc in enumerate([*ids[:20], "gone"])] for q in test.query_ids[:2]}
+    trec.write_run(str(tmp_path / "given.trec"), given, tag="theirs")
+    contents = {row["doc_id"]: row["content"] for row in made["dataset"].table("documents").to_pylist()}
+    answers = [{"query_id": q, "answers": [contents["d" + q[1:]].upper()]} for q in test.query_ids[:3]]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    config = CONFIG.model_copy(
+        update={
+            "judgements": Judgements(
+                path=str(tmp_path / "judged.jsonl"), columns={"query": "text"}, labels=("SAT", "REL")
+            ),
+            "candidates": str(tmp_path / "given.trec"),
+            "answers": TableFile(path=str(tmp_path / "answers.jsonl")),
+        }
+    )
+    artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
+    report = artifact.read_json("report.json")
+
+    scores = vectors.unit(encoder.encode_queries(test.queries)) @ near.T
+    auc = report["auc"]
+    assert (auc["pairs"], auc["not_in_pool"], auc["unusable"]) == (240, 1, 1)
+    for label in ("SAT", "REL"):
+        expected = roc_auc_score([row[label] for row in judged[:240]], scores[:, :20].ravel())
+        assert auc["methods"]["scalingdual"][f"AUC-{label}"] == pytest.approx(expected)
+    assert set(auc["methods"]) == {"scalingdual", "bm25"}
+
+    again = report["reranking"]
+    assert (again["queries"], again["candidates"], again["not_in_pool"]) == (2, 42, 2)
+    assert set(again["methods"]) == {"as given", "scalingdual", "bm25"}
+    run = trec.read_run(artifact.file("reranked/scalingdual.trec"))
+    for query_id, row in zip(test.query_ids[:2], scores, strict=False):
+        best = np.argsort(-row[:20], kind="stable")
+        assert [doc for doc, _ in run[query_id]] == [*(ids[i] for i in best), "gone"]
+
+    relaxed = report["relaxed"]
+    found = trec.read_run(artifact.file("runs/scalingdual.trec"))
+    first = [found[q][0][0] == "d" + q[1:] for q in test.query_ids[:3]]
+    assert relaxed["queries"] == 3
+    assert relaxed["methods"]["scalingdual"]["R@1"] == pytest.approx(np.mean(first))
+    text = Path(artifact.file("report.md")).read_text()
+    assert all(f"## {title}" in text for title in ("Judged pairs", "Re-ranking", "Answers found"))
 
 
 def test_a_baseline_that_is_no_method_is_refused_before_anything_is_searched(world, tmp_path):
@@ -172,7 +242,9 @@ def test_a_tower_of_another_width_is_refused(world, monkeypatch, tmp_path):
     monkeypatch.setattr(
         job,
         "encode_queries",
-        lambda towers, queries, **_: dict.fromkeys(towers, np.ones((len(queries), 8), np.float32)),
+        lambda _, queries, **__: {
+            n: Encoded(q, np.ones((len(q), 8), np.float32)) for n, q in queries.items()
+        },
     )
     with pytest.raises(ArtifactError, match="gives 8 dimensions"):
         job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "report"))
