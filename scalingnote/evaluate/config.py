@@ -65,6 +65,9 @@ class EvaluateConfig(Config):
         0.2, ge=0, le=1, description="share of words mistyped when all is asked again; 0: is not"
     )
     topics: int = Field(10, ge=0, description="most frequent topics that have a slice of their own")
+    distances: int = Field(
+        1000, ge=0, le=5000, description="queries of each split, on which student and teacher are compared"
+    )
     judgements: Judgements | None = Field(
         None, description="pairs for AUC; null: the test queries' own judgements, where these differ"
     )

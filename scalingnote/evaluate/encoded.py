@@ -29,3 +29,8 @@ class Encoded:
     def unit(self, queries: Sequence[str]) -> Float[ndarray, "asked dim"]:
         """The same at length 1, as they are searched with."""
         return vectors.unit(self.of(queries))
+
+    def some(self, queries: Sequence[str]) -> "Encoded":
+        """Only these, each once."""
+        chosen = list(dict.fromkeys(queries))
+        return Encoded(chosen, self.of(chosen))

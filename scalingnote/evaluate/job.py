@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from scalingnote import cluster
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate import given, measured, retrieve
+from scalingnote.evaluate import given, measured, retrieve, taught
 from scalingnote.evaluate.ann_recall import ann_recall
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.encoded import Encoded
@@ -73,8 +73,12 @@ def run(
     mistyped = test.mistyped(share=config.typos, seed=config.seed) if config.typos else None
     asked = test.and_also(mistyped) if mistyped else test
     towers = {name: parents[kind] for name, kind in retrieve.towers(config, parents).items()}
-    texts = list(dict.fromkeys([*asked.queries, *brought.queries]))
-    encoded = encode_queries(towers, dict.fromkeys(towers, texts), config=config)
+    ancestors = lineage(parents.values())
+    teacher = taught.sample(ancestors, queries=config.distances, seed=config.seed) if student else {}
+    texts = {name: [*asked.queries, *brought.queries] for name in towers}
+    if student:
+        texts[config.names.student] += [query for one in teacher.values() for query in one.queries]
+    encoded = encode_queries(towers, texts, config=config)
     bm25 = retrieve.Words.build(config, parents) if config.bm25 else None
     found = retrieve.retrieve(config, parents, encoded, bm25, test=asked)
     runs = {name: {q: run[q] for q in test.query_ids} for name, run in found.items()}
@@ -82,7 +86,6 @@ def run(
         name: {q: [doc for doc, _ in found] for q, found in run.items()} for name, run in runs.items()
     }
     values = measured.values(config, rankings, qrels=test.qrels)
-    ancestors = lineage(parents.values())
     sliced = slice_queries(config, parents["dataset"], ancestors, values, test=test)
     if mistyped:
         sliced["typos"] = robustness(config, found, values, mistyped=mistyped)
@@ -95,6 +98,10 @@ def run(
         "seconds": seconds(ancestors),
         "environment": environment(),
     }
+    if student and dual_encoder:
+        teacher["test"] = encoded[config.names.dual_encoder].some(test.queries)
+    if teacher:
+        report["distance"] = taught.told(teacher, encoded[config.names.student])
     scorers = retrieve.scorers(config, parents, encoded, bm25)
     if brought.pairs:
         report["auc"] = aucs(brought.pairs, scorers)
@@ -157,7 +164,7 @@ def encode_queries(
     actor: Any = ray.remote(**cluster.actor_options(config.resources))(_QueryTower).remote()
     found: dict[str, Encoded] = {}
     for name, tower in towers.items():
-        texts = list(queries[name])
+        texts = list(dict.fromkeys(queries[name]))
         starts = range(0, len(texts), retrieve.QUERIES_PER_BLOCK)
         loaded = actor.load.remote(tower)
         blocks = [actor.encode.remote(texts[start : start + retrieve.QUERIES_PER_BLOCK]) for start in starts]

@@ -9,7 +9,7 @@ from scalingnote.evaluate import plots
 from scalingnote.evaluate.examples import Example
 from scalingnote.evaluate.lineage import Ancestor
 from scalingnote.evaluate.report import READING, SIMULATED, Report, measures_of
-from scalingnote.evaluate.sections import Section, mark, sections
+from scalingnote.evaluate.sections import DISTANCE, Section, mark, sections
 
 
 def page(report: Report, *, examples: Sequence[Example], ancestors: Sequence[Ancestor]) -> str:
@@ -24,7 +24,7 @@ def page(report: Report, *, examples: Sequence[Example], ancestors: Sequence[Anc
         methods=_methods(report),
         recall_plot=plots.recall_bars(report["methods"]),
         reading=READING,
-        sections="\n".join(map(_section, sections(report))),
+        sections="\n".join(_section(section, _plot(section, report)) for section in sections(report)),
         index_plot=plots.index_bars(report["index"]),
         bytes_per_vector=f"{report['index']['bytes_per_vector']:g}",
         seconds_plot=plots.stage_bars(report["seconds"]) if report["seconds"] else "",
@@ -49,7 +49,12 @@ def _methods(report: Report) -> str:
     return _table(["method", *names], rows)
 
 
-def _section(section: Section) -> str:
+def _plot(section: Section, report: Report) -> str:
+    found = report["distance"]["discrepancy"] if section.title == DISTANCE else None
+    return f"<figure>{plots.discrepancy(found)}</figure>" if found else ""
+
+
+def _section(section: Section, plot: str) -> str:
     rows = [
         f'<tr><th scope="row">{escape(first)}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
@@ -58,7 +63,7 @@ def _section(section: Section) -> str:
     ]
     return (
         f'<section>\n<h2>{escape(section.title)}</h2>\n<p class="small">{escape(section.text)}</p>\n'
-        f"{_table(section.head, rows)}\n</section>"
+        f"{_table(section.head, rows)}{plot}\n</section>"
     )
 
 

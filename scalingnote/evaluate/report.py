@@ -9,6 +9,8 @@
  "auc": {"pairs", "not_in_pool", "unusable", "methods": {NAME: {"AUC-LABEL": ...}}},
  "reranking": {"queries", "candidates", "not_in_pool", "methods": as above},
  "relaxed": {"queries", "methods": {NAME: {"R@1": ...}}},
+ "distance": {"splits": {SPLIT: {"queries", "mean", "bound", "cosine", "mean_as_given"}},
+              "discrepancy": {"split", "pairs", "mean", "deviation", "counts", "edges"}},
  "seconds": {STAGE: s}, "environment": {...}}
 
 A number that cannot be told is null. What :mod:`scalingnote.evaluate.sections` shows may be missing.

@@ -11,6 +11,7 @@ from scalingnote.evaluate.retrieval import FAMILIES, in_order, is_recall
 
 Report = dict[str, Any]
 BETTER, WORSE = "▲", "▼"
+DISTANCE = "Distance from the teacher"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Section:
 
 def sections(report: Report) -> list[Section]:
     """All of them, in the order in which they are read."""
-    parts = (_recall, _significance, _auc, _relaxed, _reranking, _slices)
+    parts = (_recall, _significance, _auc, _relaxed, _reranking, _slices, _distance)
     return [section for part in parts for section in part(report)]
 
 
@@ -137,6 +138,31 @@ def _slices(report: Report) -> Iterator[Section]:
         ]
         head = ["slice", "queries", *found[0]["methods"]]
         yield Section(title, f"{measure}. {text}", head, rows)
+
+
+def _distance(report: Report) -> Iterator[Section]:
+    told = report.get("distance")
+    if not told:
+        return
+    text = (
+        "Of the student's query embeddings from the teacher's, both of length 1; 2K/n Σ is what the papers' "
+        "bound on the student's loss grows by, K being 1. As given: of what the towers put out."
+    )
+    if pairs := told["discrepancy"]:
+        text += (
+            f" Over {pairs['pairs']:,} pairs of {pairs['split']} queries the teacher's distance less the "
+            f"student's is {pairs['mean']:+.3f} ± {pairs['deviation']:.3f}."
+        )
+    rows = [
+        [
+            split,
+            f"{row['queries']:,}",
+            *(f"{row[n]:.3f}" for n in ("mean", "bound", "cosine", "mean_as_given")),
+        ]
+        for split, row in told["splits"].items()
+    ]
+    head = ["queries of", "number", "mean distance", "2K/n Σ", "cosine", "as given"]
+    yield Section(DISTANCE, text, head, rows)
 
 
 def _difference(found: dict[str, float | None]) -> str:

@@ -105,6 +105,7 @@ def test_report(cluster, world, searcher, tmp_path):
         "index",
         "significance",
         "slices",
+        "distance",
         "seconds",
         "environment",
     }
@@ -134,6 +135,7 @@ def test_report(cluster, world, searcher, tmp_path):
     assert told["baseline"] == "scalingdual"
     assert set(told["differences"]) == {"scalingnote", "scalingnote (index)", "bm25"}
     assert set(report["slices"]) == {"typos"}  # length and topic do not tell these queries apart
+    assert set(report["distance"]["splits"]) == {"test"}  # no teacher's embeddings lie in this lineage
     written, typed = report["slices"]["typos"]
     assert written["methods"] == report["methods"]
     assert typed["methods"]["bm25"]["nDCG@10"] < written["methods"]["bm25"]["nDCG@10"]

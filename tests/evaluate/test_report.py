@@ -136,11 +136,22 @@ def test_sections_are_in_markdown_and_on_the_page():
         {"label": "as written", "queries": 40, "methods": rows},
         {"label": "with <typos>", "queries": 40, "methods": rows},
     ]
+    splits = {"train": {"queries": 9, "mean": 0.25, "bound": 0.5, "cosine": 0.9, "mean_as_given": 3.0}}
+    pairs = {
+        "split": "train",
+        "pairs": 3,
+        "mean": 0.0,
+        "deviation": 0.1,
+        "counts": [1, 2],
+        "edges": [-1, 0, 1],
+    }
     report = {**REPORT, "methods": rows, "slices": {"typos": part}}
+    report["distance"] = {"splits": splits, "discrepancy": pairs}
     text, html = markdown(report), page(report, examples=[], ancestors=[])
     assert "Recall@10" not in comparison_table([report])
-    for title in ("Recall", "Against scalingdual", "With typos"):
+    for title in ("Recall", "Against scalingdual", "With typos", "Distance from the teacher"):
         assert f"## {title}\n" in text
         assert f"<h2>{title}</h2>" in html
     assert "| with <typos> |      40 |       0.700 |" in text
     assert "with &lt;typos&gt;" in html
+    assert 'aria-label="discrepancy of pairwise distances"' in html
