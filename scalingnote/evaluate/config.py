@@ -68,6 +68,9 @@ class EvaluateConfig(Config):
     distances: int = Field(
         1000, ge=0, le=5000, description="queries of each split, on which student and teacher are compared"
     )
+    qrels: str | None = Field(
+        None, description="a TREC file with judgements of test queries, in place of the dataset's own"
+    )
     judgements: Judgements | None = Field(
         None, description="pairs for AUC; null: the test queries' own judgements, where these differ"
     )

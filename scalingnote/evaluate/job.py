@@ -28,7 +28,7 @@ from scalingnote.evaluate.relaxed import relaxed_recall
 from scalingnote.evaluate.report import markdown
 from scalingnote.evaluate.retrieval import Rankings
 from scalingnote.evaluate.slicing import robustness, slice_queries
-from scalingnote.evaluate.test_set import TestSet, test_set
+from scalingnote.evaluate.test_set import TestSet, load_test_set
 from scalingnote.log import Progress, environment, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import trec
@@ -67,7 +67,7 @@ def run(
     draft = Draft(output, kind="report", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    test = test_set(parents["dataset"])
+    test = load_test_set(parents["dataset"], judgements=config.qrels)
     baseline = retrieve.baseline(config, parents)
     brought = given.read(config, parents["dataset"], test=test)
     mistyped = test.mistyped(share=config.typos, seed=config.seed) if config.typos else None

@@ -39,19 +39,27 @@ class TestSet:
         return TestSet(ids, queries, self.qrels | other.qrels, self.without_relevant)
 
 
-def test_set(dataset: Artifact) -> TestSet:
-    """Queries of the test split, in the order of their ids."""
+def load_test_set(dataset: Artifact, *, judgements: str | None = None) -> TestSet:
+    """Queries of the test split, in the order of their ids.
+
+    `judgements` is a TREC file that is taken in place of the dataset's own. DataError when no query has a
+    relevant document.
+    """
     queries = dataset.table("queries").sort_by("query_id")
     queries = queries.filter(pc.equal(queries["split"], "test"))
     text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
     qrels: trec.Qrels = {query_id: {} for query_id in text}
-    for row in dataset.table("qrels").sort_by("doc_id").to_pylist():
-        if row["query_id"] in qrels:
-            qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
+    if judgements is None:
+        for row in dataset.table("qrels").sort_by("doc_id").to_pylist():
+            if row["query_id"] in qrels:
+                qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
+    else:
+        qrels |= {q: judged for q, judged in trec.read_qrels(judgements).items() if q in text}
     usable = [query_id for query_id, judged in qrels.items() if any(grade > 0 for grade in judged.values())]
     if not usable:
         raise DataError(
-            f"none of {len(text):,} test queries of {dataset.uri} has a relevant document: "
-            "raise dataset.test_fraction or add judgements"
+            f"none of {len(text):,} test queries of {dataset.uri} has a relevant document in "
+            f"{judgements or 'its qrels'}: raise dataset.test_fraction, or add judgements and check their "
+            "query ids"
         )
     return TestSet(usable, [text[q] for q in usable], {q: qrels[q] for q in usable}, len(text) - len(usable))

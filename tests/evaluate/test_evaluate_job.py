@@ -122,7 +122,7 @@ def test_report(cluster, world, searcher, tmp_path):
     assert set(report["seconds"]) == {"prepare", "train", "distill", "encode", "index"}
 
     # The dual encoder's run is the ranking of a plain matrix product over the whole pool.
-    test = test_set.test_set(made["dataset"])
+    test = test_set.load_test_set(made["dataset"])
     scores = vectors.unit(encoder.encode_queries(test.queries)) @ near.T
     run = trec.read_run(artifact.file("runs/scalingdual.trec"))
     for query_id, row in zip(test.query_ids, scores, strict=True):
@@ -176,7 +176,7 @@ def test_what_a_user_brings_is_measured(world, searcher, monkeypatch, tmp_path):
         "encode_queries",
         lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
     )
-    test = test_set.test_set(made["dataset"])
+    test = test_set.load_test_set(made["dataset"])
     judged = [
         {
             "query_id": q,
@@ -257,7 +257,19 @@ def test_a_dataset_without_judged_test_queries_is_refused(tmp_path):
     draft.write_table("queries.parquet", pa.table({"query_id": ["q"], "query": ["x"], "split": ["test"]}))
     draft.write_table("qrels.parquet", pa.table({"query_id": ["q"], "doc_id": ["d"], "relevance": [0]}))
     with pytest.raises(DataError, match="none of 1 test queries"):
-        test_set.test_set(draft.commit(counts={}))
+        test_set.load_test_set(draft.commit(counts={}))
+
+
+def test_judgements_of_a_trec_file_take_the_place_of_the_datasets(tmp_path):
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    given = {"q008": {"d001": 2, "d002": 0}, "q001": {"d001": 1}, "q016": {"d001": 0}}
+    trec.write_qrels(str(tmp_path / "qrels.trec"), given)
+    test = test_set.load_test_set(dataset, judgements=str(tmp_path / "qrels.trec"))
+    assert test.qrels == {"q008": given["q008"]}  # q001 is for training, q016 has no relevant document
+    assert (len(test.queries), test.without_relevant) == (1, 11)
+    trec.write_qrels(str(tmp_path / "qrels.trec"), {"7": {"d001": 1}})
+    with pytest.raises(DataError, match=r"none of 12 .* in .*qrels\.trec: .* check their query"):
+        test_set.load_test_set(dataset, judgements=str(tmp_path / "qrels.trec"))
 
 
 def test_lineage_tells_what_is_gone(tmp_path):

@@ -46,7 +46,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
     config = CONFIG.model_copy(update={"hybrid": Hybrid(**joining)})
-    test = test_set.test_set(parents["dataset"])
+    test = test_set.load_test_set(parents["dataset"])
     towers = {name: parents[kind] for name, kind in retrieve.towers(config, parents).items()}
     encoded = job.encode_queries(towers, dict.fromkeys(towers, test.queries), config=config)
     return retrieve.retrieve(config, parents, encoded, None, test=test)
