@@ -62,7 +62,8 @@ def _section(section: Section, plot: str) -> str:
         for first, *cells in section.rows
     ]
     return (
-        f'<section>\n<h2>{escape(section.title)}</h2>\n<p class="small">{escape(section.text)}</p>\n'
+        f'<section class="part">\n<h2>{escape(section.title)}</h2>\n'
+        f'<p class="small">{escape(section.text)}</p>\n'
         f"{_table(section.head, rows)}{plot}\n</section>"
     )
 

@@ -52,7 +52,7 @@ def reranked(
         scores = score(queries, doc_ids)
         unknown = np.isnan(scores)
         absent = max(absent, int(unknown.sum()))
-        scores[unknown] = np.nanmin(scores, initial=0.0) - 1 - np.arange(unknown.sum())
+        scores[unknown] = scores[~unknown].min(initial=0.0) - 1 - np.arange(unknown.sum())
         run: trec.Run = {query_id: [] for query_id in test.query_ids}
         for (query_id, doc_id), value in zip(pairs, scores.tolist(), strict=True):
             run[query_id].append((doc_id, value))

@@ -7,8 +7,8 @@ import pytest
 
 from scalingnote.datasets.config import TableFile
 from scalingnote.errors import DataError
-from scalingnote.evaluate import given, relaxed, test_set
-from scalingnote.evaluate.config import Judgements
+from scalingnote.evaluate import given, pairs, relaxed, test_set
+from scalingnote.evaluate.config import EvaluateConfig, Judgements
 from scalingnote.storage import trec
 
 TEST = test_set.TestSet(["q1", "q2"], ["one", "two"], {"q1": {"a": 1}, "q2": {"b": 2, "c": 0}}, 0)
@@ -28,9 +28,9 @@ def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_
         {"query": "new", "SAT": 1},
     ]
     path = lines(tmp_path / "judged.jsonl", rows)
-    pairs = given.judgements(Judgements(path=path, labels=("SAT",)), known={"q1": "one"})
-    assert (pairs.queries, pairs.doc_ids, pairs.unusable) == (["new", "one"], ["a", "7"], 3)
-    assert pairs.labels["SAT"].tolist() == [1, 0]
+    found = given.judgements(Judgements(path=path, labels=("SAT",)), known={"q1": "one"})
+    assert (found.queries, found.doc_ids, found.unusable) == (["new", "one"], ["a", "7"], 3)
+    assert found.labels["SAT"].tolist() == [1, 0]
     with pytest.raises(DataError, match=r"SAT is 1 in all rows"):
         given.judgements(Judgements(path=lines(tmp_path / "one.jsonl", rows[:1]), labels=("SAT",)), known={})
     with pytest.raises(DataError, match=r"none of 5 rows .* REL: map its columns"):
@@ -38,9 +38,9 @@ def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_
 
 
 def test_own_judgements_need_two_grades():
-    pairs = given.judged(TEST)
-    assert pairs.doc_ids == ["a", "b", "c"]
-    np.testing.assert_array_equal(pairs.labels["relevance"], [1, 2, 0])
+    found = given.judged(TEST)
+    assert found.doc_ids == ["a", "b", "c"]
+    np.testing.assert_array_equal(found.labels["relevance"], [1, 2, 0])
     assert given.judged(test_set.TestSet(["q1"], ["one"], {"q1": {"a": 1, "b": 1}}, 0)) is None
 
 
@@ -69,3 +69,25 @@ def test_an_answer_is_found_as_words_in_any_case():
     asked = dict.fromkeys("abcd", ("q", "empty"))
     found = relaxed.judged(documents, asked=asked, answers={"q": ["new york", "纽约"], "empty": ["?"]})
     assert found == {"q": {"a": 1, "c": 1}, "empty": {}}
+
+
+def test_candidates_that_nobody_can_score_keep_the_order_they_came_in():
+    run = {"q1": [("x", 3.0), ("a", 2.0), ("y", 1.0)], "q2": [("z", 2.0), ("b", 1.0)]}
+    known = {"a": 0.5, "b": -0.5}
+    part, found = pairs.reranked(
+        EvaluateConfig(recall_at=(1,)),
+        run,
+        TEST,
+        {
+            "some": lambda _, docs: np.array([known.get(doc, np.nan) for doc in docs]),
+            "none": lambda _, docs: np.full(len(docs), np.nan),
+        },
+    )
+    assert {q: [doc for doc, _ in hits] for q, hits in found["some"].items()} == {
+        "q1": ["a", "x", "y"],
+        "q2": ["b", "z"],
+    }
+    assert [doc for doc, _ in found["none"]["q1"]] == ["x", "a", "y"]
+    assert (part["candidates"], part["not_in_pool"]) == (5, 5)
+    assert part["methods"]["as given"]["R@1"] == 0
+    assert part["methods"]["some"]["R@1"] == 1
