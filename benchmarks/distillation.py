@@ -29,8 +29,8 @@ from benchmarks.report import alone, arguments, show, write
 from scalingnote import pipeline
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate.job import test_set
 from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.log import configure
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import trec
@@ -132,7 +132,7 @@ def run(dataset: str, backbone: str, method: str, *, seeds: int, overrides: Sequ
             tower = built.get("student") if name.startswith(names.student) else built.get("dual_encoder")
             if row.speed is None and tower is not None and name != "bm25":
                 row.speed = alone(
-                    speed, name, tower, built["dual_encoder"], test_set(built["dataset"]).queries
+                    speed, name, tower, built["dual_encoder"], load_test_set(built["dataset"]).queries
                 )
     return rows
 

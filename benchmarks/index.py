@@ -24,7 +24,7 @@ from benchmarks.training import trained
 from scalingnote import pipeline, topk
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate.job import test_set
+from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.index import family as families
 from scalingnote.index import ivf, tuning
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
@@ -92,7 +92,7 @@ def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarra
     built = trained(load(pipeline.RunConfig, files, options.overrides), steps=options.steps)
     real = vectors.unit(vectors.to_numpy(built["embeddings"].table("embeddings", ["summary"])["summary"]))
     tower = QueryEncoder.load(built["dual_encoder"].directory("query"))
-    asked = test_set(built["dataset"]).queries[: options.queries]
+    asked = load_test_set(built["dataset"]).queries[: options.queries]
     rng = np.random.default_rng(0)
     base, one, other = (real[rng.integers(0, len(real), options.documents)] for _ in range(3))
     moved = vectors.unit(base + 0.5 * (one - other) / np.sqrt(2))

@@ -6,8 +6,8 @@ from typing import Any
 
 from scalingnote import pipeline, topk
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate.job import test_set
 from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.pipeline import RunConfig
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
@@ -40,7 +40,7 @@ def _triplets(config: RunConfig) -> int:
 
 def search(tower: Artifact, built: Mapping[str, Artifact]) -> dict[str, float]:
     """Measures of the query tower of an artifact on the documents and test queries that `built` holds."""
-    test = test_set(built["dataset"])
+    test = load_test_set(built["dataset"])
     queries = QueryEncoder.load(tower.directory("query")).encode_queries(test.queries)
     embeddings = built["embeddings"].table("embeddings", ["doc_id", "summary"])
     _, found = topk.search(vectors.unit(queries), vectors.to_numpy(embeddings["summary"]), k=100)

@@ -27,15 +27,15 @@ def read(config: Columns, directory: Path | None = None) -> Source:
     profile = pa.schema({name: TYPES[kind] for name, kind in config.profile.items()})
 
     def optional(file: TableFile | None, schema: pa.Schema) -> Rows:
-        return _rows(file, schema.names) if file else ()
+        return table_rows(file, schema.names) if file else ()
 
     return Source(
-        documents=_rows(config.documents, [*DOCUMENTS.names, *features.names]),
-        queries=_rows(config.queries, QUERIES.names),
+        documents=table_rows(config.documents, [*DOCUMENTS.names, *features.names]),
+        queries=table_rows(config.queries, QUERIES.names),
         qrels=optional(config.qrels, QRELS),
         impressions=optional(config.impressions, IMPRESSIONS),
         scores=optional(config.scores, SCORES),
-        users=_rows(config.users, [*USERS.names, *profile.names]) if config.users else (),
+        users=table_rows(config.users, [*USERS.names, *profile.names]) if config.users else (),
         features=features,
         profile=profile,
     )
@@ -45,12 +45,19 @@ def read_documents(config: NewDocuments) -> Source:
     """Documents alone."""
     features = pa.schema({name: TYPES[kind] for name, kind in config.features.items()})
     return Source(
-        documents=_rows(config.documents, [*DOCUMENTS.names, *features.names]), queries=(), features=features
+        documents=table_rows(config.documents, [*DOCUMENTS.names, *features.names]),
+        queries=(),
+        features=features,
     )
 
 
-def _rows(file: TableFile, names: Sequence[str]) -> Iterator[Row | Unreadable]:
-    """Rows under our names; a mapping that names a column no table has is refused before anything is read."""
+def table_rows(
+    file: TableFile, names: Sequence[str], *, needs: Sequence[str] | None = None
+) -> Iterator[Row | Unreadable]:
+    """Rows under our names; a mapping that names a column no table has is refused before anything is read.
+
+    Parquet files must have the columns in `needs`; by default those are all ids.
+    """
     unknown = sorted(set(file.columns) - set(names))
     if unknown:
         raise DataError(f"{file.path}: columns maps {unknown}, which are none of {list(names)}")
@@ -59,13 +66,21 @@ def _rows(file: TableFile, names: Sequence[str]) -> Iterator[Row | Unreadable]:
     for path in paths:
         if path.suffix not in (".jsonl", ".parquet"):
             raise DataError(f"{path} is neither .jsonl nor .parquet: convert it or rename it")
-    return _renamed(paths, theirs)
+    return _renamed(paths, theirs, _ids(names) if needs is None else needs)
 
 
-def _renamed(paths: Sequence[Path], theirs: dict[str, str]) -> Iterator[Row | Unreadable]:
+def _ids(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.endswith("_id") and name not in _OPTIONAL]
+
+
+def _renamed(
+    paths: Sequence[Path], theirs: dict[str, str], needs: Sequence[str]
+) -> Iterator[Row | Unreadable]:
     for path in paths:
         rows = (
-            parquet(path, columns=_present(path, theirs)) if path.suffix == ".parquet" else json_lines(path)
+            parquet(path, columns=_present(path, theirs, needs))
+            if path.suffix == ".parquet"
+            else json_lines(path)
         )
         for row in rows:
             if isinstance(row, dict):
@@ -75,11 +90,10 @@ def _renamed(paths: Sequence[Path], theirs: dict[str, str]) -> Iterator[Row | Un
             yield row
 
 
-def _present(path: Path, theirs: dict[str, str]) -> list[str]:
+def _present(path: Path, theirs: dict[str, str], needs: Sequence[str]) -> list[str]:
     """The mapped columns a Parquet file has; DataError for a missing one that no row can do without."""
     have = pq.read_schema(path).names
-    missing = [name for name, their in theirs.items() if name.endswith("_id") and their not in have]
-    missing = [name for name in missing if name not in _OPTIONAL]
+    missing = [name for name in needs if theirs[name] not in have]
     if missing:
         raise DataError(f"{path} has no column for {missing}, only {have}: map it under `columns`")
     return [their for their in dict.fromkeys(theirs.values()) if their in have]

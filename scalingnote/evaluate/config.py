@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from scalingnote.config import Config, Resources
+from scalingnote.datasets.config import TableFile
 
 Depth = Annotated[int, Field(ge=1, le=1000)]  # 1000 is the deepest an index is searched
 
@@ -26,6 +27,18 @@ class Hybrid(Config):
     k: int = Field(60, ge=0, description="of reciprocal ranks: 1 / (k + rank)")
 
 
+class Judgements(Config):
+    """Judged pairs of a query and a document, beside the dataset's own (ScalingNote's Manual test set)."""
+
+    path: str = Field(description="file or glob; .jsonl or .parquet")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="doc_id, query (its text) or query_id, labels -> the file's columns"
+    )
+    labels: tuple[str, ...] = Field(
+        ("relevance",), min_length=1, description="columns of numbers, e.g. SAT and REL: each gives an AUC"
+    )
+
+
 class EvaluateConfig(Config):
     """Full retrieval: every test query against every document of the pool."""
 
@@ -33,6 +46,7 @@ class EvaluateConfig(Config):
         (1, 10, 50, 100), min_length=1, description="K of R@K; the paper shows 50, 100, 500 and 1000"
     )
     mrr_at: int = Field(10, ge=1, le=1000, description="depth of MRR")
+    map_at: int = Field(100, ge=1, le=1000, description="depth of MAP")
     ndcg_at: int = Field(10, ge=1, le=1000, description="depth of nDCG")
     run_depth: int = Field(
         100, ge=1, le=1000, description="results kept per query and method, in runs/*.trec"
@@ -42,6 +56,31 @@ class EvaluateConfig(Config):
     bm25: bool = Field(True, description="show BM25 over the same pool beside the towers")
     bm25_k1: float = Field(1.2, ge=0, description="BM25's term saturation")
     bm25_b: float = Field(0.75, ge=0, le=1, description="BM25's length normalisation")
+    baseline: str | None = Field(
+        None, description="method that all others are compared with; null: the first, stage I's query tower"
+    )
+    alpha: float = Field(0.05, gt=0, lt=1, description="a corrected p-value below it is marked")
+    bootstrap: int = Field(1000, ge=100, description="resamples of an interval")
+    typos: float = Field(
+        0.2, ge=0, le=1, description="share of words mistyped when all is asked again; 0: is not"
+    )
+    topics: int = Field(10, ge=0, description="most frequent topics that have a slice of their own")
+    distances: int = Field(
+        1000, ge=0, le=5000, description="queries of each split, on which student and teacher are compared"
+    )
+    qrels: str | None = Field(
+        None, description="a TREC file with judgements of test queries, in place of the dataset's own"
+    )
+    judgements: Judgements | None = Field(
+        None, description="pairs for AUC; null: the test queries' own judgements, where these differ"
+    )
+    candidates: str | None = Field(
+        None,
+        description="a TREC run of test queries, to be re-ranked (EmbedDistill: a given top 1,000)",
+    )
+    answers: TableFile | None = Field(
+        None, description="query_id, answers: documents that contain one count as found (relaxed R@K)"
+    )
     examples: int = Field(8, ge=0, description="test queries shown with their top results")
-    seed: int = Field(0, description="of the choice of examples")
+    seed: int = Field(0, description="of examples, resamples and typos")
     resources: Resources = Resources()

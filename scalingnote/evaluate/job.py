@@ -7,40 +7,34 @@ part, so it never has to fit in memory.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import ray
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote import cluster, hybrid
-from scalingnote.bm25 import BM25, document_texts
+from scalingnote import cluster
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.errors import DataError
-from scalingnote.evaluate import exact
-from scalingnote.evaluate import pool as pools
+from scalingnote.evaluate import given, measured, retrieve, taught
 from scalingnote.evaluate.ann_recall import ann_recall
-from scalingnote.evaluate.config import EvaluateConfig, Hybrid
-from scalingnote.evaluate.exact import Found
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.encoded import Encoded
+from scalingnote.evaluate.examples import examples
 from scalingnote.evaluate.lineage import lineage, seconds
-from scalingnote.evaluate.page import Example, Hit, page
+from scalingnote.evaluate.page import page
+from scalingnote.evaluate.pairs import aucs, reranked
+from scalingnote.evaluate.relaxed import relaxed_recall
 from scalingnote.evaluate.report import markdown
-from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.retrieval import Rankings
+from scalingnote.evaluate.slicing import robustness, slice_queries
+from scalingnote.evaluate.test_set import TestSet, load_test_set
 from scalingnote.log import Progress, environment, get_logger
-from scalingnote.search.searcher import Searcher
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import trec, vectors
+from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
 log = get_logger("evaluate")
-INDEX_RECALL_AT = (10, 100)
-QUERIES_PER_BLOCK = 256
-TITLES_PER_EXAMPLE = 3
 
 
 def run(
@@ -73,22 +67,62 @@ def run(
     draft = Draft(output, kind="report", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    test = test_set(parents["dataset"])
-    runs = _retrieve(config, parents, test=test)
+    test = load_test_set(parents["dataset"], judgements=config.qrels)
+    baseline = retrieve.baseline(config, parents)
+    brought = given.read(config, parents["dataset"], test=test)
+    mistyped = test.mistyped(share=config.typos, seed=config.seed) if config.typos else None
+    asked = test.and_also(mistyped) if mistyped else test
+    towers = {name: parents[kind] for name, kind in retrieve.towers(config, parents).items()}
+    ancestors = lineage(parents.values())
+    teacher = taught.sample(ancestors, queries=config.distances, seed=config.seed) if student else {}
+    texts = {name: [*asked.queries, *brought.queries] for name in towers}
+    if student:
+        texts[config.names.student] += [query for one in teacher.values() for query in one.queries]
+    encoded = encode_queries(towers, texts, config=config)
+    bm25 = retrieve.Words.build(config, parents) if config.bm25 else None
+    found = retrieve.retrieve(config, parents, encoded, bm25, test=asked)
+    runs = {name: {q: run[q] for q in test.query_ids} for name, run in found.items()}
     rankings = {
         name: {q: [doc for doc, _ in found] for q, found in run.items()} for name, run in runs.items()
     }
-    ancestors = lineage(parents.values())
-    report = _measured(config, parents, rankings, test=test) | {"seconds": seconds(ancestors)}
+    values = measured.values(config, rankings, qrels=test.qrels)
+    sliced = slice_queries(config, parents["dataset"], ancestors, values, test=test)
+    if mistyped:
+        sliced["typos"] = robustness(config, found, values, mistyped=mistyped)
+    report: dict[str, Any] = {
+        **_about(parents, test=test),
+        "methods": measured.means(values),
+        "index": _index(parents["index"], rankings, served=retrieve.served(config, parents), test=test),
+        "significance": measured.significance(config, values, baseline=baseline),
+        "slices": sliced,
+        "seconds": seconds(ancestors),
+        "environment": environment(),
+    }
+    if student and dual_encoder:
+        teacher["test"] = encoded[config.names.dual_encoder].some(test.queries)
+    if teacher:
+        report["distance"] = taught.told(teacher, encoded[config.names.student])
+    scorers = retrieve.scorers(config, parents, encoded, bm25)
+    if brought.pairs:
+        report["auc"] = aucs(brought.pairs, scorers)
+    if brought.candidates:
+        report["reranking"], again = reranked(config, *brought.candidates, scorers)
+        for name, run in again.items():
+            trec.write_run(draft.path(f"reranked/{name}.trec"), run, tag=f"{name}-reranked")
+    if brought.answers:
+        report["relaxed"] = relaxed_recall(
+            parents["dataset"], rankings, answers=brought.answers, recall_at=config.recall_at
+        )
+    draft.write_table("per_query.parquet", measured.table(values, query_ids=test.query_ids))
     draft.write_json("report.json", report)
     draft.write_bytes("report.md", markdown(report).encode())
-    examples = _examples(parents["dataset"], rankings, test=test, config=config)
-    draft.write_bytes("report.html", page(report, examples=examples, ancestors=ancestors).encode())
+    shown = examples(parents["dataset"], rankings, test=test, number=config.examples, seed=config.seed)
+    draft.write_bytes("report.html", page(report, examples=shown, ancestors=ancestors).encode())
     trec.write_qrels(draft.path("qrels.trec"), test.qrels)
     for name, run in runs.items():
-        shown = {query_id: found[: config.run_depth] for query_id, found in run.items()}
+        kept = {query_id: found[: config.run_depth] for query_id, found in run.items()}
         tag = re.sub(r"[ (]+", "-", name.replace(")", ""))
-        trec.write_run(draft.path(f"runs/{tag}.trec"), shown, tag=tag)
+        trec.write_run(draft.path(f"runs/{tag}.trec"), kept, tag=tag)
     documents, queries = report["num_documents"], report["num_queries"]
     place = fs.join(output, "report.html")
     log.info("%d methods, %s queries, %s documents: %s", len(runs), f"{queries:,}", f"{documents:,}", place)
@@ -98,128 +132,49 @@ def run(
     )
 
 
-def _served(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
-    """The name of the query tower that is searched through the index."""
-    return config.names.student if "student" in parents else config.names.dual_encoder
-
-
-def _retrieve(
-    config: EvaluateConfig, parents: Mapping[str, Artifact], *, test: "TestSet"
-) -> dict[str, trec.Run]:
-    """Method -> run: each query tower exactly, the served one through the index too, sparse, hybrid, BM25."""
-    doc_ids = parents["embeddings"].table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
-    depth = max(config.run_depth, config.mrr_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT)
-    runs: dict[str, trec.Run] = {}
-    names = {"dual_encoder": config.names.dual_encoder, "student": config.names.student}
-    towers = {names[kind]: parents[kind] for kind in names if kind in parents}
-    encoded = encode_queries(towers, test.queries, config=config)
-    for kind, name in names.items():
-        if kind not in parents:
-            continue
-        queries = vectors.unit(encoded[name])
-        pool = _embeddings_of(kind, parents)
-        found = pools.search(pool, exact.dense(queries), dim=queries.shape[1], queries=len(queries), k=depth)
-        runs[name] = _run_of(pool, found, test=test)
-        sparse = pools.sparse_queries(pool, parents.get("dual_encoder"), test.queries)
-        if sparse is not None:
-            by_terms, joined = _with_terms(
-                queries, found, sparse, pool=pool, joining=config.hybrid, depth=depth
-            )
-            if kind == "dual_encoder":  # a student's terms are no others
-                runs[f"{name} (sparse)"] = _run_of(pool, by_terms, test=test)
-            runs[f"{name} (hybrid)"] = _run_of(pool, joined, test=test)
-        if name == _served(config, parents):
-            runs[f"{name} (index)"] = _through_index(parents["index"].uri, queries, test=test, depth=depth)
-    if config.bm25:
-        runs["bm25"] = _bm25(parents["dataset"], test=test, doc_ids=doc_ids, depth=depth, config=config)
-    return runs
-
-
-def _embeddings_of(kind: str, parents: Mapping[str, Artifact]) -> Artifact:
-    """The document embeddings that a query tower is searched in."""
-    own = kind == "dual_encoder" and "teacher_embeddings" in parents
-    return parents["teacher_embeddings" if own else "embeddings"]
-
-
-def _measured(
-    config: EvaluateConfig,
-    parents: Mapping[str, Artifact],
-    rankings: Mapping[str, Mapping[str, list[str]]],
-    *,
-    test: "TestSet",
-) -> dict[str, Any]:
-    """The report but for its times."""
-    measured = partial(
-        measure,
-        qrels=test.qrels,
-        recall_at=config.recall_at,
-        mrr_at=config.mrr_at,
-        ndcg_at=config.ndcg_at,
-    )
-    served = _served(config, parents)
-    exact, approximate = (
-        [rankings[name][q] for q in test.query_ids] for name in (served, f"{served} (index)")
-    )
-    recalls: dict[str, float] = {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in INDEX_RECALL_AT}
+def _about(parents: Mapping[str, Artifact], *, test: TestSet) -> dict[str, Any]:
+    """What was measured on."""
+    dataset = parents["dataset"]
     return {
-        "dataset": _name(parents["dataset"]),
+        "dataset": str(dataset.manifest.config.get("name", dataset.uri.rstrip("/").rsplit("/", 1)[-1])),
         "num_documents": parents["embeddings"].counts["documents"],
         "num_queries": len(test.query_ids),
-        "simulated_clicks": bool(parents["dataset"].manifest.info.get("simulated_clicks", False)),
-        "methods": {name: measured(ranking) for name, ranking in rankings.items()},
-        "index": recalls | {"bytes_per_vector": parents["index"].counts["bytes_per_vector"]},
-        "environment": environment(),
+        "simulated_clicks": bool(dataset.manifest.info.get("simulated_clicks", False)),
     }
 
 
-@dataclass(frozen=True)
-class TestSet:
-    """Test queries that have a relevant document, and the judgements of each."""
-
-    query_ids: list[str]
-    queries: list[str]
-    qrels: trec.Qrels
-    without_relevant: int  # test queries left out
-
-
-def test_set(dataset: Artifact) -> TestSet:
-    """Queries of the test split, in the order of their ids."""
-    queries = dataset.table("queries").sort_by("query_id")
-    queries = queries.filter(pc.equal(queries["split"], "test"))
-    text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
-    qrels: trec.Qrels = {query_id: {} for query_id in text}
-    for row in dataset.table("qrels").sort_by("doc_id").to_pylist():
-        if row["query_id"] in qrels:
-            qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
-    usable = [query_id for query_id, judged in qrels.items() if any(grade > 0 for grade in judged.values())]
-    if not usable:
-        raise DataError(
-            f"none of {len(text):,} test queries of {dataset.uri} has a relevant document: "
-            "raise dataset.test_fraction or add judgements"
-        )
-    return TestSet(usable, [text[q] for q in usable], {q: qrels[q] for q in usable}, len(text) - len(usable))
+def _index(
+    index: Artifact, rankings: Mapping[str, Rankings], *, served: str, test: TestSet
+) -> dict[str, float]:
+    """How much of the exact answer the index gives, and its size."""
+    exact, approximate = (
+        [rankings[name][q] for q in test.query_ids] for name in (served, f"{served} (index)")
+    )
+    recalls = {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in retrieve.INDEX_RECALL_AT}
+    return recalls | {"bytes_per_vector": index.counts["bytes_per_vector"]}
 
 
 def encode_queries(
-    towers: Mapping[str, Artifact], queries: Sequence[str], *, config: EvaluateConfig
-) -> dict[str, Float[ndarray, "queries dim"]]:
-    """Embeddings of `queries` by each artifact's query tower, as it gives them, from one Ray actor.
+    towers: Mapping[str, Artifact], queries: Mapping[str, Sequence[str]], *, config: EvaluateConfig
+) -> dict[str, Encoded]:
+    """Each query tower's embeddings of its queries, from one Ray actor.
 
     Not in the driver: on a cluster that often sits on a head node without GPU.
     """
     actor: Any = ray.remote(**cluster.actor_options(config.resources))(_QueryTower).remote()
-    starts = range(0, len(queries), QUERIES_PER_BLOCK)
-    found: dict[str, ndarray] = {}
+    found: dict[str, Encoded] = {}
     for name, tower in towers.items():
+        texts = list(dict.fromkeys(queries[name]))
+        starts = range(0, len(texts), retrieve.QUERIES_PER_BLOCK)
         loaded = actor.load.remote(tower)
-        blocks = [actor.encode.remote(list(queries[start : start + QUERIES_PER_BLOCK])) for start in starts]
+        blocks = [actor.encode.remote(texts[start : start + retrieve.QUERIES_PER_BLOCK]) for start in starts]
         embeddings: list[ndarray] = []
-        with Progress("evaluate", total=len(queries), unit=f"queries encoded by {name}") as progress:
+        with Progress("evaluate", total=len(texts), unit=f"queries encoded by {name}") as progress:
             ray.get(loaded)
             for block in blocks:
                 embeddings.append(ray.get(block))
                 progress.advance(len(embeddings[-1]))
-        found[name] = np.concatenate(embeddings)
+        found[name] = Encoded(texts, np.concatenate(embeddings))
     return found
 
 
@@ -231,106 +186,3 @@ class _QueryTower:
 
     def encode(self, queries: list[str]) -> Float[ndarray, "queries dim"]:
         return self._encoder.encode_queries(queries)
-
-
-def _with_terms(
-    queries: Float[ndarray, "queries dim"],
-    found: Found,
-    sparse: pools.SparseQueries,
-    *,
-    pool: Artifact,
-    joining: Hybrid,
-    depth: int,
-) -> tuple[Found, Found]:
-    """Sparse search of a pool that was searched by embeddings before, and the hybrid of both."""
-    terms = sparse.vocabulary
-    search = partial(pools.search, pool, queries=len(queries), k=depth)
-    by_terms = search(exact.sparse(sparse.matrix), terms=terms)
-    if joining.kind == "reciprocal_rank":
-        scores, rows = hybrid.reciprocal_ranks(found.rows, by_terms.rows, k=joining.k, depth=depth)
-        return by_terms, Found(scores, rows, scores.min(1), scores.max(1))
-    weight, ranges = joining.dense_weight, (found, by_terms)
-    score = exact.joined(queries, sparse.matrix, ranges=ranges, dense_weight=weight)
-    return by_terms, search(score, dim=queries.shape[1], terms=terms)
-
-
-def _run_of(embeddings: Artifact, found: Found, *, test: TestSet) -> trec.Run:
-    doc_ids = embeddings.table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
-    return _run(test, doc_ids, found.rows, found.scores)
-
-
-def _through_index(
-    index: str, queries: Float[ndarray, "queries dim"], *, test: TestSet, depth: int
-) -> trec.Run:
-    searcher = Searcher.open(index)
-    run: trec.Run = {}
-    with Progress("evaluate", total=len(queries), unit="queries through the index") as progress:
-        for start in range(0, len(queries), QUERIES_PER_BLOCK):
-            answers = searcher.search(queries[start : start + QUERIES_PER_BLOCK], k=depth)
-            for query_id, results in zip(test.query_ids[start:], answers, strict=False):
-                run[query_id] = [(result.doc_id, float(result.score)) for result in results]
-            progress.advance(len(answers))
-    return run
-
-
-def _bm25(
-    dataset: Artifact, *, test: TestSet, doc_ids: pa.Array, depth: int, config: EvaluateConfig
-) -> trec.Run:
-    """BM25 over the same pool: documents without an embedding are left out here, too."""
-    documents = dataset.table("documents", columns=["doc_id", "title", "topic", "content"])
-    documents = documents.filter(pc.is_in(documents["doc_id"], value_set=doc_ids))
-    log.info("building BM25 over %s documents", f"{documents.num_rows:,}")
-    bm25 = BM25.build(document_texts(documents), k1=config.bm25_k1, b=config.bm25_b)
-    rows, scores = bm25.search(test.queries, depth)
-    return _run(test, documents["doc_id"].combine_chunks(), rows, scores)
-
-
-def _run(
-    test: TestSet,
-    doc_ids: pa.Array,
-    rows: Int[ndarray, "queries k"],
-    scores: Float[ndarray, "queries k"],
-) -> trec.Run:
-    run: trec.Run = {}
-    for query_id, found, values in zip(test.query_ids, rows, scores, strict=True):
-        kept = found >= 0
-        run[query_id] = list(
-            zip(doc_ids.take(pa.array(found[kept])).to_pylist(), values[kept].tolist(), strict=True)
-        )
-    return run
-
-
-def _examples(
-    dataset: Artifact,
-    rankings: Mapping[str, Mapping[str, Sequence[str]]],
-    *,
-    test: TestSet,
-    config: EvaluateConfig,
-) -> list[Example]:
-    draw = np.random.default_rng(config.seed).permutation(len(test.query_ids))[: config.examples]
-    chosen = [(test.query_ids[i], test.queries[i]) for i in sorted(draw.tolist())]
-    shown = {
-        query_id: {name: found[query_id][:TITLES_PER_EXAMPLE] for name, found in rankings.items()}
-        for query_id, _ in chosen
-    }
-    wanted = pa.array(
-        sorted({doc for row in shown.values() for docs in row.values() for doc in docs}), pa.string()
-    )
-    titles: dict[str, Any] = {}
-    for batch in dataset.batches("documents", columns=["doc_id", "title"]):
-        batch = batch.filter(pc.is_in(batch["doc_id"], value_set=wanted))
-        titles.update(zip(batch["doc_id"].to_pylist(), batch["title"].to_pylist(), strict=True))
-    return [
-        Example(
-            query,
-            {
-                name: [Hit(doc, titles.get(doc) or "", test.qrels[query_id].get(doc, 0) > 0) for doc in docs]
-                for name, docs in shown[query_id].items()
-            },
-        )
-        for query_id, query in chosen
-    ]
-
-
-def _name(dataset: Artifact) -> str:
-    return str(dataset.manifest.config.get("name", dataset.uri.rstrip("/").rsplit("/", 1)[-1]))

@@ -1,31 +1,15 @@
 """report.html: a report, its plots, example queries and lineage on one page that needs nothing else."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
 
 from scalingnote.evaluate import plots
+from scalingnote.evaluate.examples import Example
 from scalingnote.evaluate.lineage import Ancestor
-from scalingnote.evaluate.report import READING, SIMULATED, Report, measures
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A result as the page shows it."""
-
-    doc_id: str
-    title: str
-    relevant: bool
-
-
-@dataclass(frozen=True)
-class Example:
-    """A test query, and the first results of each method for it."""
-
-    query: str
-    results: Mapping[str, Sequence[Hit]]
+from scalingnote.evaluate.report import READING, SIMULATED, Report, measures_of
+from scalingnote.evaluate.sections import DISTANCE, Section, mark, sections
 
 
 def page(report: Report, *, examples: Sequence[Example], ancestors: Sequence[Ancestor]) -> str:
@@ -37,9 +21,10 @@ def page(report: Report, *, examples: Sequence[Example], ancestors: Sequence[Anc
         documents=f"{report['num_documents']:,}",
         queries=f"{report['num_queries']:,}",
         simulated=f'<p class="note">{SIMULATED}</p>' if report["simulated_clicks"] else "",
-        methods=_methods(report["methods"]),
+        methods=_methods(report),
         recall_plot=plots.recall_bars(report["methods"]),
         reading=READING,
+        sections="\n".join(_section(section, _plot(section, report)) for section in sections(report)),
         index_plot=plots.index_bars(report["index"]),
         bytes_per_vector=f"{report['index']['bytes_per_vector']:g}",
         seconds_plot=plots.stage_bars(report["seconds"]) if report["seconds"] else "",
@@ -49,19 +34,38 @@ def page(report: Report, *, examples: Sequence[Example], ancestors: Sequence[Anc
     )
 
 
-def _methods(methods: Mapping[str, Mapping[str, float]]) -> str:
-    names = measures(methods)
+def _methods(report: Report) -> str:
+    methods: dict[str, dict[str, float]] = report["methods"]
+    names = measures_of(methods)
     best = {name: max(row[name] for row in methods.values()) for name in names}
     rows = []
     for method, row in methods.items():
         cells = (
-            f'<td class="best">{row[name]:.3f}</td>'
-            if row[name] == best[name]
-            else f"<td>{row[name]:.3f}</td>"
+            ('<td class="best">' if row[name] == best[name] else "<td>")
+            + f"{row[name]:.3f}{mark(report, method, name)}</td>"
             for name in names
         )
         rows.append(f'<tr><th scope="row">{escape(method)}</th>{"".join(cells)}</tr>')
     return _table(["method", *names], rows)
+
+
+def _plot(section: Section, report: Report) -> str:
+    found = report["distance"]["discrepancy"] if section.title == DISTANCE else None
+    return f"<figure>{plots.discrepancy(found)}</figure>" if found else ""
+
+
+def _section(section: Section, plot: str) -> str:
+    rows = [
+        f'<tr><th scope="row">{escape(first)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for first, *cells in section.rows
+    ]
+    return (
+        f'<section class="part">\n<h2>{escape(section.title)}</h2>\n'
+        f'<p class="small">{escape(section.text)}</p>\n'
+        f"{_table(section.head, rows)}{plot}\n</section>"
+    )
 
 
 def _example(example: Example) -> str:

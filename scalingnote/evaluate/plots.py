@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -56,6 +57,16 @@ def stage_bars(seconds: Mapping[str, float]) -> str:
     axes.margins(x=0.1)
     axes.set_xlabel("seconds")
     return _svg(figure, name="time of the stages")
+
+
+def discrepancy(found: Mapping[str, Any]) -> str:
+    """Histogram: how much farther apart the teacher puts two queries than the student does."""
+    edges = found["edges"]
+    figure, axes = _figure(8.4, 2.6)
+    axes.bar(edges[:-1], found["counts"], width=edges[1] - edges[0], align="edge", color=COLOURS[0])
+    axes.set_xlabel("distance by the teacher less distance by the student")
+    axes.set_ylabel("pairs of queries")
+    return _svg(figure, name="discrepancy of pairwise distances")
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:

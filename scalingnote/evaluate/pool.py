@@ -7,6 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Float, Int
+from numpy import ndarray
+
 from scalingnote.errors import ArtifactError
 from scalingnote.evaluate import exact
 from scalingnote.evaluate.exact import Found, Part
@@ -16,6 +22,7 @@ from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
 
 INDEXED_VIEW = "summary"
+_PAIRS_AT_ONCE = 65_536
 
 
 def search(
@@ -32,6 +39,26 @@ def search(
     with Progress("evaluate", total=total, unit="documents searched") as progress:
         parts = _parts(embeddings, progress, dim=dim, terms=terms)
         return exact.search(parts, score, queries=queries, k=k)
+
+
+def score_pairs(
+    embeddings: Artifact,
+    queries: Float[ndarray, "queries dim"],
+    rows: Int[ndarray, " pairs"],
+    doc_ids: Sequence[str],
+) -> Float[ndarray, " pairs"]:
+    """Inner products of ``queries[rows[i]]`` with document ``doc_ids[i]``; NaN for one not in the pool."""
+    wanted = pa.array(doc_ids, pa.string())
+    scores = np.full(len(doc_ids), np.nan)
+    for name in embeddings.names("embeddings/", ".parquet"):
+        table = embeddings.table(name, columns=["doc_id", INDEXED_VIEW])
+        place = pc.fill_null(pc.index_in(wanted, value_set=table["doc_id"].combine_chunks()), -1).to_numpy()
+        here = np.flatnonzero(place >= 0)
+        documents = vectors.to_numpy(table[INDEXED_VIEW])
+        for start in range(0, len(here), _PAIRS_AT_ONCE):
+            some = here[start : start + _PAIRS_AT_ONCE]
+            scores[some] = np.einsum("pd,pd->p", queries[rows[some]], documents[place[some]])
+    return scores
 
 
 def _parts(embeddings: Artifact, progress: Progress, *, dim: int | None, terms: int | None) -> Iterator[Part]:
@@ -59,12 +86,17 @@ class SparseQueries:
     vocabulary: int
 
 
+def has_terms(embeddings: Artifact, towers: Artifact | None) -> bool:
+    """Whether documents were encoded by `towers`, and these have a sparse head."""
+    own = towers is not None and "dual_encoder" in embeddings.manifest.parents
+    return towers is not None and own and bool(towers.names("sparse_query/"))
+
+
 def sparse_queries(
     embeddings: Artifact, towers: Artifact | None, queries: Sequence[str]
 ) -> SparseQueries | None:
     """Queries as terms for documents that `towers` have encoded; None where these have no sparse head."""
-    own = towers is not None and "dual_encoder" in embeddings.manifest.parents
-    if towers is None or not own or not towers.names("sparse_query/"):
+    if towers is None or not has_terms(embeddings, towers):
         return None
     sparse = SparseQuery.load(towers.directory("sparse_query"))
     rows, vocabulary = sparse.encode(queries), sparse.vocabulary

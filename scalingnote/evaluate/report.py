@@ -3,13 +3,25 @@
 {"dataset", "num_documents", "num_queries", "simulated_clicks",
  "methods": {NAME: {"R@1": ..., "MRR@10": ..., "nDCG@10": ...}},
  "index": {"recall@10", "recall@100", "bytes_per_vector"},
+ "significance": {"baseline", "alpha", "resamples",
+                  "differences": {METHOD: {MEASURE: {"difference", "low", "high", "p", "p_holm"}}}},
+ "slices": {SLICING: [{"label", "queries", "methods": as above}]},
+ "auc": {"pairs", "not_in_pool", "unusable", "methods": {NAME: {"AUC-LABEL": ...}}},
+ "reranking": {"queries", "candidates", "not_in_pool", "methods": as above},
+ "relaxed": {"queries", "methods": {NAME: {"R@1": ...}}},
+ "distance": {"splits": {SPLIT: {"queries", "mean", "bound", "cosine", "mean_as_given"}},
+              "discrepancy": {"split", "pairs", "mean", "deviation", "counts", "edges"}},
  "seconds": {STAGE: s}, "environment": {...}}
+
+A number that cannot be told is null. What :mod:`scalingnote.evaluate.sections` shows may be missing.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scalingnote.errors import DataError
+from scalingnote.evaluate.retrieval import in_order, is_recall
+from scalingnote.evaluate.sections import Section, mark, sections
 
 Report = dict[str, Any]
 SAME = ("dataset", "num_documents", "num_queries", "simulated_clicks")
@@ -41,6 +53,8 @@ def merge_reports(reports: Sequence[Report]) -> Report:
             )
     merged: Report = {name: first[name] for name in SAME}
     merged |= {"methods": {}, "index": {}, "seconds": {}, "environment": first["environment"]}
+    if len(reports) == 1:
+        merged["significance"] = first.get("significance", {})
     for report in reports:
         names = {name: _free(merged["methods"], name, row) for name, row in report["methods"].items()}
         merged["methods"] |= {names[name]: row for name, row in report["methods"].items()}
@@ -54,7 +68,7 @@ def comparison_table(reports: Sequence[Report]) -> str:
     """Markdown: a line per method with its measures, then a line per index with recall and size."""
     merged = merge_reports(reports)
     methods: dict[str, dict[str, float]] = merged["methods"]
-    names = measures(methods)
+    names = measures_of(methods)
     best = {name: max(row[name] for row in methods.values() if name in row) for name in names}
     lines = [
         f"{merged['dataset']}: {merged['num_documents']:,} documents, {merged['num_queries']:,} queries",
@@ -62,7 +76,10 @@ def comparison_table(reports: Sequence[Report]) -> str:
         *_table(
             ["method", *names],
             [
-                [method, *(_cell(row.get(name), best[name]) for name in names)]
+                [
+                    method,
+                    *(_cell(row.get(name), best[name]) + mark(merged, method, name) for name in names),
+                ]
                 for method, row in sorted(methods.items(), key=lambda item: _rank(item, names))
             ],
         ),
@@ -86,13 +103,6 @@ def comparison_table(reports: Sequence[Report]) -> str:
     return "\n".join(lines)
 
 
-def measures(methods: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Names of the measures: R@K by K, then MRR, then nDCG, whatever order a JSON file gave them."""
-    families = ["R", "MRR", "nDCG"]
-    names = {name for row in methods.values() for name in row}
-    return sorted(names, key=lambda name: (families.index(name.split("@")[0]), int(name.split("@")[1])))
-
-
 def markdown(report: Report) -> str:
     """report.md: the comparison table of one report, how to read it, and the time of each stage."""
     return "\n".join(
@@ -103,12 +113,22 @@ def markdown(report: Report) -> str:
             "",
             READING,
             "",
+            *(line for section in sections(report) for line in _section(section)),
             *_table(["stage", "seconds"], [[s, f"{t:,.1f}"] for s, t in report["seconds"].items()]),
             "",
             ", ".join(f"{name} {value}" for name, value in report["environment"].items()),
             "",
         ]
     )
+
+
+def measures_of(methods: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Names of what the main table shows, in order: all that was measured but Recall."""
+    return [name for name in in_order(n for row in methods.values() for n in row) if not is_recall(name)]
+
+
+def _section(section: Section) -> list[str]:
+    return [f"## {section.title}", "", section.text, "", *_table(section.head, section.rows), ""]
 
 
 def _served(report: Report) -> str:

@@ -1,17 +1,22 @@
 """The evaluate stage on a tiny corpus: a real query tower with random weights, an index that forgets."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
+from sklearn.metrics import roc_auc_score
 
 import tiny
+from scalingnote.datasets.config import TableFile
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import ArtifactError, DataError
-from scalingnote.evaluate import job
-from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.evaluate import job, retrieve, test_set
+from scalingnote.evaluate.config import EvaluateConfig, Judgements
+from scalingnote.evaluate.encoded import Encoded
 from scalingnote.evaluate.lineage import lineage
 from scalingnote.models import backbone, tower
 from scalingnote.storage import trec, vectors
@@ -77,7 +82,7 @@ def world(tmp_path_factory):
 @pytest.fixture
 def searcher(world, monkeypatch):
     _, ids, near, _ = world
-    monkeypatch.setattr(job.Searcher, "open", classmethod(lambda _, uri: ForgetfulSearcher(near, ids)))
+    monkeypatch.setattr(retrieve.Searcher, "open", classmethod(lambda _, uri: ForgetfulSearcher(near, ids)))
 
 
 def uris(made, *kinds):
@@ -98,6 +103,9 @@ def test_report(cluster, world, searcher, tmp_path):
         "simulated_clicks",
         "methods",
         "index",
+        "significance",
+        "slices",
+        "distance",
         "seconds",
         "environment",
     }
@@ -105,7 +113,7 @@ def test_report(cluster, world, searcher, tmp_path):
     assert report["simulated_clicks"] is True
     assert set(report["methods"]) == {"scalingdual", "scalingnote", "scalingnote (index)", "bm25"}
     for row in report["methods"].values():
-        assert set(row) == {"R@1", "R@10", "MRR@10", "nDCG@10"}
+        assert set(row) == {"R@1", "R@10", "MRR@10", "MAP@100", "nDCG@10"}
     assert report["index"] == {
         "recall@10": pytest.approx(0.9),
         "recall@100": pytest.approx(95 / 96),
@@ -114,7 +122,7 @@ def test_report(cluster, world, searcher, tmp_path):
     assert set(report["seconds"]) == {"prepare", "train", "distill", "encode", "index"}
 
     # The dual encoder's run is the ranking of a plain matrix product over the whole pool.
-    test = job.test_set(made["dataset"])
+    test = test_set.load_test_set(made["dataset"])
     scores = vectors.unit(encoder.encode_queries(test.queries)) @ near.T
     run = trec.read_run(artifact.file("runs/scalingdual.trec"))
     for query_id, row in zip(test.query_ids, scores, strict=True):
@@ -123,6 +131,20 @@ def test_report(cluster, world, searcher, tmp_path):
         assert [s for _, s in run[query_id]] == pytest.approx(row[best].tolist(), abs=1e-6)
     own = [q for q in test.query_ids if run[q][0][0] == "d" + q[1:]]
     assert report["methods"]["scalingdual"]["R@1"] == pytest.approx(len(own) / 12)
+    told = report["significance"]
+    assert told["baseline"] == "scalingdual"
+    assert set(told["differences"]) == {"scalingnote", "scalingnote (index)", "bm25"}
+    assert set(report["slices"]) == {"typos"}  # length and topic do not tell these queries apart
+    assert set(report["distance"]["splits"]) == {"test"}  # no teacher's embeddings lie in this lineage
+    written, typed = report["slices"]["typos"]
+    assert written["methods"] == report["methods"]
+    assert typed["methods"]["bm25"]["nDCG@10"] < written["methods"]["bm25"]["nDCG@10"]
+    table = artifact.table("per_query.parquet")
+    assert table.num_rows == 4 * 12
+    for name, row in report["methods"].items():
+        mine = table.filter(pc.equal(table["method"], name))
+        assert mine["query_id"].to_pylist() == test.query_ids
+        assert pc.mean(mine["nDCG@10"]).as_py() == pytest.approx(row["nDCG@10"])
     assert trec.read_qrels(artifact.file("qrels.trec")) == test.qrels
     assert artifact.names("runs/") == [
         f"runs/{n}.trec" for n in ("bm25", "scalingdual", "scalingnote-index", "scalingnote")
@@ -137,11 +159,84 @@ def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch
     monkeypatch.setattr(
         job,
         "encode_queries",
-        lambda towers, queries, **_: dict.fromkeys(towers, encoder.encode_queries(queries)),
+        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
     )
-    config = CONFIG.model_copy(update={"bm25": False})
+    config = CONFIG.model_copy(update={"bm25": False, "typos": 0.0})
     artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
-    assert set(artifact.read_json("report.json")["methods"]) == {"scalingdual", "scalingdual (index)"}
+    report = artifact.read_json("report.json")
+    assert set(report["methods"]) == {"scalingdual", "scalingdual (index)"}
+    assert report["slices"] == {}
+    assert not {"auc", "reranking", "relaxed"} & set(report)
+
+
+def test_what_a_user_brings_is_measured(world, searcher, monkeypatch, tmp_path):
+    made, ids, near, encoder = world
+    monkeypatch.setattr(
+        job,
+        "encode_queries",
+        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
+    )
+    test = test_set.load_test_set(made["dataset"])
+    judged = [
+        {
+            "query_id": q,
+            "text": None,
+            "doc_id": doc,
+            "SAT": int(doc[1:] == q[1:]),
+            "REL": int(doc[1:] <= q[1:]),
+        }
+        for q in test.query_ids
+        for doc in ids[:20]
+    ]
+    judged += [{"query_id": None, "text": "a new query", "doc_id": "nowhere", "SAT": 1, "REL": 0}, {"SAT": 1}]
+    (tmp_path / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+    given = {q: [(doc, 20.0 - i) for i, doc in enumerate([*ids[:20], "gone"])] for q in test.query_ids[:2]}
+    trec.write_run(str(tmp_path / "given.trec"), given, tag="theirs")
+    contents = {row["doc_id"]: row["content"] for row in made["dataset"].table("documents").to_pylist()}
+    answers = [{"query_id": q, "answers": [contents["d" + q[1:]].upper()]} for q in test.query_ids[:3]]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    config = CONFIG.model_copy(
+        update={
+            "judgements": Judgements(
+                path=str(tmp_path / "judged.jsonl"), columns={"query": "text"}, labels=("SAT", "REL")
+            ),
+            "candidates": str(tmp_path / "given.trec"),
+            "answers": TableFile(path=str(tmp_path / "answers.jsonl")),
+        }
+    )
+    artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
+    report = artifact.read_json("report.json")
+
+    scores = vectors.unit(encoder.encode_queries(test.queries)) @ near.T
+    auc = report["auc"]
+    assert (auc["pairs"], auc["not_in_pool"], auc["unusable"]) == (240, 1, 1)
+    for label in ("SAT", "REL"):
+        expected = roc_auc_score([row[label] for row in judged[:240]], scores[:, :20].ravel())
+        assert auc["methods"]["scalingdual"][f"AUC-{label}"] == pytest.approx(expected)
+    assert set(auc["methods"]) == {"scalingdual", "bm25"}
+
+    again = report["reranking"]
+    assert (again["queries"], again["candidates"], again["not_in_pool"]) == (2, 42, 2)
+    assert set(again["methods"]) == {"as given", "scalingdual", "bm25"}
+    run = trec.read_run(artifact.file("reranked/scalingdual.trec"))
+    for query_id, row in zip(test.query_ids[:2], scores, strict=False):
+        best = np.argsort(-row[:20], kind="stable")
+        assert [doc for doc, _ in run[query_id]] == [*(ids[i] for i in best), "gone"]
+
+    relaxed = report["relaxed"]
+    found = trec.read_run(artifact.file("runs/scalingdual.trec"))
+    first = [found[q][0][0] == "d" + q[1:] for q in test.query_ids[:3]]
+    assert relaxed["queries"] == 3
+    assert relaxed["methods"]["scalingdual"]["R@1"] == pytest.approx(np.mean(first))
+    text = Path(artifact.file("report.md")).read_text()
+    assert all(f"## {title}" in text for title in ("Judged pairs", "Re-ranking", "Answers found"))
+
+
+def test_a_baseline_that_is_no_method_is_refused_before_anything_is_searched(world, tmp_path):
+    made, *_ = world
+    config = CONFIG.model_copy(update={"baseline": "twinbert"})
+    with pytest.raises(ConfigError, match="set one of scalingdual, scalingnote, "):
+        job.run(config, **uris(made, *ALL), output=str(tmp_path / "report"))
 
 
 def test_a_tower_of_another_width_is_refused(world, monkeypatch, tmp_path):
@@ -149,7 +244,9 @@ def test_a_tower_of_another_width_is_refused(world, monkeypatch, tmp_path):
     monkeypatch.setattr(
         job,
         "encode_queries",
-        lambda towers, queries, **_: dict.fromkeys(towers, np.ones((len(queries), 8), np.float32)),
+        lambda _, queries, **__: {
+            n: Encoded(q, np.ones((len(q), 8), np.float32)) for n, q in queries.items()
+        },
     )
     with pytest.raises(ArtifactError, match="gives 8 dimensions"):
         job.run(CONFIG, **uris(made, *ALL), output=str(tmp_path / "report"))
@@ -160,7 +257,19 @@ def test_a_dataset_without_judged_test_queries_is_refused(tmp_path):
     draft.write_table("queries.parquet", pa.table({"query_id": ["q"], "query": ["x"], "split": ["test"]}))
     draft.write_table("qrels.parquet", pa.table({"query_id": ["q"], "doc_id": ["d"], "relevance": [0]}))
     with pytest.raises(DataError, match="none of 1 test queries"):
-        job.test_set(draft.commit(counts={}))
+        test_set.load_test_set(draft.commit(counts={}))
+
+
+def test_judgements_of_a_trec_file_take_the_place_of_the_datasets(tmp_path):
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    given = {"q008": {"d001": 2, "d002": 0}, "q001": {"d001": 1}, "q016": {"d001": 0}}
+    trec.write_qrels(str(tmp_path / "qrels.trec"), given)
+    test = test_set.load_test_set(dataset, judgements=str(tmp_path / "qrels.trec"))
+    assert test.qrels == {"q008": given["q008"]}  # q001 is for training, q016 has no relevant document
+    assert (len(test.queries), test.without_relevant) == (1, 11)
+    trec.write_qrels(str(tmp_path / "qrels.trec"), {"7": {"d001": 1}})
+    with pytest.raises(DataError, match=r"none of 12 .* in .*qrels\.trec: .* check their query"):
+        test_set.load_test_set(dataset, judgements=str(tmp_path / "qrels.trec"))
 
 
 def test_lineage_tells_what_is_gone(tmp_path):

@@ -4,8 +4,9 @@ import re
 import pytest
 
 from scalingnote.errors import DataError
-from scalingnote.evaluate.page import Example, Hit, page
-from scalingnote.evaluate.report import comparison_table, markdown, measures, merge_reports
+from scalingnote.evaluate.examples import Example, Hit
+from scalingnote.evaluate.page import page
+from scalingnote.evaluate.report import comparison_table, markdown, measures_of, merge_reports
 
 REPORT = {
     "dataset": "shop",
@@ -18,6 +19,19 @@ REPORT = {
         "bm25": {"R@1": 0.3, "R@10": 0.95, "MRR@10": 0.4, "nDCG@10": 0.5},
     },
     "index": {"recall@10": 0.93, "recall@100": 0.91, "bytes_per_vector": 20.5},
+    "significance": {
+        "baseline": "scalingdual",
+        "alpha": 0.05,
+        "resamples": 1000,
+        "differences": {
+            "bm25": {
+                "R@1": {"difference": -0.2, "low": -0.3, "high": -0.1, "p": 0.0001, "p_holm": 0.0002},
+                "R@10": {"difference": 0.05, "low": 0.01, "high": 0.09, "p": 0.02, "p_holm": 0.04},
+                "MRR@10": {"difference": 0.0, "low": 0.0, "high": 0.0, "p": None, "p_holm": None},
+                "nDCG@10": {"difference": -0.2, "low": -0.4, "high": 0.1, "p": 0.05, "p_holm": 0.1},
+            }
+        },
+    },
     "seconds": {"prepare": 1.5, "train": 62.25},
     "environment": {"cpus": 2, "torch": "2.13.0"},
 }
@@ -47,9 +61,22 @@ def test_table_lines_up_and_marks_the_best():
     assert "simulated" in lines[-1]
 
 
+def test_what_is_significant_is_marked():
+    row = next(line for line in comparison_table([REPORT]).splitlines() if "bm25" in line)
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+    assert cells == ["0.300▼", "**0.950**▲", "0.400", "0.500"]
+    text = markdown(REPORT)
+    assert "## Against scalingdual" in text
+    assert "-0.200 [-0.300, -0.100], p < 0.001 ▼" in text
+    html = page(REPORT, examples=[], ancestors=[])
+    assert "0.300▼</td>" in html
+    assert "<h2>Against scalingdual</h2>" in html
+    assert "▼" not in comparison_table([REPORT, other("scalingnote", 0.4)])  # tested within one report only
+
+
 def test_measures_are_in_the_order_of_their_depth():
     row = dict.fromkeys(["MRR@10", "R@1", "R@10", "R@100", "R@50", "nDCG@10"], 0.5)
-    assert measures({"a": row}) == ["R@1", "R@10", "R@50", "R@100", "MRR@10", "nDCG@10"]
+    assert measures_of({"a": row}) == ["R@1", "R@10", "R@50", "R@100", "MRR@10", "nDCG@10"]
 
 
 def test_merge_is_a_union_under_the_served_towers():
@@ -101,3 +128,30 @@ def test_page_escapes_data_and_needs_nothing_else():
     assert "currentColor" in html
     assert "https://" not in html.replace("https://www.w3.org", "").replace("https://matplotlib.org", "")
     assert html == page(report, examples=[example], ancestors=[])
+
+
+def test_sections_are_in_markdown_and_on_the_page():
+    rows = {name: {**row, "Recall@10": 0.25} for name, row in REPORT["methods"].items()}
+    part = [
+        {"label": "as written", "queries": 40, "methods": rows},
+        {"label": "with <typos>", "queries": 40, "methods": rows},
+    ]
+    splits = {"train": {"queries": 9, "mean": 0.25, "bound": 0.5, "cosine": 0.9, "mean_as_given": 3.0}}
+    pairs = {
+        "split": "train",
+        "pairs": 3,
+        "mean": 0.0,
+        "deviation": 0.1,
+        "counts": [1, 2],
+        "edges": [-1, 0, 1],
+    }
+    report = {**REPORT, "methods": rows, "slices": {"typos": part}}
+    report["distance"] = {"splits": splits, "discrepancy": pairs}
+    text, html = markdown(report), page(report, examples=[], ancestors=[])
+    assert "Recall@10" not in comparison_table([report])
+    for title in ("Recall", "Against scalingdual", "With typos", "Distance from the teacher"):
+        assert f"## {title}\n" in text
+        assert f"<h2>{title}</h2>" in html
+    assert "| with <typos> |      40 |       0.700 |" in text
+    assert "with &lt;typos&gt;" in html
+    assert 'aria-label="discrepancy of pairwise distances"' in html

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scalingnote.evaluate.ann_recall import ann_recall
-from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.retrieval import measure, per_query
 
 QRELS = {
     "first": {"a": 1},
@@ -22,7 +22,7 @@ RANKINGS = {
 
 
 def test_against_hand_computed_values():
-    found = measure(RANKINGS, QRELS, recall_at=(1, 2, 3), mrr_at=3, ndcg_at=4)
+    found = measure(RANKINGS, QRELS, recall_at=(1, 2, 3), mrr_at=3, map_at=4, ndcg_at=4)
     gain = 1 / math.log2(3) + 2 / math.log2(5)
     best = 2 / math.log2(2) + 1 / math.log2(3)
     assert found == pytest.approx(
@@ -30,10 +30,27 @@ def test_against_hand_computed_values():
             "R@1": 1 / 5,
             "R@2": 2 / 5,  # d, of grade 1, is enough for "two"
             "R@3": 3 / 5,
+            "Recall@1": 1 / 5,
+            "Recall@2": (1 + 1 / 2) / 5,  # one of two relevant documents
+            "Recall@3": (2 + 1 / 2) / 5,
+            "MAP@4": (1 + 1 / 3 + (1 / 2 + 2 / 4) / 2) / 5,
             "MRR@3": (1 + 1 / 3 + 1 / 2) / 5,
             "nDCG@4": (1 + 1 / math.log2(4) + gain / best) / 5,
         }
     )
+
+
+def test_values_of_queries_are_in_the_order_of_the_judgements_and_average_to_the_measure():
+    knobs = {"recall_at": (1,), "mrr_at": 3, "map_at": 4, "ndcg_at": 4}
+    rankings = {query: ranking for query, ranking in RANKINGS.items() if query != "third"}
+    found = per_query(rankings, QRELS, **knobs)
+    assert found["MRR@3"].tolist() == [1, 0, 1 / 2, 0, 0]
+    assert {n: v.mean() for n, v in found.items()} == pytest.approx(measure(rankings, QRELS, **knobs))
+
+
+def test_where_one_document_is_relevant_recall_stands_there_once():
+    found = measure({"q": ["a"]}, {"q": {"a": 2, "b": 0}}, recall_at=(1,))
+    assert set(found) == {"R@1", "MRR@10", "MAP@100", "nDCG@10"}
 
 
 def test_recall_does_not_count_relevant_documents_but_queries():

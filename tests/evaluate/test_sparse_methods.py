@@ -11,7 +11,7 @@ import tiny
 from in_process import without_ray
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig
-from scalingnote.evaluate import job
+from scalingnote.evaluate import job, retrieve, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -41,12 +41,15 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     without_ray(monkeypatch)
-    monkeypatch.setattr(job, "_through_index", lambda *_, **__: {})
+    monkeypatch.setattr(retrieve, "_through_index", lambda *_, **__: {})
 
 
 def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
     config = CONFIG.model_copy(update={"hybrid": Hybrid(**joining)})
-    return job._retrieve(config, parents, test=job.test_set(parents["dataset"]))
+    test = test_set.load_test_set(parents["dataset"])
+    towers = {name: parents[kind] for name, kind in retrieve.towers(config, parents).items()}
+    encoded = job.encode_queries(towers, dict.fromkeys(towers, test.queries), config=config)
+    return retrieve.retrieve(config, parents, encoded, None, test=test)
 
 
 def test_parts_hold_terms_beside_embeddings(parents: dict[str, Artifact]):
@@ -68,6 +71,7 @@ def test_the_report_has_sparse_and_hybrid_methods_and_a_student_only_the_latter(
         "cheap (hybrid)",
         "cheap (index)",
     }
+    assert list(runs) == retrieve.method_names(CONFIG, parents)
     without = {kind: artifact for kind, artifact in parents.items() if kind != "student"}
     assert set(retrieved(without)) == {"light", "light (sparse)", "light (hybrid)", "light (index)"}
 

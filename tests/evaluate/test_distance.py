@@ -1,0 +1,84 @@
+"""Distances between student and teacher against loops over the papers' terms."""
+
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import tiny
+from scalingnote.evaluate import taught
+from scalingnote.evaluate.distance import discrepancy, distances
+from scalingnote.evaluate.encoded import Encoded
+from scalingnote.evaluate.lineage import Ancestor
+from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact, Draft
+
+
+def drawn(queries: int, dim: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(queries, dim)).astype(np.float32)
+
+
+def test_terms_are_those_of_the_equation():
+    student, teacher = drawn(9, 4, 0), drawn(9, 4, 1)
+    total = apart = 0.0
+    for s, t in zip(student.tolist(), teacher.tolist(), strict=True):
+        ls, lt = math.hypot(*s), math.hypot(*t)
+        total += math.sqrt(sum((a / ls - b / lt) ** 2 for a, b in zip(s, t, strict=True)))
+        apart += math.dist(s, t)
+    found = distances(student, teacher)
+    assert found["bound"] == pytest.approx(2 / 9 * total)
+    assert found["mean_as_given"] == pytest.approx(apart / 9)
+    same = distances(teacher * 3, teacher)
+    assert (same["bound"], same["cosine"]) == (pytest.approx(0, abs=1e-6), pytest.approx(1))
+
+
+def test_discrepancy_is_that_of_every_pair():
+    student, teacher = drawn(7, 3, 0), drawn(7, 5, 1)
+    ours, theirs = vectors.unit(student), vectors.unit(teacher)
+    pairs = [
+        float(np.linalg.norm(theirs[i] - theirs[j]) - np.linalg.norm(ours[i] - ours[j]))
+        for i in range(7)
+        for j in range(i)
+    ]
+    found = discrepancy(student, teacher)
+    assert found["pairs"] == sum(found["counts"]) == 21
+    assert found["mean"] == pytest.approx(np.mean(pairs), abs=1e-6)
+    assert found["deviation"] == pytest.approx(np.std(pairs), abs=1e-6)
+    assert found["edges"][-1] == pytest.approx(max(map(abs, pairs)), abs=1e-6)
+
+
+def test_a_turned_student_is_far_away_but_keeps_the_geometry():
+    teacher = drawn(20, 6, 0)
+    turn = np.linalg.qr(drawn(6, 6, 1))[0].astype(np.float32)
+    assert distances(teacher @ turn, teacher)["mean"] > 0.5
+    assert discrepancy(teacher @ turn, teacher)["deviation"] < 1e-5
+
+
+def test_the_teachers_queries_are_sampled_by_split_over_parts(tmp_path):
+    draft = Draft(str(tmp_path / "teacher"), kind="query_embeddings", config=tiny.Nothing(), parents={})
+    every = drawn(60, 4, 0)
+    for part in range(3):
+        rows = range(part * 20, part * 20 + 20)
+        table = {
+            "query": [f"query {i}" for i in rows],
+            "split": ["validation" if i % 10 == 0 else "train" for i in rows],
+            "embedding": vectors.to_arrow(every[list(rows)]),
+        }
+        draft.write_table(f"embeddings/part-{part:05d}.parquet", pa.table(table))
+    made: Artifact = draft.commit(counts={})
+    ancestors = [Ancestor("query_embeddings", made.uri, made.digest, made)]
+    found = taught.sample(ancestors, queries=8, seed=0)
+    assert {split: len(one.queries) for split, one in found.items()} == {"train": 8, "validation": 6}
+    for one in found.values():
+        assert len(set(one.queries)) == len(one.queries)
+        np.testing.assert_array_equal(one.embeddings, every[[int(q.split()[1]) for q in one.queries]])
+    assert taught.sample(ancestors, queries=0, seed=0) == {} == taught.sample([], queries=8, seed=0)
+
+    student = Encoded([f"query {i}" for i in range(60)], every + 0.1)
+    told = taught.told(found, student)
+    assert set(told["splits"]) == {"train", "validation"}
+    assert told["splits"]["train"]["mean_as_given"] == pytest.approx(0.2, abs=1e-5)
+    assert (told["discrepancy"]["split"], told["discrepancy"]["pairs"]) == ("validation", 15)
+    narrow = Encoded(student.queries, student.embeddings[:, :2])
+    assert taught.told(found, narrow)["splits"] == {}

@@ -1,0 +1,93 @@
+"""What a user brings is checked before anything is searched, and each error says what to do."""
+
+import json
+
+import numpy as np
+import pytest
+
+from scalingnote.datasets.config import TableFile
+from scalingnote.errors import DataError
+from scalingnote.evaluate import given, pairs, relaxed, test_set
+from scalingnote.evaluate.config import EvaluateConfig, Judgements
+from scalingnote.storage import trec
+
+TEST = test_set.TestSet(["q1", "q2"], ["one", "two"], {"q1": {"a": 1}, "q2": {"b": 2, "c": 0}}, 0)
+
+
+def lines(path, rows) -> str:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_path):
+    rows = [
+        {"query": "new", "doc_id": "a", "SAT": 1},
+        {"query_id": "q1", "doc_id": 7, "SAT": 0},
+        {"query_id": "q9", "doc_id": "a", "SAT": 0},
+        {"query": "new", "doc_id": "b", "SAT": "good"},
+        {"query": "new", "SAT": 1},
+    ]
+    path = lines(tmp_path / "judged.jsonl", rows)
+    found = given.judgements(Judgements(path=path, labels=("SAT",)), known={"q1": "one"})
+    assert (found.queries, found.doc_ids, found.unusable) == (["new", "one"], ["a", "7"], 3)
+    assert found.labels["SAT"].tolist() == [1, 0]
+    with pytest.raises(DataError, match=r"SAT is 1 in all rows"):
+        given.judgements(Judgements(path=lines(tmp_path / "one.jsonl", rows[:1]), labels=("SAT",)), known={})
+    with pytest.raises(DataError, match=r"none of 5 rows .* REL: map its columns"):
+        given.judgements(Judgements(path=path, labels=("REL",)), known={})
+
+
+def test_own_judgements_need_two_grades():
+    found = given.judged(TEST)
+    assert found.doc_ids == ["a", "b", "c"]
+    np.testing.assert_array_equal(found.labels["relevance"], [1, 2, 0])
+    assert given.judged(test_set.TestSet(["q1"], ["one"], {"q1": {"a": 1, "b": 1}}, 0)) is None
+
+
+def test_candidates_and_answers_of_other_queries_are_refused(tmp_path):
+    trec.write_run(str(tmp_path / "run"), {"q2": [("a", 2.0)], "q7": [("b", 1.0)]}, tag="x")
+    run, part = given.candidates(str(tmp_path / "run"), test=TEST)
+    assert (run, part.queries, part.qrels) == ({"q2": [("a", 2.0)]}, ["two"], {"q2": TEST.qrels["q2"]})
+    trec.write_run(str(tmp_path / "run"), {"q7": [("b", 1.0)]}, tag="x")
+    with pytest.raises(DataError, match="none of them among 2 test queries"):
+        given.candidates(str(tmp_path / "run"), test=TEST)
+    rows = [{"query_id": "q1", "answers": "x"}, {"query_id": "q1", "answers": ["y", " "]}]
+    file = TableFile(path=lines(tmp_path / "answers.jsonl", rows))
+    assert given.answers(file, test=TEST) == {"q1": ["x", "y"]}
+    file = TableFile(path=lines(tmp_path / "none.jsonl", [{"query_id": "q7", "answers": ["x"]}]))
+    with pytest.raises(DataError, match="no answers to any of 2 test queries"):
+        given.answers(file, test=TEST)
+
+
+def test_an_answer_is_found_as_words_in_any_case():
+    documents = [
+        ("a", "The City of New  York, again"),
+        ("b", "Newyork"),
+        ("c", "他住在纽约市"),
+        ("d", "York New"),
+    ]
+    asked = dict.fromkeys("abcd", ("q", "empty"))
+    found = relaxed.judged(documents, asked=asked, answers={"q": ["new york", "纽约"], "empty": ["?"]})
+    assert found == {"q": {"a": 1, "c": 1}, "empty": {}}
+
+
+def test_candidates_that_nobody_can_score_keep_the_order_they_came_in():
+    run = {"q1": [("x", 3.0), ("a", 2.0), ("y", 1.0)], "q2": [("z", 2.0), ("b", 1.0)]}
+    known = {"a": 0.5, "b": -0.5}
+    part, found = pairs.reranked(
+        EvaluateConfig(recall_at=(1,)),
+        run,
+        TEST,
+        {
+            "some": lambda _, docs: np.array([known.get(doc, np.nan) for doc in docs]),
+            "none": lambda _, docs: np.full(len(docs), np.nan),
+        },
+    )
+    assert {q: [doc for doc, _ in hits] for q, hits in found["some"].items()} == {
+        "q1": ["a", "x", "y"],
+        "q2": ["b", "z"],
+    }
+    assert [doc for doc, _ in found["none"]["q1"]] == ["x", "a", "y"]
+    assert (part["candidates"], part["not_in_pool"]) == (5, 5)
+    assert part["methods"]["as given"]["R@1"] == 0
+    assert part["methods"]["some"]["R@1"] == 1

@@ -1,0 +1,68 @@
+"""Significance against scipy's paired t-test, a bootstrap in loops, and Holm's steps by hand."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from scalingnote.errors import ConfigError
+from scalingnote.evaluate import significance
+from scalingnote.evaluate.significance import against, bootstrap, paired_t_test
+
+
+def drawn(queries: int = 60) -> dict[str, dict[str, np.ndarray]]:
+    rng = np.random.default_rng(3)
+    base = rng.random(queries)
+    better = base + rng.normal(0.1, 0.2, queries)
+    same = base + rng.normal(0.0, 0.2, queries)
+    values = {"teacher": base, "better": better, "same": same, "twin": base.copy()}
+    return {name: {"nDCG@10": row, "R@1": (row > 0.5).astype(float)} for name, row in values.items()}
+
+
+def test_t_test_is_scipys():
+    methods = drawn()
+    base = methods["teacher"]["nDCG@10"]
+    for name in ("better", "same"):
+        found = paired_t_test((methods[name]["nDCG@10"] - base)[:, None])
+        assert found[0] == pytest.approx(stats.ttest_rel(methods[name]["nDCG@10"], base).pvalue)
+
+
+def test_t_test_where_nothing_varies_and_where_nothing_can_be_said():
+    columns = np.stack([np.zeros(5), np.full(5, 0.1)], axis=1)
+    assert paired_t_test(columns).tolist() == [1.0, 0.0]
+    assert math.isnan(paired_t_test(np.ones((1, 1)))[0])
+
+
+def test_bootstrap_is_that_of_loops(monkeypatch):
+    monkeypatch.setattr(significance, "_DRAWN_AT_ONCE", 700)  # several blocks of draws
+    values = np.random.default_rng(0).normal(0.2, 1.0, 40)
+    low, high = bootstrap(values[:, None], alpha=0.1, resamples=4000, seed=1)[:, 0]
+    draw = random.Random(2)
+    means = sorted(sum(draw.choices(values.tolist(), k=40)) / 40 for _ in range(4000))
+    assert low == pytest.approx(means[200], abs=0.03)
+    assert high == pytest.approx(means[3800], abs=0.03)
+    assert low < values.mean() < high
+
+
+def test_every_method_is_compared_with_the_baseline_and_corrected():
+    methods = drawn()
+    found = against("teacher", methods, alpha=0.05, resamples=200, seed=0)
+    assert set(found) == {"better", "same", "twin"}
+    p = {name: row["nDCG@10"].p for name, row in found.items()}
+    order = sorted(p, key=p.__getitem__)
+    expected = {order[0]: 3 * p[order[0]]}
+    expected[order[1]] = max(2 * p[order[1]], expected[order[0]])
+    assert {name: found[name]["nDCG@10"].p_holm for name in order[:2]} == pytest.approx(expected)
+    assert found["better"]["nDCG@10"].p_holm < 0.05 < found["same"]["nDCG@10"].p_holm
+    assert found["better"]["nDCG@10"].low > 0
+    twin = found["twin"]["R@1"]
+    assert (twin.difference, twin.low, twin.high, twin.p) == (0, 0, 0, 1)
+    assert against("teacher", methods, alpha=0.05, resamples=200, seed=0) == found
+
+
+def test_a_baseline_that_is_no_method_is_refused():
+    with pytest.raises(ConfigError, match="'bm25' is none of the methods: teacher, better"):
+        against("bm25", drawn(), alpha=0.05, resamples=10, seed=0)
+    assert against("a", {"a": {"R@1": np.ones(3)}}, alpha=0.05, resamples=10, seed=0) == {}
