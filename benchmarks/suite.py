@@ -61,6 +61,7 @@ def main() -> None:
     if options.commit_results and options.size != "full":
         parser.error("--commit-results goes with --size full: the documents quote those sizes")
     configure()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what runs is ended too, see `ended`
     os.chdir(HERE)
     folder = BUILD / (commit() + ("-full" if options.size == "full" else ""))
     folder.mkdir(parents=True, exist_ok=True)
