@@ -5,7 +5,6 @@ nothing lost, the recall tuned for, an export's cosine. A floor (a forward pass 
 does nothing) has none, as nothing can be better than it.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,10 +82,11 @@ def mean(shown: str | float) -> float:
 
 
 def number(found: float) -> str:
-    """Three digits, or whole thousands."""
-    text = f"{found:,.0f}" if abs(found) >= 100 else f"{found:.3g}"
+    """Three digits, or whole numbers from a hundred on."""
+    if abs(found) >= 100:
+        return f"{found:,.0f}"
     # A cosine of 0.9989 is no 0.999.
-    return re.sub(r"^1$|^0\.99\d$", f"{found:.4g}", text) if 0.99 < abs(found) < 1 else text
+    return f"{found:.4g}" if 0.99 < abs(found) < 1 else f"{found:.3g}"
 
 
 def _better(metric: str) -> Better:

@@ -58,7 +58,7 @@ BENCHMARKS = (
     Benchmark("random_access", "--documents 200000", 0.3, "", 1),
     Benchmark(
         "quantize",
-        "--vectors 200000 --rounds 5 --beam-vectors 2000 --documents 50000 200000 --range 25000",
+        "--vectors 200000 --rounds 5 --beam-vectors 2000 --documents 20000 80000 --range 10000",
         2,
         "",
         15,

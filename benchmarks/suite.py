@@ -174,7 +174,7 @@ def missing(benchmark: Benchmark) -> str:
 def commit() -> str:
     """What the code is called: `git describe`, and a hash of what was changed since; documents aside."""
     code = (".", ":!docs", ":!*.md")
-    name = _git("describe", "--always", "--exclude=*-dirty").strip()
+    name = _git("describe", "--always").strip()
     changed = _git("diff", "HEAD", "--", *code).encode()
     for path in _git("ls-files", "--others", "--exclude-standard", "-z", "--", *code).split("\0")[:-1]:
         changed += path.encode() + (HERE / path).read_bytes()
