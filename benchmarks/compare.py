@@ -10,7 +10,7 @@ run; NAME.1.json, NAME.2.json, ... are runs of the same commit (`benchmarks.suit
                         Chance alone parts the ranges of 3 and 3 runs once in ten, of 5 and 5 once in 126
     from fewer          ratios, recalls and sizes are compared by their medians and that noise; seconds,
                         rates and memory are not: nothing says how far they move by themselves
-    never               runs with other arguments, or seconds of another machine
+    never               runs with other arguments (or known on one side only), or seconds of another machine
     always              what must be 0 is 0 in every new run, whatever it was before
 
 Exit status 1 when something became worse.
@@ -97,7 +97,9 @@ def compare(old: Mapping[str, Sequence[Report]], new: Mapping[str, Sequence[Repo
     for benchmark, runs in sorted(new.items()):
         before = old.get(benchmark, [])
         same_machine = len({_machine(run) for run in [*before, *runs]}) == 1
-        same_arguments = len({run["command"] for run in [*before, *runs] if run.get("command")}) <= 1
+        same_arguments = (
+            len({run.get("command") for run in [*before, *runs]}) <= 1
+        )  # known on both sides, or on none
         names = dict.fromkeys(name for run in [*before, *runs] for name in run["metrics"])
         for metric in names:
             sides = _values(before, metric), _values(runs, metric)
@@ -129,7 +131,7 @@ def judge(
     if known.better == "either":
         return "not compared", "neither better nor worse by themselves"
     if not same_arguments:
-        return "not compared", "measured with other arguments"
+        return "not compared", "with other arguments, or those of one side are not known"
     several = min(len(old), len(new)) >= RUNS
     if known.of_the_machine and not same_machine:
         return "not compared", "absolute, of another machine"

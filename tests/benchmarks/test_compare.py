@@ -78,6 +78,9 @@ def test_other_arguments_are_not_compared_and_what_is_gone_or_new_is_told():
     assert verdicts([old], [new]) == {"a_over_b": "better", "x_over_y": "gone", "z_over_y": "new"}
     other = run({"a_over_b": 2.0}, command="python -m benchmarks.x --documents 5")
     assert verdicts([old], [other])["a_over_b"] == "not compared"
+    before = {key: value for key, value in old.items() if key != "command"}  # results did not always name it
+    assert verdicts([before], [new])["a_over_b"] == "not compared"
+    assert verdicts([before], [new | {"command": None}])["a_over_b"] == "better"
     assert verdicts([run({"strange": 1.0})], [run({"strange": 9.0})]) == {"strange": "not compared"}
 
 
@@ -124,6 +127,7 @@ def test_directions_are_those_that_a_reader_would_name():
         "undocumented": "zero",
         "again_latency_ms_relative": "either",
         "bytes_per_vector_default": "lower",
+        "lookup_b1_over_torch_fp32": "higher",
     }
     assert {name: rule(name).better for name in better} == better
     assert all(
