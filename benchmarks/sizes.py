@@ -71,7 +71,7 @@ BENCHMARKS = (
         40,
     ),
     Benchmark("query_encoder", "--rounds 5 --batches 1 64", 2, "", 15),
-    Benchmark("index", f"--documents 100000 --queries 200 --steps 20 {TINY}", 3, RUNS, 40),
+    Benchmark("index", f"--documents 50000 --queries 200 --steps 20 {TINY}", 5, RUNS, 40),
     Benchmark("sparse_index", "--documents 10000 50000", 2, "--seismic 10000 100000 300000", 15),
     Benchmark(
         "live_index",
