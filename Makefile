@@ -4,6 +4,9 @@ DATASET ?= python_docs
 SERVE ?= 1
 METHODS ?= untrained twinbert scalingdoc scalingdual scalingnote
 SET ?=
+SIZE ?= small
+REPEAT ?= 1
+COMMIT_RESULTS ?= 0
 BIN := .venv/bin
 CONFIG := configs/quickstart/$(DATASET).yaml
 # Real data beside the checkout, where there is some; a user's machine downloads it instead.
@@ -11,13 +14,17 @@ ifneq ($(wildcard ../shared/data),)
 export SCALINGNOTE_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: quickstart compare test check format proto lock clean
+.PHONY: quickstart compare benchmarks test check format proto lock clean
 
 quickstart: .venv/installed
 	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
 
 compare: .venv/installed
 	$(BIN)/scalingnote compare $(CONFIG) --methods $(METHODS:%=configs/methods/%.yaml) $(SET:%=--set %)
+
+# Every benchmark into build/benchmarks/COMMIT, about an hour; SIZE=full COMMIT_RESULTS=1: what docs/results holds.
+benchmarks: .venv/installed-bench
+	$(BIN)/python -m benchmarks.suite --size $(SIZE) --repeat $(REPEAT) $(if $(filter-out 0,$(COMMIT_RESULTS)),--commit-results)
 
 test: .venv/installed-dev
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -55,4 +62,8 @@ clean:
 
 .venv/installed-dev: .venv/installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,dev]'
+	touch $@
+
+.venv/installed-bench: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,bench]'
 	touch $@

@@ -3,6 +3,7 @@
 import argparse
 import json
 import multiprocessing
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 from scalingnote.log import environment
 
 T = TypeVar("T")
+# Options that say where something is written or kept; --set run_dir=... is another.
+WRITTEN_TO = ("--json", "--plot", "--report", "--folder", "--run-dir", "--run")
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -21,6 +24,28 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, help="write metrics, tables and environment to this file")
     return parser
+
+
+def command() -> str | None:
+    """What was started, without where it writes to: two runs with equal commands measured the same."""
+    started = getattr(sys.modules["__main__"], "__spec__", None)
+    if started is None or not started.name.startswith("benchmarks."):
+        return None
+    return shlex.join(["python", "-m", started.name, *measured(sys.argv[1:])])
+
+
+def measured(words: Sequence[str]) -> list[str]:
+    """Arguments without those that only say where something is written or kept."""
+    kept, given = [], iter(words)
+    for word in given:
+        name, equals, value = word.partition("=")
+        if name not in ("--set", *WRITTEN_TO):
+            kept.append(word)
+            continue
+        value = value if equals else next(given, "")
+        if name == "--set" and not value.startswith("run_dir="):
+            kept += [name, value]
+    return kept
 
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -36,11 +61,11 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write(path: Path | None, *, metrics: Mapping[str, float], **tables: Any) -> None:
-    """Write ``{"metrics": ..., "environment": ..., **tables}``; nothing without a path."""
+    """Write ``{"command": ..., "metrics": ..., "environment": ..., **tables}``; nothing without a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"metrics": dict(metrics), "environment": environment(), **tables}
+    report = {"command": command(), "metrics": dict(metrics), "environment": environment(), **tables}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -114,6 +114,7 @@ def environment() -> dict[str, str | int | float]:
     facts: dict[str, str | int | float] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
         "cpus": os.cpu_count() or 1,
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
     }
@@ -123,3 +124,15 @@ def environment() -> dict[str, str | int | float]:
         except PackageNotFoundError:
             continue
     return facts
+
+
+def _processor() -> str:
+    """Its name; Python's own `platform.processor` is empty on Linux."""
+    import platform
+
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except FileNotFoundError:
+        names = []
+    return names[0] if names else platform.processor() or "unknown"

@@ -1,0 +1,54 @@
+"""Which way a metric is better, and how far it moves by chance: one table of rules over metrics' names."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Better = Literal["higher", "lower", "zero", "either"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of the metrics whose names match; the first rule that matches counts."""
+
+    pattern: str  # a regular expression, found anywhere in the name
+    better: Better  # zero: anything else is a fault; either: a size or a finding, never judged
+    noise: float = 0.0  # what runs of the same commit differ by
+    relative: bool = True  # whether noise is a share of the smaller of the two values
+    of_the_machine: bool = False  # seconds, rates, memory: nothing to compare between machines or single runs
+
+
+RATIO = 0.15  # two timings of one machine, taken in turns: rounds differ by a tenth either way
+SHORT = 0.5  # the same where one of the two is too short to be timed well
+QUALITY = 0.05  # recall and its kin between seeds; docs/results/README.md
+TIMING = 0.10  # of medians of several runs, beside the test that their ranges are apart
+
+RULES = (
+    Rule(r"^(lost|duplicates$|doubled$|undocumented$|wrong)", "zero"),
+    Rule(r"^faults_survived$", "higher"),
+    Rule(r"^(faults|kills|requests|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),
+    # An experiment's findings and their p-values: what is right depends on the arm.
+    Rule(r"_(relative|p_holm)$", "either"),
+    Rule(r"cosine", "higher", 0.001, relative=False),
+    Rule(r"streaming_recall_gap", "lower", 1.0, relative=False),  # points
+    Rule(r"(_over_scaling\w+_R50)$", "higher", QUALITY, relative=False),
+    Rule(
+        r"(^|/|_)(R@\d+|MRR@\d+|nDCG@\d+|MAP|ndcg\d+|auc|recall\d+)(_|$)", "higher", QUALITY, relative=False
+    ),
+    # One side takes micro- or milliseconds: single runs of equal code were a third apart on a busy machine.
+    Rule(r"^take_\w+_over_arrow$|^lookup_", "higher", SHORT),
+    # Costs over costs, where ours stand above the line; everywhere else X_over_Y is what is gained.
+    Rule(r"^(us_per_query|shards4|peak_memory)\w*_over_", "lower", RATIO),
+    Rule(r"driver_mb_largest_over_smallest|_memory_growth$|_slowdown$", "lower", RATIO),
+    Rule(r"growth_exponent", "lower", 0.2, relative=False),
+    Rule(r"bytes_per", "lower", 0.02),
+    Rule(r"mfu$", "higher", TIMING, of_the_machine=True),
+    Rule(r"(_over_|_speedup|^by_the_clock_)", "higher", RATIO),
+    Rule(r"(per_s(econd)?(_|$)|rps|throughput|qps)", "higher", TIMING, of_the_machine=True),
+    Rule(r"(^|_)(us|ms|seconds?|minutes|mb|gb)(_|$)", "lower", TIMING, of_the_machine=True),
+)
+
+
+def rule(metric: str) -> Rule | None:
+    """The first rule whose pattern is found in the name; None: nobody said what is better."""
+    return next((each for each in RULES if re.search(each.pattern, metric)), None)

@@ -1,0 +1,145 @@
+"""What the results of training, collecting, encoding, quantising and fusing say."""
+
+from benchmarks.line import Lines, Report, mean, number, plain, ratio, value
+
+
+def train(r: Report) -> Lines:
+    peer = "samples_per_s_over_sentence_transformers"
+    for s in r["speed"]:
+        what = f"a step of GradCache, {s['backbone']}, {s['lengths']} lengths, triplets per processor second"
+        ours, theirs = number(s["ours /cpu s"]), number(s["theirs /cpu s"])
+        metric = f"{peer}_{s['backbone']}_{s['lengths']}"
+        yield ratio(r, metric, what, ours, f"sentence-transformers {theirs}", bar=1)
+    first, last, _, theirs = r["memory"]
+    yield ratio(
+        r,
+        f"peak_memory_{last['batch']}_over_{first['batch']}",
+        f"peak memory at batch {last['batch']:,}",
+        f"{last['peak MB']:.0f} MB",
+        f"ours at batch {first['batch']}: {first['peak MB']:.0f} MB",
+    )
+    peak = f"sentence-transformers {theirs['peak MB']:.0f} MB"
+    metric = "peak_memory_over_sentence_transformers"
+    yield ratio(r, metric, f"the same at batch {last['batch']:,}", f"{last['peak MB']:.0f} MB", peak, bar=1)
+
+
+def teacher(r: Report) -> Lines:
+    for step, metric in zip(
+        r["steps"], ("stored_teacher_speedup", "lookup_stored_teacher_speedup"), strict=True
+    ):
+        teacher = f"a teacher of {r['teacher']['millions']:.0f}M"
+        asked = f"{teacher} asked in the loop {number(step['in the loop ms'])} ms"
+        what = f"a query in distillation from stored embeddings, student {step['student']}"
+        yield ratio(r, metric, what, f"{number(step['stored ms'])} ms", asked)
+
+
+def faults(r: Report) -> Lines:
+    cases = f"of {r['metrics']['faults']:.0f}"
+    what = "SIGKILL of a worker, the driver, all of Ray: loss curve and artifact identical"
+    yield value(r, "faults_survived", what, cases, bar=r["metrics"]["faults"])
+
+
+def methods(r: Report) -> Lines:
+    rows = {row["method"]: row for row in r["table"] if row["backbone"] == r["table"][0]["backbone"]}
+    ours = rows["scalingdual"]
+    for name in ("twinbert", "scalingdoc", "without summary", "without title loss"):
+        ratio = mean(ours["R@50"]) / mean(rows[name]["R@50"])
+        yield plain(
+            f"R@50 of ScalingDual after {ours['steps']} steps",
+            ours["R@50"],
+            f"{name} {rows[name]['R@50']}",
+            ratio,
+        )
+
+
+def sources(r: Report) -> Lines:
+    one: dict[str, Any] = {}
+    for row in r["table"]:
+        if row["triplets"] == "one-hop":
+            one = row
+            continue
+        beside, ratio = f"one-hop triplets {one['R@50']}", mean(row["R@50"]) / mean(one["R@50"])
+        yield plain(f"R@50 on {row['dataset']}, triplets {row['triplets']}", row["R@50"], beside, ratio)
+
+
+def distillation(r: Report) -> Lines:
+    for metric, what in (("scalingnote", "the best transformer student"), ("lookup_best", "the best lookup")):
+        name = f"{metric}_over_scalingdual_R50"
+        yield ratio(r, name, f"R@50 of {what}, of its teacher's, the worst case", "-", "ScalingDual")
+
+
+def collect(r: Report) -> Lines:
+    large, pairs = r["growth"][-1], r["every_pair"][-1]
+    yield value(
+        r, "association_queries_per_second", f"Algorithm 1 as a join, {large['queries']:,} queries", "/s"
+    )
+    yield value(r, "association_growth_exponent_largest", "its time grows as n to the")
+    what, beside = f"the join, {pairs['queries']:,} queries", f"every pair: {number(pairs['every pair s'])} s"
+    yield ratio(r, "association_speedup_over_every_pair", what, f"{number(pairs['join s'])} s", beside)
+    for row in [row for row in r["engines"] if row["filter"] == "yes" and row["engine"] != "numpy"]:
+        mine = next(e for e in r["engines"] if e["filter"] == "yes" and e["engine"] == "numpy")["seconds"]
+        beside = f"{row['engine']} {number(row['seconds'])} s"
+        yield plain(
+            "the join of one bucket, cpu seconds", f"{number(mine)} s", beside, row["of numpy"], bar=1
+        )
+    cpu = {row["case"]: f"{number(row['cpu'])} cpu s" for row in r["variants"]}
+    hot, none = cpu["hot key, 5 %"], cpu["plain"]
+    yield ratio(r, "association_hot_key_slowdown", "one key in 5 % of the queries", hot, f"none: {none}")
+
+
+def encode(r: Report) -> Lines:
+    rate = {row["side"]: f"{row['tokens/s']:,.0f}" for row in r["speeds"]}
+    what = "the whole Ray job, one worker, tokens/s"
+    one, peer = rate["job, 1 worker"], f"sentence-transformers {rate['sentence-transformers']}"
+    yield ratio(r, "tokens_per_s_over_floor", what, one, f"floor: the forward pass alone {rate['floor']}")
+    yield ratio(r, "tokens_per_s_over_sentence_transformers", what, one, peer, bar=1)
+    two = rate["job, 2 workers"]
+    yield ratio(r, "two_workers_over_twice_one", "the same, two workers", two, f"twice one worker: 2 x {one}")
+    last = r["overheads"][-1]
+    what = f"driver's memory, {last['documents']:,} documents"
+    beside = f"{r['overheads'][0]['documents']:,} documents: {r['overheads'][0]['driver MB']:.0f} MB"
+    yield ratio(r, "driver_mb_largest_over_smallest", what, f"{last['driver MB']:.0f} MB", beside)
+
+
+def encode_faults(r: Report) -> Lines:
+    lost = sum(case["lost"] + case["doubled"] for case in r["cases"])
+    what = f"SIGKILL of driver, encoder, node: digest equal; documents lost or doubled: {lost}"
+    count = r["metrics"]["faults"]
+    yield value(r, "faults_survived", what, f"of {count:.0f}", bar=count)
+
+
+def random_access(r: Report) -> Lines:
+    take = {row["format"]: next(v for k, v in row.items() if k.startswith("take ")) for row in r["table"]}
+    for name in [name for name in take if name != "arrow"]:
+        what, ours = (
+            "1,000 embeddings drawn by row number, memory-mapped Arrow",
+            f"{number(take['arrow'])} ms",
+        )
+        yield ratio(r, f"take_{name}_over_arrow", what, ours, f"{name} {number(take[name])} ms", bar=1)
+
+
+def quantize(r: Report) -> Lines:
+    for row in r["assignment"]:
+        spread = f"rounds {row['least round']:.2f} to {row['most']:.2f}"
+        k, theirs = row["codes"], f"faiss.Kmeans.assign {row['faiss.Kmeans.assign']:,.0f}"
+        one, every = f"{row['ours, one level']:,.0f}", f"{row['ours, of all levels']:,.0f}"
+        yield ratio(
+            r, f"assign_over_faiss_k{k}", f"assignment, {k:,} codes, vectors/s, {spread}", one, theirs, bar=1
+        )
+        what = f"the same with residuals, {row['levels']} levels"
+        yield ratio(r, f"encode_over_faiss_k{k}", what, every, theirs, bar=1)
+    first, last = r["memory"][0], r["memory"][-1]
+    for who in ("driver", "worker"):
+        what, beside = (
+            f"{who}'s memory, {last['documents']:,} documents",
+            f"{first['documents']:,}: {first[who]:.0f} MB",
+        )
+        yield ratio(r, f"{who}_memory_growth", what, f"{last[who]:.0f} MB", beside)
+
+
+def fusion(r: Report) -> Lines:
+    first, *others = r["table"]
+    for row in others:
+        for measure in ("nDCG@10", "nDCG@10, new queries"):
+            ratio = mean(row[measure]) / mean(first[measure])
+            yield plain(f"{measure}, {row['embedding']}", row[measure], f"plain {first[measure]}", ratio)

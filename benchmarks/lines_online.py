@@ -1,0 +1,129 @@
+"""What the results of query encoders, indexes, live updates, serving and experiments say."""
+
+from benchmarks.line import Line, Lines, Report, number, plain, ratio, value
+
+
+def query_encoder(r: Report) -> Lines:
+    rate = {(m["threads"], m["batch"], m["form"]): number(m["queries/cpu s"]) for m in r["measurements"]}
+    int8, table = rate[1, 1, "onnx int8"], rate[1, 1, "lookup"]
+    torch, peer = rate[1, 1, "torch fp32"], rate[1, 1, "sentence-transformers"]
+    what = "a transformer with 8-bit products, one query at a time, queries/s"
+    yield ratio(r, "onnx_int8_b1_over_torch_fp32", what, int8, f"torch fp32 {torch}", bar=6)
+    yield ratio(
+        r, "onnx_int8_b1_over_sentence_transformers", what, int8, f"sentence-transformers {peer}", bar=1
+    )
+    yield value(
+        r, "cosine_onnx_int8", "its least cosine to float32", "", "what an export must have", bar=0.999
+    )
+    what = "a lookup table, one query at a time, queries/s"
+    yield ratio(r, "lookup_b1_over_torch_fp32", what, table, f"a transformer, torch fp32 {torch}", bar=500)
+    floor = f"floor: the tokenizer alone {rate[1, 64, 'tokenizer alone']}"
+    yield ratio(
+        r, "lookup_b64_over_tokenize", "the same, batches of 64", rate[1, 64, "lookup"], floor, bar=0.8
+    )
+
+
+def index(r: Report) -> Lines:
+    ours, peer = r["family"][0], r["family"][1]
+    yield value(
+        r,
+        "recall100_default",
+        "the default index, recall@100",
+        "",
+        f"faiss's factory {peer['R@100']}",
+        bar=0.95,
+    )
+    what, theirs = (
+        "the same, one query at a time",
+        f"faiss's factory, the same setting {peer['us, batch 1']} µs",
+    )
+    yield ratio(r, "us_per_query_over_faiss_default", what, f"{ours['us, batch 1']} µs", theirs, bar=1)
+    theirs = f"faiss's factory {peer['bytes/vector']} bytes"
+    saved = peer["bytes/vector"] / ours["bytes/vector"]
+    yield plain("the same, a vector", f"{ours['bytes/vector']} bytes", theirs, saved, bar=1)
+    whole = next(row for row in r["family"] if row["index"] == "flat")
+    times = whole["us, batch 1"] / ours["us, batch 1"]
+    exact = f"every vector, exactly {number(whole['us, batch 1'])} µs"
+    yield plain("the same, one query at a time", f"{ours['us, batch 1']} µs", exact, times)
+    rows = {row["search of"]: row for row in r["shards"]}
+    peer = rows["faiss.IndexShards of 4, codes only"]
+    mine, one = rows["a searcher of 4 shards"]["us, batch 1"], rows["one index"]["us, batch 1"]
+    beside = f"one index {one} µs (faiss.IndexShards: {peer['over one']} times its one index)"
+    yield ratio(r, "shards4_over_single_cpu", "a searcher that holds 4 shards", f"{mine} µs", beside, bar=1.4)
+
+
+def sparse_index(r: Report) -> Lines:
+    for row in r["search"][-2:]:
+        kind = row["impacts"]
+        for peer in ("numpy", "SciPy"):
+            what = f"exact sparse search, {kind}, {row['documents']:,} documents"
+            beside = f"{peer} {number(row[peer])} µs"
+            yield ratio(
+                r, f"{peer.lower()}_over_numba_{kind}", what, f"{number(row['numba'])} µs", beside, bar=1
+            )
+    if r["seismic"]:
+        last = r["seismic"][-1]
+        beside = f"seismic, approximate, recall {last['recall']:.2f} {number(last['µs'])} µs"
+        what = f"the same, weighted, {last['documents']:,} documents"
+        yield ratio(r, "seismic_over_exact", what, f"{number(last['exact µs'])} µs", beside, bar=1)
+
+
+def live_index(r: Report) -> Lines:
+    kills = f"{r['metrics']['kills']:.0f} kills"
+    yield value(r, "lost_writes", f"acknowledged writes lost in {kills}")
+    yield value(r, "duplicates", f"documents found twice in {kills}")
+    yield value(r, "wrong_answers", f"answers other than brute force gives in {kills}")
+    worst = max(r["streaming"], key=lambda row: row["gap, points"])
+    beside = f"built anew at that moment: {number(100 * worst['built anew'])}"
+    what = f"recall@10 lost at worst while {r['streaming'][-1]['written']:,} documents come and go"
+    yield value(r, "streaming_recall_gap", what, "points", beside, bar=1)
+    yield value(r, "writes_per_s_100x1", "durable writes, batches of 100", "documents/s")
+    yield value(r, "writes_per_s_1x1", "durable writes, one by one", "documents/s")
+
+
+def serve(r: Report) -> Lines:
+    rate = {(row["server"], row["connections"]): f"{row['requests/s']:,}" for row in r["table"]}
+    floor = f"floor: an application that does nothing {rate['noop', 16]}"
+    hand = f"a service by hand, the int8 transformer {rate['handwritten', 16]}"
+    for metric, server, what, bar in (
+        ("lookup", "lookup x 1", "a lookup tower, one index", 0.6),
+        ("lookup_4_shards", "lookup x 4", "a lookup tower, 4 shards", None),
+        ("int8", "int8 x 1", "an int8 transformer, one index", None),
+        ("replicas", "replicas", "a lookup tower, every part in replicas of its own", None),
+    ):
+        what = f"requests/s at 16 connections: {what}"
+        yield ratio(r, f"rps_over_noop_c16_{metric}", what, rate[server, 16], floor, bar=bar)
+    what = "requests/s at 16 connections: an int8 transformer on both sides"
+    yield ratio(r, "rps_over_handwritten_c16", what, rate["int8 x 1", 16], hand, bar=3)
+    refused = sum(row["not 200"] for row in r["table"])
+    yield Line(
+        "answers other than 200 in all runs", f"{refused}", bar=f"= 0: {'**not met**' if refused else 'met'}"
+    )
+
+
+def serve_faults(r: Report) -> Lines:
+    requests = sum(row["requests"] for row in r["table"])
+    yield value(r, "lost", f"acknowledged writes lost while parts are killed, {requests:,} requests")
+    yield value(r, "wrong or mixed", "answers that are wrong, or of two index versions")
+    yield value(r, "doubled", "documents twice in an answer")
+    yield value(r, "undocumented", "errors that docs/operations.md does not name")
+
+
+def experiment(r: Report) -> Lines:
+    chance = min(v for k, v in r["metrics"].items() if k.startswith("again_") and k.endswith("_p_holm"))
+    bar = f"≥ 0.05: {'met' if chance >= 0.05 else '**not met**'}"
+    yield Line("A/A: the least p value of two equal arms, after correction", number(chance), bar=bar)
+    found = r["metrics"]["short_click_through_relative"]
+    p = r["metrics"]["short_click_through_p_holm"]
+    bar = f"p ≤ 0.05: {'met' if p <= 0.05 else '**not met**'}"
+    yield Line("a worse arm's click-through, simulated users", f"{found:+.0%}", "the control", bar=bar)
+
+
+def gpu(r: Report) -> Lines:
+    for row in r["measurements"]:
+        what = f"7B on {r['device']}: {row['work']}, {row['rows']} rows, tokens/s"
+        peak = f"floor: the peak of its products, {row['MFU']:.0%} of it used"
+        yield plain(what, number(row["tokens/s"]), peak, row["MFU"])
+    for row in r["queries"]:
+        what = f"queries on {r['device']}: {row['tower']}, times the LLM's rate"
+        yield Line(what, number(row["over llm"]), "the LLM 1", row["over llm"])

@@ -1,0 +1,103 @@
+"""Every benchmark with the sizes it is run at: small for an evening's comparison, full for what is committed.
+
+`{folder}` is where a run's results are kept, `{scratch}` what runs of one size share.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Size = Literal["small", "full"]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A module of this package, how it is called, and about how many minutes that takes on two cores."""
+
+    name: str
+    small: str
+    minutes: float
+    full: str
+    full_minutes: float
+    before: str = ""  # a command of `scalingnote` whose output it reads
+    needs_gpu: bool = False
+
+    def arguments(self, size: Size) -> str:
+        """As they are written on a command line."""
+        return self.small if size == "small" else self.full
+
+    def about(self, size: Size) -> float:
+        """Minutes."""
+        return self.minutes if size == "small" else self.full_minutes
+
+
+# Pipelines write below the commit's folder: artifacts of other code are never taken for this one's.
+RUNS = "--set run_dir={folder}/runs"
+TINY = f"{RUNS} --set dataset.max_documents=2000"
+
+BENCHMARKS = (
+    Benchmark("train", "--rounds 1 --largest 256", 2, "", 10),
+    Benchmark("teacher", "--rounds 1 --batch 32 --teacher 6 896 14 4864", 1, "--rounds 3", 5),
+    Benchmark(
+        "methods",
+        f"--backbones scratch --seeds 1 --steps 30 10 {TINY}",
+        4,
+        f"--backbones scratch --steps 100 40 {RUNS}",
+        120,
+    ),
+    Benchmark("sources", f"--datasets medquad --seeds 1 --steps 30 {TINY}", 3, f"--steps 100 {RUNS}", 90),
+    Benchmark(
+        "distillation",
+        "--datasets medquad --methods scalingdual scalingnote-1l lookup-qkd --backbones scratch --seeds 1 "
+        f"--set train.epochs=1 --set distill.epochs=2 --plot {{folder}}/distillation.png {TINY}",
+        8,
+        f"--plot {{folder}}/distillation.png {RUNS}",
+        900,
+    ),
+    Benchmark("collect", "", 3, "--large", 5),
+    Benchmark("encode", "--documents 1536 --rounds 1 --sizes 10000 100000", 4, "", 15),
+    Benchmark("random_access", "--documents 200000", 0.3, "", 1),
+    Benchmark(
+        "quantize",
+        "--vectors 200000 --rounds 5 --beam-vectors 2000 --documents 20000 80000 --range 10000",
+        2,
+        "",
+        15,
+    ),
+    Benchmark(
+        "fusion",
+        "--seeds 1 --steps 60 --max-documents 4000 --run-dir {folder}/fusion",
+        4,
+        "--run-dir {folder}/fusion",
+        40,
+    ),
+    Benchmark("query_encoder", "--rounds 5 --batches 1 64", 2, "", 15),
+    Benchmark("index", f"--documents 50000 --queries 200 --steps 20 {TINY}", 5, RUNS, 40),
+    Benchmark("sparse_index", "--documents 10000 50000", 2, "--seismic 10000 100000 300000", 15),
+    Benchmark(
+        "live_index",
+        "--seeds 2 --operations 1500 --kills 6 --documents 40000 --queries 200 --steps 6",
+        3,
+        "--plot {folder}/streaming.png",
+        60,
+    ),
+    Benchmark(
+        "serve",
+        "--documents 20000 --seconds 3 --rounds 1 --concurrency 1 16 --folder {scratch}/serve",
+        4,
+        "--folder {scratch}/serve",
+        15,
+    ),
+    Benchmark(
+        "serve_faults",
+        "--run {folder}/quickstart --swaps 4 --operations 1000 --kills 3",
+        8,
+        "--run {folder}/quickstart",
+        45,
+        before="run configs/quickstart/python_docs.yaml --set run_dir={folder}/quickstart "
+        "--set dataset.max_documents=2000 --set train.epochs=1 --set distill.epochs=2",
+    ),
+    Benchmark("experiment", "--users 300", 1, "", 4),
+    Benchmark("encode_faults", "--seeds 3", 3, "", 10),
+    Benchmark("faults", "--plot {folder}/faults.png", 11, "--plot {folder}/faults.png", 11),
+    Benchmark("gpu", "--seconds 5", 4, "", 10, needs_gpu=True),
+)

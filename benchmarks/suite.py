@@ -1,0 +1,204 @@
+"""Benchmarks one after the other, each in a process of its own: from a commit to its folder of results.
+
+    make benchmarks                                   about an hour on 2 cores
+    python -m benchmarks.suite [--only NAME ...] [--repeat N] [--size full] [--commit-results]
+
+Results lie in build/benchmarks/COMMIT (`-full` behind it for the sizes of docs/results): NAME.json, or
+NAME.1.json to NAME.N.json with --repeat, and what was printed in NAME.log. COMMIT is what `git describe`
+says, and for a tree with changes a hash of them. What is there is not run again, so an interrupted suite goes
+on where it was; what fails is told at the end, and the others run. Sizes: benchmarks/sizes.py.
+"""
+
+import argparse
+import hashlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from benchmarks import performance
+from benchmarks.report import show
+from benchmarks.sizes import BENCHMARKS, Benchmark, Size
+from scalingnote.log import configure, get_logger
+
+HERE = Path(__file__).parents[1]
+BUILD, RESULTS = Path("build/benchmarks"), Path("docs/results")
+HUNG = -1000
+PATIENCE = 6  # times what a benchmark should take, then it is ended as hung
+log = get_logger("suite")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One benchmark, once."""
+
+    benchmark: Benchmark
+    path: Path
+
+
+def main() -> None:
+    """Parse arguments, run what is missing, show all, say what failed; exits 1 if something did."""
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each, default: %(default)s")
+    parser.add_argument("--size", choices=("small", "full"), default="small", help="default: %(default)s")
+    parser.add_argument(
+        "--commit-results", action="store_true", help="copy to docs/results; of full size only"
+    )
+    options = parser.parse_args()
+    if options.repeat < 1:
+        parser.error(f"--repeat is {options.repeat}: give 1 or more")
+    if options.commit_results and options.size != "full":
+        parser.error("--commit-results goes with --size full: the documents quote those sizes")
+    configure()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what runs is ended too, see `ended`
+    os.chdir(HERE)
+    folder = BUILD / (commit() + ("-full" if options.size == "full" else ""))
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in options.only]
+    here = [benchmark for benchmark in chosen if not missing(benchmark)]
+    runs = plan(here, folder, repeat=options.repeat)
+    left = [run for run in runs if not run.path.exists()]
+    log.info("%s: %d runs, %d of them are there", folder, len(runs), len(runs) - len(left))
+    failed = run_all(left, folder, options.size)
+    if options.commit_results:
+        keep(folder, here)
+    performance.update()
+    rows = performance.rows_of(performance.read(folder), only={benchmark.name for benchmark in here})
+    cells = ("part", "what was measured", "ours", "beside it", "ratio", "bar")
+    show(
+        f"This machine, {options.size} sizes: {folder}", [{cell: row[cell] for cell in cells} for row in rows]
+    )
+    for benchmark in chosen:
+        if why := missing(benchmark):
+            print(f"not run here: {benchmark.name}: {why}")
+    for run in failed:
+        print(f"FAILED: {run.benchmark.name}: {log_of(run)}")
+    sys.exit(1 if failed else 0)
+
+
+def plan(benchmarks: Sequence[Benchmark], folder: Path, *, repeat: int) -> list[Run]:
+    """Every run, rounds after rounds: what the machine does meanwhile falls on all benchmarks."""
+    return [
+        Run(each, folder / (f"{each.name}.json" if repeat == 1 else f"{each.name}.{number}.json"))
+        for number in range(1, repeat + 1)
+        for each in benchmarks
+    ]
+
+
+def run_all(runs: Sequence[Run], folder: Path, size: Size) -> list[Run]:
+    """Run them one after the other; those that failed."""
+    failed, expected, start = [], 0.0, time.monotonic()
+    for number, run in enumerate(runs):
+        minutes = remaining(runs[number:], size, expected=expected, taken=(time.monotonic() - start) / 60)
+        log.info("%d/%d %s, ETA %.0f min", number + 1, len(runs), run.path.stem, minutes)
+        if not measure(run, folder, size):
+            failed.append(run)
+        expected += run.benchmark.about(size)
+    return failed
+
+
+def remaining(runs: Sequence[Run], size: Size, *, expected: float, taken: float) -> float:
+    """Minutes that are left: what the table says, times how much longer this machine took so far."""
+    return sum(run.benchmark.about(size) for run in runs) * (taken / expected if expected else 1.0)
+
+
+def measure(run: Run, folder: Path, size: Size) -> bool:
+    """Run one benchmark; its result appears only when it has ended well, whole."""
+    unfinished, start, status = run.path.with_suffix(".unfinished"), time.monotonic(), 0
+    deadline = start + PATIENCE * 60 * max(run.benchmark.about(size), 5)
+    with log_of(run).open("w", encoding="utf-8") as spoken:
+        for command in commands(run.benchmark, unfinished, folder, size):
+            status = status or ended(command, spoken, deadline)
+    minutes = (time.monotonic() - start) / 60
+    if status == 0 and unfinished.exists():
+        unfinished.replace(run.path)
+        log.info("%s: %.1f min", run.path.stem, minutes)
+        return True
+    what = f"ended as hung after {minutes:.0f} min" if status == HUNG else f"exit status {status}"
+    last = log_of(run).read_text(encoding="utf-8", errors="replace").splitlines()[-8:]
+    log.error("%s: %s, %s\n%s", run.path.stem, what, log_of(run), "\n".join(last))
+    return False
+
+
+def commands(benchmark: Benchmark, result: Path, folder: Path, size: Size) -> list[list[str]]:
+    """What comes before a benchmark, and the benchmark."""
+    before, words = (
+        shlex.split(text.format(folder=folder, scratch=BUILD / f"shared-{size}"))
+        for text in (benchmark.before, benchmark.arguments(size))
+    )
+    own = [sys.executable, "-m", f"benchmarks.{benchmark.name}", "--json", str(result), *words]
+    return [[sys.executable, "-m", "scalingnote.cli", *before], own] if before else [own]
+
+
+def ended(command: Sequence[str], spoken: IO[str], deadline: float) -> int:
+    """The exit status of a command, or HUNG; nothing that it started is left behind."""
+    process = subprocess.Popen(command, stdout=spoken, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        return process.wait(timeout=max(deadline - time.monotonic(), 1.0))
+    except subprocess.TimeoutExpired:
+        return HUNG
+    finally:
+        end(process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill what is left of a benchmark and of what it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def log_of(run: Run) -> Path:
+    """Where a run's output lies."""
+    return run.path.with_suffix(".log")
+
+
+def missing(benchmark: Benchmark) -> str:
+    """What this machine lacks for a benchmark; empty: nothing."""
+    return "needs an NVIDIA GPU" if benchmark.needs_gpu and shutil.which("nvidia-smi") is None else ""
+
+
+def commit() -> str:
+    """What the code is called: `git describe`, and a hash of what was changed since; documents aside."""
+    code = (".", ":!docs", ":!*.md")
+    name = _git("describe", "--always").strip()
+    changed = _git("diff", "HEAD", "--", *code).encode()
+    for path in _git("ls-files", "--others", "--exclude-standard", "-z", "--", *code).split("\0")[:-1]:
+        changed += path.encode() + (HERE / path).read_bytes()
+    return f"{name}-dirty-{hashlib.sha256(changed).hexdigest()[:8]}" if changed else name
+
+
+def keep(folder: Path, benchmarks: Sequence[Benchmark]) -> None:
+    """Copy a run's results, of several the first, and its plots to docs/results."""
+    for benchmark in benchmarks:
+        for path in (folder / f"{benchmark.name}.json", folder / f"{benchmark.name}.1.json"):
+            if path.exists():
+                shutil.copyfile(path, RESULTS / f"{benchmark.name}.json")
+                break
+    for path in folder.glob("*.png"):
+        shutil.copyfile(path, RESULTS / path.name)
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(["git", *words], cwd=HERE, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit("results are stored by commit: run this in a git checkout") from error
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()
