@@ -59,7 +59,8 @@ class Log:
         try:
             last, self._path = _recover(self.folder)
             self._mark = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
-            self._lock, self._broken, self._closed = threading.Lock(), False, False
+            self._lock, self._syncing = threading.Lock(), threading.Lock()
+            self._broken, self._closed = False, False
             if self._path is None or last < after:  # all that is here is older than what it is to go on from
                 last = max(last, after)
                 self._path = start_segment(self.folder, last + 1)
@@ -95,23 +96,32 @@ class Log:
             return self._next - 1
 
     def sync(self) -> int:
-        """Make durable what was appended so far; the number of its last record."""
+        """Make durable what was appended so far; the number of the last record that is.
+
+        One thread syncs at a time, for all whose records are there: those who waited find theirs durable.
+        Two at once could note their numbers in the wrong order, or close a segment under one another.
+        """
         with self._lock:
             self._require_usable()
-            target = self._next - 1
-        if target > self._acknowledged:
-            try:
-                _sync(self._file)
-            except OSError as error:
-                # After a failed sync the pages count as clean: a second one would succeed and mean nothing.
-                self._broken = True
-                raise ArtifactError(f"{self._path} cannot be made durable: {error}; open it again") from error
-            with self._lock:
-                self._acknowledged = target
-                self._note()
-                if self._size >= self._segment_bytes and self._next == target + 1:
-                    self._rotate()
-        return target
+            wanted = self._next - 1
+        with self._syncing:
+            if wanted > self._acknowledged:
+                with self._lock:
+                    self._require_usable()
+                    target = self._next - 1
+                try:
+                    _sync(self._file)
+                except OSError as error:
+                    # The pages count as clean from here on: a second sync would succeed and mean nothing.
+                    self._broken = True
+                    message = f"{self._path} cannot be made durable: {error}; open it again"
+                    raise ArtifactError(message) from error
+                with self._lock:
+                    self._acknowledged = target
+                    self._note()
+                    if self._size >= self._segment_bytes and self._next == target + 1:
+                        self._rotate()
+            return self._acknowledged
 
     def drop(self, *, through: int) -> None:
         """Remove the segments all of whose records are numbered up to `through`."""

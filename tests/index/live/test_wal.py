@@ -160,6 +160,34 @@ def test_threads_append_and_share_syncs(tmp_path: Path) -> None:
         assert [p for p in found if p.startswith(f"{name}-")] == [f"{name}-{count}" for count in range(50)]
 
 
+def test_a_sync_that_began_earlier_takes_back_no_acknowledgement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, begun, go_on = Log(tmp_path), threading.Event(), threading.Event()
+    sync, slow = wal._sync, threading.Thread(target=log.sync)
+
+    def held_up(file: int) -> None:
+        if threading.current_thread() is slow:
+            begun.set()
+            go_on.wait(10)
+        sync(file)
+
+    monkeypatch.setattr(wal, "_sync", held_up)
+    log.append(b"one")
+    slow.start()
+    begun.wait(10)
+    log.append(b"two")
+    quick = threading.Thread(target=log.sync)
+    quick.start()
+    quick.join(0.2)
+    go_on.set()
+    for thread in (slow, quick):
+        thread.join()
+    assert log.acknowledged == wal.acknowledged(tmp_path) == 2
+    assert _read(tmp_path) == [(1, b"one"), (2, b"two")]
+    log.close()
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_any_crash_keeps_what_was_acknowledged(
