@@ -22,7 +22,6 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
 from numpy import ndarray
-from scipy.stats import ttest_rel
 
 from benchmarks import minilm, teacher
 from benchmarks.report import alone, arguments, show, write
@@ -30,6 +29,7 @@ from scalingnote import pipeline
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.significance import paired_t_test
 from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.log import configure
 from scalingnote.models.sparse_query import SparseQuery
@@ -182,8 +182,8 @@ def table(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
 
 def p_value(row: Row, best: Row) -> float:
     """Two-sided paired t-test over queries, of success@50 averaged over seeds."""
-    left, right = np.mean(row.success, axis=0), np.mean(best.success, axis=0)
-    return 1.0 if np.array_equal(left, right) else float(ttest_rel(left, right).pvalue)
+    differences = np.mean(row.success, axis=0) - np.mean(best.success, axis=0)
+    return float(paired_t_test(differences[:, None])[0])
 
 
 def metrics(found: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:

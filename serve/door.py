@@ -42,7 +42,6 @@ class Door:
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
         state["request_id"] = request_id(headers.get(b"x-request-id", b""))
-
         named = () if self._in_serve else ((b"x-request-id", state["request_id"].encode()),)
 
         too_large: RefusedError | None = None

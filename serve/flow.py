@@ -65,10 +65,6 @@ class Answer:
 
 async def encode(encoder: Called, query: str, user_id: str | None, clock: Clock) -> Asked:
     """What a text is searched with; 503 when the encoder does not answer."""
-    if isinstance(encoder, Here) and getattr(
-        encoder.target, "at_once", False
-    ):  # there is nothing to wait for
-        return await encoder.encode.remote(query, user_id)  # type: ignore[no-any-return]
     (asked,) = await in_time([encoder.encode.remote(query, user_id)], deadline_s=clock.left())
     if asked is None:
         raise unavailable("the query encoder does not answer: try again")

@@ -63,8 +63,8 @@ class QueryEncoder:
     def __init__(self, parts: Parts) -> None:
         self._path = parts.load()
         self._path(["warm up"])  # the first pass is the slowest: not at a user's cost
-        self.at_once = self._path.encoder.form == "lookup" and self._path.personal is None
-        self._batcher = None if self.at_once else Batcher(self._encode, most=MOST)
+        at_once = self._path.encoder.form == "lookup" and self._path.personal is None
+        self._batcher = None if at_once else Batcher(self._encode, most=MOST)
 
     async def encode(self, query: str, user_id: str | None = None) -> Asked:
         """What to search with; one row."""
