@@ -2,76 +2,66 @@
 
     python -m benchmarks.distillation --json docs/results/distillation.json
 
-Every method is run to its report on a dataset's quickstart sizes, for several seeds of training and
-distillation, on towers from scratch and (encoders only) on MiniLM; methods that share stage I share its
-artifact. Quality: means over seeds, with a
-two-sided paired t-test of success@50 per query against the teacher's. Cost: queries per second of one thread,
-one query at a time, string in and embedding out, in the fastest form of the folder that was saved.
+Every method is trained and measured by exact search on a dataset's quickstart sizes, for several seeds, on
+towers from scratch and (encoders only) on MiniLM; methods that share stage I share its artifact. Quality:
+means over seeds, with a two-sided paired t-test of success@50 per query against the teacher's. Cost: queries
+per processor second of one thread, one query at a time, string in and embedding out, in the fastest form of
+the folder that was saved. Finished trials stand in ``--trials`` and are not run again.
 """
 
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from jaxtyping import Float
-from matplotlib.figure import Figure
 from numpy import ndarray
 
-from benchmarks import minilm, teacher
+from benchmarks import teacher
 from benchmarks.report import alone, arguments, show, write
-from scalingnote import pipeline
-from scalingnote.config import load
-from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate.retrieval import measure
+from benchmarks.trials import Outcome, Side, Trial, run_all
 from scalingnote.evaluate.significance import paired_t_test
-from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.log import configure
-from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.storage import trec
-from scalingnote.storage.artifact import Artifact
 
 METHODS = (
     *("scalingdual", "scalingnote-1l", "scalingnote-2l", "scalingnote-4l", "scalingdoc", "twinbert"),
+    *("lookup-qkd", "lookup-qkd-convolution", "lookup-qkd-ngrams", "lookup-qkd-hybrid"),
+    *("lightretriever-dense", "lightretriever-sparse", "lightretriever"),
     *("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching"),
     *("embeddistill-only-matching", "embeddistill-symmetric-matching"),
-    *("lightretriever-dense", "lightretriever-sparse", "lightretriever"),
-    *("lookup-qkd", "lookup-qkd-convolution", "lookup-qkd-ngrams", "lookup-qkd-hybrid"),
 )
 TEACHER = "scalingdual"
-CUTOFFS = (1, 10, 50, 100)
-SHOWN = (*(f"R@{k}" for k in CUTOFFS), "nDCG@10")
+SHOWN = ("R@1", "R@10", "R@50", "R@100", "nDCG@10")
 LIGHT = ("lightretriever", "lightretriever-dense")  # its baseline is read by the whole model
 CAUSAL = "lightretriever"  # reads single tokens behind an instruction, as decoders do
-SPEED_SECONDS = 1.0
-PLOT = Path("docs/results/distillation.png")
+STEPS = {"medquad": 100, "python_docs": 200}  # of stage I, from scratch
+MINILM_STEPS, MINILM = 24, ("dataset.max_documents=3000",)
+# Small batches: a student from scratch needs steps. A row of EmbedDistill's holds documents: fewer passes.
+KNOBS = {"scalingnote": ("distill.global_batch=64",), "embeddistill": ("distill.epochs=3",)}
 
 
-@dataclass
 class Row:
-    """What one method gave over all seeds."""
+    """What one query side gave over all seeds."""
 
-    measures: list[dict[str, float]]
-    success: list[Float[ndarray, " queries"]]  # per seed: whether a relevant document is in the first 50
-    speed: float | None
+    def __init__(self, sides: Sequence[Side]) -> None:
+        speeds = [side.speed for side in sides if side.speed is not None]
+        self.sides = sides
+        self.speed = max(speeds) if speeds else None  # what is slower was disturbed
+        self.success: Float[ndarray, " queries"] = np.mean([side.success for side in sides], axis=0)
 
     def mean(self, name: str) -> float:
         """Mean over seeds."""
-        return float(np.mean([found[name] for found in self.measures]))
+        return float(np.mean([side.measures[name] for side in self.sides]))
 
     def spread(self, name: str) -> float:
         """Standard deviation over seeds."""
-        values = [found[name] for found in self.measures]
+        values = [side.measures[name] for side in self.sides]
         return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def main() -> None:
-    """Parse arguments, run, print, write and plot."""
+    """Parse arguments, run, print and write."""
     parser = arguments(__doc__)
     parser.add_argument("--datasets", nargs="+", default=["medquad", "python_docs"])
     parser.add_argument("--methods", nargs="+", default=METHODS)
@@ -79,119 +69,88 @@ def main() -> None:
         "--backbones", nargs="+", choices=("scratch", "minilm"), default=["scratch", "minilm"]
     )
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of stage I; default: by dataset and backbone")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
-    parser.add_argument("--plot", type=Path, default=PLOT)
+    parser.add_argument("--trials", type=Path, default=Path("runs/trials.jsonl"))
+    parser.add_argument("--run-dir", default="runs/trials")
+    parser.add_argument("--processes", type=int, default=2, help="trials at the same time, a thread each")
     options = parser.parse_args()
     configure()
-    tables: dict[str, list[dict[str, Any]]] = {}
-    found: dict[str, dict[str, Row]] = {}
-    for dataset, backbone in product(options.datasets, options.backbones):
-        title = f"{dataset}, {backbone}"
-        found[title] = {}
-        for method in options.methods:
-            if backbone == "minilm" and method.startswith(CAUSAL):
-                continue
-            rows = run(dataset, backbone, method, seeds=options.seeds, overrides=options.overrides)
-            for name, row in rows.items():
-                found[title].setdefault(name, row)
-            tables[title] = table(found[title])
-            write(options.json, metrics=metrics(found), tables=tables)  # hours of work: kept as it comes
-        show(f"{title}, {options.seeds} seeds", tables[title])
+    trials = [
+        trial(dataset, backbone, method, seed, steps=options.steps, knobs=options.overrides)
+        for dataset, backbone, method, seed in product(
+            options.datasets, options.backbones, options.methods, range(options.seeds)
+        )
+        if backbone != "minilm" or not method.startswith(CAUSAL)
+    ]
+    outcomes = run_all(trials, options.trials, run_dir=options.run_dir, processes=options.processes)
+    found = {
+        f"{dataset}, {backbone}": rows(
+            o for o in outcomes if (o.trial.dataset, o.trial.backbone) == (dataset, backbone)
+        )
+        for dataset, backbone in product(options.datasets, options.backbones)
+    }
+    found = {title: sides for title, sides in found.items() if TEACHER in sides}
+    tables = {title: table(sides) for title, sides in found.items()}
+    for title, lines in tables.items():
+        show(title, lines)
     stored = alone(teacher.run, teacher.parser().parse_args([]))["metrics"]
     write(options.json, metrics=metrics(found) | stored, tables=tables)
-    plot(found, options.plot)
+    if len(outcomes) < len(trials):
+        raise SystemExit(f"{len(trials) - len(outcomes)} of {len(trials)} trials failed: see above")
 
 
-def run(dataset: str, backbone: str, method: str, *, seeds: int, overrides: Sequence[str]) -> dict[str, Row]:
-    """Name in the report -> row: a method may report several query sides (dense, sparse, hybrid)."""
-    rows: dict[str, Row] = {}
-    for seed in range(seeds):
-        files = [f"configs/quickstart/{dataset}.yaml", f"configs/methods/{method}.yaml"]
-        plain = load(pipeline.RunConfig, files, overrides)
-        # Short runs in this process: half of their time would be the start of Ray's workers.
-        knobs = [f"train.seed={seed}", "train.resources.workers=0"]
-        if plain.distill is not None:
-            knobs += [f"distill.seed={seed}", "distill.resources.workers=0"]
-        if backbone == "minilm":
-            knobs += minilm.overrides(plain)
-        config = load(pipeline.RunConfig, files, [*knobs, *overrides])
-        built = pipeline.run(config, record=False)
-        qrels = trec.read_qrels(built["report"].file("qrels.trec"))
-        names = config.evaluate.names
-        for name in built["report"].read_json("report.json")["methods"]:
-            if name.endswith("(index)"):
-                continue
-            tag = name.replace(")", "").replace(" (", "-").replace(" ", "-")
-            rankings = {
-                query: [doc for doc, _ in results]
-                for query, results in trec.read_run(built["report"].file(f"runs/{tag}.trec")).items()
-            }
-            row = rows.setdefault(name, Row([], [], None))
-            row.measures.append(measure(rankings, qrels, recall_at=CUTOFFS, mrr_at=10, ndcg_at=10))
-            row.success.append(np.array([answered(rankings.get(q, []), qrels[q]) for q in sorted(qrels)]))
-            tower = built.get("student") if name.startswith(names.student) else built.get("dual_encoder")
-            if row.speed is None and tower is not None and name != "bm25":
-                row.speed = alone(
-                    speed, name, tower, built["dual_encoder"], load_test_set(built["dataset"]).queries
-                )
-    return rows
+def trial(
+    dataset: str,
+    backbone: str,
+    method: str,
+    seed: int,
+    *,
+    steps: int | None = None,
+    knobs: Sequence[str] = (),
+) -> Trial:
+    """One method of ``configs/methods`` at the sizes of this benchmark."""
+    pretrained = backbone == "minilm"
+    usual = MINILM_STEPS if pretrained else STEPS.get(dataset, 100)
+    own = (*(MINILM if pretrained else ()), *KNOBS.get(method.split("-")[0], ()), *knobs)
+    return Trial(dataset, backbone, f"methods/{method}", seed, steps or usual, own)
 
 
-def answered(ranking: Sequence[str], judged: Mapping[str, int], *, depth: int = 50) -> float:
-    """1 when a relevant document is among the first."""
-    return float(any(judged.get(doc, 0) > 0 for doc in ranking[:depth]))
-
-
-def speed(name: str, tower: Artifact, dual_encoder: Artifact, queries: Sequence[str]) -> float:
-    """Queries per second of one thread; to be called in a process of its own.
-
-    Tokens are counted as the document tower of `dual_encoder` wants them.
-    """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    ways: list[Callable[[list[str]], Any]] = []
-    if not name.endswith("(sparse)"):
-        ways.append(QueryEncoder.load(tower.directory("query"), threads=1).encode_queries)
-    if name.endswith(("(sparse)", "(hybrid)")):
-        ways.append(SparseQuery.load(dual_encoder.directory("sparse_query")).encode)
-    for query in queries[:20]:
-        for way in ways:
-            way([query])
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < SPEED_SECONDS:
-        for way in ways:
-            way([queries[count % len(queries)]])
-        count += 1
-    return count / (time.perf_counter() - start)
+def rows(outcomes: Iterable[Outcome]) -> dict[str, Row]:
+    """Query side -> what it gave over the seeds. One that several methods report is taken from the first."""
+    found: dict[str, dict[int, Side]] = {}
+    for outcome in outcomes:
+        for name, side in outcome.sides.items():
+            found.setdefault(name, {}).setdefault(outcome.trial.seed, side)
+    return {name: Row([*by_seed.values()]) for name, by_seed in found.items()}
 
 
 def table(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
     """Rows as they are shown, the best R@50 first."""
-    best = rows.get(TEACHER)
+    best = rows[TEACHER]
     shown = []
     for name, row in sorted(rows.items(), key=lambda item: -item[1].mean("R@50")):
         line: dict[str, Any] = {
             "query side": name,
+            "seeds": len(row.sides),
             "queries/s": "-" if row.speed is None else round(row.speed),
         }
         line |= {m: f"{row.mean(m):.3f} ± {row.spread(m):.3f}" for m in SHOWN}
-        line["of the teacher's R@50"] = f"{row.mean('R@50') / best.mean('R@50'):.1%}" if best else "-"
-        line["p"] = f"{p_value(row, best):.3f}" if best and row is not best else "-"
+        line["of the teacher's R@50"] = f"{row.mean('R@50') / best.mean('R@50'):.1%}"
+        line["p"] = "-" if row is best else f"{p_value(row, best):.3f}"
         shown.append(line)
     return shown
 
 
 def p_value(row: Row, best: Row) -> float:
     """Two-sided paired t-test over queries, of success@50 averaged over seeds."""
-    differences = np.mean(row.success, axis=0) - np.mean(best.success, axis=0)
-    return float(paired_t_test(differences[:, None])[0])
+    return float(paired_t_test((row.success - best.success)[:, None])[0])
 
 
 def metrics(found: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:
     """The best student and the best lookup-class query side as shares of the teacher's R@50, at worst."""
     best: dict[str, list[float]] = {"scalingnote": [], "lookup_best": []}
     for rows in found.values():
-        if TEACHER not in rows:
-            continue
         upper = rows[TEACHER].mean("R@50")
         notes = [row.mean("R@50") for name, row in rows.items() if name.startswith("scalingnote")]
         light = [row.mean("R@50") for name, row in rows.items() if is_light(name)]
@@ -205,31 +164,6 @@ def is_light(name: str) -> bool:
     """Whether a query of this row is looked up, or counted: no model runs."""
     tower, _, what = name.partition(" ")
     return tower.startswith("lookup") or tower in LIGHT or what == "(sparse)"
-
-
-def plot(found: Mapping[str, Mapping[str, Row]], path: Path) -> None:
-    """One panel per dataset: R@50 over queries per second."""
-    with mpl.rc_context({"font.size": 9}):
-        figure = Figure(figsize=(6.2 * len(found), 4.6), layout="constrained")
-        for axes, (dataset, rows) in zip(
-            figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True
-        ):
-            for name, row in rows.items():
-                if row.speed is None:
-                    axes.axhline(row.mean("R@50"), color="#8a8f98", linewidth=1, linestyle=":")
-                    axes.annotate(
-                        name, (0.01, row.mean("R@50")), xycoords=("axes fraction", "data"), va="bottom"
-                    )
-                    continue
-                axes.errorbar(row.speed, row.mean("R@50"), yerr=row.spread("R@50"), fmt="o", color="#0f8b8d")
-                axes.annotate(name, (row.speed, row.mean("R@50")), xytext=(5, 3), textcoords="offset points")
-            axes.set_xscale("log")
-            axes.set_xlabel("queries per second, one thread, one at a time")
-            axes.set_ylabel("R@50")
-            axes.set_title(dataset)
-            axes.spines[["top", "right"]].set_visible(False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from scalingnote.log import environment
 
 T = TypeVar("T")
 # Options that say where something is written or kept; --set run_dir=... is another.
-WRITTEN_TO = ("--json", "--plot", "--report", "--folder", "--run-dir", "--run")
+WRITTEN_TO = ("--json", "--plot", "--report", "--folder", "--run-dir", "--run", "--trials")
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

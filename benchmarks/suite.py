@@ -182,13 +182,13 @@ def commit() -> str:
 
 
 def keep(folder: Path, benchmarks: Sequence[Benchmark]) -> None:
-    """Copy a run's results, of several the first, and its plots to docs/results."""
+    """Copy a run's results, of several the first, its plots and its trials to docs/results."""
     for benchmark in benchmarks:
         for path in (folder / f"{benchmark.name}.json", folder / f"{benchmark.name}.1.json"):
             if path.exists():
                 shutil.copyfile(path, RESULTS / f"{benchmark.name}.json")
                 break
-    for path in folder.glob("*.png"):
+    for path in (*folder.glob("*.png"), *folder.glob("*.jsonl")):
         shutil.copyfile(path, RESULTS / path.name)
 
 

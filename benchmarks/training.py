@@ -25,12 +25,17 @@ def train(config: RunConfig, *, steps: int) -> dict[str, float]:
 def trained(config: RunConfig, *, steps: int) -> dict[str, Artifact]:
     """Stage I after so many steps, and its documents' embeddings."""
     pipeline.run(config, pipeline.select(config, until="collect"), record=False)
+    config = shortened(config, steps=steps)
+    return pipeline.run(config, pipeline.select(config, until="encode"), record=False)
+
+
+def shortened(config: RunConfig, *, steps: int) -> RunConfig:
+    """The same with epochs of stage I that give these steps, in this process; triplets are collected."""
     # Mining loses no row here: the old negatives stay where no new one is found.
     epochs = steps / (_triplets(config) // config.train.global_batch)
     here = Ranks(workers=0)  # a training takes a minute: half of it would be the start of Ray's workers
     short = config.train.model_copy(update={"epochs": epochs, "resources": here})
-    config = config.model_copy(update={"train": short})
-    return pipeline.run(config, pipeline.select(config, until="encode"), record=False)
+    return config.model_copy(update={"train": short})
 
 
 def _triplets(config: RunConfig) -> int:

@@ -55,6 +55,23 @@ def experiment(arguments: Sequence[str] | None = None) -> int:
     return _ended("experiment", work)
 
 
+def ladder(arguments: Sequence[str] | None = None) -> int:
+    """Train stage I at several sizes, which is many runs of one stage, and fit the scaling laws."""
+    options = _parser("ladder", "Train stage I at several sizes and fit the scaling laws.").parse_args(
+        arguments
+    )
+
+    def work() -> "tuple[str, Artifact]":
+        from scalingnote import pipeline
+        from scalingnote.config import load
+
+        config = load(pipeline.RunConfig, options.config, options.overrides)
+        _check_place(config.run_dir, config.address)
+        return "ladder", pipeline.ladder(config)
+
+    return _ended("ladder", work)
+
+
 def _parser(name: str, text: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"jobs/{name}.py", description=text)
     parser.add_argument("--config", action="append", required=True, metavar="FILE", help="repeatable")

@@ -120,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
     experiment = command("experiment", _experiment, "compare the arms of an experiment, from access logs")
     _add_config(experiment)
 
+    ladder = command("ladder", _ladder, "train stage I at several sizes and fit the scaling laws")
+    _add_config(ladder)
+
     publish = command("publish", _publish, "copy a run's towers out, each a folder with a model card")
     publish.add_argument("folder", help="where they go: dual_encoder/query, dual_encoder/document, ...")
     publish.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
@@ -375,6 +378,16 @@ def _experiment(options: argparse.Namespace) -> int:
     made = pipeline.experiment(load(ExperimentConfig, options.config, options.overrides))
     told = made.read_json("report.json")
     print(f"{report.summary(told)}\n\n{report.table(told)}\n\n{report.READING}\n\n{made.uri}/report.html")
+    return 0
+
+
+def _ladder(options: argparse.Namespace) -> int:
+    config = _load(options)
+    from scalingnote import pipeline
+    from scalingnote.storage import filesystem as fs
+
+    made = pipeline.ladder(config)
+    print(f"{fs.read_bytes(made.file('report.md')).decode()}\n{made.uri}/report.md")
     return 0
 
 

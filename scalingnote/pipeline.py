@@ -29,6 +29,7 @@ from scalingnote.log import get_logger
 from scalingnote.mine.config import MineConfig
 from scalingnote.planner.config import PlannerConfig, Statistics
 from scalingnote.quantize.config import QuantizeConfig
+from scalingnote.scaling.config import LadderConfig
 from scalingnote.serving.config import ServeConfig
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import MANIFEST, Artifact, fingerprint, open_artifact
@@ -62,6 +63,7 @@ class RunConfig(Config):
     index: IndexConfig = IndexConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     serve: ServeConfig = ServeConfig()
+    ladder: LadderConfig = LadderConfig()
 
     @model_validator(mode="after")
     def _has_a_query_tower(self) -> "RunConfig":
@@ -334,6 +336,28 @@ def experiment(config: ExperimentConfig) -> Artifact:
 
     dataset = locate(load_run(config.run_dir), "dataset")
     return job.run(config, dataset=dataset.uri, output=fs.join(config.run_dir, "experiment"))
+
+
+def ladder(config: RunConfig) -> Artifact:
+    """Stage I at every model and data size of `config.ladder`, and the laws fitted to what it gave.
+
+    Finished rungs are not trained again. ConfigError before any is, where one cannot be.
+    """
+    from scalingnote.scaling import job  # late, as above
+    from scalingnote.scaling.ladder import rungs
+
+    if config.cross_encoder is not None or config.rounds > 1:
+        raise ConfigError("a ladder is of one round of stage I: leave cross_encoder and rounds out")
+    run(config, select(config, until="collect"), record=False)
+    rows = locate(config, "triplets").counts["train"]
+    trained = []
+    sized = [
+        config.model_copy(update={"train": train}) for train in rungs(config.ladder, config.train, rows=rows)
+    ]
+    for number, one in enumerate(sized, 1):
+        log.info("rung %d/%d", number, len(sized))
+        trained.append(run(one, select(one, only="train"), record=False)["dual_encoder"])
+    return job.run(config.ladder, trained, output=fs.join(config.run_dir, "ladder"))
 
 
 def publish(report: Artifact, run_dir: str) -> None:

@@ -51,7 +51,7 @@ def method_names(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> lis
         found.append(name)
         if pools.has_terms(embeddings_of(kind, parents), parents.get("dual_encoder")):
             found += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
-        found += [f"{name} (index)"] * (name == served(config, parents))
+        found += [f"{name} (index)"] * (name == served(config, parents) and "index" in parents)
     return found + ["bm25"] * config.bm25
 
 
@@ -92,7 +92,7 @@ def retrieve(
             if kind == "dual_encoder":  # a student's terms are no others
                 runs[f"{name} (sparse)"] = _run_of(pool, by_terms, test=test)
             runs[f"{name} (hybrid)"] = _run_of(pool, joined, test=test)
-        if name == served(config, parents):
+        if name == served(config, parents) and "index" in parents:
             runs[f"{name} (index)"] = _through_index(parents["index"].uri, queries, test=test, depth=depth)
     if bm25 is not None:
         rows, scores = bm25.index.search(test.queries, depth)

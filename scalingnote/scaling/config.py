@@ -1,10 +1,11 @@
-"""What estimates assume of hardware and data: a dry run where its config does not say, a plan in all."""
+"""Sizes of a ladder, and what estimates assume: a dry run where its config does not say, a plan in all."""
 
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from scalingnote.config import Config
+from scalingnote.models.config import Backbone, Scratch
 
 GpuName = Literal["H200", "H100", "A100", "L40S", "L4"]
 QueryTower = Literal["bert-int8", "lookup"]
@@ -29,6 +30,36 @@ class Assumptions(Config):
     document_tokens: float | None = Field(
         None, gt=0, description="mean length; null: max_length of the tower"
     )
+
+
+def _rung(layers: int, hidden: int) -> Scratch:
+    return Scratch(layers=layers, hidden=hidden, heads=max(hidden // 32, 1), intermediate=2 * hidden)
+
+
+class LadderConfig(Config):
+    """Sizes at which stage I is trained, each with each, for the scaling laws (ScalingNote, section 4.4)."""
+
+    backbones: tuple[Backbone, ...] = Field(
+        (_rung(1, 32), _rung(1, 64), _rung(2, 96), _rung(2, 128), _rung(3, 192)),
+        min_length=1,
+        description="each stands in both towers",
+    )
+    pairs: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (1024, 2048, 4096, 8192),
+        min_length=1,
+        description="training pairs, each seen once; whole batches of them",
+    )
+    seeds: tuple[int, ...] = Field((0,), min_length=1, description="of training; each is a run of its own")
+    draws: int = Field(200, ge=10, description="bootstrap samples behind the intervals")
+    level: float = Field(0.95, gt=0, lt=1, description="of the intervals")
+
+    @model_validator(mode="after")
+    def _differ(self) -> "LadderConfig":
+        for name in ("backbones", "pairs", "seeds"):
+            values = getattr(self, name)
+            if len(set(map(str, values))) < len(values):
+                raise ValueError(f"ladder.{name} repeats a value: each is run once")
+        return self
 
 
 class PlanConfig(Config):

@@ -29,7 +29,7 @@ from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, Validatio
 from scalingnote.train.loop import Values, fit
 from scalingnote.train.objective import StageOne
 from scalingnote.train.order import Order
-from scalingnote.train.prepare import prepare, sparse_query
+from scalingnote.train.prepare import prepare, sparse_query, tokens_of_a_row
 from scalingnote.train.strategies.engine import Engine, build, load_weights
 from scalingnote.train.strategies.prepare import autocast
 from scalingnote.train.stream import Store
@@ -68,7 +68,12 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
         schedule=config,
         room="train",
     )
-    return draft.commit(counts={"triplets": rows, "documents": prepared.documents, "steps": steps})
+    seen = steps * config.global_batch
+    queries, documents = (round(seen * tokens) for tokens in tokens_of_a_row(Store.open(prepared.store)))
+    return draft.commit(
+        counts={"triplets": rows, "documents": prepared.documents, "steps": steps}
+        | {"pairs": seen, "query_tokens": queries, "document_tokens": documents}
+    )
 
 
 def launch(

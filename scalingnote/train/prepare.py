@@ -36,6 +36,7 @@ from scalingnote.train.stream import Store
 
 log = get_logger("train")
 _MERGED_AT_ONCE = 1 << 24
+_SAMPLED = 4096
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,15 @@ def _rows(
         "terms": (pc.max(pc.list_value_length(rows["terms"])).as_py() or 0) if sparse else None,
         "scored": not bool(pc.all(pc.is_nan(pc.list_flatten(rows["scores"]))).as_py()),
     }
+
+
+def tokens_of_a_row(store: Store) -> tuple[float, float]:
+    """Mean tokens of a training row, its query's and all its documents'; of a sample where there are many."""
+    rows = store["train"]
+    some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED)).astype(np.int64))
+    documents = rows.values("documents", some)
+    of_documents = store["documents"].lengths(documents.ravel()).reshape(documents.shape)
+    return float(rows.lengths(some).mean()), float(of_documents.sum(1).mean())
 
 
 def merged(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:

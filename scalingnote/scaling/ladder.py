@@ -1,0 +1,132 @@
+"""A ladder: stage I at several model and data sizes, and what its rungs say together.
+
+    LadderConfig ─rungs─► training configs ─(the pipeline trains)─► dual encoders ─row─► table ─laws─► fits
+
+Every rung sees each of its pairs once, as the paper's do, and the pairs of a smaller rung are among those of
+a larger one: rows are dealt out in one order.
+"""
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from scalingnote.config import validate
+from scalingnote.errors import ConfigError
+from scalingnote.models.config import TowerConfig
+from scalingnote.models.shape import of_backbone
+from scalingnote.scaling import fit, flops
+from scalingnote.scaling.config import LadderConfig
+from scalingnote.scaling.fit import Fit, Kind
+from scalingnote.scaling.flops import Side
+from scalingnote.storage import schema
+from scalingnote.storage.artifact import Artifact
+from scalingnote.train.config import TrainConfig
+
+BUDGETS = (1, 10, 100)  # times the operations of the largest rung
+
+
+def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainConfig]:
+    """Stage I's config of every run, the smallest first; `rows` is how many pairs there are.
+
+    ConfigError for what cannot be trained: more pairs than there are, fewer than a batch, no transformers, no
+    validation to measure by.
+    """
+    if train.validation is None:
+        raise ConfigError("a ladder measures on validation queries: leave train.validation in")
+    if not (isinstance(train.query, TowerConfig) and isinstance(train.document, TowerConfig)):
+        raise ConfigError(
+            "a ladder grows transformers: set train.query and train.document to kind transformer"
+        )
+    per_epoch, batch = rows // train.global_batch, train.global_batch
+    for pairs in config.pairs:
+        if not batch <= pairs <= per_epoch * batch:
+            raise ConfigError(
+                f"ladder.pairs holds {pairs:,}: of {rows:,} pairs in batches of {batch}, a run can see "
+                f"{batch} to {per_epoch * batch:,} once; collect more, or lower it"
+            )
+    made = []
+    for backbone, pairs, seed in product(config.backbones, sorted(config.pairs), config.seeds):
+        towers = {
+            name: getattr(train, name).model_copy(update={"backbone": backbone})
+            for name in ("query", "document")
+        }
+        run = {"epochs": pairs // batch / per_epoch, "seed": seed}
+        made.append(train.model_copy(update=towers | run))
+    return sorted(made, key=_parameters)
+
+
+def row(trained: Artifact) -> dict[str, Any]:
+    """A rung's row of the ladder's table, by the artifact that it left behind."""
+    config, counts = validate(TrainConfig, trained.manifest.config, source=trained.uri), trained.counts
+    assert isinstance(config.query, TowerConfig)  # rungs() refuses others
+    pairs, shape = counts["pairs"], of_backbone(config.document.backbone)
+    query = Side(of_backbone(config.query.backbone), counts["query_tokens"] / pairs)
+    work = flops.of_pair(query, Side(shape, counts["document_tokens"] / pairs), dim=config.dim)
+    return {
+        "parameters": shape.non_embedding_parameters,
+        "examples": pairs,
+        "tokens": counts["query_tokens"] + counts["document_tokens"],
+        "contrastive_entropy": trained.read_json("validation.json")[-1]["contrastive_entropy"],
+        "seed": config.seed,
+        "operations": pairs * work.total,
+        "seconds": trained.manifest.info["seconds"],
+        "artifact": trained.uri,
+    }
+
+
+def laws(table: pa.Table, *, config: LadderConfig) -> dict[Kind, Fit]:
+    """The laws that a ladder's table is large enough for: of model size at the most data, of data at the
+    largest model, and of both."""
+    largest = {name: pc.max(table[name]) for name in ("parameters", "examples")}
+    parts: dict[Kind, pa.Table] = {
+        "size": table.filter(pc.equal(table["examples"], largest["examples"])),
+        "data": table.filter(pc.equal(table["parameters"], largest["parameters"])),
+        "joint": table,
+    }
+    sizes, amounts = (len(pc.unique(table[name])) for name in ("parameters", "examples"))
+    enough = {"size": sizes >= 4, "data": amounts >= 4, "joint": min(sizes, amounts) >= 3 and len(table) >= 7}
+    return {
+        kind: fit.fit(kind, fit.read(part), draws=config.draws)
+        for kind, part in parts.items()
+        if enough[kind]
+    }
+
+
+def report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfig) -> dict[str, Any]:
+    """What the laws say, as JSON values: constants with intervals, R², and how budgets are best spent."""
+    told: dict[str, Any] = {"level": config.level, "laws": {}, "splits": []}
+    for kind, law in fits.items():
+        constants = law.constants(level=config.level)
+        told["laws"][kind] = {
+            "runs": len(law.runs),
+            "r2": law.r2,
+            "scatter": law.scatter,
+            "constants": {name: [c.value, c.low, c.high] for name, c in constants.items()},
+        }
+    if "joint" not in fits:
+        return told
+    largest = table.sort_by("operations").to_pylist()[-1]
+    per_parameter = largest["operations"] / (largest["parameters"] * largest["examples"])
+    for times in BUDGETS:
+        budget = times * largest["operations"]
+        split = fits["joint"].split(budget, per_parameter=per_parameter, level=config.level)
+        told["splits"].append(
+            {"operations": budget, **{name: [s.value, s.low, s.high] for name, s in split.items()}}
+        )
+    return told
+
+
+def to_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """Rows of :func:`row` as a table, the smallest model first."""
+    more = {"seed": pa.int64(), "operations": pa.float64(), "seconds": pa.float64(), "artifact": pa.string()}
+    columns = pa.schema([*schema.LADDER, *(pa.field(name, kind) for name, kind in more.items())])
+    return pa.Table.from_pylist(rows, schema=columns).sort_by(
+        [("parameters", "ascending"), ("examples", "ascending")]
+    )
+
+
+def _parameters(train: TrainConfig) -> int:
+    return of_backbone(train.document.backbone).non_embedding_parameters

@@ -1,0 +1,52 @@
+"""A ladder's report as Markdown: every rung, every law with its constants, and how budgets are best spent."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+LAWS = {
+    "size": "L(N) = (C/N)^α + δ, at the most data",
+    "data": "L(D) = (C/D)^α + δ, at the largest model",
+    "joint": "L(N, D) = [(A/N)^(α/β) + B/D]^β + δ",
+}
+
+
+def markdown(table: pa.Table, told: dict[str, Any]) -> str:
+    """The whole page."""
+    rungs = [
+        [
+            f"{r['parameters']:,}",
+            f"{r['examples']:,}",
+            f"{r['contrastive_entropy']:.4f}",
+            f"{r['operations']:.2g}",
+        ]
+        for r in table.to_pylist()
+    ]
+    parts = ["# Ladder", _table(["parameters", "pairs", "contrastive entropy", "operations"], rungs)]
+    level = f"{told['level']:.0%}"
+    for kind, law in told["laws"].items():
+        lines = [[name, *(f"{v:.4g}" for v in values)] for name, values in law["constants"].items()]
+        quality = f"{law['runs']} runs, R² = {law['r2']:.4f}, scatter of a run {law['scatter']:.3f}."
+        parts += [f"## {LAWS[kind]}", quality, _table(["constant", "value", f"{level} from", "to"], lines)]
+    if told["splits"]:
+        header = ["operations", "parameters", f"{level}", "pairs", f"{level}", "entropy", f"{level}"]
+        parts += ["## Best splits of a budget", _table(header, [_split(split) for split in told["splits"]])]
+    if len(told["laws"]) < len(LAWS):
+        parts.append(
+            "A law that is missing here needs more sizes: four for one of N or D, three of each for both."
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _split(split: dict[str, Any]) -> list[str]:
+    cells = [f"{split['operations']:.3g}"]
+    for name in ("parameters", "data", "entropy"):
+        value, low, high = split[name]
+        cells += [f"{value:.4g}", f"{low:.3g} to {high:.3g}"]
+    return cells
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["--:"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

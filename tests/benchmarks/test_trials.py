@@ -1,0 +1,87 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import distillation, trials
+from benchmarks.trials import Outcome, Side, Trial
+from scalingnote.errors import DataError
+
+ONE = Trial("medquad", "scratch", "methods/scalingdual", 0, 10)
+
+
+def outcome(trial: Trial, found: list[float], *, name: str = "scalingdual") -> Outcome:
+    measures = dict.fromkeys((*distillation.SHOWN, "MRR@10"), float(np.mean(found)))
+    return Outcome(trial, {name: Side(measures, np.array(found), 123.0)}, {"contrastive_entropy": 0.5}, 2.0)
+
+
+def test_a_line_holds_the_whole_outcome(tmp_path: Path):
+    first = outcome(ONE, [1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+    path = tmp_path / "trials.jsonl"
+    path.write_text(trials._line(first), encoding="utf-8")
+    (again,) = trials.read(path)
+    assert again.trial == first.trial
+    assert again.validation == first.validation
+    side = again.sides["scalingdual"]
+    assert side.measures == first.sides["scalingdual"].measures
+    np.testing.assert_array_equal(side.success, first.sides["scalingdual"].success)
+
+
+def test_only_what_has_no_line_is_run_and_what_fails_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    started: list[Trial] = []
+
+    def run(trial: Trial, *, run_dir: str) -> Outcome:
+        started.append(trial)
+        if trial.seed == 2:
+            raise DataError("nothing to learn from")
+        return outcome(trial, [1.0, 0.0])
+
+    monkeypatch.setattr(trials, "run", run)
+    wanted = [Trial("medquad", "scratch", "methods/scalingdual", seed, 10) for seed in range(4)]
+    path = tmp_path / "trials.jsonl"
+    path.write_text(trials._line(outcome(wanted[1], [1.0, 1.0])), encoding="utf-8")
+    left = [trial for trial in wanted if trial != wanted[1]]
+    for group in trials._groups(left):
+        trials._group(group, path, str(tmp_path))
+    assert started == left
+    assert [found.trial for found in trials.read(path)] == [wanted[1], wanted[0], wanted[3]]
+    # Nothing is left but the one that failed; what is there comes back in the order that was asked for.
+    there = trials.run_all([wanted[3], wanted[0]], path, run_dir=str(tmp_path), processes=1)
+    assert [found.trial for found in there] == [wanted[3], wanted[0]]
+
+
+def test_trials_that_share_stage_one_are_one_process_work():
+    student = Trial("medquad", "scratch", "methods/scalingnote-1l", 0, 10, ("distill.global_batch=64",))
+    other_data = Trial("medquad", "scratch", "methods/scalingdual", 0, 10, ("dataset.max_documents=9",))
+    groups = trials._groups([ONE, other_data, student])
+    assert sorted(map(len, groups)) == [1, 2]
+    assert [ONE, student] in groups
+
+
+def test_the_table_compares_with_the_teacher_over_all_seeds():
+    seeds = [Trial("medquad", "scratch", "methods/scalingdual", seed, 10) for seed in range(2)]
+    teacher = [outcome(trial, [1.0] * 9 + [0.0]) for trial in seeds]
+    students = [
+        outcome(Trial("medquad", "scratch", "methods/x", trial.seed, 10), found, name="scalingnote-1l")
+        for trial, found in zip(seeds, ([1.0] * 8 + [0.0] * 2, [1.0] * 7 + [0.0] * 3), strict=True)
+    ]
+    rows = distillation.rows([*teacher, *students])
+    first, second = distillation.table(rows)
+    assert (first["query side"], first["p"], second["query side"]) == ("scalingdual", "-", "scalingnote-1l")
+    assert second["of the teacher's R@50"] == "83.3%"
+    assert float(second["p"]) == pytest.approx(
+        distillation.p_value(rows["scalingnote-1l"], rows["scalingdual"]), abs=1e-3
+    )
+    assert distillation.metrics({"medquad": rows}) == {"scalingnote_over_scalingdual_R50": 0.8333}
+
+
+@pytest.mark.parametrize("file", [Path("docs/results/trials.jsonl")])
+def test_committed_trials_can_be_read(file: Path):
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        trial = json.loads(line)["trial"]
+        assert Path(f"configs/{trial['method']}.yaml").exists()
+        assert Path(f"configs/quickstart/{trial['dataset']}.yaml").exists()
+    assert len({found.trial for found in trials.read(file)}) == len(trials.read(file))

@@ -1,0 +1,133 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+import tiny
+from in_process import without_ray
+from scalingnote import pipeline
+from scalingnote.config import validate
+from scalingnote.errors import ConfigError
+from scalingnote.models.config import LookupConfig, Scratch
+from scalingnote.scaling import job, ladder
+from scalingnote.scaling.config import LadderConfig
+from scalingnote.scaling.laws import JointLaw
+from scalingnote.storage.artifact import Artifact
+from scalingnote.train import job as training
+from scalingnote.train.config import TrainConfig
+from scalingnote.train.order import Order
+
+BACKBONES = tuple(
+    Scratch(layers=layers, hidden=hidden, heads=2, intermediate=32, vocabulary=400, max_positions=64)
+    for layers, hidden in ((1, 16), (1, 32), (2, 32), (2, 48))
+)
+SIZES = LadderConfig(backbones=BACKBONES, pairs=(16, 24, 40, 64), draws=10)
+STAGE_ONE = validate(
+    TrainConfig,
+    {"global_batch": 8, "dim": 16, "losses": {"matryoshka": [16]}, "resources": {"workers": 0}}
+    | {"validation": {"queries": 8, "negatives": 16, "documents": 32}},
+    source="test",
+).model_copy(update={"query": tiny.query_tower(), "document": tiny.document_tower()})
+
+
+def test_every_model_meets_every_amount_of_data_once_and_small_runs_are_part_of_large_ones():
+    made = ladder.rungs(SIZES, STAGE_ONE, rows=75)
+    assert len({(str(one.document.backbone), one.epochs) for one in made}) == len(made) == 16
+    assert all(one.query.backbone == one.document.backbone for one in made)
+    order = Order({"click/one": 75}, global_batch=8, seed=0)
+    seen = [
+        np.concatenate([order.batch(step) for step in range(order.steps(one.epochs))]).tolist()
+        for one in made[:4]
+    ]
+    assert [len(rows) for rows in seen] == [16, 24, 40, 64]
+    assert all(len(set(rows)) == len(rows) and set(rows) <= set(seen[3]) for rows in seen)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stage", "told"),
+    [
+        ({"pairs": (80,)}, {}, "8 to 72 once"),
+        ({"pairs": (4,)}, {}, "8 to 72 once"),
+        ({}, {"validation": None}, "train.validation"),
+        ({}, {"query": LookupConfig()}, "transformer"),
+    ],
+)
+def test_what_cannot_be_a_rung_is_refused(sizes: dict[str, object], stage: dict[str, object], told: str):
+    with pytest.raises(ConfigError, match=told):
+        ladder.rungs(SIZES.model_copy(update=sizes), STAGE_ONE.model_copy(update=stage), rows=75)
+
+
+def test_a_size_is_given_once():
+    with pytest.raises(ConfigError, match="repeats"):
+        validate(LadderConfig, {"pairs": [16, 16]}, source="test")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
+    folder = tmp_path_factory.mktemp("ladder")
+    dataset = tiny.dataset(str(folder / "dataset"))
+    triplets = tiny.triplets(str(folder / "triplets"), dataset)
+    few = SIZES.model_copy(update={"pairs": (16, 40, 64), "backbones": BACKBONES[:3]})
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        return [
+            training.run(one, dataset=dataset.uri, triplets=triplets.uri, output=str(folder / str(number)))
+            for number, one in enumerate(ladder.rungs(few, STAGE_ONE, rows=75))
+        ]
+
+
+def test_a_row_says_what_was_trained(trained: list[Artifact]):
+    for artifact in trained[::4]:
+        row = ladder.row(artifact)
+        weights = load_file(Path(artifact.file("document/model.safetensors")))
+        beside_tables = [w.numel() for name, w in weights.items() if "embed_tokens" not in name]
+        assert row["parameters"] == sum(beside_tables)
+        assert row["examples"] == artifact.counts["steps"] * STAGE_ONE.global_batch
+        # A query of two words, a positive and a negative of 15 and the prompt's two placeholders.
+        assert 30 * row["examples"] < row["tokens"] < 3 * 40 * row["examples"]
+        assert 6 * row["parameters"] < row["operations"] / row["tokens"] < 20 * row["parameters"]
+        assert np.isfinite(row["contrastive_entropy"])
+
+
+def test_the_laws_of_a_ladder_become_an_artifact(trained: list[Artifact], tmp_path: Path):
+    made = job.run(SIZES, trained, output=str(tmp_path))
+    table, told = made.table("ladder"), made.read_json("report.json")
+    assert sorted(table["examples"].to_pylist()) == sorted([16, 40, 64] * 3)
+    assert set(told["laws"]) == {"joint"}  # three sizes are too few for a law of one
+    assert set(told["laws"]["joint"]["constants"]) == {"a", "b", "alpha", "beta", "delta"}
+    assert [split["operations"] for split in told["splits"]] == pytest.approx(
+        [times * max(table["operations"].to_pylist()) for times in (1, 10, 100)]
+    )
+    text = Path(made.file("report.md")).read_text()
+    assert "L(N, D)" in text
+    assert "more sizes" in text
+    assert Path(made.file("joint.png")).read_bytes().startswith(b"\x89PNG")
+    again = job.run(SIZES, trained, output=str(tmp_path))
+    assert again.uri == made.uri
+
+
+def test_laws_are_fitted_to_the_rungs_that_each_is_about():
+    planted = JointLaw(a=3e5, b=2e3, alpha=0.12 * 0.77, beta=0.77, delta=0.108)
+    rows = [
+        {"parameters": int(n), "examples": int(d), "tokens": int(100 * d), "operations": 600.0 * n * d}
+        | {"contrastive_entropy": float(planted(n, d)), "seed": 0, "seconds": 1.0, "artifact": f"{n}-{d}"}
+        for n in (1e6, 1e7, 1e8, 1e9)
+        for d in (1e3, 1e4, 1e5, 1e6)
+    ]
+    table = ladder.to_table(rows)
+    fits = ladder.laws(table, config=SIZES)
+    assert set(fits) == {"size", "data", "joint"}
+    assert set(fits["size"].runs.data) == {10**6}
+    assert set(fits["data"].runs.parameters) == {10**9}
+    told = ladder.report(table, fits, config=SIZES)
+    budget = told["splits"][1]
+    best = planted.split(600.0 * 10**9 * 10**6 * 10, per_parameter=600.0)
+    assert budget["parameters"][0] == pytest.approx(best.parameters, rel=0.1)
+    assert budget["entropy"][0] == pytest.approx(best.entropy, rel=0.02)
+
+
+def test_a_ladder_is_of_one_round():
+    config = validate(pipeline.RunConfig, {"dataset": {"name": "python_docs"}, "rounds": 2}, source="test")
+    with pytest.raises(ConfigError, match="one round"):
+        pipeline.ladder(config)
