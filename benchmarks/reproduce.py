@@ -1,0 +1,210 @@
+"""The tables of three papers in small: what holds on public data, from random weights, and what does not.
+
+    python -m benchmarks.reproduce --json docs/results/reproduce.json --trials docs/results/trials.jsonl
+
+    ScalingNote, Tables 3 and 4   methods by training size: AUC over judged pairs where there are any; recall
+    ScalingNote, Table 5          the prompt without its title's loss, without its summary
+    ScalingNote, Table 6          students of 1, 2 and 4 layers: recall, distance to the teacher, queries/s
+    LightRetriever, Table 2       dense, sparse and hybrid beside the whole model in both towers
+    EmbedDistill, Table 1         a student trained directly, then with one component after another
+
+Sizes are stage I's steps: small a quarter and median half of large's. Means over seeds; a star marks a paired
+two-sided t-test of success@50 per query with p < 0.05 over the row that the paper compares with. Finished
+trials (benchmarks/trials.py) are not run again: interrupt it, and start it again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks import distillation
+from benchmarks.distillation import Row
+from benchmarks.report import arguments, show, write
+from benchmarks.trials import Outcome, Trial, run_all
+from scalingnote.log import configure
+
+DATASETS = (
+    *("medquad", "python_docs", "stackexchange_devops"),
+    *("chorus_icecat", "zh_reading_titles", "zh_medical_qa"),
+)
+SIZES = {"small": 0.25, "median": 0.5, "large": 1.0}
+BY_SIZE = ("twinbert", "scalingdoc", "scalingnote-2l", "scalingdual")
+STUDENTS = ("scalingnote-1l", "scalingnote-2l", "scalingnote-4l")
+PROMPTS = ("scalingdual", "without_title_loss", "without_summary")
+LADDER = (
+    *("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching"),
+    "embeddistill-only-matching",
+)
+LIGHT = ("scalingdual", "lightretriever", "lightretriever (sparse)", "lightretriever (hybrid)")
+RECALLS = ("R@1", "R@10", "R@50", "R@100", "nDCG@10")
+SIGNIFICANT = 0.05
+Found = Mapping[tuple[str, str], Mapping[str, Row]]  # by dataset and size: query side -> what it gave
+
+
+def main() -> None:
+    """Parse arguments, run what is missing, print and write."""
+    parser = arguments(__doc__)
+    parser.add_argument("--datasets", nargs="+", default=DATASETS)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of stage I at the large size; default: by dataset")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
+    parser.add_argument("--trials", type=Path, default=Path("runs/trials.jsonl"))
+    parser.add_argument("--run-dir", default="runs/trials")
+    parser.add_argument("--processes", type=int, default=2, help="trials at the same time, a thread each")
+    options = parser.parse_args()
+    configure()
+    wanted = {
+        (dataset, size): [
+            trial(dataset, size, method, seed, steps=options.steps, knobs=options.overrides)
+            for method, seed in product(methods(size), range(options.seeds))
+        ]
+        for dataset, size in product(options.datasets, SIZES)
+    }
+    trials = [one for some in wanted.values() for one in some]
+    outcomes = run_all(trials, options.trials, run_dir=options.run_dir, processes=options.processes)
+    found = by_size(wanted, outcomes)
+    tables = {
+        "ScalingNote, Table 3: AUC over judged pairs": table_3(found),
+        "ScalingNote, Table 4: recall by training size": table_4(found),
+        "ScalingNote, Table 5: prompts": table_5(found),
+        "ScalingNote, Table 6: students": table_6(found),
+        "LightRetriever, Table 2": table_light(found),
+        "EmbedDistill, Table 1": table_ladder(found),
+    }
+    tables = {title: rows for title, rows in tables.items() if rows}
+    for title, rows in tables.items():
+        show(title, rows)
+    write(options.json, metrics=metrics(found), tables=tables)
+    if len(outcomes) < len(trials):
+        raise SystemExit(f"{len(trials) - len(outcomes)} of {len(trials)} trials failed: see above")
+
+
+def methods(size: str) -> Sequence[str]:
+    """What is trained at a size: everything at the largest, the methods of Table 4 at all."""
+    if size != "large":
+        return BY_SIZE
+    return [*dict.fromkeys((*BY_SIZE, *STUDENTS, *PROMPTS, "lightretriever", *LADDER))]
+
+
+def trial(
+    dataset: str, size: str, method: str, seed: int, *, steps: int | None, knobs: Sequence[str]
+) -> Trial:
+    """A method at a share of the steps; at all of them it is the trial of :mod:`benchmarks.distillation`."""
+    one = distillation.trial(dataset, "scratch", method, seed, steps=steps, knobs=knobs)
+    file = f"ablations/{method}" if method.startswith("without") else one.method
+    return Trial(dataset, one.backbone, file, seed, max(1, round(SIZES[size] * one.steps)), one.knobs)
+
+
+def by_size(wanted: Mapping[tuple[str, str], Sequence[Trial]], outcomes: Iterable[Outcome]) -> Found:
+    """What every query side gave at each size."""
+    done = {outcome.trial: outcome for outcome in outcomes}
+    found = {
+        place: distillation.rows(done[one] for one in trials if one in done)
+        for place, trials in wanted.items()
+    }
+    return {place: rows for place, rows in found.items() if rows}
+
+
+def table_3(found: Found) -> list[dict[str, Any]]:
+    """Of datasets whose judgements differ in grade."""
+    rows = []
+    for (dataset, size), sides in found.items():
+        names = [
+            name for name in BY_SIZE if name in sides and "AUC-relevance" in sides[name].sides[0].measures
+        ]
+        if names:
+            rows.append(
+                {"data": dataset, "size": size}
+                | {
+                    name: f"{sides[name].mean('AUC-relevance'):.3f}" if name in names else "-"
+                    for name in BY_SIZE
+                }
+            )
+    return rows
+
+
+def table_4(found: Found) -> list[dict[str, Any]]:
+    """Stars over ScalingDoc, as in the paper; BM25 beside."""
+    return [
+        {"data": dataset, "size": size, "method": name} | cells(sides, name, over="scalingdoc")
+        for (dataset, size), sides in found.items()
+        for name in (*BY_SIZE, *(["bm25"] if size == "large" else []))
+        if name in sides
+    ]
+
+
+def table_5(found: Found) -> list[dict[str, Any]]:
+    """Stars over ScalingDual."""
+    return _large(found, PROMPTS, over="scalingdual", label="prompt")
+
+
+def table_6(found: Found) -> list[dict[str, Any]]:
+    """Distances of embeddings of length 1 on queries that were and were not learnt from."""
+    rows = _large(found, (*STUDENTS, "scalingdual"), over="scalingdual", label="query tower")
+    for row in rows:
+        side = found[row["data"], "large"][row["query tower"]]
+        distances = side.sides[0].measures.keys() >= {"distance train", "distance validation"}
+        for split in ("train", "validation"):
+            row[f"distance, {split}"] = f"{side.mean(f'distance {split}'):.3f}" if distances else "-"
+        row["queries/cpu s"] = round(side.speed or 0)
+    return rows
+
+
+def table_light(found: Found) -> list[dict[str, Any]]:
+    """Stars: worse or better than the whole model."""
+    return _large(found, LIGHT, over="scalingdual", label="query side")
+
+
+def table_ladder(found: Found) -> list[dict[str, Any]]:
+    """Stars over the row before."""
+    rows = []
+    for (dataset, size), sides in found.items():
+        names = [name for name in LADDER if name in sides] if size == "large" else []
+        for before, name in zip(["", *names], names, strict=False):
+            rows.append({"data": dataset, "student": name} | cells(sides, name, over=before))
+    return rows
+
+
+def cells(sides: Mapping[str, Row], name: str, *, over: str) -> dict[str, str]:
+    """Recalls with their spread over seeds; R@50 with a star where it differs from that of `over`."""
+    row = sides[name]
+    shown = {measure: f"{row.mean(measure):.3f} ± {row.spread(measure):.3f}" for measure in RECALLS}
+    if over in sides and over != name and distillation.p_value(row, sides[over]) < SIGNIFICANT:
+        shown["R@50"] += "*"
+    return shown | {"seeds": str(len(row.sides))}
+
+
+def metrics(found: Found) -> dict[str, float]:
+    """On how many datasets the papers' orders hold at the large size, and of how many."""
+    large = {dataset: sides for (dataset, size), sides in found.items() if size == "large"}
+    orders = {
+        "scalingdual_over_scalingdoc": ("scalingdual", "scalingdoc"),
+        "scalingdoc_over_twinbert": ("scalingdoc", "twinbert"),
+        "scalingnote_over_scalingdoc": ("scalingnote-2l", "scalingdoc"),
+        "summary_helps": ("scalingdual", "without_summary"),
+        "title_loss_helps": ("scalingdual", "without_title_loss"),
+        "hybrid_over_dense": ("lightretriever (hybrid)", "lightretriever"),
+        "matching_helps": ("embeddistill-matching", "embeddistill-inherit"),
+        "inheriting_helps": ("embeddistill-inherit", "embeddistill-scores"),
+    }
+    told: dict[str, float] = {}
+    for name, (better, worse) in orders.items():
+        both = [sides for sides in large.values() if better in sides and worse in sides]
+        if both:
+            told[f"datasets_{name}"] = sum(s[better].mean("R@50") > s[worse].mean("R@50") for s in both)
+            told[f"datasets_of_{name}"] = len(both)
+    return told
+
+
+def _large(found: Found, names: Sequence[str], *, over: str, label: str) -> list[dict[str, Any]]:
+    return [
+        {"data": dataset, label: name} | cells(sides, name, over=over)
+        for (dataset, size), sides in found.items()
+        for name in names
+        if size == "large" and name in sides
+    ]
+
+
+if __name__ == "__main__":
+    main()
