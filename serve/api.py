@@ -18,6 +18,7 @@ from fastapi.staticfiles import StaticFiles
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from scalingnote import __version__
 from scalingnote.errors import ScalingNoteError
@@ -66,7 +67,7 @@ def build(
         yield
         following.cancel()
 
-    api = FastAPI(
+    api = _Api(
         title="ScalingNote search",
         version=__version__,
         lifespan=lifespan,
@@ -74,16 +75,6 @@ def build(
         redoc_url=None,
         responses={"4XX": {"model": Refusal}, "5XX": {"model": Refusal}},
     )
-    admission = admission or Admission(config.limits)
-    api.add_middleware(body_route.Shortcut, api=api)
-    api.add_middleware(Door, admission=admission, done=done, in_serve=in_serve)
-    if config.cors_origins:
-        api.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
-        )
     _searching(api, service)
     _writing(api, service)
     _administration(api, service)
@@ -93,7 +84,33 @@ def build(
     api.exception_handler(RequestValidationError)(_not_understood)
     api.exception_handler(HTTPException)(_of_starlette)
     api.exception_handler(Exception)(_broken)
+    admission = admission or Admission(config.limits)
+    api.entrance = Door(
+        body_route.Shortcut(api.entrance, api=api), admission=admission, done=done, in_serve=in_serve
+    )
+    if config.cors_origins:
+        api.entrance = CORSMiddleware(
+            api.entrance,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+        )
     return api
+
+
+class _Api(FastAPI):
+    """What is on the way of every request stands before the layers that FastAPI puts around all others.
+
+    A search that comes by the shortcut never meets those: they would take a twentieth of its time.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.entrance: ASGIApp = super().__call__
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        await self.entrance(scope, receive, send)
 
 
 def _searching(api: FastAPI, service: Service) -> None:

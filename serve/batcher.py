@@ -1,6 +1,10 @@
 """Work that pays in batches: what arrives while a batch is worked on forms the next one.
 
-A lone call never waits, and a crowd shares one pass. The work is done in a thread, so the event loop turns.
+A lone call never waits, and a crowd shares one pass.
+
+    Batcher    works in a thread, so the event loop turns
+    AtOnce     works in the event loop itself: for what takes less time than it takes to wake a thread, which
+               then would wait for the interpreter's lock at every step
 """
 
 import asyncio
@@ -57,12 +61,44 @@ class Batcher(Generic[Q, A]):
         done: Future[Sequence[A | Exception]],
     ) -> None:
         failed = done.exception()
-        found = [failed] * len(waiting) if failed is not None else done.result()
-        for answer, result in zip(waiting, found, strict=True):
-            if answer.done():
-                continue
-            if isinstance(result, BaseException):
-                answer.set_exception(result)
-            else:
-                answer.set_result(result)
+        _settle(waiting, [failed] * len(waiting) if failed is not None else done.result())
         self._begin(loop)
+
+
+class AtOnce(Generic[Q, A]):
+    """Calls of one turn of the event loop go in one by one, and through `work` together, at most `most`."""
+
+    def __init__(self, work: Callable[[Sequence[Q]], Sequence[A | Exception]], *, most: int) -> None:
+        """`work` gives an answer for each, or the error to be raised for that one alone."""
+        self._work, self._most = work, most
+        self._waiting: list[tuple[Q, asyncio.Future[A]]] = []
+
+    async def __call__(self, asked: Q) -> A:
+        """The answer to one call."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[A] = loop.create_future()
+        self._waiting.append((asked, answer))
+        if len(self._waiting) == 1:  # behind whatever else this turn still brings
+            loop.call_soon(self._turn, loop)
+        return await answer
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting = [(asked, answer) for asked, answer in self._waiting if not answer.done()]
+        batch, self._waiting = waiting[: self._most], waiting[self._most :]
+        try:
+            found = self._work([asked for asked, _ in batch])
+        except Exception as error:
+            found = [error] * len(batch)
+        _settle([answer for _, answer in batch], found)
+        if self._waiting:  # the loop turns in between
+            loop.call_soon(self._turn, loop)
+
+
+def _settle(waiting: Sequence[asyncio.Future[A]], found: Sequence[A | BaseException]) -> None:
+    for answer, result in zip(waiting, found, strict=True):
+        if answer.done():  # whoever asked has given up
+            continue
+        if isinstance(result, BaseException):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)

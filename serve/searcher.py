@@ -28,11 +28,12 @@ from scalingnote.search.config import Joining
 from scalingnote.search.found import Found
 from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.searcher import Searcher
-from serve.batcher import Batcher
+from serve.batcher import AtOnce, Batcher
 from serve.catalog import Catalog, Version
 from serve.live_catalog import LiveCatalog
 
 MOST = 32  # queries scanned together
+BRIEF, BRIEF_K = 500_000, 100  # documents and results: MOST searches of that take about 5 ms
 FACETS = 1000  # a text field with more values is no facet
 log = logging.getLogger("ray.serve")
 
@@ -112,6 +113,7 @@ class IndexSearcher:
         self._joining, self._refresh_s = joining or Joining(), refresh_s
         self._opening = asyncio.Lock()
         self._batcher: Batcher[_Call, Found | Refused] = Batcher(self._work, most=MOST)
+        self._at_once: AtOnce[_Call, Found | Refused] = AtOnce(self._work, most=MOST)
         self._following: asyncio.Task[None] | None = None
         serving = catalog.read()
         kept = serving.versions[:1] if self._live else serving.versions
@@ -121,8 +123,15 @@ class IndexSearcher:
         """The best candidates of the shards held here."""
         name, searcher = await self._require(wanted.version)
         same = wanted if wanted.version == name else replace(wanted, version=name)
-        found = await self._batcher((searcher, same))
+        search = self._at_once if self._is_brief(searcher, same) else self._batcher
+        found = await search((searcher, same))
         return found if isinstance(found, Refused) else Answered(name, found)
+
+    def _is_brief(self, searcher: Searcher | LiveSearcher, wanted: Wanted) -> bool:
+        """Whether a search is sure to take less than a millisecond: by vectors alone, and these in memory."""
+        if not isinstance(searcher, Searcher) or self._mapped or len(searcher) > BRIEF or wanted.k > BRIEF_K:
+            return False
+        return wanted.where is None and wanted.terms is None and not wanted.exact and not wanted.nprobe
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
         """The document of this id: one, or none."""

@@ -16,7 +16,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import MANIFEST, Artifact, Draft, fingerprint, open_artifact
 
 KIND = "query_encoder"
-GOLDEN = 64  # queries that a graph must encode as its tower does
+GOLDEN = 256  # queries that a graph must encode as its tower does
 
 
 def build(config: ExportConfig, *, tower: Artifact, dataset: Artifact, run_dir: str) -> Artifact:

@@ -35,7 +35,7 @@ OnnxForm = Literal["onnx", "onnx_int8"]
 FILES: dict[OnnxForm, str] = {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}
 COSINE = 0.999  # the least that a graph's embedding may have with the tower's own, for every golden query
 _LARGEST = 1 << 31  # bytes of a protobuf message
-_GOLDEN_ALONE = 16
+_GOLDEN_ALONE, _GOLDEN_AGAIN = 16, 64  # asked one by one; asked whenever a graph is loaded
 _BUDGET = 1024  # tokens of a batch
 # Tried in this order until the golden queries agree: each is slower or larger than the one before. Signed
 # weights need VNNI: without it, products are added in 16 bits and may overflow. Tables of token
@@ -71,7 +71,7 @@ class OnnxTower:
     def load(cls, folder: Path, form: OnnxForm, *, threads: int | None = None) -> "OnnxTower":
         """Read what :func:`export` wrote; ArtifactError also when it does not give the golden embeddings."""
         tower = cls(folder, form, threads=threads)
-        worst = tower.agreement()
+        worst = tower.agreement(most=_GOLDEN_AGAIN)
         if worst < COSINE:
             raise ArtifactError(
                 f"{folder / FILES[form]} gives a golden query another embedding than its tower, cosine "
@@ -101,12 +101,13 @@ class OnnxTower:
         found: ndarray = self._session.run(None, {"ids": ids, "mask": mask})[0]
         return found
 
-    def agreement(self) -> float:
-        """The least cosine to the tower over the golden queries, asked one by one and many at once."""
-        some = self._queries[:_GOLDEN_ALONE]
+    def agreement(self, *, most: int | None = None) -> float:
+        """The least cosine to the tower over golden queries, asked one by one and many at once."""
+        queries, expected = self._queries[:most], self._expected[:most]
+        some = queries[:_GOLDEN_ALONE]
         alone = np.concatenate([self.encode([query]) for query in some])
-        together = self.encode(self._queries)
-        return min(_least_cosine(alone, self._expected[: len(some)]), _least_cosine(together, self._expected))
+        together = self.encode(queries)
+        return min(_least_cosine(alone, expected[: len(some)]), _least_cosine(together, expected))
 
 
 def export(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm = "onnx_int8") -> float:

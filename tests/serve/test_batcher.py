@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from serve.batcher import Batcher
+from serve.batcher import AtOnce, Batcher
 
 
 def test_what_arrives_during_a_batch_is_the_next_one():
@@ -79,3 +79,39 @@ def test_other_work_takes_its_turn_between_batches():
         return await asyncio.gather(batcher(1), batcher.in_turn(lambda: "between"), batcher(2))
 
     assert asyncio.run(main()) == [1, "between", 2]
+
+
+def test_calls_of_one_turn_of_the_loop_are_worked_on_at_once_by_the_loop_itself():
+    batches: list[list[int]] = []
+
+    def work(batch):
+        assert threading.current_thread() is threading.main_thread()
+        batches.append(list(batch))
+        return [ValueError(each) if each == 3 else 10 * each for each in batch]
+
+    async def crowd():
+        at_once = AtOnce(work, most=3)
+        gone = asyncio.create_task(at_once(9))
+        tasks = [asyncio.create_task(at_once(number)) for number in range(5)]
+        await asyncio.sleep(0)
+        gone.cancel()  # before its batch is formed
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        return [*found, await at_once(7)]
+
+    *found, last = asyncio.run(crowd())
+    assert [each for each in found if not isinstance(each, Exception)] == [0, 10, 20, 40]
+    assert isinstance(found[3], ValueError)
+    assert last == 70
+    assert [number for batch in batches for number in batch if number != 9] == [0, 1, 2, 3, 4, 7]
+    assert max(map(len, batches)) <= 3
+
+
+def test_work_that_fails_at_once_fails_all_who_wait_for_it():
+    def work(batch):
+        raise OSError("the disk is gone")
+
+    async def crowd():
+        at_once = AtOnce(work, most=8)
+        return await asyncio.gather(at_once(1), at_once(2), return_exceptions=True)
+
+    assert all(isinstance(each, OSError) for each in asyncio.run(crowd()))
