@@ -41,22 +41,32 @@ KNOBS = {"scalingnote": ("distill.global_batch=64",), "embeddistill": ("distill.
 
 
 class Row:
-    """What one query side gave over all seeds."""
+    """What one query side gave, by seed."""
 
-    def __init__(self, sides: Sequence[Side]) -> None:
-        speeds = [side.speed for side in sides if side.speed is not None]
+    def __init__(self, sides: Mapping[int, Side]) -> None:
+        speeds = [side.speed for side in sides.values() if side.speed is not None]
         self.sides = sides
         self.speed = max(speeds) if speeds else None  # what is slower was disturbed
-        self.success: Float[ndarray, " queries"] = np.mean([side.success for side in sides], axis=0)
 
     def mean(self, name: str) -> float:
         """Mean over seeds."""
-        return float(np.mean([side.measures[name] for side in self.sides]))
+        return float(np.mean([side.measures[name] for side in self.sides.values()]))
 
     def spread(self, name: str) -> float:
         """Standard deviation over seeds."""
-        values = [side.measures[name] for side in self.sides]
+        values = [side.measures[name] for side in self.sides.values()]
         return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+    def beside(self, other: "Row") -> "tuple[Row, Row]":
+        """This and another, of the seeds that both have."""
+        both = self.sides.keys() & other.sides.keys()
+        mine, theirs = (Row({seed: row.sides[seed] for seed in both}) for row in (self, other))
+        return mine, theirs
+
+    @property
+    def success(self) -> Float[ndarray, " queries"]:
+        """Of each query, averaged over seeds."""
+        return np.asarray(np.mean([side.success for side in self.sides.values()], axis=0))
 
 
 def main() -> None:
@@ -73,6 +83,9 @@ def main() -> None:
     parser.add_argument("--trials", type=Path, default=Path("runs/trials.jsonl"))
     parser.add_argument("--run-dir", default="runs/trials")
     parser.add_argument("--processes", type=int, default=2, help="trials at the same time, a thread each")
+    parser.add_argument(
+        "--finished", action="store_true", help="tables of the trials that are there; run none"
+    )
     options = parser.parse_args()
     configure()
     trials = [
@@ -82,7 +95,8 @@ def main() -> None:
         )
         if backbone != "minilm" or not method.startswith(CAUSAL)
     ]
-    outcomes = run_all(trials, options.trials, run_dir=options.run_dir, processes=options.processes)
+    processes = 0 if options.finished else options.processes
+    outcomes = run_all(trials, options.trials, run_dir=options.run_dir, processes=processes)
     found = {
         f"{dataset}, {backbone}": rows(
             o for o in outcomes if (o.trial.dataset, o.trial.backbone) == (dataset, backbone)
@@ -95,7 +109,7 @@ def main() -> None:
         show(title, lines)
     stored = alone(teacher.run, teacher.parser().parse_args([]))["metrics"]
     write(options.json, metrics=metrics(found) | stored, tables=tables)
-    if len(outcomes) < len(trials):
+    if len(outcomes) < len(trials) and not options.finished:
         raise SystemExit(f"{len(trials) - len(outcomes)} of {len(trials)} trials failed: see above")
 
 
@@ -121,7 +135,7 @@ def rows(outcomes: Iterable[Outcome]) -> dict[str, Row]:
     for outcome in outcomes:
         for name, side in outcome.sides.items():
             found.setdefault(name, {}).setdefault(outcome.trial.seed, side)
-    return {name: Row([*by_seed.values()]) for name, by_seed in found.items()}
+    return {name: Row(by_seed) for name, by_seed in found.items()}
 
 
 def table(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
@@ -135,7 +149,7 @@ def table(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
             "queries/s": "-" if row.speed is None else round(row.speed),
         }
         line |= {m: f"{row.mean(m):.3f} ± {row.spread(m):.3f}" for m in SHOWN}
-        line["of the teacher's R@50"] = f"{row.mean('R@50') / best.mean('R@50'):.1%}"
+        line["of the teacher's R@50"] = f"{share(row, best):.1%}"
         line["p"] = "-" if row is best else f"{p_value(row, best):.3f}"
         shown.append(line)
     return shown
@@ -143,19 +157,26 @@ def table(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
 
 def p_value(row: Row, best: Row) -> float:
     """Two-sided paired t-test over queries, of success@50 averaged over seeds."""
-    return float(paired_t_test((row.success - best.success)[:, None])[0])
+    mine, theirs = row.beside(best)
+    return float(paired_t_test((mine.success - theirs.success)[:, None])[0])
+
+
+def share(row: Row, best: Row) -> float:
+    """Its R@50 over the teacher's of the same seeds."""
+    mine, theirs = row.beside(best)
+    return mine.mean("R@50") / theirs.mean("R@50")
 
 
 def metrics(found: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:
     """The best student and the best lookup-class query side as shares of the teacher's R@50, at worst."""
     best: dict[str, list[float]] = {"scalingnote": [], "lookup_best": []}
     for rows in found.values():
-        upper = rows[TEACHER].mean("R@50")
-        notes = [row.mean("R@50") for name, row in rows.items() if name.startswith("scalingnote")]
-        light = [row.mean("R@50") for name, row in rows.items() if is_light(name)]
+        shares = {name: share(row, rows[TEACHER]) for name, row in rows.items()}
+        notes = [each for name, each in shares.items() if name.startswith("scalingnote")]
+        light = [each for name, each in shares.items() if is_light(name)]
         for name, values in (("scalingnote", notes), ("lookup_best", light)):
             if values:
-                best[name].append(max(values) / upper)
+                best[name].append(max(values))
     return {f"{name}_over_scalingdual_R50": round(min(values), 4) for name, values in best.items() if values}
 
 

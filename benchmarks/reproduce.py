@@ -52,6 +52,9 @@ def main() -> None:
     parser.add_argument("--trials", type=Path, default=Path("runs/trials.jsonl"))
     parser.add_argument("--run-dir", default="runs/trials")
     parser.add_argument("--processes", type=int, default=2, help="trials at the same time, a thread each")
+    parser.add_argument(
+        "--finished", action="store_true", help="tables of the trials that are there; run none"
+    )
     options = parser.parse_args()
     configure()
     wanted = {
@@ -62,7 +65,8 @@ def main() -> None:
         for dataset, size in product(options.datasets, SIZES)
     }
     trials = [one for some in wanted.values() for one in some]
-    outcomes = run_all(trials, options.trials, run_dir=options.run_dir, processes=options.processes)
+    processes = 0 if options.finished else options.processes
+    outcomes = run_all(trials, options.trials, run_dir=options.run_dir, processes=processes)
     found = by_size(wanted, outcomes)
     tables = {
         "ScalingNote, Table 3: AUC over judged pairs": table_3(found),
@@ -76,7 +80,7 @@ def main() -> None:
     for title, rows in tables.items():
         show(title, rows)
     write(options.json, metrics=metrics(found), tables=tables)
-    if len(outcomes) < len(trials):
+    if len(outcomes) < len(trials) and not options.finished:
         raise SystemExit(f"{len(trials) - len(outcomes)} of {len(trials)} trials failed: see above")
 
 
@@ -110,9 +114,7 @@ def table_3(found: Found) -> list[dict[str, Any]]:
     """Of datasets whose judgements differ in grade."""
     rows = []
     for (dataset, size), sides in found.items():
-        names = [
-            name for name in BY_SIZE if name in sides and "AUC-relevance" in sides[name].sides[0].measures
-        ]
+        names = [name for name in BY_SIZE if name in sides and "AUC-relevance" in _measures(sides[name])]
         if names:
             rows.append(
                 {"data": dataset, "size": size}
@@ -144,7 +146,7 @@ def table_6(found: Found) -> list[dict[str, Any]]:
     rows = _large(found, (*STUDENTS, "scalingdual"), over="scalingdual", label="query tower")
     for row in rows:
         side = found[row["data"], "large"][row["query tower"]]
-        distances = side.sides[0].measures.keys() >= {"distance train", "distance validation"}
+        distances = _measures(side).keys() >= {"distance train", "distance validation"}
         for split in ("train", "validation"):
             row[f"distance, {split}"] = f"{side.mean(f'distance {split}'):.3f}" if distances else "-"
         row["queries/cpu s"] = round(side.speed or 0)
@@ -195,6 +197,10 @@ def metrics(found: Found) -> dict[str, float]:
             told[f"datasets_{name}"] = sum(s[better].mean("R@50") > s[worse].mean("R@50") for s in both)
             told[f"datasets_of_{name}"] = len(both)
     return told
+
+
+def _measures(row: Row) -> Mapping[str, float]:
+    return next(iter(row.sides.values())).measures
 
 
 def _large(found: Found, names: Sequence[str], *, over: str, label: str) -> list[dict[str, Any]]:

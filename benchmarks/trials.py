@@ -86,12 +86,13 @@ class Outcome:
 def run_all(trials: Sequence[Trial], path: Path, *, run_dir: str, processes: int) -> list[Outcome]:
     """Every trial's outcome, in their order; those that `path` has no line of are run now.
 
-    A trial that fails is told, leaves no line and is missing from the answer; the others run.
+    A trial that fails is told, leaves no line and is missing from the answer; the others run. Without
+    processes none is run, and what is not there is missing.
     """
     done = {outcome.trial for outcome in read(path)}
     left = [trial for trial in trials if trial not in done]
     log.info("%d trials, %d of them in %s", len(trials), len(trials) - len(left), path)
-    if left:
+    if left and processes:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.environ["OMP_NUM_THREADS"] = "1"  # of the processes below
         with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:

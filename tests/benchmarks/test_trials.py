@@ -51,6 +51,8 @@ def test_only_what_has_no_line_is_run_and_what_fails_leaves_none(
     # Nothing is left but the one that failed; what is there comes back in the order that was asked for.
     there = trials.run_all([wanted[3], wanted[0]], path, run_dir=str(tmp_path), processes=1)
     assert [found.trial for found in there] == [wanted[3], wanted[0]]
+    some = trials.run_all(wanted, path, run_dir=str(tmp_path), processes=0)
+    assert [found.trial for found in some] == [wanted[0], wanted[1], wanted[3]]
 
 
 def test_trials_that_share_stage_one_are_one_process_work():
@@ -75,6 +77,9 @@ def test_the_table_compares_with_the_teacher_over_all_seeds():
     assert float(second["p"]) == pytest.approx(
         distillation.p_value(rows["scalingnote-1l"], rows["scalingdual"]), abs=1e-3
     )
+    rows["scalingnote-4l"] = distillation.rows([students[0]])["scalingnote-1l"]  # of the first seed alone
+    assert distillation.share(rows["scalingnote-4l"], rows["scalingdual"]) == pytest.approx(8 / 9)
+    del rows["scalingnote-4l"]
     assert distillation.metrics({"medquad": rows}) == {"scalingnote_over_scalingdual_R50": 0.8333}
 
 
