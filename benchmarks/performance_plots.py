@@ -59,7 +59,7 @@ def quality_cost(reports: Reports) -> Figure:
     for axes, (title, rows) in zip(
         figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True
     ):
-        for row in rows:
+        for row in sorted(rows, key=lambda row: str(row["query side"])):  # one marker in all panels
             if row["queries/s"] == "-":
                 axes.axhline(mean(row["R@50"]), color=GREY, linewidth=0.8, linestyle=":")
                 place = (0.01, mean(row["R@50"]))
