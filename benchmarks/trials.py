@@ -9,6 +9,7 @@ What a query costs is processor time of one thread: trials run beside one anothe
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -95,7 +96,8 @@ def run_all(trials: Sequence[Trial], path: Path, *, run_dir: str, processes: int
     if left and processes:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.environ["OMP_NUM_THREADS"] = "1"  # of the processes below
-        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        spawn, parent = multiprocessing.get_context("spawn"), (os.getpid(),)
+        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_end_with, initargs=parent) as pool:
             # What all trials on the same data share is built once, before they start.
             firsts = {(trial.dataset, _before_stage_two(trial)): trial for trial in left}.values()
             list(pool.map(_collect, firsts, repeat(run_dir)))
@@ -195,6 +197,17 @@ def _speed(
             way([queries[count % len(queries)]])
         count += 1
     return count / (time.process_time() - start)
+
+
+def _end_with(parent: int) -> None:
+    """A process of the pool would work on, for hours, after its parent was killed."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
