@@ -11,7 +11,6 @@ the folder that was saved. Finished trials stand in ``--trials`` and are not run
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,8 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from benchmarks import teacher
-from benchmarks.report import alone, arguments, show, write
-from benchmarks.trials import Outcome, Side, Trial, run_all
+from benchmarks.report import alone, show, write
+from benchmarks.trials import Outcome, Side, Trial, given, require, run_given
 from scalingnote.evaluate.significance import paired_t_test
 from scalingnote.log import configure
 
@@ -71,20 +70,10 @@ class Row:
 
 def main() -> None:
     """Parse arguments, run, print and write."""
-    parser = arguments(__doc__)
-    parser.add_argument("--datasets", nargs="+", default=["medquad", "python_docs"])
+    parser = given(__doc__, datasets=["medquad", "python_docs"])
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument(
         "--backbones", nargs="+", choices=("scratch", "minilm"), default=["scratch", "minilm"]
-    )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of stage I; default: by dataset and backbone")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
-    parser.add_argument("--trials", type=Path, default=Path("runs/trials.jsonl"))
-    parser.add_argument("--run-dir", default="runs/trials")
-    parser.add_argument("--processes", type=int, default=2, help="trials at the same time, a thread each")
-    parser.add_argument(
-        "--finished", action="store_true", help="tables of the trials that are there; run none"
     )
     options = parser.parse_args()
     configure()
@@ -95,8 +84,7 @@ def main() -> None:
         )
         if backbone != "minilm" or not method.startswith(CAUSAL)
     ]
-    processes = 0 if options.finished else options.processes
-    outcomes = run_all(trials, options.trials, run_dir=options.run_dir, processes=processes)
+    outcomes = run_given(trials, options)
     found = {
         f"{dataset}, {backbone}": rows(
             o for o in outcomes if (o.trial.dataset, o.trial.backbone) == (dataset, backbone)
@@ -109,8 +97,7 @@ def main() -> None:
         show(title, lines)
     stored = alone(teacher.run, teacher.parser().parse_args([]))["metrics"]
     write(options.json, metrics=metrics(found) | stored, tables=tables)
-    if len(outcomes) < len(trials) and not options.finished:
-        raise SystemExit(f"{len(trials) - len(outcomes)} of {len(trials)} trials failed: see above")
+    require(trials, outcomes, options)
 
 
 def trial(

@@ -25,9 +25,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
     options = parser.parse_args()
     configure()
-    here = [
-        "train.resources.workers=0"
-    ]  # a rung takes a minute: half of it would be the start of Ray's workers
+    # A rung takes a minute: half of it would be the start of Ray's workers.
+    here = ["train.resources.workers=0"]
     made = pipeline.ladder(load(pipeline.RunConfig, FILES, [*here, *options.overrides]))
     told, rungs = made.read_json("report.json"), made.table("ladder").to_pylist()
     shown: list[dict[str, Any]] = [

@@ -15,13 +15,12 @@ trials (benchmarks/trials.py) are not run again: interrupt it, and start it agai
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from benchmarks import distillation
 from benchmarks.distillation import Row
-from benchmarks.report import arguments, show, write
-from benchmarks.trials import Outcome, Trial, run_all
+from benchmarks.report import show, write
+from benchmarks.trials import Outcome, Trial, given, require, run_given
 from scalingnote.log import configure
 
 DATASETS = (
@@ -44,17 +43,7 @@ Found = Mapping[tuple[str, str], Mapping[str, Row]]  # by dataset and size: quer
 
 def main() -> None:
     """Parse arguments, run what is missing, print and write."""
-    parser = arguments(__doc__)
-    parser.add_argument("--datasets", nargs="+", default=DATASETS)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="of stage I at the large size; default: by dataset")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
-    parser.add_argument("--trials", type=Path, default=Path("runs/trials.jsonl"))
-    parser.add_argument("--run-dir", default="runs/trials")
-    parser.add_argument("--processes", type=int, default=2, help="trials at the same time, a thread each")
-    parser.add_argument(
-        "--finished", action="store_true", help="tables of the trials that are there; run none"
-    )
+    parser = given(__doc__, datasets=DATASETS)
     options = parser.parse_args()
     configure()
     wanted = {
@@ -65,8 +54,7 @@ def main() -> None:
         for dataset, size in product(options.datasets, SIZES)
     }
     trials = [one for some in wanted.values() for one in some]
-    processes = 0 if options.finished else options.processes
-    outcomes = run_all(trials, options.trials, run_dir=options.run_dir, processes=processes)
+    outcomes = run_given(trials, options)
     found = by_size(wanted, outcomes)
     tables = {
         "ScalingNote, Table 3: AUC over judged pairs": table_3(found),
@@ -80,8 +68,7 @@ def main() -> None:
     for title, rows in tables.items():
         show(title, rows)
     write(options.json, metrics=metrics(found), tables=tables)
-    if len(outcomes) < len(trials) and not options.finished:
-        raise SystemExit(f"{len(trials) - len(outcomes)} of {len(trials)} trials failed: see above")
+    require(trials, outcomes, options)
 
 
 def methods(size: str) -> Sequence[str]:

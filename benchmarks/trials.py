@@ -6,6 +6,7 @@ A trial that has its line is not run again, so hours of them may be interrupted,
 What a query costs is processor time of one thread: trials run beside one another.
 """
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from benchmarks import minilm, training
+from benchmarks import minilm, report, training
 from scalingnote import pipeline
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
@@ -82,6 +83,34 @@ class Outcome:
     validation: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     environment: dict[str, Any] = field(default_factory=dict)
+
+
+def given(description: str | None, *, datasets: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser of what every benchmark that is made of trials asks for."""
+    parser = report.arguments(description)
+    parser.add_argument("--datasets", nargs="+", default=datasets)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of stage I; default: by dataset and backbone")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
+    parser.add_argument("--trials", type=Path, default=Path("runs/trials.jsonl"))
+    parser.add_argument("--run-dir", default="runs/trials")
+    parser.add_argument("--processes", type=int, default=2, help="trials at the same time, a thread each")
+    parser.add_argument(
+        "--finished", action="store_true", help="tables of the trials that are there; run none"
+    )
+    return parser
+
+
+def run_given(trials: Sequence[Trial], options: argparse.Namespace) -> list[Outcome]:
+    """:func:`run_all` as the options of :func:`given` want it."""
+    processes = 0 if options.finished else options.processes
+    return run_all(trials, options.trials, run_dir=options.run_dir, processes=processes)
+
+
+def require(trials: Sequence[Trial], found: Sequence[Outcome], options: argparse.Namespace) -> None:
+    """SystemExit when some that were to be run have failed."""
+    if len(found) < len(trials) and not options.finished:
+        raise SystemExit(f"{len(trials) - len(found)} of {len(trials)} trials failed: see above")
 
 
 def run_all(trials: Sequence[Trial], path: Path, *, run_dir: str, processes: int) -> list[Outcome]:

@@ -1,5 +1,6 @@
 """Running benchmarks one after the other: what is run, what is skipped, what a failure leaves."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import report, suite
+from benchmarks import report, suite, trials
 from benchmarks.sizes import BENCHMARKS, Benchmark
 
 ONE, TWO = (Benchmark(name, "--small 1", 2, "", 20) for name in ("one", "two"))
@@ -86,6 +87,8 @@ def test_results_are_kept_with_their_plots_and_of_several_runs_the_first(tmp_pat
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
 def test_every_argument_of_the_table_is_one_that_the_benchmark_knows(benchmark: Benchmark):
     source = Path(f"benchmarks/{benchmark.name}.py").read_text(encoding="utf-8")
+    if "parser = given(" in source:  # the options of all benchmarks that are made of trials
+        source += inspect.getsource(trials.given)
     for size in ("small", "full"):
         *_, command = suite.commands(benchmark, Path("r.json"), Path("build"), size)
         options = {word for word in command if word.startswith("--")} - {"--json"}
