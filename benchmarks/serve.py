@@ -2,9 +2,10 @@
 
     python -m benchmarks.serve --json docs/results/serve.json
 
-Every server answers the same queries, k = 10, over loopback, one after the other on the same machine, which
-the load generator shares (benchmarks/load.py); rounds alternate between them, and a figure is the median of
-its rounds. Servers are those of benchmarks/serve_peers.py and ours:
+Every server answers the same queries, k = 10, over loopback, on a machine that it shares with the load
+generator (benchmarks/load.py). Ours and its peers (benchmarks/serve_peers.py) run side by side and are loaded
+in turns of a second, the others idle: what else the machine does falls on all of them. A ratio is the median
+over turns. The service that does nothing is an application of the very Serve that runs ours. Ours are:
 
     lookup x 1, x 4     a lookup tower, an index of 1 or 4 shards, both in the gateway
     int8 x 1, x 4       a transformer of two layers with 8-bit products, in the gateway
@@ -20,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,53 +34,46 @@ from benchmarks import load, report, serve_inputs
 from benchmarks.serve_inputs import Inputs
 from serve.settings import HAPROXY
 
-PORT = 8600
+PORT, HANDWRITTEN_PORT = 8600, 8601
+Turns = dict[str, dict[int, list[load.Load]]]  # by server and number of connections
 
 
 @dataclass(frozen=True)
 class Server:
-    """How a server is started: a Python program, or its arguments."""
+    """One of ours, and what it is made of."""
 
     name: str
-    command: Sequence[str]
+    index: str
+    query_tower: str
+    knobs: Mapping[str, Any]
+
+    @property
+    def command(self) -> list[str]:
+        """How it is started, with the no-op beside it."""
+        settings = {"port": PORT, "ingress": "haproxy", "query_form": "auto", **self.knobs}
+        args = {"index": self.index, "query_tower": self.query_tower, "serve": settings}
+        return ["-m", "benchmarks.serve_peers", "ours", "--args", json.dumps(args)]
 
 
-def ours(name: str, index: str, tower: str, **knobs: Any) -> Server:
-    """One of our own."""
-    settings = {"port": PORT, "ingress": "haproxy", "query_form": "auto", **knobs}
-    program = f"""
-import sys
-from serve import launch
-from serve.settings import AppArgs
-sys.exit(launch.run(AppArgs(index={index!r}, query_tower={tower!r}, serve={settings!r})))
-"""
-    return Server(name, ["-c", program])
-
-
-def servers(inputs: Inputs, folder: Path) -> list[Server]:
-    """All of them."""
+def servers(inputs: Inputs) -> list[Server]:
+    """All of ours."""
     here = {"encoder_in": "gateway", "searchers_in": "gateway"}
     apart = {"encoder_in": "replicas", "searchers_in": "replicas", "shards_per_searcher": 2}
-    peer = ["-m", "benchmarks.serve_peers"]
     return [
-        Server("noop", [*peer, "noop", "--port", str(PORT)]),
-        Server("handwritten", [*peer, "handwritten", "--port", str(PORT), "--folder", str(folder)]),
-        *(ours(f"lookup x {n}", index.uri, inputs.lookup.uri, **here) for n, index in inputs.indexes.items()),
-        *(ours(f"int8 x {n}", index.uri, inputs.int8.uri, **here) for n, index in inputs.indexes.items()),
-        ours("replicas", inputs.indexes[4].uri, inputs.lookup.uri, **apart),
+        *(Server(f"lookup x {n}", index.uri, inputs.lookup.uri, here) for n, index in inputs.indexes.items()),
+        *(Server(f"int8 x {n}", index.uri, inputs.int8.uri, here) for n, index in inputs.indexes.items()),
+        Server("replicas", inputs.indexes[4].uri, inputs.lookup.uri, apart),
     ]
 
 
 @contextmanager
-def running(server: Server) -> Any:
-    """Its URL, while it runs."""
+def running(command: Sequence[str]) -> Iterator[str]:
+    """The URL of a server, while it runs."""
     environment = {**os.environ, **HAPROXY, "PYTHONPATH": os.getcwd()}
-    process = psutil.Popen(
-        [sys.executable, *server.command], stdout=subprocess.PIPE, text=True, env=environment
-    )
+    process = psutil.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment)
     try:
         url = next(line for line in process.stdout if line.startswith("http://")).split()[0]
-        while not _listens(PORT):
+        while not _listens(int(url.rpartition(":")[2])):
             time.sleep(0.1)
         yield url
     finally:
@@ -94,22 +88,28 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def measure(
-    url: str, bodies: list[bytes], *, concurrency: Sequence[int], seconds: float
-) -> dict[int, load.Load]:
-    """Loads of several concurrencies, after a warm-up."""
-    load.run(f"{url}/search", bodies, connections=8, seconds=2)
-    return {
-        number: load.run(f"{url}/search", bodies, connections=number, seconds=seconds)
-        for number in concurrency
-    }
+def in_turns(
+    urls: Mapping[str, str], bodies: list[bytes], *, concurrency: Sequence[int], turns: int, seconds: float
+) -> Turns:
+    """Loads of several servers, one after the other and again, after a warm-up."""
+    for url in urls.values():
+        load.run(url, bodies, connections=8, seconds=2)
+    found: Turns = {name: {number: [] for number in concurrency} for name in urls}
+    for number in concurrency:
+        for turn in range(turns):
+            # Back and forth: none is always the one that follows the heaviest.
+            for name, url in list(urls.items())[:: 1 if turn % 2 == 0 else -1]:
+                found[name][number].append(load.run(url, bodies, connections=number, seconds=seconds))
+        told = ", ".join(f"{name} {_rate(loads[number]):,.0f}/s" for name, loads in found.items())
+        print(f"{number} connections: {told}", flush=True)
+    return found
 
 
 def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--documents", type=int, default=200_000)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
+    parser.add_argument("--turns", type=int, default=10, help="of each server at each concurrency")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--only", nargs="+", help="names of servers")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/scalingnote-serve"))
@@ -118,51 +118,64 @@ def main() -> None:
     np.save(options.folder / "vectors.npy", inputs.vectors)
     (options.folder / "texts.txt").write_text("\n".join(inputs.texts), encoding="utf-8")
     bodies = [json.dumps({"query": query, "k": 10}).encode() for query in inputs.queries]
-    found: dict[str, dict[int, list[load.Load]]] = {}
-    for _ in range(options.rounds):
-        for server in servers(inputs, options.folder):
+    del inputs.texts[:]  # the servers have them
+    by_hand = ["-m", "benchmarks.serve_peers", "handwritten", "--port", str(HANDWRITTEN_PORT)]
+    found: dict[str, Turns] = {}
+    with running([*by_hand, "--folder", str(options.folder)]) as handwritten:
+        for server in servers(inputs):
             if options.only and server.name not in options.only:
                 continue
-            with running(server) as url:
-                loads = measure(url, bodies, concurrency=options.concurrency, seconds=options.seconds)
-            for number, one in loads.items():
-                found.setdefault(server.name, {}).setdefault(number, []).append(one)
-                print(f"{server.name}, {number} connections: {one.rate:.0f}/s {one.statuses}", flush=True)
-    rows = [_row(name, number, loads) for name, of in found.items() for number, loads in of.items()]
+            with running(server.command) as ours:
+                urls = {
+                    "noop": f"{ours}/noop/search",
+                    "handwritten": f"{handwritten}/search",
+                    server.name: f"{ours}/search",
+                }
+                print(server.name, flush=True)
+                knobs = {"turns": options.turns, "seconds": options.seconds}
+                found[server.name] = in_turns(urls, bodies, concurrency=options.concurrency, **knobs)
+    rows = [
+        _row(name, number, [one for turns in found.values() for one in turns.get(name, {}).get(number, ())])
+        for name in ("noop", "handwritten", *found)
+        for number in options.concurrency
+    ]
     report.show(f"{options.documents:,} documents, k = 10", rows)
-    report.write(options.json, metrics=_metrics(found), table=rows)
+    report.write(options.json, metrics=metrics(found), table=rows)
+
+
+def _rate(loads: Sequence[load.Load]) -> float:
+    return statistics.median(one.rate for one in loads)
 
 
 def _row(name: str, connections: int, loads: Sequence[load.Load]) -> dict[str, Any]:
+    latencies = load.Load(latencies=[latency for one in loads for latency in one.latencies])
     return {
         "server": name,
         "connections": connections,
-        "requests/s": round(statistics.median(one.rate for one in loads)),
-        "p50 ms": round(statistics.median(one.percentile(50) for one in loads), 2),
-        "p99 ms": round(statistics.median(one.percentile(99) for one in loads), 2),
+        "requests/s": round(_rate(loads)),
+        "p50 ms": round(latencies.percentile(50), 2),
+        "p99 ms": round(latencies.percentile(99), 2),
         "not 200": sum(count for one in loads for status, count in one.statuses.items() if status != 200),
     }
 
 
-def _metrics(found: Mapping[str, Mapping[int, Sequence[load.Load]]]) -> dict[str, float]:
-    def ratio(name: str, peer: str, number: int) -> float:
-        # Of the same round: the machine's other work moves both.
-        pairs = zip(found[name][number], found[peer][number], strict=True)
-        return round(statistics.median(ours.rate / theirs.rate for ours, theirs in pairs), 3)
-
+def metrics(found: Mapping[str, Turns]) -> dict[str, float]:
+    """Requests a second of ours over those of a peer, turn by turn."""
     wanted = {
         "rps_over_noop_c16_lookup": ("lookup x 1", "noop", 16),
+        "rps_over_noop_c64_lookup": ("lookup x 1", "noop", 64),
         "rps_over_noop_c16_lookup_4_shards": ("lookup x 4", "noop", 16),
         "rps_over_noop_c16_int8": ("int8 x 1", "noop", 16),
         "rps_over_noop_c16_replicas": ("replicas", "noop", 16),
         "rps_over_handwritten_c16": ("int8 x 1", "handwritten", 16),
         "rps_over_handwritten_c16_lookup": ("lookup x 1", "handwritten", 16),
     }
-    return {
-        metric: ratio(*of)
-        for metric, of in wanted.items()
-        if of[0] in found and of[1] in found and of[2] in found[of[0]]
-    }
+    told = {}
+    for metric, (name, peer, number) in wanted.items():
+        if name in found and number in found[name][name]:
+            pairs = zip(found[name][name][number], found[name][peer][number], strict=True)
+            told[metric] = round(statistics.median(ours.rate / theirs.rate for ours, theirs in pairs), 3)
+    return told
 
 
 if __name__ == "__main__":

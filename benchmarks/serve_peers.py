@@ -1,17 +1,13 @@
-"""What our service is measured against: an application that does nothing, and a service written by hand.
+"""The servers that benchmarks/serve.py loads, each until it is killed.
 
-    noop           FastAPI on Ray Serve, behind the same proxy: what no application can be faster than
-    handwritten    FastAPI, sentence-transformers and faiss in one process, as a team would write it in a day
-
-Each is started by its name: ``python -m benchmarks.serve_peers noop --port 8000``.
+ours           our application and, at /noop, one that does nothing: FastAPI on the same Ray Serve, behind
+               the same proxy, which no application can be faster than
+handwritten    FastAPI, sentence-transformers and faiss in one process, as a team would write it in a day
 """
 
 import argparse
-import os
-
-if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") is None and __name__ == "__main__":
-    os.environ |= {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
-
+import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +23,14 @@ class Query(BaseModel):
     k: int = Field(10, ge=1, le=100)
 
 
-def noop(port: int) -> None:
-    """Serve nothing until killed."""
-    import signal
-
+def ours(args: dict[str, Any]) -> None:
+    """Serve what :class:`serve.settings.AppArgs` name, and nothing at /noop."""
     from ray import serve
 
     from scalingnote import cluster
-    from scalingnote.serving.config import ServeConfig
-    from serve import launch
+    from serve import app, launch
+    from serve.log import SERVE
+    from serve.settings import AppArgs
 
     api = FastAPI()
 
@@ -47,7 +42,9 @@ def noop(port: int) -> None:
             return {"ok": True}
 
     cluster.connect()
-    print(launch.launch(Noop.bind(), ServeConfig(port=port)), flush=True)
+    url = launch.start(app.find(AppArgs(**args)))
+    serve.run(Noop.bind(), name="noop", route_prefix="/noop", logging_config=SERVE)
+    print(url, flush=True)
     signal.pause()
 
 
@@ -86,11 +83,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("name", choices=["noop", "handwritten"])
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("name", choices=["ours", "handwritten"])
+    parser.add_argument("--args", type=json.loads, help="of our application, as JSON")
+    parser.add_argument("--port", type=int)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
-    if options.name == "noop":
-        noop(options.port)
+    if options.name == "ours":
+        ours(options.args)
     else:
         handwritten(options.port, options.folder)

@@ -5,7 +5,6 @@ messages.py: to check every answer again would take as long as a search.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,6 +26,7 @@ from serve import body_route, messages
 from serve.admission import Admission
 from serve.catalog import Version
 from serve.door import Done, Door
+from serve.log import get_logger
 from serve.messages import Refusal, SearchResponse
 from serve.refusals import RefusedError, body_of, conflict, invalid, not_valid
 from serve.service import Service
@@ -40,7 +40,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'"
 )
-log = logging.getLogger("ray.serve")
+log = get_logger()
 
 
 def build(

@@ -1,12 +1,13 @@
 """Ask several replicas at once and go on with those that answer in time: calls in, answers or None out."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
+from serve.log import get_logger
+
 T = TypeVar("T")
-log = logging.getLogger("ray.serve")  # so that it lands in the replica's own log file
+log = get_logger()
 
 
 async def in_time(calls: Sequence[Awaitable[T]], *, deadline_s: float) -> list[T | None]:

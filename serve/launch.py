@@ -10,7 +10,6 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import HTTPOptions, gRPCOptions
-from ray.serve.schema import LoggingConfig
 
 from scalingnote import cluster
 from scalingnote.errors import ConfigError, SearchError
@@ -19,6 +18,7 @@ from scalingnote.serving.config import ServeConfig
 from serve import app
 from serve.app import Served
 from serve.grpc.servicer import REGISTER
+from serve.log import SERVE
 from serve.settings import AppArgs
 
 NAME = "scalingnote"
@@ -68,9 +68,7 @@ def launch(application: Application, config: ServeConfig) -> str:
         )
     serve.start(http_options=http, grpc_options=grpc, proxy_location="HeadOnly")
     try:
-        serve.run(
-            application, name=NAME, route_prefix="/", logging_config=LoggingConfig(enable_access_log=False)
-        )
+        serve.run(application, name=NAME, route_prefix="/", logging_config=SERVE)
     except RuntimeError as error:
         raise SearchError(f"Ray Serve could not start the application: {error}") from None
     host = "127.0.0.1" if config.host == "0.0.0.0" else config.host

@@ -4,7 +4,6 @@ A lookup tower takes microseconds and works where it is asked. A transformer wor
 all queries that arrived while it was at the last ones.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -17,10 +16,11 @@ from scalingnote.planner import planner
 from scalingnote.search.query_path import Asked, Personal, QueryPath
 from scalingnote.storage.artifact import Artifact, open_artifact
 from serve.batcher import Batcher
+from serve.log import get_logger
 
 MOST = 8  # queries in a pass: more make those in front wait longer than they save
 Query: TypeAlias = tuple[str, str | None]
-log = logging.getLogger("ray.serve")
+log = get_logger()
 
 
 @dataclass(frozen=True)

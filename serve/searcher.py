@@ -6,7 +6,6 @@ whatever is activated meanwhile; one that is not open yet is opened for the firs
 
 import asyncio
 import json
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +30,12 @@ from scalingnote.search.searcher import Searcher
 from serve.batcher import AtOnce, Batcher
 from serve.catalog import Catalog, Version
 from serve.live_catalog import LiveCatalog
+from serve.log import get_logger
 
 MOST = 32  # queries scanned together
 BRIEF, BRIEF_K = 500_000, 100  # documents and results: MOST searches of that take about 5 ms
 FACETS = 1000  # a text field with more values is no facet
-log = logging.getLogger("ray.serve")
+log = get_logger()
 
 
 @dataclass(frozen=True)

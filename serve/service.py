@@ -5,7 +5,6 @@ of the index, chosen when it comes in.
 """
 
 import asyncio
-import logging
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from serve.clock import Clock
 from serve.fan_out import in_time
 from serve.flow import Answer, Called, Group, Question
 from serve.here import Here
+from serve.log import get_logger
 from serve.messages import SearchRequest, SimilarRequest
 from serve.observer import Note
 from serve.refusals import conflict, invalid, unavailable
@@ -37,7 +37,7 @@ FACETS = 50  # values of a field that /info tells
 SECRET = "SCALINGNOTE_SECRET"  # environment variable: what user ids are hashed with, for logs
 CANARY_S = 30.0  # for the slow search of a canary
 LOAD_S = 600.0  # to open an index version on every searcher
-log = logging.getLogger("ray.serve")
+log = get_logger()
 
 
 @dataclass(frozen=True)

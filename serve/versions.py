@@ -7,7 +7,6 @@ sees two versions, and none fails for it.
 """
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from functools import reduce
 
@@ -15,11 +14,12 @@ from serve.catalog import Catalog, Serving, Version
 from serve.flow import Group
 from serve.here import everywhere
 from serve.live_catalog import LiveCatalog
+from serve.log import get_logger
 from serve.refusals import conflict
 from serve.searcher import Described
 
 LOAD_S = 600.0  # to open an index version on every searcher
-log = logging.getLogger("ray.serve")
+log = get_logger()
 
 
 class Versions:

@@ -18,15 +18,10 @@ from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Layout
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import scan
+from scalingnote.search.checks import checked_nprobe, require_both, require_vectors, unit_queries
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Found, Hit, merge
-from scalingnote.search.searcher import (
-    DEFAULT_JOINING,
-    checked_nprobe,
-    require_both,
-    require_vectors,
-    unit_queries,
-)
+from scalingnote.search.searcher import DEFAULT_JOINING
 
 
 class _Moment(NamedTuple):

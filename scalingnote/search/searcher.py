@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, no_type_check
 
 import faiss
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 from scalingnote.errors import SearchError
@@ -22,15 +22,16 @@ from scalingnote.hybrid import Both
 from scalingnote.index import filters, ivf, rescore
 from scalingnote.index import shard as shards_of
 from scalingnote.index.both import candidates as candidates_of_both
+from scalingnote.index.compiled import compiled
 from scalingnote.index.live.doc_ids import DocIds
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import hybrid, scan
+from scalingnote.search.checks import checked_nprobe, require_both, require_vectors, unit_queries
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Found
 from scalingnote.storage.artifact import open_artifact
 from scalingnote.storage.stored_rows import StoredRows
 
-MAX_K = 1000
 DEFAULT_JOINING = Joining()
 MASKS = 64  # filters whose rows are remembered: a bool per document each
 
@@ -92,7 +93,7 @@ class Searcher:
         ordered = sorted(shards, key=lambda shard: shard.number)
         self._documents = {shard.number: shard.documents for shard in ordered}
         self._rows = {number: StoredRows(documents) for number, documents in self._documents.items()}
-        self._numbers = np.array([*self._documents, -1])
+        self._numbers = np.array([*self._documents])
         self._first = np.array([0, *accumulate(map(len, self._documents.values()))])
         lists = [shard.lists for shard in ordered]
         self._segments = lists if mapped else [ivf.merge(lists)]
@@ -322,10 +323,8 @@ class Searcher:
 
     def _located(self, scores: Float[ndarray, "queries k"], rows: Int[ndarray, "queries k"]) -> Candidates:
         """Rows over all that is held, as shards and the rows in them."""
-        none = rows < 0
-        shard = np.where(none, -1, np.searchsorted(self._first[1:], rows, side="right"))
-        numbers, inside = self._numbers[shard], np.where(none, -1, rows - self._first[shard])
-        return Candidates(scores.astype(np.float32), numbers, inside)
+        shard, inside = _places(rows, self._first, self._numbers)
+        return Candidates(scores.astype(np.float32, copy=False), shard, inside)
 
     def _named(self, found: Candidates) -> list[list[Result]]:
         names = np.empty(found.row.shape, object)
@@ -360,46 +359,15 @@ class Searcher:
         return [self._rows[shard][row] for row in rows]
 
 
-def unit_queries(queries: Shaped[ndarray, "..."], *, dim: int, k: int) -> Float[ndarray, "queries dim"]:
-    """Queries as unit vectors; SearchError says what is wrong with them, or with `k`."""
-    if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
-        raise SearchError(f"k is {k!r}: ask for 1 to {MAX_K} results")
-    if queries.ndim != 2 or queries.shape[1] != dim:
-        raise SearchError(
-            f"queries have shape {queries.shape}, the index has embeddings of dim {dim}: "
-            f"pass [queries, {dim}] from the query tower this index was built for"
-        )
-    if not np.issubdtype(queries.dtype, np.floating):
-        raise SearchError(f"queries are {queries.dtype}: pass floats")
-    wide = queries.astype(np.float64)
-    lengths = np.sqrt(np.einsum("qd,qd->q", wide, wide))
-    if len(lengths) and not 0 < lengths.min() <= lengths.max() < np.inf:  # NaN is on neither side of anything
-        broken = np.argmin((lengths > 0) & (lengths < np.inf))
-        raise SearchError(f"query {broken} is not finite or all zero: its direction says nothing")
-    return np.asarray(queries / lengths[:, None], np.float32)
-
-
-def require_vectors(layout: shards_of.Layout) -> None:
-    """SearchError unless the index keeps its documents' vectors."""
-    if layout.refine == "none":
-        raise SearchError(
-            f"{layout.family} keeps no vectors of documents: index with index.family.refine=sq8"
-        )
-
-
-def require_both(layout: shards_of.Layout) -> None:
-    """SearchError where an index cannot be searched by embeddings and terms together."""
-    if not layout.sparse:
-        raise SearchError("this index has no terms: train with train.sparse, encode and index anew")
-    if layout.refine == "none":
-        raise SearchError(
-            f"{layout.family} keeps no vectors to score by what terms find: index with "
-            "index.family.refine=sq8"
-        )
-
-
-def checked_nprobe(nprobe: int, nlist: int) -> int:
-    """As many lists as there are at most; SearchError for none."""
-    if nprobe < 1:
-        raise SearchError(f"nprobe is {nprobe}: scan 1 to {nlist} lists")
-    return min(nprobe, nlist)
+@compiled
+@no_type_check
+def _places(rows, first, numbers):
+    """The shard of each row, and its row there; -1 for none. `first` is where shards begin, and the end."""
+    shard, inside = np.full_like(rows, -1), np.full_like(rows, -1)
+    for q in range(rows.shape[0]):
+        for c in range(rows.shape[1]):
+            row = rows[q, c]
+            if row >= 0:
+                place = np.searchsorted(first, row, side="right") - 1
+                shard[q, c], inside[q, c] = numbers[place], row - first[place]
+    return shard, inside

@@ -3,7 +3,6 @@
 Serve's proxy hands a call to the method of its name on the gateway, with its metadata as `grpc_context`.
 """
 
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from serve.door import Done
 from serve.grpc import scalingnote_pb2 as pb
 from serve.grpc import translate
 from serve.grpc.scalingnote_pb2_grpc import ScalingNoteServicer
+from serve.log import get_logger
 from serve.refusals import RefusedError
 from serve.service import Service
 
@@ -27,7 +27,7 @@ State = dict[
 ]  # what is known of a call: its `request_id`, the `note` of a search, the code `refused`
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Message)
-log = logging.getLogger("ray.serve")
+log = get_logger()
 
 
 def _call(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., Awaitable[R]]], Any]:
