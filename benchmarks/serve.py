@@ -4,7 +4,7 @@
 
 Every server answers the same queries, k = 10, over loopback, on a machine that it shares with the load
 generator (benchmarks/load.py). Ours and its peers (benchmarks/serve_peers.py) run side by side and are loaded
-in turns of a second, the others idle: what else the machine does falls on all of them. A ratio is the median
+in turns of half a second, the others idle: what else the machine does falls on all of them. A ratio is the median
 over turns. The service that does nothing is an application of the very Serve that runs ours. Ours are:
 
     lookup x 1, x 4     a lookup tower, an index of 1 or 4 shards, both in the gateway
@@ -108,8 +108,8 @@ def in_turns(
 def main() -> None:
     parser = report.arguments(__doc__)
     parser.add_argument("--documents", type=int, default=200_000)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
-    parser.add_argument("--turns", type=int, default=10, help="of each server at each concurrency")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
+    parser.add_argument("--turns", type=int, default=20, help="of each server at each concurrency")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--only", nargs="+", help="names of servers")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/scalingnote-serve"))

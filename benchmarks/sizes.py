@@ -83,7 +83,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "serve",
-        "--documents 20000 --turns 3 --concurrency 1 16 --folder {scratch}/serve",
+        "--documents 20000 --turns 6 --concurrency 1 16 --folder {scratch}/serve",
         4,
         "--folder {scratch}/serve",
         15,
