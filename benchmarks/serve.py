@@ -4,8 +4,8 @@
 
 Every server answers the same queries, k = 10, over loopback, on a machine that it shares with the load
 generator (benchmarks/load.py). Ours and its peers (benchmarks/serve_peers.py) run side by side and are loaded
-in turns of half a second, the others idle: what else the machine does falls on all of them. A ratio is the median
-over turns. The service that does nothing is an application of the very Serve that runs ours. Ours are:
+in turns of half a second, the others idle: what else the machine does falls on all of them. A ratio is the
+median over turns. The service that does nothing is an application of the very Serve that runs ours. Ours are:
 
     lookup x 1, x 4     a lookup tower, an index of 1 or 4 shards, both in the gateway
     int8 x 1, x 4       a transformer of two layers with 8-bit products, in the gateway

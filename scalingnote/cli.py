@@ -200,9 +200,10 @@ def _run(options: argparse.Namespace) -> int:
     chosen = pipeline.select(config, only=options.only, start=options.start, until=options.until)
     built = pipeline.run(config, chosen)
     if "report" in built:
+        from scalingnote.evaluate.merge import merge
         from scalingnote.evaluate.report import comparison_table
 
-        print(comparison_table([built["report"].read_json("report.json")]))
+        print(comparison_table(merge([built["report"]])))
     width = max(len(kind) for kind in built)
     for kind, artifact in built.items():
         print(f"{kind:<{width}}  {artifact.uri}")
@@ -251,7 +252,8 @@ def _training_rows(config: "RunConfig") -> int | None:
 def _compare(options: argparse.Namespace) -> int:
     configs = [_load(options, method) for method in options.methods]  # all checked before any is run
     from scalingnote import pipeline
-    from scalingnote.evaluate.report import comparison_table, merge_reports
+    from scalingnote.evaluate.merge import merge
+    from scalingnote.evaluate.report import comparison_table
     from scalingnote.storage import filesystem as fs
 
     places = {config.run_dir for config in configs}
@@ -259,11 +261,11 @@ def _compare(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"methods name different run_dirs {sorted(places)}: give one with --set run_dir=..."
         )
-    reports = [pipeline.run(config, record=False)["report"].read_json("report.json") for config in configs]
-    table = comparison_table(reports)
+    merged = merge([pipeline.run(config, record=False)["report"] for config in configs])
+    table = comparison_table(merged)
     run_dir = configs[0].run_dir
-    merged = json.dumps(merge_reports(reports), indent=1, sort_keys=True)
-    fs.write_bytes(fs.join(run_dir, "compare.json"), merged.encode())
+    told = json.dumps(merged, indent=1, sort_keys=True)
+    fs.write_bytes(fs.join(run_dir, "compare.json"), told.encode())
     fs.write_bytes(fs.join(run_dir, "compare.md"), f"{table}\n".encode())
     print(f"{table}\n\n{fs.join(run_dir, 'compare.md')}\n{fs.join(run_dir, 'compare.json')}")
     return 0

@@ -199,9 +199,12 @@ def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monk
     monkeypatch.setattr(
         pipeline, "run", lambda config, record: {"report": reports[config.evaluate.names.student]}
     )
-    monkeypatch.setattr("scalingnote.evaluate.report.merge_reports", lambda all_: {"merged": all_})
     monkeypatch.setattr(
-        "scalingnote.evaluate.report.comparison_table", lambda all_: f"| {len(all_)} methods |"
+        "scalingnote.evaluate.merge.merge",
+        lambda all_: {"merged": [one.read_json("report.json") for one in all_]},
+    )
+    monkeypatch.setattr(
+        "scalingnote.evaluate.report.comparison_table", lambda merged: f"| {len(merged['merged'])} methods |"
     )
     methods = [str(tmp_path / f"{name}.yaml") for name in reports]
     assert cli.main(["compare", str(config), "--methods", *methods]) == 0

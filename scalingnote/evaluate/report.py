@@ -17,14 +17,11 @@ A number that cannot be told is null. What :mod:`scalingnote.evaluate.sections` 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from scalingnote.errors import DataError
+from scalingnote.evaluate.merge import Report, merge_reports
 from scalingnote.evaluate.retrieval import in_order, is_recall
 from scalingnote.evaluate.sections import Section, mark, sections
 
-Report = dict[str, Any]
-SAME = ("dataset", "num_documents", "num_queries", "simulated_clicks")
 READING = (
     "R@K is the share of queries with a relevant document among their first K of the whole pool "
     "(Success@K where a query has several). Methods are searched exactly; “(index)” is the same query "
@@ -33,40 +30,11 @@ READING = (
 SIMULATED = "Training clicks were simulated from judged data (dataset.click_model)."
 
 
-def merge_reports(reports: Sequence[Report]) -> Report:
-    """One report of several methods over one dataset.
+def comparison_table(merged: Report) -> str:
+    """Markdown: a line per method with its measures, then a line per index with recall and size.
 
-    `methods` is the union; `index` and `seconds` become {METHOD: ...}, under the name of the tower that was
-    searched through the index. A name that reports give different numbers gets `` #2``, `` #3``...
-    DataError when the reports are not of the same documents and queries.
+    Of one report or several, as :func:`~scalingnote.evaluate.merge.merge_reports` gives them.
     """
-    if not reports:
-        raise DataError("no reports to compare: run at least one method")
-    first = reports[0]
-    for report in reports[1:]:
-        unequal = [name for name in SAME if report[name] != first[name]]
-        if unequal:
-            name = unequal[0]
-            raise DataError(
-                f"reports differ in {name}: {first[name]!r} and {report[name]!r}; "
-                "compare methods that were run on one dataset"
-            )
-    merged: Report = {name: first[name] for name in SAME}
-    merged |= {"methods": {}, "index": {}, "seconds": {}, "environment": first["environment"]}
-    if len(reports) == 1:
-        merged["significance"] = first.get("significance", {})
-    for report in reports:
-        names = {name: _free(merged["methods"], name, row) for name, row in report["methods"].items()}
-        merged["methods"] |= {names[name]: row for name, row in report["methods"].items()}
-        served = names[_served(report)].removesuffix(" (index)")
-        merged["index"][served] = report["index"]
-        merged["seconds"][served] = report["seconds"]
-    return merged
-
-
-def comparison_table(reports: Sequence[Report]) -> str:
-    """Markdown: a line per method with its measures, then a line per index with recall and size."""
-    merged = merge_reports(reports)
     methods: dict[str, dict[str, float]] = merged["methods"]
     names = measures_of(methods)
     best = {name: max(row[name] for row in methods.values() if name in row) for name in names}
@@ -109,7 +77,7 @@ def markdown(report: Report) -> str:
         [
             "# Retrieval report",
             "",
-            comparison_table([report]),
+            comparison_table(merge_reports([report])),
             "",
             READING,
             "",
@@ -129,20 +97,6 @@ def measures_of(methods: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 def _section(section: Section) -> list[str]:
     return [f"## {section.title}", "", section.text, "", *_table(section.head, section.rows), ""]
-
-
-def _served(report: Report) -> str:
-    """The method that went through the index; without one, the first."""
-    names: list[str] = list(report["methods"])
-    return next((name for name in names if name.endswith(" (index)")), names[0])
-
-
-def _free(taken: Mapping[str, Any], name: str, row: Mapping[str, float]) -> str:
-    base, index, free, number = name.removesuffix(" (index)"), name.endswith(" (index)"), name, 1
-    while free in taken and taken[free] != row:
-        number += 1
-        free = f"{base} #{number}{' (index)' if index else ''}"
-    return free
 
 
 def _rank(item: tuple[str, Mapping[str, float]], names: Sequence[str]) -> tuple[float, str]:

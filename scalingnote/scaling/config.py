@@ -50,6 +50,11 @@ class LadderConfig(Config):
         description="training pairs, each seen once; whole batches of them",
     )
     seeds: tuple[int, ...] = Field((0,), min_length=1, description="of training; each is a run of its own")
+    lr_by_width: float = Field(
+        0.0,
+        ge=0,
+        description="peak_lr is train's times (narrowest width / a rung's width) to this power; 0: the same",
+    )
     draws: int = Field(200, ge=10, description="bootstrap samples behind the intervals")
     level: float = Field(0.95, gt=0, lt=1, description="of the intervals")
 

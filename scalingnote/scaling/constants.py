@@ -117,7 +117,7 @@ ENCODERS: dict[QueryTower, Constant] = {
 
 GATEWAY_RATE = Constant(
     "requests a second through replicas of their own",
-    134.0,
+    101.0,
     "1/s",
     Measured("docs/results/serve.json", "requests/s", "table", (("server", "replicas"), ("connections", 16))),
 )

@@ -48,13 +48,16 @@ def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainC
                 f"ladder.pairs holds {pairs:,}: of {rows:,} pairs in batches of {batch}, a run can see "
                 f"{batch} to {per_epoch * batch:,} once; collect more, or lower it"
             )
+    narrowest = min(of_backbone(backbone).hidden for backbone in config.backbones)
     made = []
     for backbone, pairs, seed in product(config.backbones, sorted(config.pairs), config.seeds):
         towers = {
             name: getattr(train, name).model_copy(update={"backbone": backbone})
             for name in ("query", "document")
         }
-        run = {"epochs": pairs // batch / per_epoch, "seed": seed}
+        slower = (narrowest / of_backbone(backbone).hidden) ** config.lr_by_width
+        optimizer = train.optimizer.model_copy(update={"peak_lr": train.optimizer.peak_lr * slower})
+        run = {"epochs": pairs // batch / per_epoch, "seed": seed, "optimizer": optimizer}
         made.append(train.model_copy(update=towers | run))
     return sorted(made, key=_parameters)
 

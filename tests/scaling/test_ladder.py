@@ -44,6 +44,12 @@ def test_every_model_meets_every_amount_of_data_once_and_small_runs_are_part_of_
     assert all(len(set(rows)) == len(rows) and set(rows) <= set(seen[3]) for rows in seen)
 
 
+def test_wide_models_may_learn_more_slowly():
+    first, *_, last = ladder.rungs(SIZES.model_copy(update={"lr_by_width": 0.5}), STAGE_ONE, rows=75)
+    rates = [one.optimizer.peak_lr / STAGE_ONE.optimizer.peak_lr for one in (first, last)]
+    assert rates == pytest.approx([1.0, (16 / 48) ** 0.5])
+
+
 @pytest.mark.parametrize(
     ("sizes", "stage", "told"),
     [

@@ -82,8 +82,8 @@ def test_two_billion_documents_by_hand():
         wanted = [shards, replicas, shards * replicas, spent / shards / 1000, monthly[memory]]
         assert figures(0, label) == pytest.approx(wanted, rel=5e-3), memory
     assert min(monthly.values()) == monthly[1024]
-    encoders, gateways = ceil(20_000 / 103.6374 / 0.6), ceil(20_000 * 2 / 134 / 0.6)
-    assert (encoders, gateways) == (322, 498)
+    encoders, gateways = ceil(20_000 / 103.6374 / 0.6), ceil(20_000 * 2 / 101 / 0.6)
+    assert (encoders, gateways) == (322, 661)
     core = 0.062 * 730
     assert figures(0, "query encoders") == pytest.approx([322, 322 * core], abs=0.5)
     assert figures(0, "gateways") == pytest.approx([498, 498 * core], abs=0.5)

@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scalingnote.errors import DataError
+from scalingnote.evaluate import measured
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.merge import merge
+from scalingnote.evaluate.report import comparison_table
+from scalingnote.evaluate.significance import against
+from scalingnote.storage.artifact import Artifact, Draft
+
+QUERIES = [f"q{number}" for number in range(60)]
+INDEX = {"recall@10": 0.9, "recall@100": 0.9, "bytes_per_vector": 20.0}
+
+
+def values(share: float, *measures: str) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(int(1000 * share))
+    return {name: (random.random(len(QUERIES)) < share).astype(float) for name in measures}
+
+
+def report(uri: str, methods: dict[str, dict[str, np.ndarray]], *, queries: list[str] = QUERIES) -> Artifact:
+    config = EvaluateConfig(recall_at=(10,), alpha=0.01, bootstrap=100)
+    draft = Draft(uri, kind="report", config=config, parents={})
+    draft.write_table("per_query.parquet", measured.table(methods, query_ids=queries))
+    told = {"dataset": "shop", "num_documents": 9, "num_queries": len(queries), "simulated_clicks": False}
+    told |= {"index": INDEX, "seconds": {"train": 1.0}, "environment": {}}
+    told |= {"methods": measured.means(methods)}
+    told |= {"significance": measured.significance(config, methods, baseline=next(iter(methods)))}
+    draft.write_json("report.json", told)
+    return draft.commit(counts={})
+
+
+def test_methods_of_several_reports_are_tested_against_the_baseline_of_the_first(tmp_path: Path):
+    first = {"dual": values(0.9, "R@10", "nDCG@10"), "bm25": values(0.6, "R@10", "nDCG@10")}
+    second = {"small": values(0.2, "R@10"), "dual": values(0.85, "R@10")}
+    merged = merge([report(f"{tmp_path}/a", first), report(f"{tmp_path}/b", second)])
+    told = merged["significance"]
+    assert (told["baseline"], told["alpha"]) == ("dual", 0.01)
+    # Holm's correction is over all methods of both reports; what only some have is not compared.
+    rows = {"dual": first["dual"], "bm25": first["bm25"], "small": second["small"], "dual #2": second["dual"]}
+    expected = against(
+        "dual", {n: {"R@10": row["R@10"]} for n, row in rows.items()}, alpha=0.01, resamples=100, seed=0
+    )
+    assert told["differences"].keys() == expected.keys() == {"bm25", "small", "dual #2"}
+    for name, row in expected.items():
+        assert told["differences"][name].keys() == {"R@10"}
+        assert told["differences"][name]["R@10"]["p_holm"] == pytest.approx(row["R@10"].p_holm)
+    marked = next(line for line in comparison_table(merged).splitlines() if "small" in line)
+    assert "▼" in marked
+
+
+def test_one_report_keeps_what_it_says(tmp_path: Path):
+    one = report(f"{tmp_path}/a", {"dual": values(0.9, "R@10"), "bm25": values(0.6, "R@10")})
+    assert merge([one])["significance"] == one.read_json("report.json")["significance"]
+
+
+def test_other_queries_are_no_comparison(tmp_path: Path):
+    one = {"dual": values(0.9, "R@10")}
+    reports = [
+        report(f"{tmp_path}/a", one),
+        report(f"{tmp_path}/b", one, queries=[f"other{number}" for number in range(60)]),
+    ]
+    with pytest.raises(DataError, match="different test queries"):
+        merge(reports)
