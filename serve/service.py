@@ -22,7 +22,7 @@ from scalingnote.index import filters
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Hit
 from scalingnote.serving.config import ServeConfig
-from serve import flow, messages
+from serve import flow, messages, traces
 from serve.clock import Clock
 from serve.fan_out import in_time
 from serve.flow import Answer, Called, Group, Question
@@ -116,6 +116,7 @@ class Service:
             answer.hits = answer.hits[: request.k]
         answer.timings_ms = {"encode": encode, "search": searched, "rerank": clock.lap() if most else 0.0}
         note.answer = self._response(answer, arm, request_id, clock, explain=request.explain)
+        traces.searched(note.answer)
         return dict(note.answer)
 
     def _search_again(self, embedding: Any, question: Question, answer: Answer) -> None:

@@ -1,6 +1,8 @@
 """A server as the shell starts it: real replicas behind HTTP, swapped under load, killed, shut down."""
 
+import gzip
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import grpc
 import psutil
 import pytest
 from google.rpc import status_pb2
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from pair import DIM, built, student
 
 from scalingnote import cli, pipeline
@@ -60,11 +64,35 @@ def access_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def spans() -> Iterator[tuple[str, list[Any]]]:
+    """A collector of traces: its URL, and the spans that it was sent."""
+    sent: list[Any] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            body = gzip.decompress(body) if self.headers["content-encoding"] == "gzip" else body
+            asked = ExportTraceServiceRequest.FromString(body)
+            sent.extend(s for of in asked.resource_spans for scope in of.scope_spans for s in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", sent
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
 def server(
     index: Artifact,
     query_tower: Artifact,
     grpc_port: int,
     access_log: Path,
+    spans: tuple[str, list[Any]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[psutil.Popen]:
     """In a process and a cluster of its own: encoder and both shards in replicas of their own."""
@@ -87,12 +115,25 @@ sys.exit(launch.run(AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}
 """
     command = [sys.executable, "-c", program]
     root = Path(app.__file__).parents[1]
-    process = psutil.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    traced = {
+        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "serve.traces:otlp",
+        "RAY_SERVE_TRACING_SAMPLING_RATIO": "0",  # but for requests that ask for it
+        "OTEL_EXPORTER_OTLP_ENDPOINT": spans[0],
+    }
+    process = psutil.Popen(
+        command,
+        cwd=root,
+        env={**os.environ, **traced},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
         yield process
     finally:
         for member in [*process.children(recursive=True), process] if process.is_running() else []:
             member.kill()
+        process.wait()
         process.stdout.close()
 
 
@@ -145,6 +186,28 @@ def test_grpc_answers_what_http_does(url, grpc_port, access_log, index, expected
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     (mine,) = [line for line in lines if line["request_id"] == "mine"]
     assert (mine["path"], mine["status"], mine["k"]) == ("/search", 200, 5)
+
+
+def test_a_traced_search_tells_its_steps(url, spans):
+    trace_id = "0af7651916cd43dd8448eb211c80319c"
+    headers = {"content-type": "application/json", "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    body = json.dumps({"query": QUERY}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{url}/search", body, headers)) as answer:
+        request_id = json.load(answer)["request_id"]
+
+    def mine() -> dict[str, Any]:
+        return {span.name: span for span in spans[1] if span.trace_id.hex() == trace_id}
+
+    while not mine().keys() >= {"encode", "search"}:  # sent every five seconds
+        time.sleep(0.1)
+    encode, search = mine()["encode"], mine()["search"]
+    (request,) = [span for span in spans[1] if span.span_id == search.parent_span_id]
+    assert encode.parent_span_id == request.span_id
+    told = {each.key: each.value.string_value for each in request.attributes}
+    assert told["scalingnote.request_id"] == request_id
+    assert request.start_time_unix_nano <= encode.start_time_unix_nano < encode.end_time_unix_nano
+    assert encode.end_time_unix_nano == search.start_time_unix_nano < request.end_time_unix_nano
+    assert {span.trace_id.hex() for span in spans[1] if span.name == "search"} == {trace_id}
 
 
 def test_the_page_and_the_openapi_are_there(url):
