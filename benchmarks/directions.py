@@ -20,7 +20,7 @@ class Rule:
 
 RATIO = 0.15  # two timings of one machine, taken in turns: rounds differ by a tenth either way
 SHORT = 0.5  # the same where one of the two is too short to be timed well
-QUALITY = 0.05  # recall and its kin between seeds; docs/results/README.md
+QUALITY = 0.05  # recall and its kin between seeds; docs/results/readings.md
 TIMING = 0.10  # of medians of several runs, beside the test that their ranges are apart
 
 RULES = (

@@ -37,7 +37,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 PIPELINES = (
     "medquad",
     "python_docs",
-)  # whole runs of `make compare`: docs/results/README.md has their tables
+)  # whole runs of `make compare`: docs/results/readings.md has their tables
 
 
 def main() -> None:
