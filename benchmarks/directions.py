@@ -27,6 +27,8 @@ RULES = (
     Rule(r"^(lost|duplicates$|doubled$|undocumented$|wrong)", "zero"),
     Rule(r"^faults_survived$", "higher"),
     Rule(r"^(faults|kills|requests|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),
+    Rule(r"^datasets_", "either"),  # on how many an order of a paper's holds
+    Rule(r"^r2_", "higher", 0.1, relative=False),
     # An experiment's findings and their p-values: what is right depends on the arm.
     Rule(r"_(relative|p_holm)$", "either"),
     Rule(r"cosine", "higher", 0.001, relative=False),
