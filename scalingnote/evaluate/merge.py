@@ -9,10 +9,10 @@ from scalingnote.config import validate
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measured
 from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.sections import Report
 from scalingnote.evaluate.significance import Values
 from scalingnote.storage.artifact import Artifact
 
-Report = dict[str, Any]
 SAME = ("dataset", "num_documents", "num_queries", "simulated_clicks")
 
 

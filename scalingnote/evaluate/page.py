@@ -8,8 +8,8 @@ from string import Template
 from scalingnote.evaluate import plots
 from scalingnote.evaluate.examples import Example
 from scalingnote.evaluate.lineage import Ancestor
-from scalingnote.evaluate.report import READING, SIMULATED, Report, measures_of
-from scalingnote.evaluate.sections import DISTANCE, Section, mark, sections
+from scalingnote.evaluate.report import READING, SIMULATED, measures_of
+from scalingnote.evaluate.sections import DISTANCE, Report, Section, mark, sections
 
 
 def page(report: Report, *, examples: Sequence[Example], ancestors: Sequence[Ancestor]) -> str:

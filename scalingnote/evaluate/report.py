@@ -18,9 +18,9 @@ A number that cannot be told is null. What :mod:`scalingnote.evaluate.sections` 
 
 from collections.abc import Mapping, Sequence
 
-from scalingnote.evaluate.merge import Report, merge_reports
+from scalingnote.evaluate.merge import merge_reports
 from scalingnote.evaluate.retrieval import in_order, is_recall
-from scalingnote.evaluate.sections import Section, mark, sections
+from scalingnote.evaluate.sections import Report, Section, mark, sections
 
 READING = (
     "R@K is the share of queries with a relevant document among their first K of the whole pool "
