@@ -132,8 +132,13 @@ def main() -> None:
                     server.name: f"{ours}/search",
                 }
                 print(server.name, flush=True)
-                knobs = {"turns": options.turns, "seconds": options.seconds}
-                found[server.name] = in_turns(urls, bodies, concurrency=options.concurrency, **knobs)
+                found[server.name] = in_turns(
+                    urls,
+                    bodies,
+                    concurrency=options.concurrency,
+                    turns=options.turns,
+                    seconds=options.seconds,
+                )
     rows = [
         _row(name, number, [one for turns in found.values() for one in turns.get(name, {}).get(number, ())])
         for name in ("noop", "handwritten", *found)

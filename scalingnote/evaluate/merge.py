@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import pyarrow.compute as pc
 
 from scalingnote.config import validate
 from scalingnote.errors import DataError
@@ -28,12 +28,12 @@ def merge(artifacts: Sequence[Artifact]) -> Report:
         return merged
     tables = [artifact.table("per_query.parquet") for artifact in artifacts]
     values: dict[str, Values] = {}
-    asked = _queries(tables[0])
+    asked = tables[0]["query_id"].unique()
     for artifact, report, table in zip(artifacts, reports, tables, strict=True):
-        if _queries(table) != asked:
+        if not table["query_id"].unique().equals(asked):
             raise DataError(f"{artifacts[0].uri} and {artifact.uri} are of different test queries")
         for name in report["methods"]:
-            rows = table.filter(np.array(table["method"]) == name)
+            rows = table.filter(pc.equal(table["method"], name))
             columns = {m: rows[m].to_numpy() for m in rows.column_names if m not in ("method", "query_id")}
             values[_name_of(merged["methods"], name, report["methods"][name])] = columns
     common = set.intersection(*(set(row) for row in values.values()))
@@ -88,8 +88,3 @@ def _name_of(taken: Mapping[str, Any], name: str, row: Mapping[str, float]) -> s
         number += 1
         free = f"{base} #{number}{' (index)' if index else ''}"
     return free
-
-
-def _queries(table: Any) -> list[str]:
-    method = table["method"][0]
-    return table.filter(np.array(table["method"]) == method.as_py())["query_id"].to_pylist()  # type: ignore[no-any-return]
