@@ -25,7 +25,7 @@ from scalingnote.log import configure
 
 METHODS = (
     *("scalingdual", "scalingnote-1l", "scalingnote-2l", "scalingnote-4l", "scalingdoc", "twinbert"),
-    *("lookup-qkd", "lookup-qkd-convolution", "lookup-qkd-ngrams", "lookup-qkd-hybrid"),
+    *("lookup-qkd", "lookup-qkd-attention", "lookup-qkd-ngrams", "lookup-qkd-hybrid"),
     "lightretriever",  # reports its dense, sparse and hybrid sides
     *("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching"),
     *("embeddistill-only-matching", "embeddistill-symmetric-matching"),

@@ -3,8 +3,8 @@
     one query     numpy takes its rows and adds them up: 5 us, where a torch call alone costs 20
     a batch       torch's EmbeddingBag: 0.4 to 2 us a query
 
-Tokenising costs 30 us, so the raw tokenizer is called and texts are cut before it reads them. A tower with a
-correction, which no mean can say, runs as the module it was trained as.
+Tokenising costs 30 us, so the raw tokenizer is called and texts are cut before it reads them. Rows attend to
+each other in numpy, query by query.
 """
 
 import warnings
@@ -46,18 +46,19 @@ class LookupEncoder:
         order = np.argsort(keys, kind="stable")
         self._keys, self._ngram_rows = keys[order], order + table.tokens
         self._empty: ndarray | None = None
-        self._corrected = _module(folder) if table.correction != "none" else None
+        self._attention = table.attention
+        if self._attention is not None:
+            self._attention[0] /= np.sqrt(np.float32(self.dim))
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
         """Embeddings, not normalised."""
         room = self._table.max_length
         rows = [ids[:room] for ids in tokenize(self._tokenizer, queries, room)]
-        if self._corrected is not None:
-            corrected: ndarray = self._corrected(rows)
-            return corrected
         if len(rows) == 1:
             return self._one(rows[0])[np.newaxis]
-        return np.stack([self._one(ids) for ids in rows]) if len(rows) < BATCH else self._many(rows)
+        if len(rows) < BATCH or self._attention is not None:
+            return np.stack([self._one(ids) for ids in rows])
+        return self._many(rows)
 
     def _one(self, ids: list[int]) -> Float32[ndarray, " dim"]:
         if not ids:
@@ -70,7 +71,18 @@ class LookupEncoder:
         if len(self._keys):
             found, _ = self._ngrams(numbers, np.zeros_like(numbers))
             mean += self._table.rows(found).sum(axis=0) / whole
-        return mean
+        return mean if self._attention is None else mean + self._heard(numbers, shares, self._attention)
+
+    def _heard(
+        self, numbers: Int64[ndarray, " tokens"], shares: Float32[ndarray, " tokens"], matrices: ndarray
+    ) -> Float32[ndarray, " dim"]:
+        """What one query's tokens hear of each other, in the mean: only the mean goes through B."""
+        rows = self._table.rows(numbers)
+        scores = rows @ matrices[0] @ rows.T
+        attended = np.exp(scores - scores.max(axis=1, keepdims=True))
+        attended /= attended.sum(axis=1, keepdims=True)
+        heard: ndarray = shares @ attended @ rows @ matrices[1]
+        return heard
 
     def _shares(self, numbers: Int64[ndarray, " tokens"]) -> tuple[Float32[ndarray, " tokens"], np.float32]:
         """What each token counts in the mean, and the sum of weights that this is a share of."""
@@ -131,21 +143,3 @@ class LookupEncoder:
 
 def _product(first: ndarray | None, second: ndarray | None) -> ndarray | None:
     return first if second is None else (second if first is None else first * second)
-
-
-def _module(folder: Path) -> Any:
-    """The tower as a module: token rows -> embeddings."""
-    import torch
-
-    from scalingnote.models.batch import collate
-    from scalingnote.models.lookup import LookupTower
-    from scalingnote.models.prompt import Row
-
-    tower = LookupTower.load(folder).requires_grad_(False)
-
-    def run(rows: Sequence[list[int]]) -> ndarray:
-        with torch.inference_mode():
-            batch = collate([Row(ids, [0]) for ids in rows], pad=tower.pad)
-            return tower(batch)[:, 0].numpy()  # type: ignore[no-any-return]
-
-    return run

@@ -68,7 +68,7 @@ class TowerConfig(Config):
 
 
 class LookupConfig(Config):
-    """A query tower without a model: the mean of its tokens' rows in one table, perhaps corrected."""
+    """A query tower without a model: the mean of its tokens' rows in one table."""
 
     kind: Literal["lookup"] = "lookup"
     max_length: int = Field(64, ge=2, description="tokens read")
@@ -79,8 +79,8 @@ class LookupConfig(Config):
         "mean", description="learned: a weight per token in the mean, starting at 1"
     )
     ngrams: int = Field(0, ge=0, description="rows for the most frequent pairs and triples of tokens")
-    correction: Literal["none", "convolution", "attention"] = Field(
-        "none", description="one small layer over the looked-up rows, which lets neighbours matter"
+    attention: bool = Field(
+        False, description="one head over the looked-up rows: which tokens stand together matters"
     )
     storage: Literal["float32", "float16", "int8"] = Field("float16", description="of the saved table")
 

@@ -1,10 +1,10 @@
 """A lookup tower: a query's embedding is the mean of its tokens' rows in one table. There is no model.
 
     ids        token numbers, no special tokens
-    rows       [tokens, dim]      looked up; perhaps corrected by one small layer that sees neighbours
+    rows       [tokens, dim]      looked up; perhaps each with what it hears of the others by attention
     embedding  [queries, 1, dim]  (sum of weight x row + rows of the query's n-grams) / sum of weights
 
-What every option adds starts at nothing: weights are 1, rows of n-grams 0, a correction changes nothing. A
+What every option adds starts at nothing: weights are 1, rows of n-grams 0, attention adds 0. A
 query without tokens gets the mean of the table's rows. On disk it is a :class:`Table`.
 """
 
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int
 from numpy import ndarray
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,8 +27,6 @@ from scalingnote.models.config import LookupConfig
 from scalingnote.models.ngrams import keys_of
 from scalingnote.models.prompt import Row, tokenize
 from scalingnote.models.table import Storage, Table, stored
-
-Correction = Literal["none", "convolution", "attention"]
 
 
 class LookupPrompt:
@@ -61,7 +58,7 @@ class LookupTower(nn.Module):
         max_length: int,
         ngrams: Int[ndarray, "ngrams 3"] | None = None,
         weighting: Literal["mean", "learned"] = "mean",
-        correction: Correction = "none",
+        attention: bool = False,
         storage: Storage = "float16",
         seed: int = 0,
         made_from: Mapping[str, str] | None = None,
@@ -83,8 +80,7 @@ class LookupTower(nn.Module):
         self.table = nn.Parameter(table.detach().float().clone())
         # Its logarithm, so that a weight stays above 0 and their sum can be divided by.
         self.log_weights = nn.Parameter(torch.zeros(self.tokens)) if weighting == "learned" else None
-        self.correction_kind = correction
-        self.correction = _correction(correction, self.dim, seed=seed)
+        self.attention = Attention(self.dim, seed=seed) if attention else None
         keys = keys_of(self.ngrams, self.tokens) if len(self.ngrams) else np.empty(0, np.int64)
         order = np.argsort(keys, kind="stable")
         self.register_buffer("_keys", torch.from_numpy(keys[order]), persistent=False)
@@ -100,12 +96,12 @@ class LookupTower(nn.Module):
         ids = ids.long()  # of a batch without any token, they come as floats
         row = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths)
         weights = None if self.log_weights is None else self.log_weights[ids].exp()
-        if self.correction is None:
+        if self.attention is None:
             total = F.embedding_bag(
                 ids, self.table, lengths.cumsum(0) - lengths, mode="sum", per_sample_weights=weights
             )
         else:
-            values = self._corrected(ids, lengths)
+            values = self._attended(ids, lengths, self.attention)
             values = values if weights is None else values * weights[:, None]
             total = values.new_zeros(len(lengths), self.dim).index_add(0, row, values)
         if len(self.ngrams):
@@ -120,14 +116,15 @@ class LookupTower(nn.Module):
             found = torch.where(empty[:, None], self.table.mean(0), found)
         return found
 
-    def _corrected(self, ids: Int[Tensor, " tokens"], lengths: Int[Tensor, " rows"]) -> Tensor:
-        """Rows of all tokens after the correction, still laid end to end."""
+    def _attended(
+        self, ids: Int[Tensor, " tokens"], lengths: Int[Tensor, " rows"], attention: nn.Module
+    ) -> Tensor:
+        """Rows of all tokens after attention, still laid end to end."""
         mask = torch.arange(max(int(lengths.max()), 1), device=ids.device) < lengths[:, None]
         lines = torch.zeros(mask.shape, dtype=ids.dtype, device=ids.device).masked_scatter(mask, ids)
         looked_up = F.embedding(lines, self.table) * mask[..., None]
-        assert self.correction is not None
-        corrected: Tensor = self.correction(looked_up, mask)
-        return corrected[mask]
+        attended: Tensor = attention(looked_up, mask)
+        return attended[mask]
 
     def _found(self, ids: Int[Tensor, " tokens"], row: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
         """Table rows of the n-grams that occur, and the rows they occur in; as :func:`ngrams.find`."""
@@ -152,10 +149,10 @@ class LookupTower(nn.Module):
     def truncated(self, dim: int) -> "LookupTower":
         """The tower of the first `dim` values of every row (Matryoshka).
 
-        ConfigError where a correction, which reads whole rows, would have to be cut too.
+        ConfigError where attention, which reads whole rows, would have to be cut too.
         """
-        if self.correction is not None:
-            raise ConfigError(f"a {self.correction_kind} over whole rows cannot be cut to {dim} values")
+        if self.attention is not None:
+            raise ConfigError(f"attention over whole rows cannot be cut to {dim} values")
         if not 0 < dim <= self.dim:
             raise ConfigError(f"cannot cut rows of {self.dim} values to {dim}")
         cut = LookupTower(
@@ -185,14 +182,9 @@ class LookupTower(nn.Module):
             scales=scales,
             ngrams=self.ngrams,
             token_weights=weights,
-            correction=self.correction_kind,
+            attention=None if self.attention is None else self.attention.matrices(),
             made_from=self.made_from,
         ).write(folder)
-        if self.correction is not None:
-            state = {
-                name: value.detach().contiguous() for name, value in self.correction.state_dict().items()
-            }
-            save_file(state, folder / "correction.safetensors")
 
     @classmethod
     def load(cls, folder: Path) -> "LookupTower":
@@ -204,14 +196,14 @@ class LookupTower(nn.Module):
             max_length=table.max_length,
             ngrams=table.ngrams,
             weighting="mean" if table.token_weights is None else "learned",
-            correction=table.correction,  # type: ignore[arg-type]
+            attention=table.attention is not None,
             storage=str(table.values.dtype),  # type: ignore[arg-type]
             made_from=table.made_from,
         )
         if tower.log_weights is not None:
             tower.log_weights.data.copy_(torch.from_numpy(table.token_weights).log())
-        if tower.correction is not None:
-            tower.correction.load_state_dict(load_file(folder / "correction.safetensors"))
+        if tower.attention is not None and table.attention is not None:
+            tower.attention.copy(table.attention)
         return tower.eval()
 
 
@@ -254,49 +246,38 @@ def build(
         max_length=config.max_length,
         ngrams=ngrams,
         weighting=config.weighting,
-        correction=config.correction,
+        attention=config.attention,
         storage=config.storage,
         seed=seed,
     )
 
 
-class Convolution(nn.Module):
-    """rows + V gelu(W [left, row, right]): without the bend in it, a mean would undo what neighbours add."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.mix, self.out = nn.Conv1d(dim, dim, 3, padding=1), nn.Linear(dim, dim, bias=False)
-
-    def forward(
-        self, rows: Float[Tensor, "lines tokens dim"], mask: Tensor
-    ) -> Float[Tensor, "lines tokens dim"]:
-        """`rows` beyond a line's end (where `mask` is false) are zero."""
-        mixed = self.mix(rows.transpose(1, 2)).transpose(1, 2)
-        return rows + self.out(F.gelu(mixed))  # type: ignore[no-any-return]
-
-
 class Attention(nn.Module):
-    """rows + V softmax(Q K) rows with one head; it hears which tokens stand together, not in which order."""
+    """rows + softmax(rows A rows' / sqrt(dim)) rows B: it hears which tokens stand together, not their order.
 
-    def __init__(self, dim: int) -> None:
+    One head: A stands for its query and key matrices multiplied, B, 0 in the beginning, for value and output.
+    """
+
+    def __init__(self, dim: int, *, seed: int) -> None:
         super().__init__()
-        self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
-        self.out = nn.Linear(dim, dim, bias=False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.score, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        nn.init.zeros_(self.out.weight)
 
     def forward(
         self, rows: Float[Tensor, "lines tokens dim"], mask: Tensor
     ) -> Float[Tensor, "lines tokens dim"]:
         """No token attends to one beyond its line's end (where `mask` is false)."""
-        scores = self.query(rows) @ self.key(rows).transpose(1, 2) / math.sqrt(rows.shape[-1])
+        scores = self.score(rows) @ rows.transpose(1, 2) / math.sqrt(rows.shape[-1])
         shares = scores.masked_fill(~mask[:, None], torch.finfo(scores.dtype).min).softmax(-1)
-        return rows + self.out(shares @ self.value(rows))  # type: ignore[no-any-return]
+        return rows + self.out(shares @ rows)  # type: ignore[no-any-return]
 
+    def matrices(self) -> Float32[ndarray, "2 dim dim"]:
+        """A and B, as rows are multiplied by them."""
+        return np.stack([layer.weight.detach().cpu().numpy().T for layer in (self.score, self.out)])
 
-def _correction(kind: Correction, dim: int, *, seed: int) -> nn.Module | None:
-    if kind == "none":
-        return None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        layer = Convolution(dim) if kind == "convolution" else Attention(dim)
-    nn.init.zeros_(layer.out.weight)
-    return layer
+    def copy(self, matrices: Float32[ndarray, "2 dim dim"]) -> None:
+        """Take over what :meth:`matrices` gave."""
+        for layer, matrix in zip((self.score, self.out), matrices, strict=True):
+            layer.weight.data.copy_(torch.from_numpy(matrix.T.copy()))

@@ -1,11 +1,12 @@
 """A lookup tower on disk: one array of rows and what goes with it. Reading takes numpy alone.
 
-    tower.json      what it is: dim, tokens, n-grams, storage, weighting, correction, what it was made from
+    tower.json      what it is: dim, tokens, n-grams, storage, weighting, what it was made from
     tokenizer.json  text -> token numbers, which are row numbers
     table.npy       [tokens + ngrams, dim], memory-mapped; int8 goes with
     scales.npy      [tokens + ngrams], what a row's integers are multiplied by
     ngrams.npy      [ngrams, 3], whose rows stand behind the tokens' (:mod:`scalingnote.models.ngrams`)
     token_weights.npy  [tokens], only where they were learnt
+    attention.npy   [2, dim, dim], only where rows attend to each other: the matrices of scores and of outputs
 
 A query's embedding is (sum of weight x row over its tokens + sum of its n-grams' rows) / sum of weights; that
 of a query without tokens is the mean of the table's rows.
@@ -38,7 +39,7 @@ class Table:
     scales: Float32[ndarray, " rows"] | None = None
     ngrams: Int[ndarray, "ngrams 3"] = field(default_factory=lambda: np.empty((0, 3), np.int32))
     token_weights: Float32[ndarray, " tokens"] | None = None
-    correction: str = "none"
+    attention: Float32[ndarray, "2 dim dim"] | None = None
     made_from: Mapping[str, str] = field(default_factory=dict)
     """Digests of what the rows depend on (weights, adapter, instruction...), the tokenizer aside."""
 
@@ -59,6 +60,7 @@ class Table:
             "scales": self.scales,
             "ngrams": self.ngrams if len(self.ngrams) else None,
             "token_weights": self.token_weights,
+            "attention": self.attention,
         }
         for name, array in arrays.items():
             if array is not None:
@@ -74,7 +76,7 @@ class Table:
             "ngrams": len(self.ngrams),
             "storage": str(self.values.dtype),
             "weighting": "mean" if self.token_weights is None else "learned",
-            "correction": self.correction,
+            "attention": self.attention is not None,
             "digest_of": {"tokenizer": _sha256(self.tokenizer_json.encode()), **self.made_from},
         }
         (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
@@ -94,6 +96,7 @@ class Table:
                     ("scales", facts["storage"] == "int8"),
                     ("ngrams", facts["ngrams"] > 0),
                     ("token_weights", facts["weighting"] == "learned"),
+                    ("attention", facts["attention"]),
                 )
                 if there
             }
@@ -105,7 +108,6 @@ class Table:
             values,
             tokenizer,
             facts["max_length"],
-            correction=facts["correction"],
             made_from={name: value for name, value in facts["digest_of"].items() if name != "tokenizer"},
             **optional,
         )

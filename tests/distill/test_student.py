@@ -93,7 +93,7 @@ CASES = {
         "student": LOOKUP.model_copy(update={"ngrams": 20}),
         "new_vocabulary": WORDS,
     },
-    "lookup, convolution": {"student": LookupConfig(max_length=16, correction="convolution")},
+    "lookup, attention": {"student": LookupConfig(max_length=16, attention=True)},
 }
 
 
@@ -151,7 +151,7 @@ def test_a_pretrained_student_grows_too(teacher: Artifact, tmp_path: Path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", ["transformer", "lookup, new words, n-grams", "lookup, convolution"])
+@pytest.mark.parametrize("kind", ["transformer", "lookup, new words, n-grams", "lookup, attention"])
 def test_chunks_of_a_large_batch_give_the_plain_steps_gradients(teacher, tmp_path, kind, packed):
     """No row of Eq. 15 sees another: a batch of 40,000 is as many chunks as memory asks for."""
     wanted = config(**CASES[kind])

@@ -69,7 +69,8 @@ def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         {"weighting": "learned"},
         {"ngrams": 20},
         {"ngrams": 20, "weighting": "learned"},
-        {"correction": "convolution"},
+        {"attention": True},
+        {"attention": True, "ngrams": 20, "weighting": "learned"},
     ],
     ids=str,
 )
@@ -81,7 +82,7 @@ def test_a_table_gives_the_towers_embeddings(storage: str, knobs: dict, tmp_path
     read = LookupEncoder(tmp_path)
     assert len(QUERIES) >= BATCH
     # torch's sum of float16 rows is rounded to float16 itself.
-    rounded = storage == "float16" and not {"weighting", "correction"} & knobs.keys()
+    rounded = storage == "float16" and not {"weighting", "attention"} & knobs.keys()
     np.testing.assert_allclose(read.encode(QUERIES), expected, atol=1e-3 if rounded else 1e-5)
     np.testing.assert_allclose([read.encode([query])[0] for query in QUERIES], expected, atol=1e-5)
 

@@ -38,7 +38,7 @@ def build(seed: int = 0, *, with_ngrams: int = 0, **knobs: object) -> LookupTowe
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, value in made.named_parameters():
-            if (name != "table" and not name.startswith("correction.")) or name.endswith("out.weight"):
+            if (name != "table" and not name.startswith("attention.")) or name.endswith("out.weight"):
                 value.normal_(0, 0.3, generator=generator)
         made.table[made.tokens :].normal_(generator=generator)
     return made.eval()
@@ -109,10 +109,8 @@ def test_counts_are_merged_over_blocks(monkeypatch):
     np.testing.assert_array_equal(ngrams.mine(rows, vocabulary=400, most=50), whole)
 
 
-@pytest.mark.parametrize(
-    "knobs", [{"weighting": "learned"}, {"correction": "convolution"}, {"correction": "attention"}]
-)
-def test_every_option_starts_as_the_plain_mean(knobs: dict[str, str]):
+@pytest.mark.parametrize("knobs", [{"weighting": "learned"}, {"attention": True}])
+def test_every_option_starts_as_the_plain_mean(knobs: dict[str, object]):
     plain = lookup.build(LookupConfig(max_length=16), dim=DIM, tokenizer_json=LEARNT, seed=3)
     found = mined(plain)
     config = LookupConfig(max_length=16, ngrams=20, **knobs)
@@ -121,9 +119,8 @@ def test_every_option_starts_as_the_plain_mean(knobs: dict[str, str]):
     torch.testing.assert_close(*both, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["convolution", "attention"])
-def test_a_correction_lets_neighbours_matter_and_padding_not(kind: str):
-    made = build(correction=kind)
+def test_attention_lets_neighbours_matter_and_padding_not():
+    made = build(attention=True)
     together = encoded(made, QUERIES)
     for number, query in enumerate(QUERIES):
         torch.testing.assert_close(encoded(made, [query])[0], together[number], atol=1e-5, rtol=1e-5)
@@ -134,30 +131,19 @@ def test_a_correction_lets_neighbours_matter_and_padding_not(kind: str):
     assert not torch.allclose(made(pair), (sums[0] + sums[1]) / 2, atol=1e-3)
 
 
-def test_the_correction_is_the_formula_it_names():
-    made = build(correction="convolution")
+def test_attention_is_the_formula_it_names():
+    made = build(attention=True)
     ids = made.prompt.rows(TEXTS[:1])[0].ids
-    rows = made.table.detach().double()[ids]
-    weight, bias = (made.correction.mix.weight.detach().double(), made.correction.mix.bias.detach().double())
-    padded = torch.cat([torch.zeros(1, DIM), rows, torch.zeros(1, DIM)]).double()
-    mixed = (
-        torch.stack([torch.einsum("oik,ki->o", weight, padded[i : i + 3]) for i in range(len(ids))]) + bias
-    )
-    bent = mixed * 0.5 * (1 + torch.erf(mixed / 2**0.5))
-    expected = (rows + bent @ made.correction.out.weight.detach().double().T).mean(0)
-    torch.testing.assert_close(encoded(made, TEXTS[:1])[0].double(), expected, atol=1e-5, rtol=1e-5)
-
-    made = build(correction="attention")
-    layer = {name: value.detach().double() for name, value in made.correction.named_parameters()}
-    scores = (rows @ layer["query.weight"].T) @ (rows @ layer["key.weight"].T).T / DIM**0.5
-    heard = scores.softmax(-1) @ (rows @ layer["value.weight"].T)
-    expected = (rows + heard @ layer["out.weight"].T).mean(0)
-    torch.testing.assert_close(encoded(made, TEXTS[:1])[0].double(), expected, atol=1e-5, rtol=1e-5)
+    rows = made.table.detach().double().numpy()[ids]
+    score, out = made.attention.matrices().astype(float)
+    scores = np.exp(rows @ score @ rows.T / DIM**0.5)
+    expected = (rows + scores / scores.sum(1, keepdims=True) @ rows @ out).mean(0)
+    np.testing.assert_allclose(encoded(made, TEXTS[:1])[0], expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("correction", ["none", "convolution", "attention"])
-def test_a_saved_tower_encodes_the_same(tmp_path: Path, correction: str):
-    made = build(weighting="learned", with_ngrams=20, correction=correction)
+@pytest.mark.parametrize("attention", [False, True])
+def test_a_saved_tower_encodes_the_same(tmp_path: Path, attention: bool):
+    made = build(weighting="learned", with_ngrams=20, attention=attention)
     made.save(tmp_path / "query", storage="float32")
     again = query_tower.load(tmp_path / "query")
     assert isinstance(again, LookupTower)
@@ -202,7 +188,7 @@ def test_a_truncated_tower_gives_the_first_values(tmp_path: Path):
     cut.save(tmp_path / "query")
     assert query_tower.load(tmp_path / "query").dim == 3
     with pytest.raises(ConfigError, match="cannot be cut"):
-        build(correction="attention").truncated(3)
+        build(attention=True).truncated(3)
 
 
 def test_rows_learn_from_their_own_queries_alone():
