@@ -119,6 +119,23 @@ def experiment(r: Report) -> Lines:
     yield Line("a worse arm's click-through, simulated users", f"{found:+.0%}", "the control", bar=bar)
 
 
+def ladder(r: Report) -> Lines:
+    runs = r["table"]
+    sizes, most = {run["parameters"] for run in runs}, max(runs, key=lambda run: float(run["operations"]))
+    what = f"contrastive entropy of the largest of {len(runs)} trainings, {len(sizes)} sizes"
+    yield Line(what, number(most["contrastive entropy"]))
+    for kind, over in (("size", "the model's size"), ("data", "the data"), ("joint", "both")):
+        yield value(r, f"r2_{kind}", f"R² of the law of {over}")
+
+
+def reproduce(r: Report) -> Lines:
+    for name, of in r["metrics"].items():
+        order = name.removeprefix("datasets_of_")
+        if order != name:
+            what = f"datasets on which the paper's order holds: {order.replace('_', ' ')}"
+            yield value(r, f"datasets_{order}", what, beside=f"of {of}")
+
+
 def gpu(r: Report) -> Lines:
     for row in r["measurements"]:
         what = f"7B on {r['device']}: {row['work']}, {row['rows']} rows, tokens/s"

@@ -33,6 +33,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Live index": ("live_index",),
     "Serving": ("serve", "serve_faults"),
     "Experiments": ("experiment",),
+    "Scaling laws": ("ladder",),
+    "Papers in small": ("reproduce",),
 }
 PIPELINES = (
     "medquad",

@@ -100,5 +100,20 @@ BENCHMARKS = (
     Benchmark("experiment", "--users 300", 1, "", 4),
     Benchmark("encode_faults", "--seeds 3", 3, "", 10),
     Benchmark("faults", "--plot {folder}/faults.png", 11, "--plot {folder}/faults.png", 11),
+    Benchmark(
+        "ladder",
+        f"--folder {{folder}}/ladder {RUNS} --set ladder.pairs=[224,448,896,1792]",
+        3,
+        f"--folder {{folder}} {RUNS}",
+        8,
+    ),
+    Benchmark(
+        "reproduce",
+        "--datasets medquad --seeds 1 --steps 8 --set dataset.max_documents=1000 --set distill.epochs=1 "
+        f"{TRIALS}",
+        4,
+        TRIALS,
+        600,
+    ),
     Benchmark("gpu", "--seconds 5", 4, "", 10, needs_gpu=True),
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from scalingnote.scaling.fit import Fit, value
 from scalingnote.scaling.laws import Values
@@ -36,6 +37,8 @@ def draw(fit: Fit, path: Path, *, reach: float = 3.0, level: float = 0.95) -> No
         axes.fill_between(along, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which(ScalarFormatter())  # entropies span less than a power of ten
     axes.set_xlabel("training pairs" if over_data else "parameters without embeddings")
     axes.set_ylabel("contrastive entropy")
     axes.set_title(f"R² = {fit.r2:.4f}, band: {level:.0%} of {len(fit.draws)} draws", fontsize=10)
