@@ -5,6 +5,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from scalingnote import tables
 from scalingnote.collect.statistics import MAX_POSITIVES_SHOWN, sample
 from scalingnote.collect.steps import Context, Counts, Item, read, row_group
 from scalingnote.collect.term_keys import KINDS
@@ -29,9 +30,8 @@ def count_documents(item: Item, context: Context) -> Counts:
 
 def draw_samples(context: Context) -> None:
     """The rows to read, drawn from those that the buckets drew."""
-    buckets = range(context.config.parts)
-    tables = [read(context.bucket(number, "sample")) for number in buckets]
-    drawn = sample(pa.concat_tables([TRIPLETS.empty_table(), *tables]), seed=context.config.seed)
+    rows = [read(context.bucket(number, "sample")) for number in range(context.config.parts)]
+    drawn = sample(pa.concat_tables([TRIPLETS.empty_table(), *rows]), seed=context.config.seed)
     write_table(context.folder("sample.parquet"), drawn)
 
 
@@ -94,32 +94,27 @@ def markdown(found: dict[str, Any]) -> str:
     lines = ["# Training triplets", ""]
     if found["simulated_clicks"]:
         lines += ["**Clicks are simulated.**", ""]
-    lines += ["| statistic | value |", "|---|---|"]
-    lines += [f"| documents | {found['documents']:,} |", f"| query-document pairs | {found['pairs']:,} |"]
-    lines += [f"| avg. words per {name} | {value} |" for name, value in found["words"].items()]
-    lines += [f"| pairs that clicks and ranking agree on | {found['pairs_of_both_sources']:,} |", ""]
+    facts = [
+        ["documents", f"{found['documents']:,}"],
+        ["query-document pairs", f"{found['pairs']:,}"],
+        *([f"avg. words per {name}", str(value)] for name, value in found["words"].items()),
+        ["pairs that clicks and ranking agree on", f"{found['pairs_of_both_sources']:,}"],
+    ]
+    lines += [tables.markdown(["statistic", "value"], facts), ""]
     lines += [f"Words of documents: mean over {found['documents_measured']:,} of them.", ""]
     for title, key in (
         ("Positives per query (the last: or more)", "positives_per_query"),
         ("Left out", "left_out"),
         ("Association", "association"),
     ):
-        lines += [f"## {title}", "", "| | count |", "|---|---|"]
-        lines += [f"| {name.replace('_', ' ')} | {count:,} |" for name, count in found[key].items()] + [""]
-    lines += ["## Sources", "", "| source | offered | kept |", "|---|---|---|"]
-    lines += [f"| {name} | {c['offered']:,} | {c['kept']:,} |" for name, c in found["sources"].items()] + [""]
+        counts = [[name.replace("_", " "), f"{count:,}"] for name, count in found[key].items()]
+        lines += [f"## {title}", "", tables.markdown(["", "count"], counts), ""]
+    sources = [[name, f"{c['offered']:,}", f"{c['kept']:,}"] for name, c in found["sources"].items()]
+    lines += ["## Sources", "", tables.markdown(["source", "offered", "kept"], sources), ""]
     for name, rows in found["samples"].items():
-        lines += [
-            f"## Rows of {name}",
-            "",
-            "| query | positive | first negative | via |",
-            "|---|---|---|---|",
-        ]
-        lines += [
-            "| " + " | ".join(_cell(row[k]) for k in ("query", "positive", "negative", "via")) + " |"
-            for row in rows
-        ]
-        lines += [""]
+        cells = [[_cell(row[key]) for key in ("query", "positive", "negative", "via")] for row in rows]
+        head = ["query", "positive", "first negative", "via"]
+        lines += [f"## Rows of {name}", "", tables.markdown(head, cells, text=len(head)), ""]
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
+from scalingnote import tables
 from scalingnote.evaluate import plots
 from scalingnote.evaluate.examples import Example
 from scalingnote.evaluate.lineage import Ancestor
@@ -46,7 +47,7 @@ def _methods(report: Report) -> str:
             for name in names
         )
         rows.append(f'<tr><th scope="row">{escape(method)}</th>{"".join(cells)}</tr>')
-    return _table(["method", *names], rows)
+    return tables.html(["method", *names], rows)
 
 
 def _plot(section: Section, report: Report) -> str:
@@ -64,7 +65,7 @@ def _section(section: Section, plot: str) -> str:
     return (
         f'<section class="part">\n<h2>{escape(section.title)}</h2>\n'
         f'<p class="small">{escape(section.text)}</p>\n'
-        f"{_table(section.head, rows)}{plot}\n</section>"
+        f"{tables.html(section.head, rows)}{plot}\n</section>"
     )
 
 
@@ -94,10 +95,4 @@ def _lineage(ancestors: Iterable[Ancestor]) -> str:
             f'<td class="text">{escape(known) if ancestor.artifact else "no longer there"}</td>'
             f'<td class="text"><code>{escape(ancestor.uri)}</code></td></tr>'
         )
-    return _table(["stage", "artifact", "digest", "counts", "where"], rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[str]) -> str:
-    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join(rows)
-    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    return tables.html(["stage", "artifact", "digest", "counts", "where"], rows)

@@ -18,6 +18,7 @@ A number that cannot be told is null. What :mod:`scalingnote.evaluate.sections` 
 
 from collections.abc import Mapping, Sequence
 
+from scalingnote import tables
 from scalingnote.evaluate.merge import merge_reports
 from scalingnote.evaluate.retrieval import in_order, is_recall
 from scalingnote.evaluate.sections import Report, Section, mark, sections
@@ -41,7 +42,7 @@ def comparison_table(merged: Report) -> str:
     lines = [
         f"{merged['dataset']}: {merged['num_documents']:,} documents, {merged['num_queries']:,} queries",
         "",
-        *_table(
+        tables.markdown(
             ["method", *names],
             [
                 [
@@ -52,7 +53,7 @@ def comparison_table(merged: Report) -> str:
             ],
         ),
         "",
-        *_table(
+        tables.markdown(
             ["index of", "recall@10", "recall@100", "bytes per vector", "pipeline"],
             [
                 [
@@ -82,7 +83,7 @@ def markdown(report: Report) -> str:
             READING,
             "",
             *(line for section in sections(report) for line in _section(section)),
-            *_table(["stage", "seconds"], [[s, f"{t:,.1f}"] for s, t in report["seconds"].items()]),
+            tables.markdown(["stage", "seconds"], [[s, f"{t:,.1f}"] for s, t in report["seconds"].items()]),
             "",
             ", ".join(f"{name} {value}" for name, value in report["environment"].items()),
             "",
@@ -96,7 +97,7 @@ def measures_of(methods: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def _section(section: Section) -> list[str]:
-    return [f"## {section.title}", "", section.text, "", *_table(section.head, section.rows), ""]
+    return [f"## {section.title}", "", section.text, "", tables.markdown(section.head, section.rows), ""]
 
 
 def _rank(item: tuple[str, Mapping[str, float]], names: Sequence[str]) -> tuple[float, str]:
@@ -108,17 +109,3 @@ def _cell(value: float | None, best: float) -> str:
     if value is None:
         return "–"
     return f"**{value:.3f}**" if value == best else f"{value:.3f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table whose columns also line up as plain text."""
-    widths = [max(len(line[i]) for line in (head, *rows)) for i in range(len(head))]
-    aligned = [
-        [
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in (head, *rows)
-    ]
-    rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
-    return [f"| {' | '.join(line)} |" for line in (aligned[0], rule, *aligned[1:])]

@@ -1,10 +1,11 @@
 """report.html: an experiment's report on one page that needs nothing else."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 from string import Template
 
+from scalingnote import tables
 from scalingnote.experiment.comparison import Report, verdict
 from scalingnote.experiment.report import PERCENTILES, READING, judged, number, p_value, summary
 
@@ -56,7 +57,7 @@ def _comparison(report: Report, arm: str) -> str:
         rows.append(f"<tr>{first}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     level = f"{1 - report['alpha']:.0%}"
     head = ["measure", control, arm, "difference", "relative", f"{level} interval", "bootstrap", "", "p", ""]
-    return f"<h2>{escape(arm)} against {escape(control)}</h2>{_table(head, rows)}"
+    return f"<h2>{escape(arm)} against {escape(control)}</h2>{tables.html(head, rows)}"
 
 
 def _interval(d: Mapping[str, float | None], *, colour: str) -> str:
@@ -80,10 +81,4 @@ def _latency(report: Report) -> str:
         for name, arm in report["arms"].items()
         for stage, values in arm["latency_ms"].items()
     ]
-    return _table(["arm", "ms", *(f"p{at}" for at in PERCENTILES)], rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[str]) -> str:
-    cells = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join(rows)
-    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    return tables.html(["arm", "ms", *(f"p{at}" for at in PERCENTILES)], rows)

@@ -1,7 +1,6 @@
 """A comparison as text: what :mod:`scalingnote.experiment.comparison` found in, lines and tables out."""
 
-from collections.abc import Sequence
-
+from scalingnote import tables
 from scalingnote.experiment.comparison import Report, verdict
 
 PERCENTILES = (50, 90, 99)
@@ -22,7 +21,7 @@ def markdown(report: Report) -> str:
         for name, arm in report["arms"].items()
         for stage, values in arm["latency_ms"].items()
     ]
-    lines += _table(["arm", "ms", *(f"p{p}" for p in PERCENTILES)], rows)
+    lines += [tables.markdown(["arm", "ms", *(f"p{p}" for p in PERCENTILES)], rows, text=2)]
     lines += ["", *(f"- {m['name']}: {m['text']}" for m in report["measures"]), "", judged(report), ""]
     lines += [", ".join(f"{name} {value}" for name, value in report["environment"].items()), ""]
     return "\n".join(lines)
@@ -75,7 +74,7 @@ def table(report: Report) -> str:
             )
     level = f"{1 - report['alpha']:.0%}"
     head = ["measure", "arm", report["control"], "arm's", "difference", f"{level} interval", "bootstrap"]
-    return "\n".join(_table([*head, "relative", "p", ""], rows))
+    return tables.markdown([*head, "relative", "p", ""], rows, text=2)
 
 
 def number(value: float | None, *, sign: bool = False) -> str:
@@ -90,17 +89,3 @@ def p_value(value: float | None) -> str:
     if value is None:
         return "–"
     return "< 0.0001" if value < 1e-4 else f"{value:.4f}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table whose columns also line up as plain text; numbers to the right."""
-    widths = [max(2, *(len(line[i]) for line in (head, *rows))) for i in range(len(head))]
-    aligned = [
-        [
-            cell.ljust(w) if i < 2 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        for line in (head, *rows)
-    ]
-    rule = [f":{'-' * (w - 1)}" if i < 2 else f"{'-' * (w - 1)}:" for i, w in enumerate(widths)]
-    return [f"| {' | '.join(line)} |" for line in (aligned[0], rule, *aligned[1:])]

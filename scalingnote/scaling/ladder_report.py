@@ -1,9 +1,10 @@
 """A ladder's report as Markdown: every rung, every law with its constants, and how budgets are best spent."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+
+from scalingnote import tables
 
 LAWS = {
     "size": "L(N) = (C/N)^α + δ, at the most data",
@@ -23,15 +24,23 @@ def markdown(table: pa.Table, told: dict[str, Any]) -> str:
         ]
         for r in table.to_pylist()
     ]
-    parts = ["# Ladder", _table(["parameters", "pairs", "contrastive entropy", "operations"], rungs)]
+    header = ["parameters", "pairs", "contrastive entropy", "operations"]
+    parts = ["# Ladder", tables.markdown(header, rungs, text=0)]
     level = f"{told['level']:.0%}"
     for kind, law in told["laws"].items():
         lines = [[name, *(f"{v:.4g}" for v in values)] for name, values in law["constants"].items()]
         quality = f"{law['runs']} runs, R² = {law['r2']:.4f}, scatter of a run {law['scatter']:.3f}."
-        parts += [f"## {LAWS[kind]}", quality, _table(["constant", "value", f"{level} from", "to"], lines)]
+        parts += [
+            f"## {LAWS[kind]}",
+            quality,
+            tables.markdown(["constant", "value", f"{level} from", "to"], lines),
+        ]
     if told["splits"]:
         header = ["operations", "parameters", f"{level}", "pairs", f"{level}", "entropy", f"{level}"]
-        parts += ["## Best splits of a budget", _table(header, [_split(split) for split in told["splits"]])]
+        parts += [
+            "## Best splits of a budget",
+            tables.markdown(header, [_split(split) for split in told["splits"]], text=0),
+        ]
     if len(told["laws"]) < len(LAWS):
         parts.append(
             "A law that is missing here needs more sizes: four for one of N or D, three of each for both."
@@ -45,8 +54,3 @@ def _split(split: dict[str, Any]) -> list[str]:
         value, low, high = split[name]
         cells += [f"{value:.4g}", f"{low:.3g} to {high:.3g}"]
     return cells
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["--:"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
