@@ -23,7 +23,7 @@ from scalingnote.evaluate.encoded import Encoded
 from scalingnote.evaluate.examples import examples
 from scalingnote.evaluate.lineage import lineage, seconds
 from scalingnote.evaluate.page import page
-from scalingnote.evaluate.pairs import aucs, reranked
+from scalingnote.evaluate.pairs import Scorer, aucs, reranked
 from scalingnote.evaluate.relaxed import relaxed_recall
 from scalingnote.evaluate.report import markdown
 from scalingnote.evaluate.retrieval import Rankings
@@ -53,17 +53,11 @@ def run(
     A query tower is searched in the embeddings of the documents that it was trained with: `embeddings`, the
     ones that are indexed, or `teacher_embeddings` where the student has a document tower of its own.
     """
+    uris = {"dataset": dataset, "embeddings": embeddings, "index": index, "dual_encoder": dual_encoder}
+    uris |= {"student": student, "teacher_embeddings": teacher_embeddings}
     parents = {
-        "dataset": open_artifact(dataset, kind="dataset"),
-        "embeddings": open_artifact(embeddings, kind="embeddings"),
-        "index": open_artifact(index, kind="index"),
+        name: open_artifact(uri, kind=name.removeprefix("teacher_")) for name, uri in uris.items() if uri
     }
-    if dual_encoder:
-        parents["dual_encoder"] = open_artifact(dual_encoder, kind="dual_encoder")
-    if student:
-        parents["student"] = open_artifact(student, kind="student")
-    if teacher_embeddings:
-        parents["teacher_embeddings"] = open_artifact(teacher_embeddings, kind="embeddings")
     draft = Draft(output, kind="report", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
@@ -103,26 +97,13 @@ def run(
     if teacher:
         report["distance"] = taught.told(teacher, encoded[config.names.student])
     scorers = retrieve.scorers(config, parents, encoded, bm25)
-    if brought.pairs:
-        report["auc"] = aucs(brought.pairs, scorers)
-    if brought.candidates:
-        report["reranking"], again = reranked(config, *brought.candidates, scorers)
-        for name, run in again.items():
-            trec.write_run(draft.path(f"reranked/{name}.trec"), run, tag=f"{name}-reranked")
-    if brought.answers:
-        report["relaxed"] = relaxed_recall(
-            parents["dataset"], rankings, answers=brought.answers, recall_at=config.recall_at
-        )
-    draft.write_table("per_query.parquet", measured.table(values, query_ids=test.query_ids))
+    report |= _of_what_is_given(config, brought, scorers, rankings, dataset=parents["dataset"], draft=draft)
+    shown = examples(parents["dataset"], rankings, test=test, number=config.examples, seed=config.seed)
     draft.write_json("report.json", report)
     draft.write_bytes("report.md", markdown(report).encode())
-    shown = examples(parents["dataset"], rankings, test=test, number=config.examples, seed=config.seed)
     draft.write_bytes("report.html", page(report, examples=shown, ancestors=ancestors).encode())
-    trec.write_qrels(draft.path("qrels.trec"), test.qrels)
-    for name, run in runs.items():
-        kept = {query_id: found[: config.run_depth] for query_id, found in run.items()}
-        tag = re.sub(r"[ (]+", "-", name.replace(")", ""))
-        trec.write_run(draft.path(f"runs/{tag}.trec"), kept, tag=tag)
+    draft.write_table("per_query.parquet", measured.table(values, query_ids=test.query_ids))
+    _write_runs(draft, runs, qrels=test.qrels, depth=config.run_depth)
     documents, queries = report["num_documents"], report["num_queries"]
     place = fs.join(output, "report.html")
     log.info("%d methods, %s queries, %s documents: %s", len(runs), f"{queries:,}", f"{documents:,}", place)
@@ -130,6 +111,39 @@ def run(
         counts={"documents": documents, "queries": queries, "methods": len(runs)}
         | {"queries_without_relevant": test.without_relevant}
     )
+
+
+def _of_what_is_given(
+    config: EvaluateConfig,
+    brought: given.Given,
+    scorers: Mapping[str, Scorer],
+    rankings: Mapping[str, Rankings],
+    *,
+    dataset: Artifact,
+    draft: Draft,
+) -> dict[str, Any]:
+    """The report's sections on judged pairs, candidate lists and answers, where a user brought some."""
+    found: dict[str, Any] = {}
+    if brought.pairs:
+        found["auc"] = aucs(brought.pairs, scorers)
+    if brought.candidates:
+        found["reranking"], runs = reranked(config, *brought.candidates, scorers)
+        for name, run in runs.items():
+            trec.write_run(draft.path(f"reranked/{name}.trec"), run, tag=f"{name}-reranked")
+    if brought.answers:
+        found["relaxed"] = relaxed_recall(
+            dataset, rankings, answers=brought.answers, recall_at=config.recall_at
+        )
+    return found
+
+
+def _write_runs(draft: Draft, runs: Mapping[str, trec.Run], *, qrels: trec.Qrels, depth: int) -> None:
+    """Every method's results and the judgements, as TREC's tools read them."""
+    trec.write_qrels(draft.path("qrels.trec"), qrels)
+    for name, run in runs.items():
+        kept = {query_id: found[:depth] for query_id, found in run.items()}
+        tag = re.sub(r"[ (]+", "-", name.replace(")", ""))
+        trec.write_run(draft.path(f"runs/{tag}.trec"), kept, tag=tag)
 
 
 def _about(parents: Mapping[str, Artifact], *, test: TestSet) -> dict[str, Any]:

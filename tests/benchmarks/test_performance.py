@@ -19,6 +19,12 @@ def test_the_page_is_what_the_committed_results_give():
     assert again == PAGE, "run `python -m benchmarks.performance` and commit the page"
 
 
+def test_the_short_reading_counts_the_bars_as_the_page_does():
+    reading = (performance.RESULTS / "README.md").read_text(encoding="utf-8")
+    bars, _, missed = map(int, re.findall(r"(\d+) (?:lines have a bar|meet it|do not)", PAGE))
+    assert f"where {missed} of {bars} bars are **not** met" in reading
+
+
 def test_committed_results_are_read_to_the_end():
     assert "not all that there is" not in PAGE
 
