@@ -5,11 +5,12 @@ from collections.abc import Iterator
 import chromium
 import pytest
 from page_corpus import DOCUMENTS
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 from served_page import Served, Switches, running
 from small_index import build
 
 DESK = {"width": 1280, "height": 800}
+expect.set_options(timeout=30_000)  # a busy machine is no failure
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def window(server: Served) -> Iterator[Page]:
     with sync_playwright() as playwright:
         browser = chromium.launch(playwright)
         page = browser.new_context(base_url=server.url).new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(30_000)
         yield page
         browser.close()
 
