@@ -12,6 +12,13 @@ from benchmarks.line import Report, mean
 
 OURS, PEER, GREY = "#0f8b8d", "#e69f00", "#8a8f98"
 MARKERS = "osD^vP*X"
+FAMILIES = {
+    "lookup": PEER,
+    "lightretriever": "#7b4ab8",
+    "scalingnote": OURS,
+    "scalingdual": "#202020",
+    "embed": "#2b6cb0",
+}
 Reports = Mapping[str, Report]
 
 
@@ -55,24 +62,53 @@ def recall_latency(reports: Reports) -> Figure:
 def quality_cost(reports: Reports) -> Figure:
     """R@50 of every query side over what a query costs, a panel for each dataset and kind of backbone."""
     tables = reports["distillation"]["tables"]
-    figure = Figure(figsize=(7.5 * len(tables), 4.4), layout="constrained")
-    for axes, (title, rows) in zip(
-        figure.subplots(1, len(tables), squeeze=False)[0], tables.items(), strict=True
-    ):
-        for row in sorted(rows, key=lambda row: str(row["query side"])):  # one marker in all panels
-            if row["queries/s"] == "-":
+    names = sorted(
+        {row["query side"] for rows in tables.values() for row in rows if _costs(row)}, key=_family
+    )
+    across = min(len(tables), 2)
+    down = -(-len(tables) // across)
+    figure = Figure(figsize=(4.6 * across + 2.6, max(3.8 * down, 0.23 * len(names))), layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flat
+    for axes, (title, rows) in zip(panels, tables.items(), strict=False):
+        for row in sorted(rows, key=lambda row: names.index(row["query side"]) if _costs(row) else -1):
+            if _costs(row):
+                _side(axes, 1e6 / row["queries/s"], mean(row["R@50"]), row["query side"], names)
+            else:
                 axes.axhline(mean(row["R@50"]), color=GREY, linewidth=0.8, linestyle=":")
                 place = (0.01, mean(row["R@50"]))
                 axes.annotate(row["query side"], place, xycoords=("axes fraction", "data"), fontsize=7)
-            else:
-                _point(axes, 1e6 / row["queries/s"], mean(row["R@50"]), row["query side"])
-        _legend(axes)
         axes.set_xscale("log")
         axes.set_xlabel("µs a query, one thread, one at a time")
         axes.set_ylabel("R@50 (dotted: no tower)")
         axes.set_title(title)
         _bare(axes)
+    drawn = {
+        label: line
+        for axes in figure.axes
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        [drawn[name] for name in names], names, frameon=False, loc="outside right upper", fontsize=8
+    )
     return figure
+
+
+def _costs(row: Mapping[str, Any]) -> bool:
+    """Whether a query side has a tower or a table whose time was taken."""
+    return bool(row["queries/s"] != "-")
+
+
+def _family(name: str) -> tuple[int, str]:
+    """A query side's place in the legend: with those of its kind."""
+    return next((n for n, start in enumerate(FAMILIES) if name.startswith(start)), len(FAMILIES)), name
+
+
+def _side(axes: Axes, x: float, y: float, name: str, names: list[str]) -> None:
+    """A query side in the colour of its family, with a marker that no other of it has."""
+    family, _ = _family(name)
+    colour = [*FAMILIES.values(), GREY][family]
+    number = [one for one in names if _family(one)[0] == family].index(name)
+    axes.plot([x], [y], MARKERS[number % len(MARKERS)], color=colour, label=name, linestyle="none")
 
 
 def form_cost(reports: Reports) -> Figure:
