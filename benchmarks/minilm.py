@@ -15,25 +15,21 @@ WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 def overrides(config: RunConfig) -> list[str]:
     """What puts MiniLM into every tower of a config, its first layers alone where a small encoder stands.
 
-    A student gets as many of them as its config says. SystemExit when the weights are not at hand.
+    A student is cut from its teacher: as many layers as its config says, the last among them. SystemExit when
+    the weights are not at hand.
     """
     found = path()
     knobs = ["train.global_batch=64", "train.optimizer.peak_lr=2e-4"]
-    towers = {
-        "train.query": (config.train.query, SMALL_LAYERS),
-        "train.document": (config.train.document, SMALL_LAYERS),
-    }
+    towers = {"train.query": config.train.query, "train.document": config.train.document}
     if config.distill is not None:
-        student = config.distill.student
-        knobs.append("distill.optimizer.peak_lr=3e-4" if isinstance(student, TowerConfig) else "")
-        for name, tower in (("distill.student", student), ("distill.document", config.distill.document)):
-            if isinstance(tower, TowerConfig) and isinstance(tower.backbone, Scratch):
-                towers[name] = (tower, tower.backbone.layers)
-    for name, (tower, few) in towers.items():
+        towers["distill.document"] = config.distill.document
+        if isinstance(config.distill.student, TowerConfig):
+            knobs += ["distill.optimizer.peak_lr=3e-4", "distill.start=teacher"]
+    for name, tower in towers.items():
         if isinstance(tower, TowerConfig) and isinstance(tower.backbone, Scratch):
-            layers = few if tower.backbone.architecture == "bert" else "null"
+            layers = SMALL_LAYERS if tower.backbone.architecture == "bert" else "null"
             knobs.append(f"{name}.backbone={{kind: pretrained, path: {found}, layers: {layers}}}")
-    return [knob for knob in knobs if knob]
+    return knobs
 
 
 def path() -> Path:
