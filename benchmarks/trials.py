@@ -265,6 +265,9 @@ def _group(trials: Sequence[Trial], path: Path, run_dir: str) -> None:
         except ScalingNoteError as error:
             log.error("%s: %s", trial.key, error)
             continue
+        except Exception:  # a fault of ours, or a Ray that did not start: the others still run
+            log.exception("%s", trial.key)
+            continue
         with path.open("a", encoding="utf-8") as lines:  # one write: other processes append, too
             lines.write(_line(outcome))
         best = {

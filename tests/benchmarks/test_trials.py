@@ -28,15 +28,16 @@ def test_a_line_holds_the_whole_outcome(tmp_path: Path):
     np.testing.assert_array_equal(side.success, first.sides["scalingdual"].success)
 
 
+@pytest.mark.parametrize("fault", [DataError("nothing to learn from"), RuntimeError("Ray did not start")])
 def test_only_what_has_no_line_is_run_and_what_fails_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     started: list[Trial] = []
 
     def run(trial: Trial, *, run_dir: str) -> Outcome:
         started.append(trial)
         if trial.seed == 2:
-            raise DataError("nothing to learn from")
+            raise fault
         return outcome(trial, [1.0, 0.0])
 
     monkeypatch.setattr(trials, "run", run)
