@@ -55,7 +55,7 @@ def run(
     """
     uris = {"dataset": dataset, "embeddings": embeddings, "index": index, "dual_encoder": dual_encoder}
     uris |= {"student": student, "teacher_embeddings": teacher_embeddings}
-    parents = {
+    parents = {  # a teacher's embeddings are of the kind of all embeddings
         name: open_artifact(uri, kind=name.removeprefix("teacher_")) for name, uri in uris.items() if uri
     }
     draft = Draft(output, kind="report", config=config, parents=parents)
