@@ -15,6 +15,7 @@ import {toggle} from "./result.js";
 const PAUSE_MS = 110;  // of typing, before a query is sent
 const LEARN_MS = 30_000;  // between two looks at what the server offers
 const PATIENCE_MS = 400;
+const COMPOSING = -1;  // no timer's number
 const NOTHING = {name: "ScalingNote", arms: [], fields: {}, facets: {}, max_k: 100};  // until the server has said more
 
 let info = NOTHING;
@@ -22,12 +23,14 @@ let learnt = 0;  // when `info` was asked for
 let state = read(location.search);
 let shown = state;  // whose answer is on the page
 let drafting = false;  // a query being typed is one step of the history, however many letters it has
+let typing = 0;  // a timer while the box holds what the state does not know yet: nobody writes into it then
 let newest = new AbortController();  // of the newest request: answers to older ones never come to the page
 const titles = new Map();  // of the documents seen, by doc_id
 const query = byId("query");
 
 /** Shows another state. `how`: "push" is a step to go back from, "draft" a query that is still being typed. */
 function change(changed, how = "push") {
+  if ("query" in changed || "similar" in changed) settle();
   state = {...state, ...changed};
   const address = write(state);
   if (how === "draft" && drafting) history.replaceState(null, "", address);
@@ -68,7 +71,7 @@ async function outcome({path, body}, signal) {
 }
 
 function showControls() {
-  if (query.value.trim() !== state.query) query.value = state.query;
+  if (!typing && query.value.trim() !== state.query) query.value = state.query;
   document.title = state.query ? `${state.query} · ${info.name}` : info.name;
   document.body.classList.toggle("comparing", Boolean(state.compare) && state.similar === null);
   byId("compare-button").setAttribute("aria-pressed", Boolean(state.compare));
@@ -200,21 +203,27 @@ function back() {
   return true;
 }
 
-let typing = 0;
 function typed(event) {
   clearTimeout(typing);
-  if (event.isComposing) return;  // half of a character is no query
+  typing = COMPOSING;
+  if (event?.isComposing) return;  // half of a character is no query
   typing = setTimeout(() => {
+    settle();
     const text = query.value.trim();
     if (text !== state.query || state.similar !== null) change({query: text, similar: null, k: FIRST_K}, "draft");
   }, PAUSE_MS);
+}
+
+/** What is in the box is no longer waited for. */
+function settle() {
+  clearTimeout(typing);
+  typing = 0;
 }
 
 query.addEventListener("input", typed);
 query.addEventListener("compositionend", typed);
 document.querySelector("form[role=search]").addEventListener("submit", event => {
   event.preventDefault();
-  clearTimeout(typing);
   change({query: query.value.trim(), similar: null});
 });
 byId("more").addEventListener("click", async () => {
@@ -239,12 +248,13 @@ for (const kind of ["pointermove", "focusin"]) {
 addEventListener("popstate", () => {
   state = read(location.search);
   drafting = false;
-  query.value = state.query;
+  settle();
   refresh();
 });
 addEventListener("online", () => document.querySelector(".notice.error") && again());
 listen({toggle, back, compare: toggleCompare, similar: item => item.querySelector(".similar").click()});
 
-query.value ||= state.query;
+if (!query.value) query.value = state.query;
+else if (query.value.trim() !== state.query) typed();  // before this script was there
 // What is laid out depends on what the server offers: waiting for that a little saves a shift of everything.
 Promise.race([learn(), new Promise(resolve => setTimeout(resolve, PATIENCE_MS))]).then(refresh);

@@ -56,7 +56,7 @@ class Switches:
     """What the server does wrong, and what it was asked."""
 
     failures: deque[Failing] = field(default_factory=deque)  # of the next searches
-    slow: dict[str, float] = field(default_factory=dict)  # query -> seconds
+    slow: dict[str, float] = field(default_factory=dict)  # query, or /info -> seconds
     silent_shards: int = 0
     api_key: str | None = None
     arms: tuple[str, ...] = ("words", "trigrams")
@@ -96,6 +96,7 @@ class App:
         return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": POLICY})
 
     def info(self, request: Request) -> Response:
+        time.sleep(self.switches.slow.get("/info", 0.0))
         if refused := self._refused(request):
             return refused.response()
         searcher, fields = self.index.searcher, self.index.searcher.fields

@@ -27,6 +27,17 @@ TOO_WIDE = """
 """
 
 
+@pytest.mark.parametrize("seconds", [0.05, 0.1, 0.15, 0.3])
+def test_what_is_typed_while_the_page_still_loads_is_asked(
+    page: Page, served: Served, seconds: float
+) -> None:
+    """What the server offers is known before, while and after a pause of typing is waited for."""
+    served.switches.slow["/info"] = seconds
+    ask(page)
+    found(page)
+    expect(page.get_by_role("searchbox", name="Query")).to_have_value("stars")
+
+
 def test_a_narrow_screen_never_scrolls_sideways(page: Page) -> None:
     def fits() -> None:
         width = page.evaluate("document.documentElement.scrollWidth")
