@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from scalingnote.models import ngrams
 from scalingnote.models.prompt import tokenize
-from scalingnote.models.table import Table
+from scalingnote.models.table import Table, restored
 
 BATCH = 16  # queries from which on torch is faster
 
@@ -46,9 +46,9 @@ class LookupEncoder:
         order = np.argsort(keys, kind="stable")
         self._keys, self._ngram_rows = keys[order], order + table.tokens
         self._empty: ndarray | None = None
-        self._attention = table.attention
-        if self._attention is not None:
-            self._attention[0] /= np.sqrt(np.float32(self.dim))
+        self._attention: tuple[ndarray, ndarray] | None = None
+        if table.attention is not None:
+            self._attention = (table.attention[0] / np.sqrt(np.float32(self.dim)), table.attention[1])
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
         """Embeddings, not normalised."""
@@ -66,23 +66,15 @@ class LookupEncoder:
         numbers = np.array(ids)
         # One product of a row of shares and the rows: faster than their sum.
         shares, whole = self._shares(numbers)
-        factors = shares if self._scales is None else shares * self._scales[numbers]
-        mean: ndarray = factors @ self._values.take(numbers, axis=0).astype(np.float32, copy=False)
+        values = self._values.take(numbers, axis=0).astype(np.float32, copy=False)
+        scales = None if self._scales is None else self._scales[numbers]
+        mean: ndarray = (shares if scales is None else shares * scales) @ values
         if len(self._keys):
             found, _ = self._ngrams(numbers, np.zeros_like(numbers))
             mean += self._table.rows(found).sum(axis=0) / whole
-        return mean if self._attention is None else mean + self._heard(numbers, shares, self._attention)
-
-    def _heard(
-        self, numbers: Int64[ndarray, " tokens"], shares: Float32[ndarray, " tokens"], matrices: ndarray
-    ) -> Float32[ndarray, " dim"]:
-        """What one query's tokens hear of each other, in the mean: only the mean goes through B."""
-        rows = self._table.rows(numbers)
-        scores = rows @ matrices[0] @ rows.T
-        attended = np.exp(scores - scores.max(axis=1, keepdims=True))
-        attended /= attended.sum(axis=1, keepdims=True)
-        heard: ndarray = shares @ attended @ rows @ matrices[1]
-        return heard
+        if self._attention is not None:
+            mean += _heard(restored(values, scales), shares, *self._attention)
+        return mean
 
     def _shares(self, numbers: Int64[ndarray, " tokens"]) -> tuple[Float32[ndarray, " tokens"], np.float32]:
         """What each token counts in the mean, and the sum of weights that this is a share of."""
@@ -139,6 +131,20 @@ class LookupEncoder:
                 warnings.simplefilter("ignore")  # that nobody may write to it is what we want
                 self._tensor = torch.from_numpy(self._values)
         return self._tensor
+
+
+def _heard(
+    rows: Float32[ndarray, "tokens dim"],
+    shares: Float32[ndarray, " tokens"],
+    score: Float32[ndarray, "dim dim"],
+    out: Float32[ndarray, "dim dim"],
+) -> Float32[ndarray, " dim"]:
+    """What one query's tokens hear of each other, in the mean: only the mean goes through `out`."""
+    scores = rows @ score @ rows.T
+    attended = np.exp(scores - scores.max(axis=1, keepdims=True))
+    attended /= attended.sum(axis=1, keepdims=True)
+    heard: ndarray = shares @ attended @ rows @ out
+    return heard
 
 
 def _product(first: ndarray | None, second: ndarray | None) -> ndarray | None:
