@@ -1,7 +1,8 @@
 """docs/performance.md: every benchmark's figures in one table, with plots, from the files of docs/results.
 
-    python -m benchmarks.performance           writes the page between its markers, and the plots
-    python -m benchmarks.performance --check   exit status 1 when the page is not what the results say
+    python -m benchmarks.performance           writes the page between its markers, the tables of other pages
+                                               (benchmarks/pages.py) and the plots
+    python -m benchmarks.performance --check   exit status 1 when a page is not what the results say
 
 The text around the markers is written by hand. Plots are drawn anew but not compared: their bytes depend on
 the version of matplotlib.
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
-from benchmarks import lines_offline, lines_online, performance_plots
+from benchmarks import lines_offline, lines_online, pages, performance_plots
 from benchmarks.line import Line, Lines, Report
 from benchmarks.report import measured
 from benchmarks.sizes import BENCHMARKS
@@ -47,21 +48,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if the page is another")
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a page is another")
     options = parser.parse_args()
     if options.check:
-        stale = filled(PAGE.read_text(encoding="utf-8"), read(RESULTS)) != PAGE.read_text(encoding="utf-8")
-        print(f"{PAGE}: {'another than the results give: run this without --check' if stale else 'as it is'}")
-        sys.exit(stale)
+        found = stale(read(RESULTS))
+        for path in found:
+            print(f"{path}: another than the results give: run this without --check")
+        sys.exit(bool(found))
     update()
     print(PAGE)
 
 
 def update() -> None:
-    """Write the page and the plots that docs/results has the data for."""
+    """Write the pages, and the plots that docs/results has the data for."""
     reports = read(RESULTS)
     performance_plots.draw(reports, RESULTS)
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), reports), encoding="utf-8")
+    for path, text in renewed(reports):
+        path.write_text(text, encoding="utf-8")
+
+
+def stale(reports: Mapping[str, Report]) -> list[Path]:
+    """Pages that say something else than the results."""
+    return [path for path, text in renewed(reports) if text != path.read_text(encoding="utf-8")]
+
+
+def renewed(reports: Mapping[str, Report]) -> Iterator[tuple[Path, str]]:
+    """Every page that is made from results, and what it is to say."""
+    yield PAGE, filled(PAGE.read_text(encoding="utf-8"), reports)
+    yield from pages.renewed(HERE / "docs", reports)
 
 
 def read(folder: Path) -> dict[str, Report]:

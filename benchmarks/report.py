@@ -7,10 +7,12 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
 from scalingnote.log import environment
+from scalingnote.tables import markdown
 
 T = TypeVar("T")
 # Options that say where something is written or kept; --set run_dir=... is another.
@@ -50,14 +52,14 @@ def measured(words: Sequence[str]) -> list[str]:
 
 def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print rows with equal keys as a Markdown table."""
-    lines = [[*rows[0]], *([_text(value) for value in row.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print(f"\n{title}\n")
-    for number, line in enumerate(lines):
-        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |")
-        if number == 0:
-            print("|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
-    sys.stdout.flush()
+    print(f"\n{title}\n\n{table(rows)}", flush=True)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows with equal keys as Markdown; the first columns that hold words alone stand to the left."""
+    words = takewhile(lambda name: all(_is_word(row[name]) for row in rows), rows[0])
+    lines = [[_text(value) for value in row.values()] for row in rows]
+    return markdown([*rows[0]], lines, text=len([*words]))
 
 
 def write(path: Path | None, *, metrics: Mapping[str, float], **tables: Any) -> None:
@@ -83,6 +85,10 @@ def peak_memory_mb() -> float:
         return 0.0
     # Not getrusage: its figure survives an exec, so a small child would report its parent's peak.
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and not value[:1].isdigit()
 
 
 def _text(value: Any) -> str:
