@@ -15,6 +15,7 @@ import os
 import resource
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def measure_speed(options: argparse.Namespace, folder: Path) -> tuple[dict[str, 
         f"{folder}/dataset", options.documents, rows_per_part=512, words=options.words, spread=options.spread
     )
     towers = inputs.towers(f"{folder}/towers", dataset, layers=options.layers, hidden=options.hidden)
-    sides = {
+    budget = batch = 0  # the best of each side, found below
+    sides: dict[str, Callable[[int], Row]] = {
         "floor": lambda _: alone(floor, dataset.uri, towers.uri, budget),
         "job, 1 worker": lambda n: alone(job_speed, dataset.uri, towers.uri, f"{folder}/one-{n}", 1, budget),
         "sentence-transformers": lambda _: alone(peer, dataset.uri, towers.uri, batch),

@@ -43,6 +43,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.experiment import job, report
 from scalingnote.experiment.access_writer import AccessWriter
 from scalingnote.experiment.assignment import arm_of, unit_of
+from scalingnote.experiment.comparison import Report
 from scalingnote.experiment.config import Arm, ExperimentConfig, TrafficSplit
 from scalingnote.log import configure, get_logger
 from scalingnote.models import lookup
@@ -101,7 +102,7 @@ def main() -> None:
     write(options.json, metrics=metrics, report=told)
 
 
-def times(told: report.Report) -> list[tuple[str, str, list[float]]]:
+def times(told: Report) -> list[tuple[str, str, list[float]]]:
     """(arm, stage, percentiles)."""
     return [(name, s, ms) for name, arm in told["arms"].items() for s, ms in arm["latency_ms"].items()]
 

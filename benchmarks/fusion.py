@@ -18,7 +18,6 @@ test split, which it did not, nor the products that are relevant to them:
 Each row of the table adds to the one above it.
 """
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ from scalingnote.fuse.batching import ClickBatches
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.document_fusion import DocumentFusion
 from scalingnote.fuse.features import User
-from scalingnote.fuse.job import QueryParts, build
+from scalingnote.fuse.job import QueryParts, build, read_queries
 from scalingnote.fuse.parts import Corpus, read_part
 from scalingnote.fuse.query_fusion import QueryFusion
 from scalingnote.log import configure
@@ -61,7 +60,7 @@ from scalingnote.planner.planner import load as load_planner
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.job import run as quantize
 from scalingnote.storage import trec, vectors
-from scalingnote.storage.artifact import Artifact, Draft, Part
+from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.storage.slices import slices
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.loop import fit
@@ -251,21 +250,13 @@ def fuse(
     prepared.read_clicks(config, dataset, folder=folder, each=map)
     prepared.fit_features(config, dataset, folder=folder, each=map)
     of_queries = slices(dataset, "queries")
-    asked = QueryParts(
-        {
-            "dataset": dataset.uri,
-            "tower": built["dual_encoder"],
-            "planner": built["planner"],
-            "output": folder,
-            "work": f"{folder}/work",
-            "slices": of_queries,
-            "threads": 2,
-            "words": config.query.planner.words if config.query.planner else 0,
-        }
-    )
-    names = [f"{prepared.QUERIES}/{number:05d}.arrow" for number in range(len(of_queries))]
-    records = [json.loads(text) for text in asked({"name": names})["record"]]
-    files = [(record["name"], Part(**record["part"])) for record in records]
+    words = config.query.planner.words if config.query.planner else 0
+    encode = QueryParts(tower=built["dual_encoder"], planner=built["planner"], words=words)
+    files = []
+    for number in range(len(of_queries)):
+        name = f"{prepared.QUERIES}/{number:05d}.arrow"
+        asked = read_queries(name, dataset=dataset, slices=of_queries, store=folder)
+        files.append((name, write_table(f"{folder}/{name}", encode(name, asked).table)))
     facts = prepared.finish(config, corpus, queries=files, folder=folder, each=map)
     known = prepared.encodings(folder)
     seen = torch.from_numpy(array(f"{folder}/{prepared.SEEN}").copy())

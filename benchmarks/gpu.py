@@ -147,7 +147,7 @@ def _train(
     )
     made = engine.build(StageOne(towers, Losses()), schedule=schedule, device=device)
     towers.train()
-    queries = [_queries(shapes[0], rows, number, causal=towers.query.causal) for number in range(4)]
+    queries = [_queries(shapes[0], rows, number, causal=bool(towers.query.causal)) for number in range(4)]
     documents = [_documents(shapes[1], 2 * rows, number) for number in range(4)]
     batches = [
         _triplets(towers, q, d, packed=packed).to(device) for q, d in zip(queries, documents, strict=True)
@@ -238,7 +238,7 @@ def _peak(device: torch.device) -> float:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     square = torch.ones(width, width, device=device, dtype=dtype)
     figures = timed(lambda _: _multiply(square), device, 0.2)
-    return 2.0 * width**3 * figures["steps"] / figures["seconds"]
+    return float(2 * width**3 * figures["steps"] / figures["seconds"])
 
 
 def _multiply(square: torch.Tensor) -> None:

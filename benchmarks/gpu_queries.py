@@ -7,6 +7,7 @@ the table on the CPU beside; every tower starts from token ids. What tokenizing 
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,8 @@ def _student(layers: int, device: torch.device, *, tiny: bool) -> Maker:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with device:
-        model = BertModel(settings, add_pooling_layer=False).to(dtype)
+        model: Any = BertModel(settings, add_pooling_layer=False)
+        model.to(dtype)
     made = random_tower(Backbone(model, any_tokenizer(), causal=False), role="query")
     return _transformer(made, VOCABULARY, device)
 

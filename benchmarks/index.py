@@ -156,19 +156,19 @@ def sharded(
     whole = filled(FastScan(), [documents], nlist=nlist)
     apart = filled(FastScan(), pieces, nlist=nlist)
     together = [ivf.merge(filled(FastScan(), pieces, nlist=nlist))]
-    shards = faiss.IndexShards(documents.shape[1], False, True)
-    for lists in apart:
-        shards.add_shard(lists.index)
-    base = whole[0].index
+    base: Any = whole[0].index
+    codes: list[Any] = [lists.index for lists in apart]
+    shards: Any = faiss.IndexShards(documents.shape[1], False, True)  # type: ignore[call-arg]
+    for each in codes:
+        shards.add_shard(each)
 
     def codes_only(index: Any) -> Search:
         # IndexShards has no kept vectors to refine by: both sides of this pair scan codes only.
-        for each in apart:
-            each.index.nprobe = nprobe
-        base.nprobe = nprobe
+        for each in (base, *codes):
+            each.nprobe = nprobe
         return lambda asked: index.search(asked, K)[1]
 
-    ways = {
+    ways: dict[str, Search] = {
         "one index": partial(ours, whole, nprobe, factor),
         "a searcher of 4 shards": partial(ours, together, nprobe, factor),
         "4 shards, lists chosen once": partial(ours, apart, nprobe, factor),
@@ -211,8 +211,8 @@ def ours(segments: Sequence[ivf.Lists], nprobe: int, factor: int, queries: ndarr
 
 def of_faiss(index: Any, *, nprobe: int, factor: int) -> Search:
     """A search of an IndexRefine."""
-    inner = faiss.SearchParametersIVF(nprobe=nprobe)
-    parameters = faiss.IndexRefineSearchParameters(k_factor=factor, base_index_params=inner)
+    inner = faiss.SearchParametersIVF(nprobe=nprobe)  # type: ignore[call-arg]  # its wrapper takes them
+    parameters = faiss.IndexRefineSearchParameters(k_factor=factor, base_index_params=inner)  # type: ignore[call-arg]
     return lambda queries: index.search(queries, K, params=parameters)[1]
 
 

@@ -1,5 +1,7 @@
 """What the results of training, collecting, encoding, quantising and fusing say."""
 
+from typing import Any
+
 from benchmarks.line import Lines, Report, mean, number, plain, ratio, value
 
 

@@ -253,4 +253,4 @@ def table(doc_ids: Sequence[str], number: int) -> pa.Table:
 def unit_vectors(count: int, dim: int, *, seed: int) -> ndarray:
     """Directions drawn evenly: no two documents tie."""
     drawn = np.random.default_rng(seed).standard_normal((count, dim))
-    return (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)).astype(np.float32)
+    return np.asarray(drawn / np.linalg.norm(drawn, axis=1, keepdims=True), np.float32)

@@ -60,7 +60,9 @@ async def _run(
     clients = []
     for _ in range(connections):
         _, client = await loop.create_connection(
-            lambda: _Client(requests, load, start + seconds, seen), place.hostname, place.port
+            lambda: _Client(requests, load, start + seconds, seen),
+            place.hostname or "localhost",
+            place.port or 80,
         )
         clients.append(client.done)
     await asyncio.gather(*clients)
@@ -73,6 +75,8 @@ class _Client(asyncio.Protocol):
 
     def __init__(self, requests: Iterator[bytes], load: Load, end: float, seen: Seen | None) -> None:
         self._requests, self._load, self._end, self._seen = requests, load, end, seen
+        self._got, self._sent = b"", 0.0
+        self._needed: int | None = None
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from scalingnote.models.config import Scratch, TowerConfig
 from scalingnote.pipeline import RunConfig
@@ -20,7 +21,7 @@ def overrides(config: RunConfig) -> list[str]:
     """
     found = path()
     knobs = ["train.global_batch=64", "train.optimizer.peak_lr=2e-4"]
-    towers = {"train.query": config.train.query, "train.document": config.train.document}
+    towers: dict[str, Any] = {"train.query": config.train.query, "train.document": config.train.document}
     if config.distill is not None:
         towers["distill.document"] = config.distill.document
         if isinstance(config.distill.student, TowerConfig):

@@ -17,6 +17,7 @@ import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -169,8 +170,8 @@ def beam_search(codes: int, options: Namespace) -> list[Row]:
     forms: dict[str, Callable[[], ndarray]] = {"greedy": lambda: residual_kmeans.encode(asked, fitted)}
     for width in (5,) if large else (2, 5, 10):
         if not large:
-            forms[f"{width}, table"] = lambda w=width: beam.by_table(asked, fitted, beam=w)
-        forms[f"{width}, residuals"] = lambda w=width: beam.by_residuals(asked, fitted, beam=w)
+            forms[f"{width}, table"] = partial(beam.by_table, asked, fitted, beam=width)
+        forms[f"{width}, residuals"] = partial(beam.by_residuals, asked, fitted, beam=width)
     forms["5, faiss without table"] = lambda: untabled(asked, fitted, 5)
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     found: dict[str, ndarray] = {}

@@ -36,7 +36,7 @@ def main() -> None:
     table = pa.table({"doc_id": ids, "summary": vectors.to_arrow(matrix, dtype="float16")})
     drawn = [np.sort(rng.choice(len(table), options.take, replace=False)) for _ in range(options.rounds)]
     expected = [table["summary"].take(pa.array(rows)) for rows in drawn]
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name, (save, load, take) in formats().items():
             path = f"{folder}/part{name}"

@@ -42,6 +42,7 @@ from scalingnote.index import job as index_job
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
 from serve import app
+from serve.query_encoder import Parts
 from serve.settings import AppArgs
 
 # 408, 500: a replica died with the request; 502, 503: nobody was there to take it; 0: the connection broke.
@@ -309,7 +310,9 @@ def _expected(
 ) -> list[list[dict[str, float]]]:
     """For each query, what each shard of a version finds: document -> score."""
     served = app.find(AppArgs(run_dir=config.run_dir))
-    path = served.arms[0].encoder.load()
+    parts = served.arms[0].encoder
+    assert isinstance(parts, Parts)
+    path = parts.load()
     shards = Searcher.open(index.uri).layout.shards
     searchers = [Searcher.open(index.uri, shards=[number]) for number in range(shards)]
     found = []

@@ -43,7 +43,8 @@ def ours(args: dict[str, Any]) -> None:
 
     cluster.connect()
     url = launch.start(app.find(AppArgs(**args)))
-    serve.run(Noop.bind(), name="noop", route_prefix="/noop", logging_config=SERVE)
+    noop: Any = Noop  # as its decorators leave it
+    serve.run(noop.bind(), name="noop", route_prefix="/noop", logging_config=SERVE)
     print(url, flush=True)
     signal.pause()
 
@@ -60,7 +61,7 @@ def handwritten(port: int, folder: Path) -> None:
     index = faiss.index_factory(vectors.shape[1], "IVF1024,Flat", faiss.METRIC_INNER_PRODUCT)
     index.train(vectors[:100_000])
     index.add(vectors)
-    index.nprobe = 16
+    faiss.ParameterSpace().set_index_parameter(index, "nprobe", 16)
     api = FastAPI()
 
     @api.post("/search")

@@ -67,7 +67,7 @@ def main() -> None:
 def parser() -> ArgumentParser:
     """The knobs and their defaults."""
     parser = arguments(__doc__)
-    sizes = {"type": int, "nargs": "+", "metavar": "DOCUMENTS"}
+    sizes: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "DOCUMENTS"}
     parser.add_argument(
         "--documents", **sizes, default=[10_000, 100_000, 300_000], help="default: %(default)s"
     )
@@ -184,7 +184,7 @@ def exact(folder: str, documents: int, kind: str, rounds: int) -> Row:
     by_term = csr_array(flat, shape=(documents, WORDS)).T.tocsr()
 
     def compiled(query: tuple[ndarray, ndarray]) -> ndarray:
-        return sparse.search([built], one(query), k=K)[1][0]
+        return np.asarray(sparse.search([built], one(query), k=K)[1][0])
 
     def by_numpy(query: tuple[ndarray, ndarray]) -> ndarray:
         scores = np.zeros(documents, np.float32)
@@ -192,11 +192,11 @@ def exact(folder: str, documents: int, kind: str, rounds: int) -> Row:
             entries = slice(by_term.indptr[term], by_term.indptr[term + 1])
             scores[by_term.indices[entries]] += value * by_term.data[entries]
         found = np.flatnonzero(scores)
-        return found[topk.select(scores[None, found], k=K)[0]]
+        return np.asarray(found[topk.select(scores[None, found], k=K)[0]])
 
     def by_scipy(query: tuple[ndarray, ndarray]) -> ndarray:
         scores = csr_array((query[1], query[0], [0, len(query[0])]), shape=(1, WORDS)) @ by_term
-        return scores.indices[topk.select(scores.data[None], k=K)[0]]
+        return np.asarray(scores.indices[topk.select(scores.data[None], k=K)[0]])
 
     forms = {"numba": compiled, "numpy": by_numpy, "SciPy": by_scipy}
     for query in made.queries[:20]:
@@ -311,7 +311,7 @@ def share(built: Any, query: tuple[ndarray, ndarray], answer: list[int], truth: 
     if not len(matches):
         return 1.0
     scores = sparse.scores_of([built], one(query), np.array([answer], np.int64).reshape(1, -1))[0]
-    return min(1.0, (scores >= matches[-1]).sum() / len(matches))
+    return min(1.0, float((scores >= matches[-1]).sum()) / len(matches))
 
 
 def one(query: tuple[ndarray, ndarray]) -> Any:

@@ -191,11 +191,11 @@ def _tower(architecture: str, shape: tuple[int, ...], tokenizer: str) -> Any:
     return tower.build(config, role="query", dim=DIM, tokenizer_json=tokenizer, seed=0)
 
 
-def _millions(module: torch.nn.Module) -> float:
+def _millions(module: Any) -> float:
     """Parameters, less those of token embeddings and tables."""
     count = sum(value.numel() for value in module.parameters())
     table = module.token_embeddings.weight if hasattr(module, "token_embeddings") else module.table
-    return (count - table.numel()) / 1e6
+    return float(count - table.numel()) / 1e6
 
 
 if __name__ == "__main__":

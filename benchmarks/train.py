@@ -112,14 +112,14 @@ def _medians(rounds: list[dict[Side, dict[str, float]]], best: dict[Side, Settin
     def middle(side: Side) -> float:
         return statistics.median(found[side]["samples/cpu s"] for found in rounds)
 
-    theirs = best["sentence-transformers"]
+    peer = best["sentence-transformers"]
     return {
         "ours /cpu s": middle("ours"),
         "theirs /cpu s": middle("sentence-transformers"),
         "ratio": ratio("samples/cpu s"),
         "by the clock": ratio("samples/s"),
         "our chunk": f"{best['ours'].chunks[1]} rows",
-        "their chunk": f"{theirs.budget} tokens" if theirs.budget else f"{theirs.chunks[1]} rows",
+        "their chunk": f"{peer.budget} tokens" if peer.budget else f"{peer.chunks[1]} rows",
     }
 
 

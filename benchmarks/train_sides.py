@@ -79,8 +79,8 @@ def save_backbone(folder: Path, architecture: Literal["bert", "qwen2"], size: Si
         "pad_token_id": 0,
     }
     if architecture == "bert":
-        still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        model: Any = BertModel(BertConfig(**shape, **still), add_pooling_layer=False)
+        shape |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model: Any = BertModel(BertConfig(**shape), add_pooling_layer=False)
     else:
         model = Qwen2Model(Qwen2Config(**shape, num_key_value_heads=max(size.hidden // 128, 1)))
     model.save_pretrained(folder)
@@ -139,7 +139,7 @@ def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
     tower = TowerConfig(backbone=Pretrained(path=str(folder)), max_length=size.longest, prompt="{title}[EMB]")
     towers = dual_encoder.build(tower, tower, dim=DIM, tokenizers={}, seed=0, share_base=False)
     for made in (towers.query, towers.document):
-        made.projection.load_state_dict(load_file(folder / "projection.st"))
+        made.get_submodule("projection").load_state_dict(load_file(folder / "projection.st"))
     cache = GradCache(query_rows=setting.chunks[0], document_rows=setting.chunks[1])
     schedule = Schedule(
         optimizer=Optimizer(peak_lr=RATE, weight_decay=DECAY, clip=CLIP),
@@ -149,9 +149,9 @@ def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
         resources=Ranks(workers=1),
     )
     losses = Losses(temperature=TEMPERATURE, matryoshka=DIMS, alpha=0.0)
-    made = engine.build(StageOne(towers, losses), schedule=schedule, device=torch.device("cpu"))
+    loop = engine.build(StageOne(towers, losses), schedule=schedule, device=torch.device("cpu"))
     towers.train()
-    causal, pad = towers.query.causal, towers.query.pad
+    causal, pad = bool(towers.query.causal), towers.query.pad
 
     def step(number: int) -> float:
         queries, positives, negatives = rows(size, setting, number, causal=causal)
@@ -164,8 +164,8 @@ def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
             known_positives=ids[: setting.batch, None],
             weights=torch.ones(setting.batch),
         )
-        loss, _ = cached_backward(made, triplets, config=cache)
-        made.step(RATE)
+        loss, _ = cached_backward(loop, triplets, config=cache)
+        loop.step(RATE)
         return float(loss.detach())
 
     return step

@@ -7,8 +7,10 @@ fields of :class:`AppArgs` as its ``args``.
 import os
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
-from ray.serve import Application, deployment
+from ray.serve import Application, Deployment, deployment
+from ray.serve.handle import DeploymentHandle
 
 from scalingnote import pipeline
 from scalingnote.encode import exported, query_encoder
@@ -157,8 +159,11 @@ def bind(served: Served) -> Application:
     """The application of what was found."""
     config = served.config
     arms = [arm if _encodes_here(arm, config) else _in_replicas(arm, config) for arm in served.arms]
-    gateway = Gateway.options(num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
-    return gateway.bind(arms, _searchers(served), config, _reranker(config), _writing(served))
+    gateway = _replicas(Gateway, num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
+    application: Application = gateway.bind(
+        arms, _searchers(served), config, _reranker(config), _writing(served)
+    )
+    return application
 
 
 def _searchers(served: Served) -> SearcherParts:
@@ -166,14 +171,13 @@ def _searchers(served: Served) -> SearcherParts:
     if not served.searchers_here:
         first = accumulate(served.sizes, initial=0)
         handles = tuple(
-            deployment(IndexSearcher)
-            .options(
+            _replicas(
+                IndexSearcher,
                 name=f"IndexSearcher-{group:03d}",
                 num_replicas=config.searcher_replicas,
                 ray_actor_options=_actor(config),
                 max_ongoing_requests=ONGOING,
-            )
-            .bind(
+            ).bind(
                 served.catalog,
                 shards=range(start, start + size),
                 nprobe=config.nprobe,
@@ -192,13 +196,19 @@ def _writing(served: Served) -> Writing | None:
     assert isinstance(served.catalog, LiveCatalog)
     assert served.documents is not None
     options = {"num_cpus": live.cpus_per_encoder, "num_gpus": live.gpus_per_encoder}
-    encoder = deployment(DocumentEncoder).options(num_replicas=live.encoders, ray_actor_options=options)
+    encoder = _replicas(DocumentEncoder, num_replicas=live.encoders, ray_actor_options=options)
     # One, and the next not before this one is gone: it holds the claim on the logs.
-    writer = deployment(Writer).options(
-        num_replicas=1, ray_actor_options=_actor(served.config), max_ongoing_requests=ONGOING
+    writer = _replicas(
+        Writer, num_replicas=1, ray_actor_options=_actor(served.config), max_ongoing_requests=ONGOING
     )
     folder, index = served.catalog.folder, served.catalog.index
     return Writing(encoder.bind(served.documents), writer.bind(folder, index, live), live.deadline_s)
+
+
+def _replicas(of: Any, **options: Any) -> Any:
+    """A deployment of a class, or one with these options; what it binds comes to others as a handle."""
+    made: Any = of if isinstance(of, Deployment) else deployment(of)
+    return made.options(**options)
 
 
 def _actor(config: ServeConfig) -> dict[str, float]:
@@ -206,7 +216,8 @@ def _actor(config: ServeConfig) -> dict[str, float]:
 
 
 def _in_replicas(arm: ArmParts, config: ServeConfig) -> ArmParts:
-    encoder = deployment(QueryEncoder).options(
+    encoder = _replicas(
+        QueryEncoder,
         name=f"QueryEncoder-{arm.name}",
         num_replicas=config.encoder_replicas,
         ray_actor_options=_actor(config),
@@ -241,10 +252,11 @@ def _tower(uri: str) -> Artifact:
     raise ConfigError(f"no query tower at {uri}, it would be one of {TOWERS}: {reason}")
 
 
-def _reranker(config: ServeConfig) -> Application | None:
+def _reranker(config: ServeConfig) -> DeploymentHandle[Any] | None:
     rerank = config.rerank
     if rerank is None:
         return None
     options = {"num_cpus": rerank.cpus_per_replica, "num_gpus": rerank.gpus_per_replica}
-    replicas = deployment(Reranker).options(num_replicas=rerank.replicas, ray_actor_options=options)
-    return replicas.bind(rerank.model)
+    replicas = _replicas(Reranker, num_replicas=rerank.replicas, ray_actor_options=options)
+    handle: DeploymentHandle[Any] = replicas.bind(rerank.model)
+    return handle

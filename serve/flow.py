@@ -27,7 +27,7 @@ from serve.here import Here
 from serve.refusals import invalid, not_found, unavailable
 from serve.searcher import Refused, Wanted
 
-Called = DeploymentHandle | Here
+Called = DeploymentHandle[Any] | Here
 
 
 @dataclass(frozen=True)

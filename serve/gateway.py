@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -34,7 +35,7 @@ class ArmParts:
 
     name: str
     tower: str
-    encoder: Parts | DeploymentHandle
+    encoder: Parts | DeploymentHandle[Any]
     personalised: bool = False
     version: str | None = None
 
@@ -45,7 +46,7 @@ class SearcherParts:
 
     catalog: Catalog | LiveCatalog
     sizes: tuple[int, ...]
-    handles: tuple[DeploymentHandle, ...] | None = None
+    handles: tuple[DeploymentHandle[Any], ...] | None = None
 
 
 @serve.deployment(max_ongoing_requests=1000)  # the door counts them; it says 503 before Serve would queue
@@ -58,7 +59,7 @@ class Gateway(Servicer):
         arms: Sequence[ArmParts],
         searchers: SearcherParts,
         config: ServeConfig,
-        reranker: DeploymentHandle | None = None,
+        reranker: DeploymentHandle[Any] | None = None,
         writing: Writing | None = None,
     ) -> None:
         gc.set_threshold(COLLECT_AFTER)
@@ -98,7 +99,7 @@ class Gateway(Servicer):
         )
 
 
-def _encoder(place: Parts | DeploymentHandle) -> Called:
+def _encoder(place: Parts | DeploymentHandle[Any]) -> Called:
     return Here(QueryEncoder(place)) if isinstance(place, Parts) else place
 
 

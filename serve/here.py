@@ -30,7 +30,7 @@ class _Method:
         self.remote = method
 
 
-async def everywhere(of: DeploymentHandle | Here, method: str, *args: Any) -> list[Any]:
+async def everywhere(of: DeploymentHandle[Any] | Here, method: str, *args: Any) -> list[Any]:
     """Call a method of every replica; what each answered."""
     if isinstance(of, Here):
         return [await getattr(of, method).remote(*args)]

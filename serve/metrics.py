@@ -12,7 +12,7 @@ Ray prefixes them with ``ray_``. :func:`scraped` is what ``/metrics`` of any gat
 """
 
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -36,13 +36,13 @@ class Metrics:
             name("request_ms"),
             "milliseconds of a request in the gateway",
             boundaries=MILLISECONDS,
-            tag_keys=("path", "status", "arm"),
+            tag_keys=("path", "status", "arm"),  # type: ignore[arg-type]  # Ray says tuple[str]
         )
         self._steps = metrics.Histogram(
             name("step_ms"),
             "milliseconds of a step of a search",
             boundaries=MILLISECONDS,
-            tag_keys=("step", "arm"),
+            tag_keys=("step", "arm"),  # type: ignore[arg-type]
         )
         self._partial = metrics.Counter(
             name("partial_answers_total"), "answers without some shards", tag_keys=("arm",)
@@ -61,7 +61,7 @@ class Metrics:
         tags = {"path": path, "status": str(status), "arm": arm}
         self._took.observe(max(1000 * seconds, 1e-3), tags=tags)
 
-    def search(self, answer: dict[str, Any]) -> None:
+    def search(self, answer: Mapping[str, Any]) -> None:
         """A search was answered, as described by :class:`~serve.messages.SearchResponse`."""
         for step in ("encode", "search") if next(self._turn) else ():
             took = max(answer["timings_ms"][step], 1e-3)

@@ -124,7 +124,7 @@ def _prepare(
         )
         for number, parts in enumerate(of_queries)
     }
-    asked = partial(_read_queries, dataset=corpus.dataset, slices=of_queries, store=folder)
+    asked = partial(read_queries, dataset=corpus.dataset, slices=of_queries, store=folder)
     words = config.query.planner.words if config.query.planner else 0
     steps = Steps(asked, partial(QueryParts, tower=tower, planner=planner, words=words))
     where = {"output": folder, "work": draft.work("queries")}
@@ -146,7 +146,7 @@ def _order(config: FuseConfig, facts: dict[str, Any]) -> Order:
     return Order(facts["sizes"], global_batch=config.global_batch, seed=config.seed)
 
 
-def _read_queries(
+def read_queries(
     name: str, *, dataset: Artifact, slices: list[list[str]], store: str
 ) -> tuple[pa.Array, list[str]]:
     """Training queries of a slice that were clicked for: their hashes and texts."""

@@ -39,7 +39,8 @@ def _call(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., 
             async def answer(state: State) -> R:
                 return await work(self, translate.asked(request, model), state)
 
-            return await self._through(path, answer, request.ByteSize(), grpc_context) or empty()
+            found = await self._through(path, answer, request.ByteSize(), grpc_context)
+            return empty() if found is None else found  # type: ignore[no-any-return]  # protobuf has no types
 
         method.__doc__, method.__name__ = work.__doc__, work.__name__
         return method
