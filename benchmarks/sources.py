@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.report import arguments, show, write
 from benchmarks.training import over_seeds, train
-from scalingnote import pipeline
 from scalingnote.config import load
 from scalingnote.log import configure
+from scalingnote.run_config import RunConfig
 
 VARIANTS: Mapping[str, Sequence[str]] = {
     "one-hop": ("collect.association=null",),
@@ -40,7 +40,7 @@ def main() -> None:
         for name, overrides in VARIANTS.items():
             knobs = [*overrides, *options.overrides]
             found = [
-                train(load(pipeline.RunConfig, files, [*knobs, f"train.seed={seed}"]), steps=options.steps)
+                train(load(RunConfig, files, [*knobs, f"train.seed={seed}"]), steps=options.steps)
                 for seed in range(options.seeds)
             ]
             shown, means = over_seeds(found)

@@ -4,11 +4,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalingnote import pipeline, topk
+from scalingnote import pipeline, stages, topk
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.retrieval import measure
 from scalingnote.evaluate.test_set import load_test_set
-from scalingnote.pipeline import RunConfig
+from scalingnote.run_config import RunConfig
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.config import Ranks
@@ -24,9 +24,9 @@ def train(config: RunConfig, *, steps: int) -> dict[str, float]:
 
 def trained(config: RunConfig, *, steps: int) -> dict[str, Artifact]:
     """Stage I after so many steps, and its documents' embeddings."""
-    pipeline.run(config, pipeline.select(config, until="collect"), record=False)
+    pipeline.run(config, stages.select(config, until="collect"), record=False)
     config = shortened(config, steps=steps)
-    return pipeline.run(config, pipeline.select(config, until="encode"), record=False)
+    return pipeline.run(config, stages.select(config, until="encode"), record=False)
 
 
 def shortened(config: RunConfig, *, steps: int) -> RunConfig:

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from benchmarks import minilm, report, training
-from scalingnote import pipeline
+from scalingnote import pipeline, stages
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ScalingNoteError
@@ -37,6 +37,7 @@ from scalingnote.evaluate.retrieval import per_query
 from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.log import configure, environment, get_logger
 from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.run_config import RunConfig
 from scalingnote.storage.artifact import Artifact
 
 DEPTHS = (1, 5, 10, 20, 50, 100)
@@ -146,11 +147,11 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
     """Train, encode, search; what is finished in `run_dir` is not built again."""
     started = time.monotonic()
     config = configured(trial, run_dir=run_dir)
-    names = [stage.name for stage in pipeline.stages(config)]
+    names = [stage.name for stage in stages.of(config)]
     last = names[names.index("quantize") - 1]
-    built = pipeline.run(config, pipeline.select(config, until=last), record=False)
+    built = pipeline.run(config, stages.select(config, until=last), record=False)
     if "encode_student" in names:
-        first = pipeline.run(config, pipeline.select(config, until="encode"), record=False)
+        first = pipeline.run(config, stages.select(config, until="encode"), record=False)
         built["teacher_embeddings"] = first["embeddings"]
     history = built["dual_encoder"].read_json("validation.json") if "dual_encoder" in built else []
     validation = {name: value for name, value in history[-1].items() if name != "step"} if history else {}
@@ -158,22 +159,22 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
     return Outcome(trial, _sides(config, built), validation, time.monotonic() - started, kept)
 
 
-def configured(trial: Trial, *, run_dir: str) -> pipeline.RunConfig:
+def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     """The config of a trial, with as many epochs of stage I as give its steps; collects its triplets."""
     files = [f"configs/quickstart/{trial.dataset}.yaml", f"configs/{trial.method}.yaml"]
-    plain = load(pipeline.RunConfig, files)
+    plain = load(RunConfig, files)
     # Short runs in this process: half of their time would be the start of Ray's workers.
     knobs = [f"run_dir={run_dir}", f"train.seed={trial.seed}"]
     if plain.distill is not None:
         knobs += [f"distill.seed={trial.seed}", "distill.resources.workers=0"]
     if trial.backbone == "minilm":
         knobs += minilm.overrides(plain)
-    config = load(pipeline.RunConfig, files, [*knobs, *trial.knobs])
-    pipeline.run(config, pipeline.select(config, until="collect"), record=False)
+    config = load(RunConfig, files, [*knobs, *trial.knobs])
+    pipeline.run(config, stages.select(config, until="collect"), record=False)
     return training.shortened(config, steps=trial.steps)
 
 
-def _sides(config: pipeline.RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
+def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
     """Every query side but a student's teacher, which has a trial of its own, and BM25 beside stage I."""
     parents = {kind: artifact for kind, artifact in built.items() if kind in READ}
     test = load_test_set(parents["dataset"])
@@ -206,9 +207,7 @@ def _sides(config: pipeline.RunConfig, built: Mapping[str, Artifact]) -> dict[st
     return found
 
 
-def _speed(
-    config: pipeline.RunConfig, name: str, parents: Mapping[str, Artifact], queries: Sequence[str]
-) -> float:
+def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], queries: Sequence[str]) -> float:
     """Queries per processor second of this thread, one at a time: string in, embedding and terms out."""
     tower, _, how = name.partition(" ")
     kind = retrieve.towers(config.evaluate, parents)[tower]

@@ -27,13 +27,14 @@ def main(stage: str, arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def work() -> "tuple[str, Artifact]":
-        from scalingnote import pipeline
+        from scalingnote import pipeline, stages
         from scalingnote.config import load
+        from scalingnote.run_config import RunConfig
 
-        config = load(pipeline.RunConfig, options.config, options.overrides)
+        config = load(RunConfig, options.config, options.overrides)
         _check_place(config.run_dir, config.address)
         name = f"{stage}@{options.round}" if options.round is not None else stage
-        ((kind, artifact),) = pipeline.run(config, pipeline.select(config, only=name)).items()
+        ((kind, artifact),) = pipeline.run(config, stages.select(config, only=name)).items()
         return kind, artifact
 
     return _ended(stage, work)
@@ -64,8 +65,9 @@ def ladder(arguments: Sequence[str] | None = None) -> int:
     def work() -> "tuple[str, Artifact]":
         from scalingnote import pipeline
         from scalingnote.config import load
+        from scalingnote.run_config import RunConfig
 
-        config = load(pipeline.RunConfig, options.config, options.overrides)
+        config = load(RunConfig, options.config, options.overrides)
         _check_place(config.run_dir, config.address)
         return "ladder", pipeline.ladder(config)
 

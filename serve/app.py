@@ -12,11 +12,12 @@ from typing import Any
 from ray.serve import Application, Deployment, deployment
 from ray.serve.handle import DeploymentHandle
 
-from scalingnote import pipeline
+from scalingnote import pipeline, stages
 from scalingnote.encode import exported, query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index import shard
+from scalingnote.run_config import RunConfig
 from scalingnote.serving.config import ServeConfig
 from scalingnote.storage.artifact import Artifact, open_artifact
 from serve import settings
@@ -134,13 +135,13 @@ def _served(index: Artifact, tower: Artifact, parts: Parts, config: ServeConfig)
     return Served(index, tuple(arms), catalog, config)
 
 
-def _document_parts(run: pipeline.RunConfig, index: Artifact) -> DocumentParts:
+def _document_parts(run: RunConfig, index: Artifact) -> DocumentParts:
     """What encodes new documents as a run has encoded its own."""
     if run.cross_encoder is not None and run.distill is not None and not run.distill.document:
         raise ConfigError(
             "serve.live: documents of this run were read by a cross-encoder, nobody encodes new ones"
         )
-    own = "encode_student" in [stage.name for stage in pipeline.stages(run)]
+    own = "encode_student" in [stage.name for stage in stages.of(run)]
     return DocumentParts(
         towers=_place(pipeline.locate(run, "student" if own else "dual_encoder")),
         semantic_ids=_place(pipeline.locate(run, "semantic_ids")),

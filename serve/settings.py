@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from scalingnote import pipeline
 from scalingnote.config import Config, load, merge, validate
 from scalingnote.errors import ConfigError
+from scalingnote.run_config import RunConfig
 from scalingnote.serving.config import ServeConfig
 from scalingnote.storage import filesystem as fs
 
@@ -47,12 +48,12 @@ def start(run_dir: str, overrides: Sequence[str] = ()) -> int:
     return int(import_module("serve.launch").run(args))
 
 
-def run_of(run_dir: str) -> pipeline.RunConfig:
+def run_of(run_dir: str) -> RunConfig:
     """The last run there, by its absolute place: replicas have working directories of their own."""
     return pipeline.load_run(run_dir if "://" in run_dir else os.path.abspath(run_dir))
 
 
-def merged(run: pipeline.RunConfig, args: AppArgs) -> ServeConfig:
+def merged(run: RunConfig, args: AppArgs) -> ServeConfig:
     """The run's knobs of serving, and over them those that are given."""
     knobs = [
         {"state": fs.join(run.run_dir, "serve")},

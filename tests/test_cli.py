@@ -9,10 +9,11 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from scalingnote import cli, doctor, pipeline
+from scalingnote import cli, doctor, pipeline, stages
 from scalingnote.config import Config
 from scalingnote.errors import DataError
 from scalingnote.quantize import by_code, semantic_id
+from scalingnote.run_config import RunConfig
 from scalingnote.storage.artifact import Draft, open_artifact
 
 ROOT = Path(cli.__file__).parents[1]
@@ -66,7 +67,7 @@ def test_what_serves_starts_without_torch_unless_a_tower_needs_it():
 
 
 def test_stages_are_those_of_the_pipeline():
-    assert tuple(cli.STAGES) == pipeline.NAMES
+    assert tuple(cli.STAGES) == stages.NAMES
 
 
 def test_a_typo_ends_with_a_suggestion_and_no_traceback(config, capsys):
@@ -190,7 +191,7 @@ def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monk
     reports = {}
     for name in ("one", "two"):
         draft = Draft(
-            str(tmp_path / name), kind="report", config=pipeline.RunConfig.model_validate(MINIMAL), parents={}
+            str(tmp_path / name), kind="report", config=RunConfig.model_validate(MINIMAL), parents={}
         )
         draft.write_json("report.json", {"name": name})
         draft.commit(counts={})

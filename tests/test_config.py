@@ -5,7 +5,8 @@ import pytest
 from scalingnote.config import Config, Resources, identity, load
 from scalingnote.errors import ConfigError
 from scalingnote.models.config import TowerConfig
-from scalingnote.pipeline import RunConfig, select
+from scalingnote.run_config import RunConfig
+from scalingnote.stages import select
 from scalingnote.train.config import TrainConfig
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from scalingnote import pipeline
+from scalingnote import pipeline, stages
 from scalingnote.config import load
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.pipeline import OF_CROSS_ENCODER, STAGES, RunConfig, Stage
+from scalingnote.run_config import RunConfig
+from scalingnote.stages import OF_CROSS_ENCODER, STAGES, Stage
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = CONFIGS / "quickstart/python_docs.yaml"
@@ -15,7 +16,7 @@ METHODS = sorted(CONFIGS.glob("methods/*.yaml"))
 
 
 def method(name: str) -> list[Stage]:
-    return pipeline.stages(load(RunConfig, [CONFIG, CONFIGS / f"methods/{name}.yaml"]))
+    return stages.of(load(RunConfig, [CONFIG, CONFIGS / f"methods/{name}.yaml"]))
 
 
 @pytest.mark.parametrize("stage", [*STAGES, *OF_CROSS_ENCODER], ids=lambda stage: stage.job)
@@ -30,7 +31,7 @@ def test_a_job_takes_what_its_stage_reads(stage: Stage):
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_stages_only_read_what_earlier_ones_build(rounds: int):
     built: set[str] = set()
-    for stage in pipeline.stages(load(RunConfig, [CONFIG], [f"rounds={rounds}"])):
+    for stage in stages.of(load(RunConfig, [CONFIG], [f"rounds={rounds}"])):
         assert {*stage.reads, *stage.may_read} <= built
         built.add(stage.builds)
 
@@ -83,9 +84,9 @@ def test_a_cross_encoder_takes_stage_ones_place():
 
 def test_a_second_round_trains_on_what_the_first_one_mined():
     one, two = (load(RunConfig, [CONFIG], [f"rounds={rounds}"]) for rounds in (1, 2))
-    names = [stage.name for stage in pipeline.stages(two)]
+    names = [stage.name for stage in stages.of(two)]
     assert names[:7] == ["prepare", "planner", "collect", "train@1", "encode@1", "mine@1", "train"]
-    assert names[6:] == [stage.name for stage in pipeline.stages(one)][3:]
+    assert names[6:] == [stage.name for stage in stages.of(one)][3:]
 
 
 def test_a_missing_input_names_the_stage_that_builds_it(tmp_path: Path):
@@ -106,13 +107,13 @@ def test_fusion_stands_between_quantize_and_index_where_it_is_asked_for():
     with_student, without = (
         load(RunConfig, [CONFIG], ["fuse={}", more]) for more in ("rounds=1", "distill=null")
     )
-    assert "fuse" not in [stage.name for stage in pipeline.stages(load(RunConfig, [CONFIG]))]
+    assert "fuse" not in [stage.name for stage in stages.of(load(RunConfig, [CONFIG]))]
     for config, tower in ((with_student, "student"), (without, "dual_encoder")):
-        found = {stage.name: stage for stage in pipeline.stages(config)}
+        found = {stage.name: stage for stage in stages.of(config)}
         assert list(found)[-4:] == ["quantize", "fuse", "index", "evaluate"]
         assert found["fuse"].reads == ("dataset", "planner", "embeddings", "semantic_ids", tower)
         assert found["fuse"].builds == "embeddings"
         assert not found["fuse"].may_read
     # The dual encoder was trained with the plain embeddings; who is served is measured in the final ones.
-    evaluate = [pipeline.stages(config)[-1].by_stage for config in (with_student, without)]
+    evaluate = [stages.of(config)[-1].by_stage for config in (with_student, without)]
     assert evaluate == [(("teacher_embeddings", "encode"),), ()]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from scalingnote.config import Config, load
-from scalingnote.pipeline import RunConfig
+from scalingnote.run_config import RunConfig
 from scalingnote.scaling.config import Assumptions
 from scalingnote.scaling.dry_run import estimate
 from scalingnote.scaling.hardware import GIB

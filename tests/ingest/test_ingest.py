@@ -28,6 +28,7 @@ from scalingnote.ingest.config import IngestConfig
 from scalingnote.ingest.flow import DocumentFlow
 from scalingnote.models import backbone, tower
 from scalingnote.quantize import residual_kmeans
+from scalingnote.run_config import RunConfig
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -147,7 +148,7 @@ def test_from_the_command_line(run, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "semantic_ids": run["semantic_ids"],
         "embeddings": run["embeddings"],
     }
-    made_by = load(pipeline.RunConfig, ["configs/quickstart/medquad.yaml"])
+    made_by = load(RunConfig, ["configs/quickstart/medquad.yaml"])
     monkeypatch.setattr(pipeline, "load_run", lambda _: made_by)
     monkeypatch.setattr(pipeline, "locate", lambda _, kind: found[kind])
     rows = [{**row, "name": row["title"]} for row in tiny.document_rows(3)]

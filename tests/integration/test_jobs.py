@@ -18,8 +18,9 @@ import psutil
 import pytest
 import ray
 
-from scalingnote import pipeline
+from scalingnote import pipeline, stages
 from scalingnote.config import load
+from scalingnote.run_config import RunConfig
 from scalingnote.storage.artifact import open_artifact
 
 ROOT = Path(pipeline.__file__).parents[1]
@@ -160,7 +161,7 @@ def submit(project: Path, head: Head, stage: str, run_dir: str) -> subprocess.Co
 
 
 def digests(project: Path, run_dir: str) -> dict[str, str]:
-    config = load(pipeline.RunConfig, [project / "configs" / "tiny.yaml"], [f"run_dir={project / run_dir}"])
+    config = load(RunConfig, [project / "configs" / "tiny.yaml"], [f"run_dir={project / run_dir}"])
     return {stage: pipeline.locate(config, kind).digest for stage, kind in zip(STAGES, KINDS, strict=True)}
 
 
@@ -171,8 +172,8 @@ KINDS = ("dataset", "planner")
 def in_process(project: Path, head: Head) -> Iterator[dict[str, str]]:
     ours = not ray.is_initialized()
     overrides = [f"run_dir={project}/runs/in-process", f"address={head.address}"]
-    config = load(pipeline.RunConfig, [project / "configs" / "tiny.yaml"], overrides)
-    pipeline.run(config, pipeline.select(config, until="planner"))
+    config = load(RunConfig, [project / "configs" / "tiny.yaml"], overrides)
+    pipeline.run(config, stages.select(config, until="planner"))
     yield digests(project, "runs/in-process")
     if ours:
         ray.shutdown()

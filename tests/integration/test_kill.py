@@ -19,10 +19,10 @@ import yaml
 
 import tiny
 from in_process import without_ray
-from scalingnote import pipeline
+from scalingnote import pipeline, stages
 from scalingnote.config import load
 from scalingnote.encode.encoder import Encoder
-from scalingnote.pipeline import RunConfig
+from scalingnote.run_config import RunConfig
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
 
@@ -97,11 +97,11 @@ def kill_when(ready: Callable[[], bool], arguments: list[str]) -> None:
 
 def run_here(config: RunConfig, *, until: str | None = None) -> dict[str, Artifact]:
     """All of a run without a cluster: each stage's own tests know that it works on one."""
-    for stage in pipeline.stages(config):
+    for stage in stages.of(config):
         importlib.import_module(stage.job.partition(":")[0])
     with pytest.MonkeyPatch.context() as patch:
         without_ray(patch)
-        return pipeline.run(config, pipeline.select(config, until=until))
+        return pipeline.run(config, stages.select(config, until=until))
 
 
 def count(run_dir: Path, pattern: str) -> int:

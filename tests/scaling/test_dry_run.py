@@ -9,7 +9,7 @@ import scalingnote
 from scalingnote import cli
 from scalingnote.config import load
 from scalingnote.errors import ConfigError
-from scalingnote.pipeline import RunConfig
+from scalingnote.run_config import RunConfig
 from scalingnote.scaling import table
 from scalingnote.scaling.config import Assumptions
 from scalingnote.scaling.dry_run import Estimate, estimate

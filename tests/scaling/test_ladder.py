@@ -10,6 +10,7 @@ from scalingnote import pipeline
 from scalingnote.config import validate
 from scalingnote.errors import ConfigError
 from scalingnote.models.config import LookupConfig, Scratch
+from scalingnote.run_config import RunConfig
 from scalingnote.scaling import job, ladder
 from scalingnote.scaling.config import LadderConfig
 from scalingnote.scaling.laws import JointLaw
@@ -134,6 +135,6 @@ def test_laws_are_fitted_to_the_rungs_that_each_is_about():
 
 
 def test_a_ladder_is_of_one_round():
-    config = validate(pipeline.RunConfig, {"dataset": {"name": "python_docs"}, "rounds": 2}, source="test")
+    config = validate(RunConfig, {"dataset": {"name": "python_docs"}, "rounds": 2}, source="test")
     with pytest.raises(ConfigError, match="one round"):
         pipeline.ladder(config)

@@ -5,9 +5,9 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from scalingnote import pipeline
 from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
+from scalingnote.run_config import RunConfig
 from scalingnote.serving.config import LOOPBACK, ServeConfig
 from serve import app, launch, settings
 from serve.admission import read_keys
@@ -105,7 +105,7 @@ def test_a_file_of_keys_that_is_none_is_refused(tmp_path, text, reason):
 
 
 def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
-    run = pipeline.RunConfig.model_validate(
+    run = RunConfig.model_validate(
         {
             "dataset": {"name": "medquad"},
             "run_dir": str(tmp_path),

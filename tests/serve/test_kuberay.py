@@ -13,8 +13,8 @@ from ray.serve.schema import ServeDeploySchema
 
 import scalingnote
 from jobs import entrypoint
-from scalingnote import pipeline
 from scalingnote.config import Resources, load
+from scalingnote.run_config import RunConfig
 
 ROOT = Path(scalingnote.__file__).parents[1]
 FOLDER = ROOT / "configs" / "kuberay"
@@ -175,7 +175,7 @@ def test_an_entrypoint_is_a_job_that_its_cluster_has_room_for(name):
     assert python == "python"
     assert in_image(script).is_file()
     options = options_of(stage, arguments)
-    config = load(pipeline.RunConfig, [in_image(path) for path in options.config], options.overrides)
+    config = load(RunConfig, [in_image(path) for path in options.config], options.overrides)
     assert "://" in config.run_dir
     assert config.address is None
     resources: Resources = getattr(config, stage).resources

@@ -26,6 +26,7 @@ from pair import DIM, built, student
 from scalingnote import cli, pipeline
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
+from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
 from scalingnote.serving.config import ServeConfig
 from scalingnote.storage.artifact import Artifact
@@ -287,7 +288,7 @@ def test_the_shell_finds_the_same(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = pipeline.RunConfig.model_validate({"dataset": {"name": "medquad"}})
+    config = RunConfig.model_validate({"dataset": {"name": "medquad"}})
     monkeypatch.setattr(pipeline, "load_run", lambda run_dir: config)
     monkeypatch.setattr(pipeline, "locate", lambda _, kind: {"index": index, "student": query_tower}[kind])
     assert cli.main(["search", QUERY, "-k", "5"]) == 0

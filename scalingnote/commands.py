@@ -1,0 +1,299 @@
+"""What each command of `scalingnote` does: it reads its options, and calls the room that does the work.
+
+A function imports what it needs when it is called, so that the command line answers `--help` at once.
+Each returns the exit code.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import itertools
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scalingnote.errors import ConfigError
+
+if TYPE_CHECKING:
+    from scalingnote.run_config import RunConfig
+
+
+def _load(options: argparse.Namespace, *more: str) -> "RunConfig":
+    from scalingnote.config import load
+    from scalingnote.log import configure
+    from scalingnote.run_config import RunConfig
+
+    configure()
+    return load(RunConfig, [*options.config, *more], options.overrides)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the chosen stages; say what each built."""
+    config = _load(options)
+    from scalingnote import pipeline, stages
+
+    chosen = stages.select(config, only=options.only, start=options.start, until=options.until)
+    built = pipeline.run(config, chosen)
+    if "report" in built:
+        from scalingnote.evaluate.merge import merge
+        from scalingnote.evaluate.report import comparison_table
+
+        print(comparison_table(merge([built["report"]])))
+    width = max(len(kind) for kind in built)
+    for kind, artifact in built.items():
+        print(f"{kind:<{width}}  {artifact.uri}")
+    if "report" in built:
+        print(f"\nreport: {config.run_dir}/report.html\ntry it: scalingnote serve --run {config.run_dir}")
+    return _serve_run(config.run_dir, options.overrides) if options.serve else 0
+
+
+def train(options: argparse.Namespace) -> int:
+    """Stage I, or with ``--dry-run`` what it would take."""
+    names = ("gpu", "mfu", "network", "rows", "query_tokens", "document_tokens")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if not options.dry_run:
+        if given or options.gpus is not None:
+            raise ConfigError("hardware and sizes are assumed in a dry run only: add --dry-run")
+        return run(options)
+    if options.gpus is not None:
+        options.overrides = [*options.overrides, f"train.resources.workers={options.gpus}"]
+    config = _load(options)
+    from scalingnote.config import validate
+    from scalingnote.scaling import dry_run, table
+    from scalingnote.scaling.config import Assumptions
+
+    # A round of stage I after the first learns from mined negatives.
+    given["negatives"] = (config.mine if config.rounds > 1 else config.collect).num_negatives
+    assumed = validate(Assumptions, given, source="--dry-run")
+    if assumed.rows is None:
+        assumed = assumed.model_copy(update={"rows": _training_rows(config)})
+    print(table.text(dry_run.estimate(config.train, assumed)))
+    return 0
+
+
+def _training_rows(config: "RunConfig") -> int | None:
+    """How many rows the run has collected to train on; None before that."""
+    import pyarrow.compute as pc
+
+    from scalingnote import pipeline
+    from scalingnote.errors import ArtifactError
+
+    try:
+        splits = pipeline.locate(config, "triplets").table("triplets", ["split"])["split"]
+    except (ArtifactError, OSError):  # not collected yet, or in a store that cannot be reached from here
+        return None
+    return int(pc.sum(pc.equal(splits, "train")).as_py() or 0)
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Run every method, skipping what is finished, and print one table of all."""
+    configs = [_load(options, method) for method in options.methods]  # all checked before any is run
+    from scalingnote import pipeline
+    from scalingnote.evaluate.merge import merge
+    from scalingnote.evaluate.report import comparison_table
+    from scalingnote.storage import filesystem as fs
+
+    places = {config.run_dir for config in configs}
+    if len(places) > 1:
+        raise ConfigError(
+            f"methods name different run_dirs {sorted(places)}: give one with --set run_dir=..."
+        )
+    merged = merge([pipeline.run(config, record=False)["report"] for config in configs])
+    table = comparison_table(merged)
+    run_dir = configs[0].run_dir
+    told = json.dumps(merged, indent=1, sort_keys=True)
+    fs.write_bytes(fs.join(run_dir, "compare.json"), told.encode())
+    fs.write_bytes(fs.join(run_dir, "compare.md"), f"{table}\n".encode())
+    print(f"{table}\n\n{fs.join(run_dir, 'compare.md')}\n{fs.join(run_dir, 'compare.json')}")
+    return 0
+
+
+def search(options: argparse.Namespace) -> int:
+    """Print the best documents for a query, and what it took."""
+    if not options.query.strip() or options.k < 1:
+        raise ConfigError("nothing to search: give some text and -k of at least 1")
+    from scalingnote import pipeline
+
+    config = pipeline.load_run(options.run)
+    index = pipeline.locate(config, "index")
+    tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
+    from scalingnote.encode import exported
+    from scalingnote.encode.query_encoder import QueryEncoder
+    from scalingnote.search.searcher import Searcher
+
+    clock = [time.perf_counter()]
+    tower = exported.find(tower, options.form, options.run)
+    encoder = QueryEncoder.load(tower.directory("query"), options.form)
+    searcher = Searcher.open(index.uri)
+    clock.append(time.perf_counter())
+    queries = encoder.encode_queries([options.query])
+    clock.append(time.perf_counter())
+    results = searcher.search(queries, k=options.k)[0]
+    clock.append(time.perf_counter())
+    for rank, result in enumerate(results, 1):
+        document = searcher.document(result)
+        title = document["title"] or result.doc_id
+        print(f"{rank:>3}. {result.score:.4f}  {title}")
+        print(f"     {result.doc_id} · {document['topic']} · {document['semantic_id']}")
+        print(f"     {' '.join(document['snippet'].split())[:200]}\n")
+    load, encode, search = (1000 * (after - before) for before, after in itertools.pairwise(clock))
+    times = f"load {load:.0f} ms, encode ({encoder.form}) {encode:.1f} ms, search {search:.1f} ms"
+    print(f"{len(results)} results; {times}")
+    return 0
+
+
+def ids(options: argparse.Namespace) -> int:
+    """Print the documents below a code, and the codes that follow it."""
+    from scalingnote import pipeline
+    from scalingnote.quantize.reader import SemanticIds, parse
+
+    ids = SemanticIds(pipeline.locate(pipeline.load_run(options.run), "semantic_ids"))
+    prefix = parse(options.prefix)
+    print(f"{ids.count(prefix):,} documents under {options.prefix or 'any code'}")
+    for row in ids.documents(prefix, limit=options.k).to_pylist():
+        print(f"  {row['semantic_id']}  {row['doc_id']}")
+    if len(prefix) < ids.levels:
+        children = sorted(ids.children(prefix).items(), key=lambda child: -child[1])
+        print(f"{len(children):,} next codes")
+        for code, documents in children[: options.k]:
+            print(f"  {'-'.join(map(str, (*prefix, code)))}  {documents:,} documents")
+    return 0
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Serve a finished run until CTRL-C."""
+    from scalingnote.log import configure
+
+    configure()
+    return _serve_run(options.run, options.overrides)
+
+
+def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
+    # By name: the apps stand beside the command line, not below it.
+    return int(importlib.import_module("serve.settings").start(run_dir, overrides))
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write a query tower as a graph, checked on real queries."""
+    from scalingnote import pipeline
+    from scalingnote.encode import exported
+    from scalingnote.encode.config import ExportConfig
+    from scalingnote.log import configure
+
+    configure()
+    config = pipeline.load_run(options.run)
+    tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
+    made = exported.build(
+        ExportConfig(form=options.form),
+        tower=tower,
+        dataset=pipeline.locate(config, "dataset"),
+        run_dir=options.run,
+    )
+    cosine = made.manifest.info["least_cosine"]
+    print(f"{made.uri}\nleast cosine to the tower over {made.counts['golden']} queries: {cosine:.5f}")
+    return 0
+
+
+def ingest(options: argparse.Namespace) -> int:
+    """Encode, code and fuse new documents."""
+    from scalingnote import pipeline
+    from scalingnote.config import load
+    from scalingnote.ingest.config import IngestConfig
+    from scalingnote.log import configure
+
+    configure()
+    if wrong := [column for column in options.column if "=" not in column]:
+        raise ConfigError(f"--column {wrong[0]!r} is not of the form ours=theirs")
+    columns = dict(column.split("=", 1) for column in options.column)
+    config = load(IngestConfig, [], options.overrides)
+    made = pipeline.ingest(config, options.file, run_dir=options.run, columns=columns)
+    print(f"{made.uri}\n{made.counts['documents']:,} documents, {made.counts['rejected']:,} set aside")
+    return 0
+
+
+def experiment(options: argparse.Namespace) -> int:
+    """Compare the arms of an experiment."""
+    from scalingnote import pipeline
+    from scalingnote.config import load
+    from scalingnote.experiment import report
+    from scalingnote.experiment.config import ExperimentConfig
+    from scalingnote.log import configure
+
+    configure()
+    made = pipeline.experiment(load(ExperimentConfig, options.config, options.overrides))
+    told = made.read_json("report.json")
+    print(f"{report.summary(told)}\n\n{report.table(told)}\n\n{report.READING}\n\n{made.uri}/report.html")
+    return 0
+
+
+def ladder(options: argparse.Namespace) -> int:
+    """Train stage I at several sizes; print the laws."""
+    config = _load(options)
+    from scalingnote import pipeline
+    from scalingnote.storage import filesystem as fs
+
+    made = pipeline.ladder(config)
+    print(f"{fs.read_bytes(made.file('report.md')).decode()}\n{made.uri}/report.md")
+    return 0
+
+
+def publish(options: argparse.Namespace) -> int:
+    """Copy a run's towers out."""
+    from scalingnote import pipeline, stages
+    from scalingnote.models.publish import publish
+
+    config = pipeline.load_run(options.run)
+    built = {stage.builds for stage in stages.of(config)}
+    for kind in (kind for kind in ("dual_encoder", "student") if kind in built):
+        for folder in publish(pipeline.locate(config, kind), Path(options.folder) / kind):
+            print(folder)
+    return 0
+
+
+def submit(options: argparse.Namespace) -> int:
+    """Send a stage to a cluster."""
+    config = _load(options)
+    return int(
+        importlib.import_module("jobs.submit").submit(
+            options.stage,
+            options.config,
+            run_dir=config.run_dir,
+            address=options.address,
+            overrides=options.overrides,
+            submission_id=options.submission_id,
+            wait=options.wait,
+        )
+    )
+
+
+def datasets(options: argparse.Namespace) -> int:
+    """List, describe or download datasets."""
+    from scalingnote.datasets import registry
+    from scalingnote.log import configure
+
+    configure()
+    if options.action == "list":
+        width = max(map(len, registry.names()))
+        for name in registry.names():
+            state = "here" if registry.available(name) else "fetch"
+            print(f"{name:<{width}}  {state:<5}  {registry.describe(name).summary}")
+        return 0
+    if options.dataset is None:
+        raise ConfigError(f"name a dataset: scalingnote datasets {options.action} NAME; see `datasets list`")
+    if options.action == "fetch":
+        print(registry.fetch(options.dataset))
+        return 0
+    for key, value in dataclasses.asdict(registry.describe(options.dataset)).items():
+        print(f"{key:<10}  {value}")
+    return 0
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print what is found on this machine; exit code 1 if something stops it."""
+    from scalingnote import doctor
+
+    findings = doctor.examine()
+    print(doctor.as_json(findings) if options.json else doctor.as_text(findings))
+    return 1 if any(finding.level == "stops" for finding in findings) else 0

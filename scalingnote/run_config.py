@@ -1,0 +1,54 @@
+"""The config of a run: a section for each stage."""
+
+from pydantic import Field, model_validator
+
+from scalingnote.collect.config import CollectConfig
+from scalingnote.config import Config
+from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.datasets.config import AnyDataset
+from scalingnote.distill.config import DistillConfig
+from scalingnote.encode.config import EncodeConfig, TeacherConfig
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.fuse.config import FuseConfig
+from scalingnote.index.config import IndexConfig
+from scalingnote.mine.config import MineConfig
+from scalingnote.planner.config import PlannerConfig, Statistics
+from scalingnote.quantize.config import QuantizeConfig
+from scalingnote.scaling.config import LadderConfig
+from scalingnote.serving.config import ServeConfig
+from scalingnote.train.config import TrainConfig
+
+
+class RunConfig(Config):
+    """Everything a run needs, one section per stage."""
+
+    run_dir: str = Field("runs/default", description="where artifacts go: a path or a URI (s3://...)")
+    address: str | None = Field(None, description="Ray cluster; None starts a private local one")
+    dataset: AnyDataset
+    planner: PlannerConfig = Statistics()
+    collect: CollectConfig = CollectConfig()
+    rounds: int = Field(
+        1, ge=1, description="of stage I; each but the first trains on negatives mined with the one before"
+    )
+    mine: MineConfig = MineConfig()
+    train: TrainConfig = TrainConfig()
+    cross_encoder: DualPooledConfig | None = Field(
+        None, description="a teacher in place of stage I's dual encoder (EmbedDistill, section 4.2)"
+    )
+    teacher: TeacherConfig = TeacherConfig()
+    distill: DistillConfig | None = Field(DistillConfig(), description="null: serve stage I's query tower")
+    encode: EncodeConfig = EncodeConfig()
+    quantize: QuantizeConfig = QuantizeConfig()
+    fuse: FuseConfig | None = Field(None, description="null: what is indexed is the documents' embeddings")
+    index: IndexConfig = IndexConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    serve: ServeConfig = ServeConfig()
+    ladder: LadderConfig = LadderConfig()
+
+    @model_validator(mode="after")
+    def _has_a_query_tower(self) -> "RunConfig":
+        if self.cross_encoder is not None and self.distill is None:
+            raise ValueError("a cross-encoder has no query tower to serve: give it a student, set distill")
+        if self.cross_encoder is not None and self.rounds > 1:
+            raise ValueError("rounds are of stage I, which cross_encoder takes the place of: set rounds to 1")
+        return self
