@@ -29,13 +29,13 @@ def merge(artifacts: Sequence[Artifact]) -> Report:
     tables = [artifact.table("per_query.parquet") for artifact in artifacts]
     values: dict[str, Values] = {}
     asked = tables[0]["query_id"].unique()
-    for artifact, report, table in zip(artifacts, reports, tables, strict=True):
+    for artifact, names, table in zip(artifacts, _names(reports), tables, strict=True):
         if not table["query_id"].unique().equals(asked):
             raise DataError(f"{artifacts[0].uri} and {artifact.uri} are of different test queries")
-        for name in report["methods"]:
+        for name, shown in names.items():
             rows = table.filter(pc.equal(table["method"], name))
             columns = {m: rows[m].to_numpy() for m in rows.column_names if m not in ("method", "query_id")}
-            values[_name_of(merged["methods"], name, report["methods"][name])] = columns
+            values[shown] = columns
     common = set.intersection(*(set(row) for row in values.values()))
     values = {name: {m: row[m] for m in row if m in common} for name, row in values.items()}
     config = validate(EvaluateConfig, artifacts[0].manifest.config, source=artifacts[0].uri)
@@ -66,8 +66,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
     merged |= {"methods": {}, "index": {}, "seconds": {}, "environment": first["environment"]}
     if len(reports) == 1:
         merged["significance"] = first.get("significance", {})
-    for report in reports:
-        names = {name: _name_of(merged["methods"], name, row) for name, row in report["methods"].items()}
+    for report, names in zip(reports, _names(reports), strict=True):
         merged["methods"] |= {names[name]: row for name, row in report["methods"].items()}
         served = names[_served(report)].removesuffix(" (index)")
         merged["index"][served] = report["index"]
@@ -79,6 +78,17 @@ def _served(report: Report) -> str:
     """The method that went through the index; without one, the first."""
     names: list[str] = list(report["methods"])
     return next((name for name in names if name.endswith(" (index)")), names[0])
+
+
+def _names(reports: Sequence[Report]) -> list[dict[str, str]]:
+    """For each report, the names of its methods in the merged one."""
+    taken: dict[str, Mapping[str, float]] = {}
+    found = []
+    for report in reports:
+        names = {name: _name_of(taken, name, row) for name, row in report["methods"].items()}
+        taken |= {names[name]: row for name, row in report["methods"].items()}
+        found.append(names)
+    return found
 
 
 def _name_of(taken: Mapping[str, Any], name: str, row: Mapping[str, float]) -> str:

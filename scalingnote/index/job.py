@@ -7,7 +7,7 @@ A shard whose record is there is not built again. Everything trained or added is
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, islice
@@ -66,6 +66,40 @@ def run(
     if draft.finished:
         log.info("already finished: %s", output)
         return draft.existing()
+    layout, slices = _planned(config, parents)
+    cluster.connect()
+    cluster.require(config.resources, stage="index")
+
+    quantizer = _quantizer(config, layout, draft, parents["embeddings"])
+    drawn = _drawn(config, parents["dataset"])
+    relevant = _relevant(parents["dataset"], drawn)
+    shared = build.Shared(
+        *(config, layout, {kind: artifact.uri for kind, artifact in parents.items()}, output, quantizer),
+        queries=_queries(config, parents, layout, drawn),
+        terms=_terms(parents, layout, drawn),
+        judged=tuple(sorted({doc_id for judged in relevant for doc_id in judged})),
+    )
+    size = _write(draft, slices, shared)
+    sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
+    layout, curve = _tune(shared, sizes)
+    layout, by_weight = _tune_weight(shared, layout, sizes, relevant)
+    draft.write_json(shard.LAYOUT, vars(layout))
+
+    documents, bytes_each = layout.documents, round(size / layout.documents)
+    whole = sum(part_rows(parents["dataset"], parents["dataset"].names("documents/", ".parquet")))
+    log.info(
+        "%s documents in %d shards, %d lists, %d bytes per vector: %s",
+        *(f"{documents:,}", layout.shards, layout.nlist, bytes_each, output),
+    )
+    counts = {"documents": documents, "documents_not_embedded": whole - documents, "shards": layout.shards}
+    counts |= {"bytes": size, "bytes_per_vector": bytes_each}
+    return draft.commit(counts=counts, tuning=curve, hybrid_tuning=by_weight)
+
+
+def _planned(
+    config: IndexConfig, parents: Mapping[str, Artifact]
+) -> tuple[shard.Layout, list[list[shard.Slice]]]:
+    """The layout, and which embeddings each shard takes; an error where no index can be built of them."""
     source = parents["embeddings"]
     _require_same_origin(source, parents["semantic_ids"])
     documents = parents["dataset"].names("documents/", ".parquet")
@@ -74,54 +108,23 @@ def run(
     rows = part_rows(source, parts)
     if not sum(rows):
         raise ArtifactError(
-            f"{embeddings} has no embedding: every document was set aside, see its rejected.parquet"
+            f"{source.uri} has no embedding: every document was set aside, see its rejected.parquet"
         )
     layout = _layout(config, documents=sum(rows), encoded=_schema(source, parts[0]))
-    cluster.connect()
-    cluster.require(config.resources, stage="index")
+    return layout, shard.assign(parts, rows, shards=config.shards)
 
-    slices = shard.assign(parts, rows, shards=config.shards)
-    quantizer = _quantizer(config, layout, draft, source)
-    uris = {kind: artifact.uri for kind, artifact in parents.items()}
-    drawn = _drawn(config, parents["dataset"])
-    relevant = _relevant(parents["dataset"], drawn)
-    shared = build.Shared(
-        *(config, layout, uris, output, quantizer),
-        queries=_queries(config, parents, layout, drawn),
-        terms=_terms(parents, layout, drawn),
-        judged=tuple(sorted({doc_id for judged in relevant for doc_id in judged})),
-    )
-    written = {
-        shard.COARSE: write_file(draft.path(shard.COARSE), ivf.dump(ivf.coarse_of(quantizer.centroids)))
-    }
-    with Progress("index", total=layout.documents, unit="documents indexed") as progress:
+
+def _write(draft: Draft, slices: Sequence[Sequence[shard.Slice]], shared: build.Shared) -> int:
+    """Every shard's files, and those that all share; the bytes of what is searched."""
+    coarse = ivf.dump(ivf.coarse_of(shared.quantizer.centroids))
+    written = {shard.COARSE: write_file(draft.path(shard.COARSE), coarse)}
+    with Progress("index", total=shared.layout.documents, unit="documents indexed") as progress:
         for files in _fill_shards(slices, shared):
             written |= files
             progress.advance(sum(part.rows or 0 for part in files.values()))
     for name, part in written.items():
         draft.register(name, part)
-    sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
-    layout, curve = _tune(shared, sizes)
-    layout, by_weight = _tune_weight(shared, layout, sizes, relevant)
-    draft.write_json(shard.LAYOUT, vars(layout))
-
-    size = sum(part.bytes for name, part in written.items() if name.endswith(".faiss"))
-    counts = {
-        "documents": layout.documents,
-        "documents_not_embedded": sum(part_rows(parents["dataset"], documents)) - layout.documents,
-        "shards": layout.shards,
-        "bytes": size,
-        "bytes_per_vector": round(size / layout.documents),
-    }
-    log.info(
-        "%s documents in %d shards, %d lists, %d bytes per vector: %s",
-        f"{layout.documents:,}",
-        layout.shards,
-        layout.nlist,
-        counts["bytes_per_vector"],
-        output,
-    )
-    return draft.commit(counts=counts, tuning=curve, hybrid_tuning=by_weight)
+    return sum(part.bytes for name, part in written.items() if name.endswith(".faiss"))
 
 
 def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:

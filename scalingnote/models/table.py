@@ -102,6 +102,10 @@ class Table:
             }
         except FileNotFoundError as error:
             raise ArtifactError(f"{folder} is not a lookup tower: {error.filename} is missing") from None
+        except KeyError as error:
+            raise ArtifactError(
+                f"{folder}/tower.json does not say {error}: another version wrote it, make the tower anew"
+            ) from None
         if _sha256(tokenizer.encode()) != facts["digest_of"]["tokenizer"]:
             raise ArtifactError(f"{folder}: tokenizer.json is not the one the table was made for: restore it")
         return cls(

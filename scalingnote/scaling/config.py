@@ -32,26 +32,26 @@ class Assumptions(Config):
     )
 
 
-def _rung(layers: int, hidden: int) -> Scratch:
-    return Scratch(layers=layers, hidden=hidden, heads=max(hidden // 32, 1), intermediate=2 * hidden)
+def _rung(layers: int, hidden: int, heads: int) -> Scratch:
+    return Scratch(layers=layers, hidden=hidden, heads=heads, intermediate=2 * hidden)
 
 
 class LadderConfig(Config):
     """Sizes at which stage I is trained, each with each, for the scaling laws (ScalingNote, section 4.4)."""
 
     backbones: tuple[Backbone, ...] = Field(
-        (_rung(1, 32), _rung(1, 64), _rung(2, 96), _rung(2, 128), _rung(3, 192)),
+        (_rung(1, 16, 1), _rung(1, 32, 1), _rung(1, 48, 2), _rung(2, 64, 2), _rung(2, 96, 3)),
         min_length=1,
         description="each stands in both towers",
     )
     pairs: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (1024, 2048, 4096, 8192),
+        (896, 1792, 3584, 7168),
         min_length=1,
         description="training pairs, each seen once; whole batches of them",
     )
     seeds: tuple[int, ...] = Field((0,), min_length=1, description="of training; each is a run of its own")
     lr_by_width: float = Field(
-        0.0,
+        1.0,
         ge=0,
         description="peak_lr is train's times (narrowest width / a rung's width) to this power; 0: the same",
     )

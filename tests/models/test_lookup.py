@@ -1,5 +1,6 @@
 """A lookup tower against slow twins: sums over tokens and n-grams in float64, one query after the other."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -212,3 +213,11 @@ def test_what_does_not_fit_says_so(tmp_path: Path):
     (tmp_path / "query" / "tokenizer.json").write_text(backbone.train_tokenizer(TEXTS[:3], vocabulary=300))
     with pytest.raises(ArtifactError, match="is not the one"):
         query_tower.load(tmp_path / "query")
+
+
+def test_a_table_of_another_version_is_told_from_a_broken_one(tmp_path: Path):
+    build().save(tmp_path)
+    facts = json.loads((tmp_path / "tower.json").read_text())
+    (tmp_path / "tower.json").write_text(json.dumps({k: v for k, v in facts.items() if k != "attention"}))
+    with pytest.raises(ArtifactError, match=r"does not say 'attention': another version wrote it"):
+        query_tower.load(tmp_path)
