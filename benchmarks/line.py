@@ -81,6 +81,11 @@ def mean(shown: str | float) -> float:
     return float(str(shown).split(" ")[0])
 
 
+def spread_of(shown: str) -> float:
+    """0.006 of "0.979 ± 0.006", with a star or without."""
+    return float(shown.partition("± ")[2].rstrip("*"))
+
+
 def number(found: float) -> str:
     """Three digits, or whole numbers from a hundred on."""
     if abs(found) >= 100:
