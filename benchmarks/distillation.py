@@ -22,7 +22,8 @@ from numpy import ndarray
 
 from benchmarks import teacher
 from benchmarks.report import alone, show, write
-from benchmarks.trials import Outcome, Side, Trial, given, require, run_given
+from benchmarks.trial import Outcome, Side, Trial
+from benchmarks.trials import given, require, run_given
 from scalingnote.evaluate.significance import paired_t_test
 from scalingnote.log import configure
 

@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks import distillation
 from benchmarks.distillation import Row
 from benchmarks.report import show, write
-from benchmarks.trials import Outcome, Trial, given, require, run_given
+from benchmarks.trial import Outcome, Trial
+from benchmarks.trials import given, require, run_given
 from scalingnote.log import configure
 
 DATASETS = (

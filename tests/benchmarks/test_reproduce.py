@@ -1,7 +1,7 @@
 import numpy as np
 
 from benchmarks import distillation, reproduce
-from benchmarks.trials import Outcome, Side
+from benchmarks.trial import Outcome, Side
 
 QUERIES = 200
 

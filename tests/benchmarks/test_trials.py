@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from benchmarks import distillation, trials
-from benchmarks.trials import Outcome, Side, Trial
+from benchmarks.trial import Outcome, Side, Trial
 from scalingnote.errors import DataError
 
 ONE = Trial("medquad", "scratch", "methods/scalingdual", 0, 10)

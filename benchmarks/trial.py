@@ -1,0 +1,154 @@
+"""A trial: a method is trained on a dataset with a seed; every query side it gives is searched exactly."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from jaxtyping import Float
+from numpy import ndarray
+
+from benchmarks import minilm, training
+from scalingnote import pipeline, stages
+from scalingnote.config import load
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.evaluate import retrieve, taught
+from scalingnote.evaluate.encoded import Encoded
+from scalingnote.evaluate.given import judged
+from scalingnote.evaluate.lineage import lineage
+from scalingnote.evaluate.pairs import aucs
+from scalingnote.evaluate.retrieval import per_query
+from scalingnote.evaluate.test_set import load_test_set
+from scalingnote.log import environment
+from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.run_config import RunConfig
+from scalingnote.storage.artifact import Artifact
+
+DEPTHS = (1, 5, 10, 20, 50, 100)
+TESTED = 50  # depth of the success that t-tests compare
+CPU_SECONDS = 1.0  # of timing a query side
+TAUGHT = 2_000  # queries over which a student's distance to its teacher is taken
+READ = ("dataset", "embeddings", "dual_encoder", "student", "teacher_embeddings")
+KEPT = ("python", "torch", "transformers", "processor", "cpus")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training: `method` is a file of configs/, `steps` are those of stage I."""
+
+    dataset: str
+    backbone: str
+    method: str
+    seed: int
+    steps: int
+    knobs: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one query side finds, and what a query costs."""
+
+    measures: dict[str, float]
+    success: Float[ndarray, " queries"]  # whether a relevant document is among the first TESTED
+    speed: float | None = None  # queries per processor second, one at a time; None: not ours to time
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished trial: its query sides by their names in reports, and stage I's validation."""
+
+    trial: Trial
+    sides: dict[str, Side]
+    validation: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+def run(trial: Trial, *, run_dir: str) -> Outcome:
+    """Train, encode, search; what is finished in `run_dir` is not built again."""
+    started = time.monotonic()
+    config = configured(trial, run_dir=run_dir)
+    names = [stage.name for stage in stages.of(config)]
+    last = names[names.index("quantize") - 1]
+    built = pipeline.run(config, stages.select(config, until=last), record=False)
+    if "encode_student" in names:
+        first = pipeline.run(config, stages.select(config, until="encode"), record=False)
+        built["teacher_embeddings"] = first["embeddings"]
+    history = built["dual_encoder"].read_json("validation.json") if "dual_encoder" in built else []
+    validation = {name: value for name, value in history[-1].items() if name != "step"} if history else {}
+    kept = {name: value for name, value in environment().items() if name in KEPT}
+    return Outcome(trial, _sides(config, built), validation, time.monotonic() - started, kept)
+
+
+def configured(trial: Trial, *, run_dir: str) -> RunConfig:
+    """The config of a trial, with as many epochs of stage I as give its steps; collects its triplets."""
+    files = [f"configs/quickstart/{trial.dataset}.yaml", f"configs/{trial.method}.yaml"]
+    plain = load(RunConfig, files)
+    # Short runs in this process: half of their time would be the start of Ray's workers.
+    knobs = [f"run_dir={run_dir}", f"train.seed={trial.seed}"]
+    if plain.distill is not None:
+        knobs += [f"distill.seed={trial.seed}", "distill.resources.workers=0"]
+    if trial.backbone == "minilm":
+        knobs += minilm.overrides(plain)
+    config = load(RunConfig, files, [*knobs, *trial.knobs])
+    pipeline.run(config, stages.select(config, until="collect"), record=False)
+    return training.shortened(config, steps=trial.steps)
+
+
+def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
+    """Every query side but a student's teacher, which has a trial of its own, and BM25 beside stage I."""
+    parents = {kind: artifact for kind, artifact in built.items() if kind in READ}
+    test = load_test_set(parents["dataset"])
+    teacher = taught.sample(lineage(parents.values()), queries=TAUGHT, seed=0) if "student" in parents else {}
+    texts = list(
+        dict.fromkeys([*test.queries, *(query for one in teacher.values() for query in one.queries)])
+    )
+    encoded = {}
+    for name, kind in retrieve.towers(config.evaluate, parents).items():
+        tower = QueryEncoder.load(parents[kind].directory("query"), threads=1)
+        encoded[name] = Encoded(texts, tower.encode_queries(texts))
+    bm25 = retrieve.Words.build(config.evaluate, parents) if config.distill is None else None
+    pairs = judged(test)
+    graded = (
+        aucs(pairs, retrieve.scorers(config.evaluate, parents, encoded, bm25))["methods"] if pairs else {}
+    )
+    found = {}
+    for name, ranked in retrieve.retrieve(config.evaluate, parents, encoded, bm25, test=test).items():
+        if config.distill is not None and name == config.evaluate.names.dual_encoder:
+            continue
+        rankings = {query: [doc for doc, _ in results] for query, results in ranked.items()}
+        values = per_query(rankings, test.qrels, recall_at=DEPTHS, mrr_at=10, map_at=100, ndcg_at=10)
+        measures = {measure: float(each.mean()) for measure, each in values.items()} | graded.get(name, {})
+        if teacher and name == config.evaluate.names.student:
+            for split, told in taught.told(teacher, encoded[name])["splits"].items():
+                measures[f"distance {split}"] = told["mean"]
+        measures = {measure: round(value, 5) for measure, value in measures.items() if value is not None}
+        speed = None if name == "bm25" else _speed(config, name, parents, test.queries)
+        found[name] = Side(measures, values[f"R@{TESTED}"], speed)
+    return found
+
+
+def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], queries: Sequence[str]) -> float:
+    """Queries per processor second of this thread, one at a time: string in, embedding and terms out."""
+    tower, _, how = name.partition(" ")
+    kind = retrieve.towers(config.evaluate, parents)[tower]
+    ways: list[Callable[[list[str]], Any]] = []
+    if how != "(sparse)":
+        ways.append(QueryEncoder.load(parents[kind].directory("query"), threads=1).encode_queries)
+    if how in ("(sparse)", "(hybrid)"):
+        ways.append(SparseQuery.load(parents["dual_encoder"].directory("sparse_query")).encode)
+    for query in queries[:20]:
+        for way in ways:
+            way([query])
+    start, count = time.process_time(), 0
+    while time.process_time() - start < CPU_SECONDS:
+        for way in ways:
+            way([queries[count % len(queries)]])
+        count += 1
+    return count / (time.process_time() - start)
