@@ -37,7 +37,8 @@ METHODS = (
 TEACHER = "scalingdual"
 SHOWN = ("R@1", "R@10", "R@50", "R@100", "nDCG@10")
 CAUSAL = "lightretriever"  # reads single tokens behind an instruction, as decoders do
-STEPS = {"medquad": 100, "python_docs": 200}  # of stage I, from scratch
+# Of stage I, from scratch; elsewhere 100. Chinese paragraphs take longest to find anything at all.
+STEPS = {"python_docs": 200, "zh_reading_titles": 200, "zh_medical_qa": 200}
 MINILM_STEPS, MINILM = 24, ("dataset.max_documents=3000",)
 # Small batches: a student from scratch needs steps. A row of EmbedDistill's holds documents: fewer passes.
 KNOBS = {"scalingnote": ("distill.global_batch=64",), "embeddistill": ("distill.epochs=3",)}
