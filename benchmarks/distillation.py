@@ -28,8 +28,10 @@ from scalingnote.evaluate.significance import paired_t_test
 from scalingnote.log import configure
 
 METHODS = (
-    *("scalingdual", "scalingnote-1l", "scalingnote-2l", "scalingnote-4l", "scalingdoc", "twinbert"),
-    *("lookup-qkd", "lookup-qkd-attention", "lookup-qkd-ngrams", "lookup-qkd-hybrid"),
+    *("scalingdual", "scalingnote-1l", "scalingnote-2l", "scalingnote-4l", "scalingnote-2l-corpus"),
+    *("scalingdoc", "twinbert"),
+    *("lookup-qkd", "lookup-qkd-attention", "lookup-qkd-attention-corpus", "lookup-qkd-ngrams"),
+    "lookup-qkd-hybrid",
     "lightretriever",  # reports its dense, sparse and hybrid sides
     *("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching"),
     *("embeddistill-only-matching", "embeddistill-symmetric-matching"),

@@ -49,6 +49,8 @@ class RunConfig(Config):
     def _has_a_query_tower(self) -> "RunConfig":
         if self.cross_encoder is not None and self.distill is None:
             raise ValueError("a cross-encoder has no query tower to serve: give it a student, set distill")
+        if self.cross_encoder is not None and self.teacher.texts:
+            raise ValueError("a cross-encoder reads a query beside a document: leave teacher.texts out")
         if self.cross_encoder is not None and self.rounds > 1:
             raise ValueError("rounds are of stage I, which cross_encoder takes the place of: set rounds to 1")
         return self

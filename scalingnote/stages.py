@@ -44,6 +44,7 @@ STAGES: tuple[Stage, ...] = (
         ("triplets", "dual_encoder"),
         "teacher",
         "scalingnote.encode.job:run_queries",
+        may_read=("dataset",),
     ),
     Stage(
         "distill",
@@ -143,11 +144,13 @@ def _last_round(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
     top = known["train" if config.cross_encoder is None else "cross_encoder"]
     if config.distill is None:
         return [top, known["encode"]]
+    texts = ("dataset",) if config.teacher.texts else ()
+    teacher = replace(known["teacher"], reads=(*known["teacher"].reads, *texts), may_read=())
     distill = replace(known["distill"], reads=(*known["distill"].reads, *config.distill.reads), may_read=())
     if not config.distill.reads:
-        return [top, known["teacher"], distill, known["encode"]]
+        return [top, teacher, distill, known["encode"]]
     again = [known["encode_student"]] if config.distill.document else []
-    return [top, known["teacher"], known["encode"], distill, *again]
+    return [top, teacher, known["encode"], distill, *again]
 
 
 def _fused(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:

@@ -49,6 +49,12 @@ class TeacherConfig(Config):
 
     rows_per_part: int = Field(8192, ge=1, description="queries per committed part")
     token_budget: int = Field(8192, ge=16, description="padded tokens per forward pass")
+    texts: tuple[Literal["title", "sentence"], ...] = Field(
+        (),
+        description="of documents, which the teacher embeds as queries, too: words that no training query "
+        "holds; sentence: the first of the content",
+    )
+    texts_share: float = Field(1.0, gt=0, le=1, description="of these texts, drawn at random")
     beside: Literal["positive", "nothing"] = Field(
         "positive", description="what a cross-encoder reads a query beside; other teachers read it alone"
     )

@@ -24,7 +24,7 @@ import ray.data
 from ray.exceptions import RayError
 
 from scalingnote import cluster
-from scalingnote.encode import changes, queries
+from scalingnote.encode import changes, corpus_texts, queries
 from scalingnote.encode.config import EncodeConfig, Fleet, TeacherConfig
 from scalingnote.encode.documents import TOWER, DocumentParts, Reader, embeddings_part, read_documents
 from scalingnote.encode.steps import Encoded, Record, Steps, close_wave, commit_part, recorded
@@ -134,19 +134,26 @@ def _views(towers: Artifact) -> list[str]:
     return views
 
 
-def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, output: str) -> Artifact:
-    """Training queries, also generated ones, through stage I's query tower; not normalised.
+def run_queries(
+    config: TeacherConfig, *, triplets: str, dual_encoder: str, dataset: str | None = None, output: str
+) -> Artifact:
+    """Training queries, generated ones and texts of documents through stage I's query tower; not normalised.
 
-    These embeddings are the teacher's. Beside them lie its tokenizer and what it knows of each token.
+    These embeddings are the teacher's. Beside them lie its tokenizer and what it knows of each token. The
+    dataset is read, and a parent, where `config` wants texts; without it that is a ConfigError.
     """
+    if bool(config.texts) != (dataset is not None):
+        raise ConfigError("teacher.texts reads documents: give both texts and the dataset, or neither")
     parents = {
         "triplets": open_artifact(triplets, kind="triplets"),
         "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
     }
+    if dataset is not None:
+        parents["dataset"] = open_artifact(dataset, kind="dataset")
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    pieces = distinct_queries(parents["triplets"], draft, rows_per_piece=config.rows_per_part)
+    pieces = distinct_queries(config, parents["triplets"], parents.get("dataset"), draft)
     rows = {f"embeddings/part-{piece['name']}.parquet": piece["rows"] for piece in pieces}
     steps = Steps(
         partial(read_queries, folder=draft.work()),
@@ -161,16 +168,28 @@ def run_queries(config: TeacherConfig, *, triplets: str, dual_encoder: str, outp
     return draft.commit(counts={"queries": sum(record["part"]["rows"] for record in records)})
 
 
-def distinct_queries(triplets: Artifact, draft: Draft, *, rows_per_piece: int) -> list[queries.Piece]:
+def distinct_queries(
+    config: TeacherConfig, triplets: Artifact, dataset: Artifact | None, draft: Draft
+) -> list[queries.Piece]:
     """Files of the queries that a teacher answers, in the draft's work directory (see `encode/queries.py`).
 
-    Tasks that an earlier, killed run finished stand as they are. DataError when there is no query.
+    `dataset` is given where texts of documents are wanted, too. Tasks that an earlier, killed run finished
+    stand as they are. DataError when there is no query.
     """
-    folder, buckets = draft.work(), queries.buckets(triplets)
-    deal = partial(queries.deal, triplets=triplets, folder=folder, buckets=buckets)
+    folder = draft.work()
+    texts = 0 if dataset is None else len(config.texts) * dataset.counts["documents"]
+    buckets = queries.buckets(triplets, texts)
     run = partial(run_slices, folder=folder, each=cluster.each, room="encode", unit="tasks")
+    where: dict[str, Any] = {"folder": folder, "buckets": buckets}
+    deal = partial(queries.deal, triplets=triplets, hold_out=dataset is not None, **where)
     run("deal", deal, slices(triplets, *queries.TABLES))
-    settle = partial(_settle, folder=folder, rows_per_piece=rows_per_piece)
+    if dataset is not None:
+        wanted: dict[str, Any] = {"texts": config.texts, "share": config.texts_share}
+        deal_texts = partial(corpus_texts.deal, dataset=dataset, **wanted, **where)
+        run("texts", deal_texts, slices(dataset, "documents"))
+        hold_out = partial(corpus_texts.hold_out_tests, dataset=dataset, **where)
+        run("held", hold_out, slices(dataset, "queries"))
+    settle = partial(_settle, folder=folder, rows_per_piece=config.rows_per_part)
     found: list[list[queries.Piece]] = run("settle", settle, range(buckets))
     pieces = [piece for pieces in found for piece in pieces]
     if not pieces:
