@@ -31,7 +31,7 @@ METHODS = (
     *("scalingdual", "scalingnote-1l", "scalingnote-2l", "scalingnote-4l", "scalingnote-2l-corpus"),
     *("scalingdoc", "twinbert"),
     *("lookup-qkd", "lookup-qkd-attention", "lookup-qkd-attention-corpus", "lookup-qkd-ngrams"),
-    "lookup-qkd-hybrid",
+    *("lookup-qkd-hybrid", "lookup-qkd-hybrid-corpus"),
     "lightretriever",  # reports its dense, sparse and hybrid sides
     *("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching"),
     *("embeddistill-only-matching", "embeddistill-symmetric-matching"),
