@@ -15,7 +15,10 @@ from typing import Any
 from benchmarks.line import Report
 from benchmarks.report import table
 
-TABLE = re.compile(r"(<!-- table (?P<name>\w+)\.json: (?P<keys>[^>]+) -->\n).*?(<!-- end of table -->)", re.S)
+TABLE = re.compile(
+    r"(?P<first><!-- table (?P<name>\w+)\.json: (?P<keys>[^>]+) -->\n).*?(?P<last><!-- end of table -->)",
+    re.S,
+)
 
 
 def renewed(docs: Path, reports: Mapping[str, Report]) -> Iterator[tuple[Path, str]]:
@@ -38,9 +41,11 @@ def _table(found: re.Match[str], reports: Mapping[str, Report]) -> str:
     rows: Any = reports[name]
     for key in keys:
         if key not in rows:
-            raise SystemExit(f"docs/results/{name}.json has no {key!r} where {found[1].strip()} looks for it")
+            raise SystemExit(
+                f"docs/results/{name}.json has no {key!r} where {found['first'].strip()} looks for it"
+            )
         rows = rows[key]
-    return f"{found[1]}\n{table(_dense(rows))}\n\n{found[4]}"
+    return f"{found['first']}\n{table(_dense(rows))}\n\n{found['last']}"
 
 
 def _dense(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -3,7 +3,8 @@
     documents ─deal─► buckets by text ─(less what is held out)─► further lessons of a student
 
 Training queries hold the words that somebody asked for; titles and first sentences hold those that nobody has
-asked for yet, and there are always enough of them. A text that repeats a test or a validation query is left
+asked for yet, and there are always enough of them: what EmbedDistill (section 4.3) generates queries for, from
+text that is there. A text that repeats a test or a validation query is left
 out, or the student would have seen the question.
 """
 
