@@ -3,9 +3,9 @@
     documents ─deal─► buckets by text ─(less what is held out)─► further lessons of a student
 
 Training queries hold the words that somebody asked for; titles and first sentences hold those that nobody has
-asked for yet, and there are always enough of them: what EmbedDistill (section 4.3) generates queries for, from
-text that is there. A text that repeats a test or a validation query is left
-out, or the student would have seen the question.
+asked for yet, and there are always enough of them. EmbedDistill (section 4.3) has queries generated for that;
+these are there. A text that repeats a test or a validation query is left out, or the student would have seen
+the question.
 """
 
 import re
