@@ -26,6 +26,7 @@ from serve import body_route, messages
 from serve.admission import Admission
 from serve.catalog import Version
 from serve.door import Done, Door
+from serve.following import again_and_again
 from serve.log import get_logger
 from serve.messages import Refusal, SearchResponse
 from serve.refusals import RefusedError, body_of, conflict, invalid, not_valid
@@ -60,10 +61,17 @@ def build(
     `admission` is shared with whatever else lets requests in; None: of the limits, with no keys.
     """
 
+    async def step() -> None:
+        if look is not None:
+            look()
+        await service.versions.follow()
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await service.versions.start()
-        following = asyncio.create_task(_follow(service, look))
+        following = asyncio.create_task(
+            again_and_again(step, every_s=FOLLOW_S, doing="going over to the active index version")
+        )
         yield
         following.cancel()
 
@@ -224,17 +232,6 @@ class _Static(StaticFiles):
         response = super().file_response(*args, **kwargs)
         response.headers.update(SECURE)
         return response
-
-
-async def _follow(service: Service, look: Callable[[], None] | None) -> None:
-    while True:
-        if look is not None:
-            look()
-        await asyncio.sleep(FOLLOW_S)
-        try:
-            await service.versions.follow()
-        except Exception:  # what is served goes on being served; the next look tries again
-            log.exception("going over to the active index version failed")
 
 
 def _open_versions(versions: Versions) -> messages.IndexVersions:

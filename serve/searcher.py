@@ -29,6 +29,7 @@ from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.searcher import Searcher
 from serve.batcher import AtOnce, Batcher
 from serve.catalog import Catalog, Version
+from serve.following import again_and_again
 from serve.live_catalog import LiveCatalog
 from serve.log import get_logger
 
@@ -195,19 +196,14 @@ class IndexSearcher:
         """The version to search, opened if need be."""
         if self._live:
             if self._following is None:  # not before there is an event loop
-                self._following = asyncio.create_task(self._follow())
+                following = again_and_again(
+                    self.refresh, every_s=self._refresh_s, doing="following the live index"
+                )
+                self._following = asyncio.create_task(following)
             (name,) = self._held
         elif name not in self._held:
             await self.load(self._catalog.read().named(name))
         return name, self._held[name]
-
-    async def _follow(self) -> None:
-        while True:
-            await asyncio.sleep(self._refresh_s)
-            try:
-                await self.refresh()
-            except Exception:  # what was seen last goes on being searched
-                log.exception("following the live index failed")
 
     def _open(self, version: Version) -> Searcher | LiveSearcher:
         log.info("opening index version %s: %s", version.name, version.uri)
