@@ -30,7 +30,7 @@ from scalingnote.log import configure
 METHODS = (
     *("scalingdual", "scalingnote-1l", "scalingnote-2l", "scalingnote-4l", "scalingnote-2l-corpus"),
     *("scalingdoc", "twinbert"),
-    *("lookup-qkd", "lookup-qkd-attention", "lookup-qkd-attention-corpus", "lookup-qkd-ngrams"),
+    *("lookup-qkd", "lookup-qkd-attention", "lookup-qkd-attention-corpus"),
     *("lookup-qkd-hybrid", "lookup-qkd-hybrid-corpus"),
     "lightretriever",  # reports its dense, sparse and hybrid sides
     *("embeddistill-one-hot", "embeddistill-scores", "embeddistill-inherit", "embeddistill-matching"),

@@ -1,23 +1,18 @@
 """The student of a run: what it starts from, how it reads, and the tower itself.
 
-prepare ─► a folder: tokenizer, new words, n-grams, teacher layers ─► prompt; build on every rank
+prepare ─► a folder: tokenizer, new words, teacher layers ─► prompt; build on every rank
 """
 
-import io
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
-from jaxtyping import Float, Int
-from numpy import ndarray
+from jaxtyping import Float
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -28,7 +23,7 @@ from scalingnote.distill.inherit import inherit, inherit_rows
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
-from scalingnote.models import lookup, ngrams, tower
+from scalingnote.models import lookup, tower
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
 from scalingnote.models.lookup import LookupPrompt, LookupTower
 from scalingnote.models.prompt import QueryPrompt
@@ -39,7 +34,6 @@ from scalingnote.train import corpus
 
 log = get_logger("distill")
 _START = "start.json"
-_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,6 @@ class Start:
     """Tokenizer JSON, without the new words, of a student that brings none."""
     words: tuple[str, ...] = ()
     """New tokens, in order."""
-    ngrams: Int[ndarray, "ngrams 3"] | None = None
-    """Those that get a row in a lookup table."""
     backbone: Path | None = None
     """A checkpoint made of the teacher's layers."""
 
@@ -80,14 +72,13 @@ def read(folder: str) -> Start:
     names = list(listed["files"])
     # The list holds sizes: another start at the same place is another version of what was copied here.
     local = fs.download(folder, names, version=json.dumps(listed, sort_keys=True))
-    tokenizer, words, mined, backbone = (
+    tokenizer, words, backbone = (
         local / name if any(n.startswith(name) for n in names) else None
-        for name in ("tokenizer.json", "words.json", "ngrams.npy", "backbone")
+        for name in ("tokenizer.json", "words.json", "backbone")
     )
     return Start(
         None if tokenizer is None else tokenizer.read_text(encoding="utf-8"),
         () if words is None else tuple(json.loads(words.read_text(encoding="utf-8"))),
-        None if mined is None else np.load(mined, allow_pickle=False),
         backbone,
     )
 
@@ -139,9 +130,7 @@ def _lookup(
     before = Tokenizer.from_str(_given(start))
     after = Tokenizer.from_str(_given(start))
     vocabulary.extend(after, start.words)
-    made = lookup.build(
-        student, dim=dim, tokenizer_json=after.to_str(), seed=config.seed, ngrams=start.ngrams
-    )
+    made = lookup.build(student, dim=dim, tokenizer_json=after.to_str(), seed=config.seed)
     if inherits(config):
         inherit_rows(made, _of_teacher(teacher, "alone"))
     vocabulary.fill(made.table, start.words, before=before, after=after)
@@ -185,30 +174,15 @@ def _bare(config: DistillConfig, folder: str, files: dict[str, bytes]) -> Start:
 
 
 def _mined(config: DistillConfig, teacher: Artifact, start: Start) -> dict[str, bytes]:
-    """New words and n-grams of the training queries, as files; of the first million of them."""
-    files: dict[str, bytes] = {}
-    if config.new_vocabulary is not None:
-        tokenizer = prompt(config, start).tokenizer
-        knobs = config.new_vocabulary
-        queries = corpus.distinct_queries(teacher, "embeddings")
-        words = vocabulary.mine(queries, tokenizer, tokens=knobs.tokens, min_count=knobs.min_count)
-        log.info("%s new words: %s...", f"{len(words):,}", ", ".join(words[:8]))
-        files["words.json"] = json.dumps(words, ensure_ascii=False).encode()
-        start = Start(start.tokenizer, tuple(words), backbone=start.backbone)
-    if isinstance(config.student, LookupConfig) and config.student.ngrams:
-        reader = prompt(config, start)
-        rows = (
-            row.ids
-            for block in _blocks(corpus.distinct_queries(teacher, "embeddings"), _AT_ONCE)
-            for row in reader.rows(block)
-        )
-        size = reader.tokenizer.get_vocab_size()
-        found = ngrams.mine(rows, vocabulary=size, most=config.student.ngrams)
-        out = io.BytesIO()
-        np.save(out, found, allow_pickle=False)
-        files["ngrams.npy"] = out.getvalue()
-        log.info("%s n-grams", f"{len(found):,}")
-    return files
+    """New words of the training queries, as a file; none where none are wanted."""
+    if config.new_vocabulary is None:
+        return {}
+    tokenizer = prompt(config, start).tokenizer
+    knobs = config.new_vocabulary
+    queries = corpus.distinct_queries(teacher, "embeddings")
+    words = vocabulary.mine(queries, tokenizer, tokens=knobs.tokens, min_count=knobs.min_count)
+    log.info("%s new words: %s...", f"{len(words):,}", ", ".join(words[:8]))
+    return {"words.json": json.dumps(words, ensure_ascii=False).encode()}
 
 
 def _cut(config: DistillConfig, teacher: Artifact, target: str) -> None:
@@ -235,9 +209,3 @@ def _cut(config: DistillConfig, teacher: Artifact, target: str) -> None:
 def _finish(folder: str) -> None:
     listed = {name: size for name, size in fs.list_files(folder).items() if not name.endswith(".pending")}
     fs.write_bytes(fs.join(folder, _START), json.dumps({"files": listed}).encode())
-
-
-def _blocks(texts: Iterable[str], size: int) -> Iterator[list[str]]:
-    waiting = iter(texts)
-    while block := list(islice(waiting, size)):
-        yield block

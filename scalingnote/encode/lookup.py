@@ -18,7 +18,6 @@ from jaxtyping import Float32, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.models import ngrams
 from scalingnote.models.prompt import tokenize
 from scalingnote.models.table import Table, restored
 
@@ -40,11 +39,7 @@ class LookupEncoder:
         self._weights = table.token_weights
         self._tensor: Any = None
         lengths = np.arange(1, table.max_length + 1, dtype=np.float32)
-        self._equal = [(np.zeros(0, np.float32), np.float32(0))]
-        self._equal += [(np.full(int(n), 1 / n, np.float32), n) for n in lengths]
-        keys = ngrams.keys_of(table.ngrams, table.tokens)
-        order = np.argsort(keys, kind="stable")
-        self._keys, self._ngram_rows = keys[order], order + table.tokens
+        self._equal = [np.zeros(0, np.float32), *(np.full(int(n), 1 / n, np.float32) for n in lengths)]
         self._empty: ndarray | None = None
         self._attention: tuple[ndarray, ndarray] | None = None
         if table.attention is not None:
@@ -65,23 +60,21 @@ class LookupEncoder:
             return self._mean_row()
         numbers = np.array(ids)
         # One product of a row of shares and the rows: faster than their sum.
-        shares, whole = self._shares(numbers)
+        shares = self._shares(numbers)
         values = self._values.take(numbers, axis=0).astype(np.float32, copy=False)
         scales = None if self._scales is None else self._scales[numbers]
         mean: ndarray = (shares if scales is None else shares * scales) @ values
-        if len(self._keys):
-            found, _ = self._ngrams(numbers, np.zeros_like(numbers))
-            mean += self._table.rows(found).sum(axis=0) / whole
         if self._attention is not None:
             mean += _heard(restored(values, scales), shares, *self._attention)
         return mean
 
-    def _shares(self, numbers: Int64[ndarray, " tokens"]) -> tuple[Float32[ndarray, " tokens"], np.float32]:
-        """What each token counts in the mean, and the sum of weights that this is a share of."""
+    def _shares(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, " tokens"]:
+        """What each token counts in the mean."""
         if self._weights is None:
             return self._equal[len(numbers)]
         weights = self._weights[numbers]
-        return weights / weights.sum(), weights.sum()
+        shares: ndarray = weights / weights.sum()
+        return shares
 
     def _many(self, rows: Sequence[list[int]]) -> Float32[ndarray, "queries dim"]:
         import torch
@@ -101,21 +94,13 @@ class LookupEncoder:
                 each, scale = torch.arange(len(numbers)), torch.from_numpy(factors)
                 total = embedding_bag(each, looked_up, starts, mode="sum", per_sample_weights=scale).numpy()
         shares = lengths
-        if len(self._keys) or weights is not None:
-            within = np.repeat(np.arange(len(rows)), lengths)
-        if len(self._keys):
-            found, row = self._ngrams(numbers, within)
-            np.add.at(total, row, self._table.rows(found))
         if weights is not None:
+            within = np.repeat(np.arange(len(rows)), lengths)
             shares = np.bincount(within, weights, minlength=len(rows))
         total /= np.maximum(shares, np.finfo(np.float32).tiny)[:, None].astype(np.float32)
         if not lengths.all():
             total[lengths == 0] = self._mean_row()
         return total
-
-    def _ngrams(self, numbers: ndarray, row: ndarray) -> tuple[ndarray, ndarray]:
-        place, within = ngrams.find(numbers, row, keys=self._keys, vocabulary=self._table.tokens)
-        return self._ngram_rows[place], within
 
     def _mean_row(self) -> Float32[ndarray, " dim"]:
         """The embedding of a query without tokens; it reads the whole table, so it waits for one."""

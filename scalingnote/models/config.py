@@ -78,7 +78,6 @@ class LookupConfig(Config):
     weighting: Literal["mean", "learned"] = Field(
         "mean", description="learned: a weight per token in the mean, starting at 1"
     )
-    ngrams: int = Field(0, ge=0, description="rows for the most frequent pairs and triples of tokens")
     attention: bool = Field(
         False, description="one head over the looked-up rows: which tokens stand together matters"
     )

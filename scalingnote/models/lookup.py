@@ -2,10 +2,10 @@
 
     ids        token numbers, no special tokens
     rows       [tokens, dim]      looked up; perhaps each with what it hears of the others by attention
-    embedding  [queries, 1, dim]  (sum of weight x row + rows of the query's n-grams) / sum of weights
+    embedding  [queries, 1, dim]  (sum of weight x row) / sum of weights
 
-What every option adds starts at nothing: weights are 1, rows of n-grams 0, attention adds 0. A
-query without tokens gets the mean of the table's rows. On disk it is a :class:`Table`.
+What every option adds starts at nothing: weights are 1, attention adds 0. A query without tokens gets the
+mean of the table's rows. On disk it is a :class:`Table`.
 """
 
 import math
@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from scalingnote.errors import ConfigError
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig
-from scalingnote.models.ngrams import keys_of
 from scalingnote.models.prompt import Row, tokenize
 from scalingnote.models.table import Storage, Table, stored
 
@@ -47,30 +46,26 @@ class LookupTower(nn.Module):
     """The query side of a dual encoder as a table that learns."""
 
     role, views, packs, pad = "query", ("query",), True, 0
-    _keys: Tensor
-    _ngram_rows: Tensor
 
     def __init__(
         self,
-        table: Float[Tensor, "rows dim"],
+        table: Float[Tensor, "tokens dim"],
         tokenizer: Tokenizer,
         *,
         max_length: int,
-        ngrams: Int[ndarray, "ngrams 3"] | None = None,
         weighting: Literal["mean", "learned"] = "mean",
         attention: bool = False,
         storage: Storage = "float16",
         seed: int = 0,
         made_from: Mapping[str, str] | None = None,
     ) -> None:
-        """`table` holds the tokens' rows, then those of `ngrams`; `storage` is that of the saved table."""
+        """`table` has a row for each token; `storage` is that of the saved table."""
         super().__init__()
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.max_length, self.dim = tokenizer, max_length, table.shape[1]
         self.prompt = LookupPrompt(tokenizer, max_length=max_length)
-        self.ngrams = np.empty((0, 3), np.int32) if ngrams is None else ngrams
-        self.tokens = len(table) - len(self.ngrams)
+        self.tokens = len(table)
         if tokenizer.get_vocab_size() > self.tokens:
             raise ConfigError(
                 f"the table has rows for {self.tokens:,} tokens, the tokenizer has "
@@ -81,10 +76,6 @@ class LookupTower(nn.Module):
         # Its logarithm, so that a weight stays above 0 and their sum can be divided by.
         self.log_weights = nn.Parameter(torch.zeros(self.tokens)) if weighting == "learned" else None
         self.attention = Attention(self.dim, seed=seed) if attention else None
-        keys = keys_of(self.ngrams, self.tokens) if len(self.ngrams) else np.empty(0, np.int64)
-        order = np.argsort(keys, kind="stable")
-        self.register_buffer("_keys", torch.from_numpy(keys[order]), persistent=False)
-        self.register_buffer("_ngram_rows", torch.from_numpy(order + self.tokens), persistent=False)
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
         """Embeddings in float32, not normalised; of padded or of packed rows."""
@@ -104,9 +95,6 @@ class LookupTower(nn.Module):
             values = self._attended(ids, lengths, self.attention)
             values = values if weights is None else values * weights[:, None]
             total = values.new_zeros(len(lengths), self.dim).index_add(0, row, values)
-        if len(self.ngrams):
-            numbers, within = self._found(ids, row)
-            total = total.index_add(0, within, F.embedding(numbers, self.table))
         shares = lengths.float()
         if weights is not None:
             shares = torch.zeros_like(shares).index_add(0, row, weights)
@@ -126,26 +114,6 @@ class LookupTower(nn.Module):
         attended: Tensor = attention(looked_up, mask)
         return attended[mask]
 
-    def _found(self, ids: Int[Tensor, " tokens"], row: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
-        """Table rows of the n-grams that occur, and the rows they occur in; as :func:`ngrams.find`."""
-        base, keys = self.tokens + 1, self._keys
-        at: list[Tensor] = []
-        within: list[Tensor] = []
-        for size in (2, 3):
-            whole = row[size - 1 :] == row[: len(row) - size + 1]
-            key = torch.zeros(int(whole.sum()), dtype=torch.long, device=ids.device)
-            for place in range(3):
-                # A pair's third token is -1, so that it adds nothing here.
-                key = key * base
-                if place < size:
-                    key = key + ids[place : place + len(whole)][whole] + 1
-            at.append(key)
-            within.append(row[: len(whole)][whole])
-        asked, rows = torch.cat(at), torch.cat(within)
-        nearest = torch.searchsorted(keys, asked).clamp_max(len(keys) - 1)
-        known = keys[nearest] == asked
-        return self._ngram_rows[nearest[known]], rows[known]
-
     def truncated(self, dim: int) -> "LookupTower":
         """The tower of the first `dim` values of every row (Matryoshka).
 
@@ -159,7 +127,6 @@ class LookupTower(nn.Module):
             self.table[:, :dim],
             self.tokenizer,
             max_length=self.max_length,
-            ngrams=self.ngrams,
             weighting="mean" if self.log_weights is None else "learned",
             storage=self._storage,
             made_from=self.made_from,
@@ -180,7 +147,6 @@ class LookupTower(nn.Module):
             self.tokenizer.to_str(),
             self.max_length,
             scales=scales,
-            ngrams=self.ngrams,
             token_weights=weights,
             attention=None if self.attention is None else self.attention.matrices(),
             made_from=self.made_from,
@@ -194,7 +160,6 @@ class LookupTower(nn.Module):
             torch.from_numpy(np.array(table.rows())),
             Tokenizer.from_str(table.tokenizer_json),
             max_length=table.max_length,
-            ngrams=table.ngrams,
             weighting="mean" if table.token_weights is None else "learned",
             attention=table.attention is not None,
             storage=str(table.values.dtype),  # type: ignore[arg-type]
@@ -227,24 +192,17 @@ def build(
     dim: int,
     tokenizer_json: str | None,
     seed: int,
-    ngrams: Int[ndarray, "ngrams 3"] | None = None,
 ) -> LookupTower:
-    """A tower ready to train, its tokens' rows drawn at random from `seed`.
-
-    ConfigError when it is to have rows for n-grams and nobody has mined any, or lacks a tokenizer.
-    """
+    """A tower ready to train, its rows drawn at random from `seed`. ConfigError when it lacks a tokenizer."""
     if tokenizer_json is None:
         raise ConfigError("a lookup tower needs a tokenizer trained on the corpus, or its teacher's")
-    if config.ngrams and ngrams is None:
-        raise ConfigError(f"ngrams={config.ngrams}, but none were mined: only a student may have them")
     tokenizer = Tokenizer.from_str(tokenizer_json)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(tokenizer.get_vocab_size(), dim, generator=generator) * dim**-0.5
     return LookupTower(
-        torch.cat([rows, torch.zeros(0 if ngrams is None else len(ngrams), dim)]),
+        rows,
         tokenizer,
         max_length=config.max_length,
-        ngrams=ngrams,
         weighting=config.weighting,
         attention=config.attention,
         storage=config.storage,

@@ -150,9 +150,8 @@ def _base_line(backbone: Mapping[str, Any] | None) -> list[str]:
 
 
 def _table(facts: Mapping[str, Any]) -> str:
-    ngrams = f" and {facts['ngrams']:,} n-grams" if facts["ngrams"] else ""
     attention = ", one head of attention over them" if facts["attention"] else ""
-    return f"rows of {facts['tokens']:,} tokens{ngrams} as {facts['storage']}{attention}"
+    return f"rows of {facts['tokens']:,} tokens as {facts['storage']}{attention}"
 
 
 def _backbone(tower: Mapping[str, Any]) -> str:

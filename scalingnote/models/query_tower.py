@@ -3,9 +3,6 @@
 import json
 from pathlib import Path
 
-from jaxtyping import Int
-from numpy import ndarray
-
 from scalingnote.errors import ArtifactError
 from scalingnote.models import lookup, token_wise, tower
 from scalingnote.models.backbone import Backbone
@@ -22,18 +19,16 @@ def build(
     tokenizer_json: str | None,
     seed: int,
     backbone: Backbone | None = None,
-    ngrams: Int[ndarray, "ngrams 3"] | None = None,
     adapter: str | None = None,
 ) -> Tower | LookupTower | TokenWise:
     """A query tower ready to train, of whatever kind `config` is.
 
-    `backbone`, where one is given, is that of a tower that has one, and brings `adapter` if that has a name;
-    `ngrams` are a lookup's, mined.
+    `backbone`, where one is given, is that of a tower that has one, and brings `adapter` if that has a name.
     ConfigError when what the kind needs is not there.
     """
     match config:
         case LookupConfig():
-            return lookup.build(config, dim=dim, tokenizer_json=tokenizer_json, seed=seed, ngrams=ngrams)
+            return lookup.build(config, dim=dim, tokenizer_json=tokenizer_json, seed=seed)
         case TokenWiseConfig():
             return token_wise.build(
                 config,

@@ -1,15 +1,14 @@
 """A lookup tower on disk: one array of rows and what goes with it. Reading takes numpy alone.
 
-    tower.json      what it is: dim, tokens, n-grams, storage, weighting, what it was made from
+    tower.json      what it is: dim, tokens, storage, weighting, what it was made from
     tokenizer.json  text -> token numbers, which are row numbers
-    table.npy       [tokens + ngrams, dim], memory-mapped; int8 goes with
-    scales.npy      [tokens + ngrams], what a row's integers are multiplied by
-    ngrams.npy      [ngrams, 3], whose rows stand behind the tokens' (:mod:`scalingnote.models.ngrams`)
+    table.npy       [tokens, dim], memory-mapped; int8 goes with
+    scales.npy      [tokens], what a row's integers are multiplied by
     token_weights.npy  [tokens], only where they were learnt
     attention.npy   [2, dim, dim], only where rows attend to each other: the matrices of scores and of outputs
 
-A query's embedding is (sum of weight x row over its tokens + sum of its n-grams' rows) / sum of weights; that
-of a query without tokens is the mean of the table's rows.
+A query's embedding is (sum of weight x row over its tokens) / sum of weights; that of a query without tokens
+is the mean of the table's rows.
 """
 
 import hashlib
@@ -37,7 +36,6 @@ class Table:
     tokenizer_json: str
     max_length: int
     scales: Float32[ndarray, " rows"] | None = None
-    ngrams: Int[ndarray, "ngrams 3"] = field(default_factory=lambda: np.empty((0, 3), np.int32))
     token_weights: Float32[ndarray, " tokens"] | None = None
     attention: Float32[ndarray, "2 dim dim"] | None = None
     made_from: Mapping[str, str] = field(default_factory=dict)
@@ -45,8 +43,8 @@ class Table:
 
     @property
     def tokens(self) -> int:
-        """How many rows are tokens'; n-grams' follow."""
-        return len(self.values) - len(self.ngrams)
+        """How many rows there are, one for each."""
+        return len(self.values)
 
     def rows(self, numbers: Int[ndarray, "..."] | slice = slice(None)) -> Float32[ndarray, "... dim"]:
         """Some rows, in float32."""
@@ -58,7 +56,6 @@ class Table:
         arrays = {
             "table": self.values,
             "scales": self.scales,
-            "ngrams": self.ngrams if len(self.ngrams) else None,
             "token_weights": self.token_weights,
             "attention": self.attention,
         }
@@ -73,7 +70,6 @@ class Table:
             "views": ["query"],
             "max_length": self.max_length,
             "tokens": self.tokens,
-            "ngrams": len(self.ngrams),
             "storage": str(self.values.dtype),
             "weighting": "mean" if self.token_weights is None else "learned",
             "attention": self.attention is not None,
@@ -94,7 +90,6 @@ class Table:
                 name: np.load(folder / f"{name}.npy", allow_pickle=False)
                 for name, there in (
                     ("scales", facts["storage"] == "int8"),
-                    ("ngrams", facts["ngrams"] > 0),
                     ("token_weights", facts["weighting"] == "learned"),
                     ("attention", facts["attention"]),
                 )
@@ -106,6 +101,11 @@ class Table:
             raise ArtifactError(
                 f"{folder}/tower.json does not say {error}: another version wrote it, make the tower anew"
             ) from None
+        if len(values) != facts["tokens"]:
+            raise ArtifactError(
+                f"{folder}/table.npy has {len(values):,} rows for {facts['tokens']:,} tokens: "
+                "another version wrote it, make the tower anew"
+            )
         if _sha256(tokenizer.encode()) != facts["digest_of"]["tokenizer"]:
             raise ArtifactError(f"{folder}: tokenizer.json is not the one the table was made for: restore it")
         return cls(

@@ -89,10 +89,7 @@ CASES = {
     "teacher's layers, new words": {"start": "teacher", "teacher_layers": (0, 2), "new_vocabulary": WORDS},
     "lookup": {"student": LOOKUP},
     "lookup, own tokens": {"student": LOOKUP, "inherit_tokens": False},
-    "lookup, new words, n-grams": {
-        "student": LOOKUP.model_copy(update={"ngrams": 20}),
-        "new_vocabulary": WORDS,
-    },
+    "lookup, new words": {"student": LOOKUP, "new_vocabulary": WORDS},
     "lookup, attention": {"student": LookupConfig(max_length=16, attention=True)},
 }
 
@@ -151,7 +148,7 @@ def test_a_pretrained_student_grows_too(teacher: Artifact, tmp_path: Path):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("kind", ["transformer", "lookup, new words, n-grams", "lookup, attention"])
+@pytest.mark.parametrize("kind", ["transformer", "lookup, new words", "lookup, attention"])
 def test_chunks_of_a_large_batch_give_the_plain_steps_gradients(teacher, tmp_path, kind, packed):
     """No row of Eq. 15 sees another: a batch of 40,000 is as many chunks as memory asks for."""
     wanted = config(**CASES[kind])

@@ -16,7 +16,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.lookup import BATCH, LookupEncoder
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import backbone, lookup, ngrams, onnx, tower
+from scalingnote.models import backbone, lookup, onnx, tower
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupTower
 from scalingnote.models.tower import collate
@@ -29,13 +29,8 @@ QUERIES = [*(" ".join(text.split()[:4]) for text in TEXTS[:20]), "", "word " * 4
 
 def table(folder: Path, *, storage: str = "float32", **knobs: object) -> LookupTower:
     """A lookup tower whose options all do something, saved."""
-    plain = lookup.build(LookupConfig(max_length=16), dim=8, tokenizer_json=LEARNT, seed=0)
-    found = None
-    if knobs.get("ngrams"):
-        rows = [row.ids for row in plain.prompt.rows(TEXTS)]
-        found = ngrams.mine(rows, vocabulary=plain.tokens, most=20)
     config = LookupConfig(max_length=16, **knobs)
-    made = lookup.build(config, dim=8, tokenizer_json=LEARNT, seed=0, ngrams=found)
+    made = lookup.build(config, dim=8, tokenizer_json=LEARNT, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for value in made.parameters():
@@ -67,10 +62,8 @@ def cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     [
         {},
         {"weighting": "learned"},
-        {"ngrams": 20},
-        {"ngrams": 20, "weighting": "learned"},
         {"attention": True},
-        {"attention": True, "ngrams": 20, "weighting": "learned"},
+        {"attention": True, "weighting": "learned"},
     ],
     ids=str,
 )

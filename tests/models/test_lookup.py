@@ -1,4 +1,4 @@
-"""A lookup tower against slow twins: sums over tokens and n-grams in float64, one query after the other."""
+"""A lookup tower against slow twins: sums over tokens in float64, one query after the other."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 import tiny
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import backbone, lookup, ngrams, query_tower
+from scalingnote.models import backbone, lookup, query_tower
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupTower
 from scalingnote.models.prompt import Row
@@ -25,23 +25,15 @@ QUERIES = [*TEXTS[:6], "", "ba", "ko ba"]
 DIM = 8
 
 
-def mined(made: LookupTower, most: int = 20) -> np.ndarray:
-    rows = (row.ids for row in made.prompt.rows(TEXTS))
-    return ngrams.mine(rows, vocabulary=made.tokens, most=most)
-
-
-def build(seed: int = 0, *, with_ngrams: int = 0, **knobs: object) -> LookupTower:
+def build(seed: int = 0, **knobs: object) -> LookupTower:
     """A tower whose options all do something."""
-    config = LookupConfig(max_length=16, ngrams=with_ngrams, **knobs)
-    plain = lookup.build(LookupConfig(max_length=16), dim=DIM, tokenizer_json=LEARNT, seed=seed)
-    found = mined(plain, with_ngrams) if with_ngrams else None
-    made = query_tower.build(config, dim=DIM, tokenizer_json=LEARNT, seed=seed, ngrams=found)
+    config = LookupConfig(max_length=16, **knobs)
+    made = query_tower.build(config, dim=DIM, tokenizer_json=LEARNT, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, value in made.named_parameters():
             if (name != "table" and not name.startswith("attention.")) or name.endswith("out.weight"):
                 value.normal_(0, 0.3, generator=generator)
-        made.table[made.tokens :].normal_(generator=generator)
     return made.eval()
 
 
@@ -61,61 +53,22 @@ def twin(made: LookupTower, ids: list[int]) -> np.ndarray:
     for token in ids:
         total += float(weights[token]) * table[token]
         shares += float(weights[token])
-    places = {tuple(tokens): made.tokens + i for i, tokens in enumerate(made.ngrams.tolist())}
-    for size in (2, 3):
-        for start in range(len(ids) - size + 1):
-            tokens = (*ids[start : start + size], -1)[:3]
-            if tokens in places:
-                total += table[places[tokens]]
     return total / shares
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("weighting", ["mean", "learned"])
-@pytest.mark.parametrize("with_ngrams", [0, 20])
-def test_an_embedding_is_the_weighted_mean_of_rows_plus_its_ngrams(packed, weighting, with_ngrams):
-    made = build(weighting=weighting, with_ngrams=with_ngrams)
+def test_an_embedding_is_the_weighted_mean_of_rows(packed, weighting):
+    made = build(weighting=weighting)
     expected = np.stack([twin(made, row.ids) for row in made.prompt.rows(QUERIES)])
     np.testing.assert_allclose(encoded(made, QUERIES, packed=packed), expected, rtol=1e-4, atol=1e-5)
-
-
-@given(st.lists(st.lists(st.integers(0, 5), max_size=9), min_size=1, max_size=6), st.integers(0, 12))
-def test_ngrams_are_mined_and_found_as_by_counting_them_one_by_one(rows: list[list[int]], most: int):
-    counts: dict[tuple[int, ...], int] = {}
-    where: list[tuple[tuple[int, ...], int]] = []
-    for number, row in enumerate(rows):
-        for size in (2, 3):
-            for start in range(len(row) - size + 1):
-                key = (*row[start : start + size], -1)[:3]
-                counts[key] = counts.get(key, 0) + 1
-                where.append((key, number))
-    kept = [key for key in sorted(counts, key=lambda key: (-counts[key], key)) if counts[key] > 1][:most]
-    found = ngrams.mine(rows, vocabulary=6, most=most)
-    assert [tuple(row) for row in found.tolist()] == kept
-    keys = ngrams.keys_of(found, 6)
-    order = np.argsort(keys)
-    ids = np.array([token for row in rows for token in row], np.int64)
-    row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-    places, within = ngrams.find(ids, row_of, keys=keys[order], vocabulary=6)
-    seen = [(kept[order[place]], row) for place, row in zip(places.tolist(), within.tolist(), strict=True)]
-    assert sorted(seen) == sorted(item for item in where if item[0] in kept)
-    # Cutting the rows into blocks, or turning them round, changes nothing.
-    assert ngrams.mine(rows[::-1], vocabulary=6, most=most).tolist() == found.tolist()
-
-
-def test_counts_are_merged_over_blocks(monkeypatch):
-    rows = [row.ids for row in build().prompt.rows(TEXTS)]
-    whole = ngrams.mine(rows, vocabulary=400, most=50)
-    monkeypatch.setattr(ngrams, "_AT_ONCE", 7)
-    np.testing.assert_array_equal(ngrams.mine(rows, vocabulary=400, most=50), whole)
 
 
 @pytest.mark.parametrize("knobs", [{"weighting": "learned"}, {"attention": True}])
 def test_every_option_starts_as_the_plain_mean(knobs: dict[str, object]):
     plain = lookup.build(LookupConfig(max_length=16), dim=DIM, tokenizer_json=LEARNT, seed=3)
-    found = mined(plain)
-    config = LookupConfig(max_length=16, ngrams=20, **knobs)
-    made = lookup.build(config, dim=DIM, tokenizer_json=LEARNT, seed=3, ngrams=found)
+    config = LookupConfig(max_length=16, **knobs)
+    made = lookup.build(config, dim=DIM, tokenizer_json=LEARNT, seed=3)
     both = [encoded(tower, [q for q in QUERIES if q]) for tower in (plain, made)]
     torch.testing.assert_close(*both, atol=1e-6, rtol=1e-5)
 
@@ -144,7 +97,7 @@ def test_attention_is_the_formula_it_names():
 
 @pytest.mark.parametrize("attention", [False, True])
 def test_a_saved_tower_encodes_the_same(tmp_path: Path, attention: bool):
-    made = build(weighting="learned", with_ngrams=20, attention=attention)
+    made = build(weighting="learned", attention=attention)
     made.save(tmp_path / "query", storage="float32")
     again = query_tower.load(tmp_path / "query")
     assert isinstance(again, LookupTower)
@@ -171,10 +124,10 @@ def test_integers_are_off_by_half_a_scale_at_most(seed: int, size: float):
 
 @pytest.mark.parametrize("storage", ["float32", "float16", "int8"])
 def test_a_folder_is_read_without_torch_and_keeps_directions(tmp_path: Path, storage: str):
-    made = build(with_ngrams=20)
+    made = build()
     made.save(tmp_path / "query", storage=storage)
     table = Table.read(tmp_path / "query")
-    assert (str(table.values.dtype), table.tokens, len(table.ngrams)) == (storage, made.tokens, 20)
+    assert (str(table.values.dtype), table.tokens) == (storage, made.tokens)
     assert (table.scales is not None) == (storage == "int8")
     np.testing.assert_allclose(table.rows(), made.table.detach(), atol=0 if storage == "float32" else 0.02)
     found = encoded(LookupTower.load(tmp_path / "query"), QUERIES)
@@ -183,7 +136,7 @@ def test_a_folder_is_read_without_torch_and_keeps_directions(tmp_path: Path, sto
 
 
 def test_a_truncated_tower_gives_the_first_values(tmp_path: Path):
-    made = build(weighting="learned", with_ngrams=20)
+    made = build(weighting="learned")
     cut = made.truncated(3)
     torch.testing.assert_close(encoded(cut, QUERIES), encoded(made, QUERIES)[:, :3])
     cut.save(tmp_path / "query")
@@ -203,8 +156,6 @@ def test_rows_learn_from_their_own_queries_alone():
 def test_what_does_not_fit_says_so(tmp_path: Path):
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         lookup.build(LookupConfig(), dim=DIM, tokenizer_json=None, seed=0)
-    with pytest.raises(ConfigError, match="none were mined"):
-        lookup.build(LookupConfig(ngrams=5), dim=DIM, tokenizer_json=LEARNT, seed=0)
     with pytest.raises(ConfigError, match="made for another"):
         lookup.from_table(np.zeros((3, 4), np.float32), Tokenizer.from_str(LEARNT), max_length=8)
     with pytest.raises(ArtifactError, match="is not a tower"):
@@ -216,8 +167,13 @@ def test_what_does_not_fit_says_so(tmp_path: Path):
 
 
 def test_a_table_of_another_version_is_told_from_a_broken_one(tmp_path: Path):
-    build().save(tmp_path)
+    made = build()
+    made.save(tmp_path)
     facts = json.loads((tmp_path / "tower.json").read_text())
     (tmp_path / "tower.json").write_text(json.dumps({k: v for k, v in facts.items() if k != "attention"}))
     with pytest.raises(ArtifactError, match=r"does not say 'attention': another version wrote it"):
+        query_tower.load(tmp_path)
+    (tmp_path / "tower.json").write_text(json.dumps(facts))
+    np.save(tmp_path / "table.npy", np.zeros((made.tokens + 1, DIM), np.float16))
+    with pytest.raises(ArtifactError, match=r"rows for .* tokens: another version wrote it"):
         query_tower.load(tmp_path)

@@ -80,7 +80,7 @@ def test_an_artifact_without_towers_is_refused(dataset: Artifact, tmp_path: Path
 
 
 def test_a_lookup_has_a_card_too(dataset: Artifact, tmp_path: Path):
-    config = DistillConfig(student=LookupConfig(ngrams=5), losses=DistillLosses(one_hot=0.5, cosine_weight=2))
+    config = DistillConfig(student=LookupConfig(), losses=DistillLosses(one_hot=0.5, cosine_weight=2))
     draft = Draft(f"{dataset.uri}-lookup", kind="student", config=config, parents={"dataset": dataset})
     learnt = families.tokenizer().backend_tokenizer.to_str()
     made = lookup.build(LookupConfig(), dim=16, tokenizer_json=learnt, seed=0)
