@@ -129,11 +129,12 @@ def ladder(r: Report) -> Lines:
 
 
 def reproduce(r: Report) -> Lines:
-    for name, of in r["metrics"].items():
-        order = name.removeprefix("datasets_of_")
-        if order != name:
-            what = f"datasets on which the paper's order holds: {order.replace('_', ' ')}"
-            yield value(r, f"datasets_{order}", what, beside=f"of {of}")
+    orders = [name.removeprefix("datasets_of_") for name in r["metrics"] if name.startswith("datasets_of_")]
+    if not orders:
+        raise KeyError("datasets_of_")
+    for order in orders:
+        what = f"datasets on which the paper's order holds: {order.replace('_', ' ')}"
+        yield value(r, f"datasets_{order}", what, beside=f"of {r['metrics'][f'datasets_of_{order}']}")
 
 
 def gpu(r: Report) -> Lines:
