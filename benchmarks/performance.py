@@ -135,6 +135,8 @@ def lines(name: str, report: Report) -> list[Line]:
     try:
         for line in made(report):
             found.append(line)
+        if not found:
+            raise KeyError("lines")
     except (KeyError, IndexError, StopIteration, RuntimeError, ValueError) as error:
         found.append(Line("not all that there is to say is in these results", f"no {error}"))
     return found

@@ -72,21 +72,24 @@ def quality_cost(reports: Reports) -> Figure:
     What does not find half of what the best does is named, not drawn: the others would lie on one another.
     """
     tables = reports["distillation"]["tables"]
-    names = sorted(
-        {row["query side"] for rows in tables.values() for row in rows if _costs(row)}, key=_family
-    )
+    least = {
+        title: max(mean(row["R@50"]) for row in rows if _costs(row)) / 2 for title, rows in tables.items()
+    }
+    shown = {
+        title: [row for row in rows if mean(row["R@50"]) >= least[title]] for title, rows in tables.items()
+    }
+    names = sorted({row["query side"] for rows in shown.values() for row in rows if _costs(row)}, key=_family)
     across = min(len(tables), 2)
     down = -(-len(tables) // across)
     figure = Figure(figsize=(4.6 * across + 2.6, max(3.8 * down, 0.23 * len(names))), layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).flat
     for axes, (title, rows) in zip(panels, tables.items(), strict=False):
-        least = max(mean(row["R@50"]) for row in rows if _costs(row)) / 2
-        if low := [row["query side"] for row in rows if mean(row["R@50"]) < least]:
-            named = "\n".join([f"below {least:.2f}:", *low])
+        if low := [row["query side"] for row in rows if row not in shown[title]]:
+            named = "\n".join([f"below {least[title]:.2f}:", *low])
             axes.annotate(named, (0.45, 0.02), xycoords="axes fraction", fontsize=7, color=GREY)
-        for row in sorted(rows, key=lambda row: names.index(row["query side"]) if _costs(row) else -1):
-            if row["query side"] in low:
-                continue
+        for row in sorted(
+            shown[title], key=lambda row: names.index(row["query side"]) if _costs(row) else -1
+        ):
             if _costs(row):
                 _side(axes, 1e6 / row["queries/s"], mean(row["R@50"]), row["query side"], names)
             else:
@@ -104,11 +107,7 @@ def quality_cost(reports: Reports) -> Figure:
         for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(
-        [drawn[name] for name in names if name in drawn],
-        [name for name in names if name in drawn],
-        frameon=False,
-        loc="outside right upper",
-        fontsize=8,
+        [drawn[name] for name in names], names, frameon=False, loc="outside right upper", fontsize=8
     )
     return figure
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from scalingnote.distill import layers, vocabulary
-from scalingnote.distill.config import DistillConfig
+from scalingnote.distill.config import DistillConfig, NewVocabulary
 from scalingnote.distill.inherit import inherit, inherit_rows
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
@@ -59,7 +59,9 @@ def prepare(config: DistillConfig, teacher: Artifact, *, folder: str) -> Start:
             _cut(config, teacher, fs.join(folder, "backbone"))
         elif (learnt := _tokenizer(config, teacher)) is not None:
             files["tokenizer.json"] = learnt.encode()
-        files |= _mined(config, teacher, _bare(config, folder, files))
+        if config.new_vocabulary is not None:
+            tokenizer = prompt(config, _bare(config, folder, files)).tokenizer
+            files["words.json"] = _new_words(config.new_vocabulary, teacher, tokenizer)
         for name, data in files.items():
             fs.write_bytes(fs.join(folder, name), data)
         _finish(folder)
@@ -173,16 +175,12 @@ def _bare(config: DistillConfig, folder: str, files: dict[str, bytes]) -> Start:
     return Start(None if learnt is None else learnt.decode(), backbone=local)
 
 
-def _mined(config: DistillConfig, teacher: Artifact, start: Start) -> dict[str, bytes]:
-    """New words of the training queries, as a file; none where none are wanted."""
-    if config.new_vocabulary is None:
-        return {}
-    tokenizer = prompt(config, start).tokenizer
-    knobs = config.new_vocabulary
+def _new_words(knobs: NewVocabulary, teacher: Artifact, tokenizer: Tokenizer) -> bytes:
+    """New words of the training queries, mined from the first million of them, as JSON."""
     queries = corpus.distinct_queries(teacher, "embeddings")
     words = vocabulary.mine(queries, tokenizer, tokens=knobs.tokens, min_count=knobs.min_count)
     log.info("%s new words: %s...", f"{len(words):,}", ", ".join(words[:8]))
-    return {"words.json": json.dumps(words, ensure_ascii=False).encode()}
+    return json.dumps(words, ensure_ascii=False).encode()
 
 
 def _cut(config: DistillConfig, teacher: Artifact, target: str) -> None:

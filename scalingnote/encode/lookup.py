@@ -38,8 +38,7 @@ class LookupEncoder:
         self._values, self._scales = np.asarray(table.values), table.scales
         self._weights = table.token_weights
         self._tensor: Any = None
-        lengths = np.arange(1, table.max_length + 1, dtype=np.float32)
-        self._equal = [np.zeros(0, np.float32), *(np.full(int(n), 1 / n, np.float32) for n in lengths)]
+        self._equal = [np.full(n, 1 / max(n, 1), np.float32) for n in range(table.max_length + 1)]
         self._empty: ndarray | None = None
         self._attention: tuple[ndarray, ndarray] | None = None
         if table.attention is not None:
