@@ -44,6 +44,7 @@ STEPS = {"python_docs": 200, "zh_reading_titles": 200, "zh_medical_qa": 200}
 MINILM_STEPS, MINILM = 24, ("dataset.max_documents=3000",)
 # Small batches: a student from scratch needs steps. A row of EmbedDistill's holds documents: fewer passes.
 KNOBS = {"scalingnote": ("distill.global_batch=64",), "embeddistill": ("distill.epochs=3",)}
+FEW = ("chorus_icecat",)  # 56 queries to learn from: as many passes, and batches as small, as its config says
 
 
 class Row:
@@ -121,7 +122,8 @@ def trial(
     """One method of ``configs/methods`` at the sizes of this benchmark."""
     pretrained = backbone == "minilm"
     usual = MINILM_STEPS if pretrained else STEPS.get(dataset, 100)
-    own = (*(MINILM if pretrained else ()), *KNOBS.get(method.split("-")[0], ()), *knobs)
+    of_method = () if dataset in FEW else KNOBS.get(method.split("-")[0], ())
+    own = (*(MINILM if pretrained else ()), *of_method, *knobs)
     return Trial(dataset, backbone, f"methods/{method}", seed, steps or usual, own)
 
 
