@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 from jaxtyping import Float
@@ -86,9 +87,16 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
     return Outcome(trial, _sides(config, built), validation, time.monotonic() - started, kept)
 
 
+@cache
+def stage_one(dataset: str, method: str, knobs: tuple[str, ...]) -> str:
+    """What stage I learns by: trials of one dataset, seed and number of steps that agree on it share it."""
+    train = load(RunConfig, _files(dataset, method), knobs).train
+    return "" if train is None else train.model_dump_json()
+
+
 def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     """The config of a trial, with as many epochs of stage I as give its steps; collects its triplets."""
-    files = [f"configs/quickstart/{trial.dataset}.yaml", f"configs/{trial.method}.yaml"]
+    files = _files(trial.dataset, trial.method)
     plain = load(RunConfig, files)
     # Short runs in this process: half of their time would be the start of Ray's workers.
     knobs = [f"run_dir={run_dir}", f"train.seed={trial.seed}"]
@@ -99,6 +107,10 @@ def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     config = load(RunConfig, files, [*knobs, *trial.knobs])
     pipeline.run(config, stages.select(config, until="collect"), record=False)
     return training.shortened(config, steps=trial.steps)
+
+
+def _files(dataset: str, method: str) -> list[str]:
+    return [f"configs/quickstart/{dataset}.yaml", f"configs/{method}.yaml"]
 
 
 def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from benchmarks.trial import TESTED, Outcome, Side, Trial, configured, run
+from benchmarks.trial import TESTED, Outcome, Side, Trial, configured, run, stage_one
 from scalingnote.errors import ScalingNoteError
 from scalingnote.log import configure, get_logger
 
@@ -98,12 +98,18 @@ def _end_with(parent: int) -> None:
 
 
 def _groups(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """Trials that may share stage I's artifact: never built by two processes at once."""
-    return [list(group) for _, group in groupby(sorted(trials, key=_shared), key=_shared)]
+    """Trials that share stage I's artifact: never built by two processes at once.
+
+    One seed after another, and in it the largest group first: what is short fills the processes at the end.
+    """
+    groups = [list(group) for _, group in groupby(sorted(trials, key=_shared), key=_shared)]
+    return sorted(groups, key=lambda group: (group[0].seed, -len(group)))
 
 
 def _shared(trial: Trial) -> tuple[Any, ...]:
-    return trial.seed, trial.dataset, trial.backbone, trial.steps, _before_stage_two(trial)
+    before = _before_stage_two(trial)
+    learns = stage_one(trial.dataset, trial.method, before)
+    return trial.seed, trial.dataset, trial.backbone, trial.steps, before, learns
 
 
 def _before_stage_two(trial: Trial) -> tuple[str, ...]:

@@ -59,9 +59,12 @@ def test_only_what_has_no_line_is_run_and_what_fails_leaves_none(
 def test_trials_that_share_stage_one_are_one_process_work():
     student = Trial("medquad", "scratch", "methods/scalingnote-1l", 0, 10, ("distill.global_batch=64",))
     other_data = Trial("medquad", "scratch", "methods/scalingdual", 0, 10, ("dataset.max_documents=9",))
-    groups = trials._groups([ONE, other_data, student])
-    assert sorted(map(len, groups)) == [1, 2]
-    assert [ONE, student] in groups
+    other_towers = Trial("medquad", "scratch", "methods/twinbert", 0, 10)
+    other_seed = Trial("medquad", "scratch", "methods/scalingdual", 1, 10)
+    first, *others = trials._groups([other_seed, other_data, other_towers, ONE, student])
+    assert first == [ONE, student]  # the largest first
+    assert sorted(map(len, others)) == [1, 1, 1]
+    assert others[-1] == [other_seed]  # after all of the first seed
 
 
 def test_the_table_compares_with_the_teacher_over_all_seeds():
