@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from scalingnote.log import LINE
 
 T = TypeVar("T")
 R = TypeVar("R")
+ANSWER_SECONDS = 10.0  # a cluster's head has for taking a connection
 
 
 def connect(address: str | None = None) -> None:
@@ -27,6 +29,10 @@ def connect(address: str | None = None) -> None:
     "local" is passed on purpose: without an address Ray joins whatever cluster it finds on the machine,
     also one left behind by a crash. A local cluster is private, so token authentication, which would
     write a token file into the user's home, is off unless the user set RAY_AUTH_MODE.
+
+    Raises:
+        ConfigError: no cluster answers at the address; Ray itself would try for many minutes.
+        ScalingNoteError: no local cluster came up.
     """
     if ray.is_initialized():
         return
@@ -35,23 +41,51 @@ def connect(address: str | None = None) -> None:
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
     if address:
+        _require_answer(address)
         ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
     else:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # C++ remarks on every actor we start
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody reclaims this machine
-        with _stderr_closed():
-            ray.init(
-                "local",
-                num_cpus=max(2, os.cpu_count() or 2),
-                include_dashboard=False,
-                log_to_driver=True,
-                logging_level=logging.ERROR,
-            )
+        try:
+            with _stderr_closed():
+                ray.init(
+                    "local",
+                    num_cpus=max(2, os.cpu_count() or 2),
+                    include_dashboard=False,
+                    log_to_driver=True,
+                    logging_level=logging.ERROR,
+                )
+        except Exception as error:  # Ray raises no class of its own, and waits 30 s for its processes
+            raise ScalingNoteError(
+                f"Ray did not start on this machine: {error} Where other programs keep all processors busy, "
+                "run this again when they have ended: what is finished stays. `scalingnote doctor` looks for "
+                "other causes"
+            ) from error
         atexit.register(ray.shutdown)
         _relay_only_our_lines()
     _quieten()
+
+
+def _require_answer(address: str) -> None:
+    """Refuse an address at which nothing listens; one that names no port, as "auto", is left to Ray."""
+    scheme, _, place = address.rpartition("://")
+    if scheme.startswith("http"):
+        raise ConfigError(
+            f"{address} takes jobs (jobs/submit.py), it is no cluster to join: unset RAY_ADDRESS to run on "
+            "this machine, or give the head's own address, as HOST:6379"
+        )
+    host, _, port = place.rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address} ({error}): start one (ray start --head), correct `address` "
+            "or RAY_ADDRESS, or leave both out to run on this machine"
+        ) from error
 
 
 def require(resources: Resources, *, stage: str) -> None:

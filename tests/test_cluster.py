@@ -1,0 +1,57 @@
+import socket
+from typing import Any
+
+import pytest
+import ray
+
+from scalingnote import cluster
+from scalingnote.errors import ConfigError, ScalingNoteError
+
+
+@pytest.fixture(autouse=True)
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What Ray was asked to join; it joins nothing."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *given, **_: asked.append(given))
+    monkeypatch.setattr(cluster, "_quieten", lambda: None)
+    return asked
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_an_address_that_nobody_listens_at_is_refused_at_once(
+    unconnected: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+):
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=rf"no Ray cluster answers at {address} .*refused.*ray start"):
+        cluster.connect()
+    with pytest.raises(ConfigError, match="http://head:8265 takes jobs"):
+        cluster.connect("http://head:8265")
+    assert unconnected == []
+
+
+@pytest.mark.parametrize("shape", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_an_address_that_answers_is_joined(shape: str, unconnected: list[tuple[Any, ...]]):
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = shape.format(head.getsockname()[1])
+        cluster.connect(address)
+    cluster.connect("auto")
+    assert unconnected == [(address,), ("auto",)]
+
+
+def test_a_ray_that_does_not_start_is_told_without_a_trace(monkeypatch: pytest.MonkeyPatch):
+    def init(*_: Any, **__: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(
+        ScalingNoteError, match=r"Ray did not start .* timed out during startup.*run this again"
+    ):
+        cluster.connect()
