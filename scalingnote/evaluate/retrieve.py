@@ -5,7 +5,7 @@ documents have term weights, so do sparse search and each tower's hybrid with it
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -169,13 +169,18 @@ def _with_terms(
     """Sparse search of a pool that was searched by embeddings before, and the hybrid of both."""
     terms = sparse.vocabulary
     search = partial(pools.search, pool, queries=len(queries), k=depth)
-    by_terms = search(exact.sparse(sparse.matrix), terms=terms)
+    by_terms = _sharing(search(exact.sparse(sparse.matrix), terms=terms))
     if joining.kind == "reciprocal_rank":
         scores, rows = hybrid.reciprocal_ranks(found.rows, by_terms.rows, k=joining.k, depth=depth)
         return by_terms, Found(scores, rows, scores.min(1), scores.max(1))
     weight, ranges = joining.dense_weight, (found, by_terms)
     score = exact.joined(queries, sparse.matrix, ranges=ranges, dense_weight=weight)
     return by_terms, search(score, dim=queries.shape[1], terms=terms)
+
+
+def _sharing(found: Found) -> Found:
+    """Without documents that share no term with the query: as in BM25, and as served, they have no rank."""
+    return replace(found, rows=np.where(found.scores > 0, found.rows, -1))
 
 
 def _run_of(embeddings: Artifact, found: Found, *, test: TestSet) -> trec.Run:

@@ -7,11 +7,11 @@ killed process is such a line, unless it was whole.
 import glob
 import io
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from scalingnote.datasets.quarantine import Quarantine
@@ -42,7 +42,8 @@ REQUESTS = pa.schema(
 )
 REQUIRED = ("time", "request_id", "path", "status")
 TABLE = "access log"  # in the quarantine
-_MOST = 2**31 - 1
+_MOST, _LARGEST = 2**31 - 1, float(np.finfo(np.float32).max)
+_LATEST = 1e11  # seconds since 1970: milliseconds are beyond it
 
 
 def find(patterns: Sequence[str]) -> list[str]:
@@ -134,14 +135,26 @@ def _request(value: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{field.name} is missing")
         if found is not None and not _FITS[field.type](found):
             raise ValueError(f"{field.name} is not of type {field.type}")
-        row[field.name] = found
+        row[field.name] = found if found is None else _REAL.get(field.type, _same)(found)
+    if not 0 <= row["time"] < _LATEST:
+        raise ValueError("time is not in seconds since 1970")
     return row
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
+# Integers are made floats here: Arrow refuses those that a float does not hold to the last digit.
+_REAL: dict[pa.DataType, Callable[[Any], Any]] = {
+    pa.float64(): float,
+    pa.float32(): float,
+    pa.list_(pa.float32()): lambda value: [float(number) for number in value],
+}
 # What a JSON value must be to go into a column of this type.
 _FITS: dict[pa.DataType, Callable[[Any], bool]] = {
     pa.float64(): _number,

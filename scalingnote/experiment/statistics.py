@@ -15,6 +15,8 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy import stats
 
+_ROUNDING = 1e-9  # of a mean: what lies below is no difference between measurements
+
 
 @dataclass(frozen=True)
 class Sums:
@@ -71,8 +73,9 @@ def welch(control: Sums, treatment: Sums, *, alpha: float) -> tuple[float, float
     variance = sum(part for part, _ in parts)
     if math.isnan(variance):
         return difference, math.nan, math.nan, math.nan
-    if not variance:  # nothing varies: no errors in either arm, say
-        return difference, difference, difference, 0.0 if difference else 1.0
+    rounding = _ROUNDING * max(abs(control.mean), abs(treatment.mean))
+    if variance <= rounding**2:  # nothing varies: no errors in either arm, say
+        return difference, difference, difference, 0.0 if abs(difference) > rounding else 1.0
     freedom = variance**2 / sum(part**2 / units for part, units in parts)
     error = math.sqrt(variance)
     margin = float(stats.t.ppf(1 - alpha / 2, freedom)) * error

@@ -83,7 +83,7 @@ def test_all_weight_on_one_side_gives_that_sides_ranking(
     runs = retrieved(parents, dense_weight=weight)
     for query_id, found in runs["light (hybrid)"].items():
         scores = dict(runs[same][query_id])
-        ordered = [scores[doc] for doc, _ in found]
+        ordered = [scores.get(doc, 0.0) for doc, _ in found]
         assert len(ordered) == tiny.DOCUMENTS
         np.testing.assert_allclose(ordered, sorted(ordered, reverse=True), atol=1e-5)
 
@@ -96,3 +96,24 @@ def test_ranks_may_be_joined_instead(parents: dict[str, Artifact]):
             for rank, (doc, _) in enumerate(runs[name][query_id], 1):
                 sums[doc] = sums.get(doc, 0.0) + 1 / (10 + rank)
         np.testing.assert_allclose([score for _, score in found], sorted(sums.values(), reverse=True))
+
+
+def test_a_document_that_shares_no_term_has_no_rank(
+    parents: dict[str, Artifact], monkeypatch: pytest.MonkeyPatch
+):
+    search = retrieve.pools.search
+
+    def few(pool: Artifact, score: Any, **knobs: Any) -> Any:
+        """As if all but the ten best shared nothing."""
+        found = search(pool, score, **knobs)
+        if "dim" not in knobs:
+            found.scores[:, 10:] = 0.0
+        return found
+
+    monkeypatch.setattr(retrieve.pools, "search", few)
+    runs = retrieved(parents, kind="reciprocal_rank", k=10)
+    for query_id, found in runs["light (sparse)"].items():
+        assert len(found) == 10
+        first, best = runs["light (hybrid)"][query_id][0]
+        ranks = [[doc for doc, _ in runs[name][query_id]] for name in ("light", "light (sparse)")]
+        assert best == pytest.approx(sum(1 / (11 + r.index(first)) for r in ranks if first in r))

@@ -76,6 +76,8 @@ BROKEN = {
     line(scores=[float("nan")]): "NaN or Infinity",
     line(time=1).replace(b"1,", b"1e999,", 1): "time is not of type double",
     line(timings_ms=[1]): "timings_ms is not an object",
+    line(timings_ms={"total": 10**400}): "total_ms is not of type float",
+    line(time=1_700_000_000_123_456_789): "time is not in seconds since 1970",
     line()[:50]: "torn: the file ends within the line",
 }
 
@@ -90,6 +92,12 @@ def test_what_is_broken_costs_itself_alone(tmp_path):
     whole = tmp_path / "access-b.jsonl"
     whole.write_bytes(b"\n" + line() + line().rstrip())  # killed between the last byte and the line's end
     assert (len(requests(whole)[0]), requests(whole)[1]) == (2, {})
+
+
+def test_integers_of_any_size_are_read_where_numbers_are_real(tmp_path):
+    (tmp_path / "access-a.jsonl").write_bytes(line(timings_ms={"total": 2**24 + 1}, scores=[2**24 + 1, 1]))
+    rows, rejected = requests(tmp_path / "access-a.jsonl")
+    assert (rows[0]["total_ms"], rows[0]["scores"], rejected) == (2.0**24, [2.0**24, 1.0], {})
 
 
 def test_files_are_found_once_and_packed_ones_are_read(tmp_path):
