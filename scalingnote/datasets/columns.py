@@ -1,7 +1,9 @@
 """Your own files: JSON lines or Parquet in, with a mapping from our column names to theirs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,6 +20,7 @@ TYPES = {
     "bool": pa.bool_(),
     "vector": pa.list_(pa.float32()),
 }
+_OPENING = 1 << 18  # bytes of a JSON-lines file that tell its columns
 _OPTIONAL = {"title", "topic", "content", "group", "split", "user_id"}
 
 
@@ -27,7 +30,7 @@ def read(config: Columns, directory: Path | None = None) -> Source:
     profile = pa.schema({name: TYPES[kind] for name, kind in config.profile.items()})
 
     def optional(file: TableFile | None, schema: pa.Schema) -> Rows:
-        return table_rows(file, schema.names) if file else ()
+        return table_rows(file, schema.names, absent={"relevance": 1}) if file else ()
 
     return Source(
         documents=table_rows(config.documents, [*DOCUMENTS.names, *features.names]),
@@ -52,21 +55,30 @@ def read_documents(config: NewDocuments) -> Source:
 
 
 def table_rows(
-    file: TableFile, names: Sequence[str], *, needs: Sequence[str] | None = None
+    file: TableFile,
+    names: Sequence[str],
+    *,
+    needs: Sequence[str] | None = None,
+    absent: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Row | Unreadable]:
-    """Rows under our names; a mapping that names a column no table has is refused before anything is read.
+    """Rows under our names. DataError, before any is read, for a mapping that names what is not there.
 
-    Parquet files must have the columns in `needs`; by default those are all ids.
+    Parquet files must have the columns in `needs`; by default those are all ids. `absent` has the values of
+    columns that a file does not have at all.
     """
     unknown = sorted(set(file.columns) - set(names))
     if unknown:
         raise DataError(f"{file.path}: columns maps {unknown}, which are none of {list(names)}")
-    paths = files(file.path)
     theirs = {name: file.columns.get(name, name) for name in names}
-    for path in paths:
+    inputs: list[tuple[Path, list[str]]] = []
+    for path in files(file.path):
         if path.suffix not in (".jsonl", ".parquet"):
             raise DataError(f"{path} is neither .jsonl nor .parquet: convert it or rename it")
-    return _renamed(paths, theirs, _ids(names) if needs is None else needs)
+        needed = list(file.columns)
+        if path.suffix == ".parquet":
+            needed += _ids(names) if needs is None else needs
+        inputs.append((path, _present(path, theirs, needed)))
+    return _renamed(inputs, theirs, absent)
 
 
 def _ids(names: Sequence[str]) -> list[str]:
@@ -74,26 +86,39 @@ def _ids(names: Sequence[str]) -> list[str]:
 
 
 def _renamed(
-    paths: Sequence[Path], theirs: dict[str, str], needs: Sequence[str]
+    inputs: Sequence[tuple[Path, list[str]]], theirs: Mapping[str, str], absent: Mapping[str, Any]
 ) -> Iterator[Row | Unreadable]:
-    for path in paths:
-        rows = (
-            parquet(path, columns=_present(path, theirs, needs))
-            if path.suffix == ".parquet"
-            else json_lines(path)
-        )
+    for path, present in inputs:
+        given = {name: value for name, value in absent.items() if theirs.get(name) not in (None, *present)}
+        rows = parquet(path, columns=present) if path.suffix == ".parquet" else json_lines(path)
         for row in rows:
             if isinstance(row, dict):
-                row = {name: row[their] for name, their in theirs.items() if their in row}
-                if "relevance" in theirs:
-                    row.setdefault("relevance", 1)
+                row = given | {name: row[their] for name, their in theirs.items() if their in row}
             yield row
 
 
-def _present(path: Path, theirs: dict[str, str], needs: Sequence[str]) -> list[str]:
-    """The mapped columns a Parquet file has; DataError for a missing one that no row can do without."""
-    have = pq.read_schema(path).names
-    missing = [name for name in needs if theirs[name] not in have]
+def _present(path: Path, theirs: Mapping[str, str], needed: Sequence[str]) -> list[str]:
+    """The mapped columns that a file has; DataError where it lacks one of `needed`, our names."""
+    if path.suffix == ".parquet":
+        have, where = pq.read_schema(path).names, ""
+    else:
+        have, where = _opening(path), f" in its first {_OPENING >> 10} kB"
+        if not have:  # nothing that could be judged by
+            return []
+    missing = [theirs[name] for name in needed if theirs[name] not in have]
     if missing:
-        raise DataError(f"{path} has no column for {missing}, only {have}: map it under `columns`")
+        raise DataError(f"{path} has no column {missing}{where}, only {have}: map it under `columns`")
     return [their for their in dict.fromkeys(theirs.values()) if their in have]
+
+
+def _opening(path: Path) -> list[str]:
+    """Columns of the first JSON objects, in the order they turn up."""
+    have: dict[str, None] = {}
+    read = 0
+    for row in json_lines(path):
+        if isinstance(row, dict):
+            have |= dict.fromkeys(row)
+            read += len(repr(row))
+        if read > _OPENING:
+            break
+    return list(have)

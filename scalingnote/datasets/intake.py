@@ -43,16 +43,16 @@ def documents(
         if len(content) > config.max_content_chars:
             content = content[: config.max_content_chars]
             quarantine.mend("content_truncated")
-        seen.add(doc_id)
-        group = _text(row, "group", quarantine) or doc_id
-        return {
+        sound = {
             "doc_id": doc_id,
             "title": title,
             "topic": topic,
             "content": content,
-            "group": group,
+            "group": _text(row, "group", quarantine) or doc_id,
             **{field.name: _feature(row, field, quarantine) for field in features},
         }
+        seen.add(doc_id)  # only now: a row that was set aside is no duplicate's first
+        return sound
 
     return _checked("documents", rows, check, quarantine)
 
@@ -85,8 +85,9 @@ def users(rows: Rows, *, profile: pa.Schema, quarantine: Quarantine) -> Iterator
         user_id = _identifier(row, "user_id")
         if user_id in seen:
             raise _BadRowError("duplicate user_id")
+        sound = {"user_id": user_id, **{f.name: _feature(row, f, quarantine) for f in profile}}
         seen.add(user_id)
-        return {"user_id": user_id, **{f.name: _feature(row, f, quarantine) for f in profile}}
+        return sound
 
     return _checked("users", rows, check, quarantine)
 
@@ -108,8 +109,10 @@ def pairs(
             raise _BadRowError("unknown doc_id")
         if once and (query_id, doc_id) in seen:
             raise _BadRowError("duplicate query and document")
-        seen.add((query_id, doc_id))
-        return {"query_id": query_id, "doc_id": doc_id, **finish(row)}
+        sound = {"query_id": query_id, "doc_id": doc_id, **finish(row)}
+        if once:
+            seen.add((query_id, doc_id))
+        return sound
 
     return _checked(table, rows, check, quarantine)
 

@@ -70,7 +70,7 @@ def judgements(config: Judgements, *, known: Mapping[str, str]) -> Pairs:
             continue
         query = row.get("query") or known.get(str(row.get("query_id")))
         values = [_number(row.get(name)) for name in config.labels] if query else []
-        if not query or not row.get("doc_id") or any(map(math.isnan, values)):
+        if not query or row.get("doc_id") in (None, "") or any(map(math.isnan, values)):
             unusable += 1
             continue
         queries.append(query)

@@ -113,6 +113,21 @@ def test_a_judgement_given_twice_counts_once():
     assert quarantine.rejected == {"qrels: duplicate query and document": 1}
 
 
+def test_a_row_that_is_set_aside_is_no_duplicates_first():
+    quarantine = Quarantine()
+    rows = [{"query_id": "q", "doc_id": "d", "relevance": n} for n in (None, 2)]
+    kept = list(intake.pairs("qrels", rows, query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
+    assert kept == [{"query_id": "q", "doc_id": "d", "relevance": 2}]
+    documents = [{"doc_id": "d", "title": "t", "group": group} for group in (7, "7")]
+    features = pa.schema([])
+    kept = list(intake.documents(documents, config=DatasetConfig(), features=features, quarantine=quarantine))
+    assert [row["group"] for row in kept] == ["7"]
+    profile = pa.schema({"town": pa.string()})
+    users = [{"user_id": "u", "town": town} for town in (7, "Kyoto")]
+    assert len(list(intake.users(users, profile=profile, quarantine=quarantine))) == 1
+    assert not [reason for reason in quarantine.rejected if "duplicate" in reason]
+
+
 def test_unreadable_lines_are_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": "\xff"}\n{"a": \n[1]\n\n{"a": 2}\n')

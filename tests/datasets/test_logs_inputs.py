@@ -101,8 +101,15 @@ def test_a_mapping_names_columns_of_ours_and_of_the_file(tmp_path):
     assert slices[-1].columns["query"] == "q"
     with pytest.raises(DataError, match=r"columns maps \['text'\], which are none of"):
         planned(tmp_path, columns={"impressions": {"text": "query"}})
-    with pytest.raises(DataError, match=r"has no column \['uid'\]"):
-        planned(tmp_path, columns={"impressions": {"user_id": "uid"}})
+    for form in ("parquet", "jsonl"):
+        with pytest.raises(DataError, match=r"has no column \['uid'\]"):
+            planned(tmp_path, columns={"impressions": {"user_id": "uid"}}, form=form)
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_a_file_of_judgements_may_leave_the_grade_out(tmp_path, form):
+    for row in ({"query": "q", "doc_id": "d"}, {"query": "q", "doc_id": "d", "relevance": 2}):
+        assert ("relevance" in planned(tmp_path, qrels=row, form=form)[-1].columns) == ("relevance" in row)
 
 
 def test_a_file_that_is_none_of_its_kind_is_refused(tmp_path):

@@ -26,14 +26,15 @@ def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_
         {"query_id": "q9", "doc_id": "a", "SAT": 0},
         {"query": "new", "doc_id": "b", "SAT": "good"},
         {"query": "new", "SAT": 1},
+        {"query_id": "q1", "doc_id": 0, "SAT": 1},
     ]
     path = lines(tmp_path / "judged.jsonl", rows)
     found = given.judgements(Judgements(path=path, labels=("SAT",)), known={"q1": "one"})
-    assert (found.queries, found.doc_ids, found.unusable) == (["new", "one"], ["a", "7"], 3)
-    assert found.labels["SAT"].tolist() == [1, 0]
+    assert (found.queries, found.doc_ids, found.unusable) == (["new", "one", "one"], ["a", "7", "0"], 3)
+    assert found.labels["SAT"].tolist() == [1, 0, 1]
     with pytest.raises(DataError, match=r"SAT is 1 in all rows"):
         given.judgements(Judgements(path=lines(tmp_path / "one.jsonl", rows[:1]), labels=("SAT",)), known={})
-    with pytest.raises(DataError, match=r"none of 5 rows .* REL: map its columns"):
+    with pytest.raises(DataError, match=r"none of 6 rows .* REL: map its columns"):
         given.judgements(Judgements(path=path, labels=("REL",)), known={})
 
 

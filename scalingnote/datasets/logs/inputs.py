@@ -20,6 +20,7 @@ from scalingnote.datasets.logs import tables
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 
+_FIXED = ("query", "query_id", "relevance")
 _SNIFFED = 1 << 18  # bytes of a JSON-lines file that tell its columns
 
 
@@ -111,7 +112,7 @@ def _inspect(file: _File, config: Logs) -> _Found:
     look = _look_at_parquet if file.uri.endswith(".parquet") else _look_at_json
     seen, wrong, found = look(file, theirs, kinds, limit)
     lacking = tables.missing(config, file.table, seen) if found.cuts else []
-    lacking += [name for name in mapping if name not in found.columns and name not in lacking]
+    lacking += [name for name in mapping if name not in seen and name not in lacking]
     if lacking:
         shown = [theirs.get(name, name) for name in lacking]
         raise DataError(f"{file.uri} ({file.table}) has no column {shown}: map it under {file.table}.columns")
@@ -165,8 +166,9 @@ def _look_at_json(file: _File, theirs: dict[str, str], kinds: dict[str, tables.K
         if not tables.fits_json(found, kinds[name])
     }
     seen = {name for name, column in theirs.items() if not rows or any(column in row for row in rows)}
-    # What a query is called by must not change within a file; other columns may turn up later.
-    columns = {n: column for n, column in theirs.items() if n in seen or n not in ("query", "query_id")}
+    # What a query is called by, and whether grades are given, must not change within a file; other columns
+    # may turn up later.
+    columns = {n: column for n, column in theirs.items() if n in seen or n not in _FIXED}
     starts = range(0, file.size, limit)
     cuts = [(start, min(start + limit, file.size), min(limit, file.size - start)) for start in starts]
     return seen, wrong, _Found(columns, cuts)
