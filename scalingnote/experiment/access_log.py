@@ -128,14 +128,15 @@ def _request(value: Mapping[str, Any]) -> dict[str, Any]:
     fields = {**value, **{f"{stage}_ms": timings.get(stage) for stage in STAGES}}
     if fields.get("filter") is not None:
         fields["filter"] = json.dumps(fields["filter"], ensure_ascii=False, sort_keys=True)
-    row = {}
+    row: dict[str, Any] = {}
     for field in REQUESTS:
         found = fields.get(field.name)
         if found is None and field.name in REQUIRED:
             raise ValueError(f"{field.name} is missing")
         if found is not None and not _FITS[field.type](found):
             raise ValueError(f"{field.name} is not of type {field.type}")
-        row[field.name] = found if found is None else _REAL.get(field.type, _same)(found)
+        real = _REAL.get(field.type)
+        row[field.name] = real(found) if real and found is not None else found
     if not 0 <= row["time"] < _LATEST:
         raise ValueError("time is not in seconds since 1970")
     return row
@@ -143,10 +144,6 @@ def _request(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 # Integers are made floats here: Arrow refuses those that a float does not hold to the last digit.

@@ -11,10 +11,10 @@ class MineConfig(Config):
     runs: tuple[str, ...] = Field(
         (),
         description="TREC run files over the training queries (dense, BM25, hybrid); "
-        "none: search with the last round's dual encoder",
+        "none: search with the last round's dual encoder. A finished stage knows them by their paths",
     )
     runs_sha256: tuple[str, ...] = Field(
-        (), description="filled in when the stage starts: other contents of `runs` are another artifact"
+        (), description="filled in when the stage starts: work begun on other contents is not resumed"
     )
     first_rank: int = Field(11, ge=1, description="ranks above are dropped as likely false negatives")
     last_rank: int = Field(100, ge=1, description="negatives are drawn from ranks first_rank to last_rank")
