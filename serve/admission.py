@@ -16,6 +16,7 @@ from scalingnote.serving.config import Limits
 from serve.refusals import RefusedError
 
 _CLIENTS = 10_000  # whose rates are remembered
+Client = str | bytes  # an address, or the digest of a key
 
 
 class Admission:
@@ -25,7 +26,7 @@ class Admission:
         """`keys` are digests, see :func:`read_keys`; None: nobody is asked for one."""
         self._limits, self._keys = limits, keys
         self.in_flight = 0  # requests that are here
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens left, as of when
+        self._buckets: OrderedDict[Client, tuple[float, float]] = OrderedDict()  # tokens left, as of when
 
     @contextmanager
     def visit(self) -> Iterator[None]:
@@ -37,11 +38,12 @@ class Admission:
             self.in_flight -= 1
 
     def admit(self, authorization: bytes, address: str, *, size: int = 0, public: bool = False) -> None:
-        """RefusedError unless a request with this header, from this address, may come in."""
-        key = authorization.removeprefix(b"Bearer ").strip()
-        if self._keys is not None and not public and hashlib.sha256(key).digest() not in self._keys:
-            raise RefusedError(401, "unauthorized", "send an API key: Authorization: Bearer KEY")
-        wait = self._wait_of(key.decode("latin-1") if self._keys else address)
+        """RefusedError unless a request with this header, from this address, may come in.
+
+        What is `public` needs no key and counts for no client: a page is many files, and behind a proxy all
+        who load it may have one address.
+        """
+        wait = 0.0 if public else self._wait_of(self._client(authorization, address))
         if wait > 0:
             rate = f"{self._limits.rate:g} requests a second"
             raise RefusedError(429, "rate_limited", f"more than {rate} of one client", None, int(wait) + 1)
@@ -56,7 +58,16 @@ class Admission:
             message = f"the body is larger than {most:,} bytes: send less at once"
             raise RefusedError(413, "too_large", message)
 
-    def _wait_of(self, client: str) -> float:
+    def _client(self, authorization: bytes, address: str) -> Client:
+        """Whose rate it is: that of a key which is known, or where nobody is asked for one of an address."""
+        if self._keys is None:
+            return address
+        digest = hashlib.sha256(authorization.removeprefix(b"Bearer ").strip()).digest()
+        if digest not in self._keys:
+            raise RefusedError(401, "unauthorized", "send an API key: Authorization: Bearer KEY")
+        return digest
+
+    def _wait_of(self, client: Client) -> float:
         """Seconds until this client may ask again; takes a token where that is now."""
         rate, burst = self._limits.rate, float(self._limits.burst)
         if rate is None:

@@ -5,6 +5,7 @@
 Plain ASGI, as it runs for every request.
 """
 
+import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
@@ -22,6 +23,7 @@ Done = Callable[[str, Mapping[str, Any], int, float], None]  # path, what is kno
 
 OPEN = ("/", "/healthz", "/openapi.json")  # asked without a key, as is the page: nothing in them is secret
 STATIC = "/page/"
+GAVE_UP = 499  # nginx' and Serve's status of a request that nobody waits for any more
 
 
 class Door:
@@ -38,7 +40,8 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 500
+        started = time.perf_counter()
+        status: int | None = None  # until an answer begins
         headers = dict(scope["headers"])
         state = scope.setdefault("state", {})
         state["request_id"] = request_id(headers.get(b"x-request-id", b""))
@@ -79,10 +82,13 @@ class Door:
                 await self._app(scope, bounded, answer)
             except RefusedError as refused:
                 await refuse(refused)
+            except asyncio.CancelledError:
+                status = status or GAVE_UP
+                raise
             finally:
                 if self._done is not None:
                     path = getattr(scope.get("route"), "path", "other")  # the pattern: ids are no labels
-                    self._done(path, state, status, time.perf_counter() - started)
+                    self._done(path, state, status or 500, time.perf_counter() - started)
 
     def _admit(self, scope: Message, headers: dict[bytes, bytes]) -> None:
         path = scope["path"]

@@ -261,8 +261,11 @@ class Info(BaseModel):
 class Health(BaseModel):
     """The answer of ``GET /healthz``: how many of the replica groups behind the gateway answer."""
 
-    status: str = Field(description="ok; degraded: some shard is silent; down: no query can be answered")
-    encoder_answers: bool
+    status: str = Field(
+        description="ok: all answer; down: no query can be answered, as no shard answers or no encoder of an "
+        "arm that has traffic; degraded: otherwise"
+    )
+    encoder_answers: bool = Field(description="whether the encoder of every arm does")
     shards: int
     shards_answered: int
 

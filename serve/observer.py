@@ -16,7 +16,7 @@ class Note:
     query: str | None
     k: int
     filter: Mapping[str, Any] | None
-    unit: str
+    unit: str | None  # None: the request named its arm, the split had no say
     arm: str
     answer: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,11 +1,13 @@
 """The searcher: a query's embedding goes in, candidates of the shards held here come out.
 
-It holds every version that the catalog keeps. A call names the version it means, so no answer mixes two,
-whatever is activated meanwhile; one that is not open yet is opened for the first call that names it.
+It holds every version that the catalog keeps, and for some seconds more what the catalog has let go. A call
+names the version it means, so no answer mixes two, whatever is activated meanwhile; one that is not open yet
+is opened for the first call that names it.
 """
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +38,9 @@ from serve.log import get_logger
 MOST = 32  # queries scanned together
 BRIEF, BRIEF_K = 500_000, 100  # documents and results: MOST searches of that take about 5 ms
 FACETS = 1000  # a text field with more values is no facet
+OPENING_S = 600.0  # for all searchers to open a version; the catalog does not list it before
+LET_GO_S = 10.0  # gateways go over within a second; what they were asked before names the old version
+LOOK_S = 5.0  # between two looks at which versions are kept
 log = get_logger()
 
 
@@ -73,6 +78,7 @@ class Described:
     """What some shards of a version hold."""
 
     layout: Layout
+    held: int  # how many of its shards
     fields: pa.Schema  # that a search may filter by
     facets: Mapping[str, Mapping[str, int]]  # text fields with few values: how many documents have each
 
@@ -83,7 +89,7 @@ class Described:
             for name, values in self.facets.items()
             if name in other.facets
         }
-        return replace(self, facets=facets)
+        return replace(self, held=self.held + other.held, facets=facets)
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,7 @@ class IndexSearcher:
         serving = catalog.read()
         kept = serving.versions[:1] if self._live else serving.versions
         self._held = {version.name: self._open(version) for version in kept}
+        self._until = dict.fromkeys(self._held, time.monotonic() + OPENING_S)  # held till then, listed or not
 
     async def search(self, wanted: Wanted) -> Answered | Refused:
         """The best candidates of the shards held here."""
@@ -153,7 +160,7 @@ class IndexSearcher:
         """What can be asked of the shards held here."""
         _, searcher = await self._require(version)
         facets = await asyncio.to_thread(searcher.facets, most=FACETS)
-        return Described(searcher.layout, searcher.fields, facets)
+        return Described(searcher.layout, len(searcher.shards), searcher.fields, facets)
 
     async def load(self, version: Version) -> bool:
         """Open a version beside those that are held; those that the catalog no longer keeps are let go.
@@ -171,6 +178,7 @@ class IndexSearcher:
                 # Searches under way, and those that wait, hold what they search.
                 self._held = {name: held for name, held in self._held.items() if name in kept}
                 self._held[version.name] = opened
+            self._until[version.name] = time.monotonic() + OPENING_S
         return True
 
     async def refresh(self) -> bool:
@@ -184,6 +192,15 @@ class IndexSearcher:
             await asyncio.to_thread(searcher.refresh)
         return True
 
+    async def let_go(self) -> None:
+        """Let go of what the catalog has not listed for some seconds, once the active version is here."""
+        serving = await asyncio.to_thread(self._catalog.read)
+        listed, now = {version.name for version in serving.versions}, time.monotonic()
+        if serving.active.name in self._held:
+            until = {name: now + LET_GO_S if name in listed else self._until[name] for name in self._held}
+            self._until = {name: then for name, then in until.items() if then > now}
+            self._held = {name: self._held[name] for name in self._until}
+
     async def ping(self) -> int:
         """How many shards are held; answers as long as the event loop turns."""
         return len(next(iter(self._held.values())).shards)
@@ -194,16 +211,19 @@ class IndexSearcher:
 
     async def _require(self, name: str) -> tuple[str, Searcher | LiveSearcher]:
         """The version to search, opened if need be."""
+        if self._following is None:  # not before there is an event loop
+            self._following = asyncio.create_task(self._follow())
         if self._live:
-            if self._following is None:  # not before there is an event loop
-                following = again_and_again(
-                    self.refresh, every_s=self._refresh_s, doing="following the live index"
-                )
-                self._following = asyncio.create_task(following)
             (name,) = self._held
         elif name not in self._held:
             await self.load(self._catalog.read().named(name))
         return name, self._held[name]
+
+    async def _follow(self) -> None:
+        if self._live:
+            await again_and_again(self.refresh, every_s=self._refresh_s, doing="following the live index")
+        else:
+            await again_and_again(self.let_go, every_s=LOOK_S, doing="looking which versions are kept")
 
     def _open(self, version: Version) -> Searcher | LiveSearcher:
         log.info("opening index version %s: %s", version.name, version.uri)

@@ -36,7 +36,6 @@ from serve.versions import Versions
 FACETS = 50  # values of a field that /info tells
 SECRET = "SCALINGNOTE_SECRET"  # environment variable: what user ids are hashed with, for logs
 CANARY_S = 30.0  # for the slow search of a canary
-LOAD_S = 600.0  # to open an index version on every searcher
 log = get_logger()
 
 
@@ -90,7 +89,9 @@ class Service:
         unit = unit_of(request.user_id, request_id, secret=self._secret)
         name = request.arm or arm_of(unit, self._config.split).name
         where = messages.plain(request.filter)
-        return Note(request.query, request.k, where, unit, self._arm(name).name)
+        # Who names an arm is in no group, not even where the split would have given the same arm.
+        logged = None if request.arm else unit
+        return Note(request.query, request.k, where, logged, self._arm(name).name)
 
     async def search(self, request: SearchRequest, request_id: str, note: Note) -> dict[str, Any]:
         """The answer of ``POST /search``, as :class:`~serve.messages.SearchResponse` describes it."""
@@ -99,7 +100,7 @@ class Service:
         question = self._question(request, arm)
         most = self._reranked(request)
         if request.vector is not None:
-            embedding, terms, personalised = self._vector(request.vector), None, False
+            embedding, terms, personalised = _direction(request.vector, question.layout.dim), None, False
         else:
             user = request.user_id if arm.personalised else None
             query = self._text(request.query or "")
@@ -253,15 +254,16 @@ class Service:
         encoders = [arm.encoder.ping.remote() for arm in self._arms.values()]
         pings = [*encoders, *(group.searcher.ping.remote() for group in self._groups)]
         answers = await in_time(pings, deadline_s=self._config.deadline_s)
-        encoder = all(answers[: len(encoders)])
+        answering = dict(zip(self._arms, answers[: len(encoders)], strict=True))
+        traffic = any(answering[arm.name] for arm in self._config.split.arms if arm.share > 0)
         shards = [
             group.shards for group, up in zip(self._groups, answers[len(encoders) :], strict=True) if up
         ]
         answered = sum(shards)
-        status = "ok" if encoder and answered == self.shards else "degraded"
+        status = "ok" if all(answering.values()) and answered == self.shards else "degraded"
         return messages.Health(
-            status=status if encoder and answered else "down",
-            encoder_answers=encoder,
+            status=status if traffic and answered else "down",
+            encoder_answers=all(answering.values()),
             shards=self.shards,
             shards_answered=answered,
         )
@@ -327,19 +329,6 @@ class Service:
             raise invalid(f"query has {len(query)} characters, this server takes up to {most}", "query")
         return query
 
-    def _vector(self, values: Sequence[float]) -> Any:
-        dim = self.versions.active.dim
-        if len(values) != dim:
-            raise invalid(
-                f"vector has {len(values)} numbers, the index has embeddings of dim {dim}", "vector"
-            )
-        row = np.asarray([values], np.float64)
-        largest = np.abs(row).max()
-        if not largest:
-            raise invalid("vector is all zero: it has no direction", "vector")
-        scaled = row / largest  # the square of a finite number need not be one
-        return (scaled / np.linalg.norm(scaled)).astype(np.float32)
-
     def _response(
         self, answer: Answer, arm: Arm, request_id: str, clock: Clock, *, explain: bool
     ) -> dict[str, Any]:
@@ -353,6 +342,18 @@ class Service:
             "shards_answered": answer.shards_answered,
             "timings_ms": {**answer.timings_ms, "total": clock.total()},
         }
+
+
+def _direction(values: Sequence[float], dim: int) -> Any:
+    """A client's vector as a unit embedding."""
+    if len(values) != dim:
+        raise invalid(f"vector has {len(values)} numbers, the index has embeddings of dim {dim}", "vector")
+    row = np.asarray([values], np.float64)
+    largest = np.abs(row).max()
+    if not largest:
+        raise invalid("vector is all zero: it has no direction", "vector")
+    scaled = row / largest  # the square of a finite number need not be one
+    return (scaled / np.linalg.norm(scaled)).astype(np.float32)
 
 
 def _hit(answer: Answer, rank: int, hit: Hit, *, explain: bool) -> dict[str, Any]:

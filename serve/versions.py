@@ -10,15 +10,15 @@ import asyncio
 from collections.abc import Sequence
 from functools import reduce
 
+from scalingnote.errors import ConfigError
 from serve.catalog import Catalog, Serving, Version
 from serve.flow import Group
 from serve.here import everywhere
 from serve.live_catalog import LiveCatalog
 from serve.log import get_logger
 from serve.refusals import conflict
-from serve.searcher import Described
+from serve.searcher import OPENING_S, Described
 
-LOAD_S = 600.0  # to open an index version on every searcher
 log = get_logger()
 
 
@@ -80,10 +80,16 @@ class Versions:
 
     async def _open(self, version: Version) -> None:
         loading = [everywhere(group.searcher, "load", version) for group in self._groups]
-        async with asyncio.timeout(LOAD_S):
+        async with asyncio.timeout(OPENING_S):
             await asyncio.gather(*loading)
             await self._learn(version)
 
     async def _learn(self, version: Version) -> None:
         asked = [group.searcher.describe.remote(version.name) for group in self._groups]
-        self._known[version.name] = reduce(Described.joined, await asyncio.gather(*asked))
+        known = reduce(Described.joined, await asyncio.gather(*asked))
+        if known.held != known.layout.shards:  # which shards a replica holds is settled when it is deployed
+            raise ConfigError(
+                f"index {version.uri} has {known.layout.shards} shards, the searchers hold {known.held}: "
+                f"build it with index.shards={known.held}, or deploy the service with this index as its own"
+            )
+        self._known[version.name] = known

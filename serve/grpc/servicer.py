@@ -3,6 +3,7 @@
 Serve's proxy hands a call to the method of its name on the gateway, with its metadata as `grpc_context`.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 
 from serve import messages
 from serve.admission import Admission, request_id
-from serve.door import Done
+from serve.door import GAVE_UP, Done
 from serve.grpc import scalingnote_pb2 as pb
 from serve.grpc import translate
 from serve.grpc.scalingnote_pb2_grpc import ScalingNoteServicer
@@ -106,6 +107,9 @@ class Servicer(ScalingNoteServicer):
                 context.set_code(translate.CODES[status])
                 context.set_details(said.message)
                 metadata.append((translate.DETAILS, said.SerializeToString()))
+            except asyncio.CancelledError:
+                status = GAVE_UP
+                raise
             finally:
                 if self._done is not None:
                     self._done(path, state, status, time.perf_counter() - started)

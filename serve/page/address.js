@@ -44,12 +44,15 @@ export function write(state) {
 }
 
 function readFilter(given, number) {
-  const filter = {};
+  const filter = Object.create(null);  // a field may have the name of something that every object has
   for (const [name, value] of given) {
     const [kind, field] = [name.slice(0, name.indexOf(".")), name.slice(name.indexOf(".") + 1)];
-    if (kind === "in") (filter[field] ??= []).push(value);
+    const before = filter[field];  // of another kind, it gives way
+    if (kind === "in") filter[field] = Array.isArray(before) ? [...before, value] : [value];
     if (kind === "is") filter[field] = value === "true";
-    if ((kind === "min" || kind === "max") && number(value, null) !== null) (filter[field] ??= {})[kind] = +value;
+    if ((kind === "min" || kind === "max") && number(value, null) !== null) {
+      filter[field] = {...(Array.isArray(before) ? {} : before), [kind]: +value};
+    }
   }
   return filter;
 }

@@ -11,9 +11,16 @@ export class Failure extends Error {
   }
 }
 
+// Storage may be forbidden; then the key lasts as long as the page.
+const remembered = use => { try { return use(sessionStorage); } catch { return null; } };
+let given = null;
+
 export const key = {
-  get: () => sessionStorage.getItem(KEY),
-  set: value => (value ? sessionStorage.setItem(KEY, value) : sessionStorage.removeItem(KEY)),
+  get: () => given ?? remembered(storage => storage.getItem(KEY)),
+  set: value => {
+    given = value;
+    remembered(storage => (value ? storage.setItem(KEY, value) : storage.removeItem(KEY)));
+  },
 };
 
 /**

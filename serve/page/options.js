@@ -91,7 +91,8 @@ function facet(field, values, state, filter) {
   const rows = values.map(({value, count}, place) => {
     const box = element("input", {type: "checkbox", value, "data-facet": field});
     box.addEventListener("change", () => {
-      const chosen = (state().filter[field] ?? []).filter(kept => kept !== value);
+      const before = state().filter[field];
+      const chosen = Array.isArray(before) ? before.filter(kept => kept !== value) : [];
       if (box.checked) chosen.push(value);
       filter(field, chosen.length ? chosen : null);
     });

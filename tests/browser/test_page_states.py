@@ -158,6 +158,46 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, served: Served) -> 
     assert page.evaluate("localStorage.length") == 0
 
 
+def test_a_key_lasts_as_long_as_the_page_where_storage_is_forbidden(page: Page, served: Served) -> None:
+    served.switches.api_key = "sesame"
+    private = page.context.new_page()
+    private.add_init_script("""
+        for (const name of ["localStorage", "sessionStorage"]) {
+          Object.defineProperty(window, name, {get() { throw new DOMException("no", "SecurityError"); }});
+        }
+    """)
+    private.goto("/?q=stars")
+    private.get_by_role("dialog", name="API key").get_by_label("API key").fill("sesame")
+    private.keyboard.press("Enter")
+    found(private)
+    private.close()
+
+
+@pytest.mark.parametrize(
+    ("conditions", "filter_"),
+    [
+        ("min.__proto__=5", {"__proto__": {"min": 5}}),
+        ("in.constructor=a", {"constructor": ["a"]}),
+        ("is.topic=true&in.topic=travel&in.topic=gardens", {"topic": ["travel", "gardens"]}),
+        ("in.price=1&min.price=2&max.price=9", {"price": {"min": 2, "max": 9}}),
+    ],
+)
+def test_an_odd_address_is_only_a_filter(
+    page: Page, served: Served, conditions: str, filter_: dict[str, object]
+) -> None:
+    with page.expect_response("**/search"):
+        page.goto(f"/?q=stars&{conditions}")
+    assert served.switches.asked[-1]["filter"] == filter_
+    assert page.evaluate("({}).min === undefined")
+
+
+def test_a_condition_that_does_not_fit_its_field_can_be_chosen_anew(page: Page) -> None:
+    page.goto("/?q=stars&is.topic=true")
+    page.get_by_role("checkbox", name="travel").check()
+    expect(page).to_have_url(re.compile(r"in\.topic=travel$"))
+    expect(page.get_by_role("status").first).to_have_text(re.compile("result"))
+
+
 def test_what_is_wrong_with_a_field_stands_beside_it(page: Page, served: Served) -> None:
     box = page.get_by_role("searchbox", name="Query")
     ask(page, "x" * (MAX_QUERY_CHARS + 1))
@@ -198,7 +238,7 @@ def test_one_column_may_fail(page: Page, served: Served) -> None:
         "**/search",
         lambda route: (
             route.fulfill(
-                status=504, json={"error": {"code": "deadline", "message": "Too slow.", "field": None}}
+                status=503, json={"error": {"code": "unavailable", "message": "Too slow.", "field": None}}
             )
             if json.loads(route.request.post_data or "{}").get("arm") == "trigrams"
             else route.continue_()

@@ -79,6 +79,22 @@ def test_a_client_in_excess_of_its_rate_is_told_when_to_come_back():
     assert ask(door, "/healthz")[0].status_code == 200
 
 
+def test_open_paths_count_for_nobody():
+    door, _ = application(rate=0.001, burst=1, closed=True)
+    key = {"authorization": f"Bearer {KEY}"}
+    for headers in ({}, {"authorization": "made up"}, key):
+        paths = ["/", "/page/page.js", "/page/page.css", "/openapi.json"]
+        assert {answer.status_code for answer in ask(door, *paths, headers=headers)} == {200}
+    assert [ask(door, "/search", headers=key)[0].status_code for _ in range(2)] == [200, 429]
+
+
+def test_a_client_with_a_key_is_remembered_by_its_digest():
+    admission = Admission(Limits(rate=1), frozenset({hashlib.sha256(KEY.encode()).digest()}))
+    admission.admit(f"Bearer {KEY}".encode(), "10.0.0.1")
+    admission.admit(b"Bearer made up", "10.0.0.1", public=True)
+    assert list(admission._buckets) == [hashlib.sha256(KEY.encode()).digest()]
+
+
 def test_tokens_come_back_with_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("serve.admission.time.monotonic", lambda: now[0])
@@ -104,3 +120,15 @@ def test_a_request_that_names_itself_keeps_its_id():
     door, _ = application()
     (answer,) = ask(door, "/search", headers={"x-request-id": "mine"})
     assert (answer.text, answer.headers["x-request-id"]) == ("mine", "mine")
+
+
+def test_a_request_that_its_client_gave_up_is_no_fault_of_the_server():
+    door, told = application()
+
+    async def give_up() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.get("/slow"), 0.01)
+
+    asyncio.run(give_up())
+    assert told == [499]

@@ -221,6 +221,21 @@ def test_a_fault_of_the_server_says_no_more_than_that(caplog):
     assert "AttributeError" not in context.details
 
 
+def test_a_call_that_its_client_gave_up_is_no_fault_of_the_server():
+    told: list[int] = []
+    service = SimpleNamespace(document=lambda _: asyncio.sleep(60))
+    servicer = Servicer(
+        service, Admission(Limits()), lambda path, state, status, seconds: told.append(status)
+    )
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(servicer.Get(pb.GetRequest(doc_id="x"), grpc_context=Call()), 0.01)
+
+    asyncio.run(give_up())
+    assert told == [499]
+
+
 def test_a_long_message_fits_into_metadata():
     refused = RefusedError(422, "invalid", "数" * 10_000, "文" * 10_000, 1)
     said = translate.status(refused, "r" * 64)

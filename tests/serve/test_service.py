@@ -2,12 +2,17 @@
 
 import asyncio
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from scalingnote.errors import ConfigError
+from scalingnote.experiment.config import Arm as Share
+from scalingnote.experiment.config import TrafficSplit
 from scalingnote.index.shard import DOCUMENTS, Layout
 from scalingnote.search.found import Found
 from scalingnote.search.query_path import Asked
@@ -36,6 +41,7 @@ LAYOUT = Layout(
     recall=None,
     filters=("topic",),
 )
+LAYOUTS = {"v1": LAYOUT, "wide": replace(LAYOUT, dim=3), "three shards": replace(LAYOUT, shards=3)}
 
 
 class Encoder:
@@ -70,8 +76,14 @@ class Shard:
 
     async def describe(self, version: str) -> Described:
         return Described(
-            LAYOUT, pa.schema([("topic", pa.string())]), {"topic": {"x": 10, f"{self._shard}": 1}}
+            LAYOUTS[version],
+            1,
+            pa.schema([("topic", pa.string())]),
+            {"topic": {"x": 10, f"{self._shard}": 1}},
         )
+
+    async def load(self, version: Version) -> bool:
+        return True
 
     async def vector(self, version: str, doc_id: str) -> np.ndarray:
         if self._shard == 1:
@@ -197,3 +209,74 @@ def test_a_canary_compares_with_the_exact_best(service, monkeypatch):
 def test_health_says_which_shards_are_silent(service):
     health = asyncio.run(service.health())
     assert (health.status, health.encoder_answers, health.shards_answered) == ("degraded", True, 1)
+
+
+class Silent:
+    async def ping(self) -> bool:
+        raise OSError("nobody is there")
+
+
+class Pinged:
+    async def ping(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("control", "treated", "monitored", "shard", "status"),
+    [
+        (Pinged, Pinged, Pinged, Pinged, "ok"),
+        (Pinged, Silent, Pinged, Pinged, "degraded"),
+        (Pinged, Pinged, Silent, Pinged, "degraded"),
+        (Silent, Silent, Pinged, Pinged, "down"),
+        (Pinged, Pinged, Pinged, Silent, "down"),
+    ],
+)
+def test_the_service_is_down_when_no_query_can_be_answered(control, treated, monitored, shard, status):
+    shares = {"control": 0.5, "treated": 0.5, "monitored": 0.0}
+    split = TrafficSplit(arms=tuple(Share(name=name, share=share) for name, share in shares.items()))
+    encoders = dict(zip(shares, (control, treated, monitored), strict=True))
+    arms = [Arm(name, Here(encoder()), "fake", False) for name, encoder in encoders.items()]
+    groups = [Group(Here(shard()), 2)]
+    versions = Versions(Catalog(Version("v1", "nowhere", 20, 1, "")), groups)
+    health = asyncio.run(Service(arms, groups, versions, ServeConfig(split=split)).health())
+    assert (health.status, health.encoder_answers) == (status, Silent not in encoders.values())
+
+
+def test_who_names_an_arm_is_in_no_group(service):
+    by_the_split = service.note(SearchRequest(query="x", user_id="a"), "r1")
+    named = service.note(SearchRequest(query="x", user_id="a", arm="default"), "r1")
+    assert (by_the_split.arm, by_the_split.unit[:2]) == ("default", "u:")
+    assert (named.arm, named.unit) == ("default", None)
+
+
+def test_a_vector_has_the_dimension_of_the_index_of_its_arm():
+    first, wide = (Version(name, "nowhere", 20, LAYOUTS[name].dim, "") for name in ("v1", "wide"))
+    groups = [Group(Here(Shard(number)), 1) for number in range(2)]
+    arms = [
+        Arm(name, Here(Encoder()), "fake", False, version) for name, version in (("a", None), ("b", "wide"))
+    ]
+    made = Service(arms, groups, Versions(Catalog(first, pinned=(wide,)), groups), ServeConfig())
+    asyncio.run(made.versions.start())
+    for arm, dim in (("a", 1), ("b", 3)):
+        request = SearchRequest(vector=[0.1] * dim, arm=arm, k=1)
+        answer = asyncio.run(made.search(request, "r1", made.note(request, "r1")))
+        assert answer["index_version"] == ("wide" if arm == "b" else "v1")
+        request = SearchRequest(vector=[0.1] * 2, arm=arm)
+        with pytest.raises(RefusedError, match=f"2 numbers, the index has embeddings of dim {dim}"):
+            asyncio.run(made.search(request, "r1", made.note(request, "r1")))
+
+
+def test_an_index_of_which_shards_would_be_held_by_nobody_is_not_served(tmp_path: Path):
+    first, more = (Version(name, f"runs/{name}", 20, 1, "") for name in ("v1", "three shards"))
+    groups = [Group(Here(Shard(number)), 1) for number in range(2)]
+    versions = Versions(Catalog(first, str(tmp_path)), groups)
+
+    async def go_over() -> None:
+        await versions.start()
+        with pytest.raises(ConfigError, match=r"runs/three shards has 3 shards.* hold 2: .*index\.shards=2"):
+            await versions.activate(more)
+
+    asyncio.run(go_over())
+    assert versions.active == Catalog(first, str(tmp_path)).read().active == first
+    with pytest.raises(ConfigError, match="has 3 shards"):
+        asyncio.run(Versions(Catalog(more), groups).start())
