@@ -40,6 +40,7 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
     draft = Draft(output, kind="dataset", config=config, parents={})
     if draft.finished:
         return draft.existing()
+    draft.afresh()  # the files may have changed since
     about = registry.describe(config.name)
     source = registry.read(config)
     quarantine = Quarantine()
@@ -86,6 +87,7 @@ def take_in(config: NewDocuments, *, output: str) -> Artifact:
     draft = Draft(output, kind="dataset", config=config, parents={})
     if draft.finished:
         return draft.existing()
+    draft.afresh()
     quarantine = Quarantine()
     catalogue = _write_documents(draft, columns.read_documents(config), config=config, quarantine=quarantine)
     draft.write_table("rejected.parquet", quarantine.table())

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scalingnote.config import Config, Resources
 
@@ -11,6 +11,8 @@ KEPT = (
     "vectors kept to score candidates anew: codes alone cap recall@10 at about 0.8, whatever nprobe; 8-bit "
     "scalars (dim bytes per document) lift it to 0.98, floats (4*dim) make scores exact"
 )
+# Content is kept as a snippet only; the others name columns of a shard's own, or of the log of a live index.
+UNFILTERED = ("content", "snippet", "semantic_id", "vector", "terms", "impacts")
 
 
 class FastScan(Config):
@@ -95,3 +97,12 @@ class IndexConfig(Config):
     snippet_chars: int = Field(240, ge=0, description="opening of the content kept for the result list")
     seed: int = Field(0, ge=0, description="of the sample and of the initial centroids")
     resources: Resources = Field(Resources(), description="tasks that fill the shards")
+
+    @model_validator(mode="after")
+    def _filters_are_of_the_documents(self) -> "IndexConfig":
+        if taken := [name for name in self.filters if name in UNFILTERED]:
+            raise ValueError(
+                f"filters name {taken[0]!r}, which an index does not keep or uses itself, as "
+                f"{', '.join(UNFILTERED)}: rename this column of the documents, or leave it out"
+            )
+        return self

@@ -7,6 +7,7 @@ shards, never the merged answer, as all shards share one quantizer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import faiss
@@ -19,6 +20,7 @@ from scalingnote.index.config import Refine
 from scalingnote.index.postings import Postings
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.stored_rows import StoredRows
 
 DOCUMENTS = pa.schema({name: pa.string() for name in ("doc_id", "title", "topic", "snippet", "semantic_id")})
 
@@ -67,6 +69,11 @@ class Shard:
     lists: ivf.Lists
     documents: pa.Table
     postings: Postings | None = None
+
+    @cached_property
+    def stored(self) -> StoredRows:
+        """The documents one by one, as searches give them."""
+        return StoredRows(self.documents)
 
 
 def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[list[Slice]]:

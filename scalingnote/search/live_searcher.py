@@ -13,7 +13,7 @@ from numpy import ndarray
 from scalingnote.index import filters, rescore
 from scalingnote.index.both import candidates
 from scalingnote.index.live.index import LiveIndex
-from scalingnote.index.live.snapshot import Segment
+from scalingnote.index.live.snapshot import Segment, Snapshot
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Layout
 from scalingnote.models.sparse_query import SparseRows
@@ -32,7 +32,8 @@ class _Moment(NamedTuple):
     first: list[int]  # row of all where each segment begins, and the number of rows
     masks: list[Bool[ndarray, " rows"] | None]
     terms: list[Postings]  # of the same rows, in other pieces
-    shards: list[int]  # that each segment belongs to
+    snapshots: list[Snapshot]  # of the shards
+    starts: list[int]  # row of all where each shard begins, and the number of rows
 
 
 class LiveSearcher:
@@ -164,8 +165,8 @@ class LiveSearcher:
             masks.append(mask)
         first = [*accumulate((len(segment.lists) for segment in segments), initial=0)]
         terms = [each for snapshot in snapshots for each in snapshot.term_segments]
-        shards = [number for number, snapshot in enumerate(snapshots) for _ in snapshot.segments]
-        return _Moment(layout, segments, first, masks, terms, shards)
+        starts = [*accumulate((snapshot.rows for snapshot in snapshots), initial=0)]
+        return _Moment(layout, segments, first, masks, terms, snapshots, starts)
 
     def _scan(
         self,
@@ -200,17 +201,10 @@ def _found(
     dense: Float[ndarray, " candidates"],
     sparse: Float[ndarray, " candidates"] | None,
 ) -> Found:
-    """One query's candidates with their documents, segment after segment."""
-    segment = np.searchsorted(now.first[1:], rows, side="right")
-    order = np.argsort(np.where(rows < 0, len(now.segments), segment), kind="stable")
-    order = order[: np.count_nonzero(rows >= 0)]
-    documents = [
-        document
-        for number, each in enumerate(now.segments)
-        for document in each.documents.take(
-            pa.array(rows[order][segment[order] == number] - now.first[number])
-        ).to_pylist()
-    ]
-    shards = np.array(now.shards)[segment[order]]
-    terms = None if sparse is None else sparse[order]
-    return Found(rows[order], shards, dense[order], terms, documents)
+    """One query's candidates with their documents."""
+    there = rows >= 0
+    rows = rows[there]
+    shards = np.searchsorted(now.starts, rows, side="right") - 1
+    places = zip(shards.tolist(), (rows - np.array(now.starts)[shards]).tolist(), strict=True)
+    documents = [now.snapshots[shard].document(row) for shard, row in places]
+    return Found(rows, shards, dense[there], None if sparse is None else sparse[there], documents)

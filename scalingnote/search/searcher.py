@@ -30,7 +30,6 @@ from scalingnote.search.checks import checked_nprobe, require_both, require_vect
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Found
 from scalingnote.storage.artifact import open_artifact
-from scalingnote.storage.stored_rows import StoredRows
 
 DEFAULT_JOINING = Joining()
 MASKS = 64  # filters whose rows are remembered: a bool per document each
@@ -92,7 +91,7 @@ class Searcher:
         self.nprobe = checked_nprobe(nprobe or layout.nprobe, layout.nlist)
         ordered = sorted(shards, key=lambda shard: shard.number)
         self._documents = {shard.number: shard.documents for shard in ordered}
-        self._rows = {number: StoredRows(documents) for number, documents in self._documents.items()}
+        self._rows = {shard.number: shard.stored for shard in ordered}
         self._numbers = np.array([*self._documents])
         self._first = np.array([0, *accumulate(map(len, self._documents.values()))])
         lists = [shard.lists for shard in ordered]
@@ -327,14 +326,12 @@ class Searcher:
         return Candidates(scores.astype(np.float32, copy=False), shard, inside)
 
     def _named(self, found: Candidates) -> list[list[Result]]:
-        names = np.empty(found.row.shape, object)
-        for number, documents in self._documents.items():
-            here = found.shard == number
-            if here.any():
-                names[here] = documents["doc_id"].take(found.row[here]).to_pylist()
         return [
-            [Result(name, c.score, c.shard, c.row) for name, c in zip(row, found[query], strict=False)]
-            for query, row in enumerate(names.tolist())
+            [
+                Result(self._rows[c.shard].value(c.row, "doc_id"), c.score, c.shard, c.row)
+                for c in found[query]
+            ]
+            for query in range(len(found))
         ]
 
     def _mask(self, where: str) -> Bool[ndarray, " rows"]:

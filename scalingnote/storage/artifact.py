@@ -162,14 +162,34 @@ class Draft:
         self._claim()
 
     def _claim(self) -> None:
-        """Unfinished work of other settings or inputs would be resumed as ours: clear it away."""
+        """Unfinished work of other settings or inputs would be resumed as ours: clear it away.
+
+        The claim says that what lies here may go: it is written first and goes last.
+        """
         if self.finished:
             return
         claim = self.work("fingerprint")
-        if fs.exists(claim) and fs.read_bytes(claim).decode() == self.fingerprint:
+        claimed = fs.exists(claim)
+        if claimed and fs.read_bytes(claim).decode() == self.fingerprint:
             return
+        parts = {name.split("/")[0] for name in fs.list_files(self.uri)} - {WORK}
+        if parts and not claimed:
+            raise ArtifactError(
+                f"{self.uri} has files that are no unfinished artifact, such as {min(parts)}: choose another "
+                "output or delete it"
+            )
+        if claimed:
+            fs.write_bytes(claim, b"")  # nobody is to resume what a kill from here on leaves
+        for part in parts:
+            fs.delete(self.path(part))
         fs.delete(self.uri)
         fs.write_bytes(claim, self.fingerprint.encode())
+
+    def afresh(self) -> None:
+        """Clear an unfinished run's parts: whoever resumes nothing would commit them beside its own."""
+        for name in fs.list_files(self.uri):
+            if not name.startswith(f"{WORK}/"):
+                fs.delete(self.path(name))
 
     def path(self, name: str) -> str:
         """URI where a part goes."""

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
+from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import write_table
 
@@ -23,8 +24,14 @@ def bucket_of(keys: pa.Array | pa.ChunkedArray, buckets: int) -> Int64[ndarray, 
 
 
 def hash_of(keys: pa.Array | pa.ChunkedArray) -> UInt64[ndarray, " rows"]:
-    """A hash of every key: the same on every machine, and not the one of Python, which changes."""
-    keys = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
+    """A hash of every key: the same on every machine, and not the one of Python, which changes.
+
+    DataError where a key is null.
+    """
+    if keys.null_count:
+        raise DataError(f"{keys.null_count} of {len(keys)} keys are null: leave out rows that have no key")
+    if isinstance(keys, pa.ChunkedArray):  # joined, text would have to fit into one chunk
+        return np.concatenate([np.empty(0, np.uint64), *map(hash_of, keys.chunks)])
     if pa.types.is_integer(keys.type):
         return _siphash(keys.to_numpy(zero_copy_only=False))
     coded = pc.dictionary_encode(keys)  # each distinct key is hashed once

@@ -4,9 +4,10 @@
 """
 
 import hashlib
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -74,6 +75,25 @@ def write_bytes(uri: str, data: bytes) -> None:
     with filesystem.open_output_stream(pending) as stream:
         stream.write(data)
     filesystem.move(pending, path)
+
+
+def make_durable(uri: str, names: Iterable[str]) -> None:
+    """Have these files of `uri`, and the folders that lead to them, outlive a crash of the machine.
+
+    What is not on a local disk is durable once it is written.
+    """
+    filesystem, path = resolve(uri)
+    if not isinstance(filesystem, pafs.LocalFileSystem):
+        return
+    root = Path(path)
+    files = [root / name for name in names]
+    folders = {above for each in files for above in each.parents if above.is_relative_to(root.parent)}
+    for each in [*files, *sorted(folders, reverse=True)]:  # a name is of use once its file is there
+        handle = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def list_files(uri: str) -> dict[str, int]:

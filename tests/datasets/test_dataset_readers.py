@@ -12,7 +12,8 @@ from pydantic import TypeAdapter
 
 from scalingnote.datasets import config as configs
 from scalingnote.datasets import download, registry
-from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco
+from scalingnote.datasets.columns import table_rows
+from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco, TableFile
 from scalingnote.datasets.job import run
 from scalingnote.datasets.stackexchange_devops import text_of
 from scalingnote.errors import ArtifactError, ConfigError, DataError
@@ -159,6 +160,49 @@ def test_columns(tmp_path):
     )
     with pytest.raises(DataError, match="typo"):
         run(wrong, output=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_a_mapping_to_a_column_that_is_not_there_is_refused(form, tmp_path):
+    path = tmp_path / f"rows.{form}"
+    rows = [{"query_id": "q", "doc_id": f"d{n}", "Label": n} for n in range(3)]
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        write_lines(path, *rows)
+    names = ["query_id", "doc_id", "relevance"]
+    with pytest.raises(DataError, match=rf"rows\.{form} has no column \['label'\].*'Label'.*map it"):
+        table_rows(TableFile(path=str(path), columns={"relevance": "label"}), names)
+    mapped = TableFile(path=str(path), columns={"relevance": "Label"})
+    given = list(table_rows(mapped, names, absent={"relevance": 1}))
+    assert [row["relevance"] for row in given] == [0, 1, 2]
+    given = list(table_rows(TableFile(path=str(path)), names, absent={"relevance": 1}))
+    assert [row["relevance"] for row in given] == [1, 1, 1]
+
+
+def test_a_grade_that_one_row_lacks_is_not_made_up(tmp_path):
+    write_lines(tmp_path / "rows.jsonl", {"doc_id": "a", "relevance": 0}, {"doc_id": "b"})
+    rows = table_rows(
+        TableFile(path=str(tmp_path / "rows.jsonl")), ["doc_id", "relevance"], absent={"relevance": 1}
+    )
+    assert list(rows) == [{"doc_id": "a", "relevance": 0}, {"doc_id": "b"}]
+
+
+def test_an_unfinished_run_leaves_nothing_to_its_successor(tmp_path):
+    write_lines(tmp_path / "queries.jsonl", {"query_id": "q", "query": "one"})
+    write_lines(tmp_path / "qrels.jsonl", {"query_id": "q", "doc_id": "gone"})
+    write_lines(tmp_path / "docs.jsonl", *({"doc_id": f"d{n}", "title": "t"} for n in range(10)))
+    config = Columns(
+        **{name: {"path": str(tmp_path / f"{name}.jsonl")} for name in ("queries", "qrels")},
+        documents={"path": str(tmp_path / "docs.jsonl")},
+        documents_per_part=2,
+    )
+    with pytest.raises(DataError, match="no query with a relevant document remains"):
+        run(config, output=str(tmp_path / "out"))
+    write_lines(tmp_path / "qrels.jsonl", {"query_id": "q", "doc_id": "d1"})
+    write_lines(tmp_path / "docs.jsonl", *({"doc_id": f"d{n}", "title": "t"} for n in range(6)))
+    artifact = run(config, output=str(tmp_path / "out"))
+    assert artifact.counts["documents"] == artifact.table("documents").num_rows == 6
 
 
 def test_a_subset_leaves_out_without_rejecting(tmp_path):

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalingnote.config import validate
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.index import filters
+from scalingnote.index.config import IndexConfig
 
 ROWS = [
     {"topic": "a", "price": 1.5, "stock": 3, "new": True},
@@ -114,3 +116,9 @@ def _read(asked: Any) -> Any:
         return float(asked)
     except OverflowError:
         return np.inf if asked > 0 else -np.inf
+
+
+@pytest.mark.parametrize("name", ["content", "snippet", "semantic_id", "vector", "terms", "impacts"])
+def test_a_column_that_an_index_does_not_keep_or_uses_itself_is_no_filter(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"filters name '{name}', .*: rename this column of the documents"):
+        validate(IndexConfig, {"filters": ["topic", name]}, source="run.yaml")

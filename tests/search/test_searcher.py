@@ -2,12 +2,14 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from scalingnote import topk
 from scalingnote.errors import ArtifactError, SearchError
-from scalingnote.index import job
-from scalingnote.index.config import FastScan, IndexConfig
+from scalingnote.index import ivf, job
+from scalingnote.index.config import FastScan, Flat, IndexConfig
+from scalingnote.index.shard import Layout, Shard
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Found, merge
@@ -302,3 +304,17 @@ def test_vectors_left_in_their_files_are_searched_as_those_in_memory(
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with pytest.raises(ArtifactError, match=r"shard-00001/kept\.faiss is damaged"):
         Searcher.open(str(copy), mapped=True)
+
+
+def test_documents_are_found_in_more_text_than_a_column_of_one_chunk_holds() -> None:
+    matrix = vectors(60, 8)
+    lists = ivf.empty(ivf.train(matrix, Flat(), nlist=1, iterations=1, seed=0))
+    ivf.add(lists, matrix)
+    texts = pa.chunked_array([pa.array(["short", "x" * 2**27])] * 30)
+    layout = Layout(
+        *(8, 60, 1, "flat", "flat", 1), nprobe=1, refine_factor=1, recall=None, filters=("title",)
+    )
+    searcher = Searcher(layout, [Shard(0, lists, pa.table({"doc_id": texts, "title": texts}))])
+    ((first, *_),) = searcher.search(matrix[58:59], k=1)
+    assert (first.doc_id, first.row) == ("short", 58)
+    assert searcher.document(first) == {"doc_id": "short", "title": "short"}

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -112,3 +114,55 @@ def test_unfinished_work_is_resumed_only_by_the_same_settings(uri: str):
 def test_a_commit_leaves_no_work_behind(uri: str):
     build(uri)
     assert not [name for name in fs.list_files(uri) if name.startswith("_work")]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "data/part-0.parquet"])
+def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(uri: str, name: str):
+    fs.write_bytes(fs.join(uri, name), b"mine")
+    with pytest.raises(ArtifactError, match=f"has files that are no .*such as {name.split('/')[0]}: choose"):
+        Draft(uri, kind="thing", config=Settings(), parents={})
+    assert fs.read_bytes(fs.join(uri, name)) == b"mine"
+    assert list(fs.list_files(uri)) == [name]
+
+
+def test_an_empty_folder_may_be_filled(tmp_path: Path):
+    Path(tmp_path, "art/empty").mkdir(parents=True)
+    assert build(str(tmp_path / "art")).counts == {"rows": 3}
+
+
+def test_wherever_clearing_is_killed_nothing_is_resumed_or_refused(uri: str, monkeypatch: pytest.MonkeyPatch):
+    """Each write and each deletion is the last one in its turn."""
+    digest = build(f"{uri}-whole").digest
+    for last in range(20):
+        other = Draft(uri, kind="thing", config=Settings(knob=2), parents={})
+        other.write_json("facts.json", {})
+        other.write_json("stale/part.json", {})
+        fs.write_bytes(other.work("done"), b"by the other")
+        left = [last]
+
+        def killed_in_time(step: Callable[..., None], left: list[int] = left) -> Callable[..., None]:
+            def taken(*args: object) -> None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+                step(*args)
+
+            return taken
+
+        with monkeypatch.context() as patch:
+            for name in ("write_bytes", "delete"):
+                patch.setattr(fs, name, killed_in_time(getattr(fs, name)))
+            with suppress(KeyboardInterrupt):
+                Draft(uri, kind="thing", config=Settings(), parents={})
+        for knob in (2, 1) if last % 2 else (1,):  # the other may come first
+            again = Draft(uri, kind="thing", config=Settings(knob=knob), parents={})
+            assert fs.exists(again.work("done")) == fs.exists(again.path("stale/part.json"))
+        if left[0] >= 0:
+            break
+    assert last > 3
+    assert build(uri).digest == digest
+
+
+def test_a_claim_that_was_being_written_is_no_file_of_others(uri: str):
+    fs.write_bytes(fs.join(uri, "_work/fingerprint.pending"), b"half")
+    assert build(uri).counts == {"rows": 3}

@@ -2,6 +2,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from scalingnote.errors import DataError
 from scalingnote.storage import exchange
 
 SCHEMA = pa.schema({"key": pa.string(), "value": pa.int64()})
@@ -32,3 +33,16 @@ def test_a_slice_that_is_written_again_replaces_itself(tmp_path):
     assert exchange.gather(str(tmp_path), 0, schema=SCHEMA).equals(table)
     exchange.scatter(SCHEMA.empty_table(), np.array([], np.int64), target=str(tmp_path), name="two")
     assert len(exchange.gather(str(tmp_path), 1, schema=SCHEMA)) == 0
+
+
+def test_a_hash_is_that_of_the_key_however_the_column_is_cut():
+    keys = pa.array([f"k{i % 7}" for i in range(20)])
+    whole = exchange.hash_of(keys)
+    np.testing.assert_array_equal(exchange.hash_of(pa.chunked_array([keys[:3], keys[:0], keys[3:]])), whole)
+    assert exchange.hash_of(pa.chunked_array([], pa.string())).shape == (0,)
+
+
+@pytest.mark.parametrize("keys", [["a", None, None], [1, None, None]], ids=["text", "numbers"])
+def test_a_row_without_a_key_has_no_bucket(keys):
+    with pytest.raises(DataError, match="2 of 3 keys are null: leave out rows"):
+        exchange.bucket_of(pa.array(keys), 7)

@@ -9,34 +9,41 @@ pays for a bounded number of trainings.
 
 It reads logs and files only, so it may run in any process that sees them, while the index is written and
 searched. Killed at any moment it leaves the old version current, with the whole log; the next call takes up
-the shards that were finished.
+its plan and what was finished.
 """
 
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote.errors import ConfigError
+from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index import ivf, postings, postings_file, rescore, shard
 from scalingnote.index.config import IndexConfig
-from scalingnote.index.live import registry, versions, wal, writes
+from scalingnote.index.live import registry, resume, versions, wal, writes
 from scalingnote.index.live import rows as live_rows
 from scalingnote.index.live.config import DEFAULTS
 from scalingnote.index.live.shard import catch_up
 from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.state import LiveState
-from scalingnote.index.live.wal_segment import sync_folder
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, Part, write_file, write_table
+from scalingnote.storage.artifact import MANIFEST, WORK, Artifact, Draft, Part, write_file, write_table
 
 TUNED = ("tuning", "hybrid_tuning")  # of the index that was built; a version goes by it
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is decided once: shards of one version go as far as each other, and share a quantizer."""
+
+    until: list[int]  # the record of each log up to which the version goes
+    written: int  # documents, since the quantizer of the base was trained
+    stale: bool  # whether that is to be trained anew
 
 
 def compact(
@@ -62,22 +69,16 @@ def compact(
         taken = [each.number for each in versions.listing(folder) if each.uri == fs.absolute(output or place)]
         if taken:
             raise ConfigError(f"{output} holds version {taken[0]}, which is kept: choose another output")
-        draft = Draft(
-            output or place,
-            kind="index",
-            config=IndexConfig.model_validate(base.manifest.config),
-            parents={"index": base},
-        )
+        draft = _begun(output or place, base, anew=output is None)
         if draft.finished:  # and killed before it became current
             index = draft.existing()
         else:
-            until = _until(draft, folder, base)
-            if until == versions.included(base):
+            plan = _planned(draft, folder, base, retrain_at=retrain_at)
+            if plan is None:
                 fs.delete(draft.uri)
                 return None
-            origin = version.origin
-            index = _write(draft, folder, base, until, origin=origin, retrain_at=retrain_at)
-        _make_durable(index)
+            index = _write(draft, folder, base, plan, origin=version.origin)
+        fs.make_durable(index.uri, [MANIFEST])
         versions.advance(folder, versions.described(number, index), keep=keep_versions)
         get_logger("index").info(
             "%s documents, before %s, in version %d: %s",
@@ -94,47 +95,63 @@ def due(snapshots: Sequence[Snapshot], *, share: float) -> bool:
     return gone + sum(len(each.live_alive) for each in snapshots) >= share * max(rows, 1)
 
 
-def _until(draft: Draft, folder: Path, base: Artifact) -> list[int]:
-    """The record of each log up to which this version goes; a run that takes up another goes as far."""
-    plan = draft.work("until.json")
-    if fs.exists(plan):
-        found: list[int] = json.loads(fs.read_bytes(plan))
-        return found
+def _begun(uri: str, base: Artifact, *, anew: bool) -> Draft:
+    """The next version, as far as an earlier run came; `anew` where what that finished is damaged.
+
+    That is for a place where nothing else can be: elsewhere ArtifactError says what to delete.
+    """
+    config = IndexConfig.model_validate(base.manifest.config)
+    begin = partial(Draft, uri, kind="index", config=config, parents={"index": base})
+    try:
+        draft = begin()
+        if draft.finished:
+            versions.check(draft.existing())
+        return draft
+    except ArtifactError as error:
+        if not anew:
+            raise
+        get_logger("index").warning("what an earlier compaction left is written anew: %s", error)
+        fs.delete(uri)
+        return begin()
+
+
+def _planned(draft: Draft, folder: Path, base: Artifact, *, retrain_at: float) -> _Plan | None:
+    """The plan of the run that this one takes up, or a new one; None if there is nothing new."""
+    found = resume.noted(draft, "plan.json")
+    if found is not None:
+        return _Plan(**found)
     done = versions.included(base)
     logs = [versions.log_folder(folder, number) for number in range(len(done))]
     until = [max(record, wal.acknowledged(log)) for record, log in zip(done, logs, strict=True)]
-    fs.write_bytes(plan, json.dumps(until).encode())
-    return until
-
-
-def _write(
-    draft: Draft,
-    folder: Path,
-    base: Artifact,
-    until: Sequence[int],
-    *,
-    origin: str,
-    retrain_at: float,
-) -> Artifact:
+    if until == done:
+        return None
     layout = shard.open_layout(base)
-    old = versions.open_quantizer(base, layout)
     written = versions.written(base) + _written(folder, base, until)
     stale = layout.refine != "none" and written >= retrain_at * layout.documents
-    trained = _trained_anew(folder, base, old, until) if stale else None
+    plan = _Plan(until, written, stale)
+    for others in ("quantizer.json", "shards"):  # of a plan that cannot be read
+        fs.delete(draft.work(others))
+    resume.note(draft, "plan.json", vars(plan))
+    fs.make_durable(draft.uri, [f"{WORK}/plan.json"])  # no shard outlives the plan that it belongs to
+    return plan
+
+
+def _write(draft: Draft, folder: Path, base: Artifact, plan: _Plan, *, origin: str) -> Artifact:
+    layout = shard.open_layout(base)
+    old = versions.open_quantizer(base, layout)
+    trained = _trained_anew(draft, folder, base, old, plan.until) if plan.stale else None
     quantizer = trained or old
     coarse = ivf.dump(ivf.coarse_of(quantizer.centroids))
     parts = {shard.COARSE: write_file(draft.path(shard.COARSE), coarse)}
     with Progress("index", total=layout.documents, unit="documents compacted") as progress:
-        for number, last in enumerate(until):
-            record = draft.work(f"shards/{number:05d}.json")
-            if not fs.exists(record):
+        for number, last in enumerate(plan.until):
+            record = f"shards/{number:05d}.json"
+            files = resume.finished(draft, record)
+            if files is None:
                 now = _replayed(folder, base, number, old, last)
                 lists = _encoded_anew(now, trained) if trained else _cut_down(now, old)
                 files = _write_shard(draft, number, layout, lists, now)
-                fs.write_bytes(
-                    record, json.dumps({name: vars(part) for name, part in files.items()}).encode()
-                )
-            files = {name: Part(**part) for name, part in json.loads(fs.read_bytes(record)).items()}
+                resume.finish(draft, record, files)
             parts |= files
             progress.advance(sum(part.rows or 0 for part in files.values()))
     for name, part in parts.items():
@@ -143,14 +160,11 @@ def _write(
     size = sum(part.bytes for name, part in parts.items() if name.endswith(".faiss"))
     layout = replace(layout, documents=documents, nlist=len(quantizer.centroids))
     draft.write_json(shard.LAYOUT, vars(replace(layout, nprobe=min(layout.nprobe, layout.nlist))))
-    state = {
-        "origin": origin,
-        "included": list(until),
-        "written": 0 if trained else written,
-    }
-    draft.write_json(versions.LIVE, state)
+    written = 0 if trained else plan.written
+    draft.write_json(versions.LIVE, {"origin": origin, "included": plan.until, "written": written})
     counts = {"documents": documents, "bytes": size, "bytes_per_vector": round(size / max(documents, 1))}
     tuned = {name: base.manifest.info[name] for name in TUNED if name in base.manifest.info}
+    fs.make_durable(draft.uri, [*parts, shard.LAYOUT, versions.LIVE])  # before a manifest names them
     return draft.commit(counts=base.counts | counts, **tuned)
 
 
@@ -174,8 +188,31 @@ def _replayed(folder: Path, base: Artifact, number: int, quantizer: ivf.Quantize
 
 
 def _trained_anew(
-    folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[int]
+    draft: Draft, folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[int]
 ) -> ivf.Quantizer | None:
+    """The quantizer that an earlier run trained, or a new one; None where there is too little to train on."""
+    record = "quantizer.json"
+    if found := resume.finished(draft, record):
+        stored = {Path(name).name: fs.read_bytes(draft.path(name)) for name in found}
+        coarse = ivf.parse(stored[shard.COARSE])
+        centroids = coarse.reconstruct_n(0, coarse.ntotal)
+        return ivf.Quantizer(centroids, stored.get("lists.faiss"), stored.get("kept.faiss"))
+    trained = _trained(folder, base, old, until)
+    if trained is not None:
+        fs.delete(draft.work("shards"))  # codes of another quantizer
+        coarse = ivf.dump(ivf.coarse_of(trained.centroids))
+        contents = {shard.COARSE: coarse, "lists.faiss": trained.lists, "kept.faiss": trained.kept}
+        files = {
+            f"{WORK}/quantizer/{name}": write_file(draft.work(f"quantizer/{name}"), data)
+            for name, data in contents.items()
+            if data is not None
+        }
+        resume.finish(draft, record, files)
+        fs.make_durable(draft.uri, [*files, f"{WORK}/{record}"])  # nor the quantizer of its codes
+    return trained
+
+
+def _trained(folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[int]) -> ivf.Quantizer | None:
     """A quantizer of as many lists, fitted to an even sample of all shards; None where that is too small."""
     config = IndexConfig.model_validate(base.manifest.config)
     layout = shard.open_layout(base)
@@ -228,16 +265,3 @@ def _write_shard(
     parts = {name: write_file(draft.path(name), data) for name, data in files.items()}
     parts[shard.documents_file(number)] = write_table(draft.path(shard.documents_file(number)), documents)
     return parts
-
-
-def _make_durable(index: Artifact) -> None:
-    """A manifest is written last, but only a sync makes sure that a crash keeps this order."""
-    if "://" in index.uri:
-        return  # an object is durable once it is written
-    root = Path(index.uri)
-    paths = [root / name for name in [*index.manifest.parts, "manifest.json"]]
-    for path in paths:
-        with path.open("rb") as stream:
-            os.fsync(stream.fileno())
-    for above in {parent for path in paths for parent in path.parents if parent.is_relative_to(root.parent)}:
-        sync_folder(above)

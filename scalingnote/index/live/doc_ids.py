@@ -11,7 +11,7 @@ import pyarrow as pa
 from jaxtyping import Int64
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError
+from scalingnote.errors import ArtifactError, DataError
 from scalingnote.storage.exchange import hash_of
 
 
@@ -25,7 +25,7 @@ class DocIds:
         self._rows = np.argsort(hashes, kind="stable")
         self._hashes = hashes[self._rows]
         equal = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
-        names = doc_ids.take(pa.array(self._rows[np.union1d(equal, equal + 1)])).to_pylist()
+        names = [doc_ids[row].as_py() for row in self._rows[np.union1d(equal, equal + 1)].tolist()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ArtifactError(
@@ -33,7 +33,10 @@ class DocIds:
             )
 
     def rows(self, doc_ids: Sequence[str]) -> Int64[ndarray, " ids"]:
-        """The row of each id, -1 where it is not there."""
+        """The row of each id, -1 where it is not there; DataError when something else than ids is named."""
+        wrong = [doc_id for doc_id in doc_ids if not isinstance(doc_id, str)]
+        if wrong:
+            raise DataError(f"{wrong[0]!r} is no doc_id: pass strings")
         found = np.full(len(doc_ids), -1, np.int64)
         if not len(doc_ids) or not len(self._hashes):
             return found

@@ -21,7 +21,7 @@ from numpy import ndarray
 from scalingnote.errors import ArtifactError, DataError
 from scalingnote.index import shard
 from scalingnote.index.config import IndexConfig
-from scalingnote.index.live import compaction, versions
+from scalingnote.index.live import compaction, versions, writes
 from scalingnote.index.live.config import DEFAULTS, LiveConfig
 from scalingnote.index.live.registry import Version
 from scalingnote.index.live.shard import LiveShard, MovedError, owners
@@ -29,6 +29,7 @@ from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.writes import Written
 from scalingnote.log import get_logger
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.stored_rows import take
 
 T = TypeVar("T")
 _ASKED_AGAIN = 3  # times; a document moves at most once per compaction
@@ -102,23 +103,30 @@ class LiveIndex:
         doc_ids = documents["doc_id"].cast(pa.string()).fill_null("").to_pylist()
 
         def write(number: int, rows: Sequence[int]) -> Written:
-            return self.shards[number].upsert(documents.take(pa.array(rows)), vectors[np.array(rows)])
+            own = np.array(rows)
+            return self.shards[number].upsert(take(documents, own), vectors[own], rows=rows)
 
         return self._routed(doc_ids, write)
 
     def delete(self, doc_ids: Sequence[str]) -> dict[int, Written]:
-        """Delete documents; what became of it, by shard."""
+        """Delete documents; what became of it, by shard. DataError when something else than ids is named."""
+        wanted = writes.delete(doc_ids).doc_ids
         return self._routed(
-            doc_ids, lambda number, rows: self.shards[number].delete([doc_ids[i] for i in rows])
+            wanted, lambda number, rows: self.shards[number].delete([wanted[i] for i in rows])
         )
+
+    # A write goes to the owner. What is read is wherever it is alive: of documents that were deleted, each
+    # process remembers others, and so followers may name other owners than the writer does.
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """A document by its id, as of now."""
-        return self.shards[self._owners([doc_id])[0]].get(doc_id)
+        found = (each.get(doc_id) for each in self.shards)
+        return next((document for document in found if document is not None), None)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
         """A document's vector, as of now, as exact as the index keeps it."""
-        return self.shards[self._owners([doc_id])[0]].vector(doc_id)
+        found = (each.vector(doc_id) for each in self.shards)
+        return next((vector for vector in found if vector is not None), None)
 
     def refresh(self) -> None:
         """Follow the writing process: its version if that is another, then its writes."""

@@ -4,6 +4,7 @@ Whatever moment a process is killed at, the old register is there or the new one
 names is removed only after it is durable.
 """
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -83,7 +84,6 @@ def read(folder: str | Path) -> Register:
 def write(folder: str | Path, register: Register) -> None:
     """Replace the register, durably."""
     folder = Path(folder)
-    make_folder(folder)
     pending = folder / f"{FILE}.pending"
     with pending.open("w", encoding="utf-8") as stream:
         json.dump(asdict(register), stream, indent=1)
@@ -91,6 +91,16 @@ def write(folder: str | Path, register: Register) -> None:
         os.fsync(stream.fileno())
     pending.replace(folder / FILE)
     sync_folder(folder)
+
+
+def begin(folder: str | Path, register: Register) -> None:
+    """Write the first register of a folder; where several processes come to it, that of one of them stays."""
+    folder = Path(folder)
+    make_folder(folder)
+    with (folder / f"{FILE}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+        if not exists(folder):
+            write(folder, register)
 
 
 @contextmanager

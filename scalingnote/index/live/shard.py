@@ -116,15 +116,18 @@ class LiveShard:
         """The shard as of now. Search it and look up its rows in one and the same snapshot."""
         return self._state.snapshot
 
-    def upsert(self, documents: pa.Table, vectors: Shaped[ndarray, "..."]) -> Written:
+    def upsert(
+        self, documents: pa.Table, vectors: Shaped[ndarray, "..."], *, rows: Sequence[int] | None = None
+    ) -> Written:
         """Write documents, each in place of the one with its doc_id if there is one; durable when it returns.
 
         `documents` has the columns of the index's own, and `terms` and `impacts` as `storage.schema.SPARSE`
         where the index holds terms (else a document has none); further ones are left out. Vectors are scaled
         to unit length. A row without a doc_id or a direction, or with terms that are no terms, is set aside,
-        the others are written as one: after a crash all of them are there or none. Raises DataError when the
-        table cannot be read at all, ArtifactError when the log cannot be written (what was not acknowledged
-        may then still be there).
+        the others are written as one: after a crash all of them are there or none. `rows` are their numbers
+        in the table that they were taken from, to name those set aside by. Raises DataError when the table
+        cannot be read at all, ArtifactError when the log cannot be written (what was not acknowledged may
+        then still be there).
         """
         base = self.snapshot.base
         write, rejected = writes.upsert(
@@ -134,6 +137,7 @@ class LiveShard:
             dim=self._state.dim,
             sparse=base.postings is not None,
             strongest=self._strongest,
+            rows=rows,
         )
         return Written(self._written(write), write.documents.num_rows, rejected)
 
@@ -145,7 +149,7 @@ class LiveShard:
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """A document by its id, as of now."""
         snapshot, row = self._state.find(doc_id)
-        found: dict[str, Any] | None = None if row < 0 else snapshot.documents([row]).to_pylist()[0]
+        found: dict[str, Any] | None = None if row < 0 else snapshot.document(row)
         return found
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:

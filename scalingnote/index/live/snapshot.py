@@ -11,7 +11,7 @@ version as of `sequence`, whatever is written, merged or compacted meanwhile.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import faiss
 import numpy as np
@@ -23,6 +23,7 @@ from scalingnote.errors import SearchError
 from scalingnote.index import ivf
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Shard
+from scalingnote.storage.stored_rows import StoredRows, take
 
 
 class Segment(NamedTuple):
@@ -87,23 +88,20 @@ class Snapshot:
         outside = wanted[(wanted < 0) | (wanted >= self.rows)]
         if len(outside):
             raise SearchError(f"no row {outside[0]}: there are {self.rows}")
+        return take(pa.concat_tables([self.base.documents, self._live_documents]), wanted)
+
+    def document(self, row: int) -> dict[str, Any]:
+        """The document of a row that is there, as searches give it."""
         first = len(self.base_alive)
-        live = wanted >= first
-        if not live.any():
-            return self.base.documents.take(pa.array(wanted))
-        found = pa.concat_tables(
-            [
-                self.base.documents.take(pa.array(wanted[~live])),
-                self._live_documents.take(pa.array(wanted[live] - first)),
-            ]
-        )
-        place = np.empty(len(wanted), np.int64)
-        place[np.concatenate([np.flatnonzero(~live), np.flatnonzero(live)])] = np.arange(len(wanted))
-        return found.take(pa.array(place))
+        return self.base.stored[row] if row < first else self._live_stored[row - first]
 
     @cached_property
     def _live_documents(self) -> pa.Table:
         return pa.Table.from_batches(self.chunks, schema=self.base.documents.schema)
+
+    @cached_property
+    def _live_stored(self) -> StoredRows:
+        return StoredRows(self._live_documents)
 
     @cached_property
     def _exact(self) -> ivf.Lists:

@@ -22,6 +22,7 @@ from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.writes import Delete, Upsert
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Shard
+from scalingnote.storage import stored_rows
 
 
 class LiveState:
@@ -158,8 +159,8 @@ def _with_terms(segments: tuple[Postings, ...], batches: Sequence[pa.RecordBatch
 
 
 def _appended(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tuple[pa.RecordBatch, ...]:
-    """A chunk is at least twice as long as the next: there are few, and a row is copied few times."""
-    left = list(chunks)
-    while left and left[-1].num_rows < 2 * batch.num_rows:
+    """A chunk is full, or twice as long as the next or more: they are few, and a row is copied few times."""
+    left, most = list(chunks), stored_rows.BATCH_BYTES
+    while left and left[-1].num_rows < 2 * batch.num_rows and left[-1].nbytes + batch.nbytes <= most:
         batch = pa.concat_batches([left.pop(), batch])
     return (*left, batch) if batch.num_rows else tuple(left)

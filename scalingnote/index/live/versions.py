@@ -41,18 +41,15 @@ def current(folder: str | Path, index: str | None = None) -> Version:
     ArtifactError when the folder holds the writes to another index.
     """
     built = None if index is None else described(0, open_artifact(index, kind="index"))
-    if registry.exists(folder):
-        found = registry.read(folder).current
-        if built is not None and built.origin != found.origin:
-            raise ArtifactError(
-                f"{folder} holds writes to index {found.origin[:12]}, {index} is {built.origin[:12]}: "
-                "name the folder of this index, or a new one"
-            )
-        return found
-    if built is None:
-        return registry.read(folder).current  # which says what is missing
-    registry.write(folder, Register((built,), 0))
-    return built
+    if built is not None and not registry.exists(folder):
+        registry.begin(folder, Register((built,), 0))
+    found = registry.read(folder).current
+    if built is not None and built.origin != found.origin:
+        raise ArtifactError(
+            f"{folder} holds writes to index {found.origin[:12]}, {index} is {built.origin[:12]}: "
+            "name the folder of this index, or a new one"
+        )
+    return found
 
 
 def listing(folder: str | Path) -> list[Listed]:
@@ -84,13 +81,17 @@ def activate(folder: str | Path, number: int) -> Version:
             raise ArtifactError(
                 f"version {number} of {folder} cannot be activated: records that were written since are gone"
             )
-        artifact = version.open()
-        for name in artifact.names():
-            artifact.file(name)
+        check(version.open())
         fs.delete(_place(folder, found.last + 1))  # what a killed compaction left: it began at another one
         registry.write(folder, found.activated(version))
     get_logger("index").info("version %d of %s is current", number, folder)
     return version
+
+
+def check(index: Artifact) -> None:
+    """Read every file of a version; ArtifactError at one that is not as its manifest says."""
+    for name in index.names():
+        index.file(name)
 
 
 def following(folder: str | Path) -> tuple[int, str]:

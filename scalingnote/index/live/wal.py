@@ -217,7 +217,11 @@ def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Ite
 
 
 def _recover(folder: Path) -> tuple[int, Path | None]:
-    """The last whole record and its segment, after cutting off what a crash has torn."""
+    """The last whole record and its segment, after cutting off what a crash has torn.
+
+    What no acknowledgement is known of is written again: where its sync failed, the pages count as clean, and
+    a sync of them would mean nothing.
+    """
     found, known = segments(folder), acknowledged(folder)
     if not found and known:
         raise ArtifactError(
@@ -226,11 +230,12 @@ def _recover(folder: Path) -> tuple[int, Path | None]:
     if not found:
         return 0, None
     first, path = found[-1]
-    last, end = first - 1, 0
+    last, end, durable = first - 1, 0, 0
     with path.open("rb+") as stream:
         try:
             for record, stop in records(stream, path, first=first):
                 last, end = record.sequence, stop
+                durable = stop if last <= known else durable
         except ArtifactError:
             stream.seek(end)
             if max(known, claimed(stream.read())) > last:
@@ -242,6 +247,11 @@ def _recover(folder: Path) -> tuple[int, Path | None]:
             raise ArtifactError(
                 f"{path} ends with record {last}, but {known} was acknowledged: restore the file"
             )
+        stream.seek(durable)
+        again = stream.read(end - durable)
+        stream.seek(durable)
+        stream.write(again)
+        stream.flush()
         os.fsync(stream.fileno())
     return last, path
 

@@ -60,13 +60,15 @@ def upsert(
     dim: int,
     sparse: bool = False,
     strongest: int | None = None,
+    rows: Sequence[int] | None = None,
 ) -> tuple[Upsert, list[dict[str, str]]]:
     """The rows that can be written, as `schema` has them, and those set aside.
 
     Where the index is `sparse`, the columns `terms` and `impacts` say which terms a document has; without
     these columns, or with nulls there, it has none. The `strongest` of its terms are taken, or all. Of two
-    rows with one doc_id the later is written. DataError when columns are missing or of another type, or the
-    vectors are not one of `dim` floats per document.
+    rows with one doc_id the later is written. One without is named by its place, or its number in `rows`.
+    DataError when columns are missing or of another type, or the vectors are not one of `dim` floats per
+    document.
     """
     table = _typed(documents, schema)
     terms = _terms(documents) if sparse else None
@@ -79,19 +81,20 @@ def upsert(
     wide = vectors.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         lengths = np.sqrt(np.einsum("nd,nd->n", wide, wide))
+    numbers = range(len(table)) if rows is None else rows
     last: dict[str, int] = {}
     rejected = []
     for row, doc_id in enumerate(table["doc_id"].to_pylist()):
         if reason := _reason(doc_id, float(lengths[row])) or unfit.get(row, ""):
-            rejected.append({"table": "documents", "row": doc_id or f"row {row}", "reason": reason})
+            rejected.append({"table": "documents", "row": doc_id or f"row {numbers[row]}", "reason": reason})
         else:
             last[doc_id] = row
     kept = sorted(last.values())
     unit = (wide[kept] / lengths[kept, None]).astype(np.float32)
-    rows = pa.array(kept, pa.int64())
+    places = pa.array(kept, pa.int64())
     if terms is not None:
-        terms = _strongest(terms.take(rows), strongest)
-    return Upsert(_batch(table.take(rows)), unit, None if terms is None else _batch(terms)), rejected
+        terms = _strongest(terms.take(places), strongest)
+    return Upsert(_batch(table.take(places)), unit, None if terms is None else _batch(terms)), rejected
 
 
 def delete(doc_ids: Sequence[str]) -> Delete:

@@ -1,8 +1,11 @@
 import itertools
+import json
 import os
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import faiss
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 
 from live_shards import DIM, brute_force, index, search_index, table
 from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.index import shard as layouts
 from scalingnote.index.config import Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.index.live import compaction, versions, wal
 from scalingnote.index.live.claim import claim
@@ -153,6 +157,132 @@ def test_a_crash_at_any_write_leaves_a_version_and_its_log(
         if not killed:
             break
     assert last > 10
+
+
+def _killed(folder: Path, patched: object, name: str, *, after: str = "", **knobs: object) -> None:
+    """Compact until `name` of `patched` is called, with a path that ends with `after` if that is given."""
+    call = getattr(patched, name)
+
+    def killed(*args: object, **further: object) -> object:
+        if not after:
+            raise KeyboardInterrupt
+        done = call(*args, **further)
+        if str(args[0]).endswith(after):
+            raise KeyboardInterrupt
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patched, name, killed)
+        with pytest.raises(KeyboardInterrupt):
+            compaction.compact(folder, **knobs)
+
+
+def test_a_run_that_takes_up_another_goes_by_its_plan_and_its_quantizer(
+    live: LiveIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = dict(TRUTH)
+    _write(live, truth)
+    _killed(live.folder, fs, "write_bytes", after="shards/00000.json", retrain_at=0.1)
+    live.upsert(table(["later"]), NEW[-1:])
+    monkeypatch.setattr(compaction.ivf, "train", None)  # nothing is trained a second time
+    written = compaction.compact(live.folder, retrain_at=5.0)
+    assert written is not None
+    assert written.read_json("live.json")["written"] == 0
+    layout, coarse = layouts.open_layout(written), layouts.open_coarse(written)
+    for number in range(2):
+        lists = layouts.open_shard(written, number, layout=layout, coarse=coarse).lists
+        nearest = coarse.search(lists.kept.reconstruct_n(0, len(lists)), 1)[1][:, 0]
+        inverted = lists.index.invlists
+        for each in range(lists.index.nlist):
+            size = inverted.list_size(each)
+            rows = faiss.rev_swig_ptr(inverted.get_ids(each), size) if size else []
+            assert (nearest[rows] == each).all()
+    live.adopt()
+    assert _equal(live, truth | {"later": NEW[-1]})
+
+
+def _emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("shard-00000/lists.faiss", _emptied), ("live.json", Path.unlink), ("manifest.json", _emptied)],
+)
+def test_a_version_that_a_crash_of_the_machine_damaged_is_written_anew(
+    live: LiveIndex, name: str, damage: Callable[[Path], object]
+) -> None:
+    truth = dict(TRUTH)
+    _write(live, truth)
+    _killed(live.folder, versions, "advance")
+    damage(live.folder / "versions/00001" / name)
+    assert versions.current(live.folder).number == 0
+    written = compaction.compact(live.folder, keep_versions=1)
+    assert written is not None
+    versions.check(versions.current(live.folder).open())
+    live.adopt()
+    assert (live.version, _equal(live, truth)) == (1, True)
+
+
+def test_a_damaged_version_outside_the_folder_is_left_to_who_named_it(
+    live: LiveIndex, tmp_path: Path
+) -> None:
+    _write(live, dict(TRUTH))
+    _killed(live.folder, versions, "advance", output=f"{tmp_path}/mine")
+    (tmp_path / "mine/live.json").write_bytes(b"")
+    with pytest.raises(ArtifactError, match=r"mine/live.json is damaged: .* delete .*/mine and re-run"):
+        compaction.compact(live.folder, output=f"{tmp_path}/mine")
+    assert versions.current(live.folder).number == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(("shard-00000/lists.faiss", _emptied), ("shard-00000/documents.arrow", Path.unlink)),
+        *((f"_work/{name}.json", _emptied) for name in ("shards/00000", "quantizer", "plan")),
+        ("_work/quantizer/kept.faiss", Path.unlink),
+    ],
+)
+def test_what_a_crash_of_the_machine_took_is_done_again(
+    live: LiveIndex, name: str, damage: Callable[[Path], object]
+) -> None:
+    truth = dict(TRUTH)
+    _write(live, truth)
+    _killed(live.folder, fs, "write_bytes", after="shards/00000.json", retrain_at=0.1)
+    damage(live.folder / "versions/00001" / name)
+    live.upsert(table(["later"]), NEW[-1:])
+    compaction.compact(live.folder, keep_versions=1, retrain_at=0.1)
+    versions.check(versions.current(live.folder).open())
+    live.adopt()
+    assert (live.version, _equal(live, truth | {"later": NEW[-1]})) == (1, True)
+
+
+def test_what_others_rely_on_is_durable_before_they_are_written(
+    live: LiveIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bytes, make_durable = fs.write_bytes, fs.make_durable
+    root, durable, reached = f"{live.folder}/versions/00001", set(), []
+
+    def is_durable(uri: str, names: Sequence[str]) -> None:
+        make_durable(uri, names)
+        durable.update(names)
+
+    def write(uri: str, data: bytes) -> None:
+        name = uri.removeprefix(f"{root}/")
+        if name == "manifest.json" or name.startswith("_work/shards"):
+            reached.append(name)
+            needed = {"_work/plan.json", "_work/quantizer.json", *json.loads(data).get("parts", ())}
+            assert needed <= durable
+        durable.discard(name)
+        write_bytes(uri, data)
+
+    _write(live, dict(TRUTH))
+    monkeypatch.setattr(fs, "write_bytes", write)
+    monkeypatch.setattr(fs, "make_durable", is_durable)
+    written = compaction.compact(live.folder, retrain_at=0.1)
+    assert written is not None
+    assert reached == ["_work/shards/00000.json", "_work/shards/00001.json", "manifest.json"]
+    assert {*written.manifest.parts, "manifest.json"} <= durable
 
 
 def test_writes_during_a_compaction_are_kept(

@@ -1,6 +1,8 @@
 import threading
+from dataclasses import replace
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -13,9 +15,11 @@ from scalingnote.index import ivf
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.index.live import rows as live_rows
 from scalingnote.index.live import shard as live_module
+from scalingnote.index.live import state
 from scalingnote.index.live.doc_ids import DocIds
 from scalingnote.index.live.shard import LiveShard, owners
 from scalingnote.index.shard import Shard
+from scalingnote.storage import stored_rows
 from synthetic_corpus import vectors
 
 BASE = {f"d{i}": vector for i, vector in enumerate(vectors(60, DIM))}
@@ -36,6 +40,12 @@ def base(shared: ivf.Quantizer) -> Shard:
 @pytest.fixture
 def live(base: Shard, shared: ivf.Quantizer, tmp_path: Path) -> LiveShard:
     return LiveShard(base, shared, log=tmp_path / "log")
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments go unchecked, as in production."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 OPERATION = st.one_of(
@@ -332,3 +342,43 @@ def test_lists_cut_down_and_added_to_equal_lists_made_anew(family: Family) -> No
         np.testing.assert_array_equal(found[0], expected[0])
         if k == 1000:  # a tie of codes at the last place is anyone's
             np.testing.assert_array_equal(found[1], expected[1])
+
+
+def test_documents_are_found_in_more_text_than_a_column_of_one_chunk_holds(
+    shared: ivf.Quantizer, tmp_path: Path
+) -> None:
+    small = shard(shared, BASE)
+    titles = pa.chunked_array([pa.array(["short", "x" * 2**27])] * 30)
+    documents = small.documents.set_column(1, "title", titles)
+    live = LiveShard(replace(small, documents=documents), shared, log=tmp_path / "log")
+    live.upsert(table(["d1", "new"], 2), NEW[:2])
+    assert live.get("d58") == table(["d58"]).to_pylist()[0] | {"title": "short"}
+    assert live.get("new") == table(["new"], 2).to_pylist()[0]
+    found = live.snapshot.documents([61, 58, 0, 60])
+    assert found.select(["doc_id", "title"]).to_pylist() == [
+        {"doc_id": "new", "title": "title 2 of new"},
+        {"doc_id": "d58", "title": "short"},
+        {"doc_id": "d0", "title": "short"},
+        {"doc_id": "d1", "title": "title 2 of d1"},
+    ]
+
+
+def test_live_rows_lie_in_few_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [table([f"n{number}"]).to_batches()[0] for number in range(100, 300)]
+    most = 20 * rows[0].nbytes
+    monkeypatch.setattr(stored_rows, "BATCH_BYTES", most)
+    chunks: tuple[pa.RecordBatch, ...] = ()
+    for row in rows:
+        chunks = state._appended(chunks, row)
+    assert max(chunk.nbytes for chunk in chunks) <= most
+    assert len(chunks) < 25
+    assert pa.Table.from_batches(chunks).equals(pa.Table.from_batches(rows))
+    larger = pa.concat_batches(rows)
+    assert state._appended(chunks, larger)[-1].equals(larger)
+
+
+@pytest.mark.parametrize("wrong", [None, 7])
+def test_what_is_no_id_is_refused(live: LiveShard, unchecked: None, wrong: object) -> None:
+    for ask in (live.get, live.vector, lambda doc_id: live.knows([doc_id]), lambda i: live.delete([i])):
+        with pytest.raises(DataError, match=f"{wrong} is no doc_id: pass strings"):
+            ask(wrong)

@@ -1,4 +1,7 @@
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +154,39 @@ def test_a_document_that_moved_to_another_shard_stays_there(live: LiveIndex, tmp
     versions.activate(folder, 1)
     live.adopt()
     assert _equal(live, truth)
+
+
+def test_of_processes_that_open_a_folder_first_one_makes_the_register(
+    built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, ready, make_folder = tmp_path / "live", threading.Barrier(4), registry.make_folder
+
+    def together(made: Path) -> None:
+        ready.wait(10)  # none has seen a register
+        make_folder(made)
+
+    monkeypatch.setattr(registry, "make_folder", together)
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(versions.current, folder, built.uri) for _ in range(4)]
+    assert {each.result().number for each in found} == {0}
+    assert {each.result() for each in found} == {versions.current(folder)}
+
+
+def test_a_process_that_comes_late_to_the_first_register_leaves_what_is_there(
+    built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, truth, make_folder = tmp_path / "live", dict(TRUTH), registry.make_folder
+
+    def overtaken(made: Path) -> None:
+        monkeypatch.setattr(registry, "make_folder", make_folder)
+        with closing(LiveIndex(folder, built.uri)) as other:
+            _write(other, truth, 0)
+            other.compact()
+        make_folder(made)
+
+    monkeypatch.setattr(registry, "make_folder", overtaken)
+    assert versions.current(folder, built.uri).number == 1
+    assert _equal(LiveIndex(folder), truth)
 
 
 def test_versions_are_listed_and_old_ones_removed(live: LiveIndex, built: Artifact, tmp_path: Path) -> None:

@@ -188,6 +188,31 @@ def test_a_sync_that_began_earlier_takes_back_no_acknowledgement(
     log.close()
 
 
+def test_what_a_sync_failed_for_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system takes the pages of a failed sync for clean: only another write makes the next one count."""
+    log = Log(tmp_path)
+    log.append(b"one")
+    log.sync()
+    log.append(b"two")
+
+    def fails(_: int) -> None:
+        raise OSError("disk error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(wal, "_sync", fails)
+        with pytest.raises(ArtifactError, match=r"cannot be made durable: .*; open it again"):
+            log.sync()
+    with pytest.raises(ArtifactError, match="a write to it failed"):
+        log.append(b"three")
+    log.close()
+    segment = next(tmp_path.glob("*.log"))
+    for again in (True, False):  # the first opening acknowledges it
+        os.utime(segment, ns=(0, 0))
+        Log(tmp_path).close()
+        assert (segment.stat().st_mtime_ns > 0) == again
+        assert _read(tmp_path) == [(1, b"one"), (2, b"two")]
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_any_crash_keeps_what_was_acknowledged(
