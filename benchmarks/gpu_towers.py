@@ -50,7 +50,7 @@ def llm(shape: Shape, device: torch.device) -> Backbone:
 
 def random_tower(made: Backbone, *, role: tower.Role, lora: Lora | None = None) -> Tower:
     """A tower around a backbone, where that lies."""
-    config = TowerConfig(lora=lora, max_length=512)
+    config = TowerConfig(lora=lora, max_length=min(512, made.max_positions or 512))
     device = next(made.model.parameters()).device
     return tower.build(config, role=role, dim=DIM, tokenizer_json=None, seed=0, backbone=made).to(device)
 

@@ -13,7 +13,7 @@ from scalingnote.encode.tally import Cost
 from scalingnote.models import flops
 from scalingnote.models.batch import collate
 from scalingnote.models.cross_encoder import CrossEncoder, pair
-from scalingnote.models.precision import Precision, compute_dtype, matmul_peak
+from scalingnote.models.precision import Precision, compute_dtype, lower, matmul_peak
 from scalingnote.models.prompt import Row
 from scalingnote.models.shape import of_model
 
@@ -36,7 +36,7 @@ class PairEncoder:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device, self._budget = device, token_budget
         self.model = model.eval().to(device)
-        self.model.backbone.to(compute_dtype(precision, device))
+        lower(self.model.backbone, compute_dtype(precision, device))
         self.model.requires_grad_(False)
         self.dim = model.dim
         self._shape = of_model(self.model.backbone)

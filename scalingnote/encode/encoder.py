@@ -13,7 +13,7 @@ from scalingnote.encode.tally import Cost
 from scalingnote.encode.terms import Terms
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import flops
-from scalingnote.models.precision import Precision, compute_dtype, matmul_peak
+from scalingnote.models.precision import Precision, compute_dtype, lower, matmul_peak
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
 from scalingnote.models.shape import of_model
 from scalingnote.models.sparse_head import strongest
@@ -34,7 +34,7 @@ class Encoder:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device, self._budget = device, token_budget
         self.tower = tower.eval().to(device)
-        self.tower.backbone.to(compute_dtype(precision, device))
+        lower(self.tower.backbone, compute_dtype(precision, device))
         self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
         self._shape = of_model(tower.backbone)

@@ -20,5 +20,6 @@ class Temperature(nn.Module):
 
     def forward(self) -> Float[Tensor, ""]:
         """The temperature. Its gradient passes the bounds, so that it can come back from them."""
-        inside = self.log.clamp(math.log(LOWEST), math.log(HIGHEST))
-        return (self.log + (inside - self.log).detach()).exp().squeeze()
+        log = self.log.float()  # DeepSpeed holds it in half precision
+        inside = log.clamp(math.log(LOWEST), math.log(HIGHEST))
+        return (log + (inside - log).detach()).exp().squeeze()

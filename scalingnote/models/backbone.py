@@ -309,7 +309,11 @@ def _keep_layers(model: nn.Module, layers: int) -> None:
     if layers > len(stack):
         raise ConfigError(f"layers={layers}, but the backbone has {len(stack)}")
     del stack[layers:]
-    _text_config(model.config).num_hidden_layers = layers
+    settings = _text_config(model.config)
+    settings.num_hidden_layers = layers
+    kinds = getattr(settings, "layer_types", None)
+    if kinds is not None:  # a config that lists more layers than there are cannot be saved
+        settings.layer_types = kinds[:layers]
 
 
 def _text_config(settings: Any) -> Any:

@@ -30,6 +30,7 @@ from scalingnote.models import backbone as backbones
 from scalingnote.models.attention import Attention
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
+from scalingnote.models.projection import Projection
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
 
 FACTS = "cross_encoder.json"
@@ -130,11 +131,8 @@ class CrossEncoder(nn.Module):
             else:
                 row, inside = _places(batch)
                 pooled = [_by_root(states[at], row[at], len(batch)) for at in inside]
-            projected = [
-                project(part.to(_dtype(project))).float()
-                for project, part in zip((self.query, self.document), pooled, strict=True)
-            ]
-        return projected[0], projected[1]
+            query, document = pooled
+            return self.query(query), self.document(document)
 
     def _reconstruction(
         self, states: Float[Tensor, "tokens hidden"], batch: Batch
@@ -248,14 +246,10 @@ def _by_root(states: Tensor, row: Tensor, rows: int) -> Float[Tensor, "rows hidd
 def _projection(hidden: int, dim: int | None, *, seed: int) -> nn.Module:
     if dim is None:
         return nn.Identity()
-    made = nn.Linear(hidden, dim, bias=False)
+    made = Projection(hidden, dim)
     with torch.no_grad():
         made.weight.normal_(0.0, hidden**-0.5, generator=torch.Generator().manual_seed(seed))
     return made
-
-
-def _dtype(project: nn.Module) -> torch.dtype:
-    return project.weight.dtype if isinstance(project, nn.Linear) else torch.float32
 
 
 def _decoder(model: Any) -> nn.Linear:

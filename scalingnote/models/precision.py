@@ -4,6 +4,7 @@ import time
 from typing import Literal
 
 import torch
+from torch import nn
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -20,6 +21,16 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     else:
         fast = torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+def lower(module: nn.Module, dtype: torch.dtype) -> None:
+    """Hold the parameters of `module` in `dtype`, in place; its buffers stay as they are, as in training.
+
+    Rotary frequencies are buffers, and an angle is a frequency times a position: at a base of 10^6 and heads
+    of 128, bfloat16 puts tokens 512 apart 0.6 radians off.
+    """
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:

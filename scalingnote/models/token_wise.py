@@ -27,6 +27,7 @@ from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import TokenWiseConfig
 from scalingnote.models.lookup import LookupPrompt, LookupTower
+from scalingnote.models.projection import Projection
 
 BLOCKS = 32  # of a line: twice as many tokens as most instructions have, so that these cost little
 _LINES = 64  # at once, when the table is made
@@ -41,7 +42,7 @@ class TokenWise(nn.Module):
     def __init__(self, backbone: Backbone, config: TokenWiseConfig, *, dim: int) -> None:
         super().__init__()
         self.backbone, self.tokenizer, self.causal = backbone.model, backbone.tokenizer, backbone.causal
-        self.projection = nn.Linear(backbone.hidden, dim, bias=False)
+        self.projection = Projection(backbone.hidden, dim)
         self.config, self.dim, self.pad = config, dim, backbone.special.pad
         attention.choose(backbone.model, config.attention)
         tokens = backbone.raw_tokenizer
@@ -122,7 +123,7 @@ class TokenWise(nn.Module):
     def _project(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
         # Autocast would round the embeddings that all losses compare.
         with torch.autocast(states.device.type, enabled=False):
-            return self.projection(states.to(self.projection.weight.dtype)).float()  # type: ignore[no-any-return]
+            return self.projection(states)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def table(self) -> Float32[ndarray, "vocabulary dim"]:

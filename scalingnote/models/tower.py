@@ -21,13 +21,14 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from scalingnote.errors import ArtifactError
+from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import attention, export, layout
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Pretrained, TowerConfig
+from scalingnote.models.projection import Projection
 from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt
 from scalingnote.models.sparse_head import SparseHead
 
@@ -49,13 +50,22 @@ class Tower(nn.Module):
         sparse: SparseHead | None = None,
         adapter: str | None = None,
     ) -> None:
-        """`adapter` is the name of the tower's LoRA weights in its backbone: its role, if nothing is said."""
+        """`adapter` is the name of the tower's LoRA weights in its backbone: its role, if nothing is said.
+
+        ConfigError when the tower is to read more tokens than its backbone can.
+        """
         super().__init__()
+        positions = backbone.max_positions
+        if positions is not None and config.max_length > positions:
+            raise ConfigError(
+                f"the {role} tower has max_length={config.max_length}, but its backbone reads {positions} "
+                "tokens: lower it"
+            )
         self.backbone, self.sparse = backbone.model, sparse
-        self.projection = nn.Linear(backbone.hidden, dim, bias=False)
+        self.projection = Projection(backbone.hidden, dim)
         self.tokenizer, self.causal = backbone.tokenizer, backbone.causal
         self.config, self.role, self.dim = config, role, dim
-        self._adapter, self._max_positions = adapter or role, backbone.max_positions
+        self._adapter, self._max_positions = adapter or role, positions
         self.special, self.pad = backbone.special, backbone.special.pad
         self.packs = attention.choose(backbone.model, config.attention)
         tokens = backbone.raw_tokenizer
@@ -134,7 +144,7 @@ class Tower(nn.Module):
     def _project(self, pooled: Float[Tensor, "rows views hidden"]) -> Float[Tensor, "rows views dim"]:
         # Autocast would round the embeddings that all losses compare.
         with torch.autocast(pooled.device.type, enabled=False):
-            return self.projection(pooled.to(self.projection.weight.dtype)).float()  # type: ignore[no-any-return]
+            return self.projection(pooled)  # type: ignore[no-any-return]
 
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
         """Write the tower's folder.

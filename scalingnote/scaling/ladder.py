@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.config import validate
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.models.config import TowerConfig
 from scalingnote.models.shape import of_backbone
 from scalingnote.scaling import fit, flops
@@ -33,10 +33,15 @@ def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainC
     """Stage I's config of every run, the smallest first; `rows` is how many pairs there are.
 
     ConfigError for what cannot be trained: more pairs than there are, fewer than a batch, no transformers, no
-    validation to measure by.
+    validation to measure by, or one that may stop a run before it has seen all of its pairs.
     """
     if train.validation is None:
         raise ConfigError("a ladder measures on validation queries: leave train.validation in")
+    if train.validation.patience is not None:
+        raise ConfigError(
+            "every run of a ladder sees all of its pairs: leave out train.validation.patience, "
+            f"found {train.validation.patience}"
+        )
     if not (isinstance(train.query, TowerConfig) and isinstance(train.document, TowerConfig)):
         raise ConfigError(
             "a ladder grows transformers: set train.query and train.document to kind transformer"
@@ -63,12 +68,28 @@ def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainC
 
 
 def row(trained: Artifact) -> dict[str, Any]:
-    """A rung's row of the ladder's table, by the artifact that it left behind."""
+    """A rung's row of the ladder's table, by the artifact that it left behind.
+
+    ArtifactError when that does not say how many documents a pair has.
+    """
     config, counts = validate(TrainConfig, trained.manifest.config, source=trained.uri), trained.counts
     assert isinstance(config.query, TowerConfig)  # rungs() refuses others
-    pairs, shape = counts["pairs"], of_backbone(config.document.backbone)
-    query = Side(of_backbone(config.query.backbone), counts["query_tokens"] / pairs)
-    work = flops.of_pair(query, Side(shape, counts["document_tokens"] / pairs), dim=config.dim)
+    if "documents_per_pair" not in counts:
+        raise ArtifactError(
+            f"{trained.uri} was trained by an earlier version, which did not count the documents of a pair: "
+            "delete it and train it again"
+        )
+    pairs, documents = counts["pairs"], counts["documents_per_pair"]
+    shape = of_backbone(config.document.backbone)
+    query = Side(of_backbone(config.query.backbone), counts["query_tokens"] / pairs, lora=config.query.lora)
+    document = Side(
+        shape,
+        counts["document_tokens"] / pairs / documents,
+        rows=documents,
+        pooled=len(trained.read_json("document/tower.json")["views"]),
+        lora=config.document.lora,
+    )
+    work = flops.of_pair(query, document, dim=config.dim)
     return {
         "parameters": shape.non_embedding_parameters,
         "examples": pairs,

@@ -8,6 +8,7 @@ ranks. Tensors are copied before :meth:`Checkpoints.save` returns; files are wri
 """
 
 import json
+import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -28,8 +29,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from scalingnote.errors import TrainingError
 from scalingnote.storage import filesystem as fs
 from scalingnote.train.distributed import rank
+from scalingnote.train.fetch import fetch
 
 MARKER = "checkpoint.json"
+WHOLE = "whole"  # the layout of states that are cut anew for any number of ranks
 _ON_CPU = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
@@ -113,13 +116,21 @@ class Checkpoints:
                 f"{uri} was written as {found.layout!r}, this run reads {target.layout!r}: resume it with "
                 "the same strategy and number of workers, or delete it to start again"
             )
-        folder = fs.download(uri, list(found.files), version=json.dumps(found.files))
+        folder = fetch(uri, self._read_here(found), version=json.dumps(found.files))
         state = target.state()
         reader = HuggingFaceStorageReader(str(folder))
         with self._alone():
             load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         target.restored(state)
+        if not isinstance(fs.resolve(uri)[0], LocalFileSystem):
+            self._barrier()  # ranks of a machine share a copy
+            shutil.rmtree(folder, ignore_errors=True)
         return found
+
+    def _read_here(self, found: Found) -> list[str]:
+        """Files that this rank reads: all where states are cut anew, else the shard that it wrote itself."""
+        own = f"shard-{rank() + 1:05d}-"
+        return [name for name in found.files if found.layout == WHOLE or name.startswith(own)]
 
     def newest(self) -> Found | None:
         """The whole checkpoint of the latest step."""

@@ -29,7 +29,7 @@ from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, Validatio
 from scalingnote.train.loop import Values, fit
 from scalingnote.train.objective import StageOne
 from scalingnote.train.order import Order
-from scalingnote.train.prepare import prepare, sparse_query, tokens_of_a_row
+from scalingnote.train.prepare import prepare, read_of_a_row, sparse_query
 from scalingnote.train.strategies.engine import Engine, build, load_weights
 from scalingnote.train.strategies.prepare import autocast
 from scalingnote.train.stream import Store
@@ -68,11 +68,14 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
         schedule=config,
         room="train",
     )
-    seen = steps * config.global_batch
-    queries, documents = (round(seen * tokens) for tokens in tokens_of_a_row(Store.open(prepared.store)))
+    made = _steps_made(output, planned=steps)
+    pairs = made * config.global_batch
+    read = read_of_a_row(Store.open(prepared.store))
     return draft.commit(
-        counts={"triplets": rows, "documents": prepared.documents, "steps": steps}
-        | {"pairs": seen, "query_tokens": queries, "document_tokens": documents}
+        counts={"triplets": rows, "documents": prepared.documents, "steps": made, "pairs": pairs}
+        | {"query_tokens": round(pairs * read.query_tokens)}
+        | {"document_tokens": round(pairs * read.document_tokens)}
+        | {"documents_per_pair": read.documents}
     )
 
 
@@ -187,6 +190,12 @@ def train_rank(
             fs.write_bytes(fs.join(settings["output"], name), json.dumps(value, indent=0).encode())
     ray.train.report({"step": settings["steps"]})
     return None
+
+
+def _steps_made(output: str, *, planned: int) -> int:
+    """Fewer than planned where validation stopped the run: the last measurement comes after the last step."""
+    measured = json.loads(fs.read_bytes(fs.join(output, "validation.json")))
+    return int(measured[-1]["step"]) if measured else planned
 
 
 def _trackers(schedule: Schedule, output: str) -> tuple[list[Tracker], ConfigError | None]:

@@ -119,7 +119,8 @@ class _Run:
 
     def step(self, step: int, batch: Any) -> Values:
         """One optimizer step; returns its numbers, means over ranks."""
-        torch.manual_seed((self.schedule.seed * 1_000_003 + step) * 4_099 + rank())
+        seed = (self.schedule.seed * 1_000_003 + step) * 4_099 + rank()
+        torch.manual_seed(seed % 2**64)  # what a generator takes; a config's seed has no bound
         cache = self.schedule.memory.grad_cache
         if cache is not None:
             loss, parts = cached_backward(self.engine, batch, config=cache)

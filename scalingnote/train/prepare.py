@@ -49,6 +49,15 @@ class Prepared:
     documents: int
 
 
+@dataclass(frozen=True)
+class Read:
+    """What a training row has the towers read."""
+
+    query_tokens: float
+    document_tokens: float  # of all its documents
+    documents: int  # the positive and the hard negatives
+
+
 def prepare(
     config: TrainConfig, *, dataset: Artifact, triplets: Artifact, folder: str, each: Each = map
 ) -> Prepared:
@@ -164,13 +173,17 @@ def _rows(
     }
 
 
-def tokens_of_a_row(store: Store) -> tuple[float, float]:
-    """Mean tokens of a training row, its query's and all its documents'; of a sample where there are many."""
+def read_of_a_row(store: Store) -> Read:
+    """What a training row has the towers read, on average; of a sample where there are many."""
     rows = store["train"]
     some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED)).astype(np.int64))
     documents = rows.values("documents", some)
     of_documents = store["documents"].lengths(documents.ravel()).reshape(documents.shape)
-    return float(rows.lengths(some).mean()), float(of_documents.sum(1).mean())
+    return Read(
+        query_tokens=float(rows.lengths(some).mean()),
+        document_tokens=float(of_documents.sum(1).mean()),
+        documents=documents.shape[1],
+    )
 
 
 def merged(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:

@@ -5,12 +5,8 @@ row is one read through the page cache, so a random order over a hundred million
 all ranks of a machine share what is cached. A remote store is copied to the machine once.
 """
 
-import fcntl
-import hashlib
 import json
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ from scalingnote.errors import ArtifactError
 from scalingnote.models.prompt import Row
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Part
+from scalingnote.train.fetch import fetch
 
 STORE = "store.json"
 
@@ -112,8 +109,7 @@ class Store:
         index = json.loads(fs.read_bytes(fs.join(uri, STORE)))
         names = [name for table in index["tables"].values() for name, _ in table]
         # The index holds the sums of all files: a store of other contents is another version.
-        with _alone(uri) if "://" in uri else nullcontext():
-            folder = fs.download(uri, names, version=json.dumps(index, sort_keys=True))
+        folder = fetch(uri, names, version=json.dumps(index, sort_keys=True))
         return cls(
             {table: Rows([folder / name for name, _ in files]) for table, files in index["tables"].items()},
             index["facts"],
@@ -153,12 +149,3 @@ def _mapped(path: Path) -> pa.Table:
         ) from None
     assert table.column(0).num_chunks == 1, f"{path} is not one record batch"
     return table
-
-
-@contextmanager
-def _alone(uri: str) -> Iterator[None]:
-    """One process of this machine at a time."""
-    name = f"scalingnote-{hashlib.sha256(uri.encode()).hexdigest()[:24]}.lock"
-    with (Path(tempfile.gettempdir()) / name).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

@@ -1,3 +1,4 @@
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import Tower, collate
+from scalingnote.storage import vectors
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,18 @@ def test_sorting_by_length_does_not_move_results(document: Tower):
             alone = document(collate([row], pad=document.pad))[0]
             for v, view in enumerate(document.views):
                 np.testing.assert_allclose(encoded[view][i], alone[v].numpy(), atol=1e-5)
+
+
+def test_half_precision_rounds_weights_and_no_rotary_frequency(document: Tower):
+    half = copy.deepcopy(document)
+    table = pa.Table.from_pylist(tiny.document_rows(4))
+    expected = Encoder(document, precision="float32").encode_documents(table)["summary"]
+    found = Encoder(half, precision="bfloat16").encode_documents(table)["summary"]
+    assert {parameter.dtype for parameter in half.backbone.parameters()} == {torch.bfloat16}
+    before, after = (tower.backbone.rotary_emb.inv_freq for tower in (document, half))
+    torch.testing.assert_close(after, before, atol=0, rtol=0)
+    cosines = (vectors.unit(found) * vectors.unit(expected)).sum(1)
+    assert cosines.min() > 0.999
 
 
 def test_a_row_that_cannot_be_encoded_is_set_aside_with_its_reason(document: Tower):

@@ -75,3 +75,10 @@ def test_a_temperature_stays_within_bounds_and_can_come_back(start: float, expec
     value.backward()
     assert temperature.log.grad.item() == pytest.approx(expected)
     assert expected < HIGHEST
+
+
+def test_a_temperature_held_in_half_precision_is_not_rounded_again():
+    temperature = Temperature(0.05).bfloat16()
+    value = temperature()
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(math.exp(temperature.log.item()), rel=1e-6)

@@ -41,11 +41,13 @@ def unit(*arrays: ndarray) -> list[torch.Tensor]:
     ("role", "backbone", "views"),
     [("query", tiny.CAUSAL, 1), ("document", tiny.CAUSAL, 3), ("query", tiny.BIDIRECTIONAL, 1)],
 )
-def test_equations_1_to_4_13_and_14_project_the_states_at_a_rows_positions(role, backbone, views):
+@pytest.mark.parametrize("held_in", [torch.float32, torch.bfloat16])
+def test_equations_1_to_4_13_and_14_project_the_states_at_a_rows_positions(role, backbone, views, held_in):
     learnt = backbones.train_tokenizer(["some words to learn from"], vocabulary=400)
     config = tiny.query_tower(backbone) if role == "query" else tiny.document_tower(backbone)
     made = tower.build(config, role=role, dim=5, tokenizer_json=learnt, seed=0).eval()
     rows = made.prompt.rows(*([["words", "some words to learn"]] * (1 if role == "query" else 3)))
+    made.projection.to(held_in)  # what is rounded is the weight, not the embeddings
     found = made(tower.collate(rows, pad=made.pad)).detach().numpy()
     matrix = made.projection.weight.detach().double().numpy()
     for i, row in enumerate(rows):

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import families
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from scalingnote.cross_encoder.encoder import PairEncoder
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone
 from scalingnote.models.batch import collate
+from scalingnote.models.config import Pretrained
 from scalingnote.models.cross_encoder import CrossEncoder, pair, scores
 from scalingnote.models.prompt import Row
 
@@ -119,6 +121,29 @@ def test_a_saved_one_gives_the_same_proxies(tmp_path: Path, dim: int | None):
         torch.testing.assert_close(mine, other)
         assert mine.shape == (6, dim or 32)
     assert rows(again) == rows(made)
+
+
+def test_half_precision_rounds_weights_and_no_rotary_frequency(tmp_path: Path):
+    path = str(families.folder(tmp_path, "modernbert"))
+    base = backbone.build(Pretrained(path=path), tokenizer_json=None, seed=0)
+    made = CrossEncoder(base, pooling="special", dim=None, **KNOBS)
+    frequencies = [buffer.clone() for name, buffer in made.backbone.named_buffers() if "inv_freq" in name]
+    PairEncoder(made, precision="bfloat16")
+    assert {parameter.dtype for parameter in made.backbone.parameters()} == {torch.bfloat16}
+    after = [buffer for name, buffer in made.backbone.named_buffers() if "inv_freq" in name]
+    torch.testing.assert_close(after, frequencies, atol=0, rtol=0)
+
+
+@torch.no_grad()
+def test_a_weight_in_half_precision_rounds_no_proxy():
+    made = model("special", dim=8)
+    for projection in (made.query, made.document):
+        projection.bfloat16()
+    row = rows(made)[0]
+    found, state = made.proxies(collate([row], pad=made.pad)), states(made, row)
+    for proxy, projection, place in zip(found, (made.query, made.document), row.positions, strict=True):
+        expected = projection.weight.double() @ state[place].double()
+        torch.testing.assert_close(proxy[0], expected.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_no_cross_encoder_is_refused(tmp_path: Path):

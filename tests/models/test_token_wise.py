@@ -1,5 +1,6 @@
 """Tokens read in blocks give what each gives alone; the table gives what the whole model gives."""
 
+import copy
 from pathlib import Path
 
 import families
@@ -91,6 +92,16 @@ def test_the_whole_query_is_read_as_one_text(checkpoint: Path, packed: bool):
         ids = torch.tensor([[*made.instruction.tolist(), *row.ids, made.end]])
         expected = made.projection(made.backbone(input_ids=ids).last_hidden_state[0, -1])
         torch.testing.assert_close(embedding, expected, **TIGHT)
+
+
+def test_a_weight_in_half_precision_rounds_no_embedding(scratch: TokenWise):
+    made = copy.deepcopy(scratch)
+    made.projection.bfloat16()
+    ids = torch.tensor([[*made.instruction.tolist(), 70, made.end]])
+    state = made.backbone(input_ids=ids).last_hidden_state[0, -1]
+    expected = made.projection.weight.double() @ state.double()
+    (found,) = made.token_vectors(torch.tensor([70]))
+    torch.testing.assert_close(found, expected.float(), **TIGHT)
 
 
 @given(st.integers(0, 5), st.integers(1, 6))

@@ -89,6 +89,28 @@ def test_any_hugging_face_folder_is_a_backbone(tokenizer_json: str, tmp_path: Pa
     assert loaded(collate(loaded.prompt.rows(*DOCUMENTS), pad=loaded.pad)).shape == (2, 3, 16)
 
 
+@pytest.mark.parametrize("family", ["qwen2-sliding", "qwen3", "modernbert", "bert"])
+def test_a_tower_of_the_first_layers_is_saved_and_read_again(tmp_path: Path, family: str):
+    path = families.folder(tmp_path / "base", family)
+    config = families.tower_config(path, role="document")
+    config = config.model_copy(update={"backbone": Pretrained(path=str(path), layers=1)})
+    made = tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
+    made.save(tmp_path / "tower")
+    again = Tower.load(tmp_path / "tower")
+    assert again.backbone.config.num_hidden_layers == 1
+    batch = collate(made.prompt.rows(*DOCUMENTS), pad=made.pad)
+    torch.testing.assert_close(again(batch), made(batch))
+
+
+@pytest.mark.parametrize("role", ["query", "document"])
+def test_a_tower_reads_no_further_than_its_backbone(tokenizer_json: str, role: str):
+    assert build(tokenizer_json, tiny.CAUSAL, role, max_length=64)
+    with pytest.raises(
+        ConfigError, match=f"the {role} tower has max_length=65, but its backbone reads 64 tok"
+    ):
+        build(tokenizer_json, tiny.CAUSAL, role, max_length=65)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "bert"])
 def test_placeholders_read_in_place_begin_as_the_first_token(tmp_path: Path, family: str) -> None:
     def rows(path: Path) -> tuple[torch.Tensor, torch.Tensor, backbone.Backbone]:

@@ -8,15 +8,15 @@ import tiny
 from in_process import without_ray
 from scalingnote import pipeline
 from scalingnote.config import validate
-from scalingnote.errors import ConfigError
-from scalingnote.models.config import LookupConfig, Scratch
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models.config import LookupConfig, Lora, Scratch
 from scalingnote.run_config import RunConfig
 from scalingnote.scaling import job, ladder
 from scalingnote.scaling.config import LadderConfig
 from scalingnote.scaling.laws import JointLaw
-from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import job as training
-from scalingnote.train.config import TrainConfig
+from scalingnote.train.config import TrainConfig, Validation
 from scalingnote.train.order import Order
 
 BACKBONES = tuple(
@@ -57,6 +57,7 @@ def test_wide_models_may_learn_more_slowly():
         ({"pairs": (80,)}, {}, "8 to 72 once"),
         ({"pairs": (4,)}, {}, "8 to 72 once"),
         ({}, {"validation": None}, "train.validation"),
+        ({}, {"validation": Validation(patience=3)}, "leave out train.validation.patience, found 3"),
         ({}, {"query": LookupConfig()}, "transformer"),
     ],
 )
@@ -95,6 +96,36 @@ def test_a_row_says_what_was_trained(trained: list[Artifact]):
         assert 30 * row["examples"] < row["tokens"] < 3 * 40 * row["examples"]
         assert 6 * row["parameters"] < row["operations"] / row["tokens"] < 20 * row["parameters"]
         assert np.isfinite(row["contrastive_entropy"])
+
+
+def by_hand(uri: Path, *, lora: Lora | None = None, **counts: int) -> Artifact:
+    """What ten pairs leave behind: a query of 4 tokens, two documents of 10, three views of each."""
+    towers = {
+        name: getattr(STAGE_ONE, name).model_copy(update={"backbone": BACKBONES[0], "lora": lora})
+        for name in ("query", "document")
+    }
+    draft = Draft(str(uri), kind="dual_encoder", config=STAGE_ONE.model_copy(update=towers), parents={})
+    draft.write_json("document/tower.json", {"views": ["title", "content", "summary"]})
+    draft.write_json("validation.json", [{"step": 2, "contrastive_entropy": 1.0}])
+    return draft.commit(counts={"pairs": 10, "query_tokens": 40, "document_tokens": 200, **counts})
+
+
+# 2,560 weights in a layer, 16 wide; the forward and the backward pass are 1 + 2 times a matrix product.
+QUERY = 3 * (2 * 4 * 2560 + 4 * 4**2 * 16 // 2 + 2 * 16 * 16)
+DOCUMENT = 3 * (2 * 10 * 2560 + 4 * 10**2 * 16 // 2 + 2 * 3 * 16 * 16)
+# An adapter of rank 2 has 544; what is frozen needs no gradient of its own.
+ADAPTED = (3 * 2 * 4 * 544 - 2 * 4 * 2560) + 2 * (3 * 2 * 10 * 544 - 2 * 10 * 2560)
+
+
+@pytest.mark.parametrize(("lora", "more"), [(None, 0), (Lora(rank=2), ADAPTED)])
+def test_operations_are_those_of_every_document_by_itself(tmp_path: Path, lora: Lora | None, more: int):
+    row = ladder.row(by_hand(tmp_path, lora=lora, documents_per_pair=2))
+    assert row["operations"] == 10 * (QUERY + 2 * DOCUMENT + more)
+
+
+def test_a_run_that_counted_no_documents_is_refused(tmp_path: Path):
+    with pytest.raises(ArtifactError, match=r"an earlier version, .* train it again"):
+        ladder.row(by_hand(tmp_path))
 
 
 def test_the_laws_of_a_ladder_become_an_artifact(trained: list[Artifact], tmp_path: Path):

@@ -1,5 +1,7 @@
 """A checkpoint is whole or not there; the newest and the best are kept; any filesystem will do."""
 
+import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -115,7 +117,8 @@ def test_shards_of_another_cut_are_refused(tmp_path: Path):
         checkpoints.restore(Numbers(0.0, layout="zero-3 on 4 ranks"))
 
 
-def test_checkpoints_of_another_filesystem(tmp_path: Path):
+def test_checkpoints_of_another_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     uri = f"local://{tmp_path}/run"  # this machine's files, but through fsspec as if they were elsewhere
     saved(uri, 10, 20, 30)
     target = Numbers(0.0)
@@ -123,3 +126,23 @@ def test_checkpoints_of_another_filesystem(tmp_path: Path):
     assert found is not None
     assert target.values() == {30.0}
     assert steps_in(tmp_path / "run") == [20, 30]
+    assert list((tmp_path / "scalingnote-cache").iterdir()) == []  # what was read is of no more use
+
+
+def test_a_rank_fetches_its_own_shard_alone_where_no_other_is_of_use_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    layout, uri = "zero-1 on 2 ranks", f"local://{tmp_path}/run"
+    checkpoints = Checkpoints(uri, keep=1)
+    checkpoints.save(10, Numbers(10.0, layout), {})
+    checkpoints.wait()
+    (own,) = (tmp_path / "run").glob("*/*.safetensors")
+    other = own.with_name(own.name.replace("shard-00001", "shard-00002"))
+    other.write_bytes(b"what rank 1 wrote")
+    marker = json.loads(own.with_name(MARKER).read_text())
+    marker["files"][other.name] = other.stat().st_size
+    own.with_name(MARKER).write_text(json.dumps(marker))
+    target = Numbers(0.0, layout)
+    assert checkpoints.restore(target) is not None
+    assert target.values() == {10.0}

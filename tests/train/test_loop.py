@@ -49,7 +49,14 @@ def batch_at(step: int) -> Tensor:
 
 
 def train(
-    module: nn.Module, folder: Path, *, until: int = STEPS, source=batch_at, every: int = 4, **knobs: Any
+    module: nn.Module,
+    folder: Path,
+    *,
+    until: int = STEPS,
+    source=batch_at,
+    every: int = 4,
+    seed: int = 3,
+    **knobs: Any,
 ) -> History:
     def stop_at(step: int) -> Tensor:
         if step >= until:
@@ -61,7 +68,7 @@ def train(
         precision="float32",
         checkpoint_every=every,
         global_batch=16,
-        seed=3,
+        seed=seed,
     )
     return fit(
         build(module, schedule=schedule, device=torch.device("cpu")),
@@ -90,6 +97,13 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path: Path
     resumed = Regression()
     assert train(resumed, tmp_path / "cut") == history
     assert same(whole, resumed)
+
+
+def test_any_number_is_a_seed(tmp_path: Path):
+    small, large = Regression(), Regression()
+    train(small, tmp_path / "small")
+    train(large, tmp_path / "large", seed=2**64)
+    assert not same(small, large)
 
 
 def test_checkpoints_are_written_on_the_way_but_not_at_the_end(tmp_path: Path):

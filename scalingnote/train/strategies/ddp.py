@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scalingnote.models.adapters import lower_frozen
 from scalingnote.models.precision import compute_dtype
 from scalingnote.train.agreement import average_
+from scalingnote.train.checkpoint import WHOLE
 from scalingnote.train.config import Schedule
 from scalingnote.train.distributed import rank, world_size
 from scalingnote.train.strategies import optimizer
@@ -20,7 +21,7 @@ from scalingnote.train.strategies.prepare import autocast, prepare, surrogate, t
 class DdpEngine:
     """Weights that learn in float32 on every rank; matrix products in bfloat16 where asked for."""
 
-    layout = "whole"
+    layout = WHOLE
 
     def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
         self.module = prepare(module.to(device), schedule.memory)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from scalingnote.models.precision import compute_dtype
 from scalingnote.train.agreement import average_
+from scalingnote.train.checkpoint import WHOLE
 from scalingnote.train.config import Fsdp2, Schedule
 from scalingnote.train.distributed import rank, world_size
 from scalingnote.train.strategies import optimizer
@@ -33,7 +34,7 @@ class Fsdp2Engine:
     gradient for longer than a layer's backward pass.
     """
 
-    layout = "whole"  # a checkpoint knows each shard's place, and is cut anew for other ranks
+    layout = WHOLE  # a checkpoint knows each shard's place, and is cut anew for other ranks
 
     def __init__(self, module: nn.Module, config: Fsdp2, *, schedule: Schedule, device: torch.device) -> None:
         self.module = prepare(module, schedule.memory)

@@ -1,0 +1,41 @@
+"""What a run says of itself: counted by the steps that were made."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from in_process import without_ray
+from scalingnote.storage import filesystem as fs
+from scalingnote.train import job
+from scalingnote.train.config import Losses, TrainConfig
+
+CONFIG = TrainConfig(
+    query=tiny.query_tower(),
+    document=tiny.document_tower(),
+    dim=8,
+    losses=Losses(matryoshka=(8,)),
+    global_batch=8,
+    epochs=2,
+)
+
+
+@pytest.mark.parametrize(("measured", "steps"), [([{"step": 4}, {"step": 6}], 6), ([], 18)])
+def test_a_run_that_stopped_early_counts_the_pairs_that_it_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[dict[str, int]], steps: int
+):
+    def launch(worker: Any, settings: dict[str, Any], **_: Any) -> None:
+        assert settings["steps"] == 18
+        fs.write_bytes(fs.join(settings["output"], "validation.json"), json.dumps(measured).encode())
+
+    without_ray(monkeypatch)
+    monkeypatch.setattr(job, "launch", launch)
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    triplets = tiny.triplets(str(tmp_path / "triplets"), dataset)
+    made = job.run(CONFIG, dataset=dataset.uri, triplets=triplets.uri, output=str(tmp_path / "towers"))
+    counts = made.counts
+    assert (counts["steps"], counts["pairs"], counts["documents_per_pair"]) == (steps, steps * 8, 2)
+    assert 3 < counts["query_tokens"] / counts["pairs"] < 17
+    assert 2 * 10 < counts["document_tokens"] / counts["pairs"] <= 2 * 40
