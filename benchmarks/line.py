@@ -77,13 +77,13 @@ def judged(found: float, better: Better, bar: float | None) -> str:
 
 
 def mean(shown: str | float) -> float:
-    """0.979 of "0.979 ± 0.006"."""
-    return float(str(shown).split(" ")[0])
+    """0.979 of "0.979 ± 0.006", with a star or without."""
+    return float(str(shown).split(" ")[0].rstrip("*"))
 
 
 def spread_of(shown: str) -> float:
-    """0.006 of "0.979 ± 0.006", with a star or without."""
-    return float(shown.partition("± ")[2].rstrip("*"))
+    """0.006 of "0.979 ± 0.006", with a star or without; 0 where one seed was run."""
+    return float(shown.partition("± ")[2].rstrip("*") or 0)
 
 
 def number(found: float) -> str:

@@ -159,7 +159,9 @@ def table_ladder(found: Found) -> list[dict[str, Any]]:
 def cells(sides: Mapping[str, Row], name: str, *, over: str) -> dict[str, str]:
     """Recalls with their spread over seeds; R@50 with a star where it differs from that of `over`."""
     row = sides[name]
-    shown = {measure: f"{row.mean(measure):.3f} ± {row.spread(measure):.3f}" for measure in RECALLS}
+    shown = {measure: f"{row.mean(measure):.3f}" for measure in RECALLS}
+    if len(row.sides) > 1:
+        shown = {measure: f"{mean} ± {row.spread(measure):.3f}" for measure, mean in shown.items()}
     if over in sides and over != name and distillation.p_value(row, sides[over]) < SIGNIFICANT:
         shown["R@50"] += "*"
     return shown | {"seeds": str(len(row.sides))}
