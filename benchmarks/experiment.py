@@ -169,7 +169,8 @@ def simulate(engine: Engine, dataset: Artifact, folder: Path, *, users: int) -> 
         request_id = f"request-{number}"
         unit = unit_of(f"user-{user}", request_id, secret="benchmark")
         arm = arm_of(unit, SPLIT).name
-        if rng.random() < NAMED:
+        named = rng.random() < NAMED
+        if named:
             arm = str(rng.choice([one.name for one in SPLIT.arms]))
         query = int(rng.integers(len(texts)))
         record = {
@@ -178,14 +179,14 @@ def simulate(engine: Engine, dataset: Artifact, folder: Path, *, users: int) -> 
             "path": "/search",
             "status": 200,
             "arm": arm,
-            "unit": unit,
+            "unit": None if named else unit,
             "query": texts[query],
             "k": K,
             "shards": 1,
             "shards_answered": 1,
         }
         if rng.random() < FAILS:
-            writers[number % 2].append(record | {"status": 504, "shards_answered": 0, "error": "deadline"})
+            writers[number % 2].append(record | {"status": 503, "shards_answered": 0, "error": "unavailable"})
             continue
         doc_ids, scores, ms = engine.answer(texts[query], arm)
         writers[number % 2].append(record | {"doc_ids": doc_ids, "scores": scores, "timings_ms": ms})

@@ -104,8 +104,8 @@ def warnings(config: ExperimentConfig, report: Report) -> list[str]:
     strangers = requests["left_out"].get("not by this split", 0)
     if strangers > 0.01 * (own + strangers):
         found.append(
-            f"{strangers:,} requests were answered by another arm than the split gives their unit: they "
-            "named it, or shares changed in between. They are left out; where shares changed, set `start`."
+            f"{strangers:,} requests were answered by another arm than the split gives their unit: shares "
+            "changed in between. They are left out: set `start` to when they did."
         )
     if requests["rejected"] > 0.01 * requests["read"]:
         found.append(f"{requests['rejected']:,} of {requests['read']:,} lines of the log could not be used.")

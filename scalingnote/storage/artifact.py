@@ -168,6 +168,8 @@ class Draft:
         """
         if self.finished:
             return
+        if fs.is_file(self.uri):
+            raise ArtifactError(f"{self.uri} is a file: choose another output")
         claim = self.work("fingerprint")
         claimed = fs.exists(claim)
         if claimed and fs.read_bytes(claim).decode() == self.fingerprint:

@@ -57,6 +57,12 @@ def exists(uri: str) -> bool:
     return bool(filesystem.get_file_info(path).type != pafs.FileType.NotFound)
 
 
+def is_file(uri: str) -> bool:
+    """Whether a file is there."""
+    filesystem, path = resolve(uri)
+    return bool(filesystem.get_file_info(path).is_file)
+
+
 def read_bytes(uri: str) -> bytes:
     """The whole file; DataError when it is missing."""
     filesystem, path = resolve(uri)

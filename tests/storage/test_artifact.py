@@ -125,6 +125,13 @@ def test_a_folder_with_files_of_others_is_refused_and_left_as_it_is(uri: str, na
     assert list(fs.list_files(uri)) == [name]
 
 
+def test_a_file_is_no_place_for_an_artifact(tmp_path: Path):
+    (tmp_path / "thesis").write_text("mine")
+    with pytest.raises(ArtifactError, match="thesis is a file: choose another output"):
+        build(str(tmp_path / "thesis"))
+    assert (tmp_path / "thesis").read_text() == "mine"
+
+
 def test_an_empty_folder_may_be_filled(tmp_path: Path):
     Path(tmp_path, "art/empty").mkdir(parents=True)
     assert build(str(tmp_path / "art")).counts == {"rows": 3}
