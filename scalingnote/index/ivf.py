@@ -7,7 +7,7 @@ vectors kept. Every shard starts as an empty copy of it, so that a query is comp
 and the lists it chose are scanned in every shard. Scores are inner products of unit vectors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
@@ -226,6 +226,20 @@ def coarse_of(centroids: Float[ndarray, "nlist dim"]) -> Any:
 def parse(data: bytes) -> Any:
     """A faiss index from the bytes of :func:`dump`."""
     return faiss.deserialize_index(np.frombuffer(data, np.uint8))
+
+
+def dump_quantizer(quantizer: Quantizer) -> dict[str, bytes]:
+    """Its files, the centroids last: where they are, so are the others."""
+    files = {"lists.faiss": quantizer.lists, "kept.faiss": quantizer.kept}
+    files["coarse.faiss"] = dump(coarse_of(quantizer.centroids))
+    return {name: data for name, data in files.items() if data is not None}
+
+
+def parse_quantizer(files: Mapping[str, bytes]) -> Quantizer:
+    """A quantizer from the files of :func:`dump_quantizer`."""
+    coarse = parse(files["coarse.faiss"])
+    centroids = coarse.reconstruct_n(0, coarse.ntotal)
+    return Quantizer(centroids, files.get("lists.faiss"), files.get("kept.faiss"))
 
 
 def bitmap(mask: Sequence[bool] | ndarray) -> UInt8[ndarray, " bytes"]:

@@ -170,18 +170,16 @@ def _layout(config: IndexConfig, *, documents: int, encoded: pa.Schema) -> shard
 
 def _quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: Artifact) -> ivf.Quantizer:
     """Trained, or as a killed run left it."""
-    names = ["kept.faiss", "lists.faiss", "coarse.faiss"]  # the last is written last: then all are there
-    paths = {name: draft.work(f"quantizer/{name}") for name in names}
-    if fs.exists(paths["coarse.faiss"]):
-        kept, lists, coarse = (fs.read_bytes(paths[name]) for name in names)
-        index = ivf.parse(coarse)
-        return ivf.Quantizer(index.reconstruct_n(0, index.ntotal), lists or None, kept or None)
+    folder = draft.work("quantizer")
+    if fs.exists(fs.join(folder, shard.COARSE)):  # the last that is written
+        return ivf.parse_quantizer(
+            {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder)}
+        )
     matrices = sample(source, documents=config.train_documents, seed=config.seed, resources=config.resources)
     train = ray.remote(**cluster.actor_options(config.resources))(build.train)
     quantizer: ivf.Quantizer = cluster.fetch(train.remote(config, layout.nlist, *matrices))
-    coarse = ivf.dump(ivf.coarse_of(quantizer.centroids))
-    for name, data in zip(names, (quantizer.kept or b"", quantizer.lists or b"", coarse), strict=True):
-        fs.write_bytes(paths[name], data)
+    for name, data in ivf.dump_quantizer(quantizer).items():
+        fs.write_bytes(fs.join(folder, name), data)
     return quantizer
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from scalingnote.models.config import Lora
+from scalingnote.models.precision import lower
 
 
 def twin(model: nn.Module) -> nn.Module:
@@ -86,8 +87,7 @@ def lower_frozen(module: nn.Module, dtype: torch.dtype) -> None:
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:
-            for parameter in layer.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
+            lower(layer, dtype)
 
 
 def is_adapted(model: nn.Module) -> bool:

@@ -33,7 +33,7 @@ class _Moment(NamedTuple):
     masks: list[Bool[ndarray, " rows"] | None]
     terms: list[Postings]  # of the same rows, in other pieces
     snapshots: list[Snapshot]  # of the shards
-    starts: list[int]  # row of all where each shard begins, and the number of rows
+    starts: Int[ndarray, " shards+1"]  # row of all where each shard begins, and the number of rows
 
 
 class LiveSearcher:
@@ -165,7 +165,7 @@ class LiveSearcher:
             masks.append(mask)
         first = [*accumulate((len(segment.lists) for segment in segments), initial=0)]
         terms = [each for snapshot in snapshots for each in snapshot.term_segments]
-        starts = [*accumulate((snapshot.rows for snapshot in snapshots), initial=0)]
+        starts = np.cumsum([0, *(snapshot.rows for snapshot in snapshots)])
         return _Moment(layout, segments, first, masks, terms, snapshots, starts)
 
     def _scan(
@@ -205,6 +205,6 @@ def _found(
     there = rows >= 0
     rows = rows[there]
     shards = np.searchsorted(now.starts, rows, side="right") - 1
-    places = zip(shards.tolist(), (rows - np.array(now.starts)[shards]).tolist(), strict=True)
+    places = zip(shards.tolist(), (rows - now.starts[shards]).tolist(), strict=True)
     documents = [now.snapshots[shard].document(row) for shard, row in places]
     return Found(rows, shards, dense[there], None if sparse is None else sparse[there], documents)

@@ -174,24 +174,25 @@ class Draft:
         claimed = fs.exists(claim)
         if claimed and fs.read_bytes(claim).decode() == self.fingerprint:
             return
-        parts = {name.split("/")[0] for name in fs.list_files(self.uri)} - {WORK}
-        if parts and not claimed:
+        if not claimed and (parts := self._top()):
             raise ArtifactError(
                 f"{self.uri} has files that are no unfinished artifact, such as {min(parts)}: choose another "
                 "output or delete it"
             )
         if claimed:
             fs.write_bytes(claim, b"")  # nobody is to resume what a kill from here on leaves
-        for part in parts:
-            fs.delete(self.path(part))
+        self.afresh()
         fs.delete(self.uri)
         fs.write_bytes(claim, self.fingerprint.encode())
 
     def afresh(self) -> None:
         """Clear an unfinished run's parts: whoever resumes nothing would commit them beside its own."""
-        for name in fs.list_files(self.uri):
-            if not name.startswith(f"{WORK}/"):
-                fs.delete(self.path(name))
+        for name in self._top():
+            fs.delete(self.path(name))
+
+    def _top(self) -> set[str]:
+        """Files and folders of this place, but for the work directory."""
+        return {name.split("/")[0] for name in fs.list_files(self.uri)} - {WORK}
 
     def path(self, name: str) -> str:
         """URI where a part goes."""

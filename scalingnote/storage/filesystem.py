@@ -95,11 +95,16 @@ def make_durable(uri: str, names: Iterable[str]) -> None:
     files = [root / name for name in names]
     folders = {above for each in files for above in each.parents if above.is_relative_to(root.parent)}
     for each in [*files, *sorted(folders, reverse=True)]:  # a name is of use once its file is there
-        handle = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(each)
+
+
+def sync(path: Path) -> None:
+    """Have a local file, or the names that a folder has got and lost, outlive a crash of the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def list_files(uri: str) -> dict[str, int]:

@@ -193,19 +193,13 @@ def _trained_anew(
     """The quantizer that an earlier run trained, or a new one; None where there is too little to train on."""
     record = "quantizer.json"
     if found := resume.finished(draft, record):
-        stored = {Path(name).name: fs.read_bytes(draft.path(name)) for name in found}
-        coarse = ivf.parse(stored[shard.COARSE])
-        centroids = coarse.reconstruct_n(0, coarse.ntotal)
-        return ivf.Quantizer(centroids, stored.get("lists.faiss"), stored.get("kept.faiss"))
+        return ivf.parse_quantizer({Path(name).name: fs.read_bytes(draft.path(name)) for name in found})
     trained = _trained(folder, base, old, until)
     if trained is not None:
         fs.delete(draft.work("shards"))  # codes of another quantizer
-        coarse = ivf.dump(ivf.coarse_of(trained.centroids))
-        contents = {shard.COARSE: coarse, "lists.faiss": trained.lists, "kept.faiss": trained.kept}
         files = {
             f"{WORK}/quantizer/{name}": write_file(draft.work(f"quantizer/{name}"), data)
-            for name, data in contents.items()
-            if data is not None
+            for name, data in ivf.dump_quantizer(trained).items()
         }
         resume.finish(draft, record, files)
         fs.make_durable(draft.uri, [*files, f"{WORK}/{record}"])  # nor the quantizer of its codes

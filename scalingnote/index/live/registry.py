@@ -14,7 +14,8 @@ from pathlib import Path
 
 from scalingnote.errors import ArtifactError
 from scalingnote.index.live.claim import claim
-from scalingnote.index.live.wal_segment import make_folder, sync_folder
+from scalingnote.index.live.wal_segment import make_folder
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 FILE = "versions.json"
@@ -90,7 +91,7 @@ def write(folder: str | Path, register: Register) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     pending.replace(folder / FILE)
-    sync_folder(folder)
+    fs.sync(folder)
 
 
 def begin(folder: str | Path, register: Register) -> None:

@@ -30,9 +30,9 @@ from scalingnote.index.live.wal_segment import (
     records,
     segments,
     start_segment,
-    sync_folder,
 )
 from scalingnote.log import get_logger
+from scalingnote.storage import filesystem as fs
 
 _MARK = Struct("<QI")  # the record acknowledged, and the CRC-32 of its number
 MAX_RECORD_BYTES = 1 << 30
@@ -133,7 +133,7 @@ class Log:
             for (_, path), (following, _) in pairwise(found):
                 if following <= through + 1:
                     path.unlink()
-            sync_folder(self.folder)
+            fs.sync(self.folder)  # removed names are durable only once their folder is
 
     def rotate(self) -> None:
         """Begin a segment, so that what was synced by now can be dropped whole one day."""

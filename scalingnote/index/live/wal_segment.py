@@ -9,6 +9,7 @@ from struct import Struct
 from typing import BinaryIO, NamedTuple
 
 from scalingnote.errors import ArtifactError
+from scalingnote.storage import filesystem as fs
 
 _MAGIC = b"SNL1"
 _HEADER, _CRC = Struct("<4sIIQQ"), Struct("<I")  # the fields of Header; CRC-32 of these bytes
@@ -71,7 +72,7 @@ def start_segment(folder: Path, first: int) -> Path:
     """A segment without records, durable."""
     path = folder / f"{first:020d}.log"
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
-    sync_folder(folder)
+    fs.sync(folder)
     return path
 
 
@@ -80,16 +81,7 @@ def make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """New and removed names are durable only once their folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        fs.sync(path.parent)
 
 
 def _parse(data: bytes) -> Header | None:

@@ -30,16 +30,6 @@ SHARDS = [{f"d{i}": MATRIX[i] for i in range(40)}, {f"d{i}": MATRIX[i] for i in 
 TRUTH = SHARDS[0] | SHARDS[1]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return index(f"{tmp_path_factory.mktemp('built')}/index", SHARDS)
-
-
-@pytest.fixture
-def live(built: Artifact, tmp_path: Path) -> LiveIndex:
-    return LiveIndex(tmp_path / "live", built.uri)
-
-
 def _write(live: LiveIndex, truth: dict[str, np.ndarray]) -> None:
     """Some of everything, in both shards."""
     names = [f"d{i}" for i in range(0, 70, 7)] + [f"n{i}" for i in range(20)]

@@ -6,26 +6,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from live_shards import DIM, index, quantizer, table
+from live_shards import DIM, quantizer, table
 from scalingnote.errors import DataError
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.index.live.shard import LiveShard, owners
 from scalingnote.search.live_searcher import LiveSearcher
-from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 
 MATRIX, NEW = vectors(40, DIM), vectors(20, DIM, seed=7)
 SHARDS = [{f"d{i}": MATRIX[i] for i in range(25)}, {f"d{i}": MATRIX[i] for i in range(25, 40)}]
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return index(f"{tmp_path_factory.mktemp('built')}/index", SHARDS)
-
-
-@pytest.fixture
-def live(built: Artifact, tmp_path: Path) -> LiveIndex:
-    return LiveIndex(tmp_path / "live", built.uri)
 
 
 @pytest.fixture

@@ -25,16 +25,6 @@ TRUTH = SHARDS[0] | SHARDS[1]
 Truth = dict[str, np.ndarray]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
-    return index(f"{tmp_path_factory.mktemp('built')}/index", SHARDS)
-
-
-@pytest.fixture
-def live(built: Artifact, tmp_path: Path) -> LiveIndex:
-    return LiveIndex(tmp_path / "live", built.uri)
-
-
 def _write(live: LiveIndex, truth: Truth, step: int) -> None:
     """Some that replace, some that are new, some that go."""
     names = [f"d{(step * 7 + i) % 40}" for i in range(5)] + [f"n{step}-{i}" for i in range(5)]

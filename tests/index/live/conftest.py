@@ -1,0 +1,19 @@
+"""An index of the documents in a module's SHARDS, built once, and a live one over it for each test."""
+
+from pathlib import Path
+
+import pytest
+
+from live_shards import index
+from scalingnote.index.live.index import LiveIndex
+from scalingnote.storage.artifact import Artifact
+
+
+@pytest.fixture(scope="module")
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return index(f"{tmp_path_factory.mktemp('built')}/index", request.module.SHARDS)
+
+
+@pytest.fixture
+def live(built: Artifact, tmp_path: Path) -> LiveIndex:
+    return LiveIndex(tmp_path / "live", built.uri)
