@@ -32,7 +32,7 @@ from safetensors import torch as safetensors
 from tokenizers import Tokenizer
 
 from benchmarks import minilm
-from benchmarks.fusion import term_counts
+from benchmarks.plain_embeddings import term_counts
 from benchmarks.report import arguments, show, write
 from scalingnote import cluster, topk
 from scalingnote.config import validate

@@ -15,7 +15,7 @@ from safetensors import torch as safetensors
 from tokenizers import Tokenizer
 
 from benchmarks import minilm
-from benchmarks.fusion import term_counts
+from benchmarks.plain_embeddings import term_counts
 from scalingnote.datasets import registry
 from scalingnote.datasets.config import MedQuad, PythonDocs
 from scalingnote.datasets.rows import Unreadable

@@ -66,12 +66,12 @@ def run(
     brought = given.read(config, parents["dataset"], test=test)
     mistyped = test.mistyped(share=config.typos, seed=config.seed) if config.typos else None
     asked = test.and_also(mistyped) if mistyped else test
-    towers = {name: parents[kind] for name, kind in retrieve.towers(config, parents).items()}
     ancestors = lineage(parents.values())
     teacher = taught.sample(ancestors, queries=config.distances, seed=config.seed) if student else {}
+    towers = {name: parents[kind] for name, kind in retrieve.towers(config, parents).items()}
     texts = {name: [*asked.queries, *brought.queries] for name in towers}
-    if student:
-        texts[config.names.student] += [query for one in teacher.values() for query in one.queries]
+    for one in teacher.values():
+        texts[config.names.student] += one.queries
     encoded = encode_queries(towers, texts, config=config)
     bm25 = retrieve.Words.build(config, parents) if config.bm25 else None
     found = retrieve.retrieve(config, parents, encoded, bm25, test=asked)
@@ -99,18 +99,15 @@ def run(
     scorers = retrieve.scorers(config, parents, encoded, bm25)
     report |= _of_what_is_given(config, brought, scorers, rankings, dataset=parents["dataset"], draft=draft)
     shown = examples(parents["dataset"], rankings, test=test, number=config.examples, seed=config.seed)
-    draft.write_json("report.json", report)
-    draft.write_bytes("report.md", markdown(report).encode())
     draft.write_bytes("report.html", page(report, examples=shown, ancestors=ancestors).encode())
+    draft.write_bytes("report.md", markdown(report).encode())
+    draft.write_json("report.json", report)
     draft.write_table("per_query.parquet", measured.table(values, query_ids=test.query_ids))
     _write_runs(draft, runs, qrels=test.qrels, depth=config.run_depth)
-    documents, queries = report["num_documents"], report["num_queries"]
-    place = fs.join(output, "report.html")
-    log.info("%d methods, %s queries, %s documents: %s", len(runs), f"{queries:,}", f"{documents:,}", place)
-    return draft.commit(
-        counts={"documents": documents, "queries": queries, "methods": len(runs)}
-        | {"queries_without_relevant": test.without_relevant}
-    )
+    counts = {"documents": report["num_documents"], "queries": report["num_queries"], "methods": len(runs)}
+    told = ", ".join(f"{count:,} {name}" for name, count in counts.items())
+    log.info("%s: %s", told, fs.join(output, "report.html"))
+    return draft.commit(counts=counts | {"queries_without_relevant": test.without_relevant})
 
 
 def _of_what_is_given(

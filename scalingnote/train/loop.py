@@ -73,6 +73,7 @@ def fit(
     start, history = (found.step, History(**found.notes)) if found else (0, History())
     if start:
         get_logger(room).info("resuming at step %d of %d", start, steps)
+    last = start if _out_of_patience(validation, history) else steps  # a notice may come as a run stops
     run = _Run(engine, schedule, checkpoints, history, trackers, validation, validate, notice, steps)
     engine.module.train()
     rows = schedule.global_batch
@@ -80,8 +81,8 @@ def fit(
         Progress(room, total=steps * rows, done=start * rows, unit="rows") as progress,
         ThreadPoolExecutor(1) as ahead,
     ):
-        following = ahead.submit(batch_at, start) if start < steps else None
-        for step in range(start, steps):
+        following = ahead.submit(batch_at, start) if start < last else None
+        for step in range(start, last):
             assert following is not None
             batch = following.result()
             following = ahead.submit(batch_at, step + 1) if step + 1 < steps else None
@@ -184,11 +185,15 @@ class _Run:
             history.best_step, history.best_value, history.worse = done, found[config.metric], 0
             return config.keep == "best" and done < self.steps, False
         history.worse += 1
-        return False, config.patience is not None and history.worse >= config.patience
+        return False, _out_of_patience(config, history)
 
     def _track(self, step: int, values: Values) -> None:
         for tracker in self.trackers:
             tracker.log(step, values)
+
+
+def _out_of_patience(validation: Validation | None, history: History) -> bool:
+    return validation is not None and validation.patience is not None and history.worse >= validation.patience
 
 
 def learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:

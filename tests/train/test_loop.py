@@ -187,3 +187,24 @@ def test_a_notice_is_answered_with_one_checkpoint_at_the_next_step(
     assert seen[2] == []
     assert seen[3] == [3]
     assert steps_in(tmp_path) == [3]
+
+
+def test_a_run_that_is_interrupted_as_it_stops_early_stays_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(loop, "NOTICE_EVERY", -1.0)
+    found = iter([0.5, 0.4, 0.3])
+    validation = Validation(every=2, metric="R@1", patience=2, keep="last")
+    notices = iter([False] * 5 + [True])
+    stopped, resumed = Regression(), Regression()
+    history = train(
+        stopped,
+        tmp_path,
+        every=100,
+        validation=validation,
+        validate=lambda: {"R@1": next(found)},
+        notice=lambda: next(notices),
+    )
+    assert steps_in(tmp_path) == [6]
+    assert train(resumed, tmp_path, every=100, validation=validation, validate=dict) == history
+    assert same(stopped, resumed)
