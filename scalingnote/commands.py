@@ -171,8 +171,10 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
-    # By name: the apps stand beside the command line, not below it.
-    return int(importlib.import_module("serve.settings").start(run_dir, overrides))
+    # By name: the apps stand beside the command line, not below it. The second imports Ray Serve, which reads
+    # the environment that the first has set.
+    args = importlib.import_module("serve.settings").read(run_dir, overrides)
+    return int(importlib.import_module("serve.launch").run(args))
 
 
 def export(options: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ fields of :class:`AppArgs` as its ``args``.
 
 import os
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 from ray.serve import Application, Deployment, deployment
@@ -49,12 +48,12 @@ class Served:
     address: str | None = None
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many shards each group has."""
+    def groups(self) -> tuple[range, ...]:
+        """The shards that a searcher of its own holds, group by group."""
         shards = int(self.index.read_json("index.json")["shards"])
         # Those of a live index stay together: a search of theirs is one of a single moment.
         each = shards if self.config.live else self.config.shards_per_searcher
-        return tuple(len(range(first, min(first + each, shards))) for first in range(0, shards, each))
+        return tuple(range(first, min(first + each, shards)) for first in range(0, shards, each))
 
     @property
     def searchers_here(self) -> bool:
@@ -68,7 +67,7 @@ class Served:
         """CPU cores that all replicas together reserve."""
         config, replicas = self.config, self.config.gateway_replicas
         replicas += sum(not _encodes_here(arm, config) for arm in self.arms) * config.encoder_replicas
-        replicas += (not self.searchers_here) * len(self.sizes) * config.searcher_replicas
+        replicas += (not self.searchers_here) * len(self.groups) * config.searcher_replicas
         replicas += config.live is not None
         cpus = replicas * config.cpus_per_replica
         if config.rerank is not None:
@@ -170,7 +169,6 @@ def bind(served: Served) -> Application:
 def _searchers(served: Served) -> SearcherParts:
     config, handles = served.config, None
     if not served.searchers_here:
-        first = accumulate(served.sizes, initial=0)
         handles = tuple(
             _replicas(
                 IndexSearcher,
@@ -180,14 +178,14 @@ def _searchers(served: Served) -> SearcherParts:
                 max_ongoing_requests=ONGOING,
             ).bind(
                 served.catalog,
-                shards=range(start, start + size),
+                shards=shards,
                 nprobe=config.nprobe,
                 mapped=config.mapped,
                 refresh_s=config.live.refresh_s if config.live else 0.1,
             )
-            for group, (start, size) in enumerate(zip(first, served.sizes, strict=False))
+            for group, shards in enumerate(served.groups)
         )
-    return SearcherParts(served.catalog, served.sizes, handles)
+    return SearcherParts(served.catalog, handles)
 
 
 def _writing(served: Served) -> Writing | None:

@@ -19,23 +19,15 @@ from scalingnote.index import filters
 from scalingnote.index.shard import Layout
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.config import Joining
-from scalingnote.search.found import Found, Hit, merge
+from scalingnote.search.found import Hit, merge
 from scalingnote.search.query_path import Asked
 from serve.clock import Clock
 from serve.fan_out import in_time
 from serve.here import Here
 from serve.refusals import invalid, not_found, unavailable
-from serve.searcher import Refused, Wanted
+from serve.searcher import Answered, Refused, Wanted
 
 Called = DeploymentHandle[Any] | Here
-
-
-@dataclass(frozen=True)
-class Group:
-    """A group of shards: who searches it, and how many it holds."""
-
-    searcher: Called
-    shards: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +49,7 @@ class Answer:
 
     hits: list[Hit]
     version: str
+    shards: int
     shards_answered: int
     personalised: bool = False
     rerank: list[float] | None = None
@@ -72,30 +65,31 @@ async def encode(encoder: Called, query: str, user_id: str | None, clock: Clock)
 
 
 async def search(
-    groups: Sequence[Group],
+    searchers: Sequence[Called],
     embedding: Float[ndarray, "one dim"],
     terms: SparseRows | None,
     question: Question,
     clock: Clock,
 ) -> Answer:
-    """The k best of all groups that answer; 503 when none does, 422 with the reason that they give."""
+    """The k best of all searchers that answer; 503 when none does, 422 with the reason that they give."""
     wanted = Wanted(
         question.version, embedding, question.k, terms, question.nprobe, question.where, question.exact
     )
-    calls = [group.searcher.search.remote(wanted) for group in groups]
-    answers = await in_time(calls, deadline_s=clock.left())
-    found: list[Found] = []
-    shards, version = 0, question.version
-    for group, answer in zip(groups, answers, strict=True):
+    answers = await in_time(
+        [searcher.search.remote(wanted) for searcher in searchers], deadline_s=clock.left()
+    )
+    answered: list[Answered] = []
+    for answer in answers:
         if isinstance(answer, Refused):
             raise invalid(answer.reason)
         if answer is not None:
-            found.append(answer.found)
-            shards, version = shards + group.shards, answer.version
-    if not found:
+            answered.append(answer)
+    if not answered:
         raise unavailable("no shard of the index answers: try again")
+    found = [answer.found for answer in answered]
     hits = merge(found, k=question.k, joining=question.joining, layout=question.layout)
-    return Answer(hits, version, shards)
+    shards = sum(answer.shards for answer in answered)
+    return Answer(hits, answered[-1].version, question.layout.shards, shards)
 
 
 async def rerank(reranker: Called, query: str, answer: Answer, *, most: int, clock: Clock) -> None:
@@ -110,23 +104,23 @@ async def rerank(reranker: Called, query: str, answer: Answer, *, most: int, clo
 
 
 async def vector(
-    groups: Sequence[Group], version: str, doc_id: str, clock: Clock
+    searchers: Sequence[Called], version: str, doc_id: str, clock: Clock
 ) -> Float[ndarray, "one dim"]:
-    """The vector of a document; 404 when no group has it."""
-    calls = [group.searcher.vector.remote(version, doc_id) for group in groups]
+    """The vector of a document; 404 when no searcher has it."""
+    calls = [searcher.vector.remote(version, doc_id) for searcher in searchers]
     found: ndarray = await _the_one(calls, doc_id, clock)
     return found
 
 
-async def document(groups: Sequence[Group], version: str, doc_id: str, clock: Clock) -> dict[str, Any]:
-    """A document; 404 when no group has it."""
-    calls = [group.searcher.document.remote(version, doc_id) for group in groups]
+async def document(searchers: Sequence[Called], version: str, doc_id: str, clock: Clock) -> dict[str, Any]:
+    """A document; 404 when no searcher has it."""
+    calls = [searcher.document.remote(version, doc_id) for searcher in searchers]
     (found,) = await _the_one(calls, doc_id, clock)
     return dict(found)
 
 
 async def _the_one(calls: Sequence[Awaitable[Any]], doc_id: str, clock: Clock) -> Any:
-    """The answer of the group that has something; 503 when one that may have it is silent."""
+    """The answer of the searcher that has something; 503 when one that may have it is silent."""
     answers = await in_time(calls, deadline_s=clock.left())
     for answer in answers:
         if isinstance(answer, Refused):

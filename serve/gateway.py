@@ -14,7 +14,7 @@ from scalingnote.serving.config import ServeConfig
 from serve import api, metrics
 from serve.admission import Admission, read_keys
 from serve.catalog import Catalog
-from serve.flow import Called, Group
+from serve.flow import Called
 from serve.grpc.servicer import Servicer
 from serve.here import Here
 from serve.live_catalog import LiveCatalog
@@ -42,10 +42,9 @@ class ArmParts:
 
 @dataclass(frozen=True)
 class SearcherParts:
-    """Groups of shards, by their sizes, and the handle of each; None: the gateway holds them all itself."""
+    """The handle of each group of shards; None: the gateway holds all shards itself."""
 
     catalog: Catalog | LiveCatalog
-    sizes: tuple[int, ...]
     handles: tuple[DeploymentHandle[Any], ...] | None = None
 
 
@@ -64,11 +63,11 @@ class Gateway(Servicer):
     ) -> None:
         gc.set_threshold(COLLECT_AFTER)
         self._measured = measured = metrics.Metrics()
-        groups = _groups(searchers, config)
+        handles = _handles(searchers, config)
         service = Service(
             [Arm(a.name, _encoder(a.encoder), a.tower, a.personalised, a.version) for a in arms],
-            groups,
-            Versions(searchers.catalog, groups),
+            handles,
+            Versions(searchers.catalog, handles),
             config,
             reranker=reranker,
             writing=writing,
@@ -103,12 +102,13 @@ def _encoder(place: Parts | DeploymentHandle[Any]) -> Called:
     return Here(QueryEncoder(place)) if isinstance(place, Parts) else place
 
 
-def _groups(searchers: SearcherParts, config: ServeConfig) -> list[Group]:
-    if searchers.handles is None:
-        refresh_s = 0.1 if config.live is None else config.live.refresh_s
-        searcher = IndexSearcher(
-            searchers.catalog, nprobe=config.nprobe, mapped=config.mapped, refresh_s=refresh_s
-        )
-        here = Here(searcher)
-        return [Group(here, sum(searchers.sizes))]
-    return [Group(*group) for group in zip(searchers.handles, searchers.sizes, strict=True)]
+def _handles(searchers: SearcherParts, config: ServeConfig) -> Sequence[Called]:
+    if searchers.handles is not None:
+        return searchers.handles
+    searcher = IndexSearcher(
+        searchers.catalog,
+        nprobe=config.nprobe,
+        mapped=config.mapped,
+        refresh_s=config.live.refresh_s if config.live else 0.1,
+    )
+    return [Here(searcher)]

@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 from scalingnote.encode import query_encoder
 from scalingnote.encode.config import Form
-from scalingnote.fuse.features import StoreConfig, open_store
+from scalingnote.fuse.feature_store import open_store
+from scalingnote.fuse.features import StoreConfig
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.planner import planner
 from scalingnote.search.query_path import Asked, Personal, QueryPath

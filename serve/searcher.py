@@ -98,6 +98,7 @@ class Answered:
 
     version: str
     found: Found
+    shards: int  # how many were searched
 
 
 class IndexSearcher:
@@ -133,7 +134,7 @@ class IndexSearcher:
         same = wanted if wanted.version == name else replace(wanted, version=name)
         search = self._at_once if self._is_brief(searcher, same) else self._batcher
         found = await search((searcher, same))
-        return found if isinstance(found, Refused) else Answered(name, found)
+        return found if isinstance(found, Refused) else Answered(name, found, len(searcher.shards))
 
     def _is_brief(self, searcher: Searcher | LiveSearcher, wanted: Wanted) -> bool:
         """Whether a search is sure to take less than a millisecond: by vectors alone, and these in memory."""
@@ -201,9 +202,9 @@ class IndexSearcher:
             self._until = {name: then for name, then in until.items() if then > now}
             self._held = {name: self._held[name] for name in self._until}
 
-    async def ping(self) -> int:
-        """How many shards are held; answers as long as the event loop turns."""
-        return len(next(iter(self._held.values())).shards)
+    async def ping(self, version: str) -> int:
+        """How many shards of a version are held, or of another before it; the event loop turns."""
+        return len(self._held.get(version, next(iter(self._held.values()))).shards)
 
     @property
     def _live(self) -> bool:

@@ -25,7 +25,7 @@ from scalingnote.serving.config import ServeConfig
 from serve import flow, messages, traces
 from serve.clock import Clock
 from serve.fan_out import in_time
-from serve.flow import Answer, Called, Group, Question
+from serve.flow import Answer, Called, Question
 from serve.here import Here
 from serve.log import get_logger
 from serve.messages import SearchRequest, SimilarRequest
@@ -65,7 +65,7 @@ class Service:
     def __init__(
         self,
         arms: Sequence[Arm],
-        groups: Sequence[Group],
+        searchers: Sequence[Called],  # one for each group of shards
         versions: Versions,
         config: ServeConfig,
         *,
@@ -76,11 +76,10 @@ class Service:
         """`recall` is told what the canary finds: which share of the exact best a search has found."""
         self._writing, self._recall = writing, recall
         self._canaries: set[asyncio.Task[None]] = set()
-        self._arms, self._groups = {arm.name: arm for arm in arms}, list(groups)
+        self._arms, self._searchers = {arm.name: arm for arm in arms}, list(searchers)
         self._first = arms[0].name
         self.versions, self._config, self._reranker = versions, config, reranker
         self._secret = os.environ.get(SECRET, "")
-        self.shards = sum(group.shards for group in groups)
 
     # --- searching ------------------------------------------------------------------------------------
 
@@ -108,7 +107,7 @@ class Service:
             embedding, personalised = asked.embeddings, bool(asked.personalised[0])
             terms = asked.terms if self.versions.known(question.version).layout.sparse else None
         encode = clock.lap()
-        answer = await flow.search(self._groups, embedding, terms, question, clock)
+        answer = await flow.search(self._searchers, embedding, terms, question, clock)
         answer.personalised, searched = personalised, clock.lap()
         if self._recall is not None and terms is None and random.random() < self._config.canary:
             self._search_again(embedding, question, answer)
@@ -126,7 +125,7 @@ class Service:
 
         async def again() -> None:
             clock = Clock(CANARY_S)
-            exact = await flow.search(self._groups, embedding, None, replace(question, exact=True), clock)
+            exact = await flow.search(self._searchers, embedding, None, replace(question, exact=True), clock)
             best = [hit.document["doc_id"] for hit in exact.hits]
             if self._recall is not None and exact.version == answer.version and best:
                 self._recall(sum(doc_id in found for doc_id in best) / len(best))
@@ -147,9 +146,9 @@ class Service:
         clock = self._clock(request.deadline_ms)
         plain = SearchRequest(vector=[0.0], k=request.k, filter=request.filter)
         question = self._question(plain, arm, one_more=True)
-        embedding = await flow.vector(self._groups, question.version, request.doc_id, clock)
+        embedding = await flow.vector(self._searchers, question.version, request.doc_id, clock)
         encode = clock.lap()
-        answer = await flow.search(self._groups, embedding, None, question, clock)
+        answer = await flow.search(self._searchers, embedding, None, question, clock)
         others = [hit for hit in answer.hits if hit.document["doc_id"] != request.doc_id]
         answer.hits = others[: request.k]
         answer.timings_ms = {"encode": encode, "search": clock.lap(), "rerank": 0.0}
@@ -171,7 +170,7 @@ class Service:
 
     async def document(self, doc_id: str) -> dict[str, Any]:
         """A document as the index shows it."""
-        return await flow.document(self._groups, self.versions.active.name, doc_id, self._clock(None))
+        return await flow.document(self._searchers, self.versions.active.name, doc_id, self._clock(None))
 
     # --- writing --------------------------------------------------------------------------------------
 
@@ -215,9 +214,9 @@ class Service:
         """What the writer says; what it has written is seen by the searchers of this process from here on."""
         if answer is None:
             raise unavailable("not acknowledged: the write may be there or not, send it again")
-        for group in self._groups:
-            if isinstance(group.searcher, Here):
-                await group.searcher.refresh.remote()
+        for searcher in self._searchers:
+            if isinstance(searcher, Here):
+                await searcher.refresh.remote()
         return answer
 
     # --- what there is --------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ class Service:
             documents=active.documents,
             dim=active.dim,
             index_version=active.name,
-            shards=self.shards,
+            shards=known.layout.shards,
             arms=[
                 messages.ArmInfo(name=arm.name, tower=arm.tower, personalised=arm.personalised)
                 for arm in self._arms.values()
@@ -251,20 +250,19 @@ class Service:
 
     async def health(self) -> messages.Health:
         """Whether encoders and searchers answer."""
+        active = self.versions.active.name
+        shards = self.versions.known(active).layout.shards
         encoders = [arm.encoder.ping.remote() for arm in self._arms.values()]
-        pings = [*encoders, *(group.searcher.ping.remote() for group in self._groups)]
+        pings = [*encoders, *(searcher.ping.remote(active) for searcher in self._searchers)]
         answers = await in_time(pings, deadline_s=self._config.deadline_s)
         answering = dict(zip(self._arms, answers[: len(encoders)], strict=True))
         traffic = any(answering[arm.name] for arm in self._config.split.arms if arm.share > 0)
-        shards = [
-            group.shards for group, up in zip(self._groups, answers[len(encoders) :], strict=True) if up
-        ]
-        answered = sum(shards)
-        status = "ok" if all(answering.values()) and answered == self.shards else "degraded"
+        answered = sum(held or 0 for held in answers[len(encoders) :])
+        status = "ok" if all(answering.values()) and answered == shards else "degraded"
         return messages.Health(
             status=status if traffic and answered else "down",
             encoder_answers=all(answering.values()),
-            shards=self.shards,
+            shards=shards,
             shards_answered=answered,
         )
 
@@ -338,7 +336,7 @@ class Service:
             "arm": arm.name,
             "index_version": answer.version,
             "personalised": answer.personalised,
-            "shards": self.shards,
+            "shards": answer.shards,
             "shards_answered": answer.shards_answered,
             "timings_ms": {**answer.timings_ms, "total": clock.total()},
         }

@@ -8,7 +8,6 @@ Serve reads its environment once, when it is imported.
 import os
 from collections.abc import Sequence
 from functools import reduce
-from importlib import import_module
 from importlib.util import find_spec
 
 from pydantic import Field, model_validator
@@ -41,11 +40,11 @@ class AppArgs(Config):
         return self
 
 
-def start(run_dir: str, overrides: Sequence[str] = ()) -> int:
-    """`scalingnote serve`: until CTRL-C or SIGTERM; returns the exit code."""
+def read(run_dir: str, overrides: Sequence[str] = ()) -> AppArgs:
+    """What `scalingnote serve` is to serve; the environment is set for it."""
     args = load(AppArgs, (), [f"run_dir={run_dir!r}", *overrides])
     os.environ |= environment(merged(run_of(run_dir), args))
-    return int(import_module("serve.launch").run(args))
+    return args
 
 
 def run_of(run_dir: str) -> RunConfig:

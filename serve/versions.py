@@ -12,7 +12,7 @@ from functools import reduce
 
 from scalingnote.errors import ConfigError
 from serve.catalog import Catalog, Serving, Version
-from serve.flow import Group
+from serve.flow import Called
 from serve.here import everywhere
 from serve.live_catalog import LiveCatalog
 from serve.log import get_logger
@@ -25,8 +25,8 @@ log = get_logger()
 class Versions:
     """The versions that are open; :meth:`start` before anything else."""
 
-    def __init__(self, catalog: Catalog | LiveCatalog, groups: Sequence[Group]) -> None:
-        self._catalog, self._groups = catalog, list(groups)
+    def __init__(self, catalog: Catalog | LiveCatalog, searchers: Sequence[Called]) -> None:
+        self._catalog, self._searchers = catalog, list(searchers)
         self._going_over = asyncio.Lock()
         self._known: dict[str, Described] = {}
 
@@ -79,13 +79,13 @@ class Versions:
             log.info("index version %s is active", version.name)
 
     async def _open(self, version: Version) -> None:
-        loading = [everywhere(group.searcher, "load", version) for group in self._groups]
+        loading = [everywhere(searcher, "load", version) for searcher in self._searchers]
         async with asyncio.timeout(OPENING_S):
             await asyncio.gather(*loading)
             await self._learn(version)
 
     async def _learn(self, version: Version) -> None:
-        asked = [group.searcher.describe.remote(version.name) for group in self._groups]
+        asked = [searcher.describe.remote(version.name) for searcher in self._searchers]
         known = reduce(Described.joined, await asyncio.gather(*asked))
         if known.held != known.layout.shards:  # which shards a replica holds is settled when it is deployed
             raise ConfigError(

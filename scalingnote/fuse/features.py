@@ -8,19 +8,16 @@ changes nothing. So a stream is replayed from anywhere after a crash, and nothin
 remembered for `remember_s` seconds: a replay must not reach further back.
 """
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
 from scalingnote.config import Config
-from scalingnote.errors import ConfigError, DataError
-from scalingnote.log import Progress
+from scalingnote.errors import DataError
 
 Clock = Callable[[], float]  # seconds since 1970
-_BATCH = 512
 
 
 class StoreConfig(Config):
@@ -73,49 +70,6 @@ class FeatureStore(Protocol):
     def get_many(self, user_ids: Sequence[str]) -> list[User]:
         """What is known of each user, in order; an empty User where nothing is."""
         ...
-
-
-def open_store(config: StoreConfig, *, clock: Clock = time.time) -> FeatureStore:
-    """The store at a URL. ConfigError when there is no such kind, or its package is missing."""
-    scheme, _, place = config.url.partition(":")
-    match scheme:
-        case "sqlite" if place:
-            from scalingnote.fuse.sqlite_store import SqliteStore
-
-            return SqliteStore(place, config, clock=clock)
-        case "redis" | "rediss" | "unix":
-            try:
-                from scalingnote.fuse.redis_store import RedisStore
-            except ModuleNotFoundError:
-                raise ConfigError(
-                    f"{config.url} needs redis-py: pip install 'scalingnote[redis]', or use sqlite:PATH"
-                ) from None
-            return RedisStore(config, clock=clock)
-        case _:
-            raise ConfigError(f"no feature store at {config.url!r}: give sqlite:PATH or redis://HOST:PORT/DB")
-
-
-def consume(store: FeatureStore, events: Iterable[Event], *, batch: int = _BATCH) -> tuple[int, int]:
-    """Write a stream of events; how many were read, and how many of them were new."""
-    read = new = 0
-    waiting: list[Event] = []
-
-    def flush() -> None:
-        nonlocal new
-        new += store.write(waiting)
-        waiting.clear()
-
-    with Progress("features", total=0, unit="events") as progress:
-        for event in events:
-            waiting.append(event)
-            read += 1
-            if len(waiting) == batch:
-                flush()
-                progress.advance(batch)
-        if waiting:
-            progress.advance(len(waiting))
-            flush()
-    return read, new
 
 
 def check(events: Sequence[Event]) -> None:

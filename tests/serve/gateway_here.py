@@ -9,7 +9,6 @@ import httpx
 from scalingnote.serving.config import ServeConfig
 from scalingnote.storage.artifact import Artifact
 from serve.catalog import Catalog, Version
-from serve.flow import Group
 from serve.here import Here
 from serve.query_encoder import Parts, QueryEncoder
 from serve.searcher import IndexSearcher
@@ -56,6 +55,6 @@ def service(
     catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
     encoder = Here(QueryEncoder(Parts((query_tower.uri, "student"))))
     held = [(0, 1)] if groups == 1 else [(0,), (1,)]
-    searchers = [Group(Here(IndexSearcher(catalog, shards=shards)), len(shards)) for shards in held]
+    searchers = [Here(IndexSearcher(catalog, shards=shards)) for shards in held]
     arms = [Arm("default", encoder, "torch", False)]
     return Service(arms, searchers, Versions(catalog, searchers), config, writing=writing)

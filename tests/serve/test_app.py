@@ -54,7 +54,7 @@ def test_only_knobs_of_serving_can_be_overridden():
 
 def test_a_run_that_is_not_there_is_refused_before_ray_starts(tmp_path):
     with pytest.raises(ConfigError, match="scalingnote run CONFIG"):
-        settings.start(str(tmp_path))
+        settings.read(str(tmp_path))
 
 
 def test_a_tower_of_another_kind_is_refused(tmp_path):

@@ -18,7 +18,6 @@ from scalingnote.search.found import Found
 from scalingnote.search.query_path import Asked
 from scalingnote.serving.config import Rerank, ServeConfig
 from serve.catalog import Catalog, Version
-from serve.flow import Group
 from serve.here import Here
 from serve.messages import SearchRequest, SimilarRequest
 from serve.refusals import RefusedError
@@ -72,7 +71,7 @@ class Shard:
         rows = rows[::2] if wanted.exact else rows
         documents = [{name: f"{name} {self._shard}/{row}" for name in DOCUMENTS.names} for row in rows]
         ids, shards = 2 * rows + self._shard, np.full(len(rows), self._shard)
-        return Answered(wanted.version, Found(ids, shards, np.float32(ids), None, documents))
+        return Answered(wanted.version, Found(ids, shards, np.float32(ids), None, documents), 1)
 
     async def describe(self, version: str) -> Described:
         return Described(
@@ -90,7 +89,7 @@ class Shard:
             raise OSError("the disk is gone")
         return np.zeros((0, 1), np.float32)
 
-    async def ping(self) -> int:
+    async def ping(self, version: str) -> int:
         if self._shard == 1:
             await asyncio.sleep(SLOW_S)
         return 1
@@ -107,7 +106,7 @@ class Reranker:
 def service() -> Service:
     config = ServeConfig(deadline_s=0.5, rerank=Rerank(model="a fake", most=8))
     version = Version("v1", "nowhere", 20, 1, "")
-    groups = [Group(Here(Shard(number)), 1) for number in range(2)]
+    groups = [Here(Shard(number)) for number in range(2)]
     arms = [Arm("default", Here(Encoder()), "fake", personalised=True)]
     made = Service(arms, groups, Versions(Catalog(version), groups), config, reranker=Here(Reranker()))
     asyncio.run(made.versions.start())
@@ -206,19 +205,55 @@ def test_a_canary_compares_with_the_exact_best(service, monkeypatch):
     assert told == [0.5]  # the exact search of these fakes finds every other document
 
 
+class Whole(Shard):
+    """All shards of a version, however many these are."""
+
+    async def search(self, wanted: Wanted) -> Answered:
+        return replace(await super().search(wanted), shards=LAYOUTS[wanted.version].shards)
+
+    async def describe(self, version: str) -> Described:
+        return replace(await super().describe(version), held=LAYOUTS[version].shards)
+
+    async def ping(self, version: str) -> int:
+        return LAYOUTS[version].shards
+
+
+def test_the_number_of_shards_is_that_of_the_version_that_answers(tmp_path: Path):
+    first, more = (Version(name, f"runs/{name}", 20, 1, "") for name in ("v1", "three shards"))
+    searchers = [Here(Whole(0))]
+    versions = Versions(Catalog(first, str(tmp_path)), searchers)
+    made = Service([Arm("default", Here(Encoder()), "fake", False)], searchers, versions, ServeConfig())
+
+    def told() -> set[tuple[int, int]]:
+        answer, health = search(made, "all well"), asyncio.run(made.health())
+        assert made.info().shards == answer["shards"]
+        return {(answer["shards"], answer["shards_answered"]), (health.shards, health.shards_answered)}
+
+    asyncio.run(versions.start())
+    assert told() == {(2, 2)}
+    asyncio.run(versions.activate(more))
+    assert told() == {(3, 3)}
+
+
 def test_health_says_which_shards_are_silent(service):
     health = asyncio.run(service.health())
     assert (health.status, health.encoder_answers, health.shards_answered) == ("degraded", True, 1)
 
 
-class Silent:
-    async def ping(self) -> bool:
+class Pinged(Shard):
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    async def describe(self, version: str) -> Described:
+        return replace(await super().describe(version), held=2)
+
+    async def ping(self, *version: str) -> int:
+        return 2
+
+
+class Silent(Pinged):
+    async def ping(self, *version: str) -> int:
         raise OSError("nobody is there")
-
-
-class Pinged:
-    async def ping(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(
@@ -236,8 +271,9 @@ def test_the_service_is_down_when_no_query_can_be_answered(control, treated, mon
     split = TrafficSplit(arms=tuple(Share(name=name, share=share) for name, share in shares.items()))
     encoders = dict(zip(shares, (control, treated, monitored), strict=True))
     arms = [Arm(name, Here(encoder()), "fake", False) for name, encoder in encoders.items()]
-    groups = [Group(Here(shard()), 2)]
+    groups = [Here(shard())]
     versions = Versions(Catalog(Version("v1", "nowhere", 20, 1, "")), groups)
+    asyncio.run(versions.start())
     health = asyncio.run(Service(arms, groups, versions, ServeConfig(split=split)).health())
     assert (health.status, health.encoder_answers) == (status, Silent not in encoders.values())
 
@@ -251,7 +287,7 @@ def test_who_names_an_arm_is_in_no_group(service):
 
 def test_a_vector_has_the_dimension_of_the_index_of_its_arm():
     first, wide = (Version(name, "nowhere", 20, LAYOUTS[name].dim, "") for name in ("v1", "wide"))
-    groups = [Group(Here(Shard(number)), 1) for number in range(2)]
+    groups = [Here(Shard(number)) for number in range(2)]
     arms = [
         Arm(name, Here(Encoder()), "fake", False, version) for name, version in (("a", None), ("b", "wide"))
     ]
@@ -268,7 +304,7 @@ def test_a_vector_has_the_dimension_of_the_index_of_its_arm():
 
 def test_an_index_of_which_shards_would_be_held_by_nobody_is_not_served(tmp_path: Path):
     first, more = (Version(name, f"runs/{name}", 20, 1, "") for name in ("v1", "three shards"))
-    groups = [Group(Here(Shard(number)), 1) for number in range(2)]
+    groups = [Here(Shard(number)) for number in range(2)]
     versions = Versions(Catalog(first, str(tmp_path)), groups)
 
     async def go_over() -> None:
