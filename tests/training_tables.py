@@ -1,26 +1,29 @@
-"""The tables of docs/training.md, made from the configs: `python tests/training_tables.py` renews them.
+"""Tables of docs/training.md and distillation.md, made from the configs: `python tests/training_tables.py`.
 
 They stand between ``<!-- name -->`` and ``<!-- /name -->``; a test compares them with what is made here.
 """
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from scalingnote.config import Config, load
+from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.distill.config import DistillConfig
 from scalingnote.run_config import RunConfig
 from scalingnote.scaling.config import Assumptions
 from scalingnote.scaling.dry_run import estimate
 from scalingnote.scaling.hardware import GIB
-from scalingnote.train.config import TrainConfig
+from scalingnote.train.config import Schedule, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs/training.md"
 PAPER = ROOT / "configs/paper/scalingnote.yaml"
+TOWERS = {"student", "document", "backbone"}
 # (what, GPUs, overrides of the published run); batch 512 divides over all of them.
 CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("LoRA on a shared base, `ddp`", 8, ("strategy.kind=ddp", "query.lora.rank=16", "document.lora.rank=16")),
@@ -76,18 +79,28 @@ def memory() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def knobs() -> str:
-    """Every knob of `train`: name, default, what is allowed, what it does."""
+def knobs(model: Any, *, beside: Any = None) -> str:
+    """Every knob of a section: name, default, what is allowed, what it does.
+
+    Without towers, and what the section has from another, where these are in the table `beside`.
+    """
+    known = {} if beside is None else beside.model_fields.keys() - model.__annotations__.keys() | TOWERS
     rows = [
         ("knob", "default", "allowed", "what it does"),
         ("---", "---", "---", "---"),
-        *_rows(TrainConfig, ""),
+        *_rows(model, "", known),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _rows(model: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+def _rows(
+    model: Any, prefix: str, known: Container[str] = (), made: Config | None = None
+) -> Iterator[tuple[str, str, str, str]]:
+    """Rows of a section, with the defaults of the one that its owner has made, if it has."""
     for name, field in model.model_fields.items():
+        if name in known:
+            continue
+        default = field.get_default(call_default_factory=True) if made is None else getattr(made, name)
         if name == "kind" and len(get_args(field.annotation)) == 1:
             continue
         if name == "document" and "query" in model.model_fields:
@@ -97,7 +110,7 @@ def _rows(model: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
         if not sections:
             yield (
                 f"`{place}`",
-                _default(field),
+                _default(field, default),
                 _allowed(field),
                 (field.description or "").replace("|", "\\|"),
             )
@@ -108,19 +121,31 @@ def _rows(model: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
                 f"{tag}: {_sentence(section)}" for tag, section in zip(tags, sections, strict=True)
             )
             allowed = ", ".join(f"`{tag}`" for tag in tags)
-            default = f"`{field.default.kind}`" if field.default else "`null`"
-            yield f"`{place}.kind`", default, allowed, meaning
-            if field.default is None:
+            yield f"`{place}.kind`", f"`{default.kind}`" if default else "`null`", allowed, meaning
+            if default is None:
                 continue  # a backbone of its own: knobs like the other towers'
         elif field.description or None in _kinds(field.annotation):
-            yield f"`{place}`", _default(field), "a section", field.description or "leave out to do without"
+            yield (
+                f"`{place}`",
+                _default(field, default),
+                "a section",
+                field.description or "leave out to do without",
+            )
         if name == "lora" and "query(" in prefix:
             continue
         for at, section in enumerate(sections):
-            # What query and document tower may both be is shown once, for both.
-            both = place == "query" and tags[at] == "transformer"
-            inside = "query/document." if both else f"{place}({tags[at]})." if tags else f"{place}."
-            yield from _rows(section, inside)
+            if place == "query" and tags[at] == "transformer":
+                yield from _of_both(section, default, model.model_fields["document"].default)
+                continue
+            inside = f"{place}({tags[at]})." if tags else f"{place}."
+            yield from _rows(section, inside, made=default if type(default) is section else None)
+
+
+def _of_both(section: Any, query: Config, document: Config) -> Iterator[tuple[str, str, str, str]]:
+    """What query and document tower may both be is shown once, with the defaults of both."""
+    of_query, of_document = (_rows(section, "query/document.", made=tower) for tower in (query, document))
+    for row, other in zip(of_query, of_document, strict=True):
+        yield row if row == other else (row[0], f"{row[1]}, {other[1]}", *row[2:])
 
 
 def _sentence(section: Any) -> str:
@@ -137,10 +162,9 @@ def _kinds(annotation: Any) -> list[Any]:
     return [None if annotation is type(None) else annotation]
 
 
-def _default(field: FieldInfo) -> str:
+def _default(field: FieldInfo, value: Any) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)
     if isinstance(value, Config):
         return "on"
     text = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
@@ -166,17 +190,28 @@ def _word(kind: Any) -> str:
     return names.get(kind) or ("list" if get_origin(kind) is tuple else "mapping")
 
 
-def renewed(text: str) -> str:
-    """`text` with its tables made anew."""
-    for name, table in (("memory", memory()), ("knobs", knobs())):
+PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
+    "docs/training.md": {"memory": memory, "knobs": partial(knobs, TrainConfig)},
+    "docs/distillation.md": {
+        "knobs": partial(knobs, DistillConfig, beside=Schedule),
+        "cross-encoder knobs": partial(knobs, DualPooledConfig, beside=Schedule),
+    },
+}
+
+
+def renewed(page: str) -> str:
+    """The text of a page with its tables made anew."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, table in PAGES[page].items():
         first, last = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
         before, _, rest = text.partition(first)
         _, found, after = rest.partition(last)
-        assert found, f"docs/training.md has no place for {name}"
-        text = before + first + table + last + after
+        assert found, f"{page} has no place for {name}"
+        text = before + first + table() + last + after
     return text
 
 
 if __name__ == "__main__":
-    DOCS.write_text(renewed(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
-    sys.stdout.write(f"{DOCS} renewed\n")
+    for page in PAGES:
+        (ROOT / page).write_text(renewed(page), encoding="utf-8")
+        sys.stdout.write(f"{page} renewed\n")
