@@ -90,7 +90,8 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
 @cache
 def stage_one(dataset: str, method: str, knobs: tuple[str, ...]) -> str:
     """What stage I learns by: trials of one dataset, seed and number of steps that agree on it share it."""
-    train = load(RunConfig, _files(dataset, method), knobs).train
+    files = _files(dataset, method)
+    train = load(RunConfig, files, _of(knobs, load(RunConfig, files))).train
     return "" if train is None else train.model_dump_json()
 
 
@@ -104,9 +105,14 @@ def configured(trial: Trial, *, run_dir: str) -> RunConfig:
         knobs += [f"distill.seed={trial.seed}", "distill.resources.workers=0"]
     if trial.backbone == "minilm":
         knobs += minilm.overrides(plain)
-    config = load(RunConfig, files, [*knobs, *trial.knobs])
+    config = load(RunConfig, files, [*knobs, *_of(trial.knobs, plain)])
     pipeline.run(config, stages.select(config, until="collect"), record=False)
     return training.shortened(config, steps=trial.steps)
+
+
+def _of(knobs: Sequence[str], config: RunConfig) -> list[str]:
+    """Without those of stage II where a method has none: they would give it one."""
+    return [knob for knob in knobs if config.distill is not None or not knob.startswith("distill.")]
 
 
 def _files(dataset: str, method: str) -> list[str]:

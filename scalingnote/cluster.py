@@ -7,7 +7,9 @@ import logging
 import os
 import socket
 import sys
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -16,11 +18,15 @@ import ray
 from scalingnote import errors
 from scalingnote.config import Resources
 from scalingnote.errors import ConfigError, ScalingNoteError
-from scalingnote.log import LINE
+from scalingnote.log import LINE, get_logger
 
 T = TypeVar("T")
 R = TypeVar("R")
 ANSWER_SECONDS = 10.0  # a cluster's head has for taking a connection
+NODES_LOOK_S = 2.0  # between looks for nodes that were asked for
+# Tasks are idempotent: what storage refuses for a moment is done again, as after a worker that died.
+AGAIN: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [OSError]}
+log = get_logger("cluster")
 
 
 def connect(address: str | None = None) -> None:
@@ -88,18 +94,72 @@ def _require_answer(address: str) -> None:
         ) from error
 
 
-def require(resources: Resources, *, stage: str) -> None:
-    """Refuse, before work is spent, what the cluster could never schedule."""
-    have = ray.cluster_resources()
-    for key, need in (
-        ("CPU", resources.workers * resources.cpus_per_worker),
-        ("GPU", resources.workers * resources.gpus_per_worker),
-    ):
-        if need > have.get(key, 0.0):
-            raise ConfigError(
+def require(resources: Resources, *, stage: str, knob: str | None = None, beside: int = 0) -> None:
+    """Refuse, before work is spent, what the cluster could never schedule.
+
+    `beside` the workers run tasks that need so many CPUs. `knob` is the section that a user would change,
+    by default ``STAGE.resources``. Where the environment says that nodes come when they are asked for
+    (SCALINGNOTE_NODES_WAIT_S seconds at most), they are asked for and waited for.
+    """
+    knob = knob or f"{stage}.resources"
+    if not (lack := _lack(resources, beside=beside, stage=stage, knob=knob)):
+        return
+    if seconds := _nodes_wait():
+        each = {key: need for key, need in _of_each(resources).items() if need}
+        _ask_for([each] * resources.workers + [{"CPU": 1}] * beside)
+        log.info("%s; waiting up to %g s for nodes", lack, seconds)
+        deadline = time.monotonic() + seconds
+        while lack and time.monotonic() < deadline:
+            time.sleep(NODES_LOOK_S)
+            lack = _lack(resources, beside=beside, stage=stage, knob=knob)
+        _ask_for([])  # or they would be kept for ever
+    if lack:
+        raise ConfigError(lack)
+
+
+def foresee(resources: Resources, *, stage: str, knob: str | None = None, beside: int = 0) -> None:
+    """:func:`require` of what comes much later: nodes that come when asked for are not to wait for it."""
+    if not _nodes_wait():
+        require(resources, stage=stage, knob=knob, beside=beside)
+
+
+def _lack(resources: Resources, *, beside: int, stage: str, knob: str) -> str:
+    """What the cluster has too little of, for a user to read; empty: nothing."""
+    have, each = ray.cluster_resources(), _of_each(resources)
+    for key, spare in (("CPU", beside), ("GPU", 0)):
+        if (need := resources.workers * each[key] + spare) > have.get(key, 0.0):
+            return (
                 f"{stage} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "
-                f"lower {stage}.resources.workers or add nodes"
+                f"lower {knob}.workers or add nodes"
             )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if resources.workers and not any(
+        all(node.get(key, 0.0) >= need for key, need in each.items()) for node in nodes
+    ):
+        asked = " and ".join(f"{need:g} {key}" for key, need in each.items() if need)
+        return (
+            f"{stage} asks for {asked} a worker, no node has that: lower {knob}.cpus_per_worker or "
+            "gpus_per_worker"
+        )
+    return ""
+
+
+def _ask_for(bundles: list[dict[str, float]]) -> None:
+    from ray.autoscaler.sdk import request_resources  # late: few clusters grow
+
+    request_resources(bundles=bundles)
+
+
+def _of_each(resources: Resources) -> dict[str, float]:
+    return {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+
+
+def _nodes_wait() -> float:
+    text = os.environ.get("SCALINGNOTE_NODES_WAIT_S", "0")
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"SCALINGNOTE_NODES_WAIT_S is {text!r}: give seconds") from None
 
 
 def actor_options(resources: Resources) -> dict[str, Any]:
@@ -122,7 +182,7 @@ def each(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     if len(items) == 1:  # done here before a worker has started
         yield work(items[0])
         return
-    task: Any = ray.remote(num_cpus=1)(_apply)
+    task: Any = ray.remote(num_cpus=1, **AGAIN)(_apply)
     shared = ray.put(work)
     waiting = [task.remote(shared, item) for item in items]
     while waiting:
@@ -133,13 +193,21 @@ def each(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 def in_order(work: Callable[[T], R], items: Sequence[T], resources: Resources) -> Iterator[R]:
     """What `work` gives for each item, in the items' order, in tasks with the resources of a worker.
 
-    Results wait where they were made: the caller holds one at a time.
+    As many run at a time as there are workers, so that memory can be planned. Results wait where they were
+    made: the caller holds one at a time.
     """
-    task: Any = ray.remote(**actor_options(resources))(_apply)
-    shared = ray.put(work)
-    waiting = [task.remote(shared, item) for item in items][::-1]
-    while waiting:
-        yield fetch(waiting.pop())
+    task: Any = ray.remote(**actor_options(resources), **AGAIN)(_apply)
+    shared, left = ray.put(work), deque(items)
+    running: list[Any] = []
+    results: deque[Any] = deque()
+    while left or results:
+        while left and len(running) < max(resources.workers, 1):
+            running.append(task.remote(shared, left.popleft()))
+            results.append(running[-1])
+        if results[0] in running:
+            _, running = ray.wait(running, fetch_local=False)
+        else:
+            yield fetch(results.popleft())
 
 
 def _apply(work: Callable[[T], R], item: T) -> R:

@@ -30,13 +30,14 @@ def run(
 ) -> dict[str, Artifact]:
     """Run the chosen stages (default: all) in order, skipping finished ones; returns kind -> artifact.
 
-    `record` makes this the run that `search` and `serve` find, and puts its report at the top of run_dir.
+    `record` makes this, once it is finished, the run that `search` and `serve` find, and puts its report at
+    the top of run_dir.
     """
     chosen = stages.of(config) if chosen is None else list(chosen)
-    if record:
-        fs.write_bytes(fs.join(config.run_dir, RUN_FILE), yaml.safe_dump(dump(config)).encode())
     built: dict[str, Artifact] = {}
     for number, stage in enumerate(chosen, 1):
+        if record and stage.builds == "report":  # what is served is there, even if measuring it fails
+            _record(config)
         parents, uri = _place(config, stage, {})
         if _finished(uri):
             built[stage.builds] = open_artifact(uri, kind=stage.builds)
@@ -55,9 +56,15 @@ def run(
         )
         built[stage.builds] = artifact
         log.info("%s -> %s  (%.1fs)", stage.name, uri, artifact.manifest.info["seconds"])
-    if record and "report" in built:
-        publish(built["report"], config.run_dir)
+    if record:
+        _record(config)
+        if "report" in built:
+            publish(built["report"], config.run_dir)
     return built
+
+
+def _record(config: RunConfig) -> None:
+    fs.write_bytes(fs.join(config.run_dir, RUN_FILE), yaml.safe_dump(dump(config)).encode())
 
 
 def locate(config: RunConfig, kind: str) -> Artifact:

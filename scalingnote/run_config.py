@@ -49,6 +49,8 @@ class RunConfig(Config):
     def _has_a_query_tower(self) -> "RunConfig":
         if self.cross_encoder is not None and self.distill is None:
             raise ValueError("a cross-encoder has no query tower to serve: give it a student, set distill")
+        if self.cross_encoder is None and self.distill is not None and self.train.query.kind == "token_wise":
+            raise ValueError("a query tower that reads tokens one by one is no teacher: set distill to null")
         if self.cross_encoder is not None and self.teacher.texts:
             raise ValueError("a cross-encoder reads a query beside a document: leave teacher.texts out")
         if self.cross_encoder is not None and self.rounds > 1:

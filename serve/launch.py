@@ -10,6 +10,7 @@ import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import HTTPOptions, gRPCOptions
+from ray.serve.context import _get_global_client
 
 from scalingnote import cluster
 from scalingnote.errors import ConfigError, SearchError
@@ -29,19 +30,45 @@ def run(args: AppArgs) -> int:
     """Serve until CTRL-C or SIGTERM, then take down what was started; returns the exit code."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     served = app.find(args)
-    port = _free_port(served.config.host, served.config.port)
-    if served.config.grpc_port is not None:
-        _free_port("0.0.0.0", served.config.grpc_port, knob="grpc_port")
-    served = replace(served, config=served.config.model_copy(update={"port": port}))
     cluster.connect(served.address)
     try:
+        door = _door()
+        port = _port(served.config, door)
+        served = replace(served, config=served.config.model_copy(update={"port": port}))
         print(f"{start(served)}  (CTRL-C ends it)", flush=True)
         _wait_for_a_signal()
         log.info("shutting down")
         serve.delete(NAME)  # replicas finish what they are at
+        if door is None:
+            serve.shutdown()  # or the next one to be served here would find this one's port taken
     finally:
         ray.shutdown()  # ends a private cluster, leaves one that was joined
     return 0
+
+
+def _door() -> HTTPOptions | None:
+    """Where Ray Serve listens, if it runs on this cluster already: it has one door, for all applications."""
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.http_config
+
+
+def _port(config: ServeConfig, door: HTTPOptions | None) -> int:
+    """The port to answer at; ConfigError where it, or the whole door, is taken."""
+    if door is None:
+        if config.grpc_port is not None:
+            _free_port("0.0.0.0", config.grpc_port, knob="grpc_port")
+        return _free_port(config.host, config.port)
+    if NAME in serve.status().applications:
+        raise ConfigError(
+            f"this cluster serves {NAME!r} already, at port {door.port}: end that first (serve shutdown)"
+        )
+    if door.host != config.host:
+        raise ConfigError(
+            f"Ray Serve listens on {door.host} of this cluster already, not on {config.host}: set serve.host "
+            "to that, or end it first (serve shutdown)"
+        )
+    log.info("Ray Serve runs on this cluster already: its port is used")
+    return int(door.port)
 
 
 def start(served: Served) -> str:

@@ -20,12 +20,13 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     """
     patch.setattr(cluster, "connect", lambda *_: None)
     patch.setattr(cluster, "require", lambda *_, **__: None)
+    patch.setattr(cluster, "foresee", lambda *_, **__: None)
     for name, module in list(sys.modules.items()):
         if name.startswith("scalingnote.") and getattr(module, "ray", None) is ray:
             patch.setattr(module, "ray", _Ray())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Done:
     """A reference to what is there already."""
 
@@ -50,7 +51,7 @@ class _Ray:
             raise reference.error
         return reference.value
 
-    def wait(self, references: list[_Done]) -> tuple[list[_Done], list[_Done]]:
+    def wait(self, references: list[_Done], **_: Any) -> tuple[list[_Done], list[_Done]]:
         return references[:1], references[1:]
 
     def remote(self, **_: Any) -> Callable[[Any], "_Remote"]:

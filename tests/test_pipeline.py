@@ -6,7 +6,7 @@ import pytest
 
 from scalingnote import pipeline, stages
 from scalingnote.config import load
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.run_config import RunConfig
 from scalingnote.stages import OF_CROSS_ENCODER, STAGES, Stage
 
@@ -82,6 +82,13 @@ def test_a_cross_encoder_takes_stage_ones_place():
         load(RunConfig, [CONFIG], ["distill=null", "cross_encoder={}"])
 
 
+def test_what_reads_single_tokens_teaches_nobody():
+    lightretriever = [CONFIG, CONFIGS / "methods/lightretriever.yaml"]
+    assert load(RunConfig, lightretriever).distill is None
+    with pytest.raises(ConfigError, match="is no teacher: set distill to null"):
+        load(RunConfig, lightretriever, ["distill.epochs=1"])
+
+
 def test_a_second_round_trains_on_what_the_first_one_mined():
     one, two = (load(RunConfig, [CONFIG], [f"rounds={rounds}"]) for rounds in (1, 2))
     names = [stage.name for stage in stages.of(two)]
@@ -101,6 +108,24 @@ def test_a_run_directory_can_be_moved(tmp_path: Path):
     (tmp_path / "here").rename(tmp_path / "there")
     moved = pipeline.load_run(str(tmp_path / "there"))
     assert moved == config.model_copy(update={"run_dir": str(tmp_path / "there")})
+
+
+def test_a_run_that_fails_leaves_what_is_served_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Until everything is there that is served; measuring it may fail."""
+    first, second = (load(RunConfig, [CONFIG], [f"run_dir={tmp_path}", f"train.epochs={n}"]) for n in (1, 2))
+    pipeline.run(first, [])
+    *before, last = stages.of(second)
+
+    def place(_: RunConfig, stage: stages.Stage, __: object) -> None:
+        raise DataError(stage.name)
+
+    monkeypatch.setattr(pipeline, "_place", place)
+    with pytest.raises(DataError, match=before[0].name):
+        pipeline.run(second, before)
+    assert pipeline.load_run(str(tmp_path)) == first
+    with pytest.raises(DataError, match="evaluate"):
+        pipeline.run(second, [last])
+    assert pipeline.load_run(str(tmp_path)) == second
 
 
 def test_fusion_stands_between_quantize_and_index_where_it_is_asked_for():

@@ -113,7 +113,8 @@ def run_queries(
         teacher={next(iter(rows)): draft.path("teacher")},
     )
     steps = Steps(nothing, encoder)
-    records = write_parts(steps, draft, rows=rows, resources=config.resources, unit="triplets")
+    how = {"unit": "triplets", "stage": "teacher", "knob": "teacher.resources"}
+    records = write_parts(steps, draft, rows=rows, resources=config.resources, **how)
     embedded = sum(r["part"]["rows"] for r in records if r["name"].startswith("embeddings/"))
     return draft.commit(counts={"queries": embedded, "scored": sum(counted.values())})
 

@@ -1,4 +1,4 @@
-"""What training may see of a data set: no test query, and no document of a group that tests one.
+"""The sides of a data set: what it is tested on, and what training may see, which is none of that.
 
 Nothing here holds more than the test side, however many queries and documents there are for training.
 """
@@ -7,13 +7,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.schema import QUERIES
+from scalingnote.storage.schema import QRELS, QUERIES
 
 
 def queries(dataset: Artifact, split: str) -> pa.Table:
     """query_id and query of one split."""
     kept = [b.filter(pc.equal(b["split"], split)) for b in dataset.batches("queries")]
     return pa.Table.from_batches(kept, schema=QUERIES).select(["query_id", "query"])
+
+
+def judgements(dataset: Artifact, query_ids: pa.ChunkedArray) -> pa.Table:
+    """Of these queries, as QRELS."""
+    wanted = query_ids.combine_chunks()
+    batches = dataset.batches("qrels", columns=QRELS.names)
+    kept = [b.filter(pc.is_in(b["query_id"], value_set=wanted)).select(QRELS.names) for b in batches]
+    return pa.Table.from_batches(kept, schema=QRELS)
 
 
 def held_out_documents(dataset: Artifact) -> pa.Array:

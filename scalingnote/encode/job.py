@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 import ray.data
+from ray.data.exceptions import ExecutionTimeoutError
 from ray.exceptions import RayError
 
 from scalingnote import cluster
@@ -32,6 +33,7 @@ from scalingnote.encode.tally import Tally, totals
 from scalingnote.encode.teacher import QueryParts, read_queries
 from scalingnote.errors import ArtifactError, ConfigError, DataError, EncodingError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
 from scalingnote.storage.slices import run_slices, slices
@@ -67,7 +69,7 @@ def encode_documents(
     missing = sorted(set(config.views) - set(views))
     if missing:
         raise ConfigError(f"{towers.uri} gives no view {missing} of a document; it gives {views}")
-    cluster.require(config.resources, stage="encode")
+    cluster.require(config.resources, stage="encode", beside=beside(config.resources))
     source, base = parents["dataset"], parents.get("base")
     parts = source.names("documents/", ".parquet")
     rows = {embeddings_part(name): source.manifest.parts[name].rows or 0 for name in parts}
@@ -92,7 +94,7 @@ def encode_documents(
 
 def _base(config: EncodeConfig, towers: Artifact) -> Artifact:
     """The embeddings that are to be brought up to date; refused if they would not be the same today."""
-    base = open_artifact(str(config.base), kind="embeddings")
+    base = open_artifact(fs.absolute(str(config.base)), kind="embeddings")  # workers open it, too
     made_by = base.manifest.parents.get(towers.manifest.kind, {}).get("digest")
     settings = {name: base.manifest.config.get(name) for name in ("views", "dtype", "top_k")}
     wanted = {"views": list(config.views), "dtype": config.dtype, "top_k": config.top_k}
@@ -153,6 +155,7 @@ def run_queries(
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
+    cluster.foresee(config.resources, stage="teacher", beside=beside(config.resources))
     pieces = distinct_queries(config, parents["triplets"], parents.get("dataset"), draft)
     rows = {f"embeddings/part-{piece['name']}.parquet": piece["rows"] for piece in pieces}
     steps = Steps(
@@ -164,7 +167,8 @@ def run_queries(
             teacher={next(iter(rows)): draft.path("teacher")},
         ),
     )
-    records = write_parts(steps, draft, rows=rows, resources=config.resources, unit="queries")
+    how = {"unit": "queries", "stage": "teacher", "knob": "teacher.resources"}
+    records = write_parts(steps, draft, rows=rows, resources=config.resources, **how)
     return draft.commit(counts={"queries": sum(record["part"]["rows"] for record in records)})
 
 
@@ -201,27 +205,33 @@ def _settle(item: tuple[int, int], **knobs: Any) -> list[queries.Piece]:
     return queries.settle(item[1], **knobs)
 
 
-def write_parts(
-    steps: Steps, draft: Draft, *, rows: dict[str, int], resources: Fleet, unit: str
-) -> list[Record]:
+def write_parts(steps: Steps, draft: Draft, **how: Any) -> list[Record]:
     """The parts of an artifact, by :func:`each_part`; what they hold is registered with the draft."""
-    work = draft.work("parts")
-    records = each_part(steps, output=draft.uri, work=work, rows=rows, resources=resources, unit=unit)
+    records = each_part(steps, output=draft.uri, work=draft.work("parts"), **how)
     for record in records:
         draft.register(record["name"], Part(**record["part"]))
     return records
 
 
 def each_part(
-    steps: Steps, *, output: str, work: str, rows: dict[str, int], resources: Fleet, unit: str
+    steps: Steps,
+    *,
+    output: str,
+    work: str,
+    rows: dict[str, int],
+    resources: Fleet,
+    unit: str,
+    stage: str = "encode",
+    knob: str = "encode.resources",
 ) -> list[Record]:
     """Encode all parts into files below `output`; their records, in order, which are kept below `work`.
 
-    Records of a killed run are taken as they are. `rows` says how many rows each part has. What fails is
-    tried again after the others, whether a step of it broke or Ray lost more than it mends by itself;
-    EncodingError when two waves in a row finish nothing.
+    Records of a killed run are taken as they are. `rows` says how many rows each part has, `knob` where the
+    resources of this stage are set. What fails is tried again after the others, whether a step of it broke,
+    Ray lost more than it mends by itself, or nothing went on for half an hour; EncodingError when two waves
+    in a row finish nothing.
     """
-    cluster.require(resources, stage="encode")
+    cluster.require(resources, stage=stage, knob=knob, beside=beside(resources))
     records = recorded(work, set(rows))
     if records:
         log.info("resuming: %d of %d parts are done", len(records), len(rows))
@@ -231,17 +241,23 @@ def each_part(
         while todo := [name for name in rows if name not in records][: resources.parts_per_wave]:
             wave: dict[str, Record] = {}
             failure = ""
+
+            def add(record: Record, wave: dict[str, Record] = wave) -> None:
+                wave[record["name"]] = record
+                tally.add(record)
+                progress.advance(rows[record["name"]], note=tally)
+
             try:
                 for row in _run_wave(steps, todo, resources, output=output, work=work):
                     failure = failure or row["failure"]
                     if row["record"]:
-                        record = json.loads(row["record"])
-                        wave[record["name"]] = record
-                        tally.add(record)
-                        progress.advance(rows[record["name"]], note=tally)
-            except RayError as error:
+                        add(json.loads(row["record"]))
+            # The second after half an hour without progress: no node came, or a part ends whoever takes it.
+            except (RayError, ExecutionTimeoutError) as error:
                 failure = str(error)
-                wave |= recorded(work, set(todo))  # more may be done than Ray came to tell
+                for name, record in recorded(work, set(todo)).items():
+                    if name not in wave:  # more may be done than Ray came to tell
+                        add(record)
             left, before, barren = len(todo) - len(wave), barren, not wave
             if barren and before:
                 raise EncodingError(f"none of {left} parts could be encoded: {failure}")
@@ -251,6 +267,11 @@ def each_part(
             close_wave(work, wave)
     log.info("%s %s: %s -> %s", f"{sum(rows.values()):,}", unit, tally, output)
     return [records[name] for name in rows]
+
+
+def beside(resources: Fleet) -> int:
+    """CPUs that tasks beside the workers need at least."""
+    return min(resources.readers, 1)
 
 
 def _run_wave(steps: Steps, todo: Sequence[str], resources: Fleet, **where: str) -> Iterator[dict[str, str]]:

@@ -54,6 +54,11 @@ class EvaluateConfig(Config):
     names: MethodNames = MethodNames()
     hybrid: Hybrid = Hybrid()
     bm25: bool = Field(True, description="show BM25 over the same pool beside the towers")
+    bm25_documents: int = Field(
+        2_000_000,
+        ge=0,
+        description="a larger pool goes without BM25, which holds all documents in the driver's memory",
+    )
     bm25_k1: float = Field(1.2, ge=0, description="BM25's term saturation")
     bm25_b: float = Field(0.75, ge=0, le=1, description="BM25's length normalisation")
     baseline: str | None = Field(

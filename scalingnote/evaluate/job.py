@@ -73,7 +73,7 @@ def run(
     for one in teacher.values():
         texts[config.names.student] += one.queries
     encoded = encode_queries(towers, texts, config=config)
-    bm25 = retrieve.Words.build(config, parents) if config.bm25 else None
+    bm25 = _words(config, parents)
     found = retrieve.retrieve(config, parents, encoded, bm25, test=asked)
     runs = {name: {q: run[q] for q in test.query_ids} for name, run in found.items()}
     rankings = {
@@ -108,6 +108,14 @@ def run(
     told = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     log.info("%s: %s", told, fs.join(output, "report.html"))
     return draft.commit(counts=counts | {"queries_without_relevant": test.without_relevant})
+
+
+def _words(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> retrieve.Words | None:
+    if retrieve.with_words(config, parents):
+        return retrieve.Words.build(config, parents)
+    if config.bm25:
+        log.warning("without BM25: it holds all documents, more than %d are too many", config.bm25_documents)
+    return None
 
 
 def _of_what_is_given(
@@ -172,16 +180,18 @@ def encode_queries(
 
     Not in the driver: on a cluster that often sits on a head node without GPU.
     """
-    actor: Any = ray.remote(**cluster.actor_options(config.resources))(_QueryTower).remote()
+    cluster.require(config.resources.model_copy(update={"workers": 1}), stage="evaluate")
+    options = cluster.actor_options(config.resources) | {"max_restarts": 3, "max_task_retries": 3}
+    actor: Any = ray.remote(**options)(_QueryTower).remote()
     found: dict[str, Encoded] = {}
     for name, tower in towers.items():
         texts = list(dict.fromkeys(queries[name]))
         starts = range(0, len(texts), retrieve.QUERIES_PER_BLOCK)
-        loaded = actor.load.remote(tower)
-        blocks = [actor.encode.remote(texts[start : start + retrieve.QUERIES_PER_BLOCK]) for start in starts]
+        blocks = [
+            actor.encode.remote(tower, texts[start : start + retrieve.QUERIES_PER_BLOCK]) for start in starts
+        ]
         embeddings: list[ndarray] = []
         with Progress("evaluate", total=len(texts), unit=f"queries encoded by {name}") as progress:
-            ray.get(loaded)
             for block in blocks:
                 embeddings.append(ray.get(block))
                 progress.advance(len(embeddings[-1]))
@@ -192,8 +202,9 @@ def encode_queries(
 class _QueryTower:
     """A query tower, loaded where Ray has room for it; one after the other."""
 
-    def load(self, tower: Artifact) -> None:
-        self._encoder = QueryEncoder.load(tower.directory("query"))
+    _loaded = ""
 
-    def encode(self, queries: list[str]) -> Float[ndarray, "queries dim"]:
+    def encode(self, tower: Artifact, queries: list[str]) -> Float[ndarray, "queries dim"]:
+        if self._loaded != tower.uri:  # the first of its queries, or the first since a node was lost
+            self._encoder, self._loaded = QueryEncoder.load(tower.directory("query")), tower.uri
         return self._encoder.encode_queries(queries)

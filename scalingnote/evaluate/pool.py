@@ -41,6 +41,17 @@ def search(
         return exact.search(parts, score, queries=queries, k=k)
 
 
+def named(embeddings: Artifact, rows: Int[ndarray, "queries k"]) -> tuple[Int[ndarray, " found"], pa.Array]:
+    """The rows that were found, ascending and each once, and their documents' ids; below 0 is none."""
+    wanted = np.unique(rows[rows >= 0])
+    found, start = [pa.array([], pa.string())], 0
+    for batch in embeddings.batches("embeddings", columns=["doc_id"]):
+        inside = slice(*np.searchsorted(wanted, (start, start + len(batch))))
+        found.append(batch["doc_id"].take(pa.array(wanted[inside] - start)))
+        start += len(batch)
+    return wanted, pa.concat_arrays(found)
+
+
 def score_pairs(
     embeddings: Artifact,
     queries: Float[ndarray, "queries dim"],

@@ -52,7 +52,12 @@ def method_names(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> lis
         if pools.has_terms(embeddings_of(kind, parents), parents.get("dual_encoder")):
             found += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
         found += [f"{name} (index)"] * (name == served(config, parents) and "index" in parents)
-    return found + ["bm25"] * config.bm25
+    return found + ["bm25"] * with_words(config, parents)
+
+
+def with_words(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> bool:
+    """Whether BM25 stands beside: it is wanted, and holds no more documents in memory than it may."""
+    return config.bm25 and parents["embeddings"].counts["documents"] <= config.bm25_documents
 
 
 def served(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
@@ -184,14 +189,15 @@ def _sharing(found: Found) -> Found:
 
 
 def _run_of(embeddings: Artifact, found: Found, *, test: TestSet) -> trec.Run:
-    doc_ids = embeddings.table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
-    return _run(test, doc_ids, found.rows, found.scores)
+    wanted, doc_ids = pools.named(embeddings, found.rows)
+    places = np.where(found.rows < 0, -1, np.searchsorted(wanted, found.rows))
+    return _run(test, doc_ids, places, found.scores)
 
 
 def _through_index(
     index: str, queries: Float[ndarray, "queries dim"], *, test: TestSet, depth: int
 ) -> trec.Run:
-    searcher = Searcher.open(index)
+    searcher = Searcher.open(index, mapped=True)
     run: trec.Run = {}
     with Progress("evaluate", total=len(queries), unit="queries through the index") as progress:
         for start in range(0, len(queries), QUERIES_PER_BLOCK):

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-import pyarrow.compute as pc
-
+from scalingnote.datasets import trainable
 from scalingnote.errors import DataError
 from scalingnote.evaluate.typos import with_typos
 from scalingnote.storage import trec
@@ -45,14 +44,12 @@ def load_test_set(dataset: Artifact, *, judgements: str | None = None) -> TestSe
     `judgements` is a TREC file that is taken in place of the dataset's own. DataError when no query has a
     relevant document.
     """
-    queries = dataset.table("queries").sort_by("query_id")
-    queries = queries.filter(pc.equal(queries["split"], "test"))
+    queries = trainable.queries(dataset, "test").sort_by("query_id")
     text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
     qrels: trec.Qrels = {query_id: {} for query_id in text}
     if judgements is None:
-        for row in dataset.table("qrels").sort_by("doc_id").to_pylist():
-            if row["query_id"] in qrels:
-                qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
+        for row in trainable.judgements(dataset, queries["query_id"]).sort_by("doc_id").to_pylist():
+            qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
     else:
         qrels |= {q: judged for q, judged in trec.read_qrels(judgements).items() if q in text}
     usable = [query_id for query_id, judged in qrels.items() if any(grade > 0 for grade in judged.values())]

@@ -20,7 +20,7 @@ from scalingnote.collect.config import BM25Ranker
 from scalingnote.config import Resources
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.datasets.rows import files as local_files
-from scalingnote.errors import DataError, ScalingNoteError
+from scalingnote.errors import ConfigError, DataError, ScalingNoteError
 from scalingnote.experiment import access_log, comparison, judge, outcomes, relevance, report, signals
 from scalingnote.experiment.config import AnyJudge, DualPooledJudge, ExperimentConfig, Relevance
 from scalingnote.experiment.page import page
@@ -40,13 +40,18 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
     DataError when the log has no request of the experiment, or a file is missing.
     """
     parents = {"dataset": open_artifact(dataset, kind="dataset")}
-    logs = _checked(config)
+    logs = _checked(config, parents["dataset"])
     config = config.model_copy(update={"inputs_sha256": _checksums(config, logs)})
     place = fs.absolute(fs.join(output, fingerprint("experiment", config, parents)[:12]))
     draft = Draft(place, kind="experiment", config=config, parents=parents)
     if draft.finished:
         log.info("finished before: %s", place)
         return draft.existing()
+    if config.relevance:
+        cluster.connect()
+        cluster.foresee(
+            config.resources.model_copy(update={"workers": 1}), stage="experiment", knob="resources"
+        )
     quarantine = Quarantine()
     found, sample, requests = _read(config, logs, quarantine)
     units = found.units()
@@ -84,14 +89,24 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
     return draft.commit(counts=counts, rejected_by_reason=dict(sorted(quarantine.rejected.items())))
 
 
-def _checked(config: ExperimentConfig) -> list[str]:
-    """The log files; what is missing or cannot be read is refused before anything is."""
+def _checked(config: ExperimentConfig, dataset: Artifact) -> list[str]:
+    """The log files; what is missing, cannot be read or would not fit is refused before anything is."""
     logs = access_log.find(config.logs)
     for pattern in (config.feedback, config.clicks):
         if pattern is not None:
             signals.check(pattern)
     if config.relevance and isinstance(config.relevance.judge, DualPooledJudge):
         open_artifact(config.relevance.judge.uri, kind="cross_encoder")
+    documents = dataset.counts["documents"]
+    if (
+        config.relevance
+        and isinstance(config.relevance.judge, BM25Ranker)
+        and documents > judge.BM25_DOCUMENTS
+    ):
+        raise ConfigError(
+            f"BM25 as a judge holds all documents in memory, and {documents:,} are more than "
+            f"{judge.BM25_DOCUMENTS:,}: set relevance.judge to a cross-encoder, or relevance to null"
+        )
     return logs
 
 
@@ -155,6 +170,8 @@ def _judge(config: ExperimentConfig, drawn: pa.Table, dataset: Artifact, draft: 
         write_table(draft.work(f"pairs/{number:05d}.parquet"), block)
     done = len(pairs) - sum(size[number] for number in todo)
     resources = config.resources.model_copy(update={"workers": min(workers, len(todo))})
+    if todo and not fs.exists(draft.work(judge.DOCUMENTS)):  # one pass over the corpus, not one a block
+        write_table(draft.work(judge.DOCUMENTS), judge.texts(dataset, pc.unique(pairs["doc_id"])))
     with Progress("compare", total=len(pairs), done=done, unit="pairs judged") as progress:
         for number in (
             _on_ray(todo, (config.relevance.judge, dataset, draft.work()), resources) if todo else ()
@@ -166,8 +183,7 @@ def _judge(config: ExperimentConfig, drawn: pa.Table, dataset: Artifact, draft: 
 
 def _on_ray(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resources) -> Iterator[int]:
     """Blocks as they are judged, by actors of :class:`Judging`."""
-    cluster.connect()
-    cluster.require(resources, stage="experiment")
+    cluster.require(resources, stage="experiment", knob="resources")
     blocks = ray.data.from_items([{"number": number} for number in todo], override_num_blocks=len(todo))
     judged = blocks.map_batches(
         Judging,
@@ -193,8 +209,10 @@ class Judging:
         number = int(batch["number"][0])
         try:
             self._judge = self._judge or judge.load(self._config, self._dataset)
-            pairs = pq.read_table(fs.open_input(fs.join(self._work, f"pairs/{number:05d}.parquet")))
-            documents = judge.texts(self._dataset, pc.unique(pairs["doc_id"]))
+            pairs, documents = (
+                pq.read_table(fs.open_input(fs.join(self._work, name)))
+                for name in (f"pairs/{number:05d}.parquet", judge.DOCUMENTS)
+            )
             scored = judge.judge_pairs(self._judge, pairs, documents)
             write_table(fs.join(self._work, f"judged/{number:05d}.parquet"), scored)
             return {"number": [number], "error": [""]}

@@ -15,6 +15,8 @@ from scalingnote.models.prompt import Row
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 FIELDS = ["doc_id", "title", "topic", "content"]
+DOCUMENTS = "documents.parquet"  # what :func:`texts` gave of all pairs
+BM25_DOCUMENTS = 2_000_000  # that words may be counted of, in the memory of an actor
 # How well each row of a table of FIELDS answers the query beside it; NaN where a judge cannot say.
 Judge = Callable[[Sequence[str], pa.Table], Float32[ndarray, " pairs"]]
 

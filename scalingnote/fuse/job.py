@@ -17,7 +17,7 @@ from safetensors import torch as safetensors
 
 from scalingnote import cluster
 from scalingnote.config import dump
-from scalingnote.encode.job import each_part, write_parts
+from scalingnote.encode.job import beside, each_part, write_parts
 from scalingnote.encode.steps import Encoded, Steps, nothing
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.fuse import prepare
@@ -40,6 +40,7 @@ from scalingnote.train.prepare import array
 from scalingnote.train.stream import Store, one_chunk
 
 log = get_logger("fuse")
+WRITERS = {"stage": "fuse", "knob": "fuse.writers"}
 DOCUMENT_SIDE, QUERY_SIDE = "document_fusion", "query_fusion"
 
 
@@ -70,6 +71,8 @@ def run(
     if draft.finished:
         return draft.existing()
     _require_same_origin(parents["embeddings"], parents["semantic_ids"])
+    cluster.foresee(config.writers, beside=beside(config.writers), **WRITERS)
+    cluster.foresee(config.resources, stage="fuse")
     corpus = Corpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
     facts = _prepare(config, corpus, parents["planner"], tower, draft)
     steps = _order(config, facts).steps(config.epochs)
@@ -128,7 +131,7 @@ def _prepare(
     words = config.query.planner.words if config.query.planner else 0
     steps = Steps(asked, partial(QueryParts, tower=tower, planner=planner, words=words))
     where = {"output": folder, "work": draft.work("queries")}
-    records = each_part(steps, **where, rows=rows, resources=config.writers, unit="queries")
+    records = each_part(steps, **where, rows=rows, resources=config.writers, unit="queries", **WRITERS)
     files = [(record["name"], Part(**record["part"])) for record in records if record["part"]["rows"]]
     return prepare.finish(config, corpus, queries=files, folder=folder, each=cluster.each)
 
@@ -138,7 +141,9 @@ def _fuse(config: FuseConfig, corpus: Corpus, draft: Draft) -> int:
     source = corpus.embeddings
     rows = {name: source.manifest.parts[name].rows or 0 for name in source.names("embeddings/", ".parquet")}
     steps = Steps(nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
-    records = write_parts(steps, draft, rows=rows, resources=config.writers, unit="documents fused")
+    records = write_parts(
+        steps, draft, rows=rows, resources=config.writers, unit="documents fused", **WRITERS
+    )
     return sum(record["part"]["rows"] for record in records)
 
 

@@ -61,8 +61,5 @@ def _aligned(table: pa.Table, doc_ids: pa.ChunkedArray, what: str) -> pa.Table:
         raise ArtifactError(
             f"{rows.null_count} embeddings, first of {first!r}, have no {what}: re-run the stages between"
         )
-    return (
-        table
-        if pc.all(pc.equal(doc_ids, table["doc_id"])).as_py() and len(table) == len(doc_ids)
-        else (table.take(rows))
-    )
+    same = len(table) == len(doc_ids) and pc.all(pc.equal(doc_ids, table["doc_id"])).as_py()
+    return table if same else table.take(rows)

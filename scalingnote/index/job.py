@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import ray
 from jaxtyping import Float, Int
 from numpy import ndarray
 
 from scalingnote import cluster, hybrid, topk
+from scalingnote.datasets import trainable
 from scalingnote.errors import ArtifactError
 from scalingnote.index import build, filters, ivf, shard, tuning
 from scalingnote.index import family as families
@@ -30,7 +30,6 @@ from scalingnote.log import Progress, get_logger
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.quantize.job import VIEW, part_rows, sample
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file
 
 log = get_logger("index")
@@ -175,7 +174,7 @@ def _quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: 
         return ivf.parse_quantizer(
             {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder)}
         )
-    matrices = sample(source, documents=config.train_documents, seed=config.seed, resources=config.resources)
+    matrices = sample(source, documents=config.train_documents, seed=config.seed)
     train = ray.remote(**cluster.actor_options(config.resources))(build.train)
     quantizer: ivf.Quantizer = cluster.fetch(train.remote(config, layout.nlist, *matrices))
     for name, data in ivf.dump_quantizer(quantizer).items():
@@ -185,10 +184,7 @@ def _quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: 
 
 def _drawn(config: IndexConfig, dataset: Artifact) -> pa.Table:
     """Test queries to tune with."""
-    if not dataset.table_parts("queries"):
-        return schema.QUERIES.empty_table()
-    table = dataset.table("queries", schema.QUERIES.names).sort_by("query_id")
-    table = table.filter(pc.equal(table["split"], "test"))
+    table = trainable.queries(dataset, "test").sort_by("query_id")
     rng = np.random.default_rng(config.seed)
     return table.take(np.sort(rng.permutation(len(table))[: config.tuning.queries]))
 
@@ -220,10 +216,8 @@ def _terms(parents: dict[str, Artifact], layout: shard.Layout, drawn: pa.Table) 
 def _relevant(dataset: Artifact, drawn: pa.Table) -> list[dict[str, int]]:
     """The judgements of each: doc_id -> grade."""
     judged: dict[str, dict[str, int]] = {query_id: {} for query_id in drawn["query_id"].to_pylist()}
-    if judged and dataset.table_parts("qrels"):
-        table = dataset.table("qrels", schema.QRELS.names)
-        wanted = pa.array(list(judged), pa.string())
-        for row in table.filter(pc.is_in(table["query_id"], value_set=wanted)).to_pylist():
+    if judged:
+        for row in trainable.judgements(dataset, drawn["query_id"]).to_pylist():
             judged[row["query_id"]][row["doc_id"]] = row["relevance"]
     return list(judged.values())
 

@@ -60,7 +60,8 @@ def run(
         partial(Flow, towers, semantic_ids, embeddings, token_budget=config.token_budget),
     )
     fleet = few(config.resources, rows)
-    records = write_parts(steps, draft, rows=rows, resources=fleet, unit="documents")
+    how = {"unit": "documents", "stage": "ingest", "knob": "resources"}
+    records = write_parts(steps, draft, rows=rows, resources=fleet, **how)
     rejected = [row for record in records for row in record["rejected"]]
     draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
     counts = {"documents": sum(record["part"]["rows"] for record in records)}
@@ -83,7 +84,7 @@ def described(path: str, columns: dict[str, str], *, like: Artifact) -> NewDocum
 def place(run_dir: str, new: NewDocuments) -> str:
     """Where what becomes of these files goes: other contents, another place."""
     sums = "".join(fs.checksum(str(path)) for path in files(new.documents.path))
-    return fs.join(run_dir, "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
+    return fs.join(fs.absolute(run_dir), "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
 
 
 def read_documents(name: str, *, dataset: Artifact) -> pa.Table:

@@ -206,7 +206,7 @@ class Tower(nn.Module):
             if facts.get("sparse") == "own":
                 own = load_file(folder / "sparse_head.safetensors")["weight"]
         except FileNotFoundError as error:
-            raise ArtifactError(f"{folder} is not a tower: {error.filename} is missing") from None
+            raise ArtifactError(f"{folder} is not a tower: {error.filename or error} is missing") from None
         config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"])
         backbone = backbones.load(folder, layers=facts.get("layers"))
         backbone.causal = facts["causal"]

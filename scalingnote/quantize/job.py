@@ -36,6 +36,8 @@ VIEW = "summary"  # the view that is indexed
 CODEBOOKS = "codebooks.safetensors"
 FITTED = "fitted.safetensors"  # a tally of the corpus the codebooks were fitted for, less the sample
 STATISTICS = "statistics.json"
+SAMPLE_TASKS = 512  # at most: each brings an object to the task that joins them
+Taken = tuple[str, int, int]  # a part, its number, and how many of its rows
 log = get_logger("quantize")
 
 
@@ -97,17 +99,13 @@ def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
     ]
 
 
-def sample(embeddings: Artifact, *, documents: int, seed: int, resources: Resources) -> list[Any]:
-    """References to an even sample of the embeddings, one matrix per part, for a task that joins them."""
+def sample(embeddings: Artifact, *, documents: int, seed: int) -> list[Any]:
+    """References to an even sample of the embeddings, matrices in its order, for a task that joins them."""
     parts = embeddings.names("embeddings/", ".parquet")
-    rows = part_rows(embeddings, parts)
-    wanted = shares(rows, size=documents, seed=seed)
-    take = ray.remote(**cluster.actor_options(resources))(_take)
-    return [
-        take.remote(embeddings.uri, part, number, wanted[number], seed)
-        for number, part in enumerate(parts)
-        if wanted[number]
-    ]
+    taken = _taken(parts, shares(part_rows(embeddings, parts), size=documents, seed=seed))
+    each = len(taken) // SAMPLE_TASKS + 1
+    take, source = ray.remote(num_cpus=1, **cluster.AGAIN)(_take), ray.put(embeddings)
+    return [take.remote(source, taken[at : at + each], seed) for at in range(0, len(taken), each)]
 
 
 def read_vectors(embeddings: Artifact, part: str) -> tuple[pa.ChunkedArray, Float[ndarray, "docs dim"]]:
@@ -129,9 +127,18 @@ def use_threads(resources: Resources) -> None:
     faiss.omp_set_num_threads(max(1, int(resources.cpus_per_worker)))
 
 
-def _take(uri: str, part: str, number: int, take: int, seed: int) -> Float[ndarray, "chosen dim"]:
-    vectors: ndarray = read_vectors(open_artifact(uri, kind="embeddings"), part)[1]
-    return np.take(vectors, draw(len(vectors), take=take, seed=seed, part=number), axis=0)
+def _taken(parts: Sequence[str], wanted: Sequence[int]) -> list[Taken]:
+    return [
+        (part, number, take) for number, (part, take) in enumerate(zip(parts, wanted, strict=True)) if take
+    ]
+
+
+def _take(embeddings: Artifact, taken: Sequence[Taken], seed: int) -> Float[ndarray, "chosen dim"]:
+    drawn: list[ndarray] = []
+    for part, number, take in taken:
+        vectors = read_vectors(embeddings, part)[1]
+        drawn.append(np.take(vectors, draw(len(vectors), take=take, seed=seed, part=number), axis=0))
+    return np.concatenate(drawn)
 
 
 def _require_fitting(
@@ -175,7 +182,7 @@ def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: 
         return _dump(
             _refined(config, draft.work("fit"), source, parts, shares(rows, size=size, seed=config.seed))
         )
-    matrices = sample(source, documents=size, seed=config.seed, resources=config.resources)
+    matrices = sample(source, documents=size, seed=config.seed)
     fit = ray.remote(**cluster.actor_options(config.resources))(_fit)
     return _dump(cluster.fetch(fit.remote(config, *matrices)))
 
@@ -197,9 +204,7 @@ def _refined(
     """Codebooks of a sample that is kept in files, of which a task holds one; `wanted` rows of each part."""
     # Few enough that their sums pass through the driver in little time.
     limit = min(config.documents_per_worker, max(ROWS_PER_SLICE, sum(wanted) // 1024))
-    taken = [
-        (part, number, take) for number, (part, take) in enumerate(zip(parts, wanted, strict=True)) if take
-    ]
+    taken = _taken(parts, wanted)
     groups = grouped([take for _, _, take in taken], limit=limit)
     files = [[taken[place] for place in group] for group in groups]
 
@@ -207,14 +212,13 @@ def _refined(
         threaded = partial(_with_threads, work=work, resources=config.resources)
         return cluster.in_order(threaded, items, config.resources)
 
-    keep = partial(_keep, uri=source.uri, seed=config.seed, folder=folder)
+    keep = partial(_keep, source=source, seed=config.seed, folder=folder)
     held = run_slices("sample", keep, files, folder=folder, each=each, room="quantize", unit="files")
     return refinement.fit(config, held, folder=folder, each=each)
 
 
-def _keep(item: tuple[int, list[tuple[str, int, int]]], *, uri: str, seed: int, folder: str) -> int:
-    taken = np.concatenate([_take(uri, part, number, take, seed) for part, number, take in item[1]])
-    return refinement.store(taken, folder=folder, file=item[0])
+def _keep(item: tuple[int, list[Taken]], *, source: Artifact, seed: int, folder: str) -> int:
+    return refinement.store(_take(source, item[1], seed), folder=folder, file=item[0])
 
 
 def _with_threads(item: Any, *, work: Callable[[Any], Any], resources: Resources) -> Any:
@@ -269,11 +273,15 @@ class _Coder:
         items = zip(*(batch[name].tolist() for name in ("part", "number", "sampled")), strict=True)
         return {**batch, "error": [self._attempt(*item) for item in items]}
 
-    def _attempt(self, part: str, number: int, sampled: int) -> str:
+    def _attempt(self, part: str, number: int, sampled: int, *, again: int = 3) -> str:
         try:
             self._code(part, number, sampled)
         except ScalingNoteError as error:
             return cluster.told(error)
+        except OSError:  # one that lasts would end the stage, one that does not need not
+            if not again:
+                raise
+            return self._attempt(part, number, sampled, again=again - 1)
         return ""
 
     def _code(self, part: str, number: int, sampled: int) -> None:

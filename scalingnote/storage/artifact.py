@@ -22,9 +22,11 @@ from scalingnote.config import Config, identity
 from scalingnote.errors import ArtifactError
 from scalingnote.log import environment
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage.lease import Lease
 
 MANIFEST = "manifest.json"
 WORK = "_work"
+CLAIM, LEASE = "fingerprint", "lease"  # in it: whose work it is, and which process is at it
 SCHEMA_VERSION = 1
 
 
@@ -152,47 +154,64 @@ class Draft:
         self.fingerprint = fingerprint(kind, config, parents)
         self._start = time.monotonic()
         self._parts: dict[str, Part] = {}
-        self._existing = _read_manifest(uri)
-        self.finished = self._existing is not None
-        if self._existing and self._existing.info.get("fingerprint") != self.fingerprint:
+        self._lease = Lease(self.work(LEASE))
+        self.finished = self._is_there()
+        if not self.finished:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Go on with what an earlier run left, or with nothing, when no other process is at it."""
+        self._require_place()
+        self.finished = not self._lease.take(of=self.uri, done=lambda: fs.exists(self.path(MANIFEST)))
+        if not self.finished and self._is_there():  # committed between the last look and the taking
+            self._end()
+            self.finished = True
+        if not self.finished:
+            self._claim()
+
+    def _end(self) -> None:
+        self._lease.give_back()
+        fs.delete(self.work())
+
+    def _is_there(self) -> bool:
+        """Whether the artifact is; ArtifactError when another one is in its place."""
+        existing = _read_manifest(self.uri)
+        if existing and existing.info.get("fingerprint") != self.fingerprint:
             raise ArtifactError(
-                f"{uri} already holds another {self._existing.kind!r} artifact (other settings or inputs): "
+                f"{self.uri} already holds another {existing.kind!r} artifact (other settings or inputs): "
                 "choose another output or delete it"
             )
-        self._claim()
+        return existing is not None
+
+    def _require_place(self) -> None:
+        """ArtifactError where there are files of something else."""
+        if fs.is_file(self.uri):
+            raise ArtifactError(f"{self.uri} is a file: choose another output")
+        if not fs.exists(self.work(CLAIM)) and (parts := _top(self.uri) - {WORK}):
+            raise ArtifactError(
+                f"{self.uri} has files that are no unfinished artifact, such as {min(parts)}: choose another "
+                "output or delete it"
+            )
 
     def _claim(self) -> None:
         """Unfinished work of other settings or inputs would be resumed as ours: clear it away.
 
         The claim says that what lies here may go: it is written first and goes last.
         """
-        if self.finished:
-            return
-        if fs.is_file(self.uri):
-            raise ArtifactError(f"{self.uri} is a file: choose another output")
-        claim = self.work("fingerprint")
-        claimed = fs.exists(claim)
-        if claimed and fs.read_bytes(claim).decode() == self.fingerprint:
-            return
-        if not claimed and (parts := self._top()):
-            raise ArtifactError(
-                f"{self.uri} has files that are no unfinished artifact, such as {min(parts)}: choose another "
-                "output or delete it"
-            )
-        if claimed:
+        claim = self.work(CLAIM)
+        if fs.exists(claim):
+            if fs.read_bytes(claim).decode() == self.fingerprint:
+                return
             fs.write_bytes(claim, b"")  # nobody is to resume what a kill from here on leaves
         self.afresh()
-        fs.delete(self.uri)
+        for name in _top(self.work()) - {LEASE, CLAIM}:
+            fs.delete(self.work(name))
         fs.write_bytes(claim, self.fingerprint.encode())
 
     def afresh(self) -> None:
         """Clear an unfinished run's parts: whoever resumes nothing would commit them beside its own."""
-        for name in self._top():
+        for name in _top(self.uri) - {WORK}:
             fs.delete(self.path(name))
-
-    def _top(self) -> set[str]:
-        """Files and folders of this place, but for the work directory."""
-        return {name.split("/")[0] for name in fs.list_files(self.uri)} - {WORK}
 
     def path(self, name: str) -> str:
         """URI where a part goes."""
@@ -220,7 +239,14 @@ class Draft:
         self._parts[name] = part
 
     def commit(self, *, counts: Mapping[str, int], **info: Any) -> Artifact:
-        """Write the manifest: from here on the artifact exists. Parts nobody registered are hashed now."""
+        """Write the manifest: from here on the artifact exists. Parts nobody registered are hashed now.
+
+        ArtifactError when another process has taken the work over, from one that was silent for long.
+        """
+        if self._lease.lost:
+            raise ArtifactError(
+                f"another process goes on with {self.uri}: run this again when it is finished"
+            )
         for name, size in fs.list_files(self.uri).items():
             if not name.startswith(f"{WORK}/") and name not in self._parts:
                 self._parts[name] = Part(fs.checksum(self.path(name)), size)
@@ -250,7 +276,7 @@ class Draft:
             ),
         )
         fs.write_bytes(self.path(MANIFEST), json.dumps(manifest, default=vars, indent=1).encode())
-        fs.delete(self.work())
+        self._end()
         return Artifact(self.uri, manifest)
 
     def existing(self) -> Artifact:
@@ -278,6 +304,11 @@ def write_file(uri: str, data: bytes) -> Part:
     """Write any other file and return its Part."""
     fs.write_bytes(uri, data)
     return Part(hashlib.sha256(data).hexdigest(), len(data))
+
+
+def _top(uri: str) -> set[str]:
+    """Files and folders in a folder."""
+    return {name.split("/")[0] for name in fs.list_files(uri)}
 
 
 def _leaves(layout: pa.Schema) -> list[str]:

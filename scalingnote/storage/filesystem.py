@@ -16,6 +16,8 @@ import pyarrow.fs as pafs
 
 from scalingnote.errors import DataError
 
+S3_COPY_BYTES = 5 << 30
+
 
 def join(base: str, *names: str) -> str:
     """`base` and `names` with one slash between; works on paths and URIs alike."""
@@ -80,7 +82,18 @@ def write_bytes(uri: str, data: bytes) -> None:
     pending = f"{path}.pending"
     with filesystem.open_output_stream(pending) as stream:
         stream.write(data)
-    filesystem.move(pending, path)
+    _rename(filesystem, pending, path, size=len(data))
+
+
+def _rename(filesystem: pafs.FileSystem, pending: str, path: str, *, size: int) -> None:
+    """Give a finished file its name. S3 has no renames, and copies nothing above 5 GiB at once."""
+    if filesystem.type_name != "s3" or size <= S3_COPY_BYTES:
+        filesystem.move(pending, path)
+        return
+    with filesystem.open_input_stream(pending) as stream, filesystem.open_output_stream(path) as copy:
+        while block := stream.read(1 << 26):
+            copy.write(block)
+    filesystem.delete_file(pending)
 
 
 def make_durable(uri: str, names: Iterable[str]) -> None:
@@ -175,7 +188,11 @@ def download(uri: str, files: list[str], *, version: str) -> Path:
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as stream:
-                for block in _blocks(join(uri, name)):
-                    stream.write(block)
+                try:
+                    for block in _blocks(join(uri, name)):
+                        stream.write(block)
+                except BaseException:
+                    os.unlink(stream.name)  # a disk that is full stays so otherwise
+                    raise
             shutil.move(stream.name, copy)
     return target

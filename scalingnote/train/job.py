@@ -51,6 +51,7 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     draft = Draft(output, kind="dual_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
+    cluster.foresee(config.resources, stage="train")
     prepared = prepare(config, **parents, folder=draft.work("data"), each=cluster.each)
     steps = _order(config, prepared.sizes).steps(config.epochs)
     rows = sum(prepared.sizes.values())

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import distillation, trials
+from benchmarks import distillation, trial, trials
 from benchmarks.trial import Outcome, Side, Trial
 from scalingnote.errors import DataError
 
@@ -54,6 +54,20 @@ def test_only_what_has_no_line_is_run_and_what_fails_leaves_none(
     assert [found.trial for found in there] == [wanted[3], wanted[0]]
     some = trials.run_all(wanted, path, run_dir=str(tmp_path), processes=0)
     assert [found.trial for found in some] == [wanted[0], wanted[1], wanted[3]]
+
+
+def test_knobs_of_stage_two_are_for_methods_that_have_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial.pipeline, "run", lambda *_, **__: {})
+    monkeypatch.setattr(trial.training, "shortened", lambda config, **_: config)
+    knobs = ("dataset.max_documents=500", "distill.epochs=1")
+    plain, student = (
+        trial.configured(Trial("medquad", "scratch", f"methods/{name}", 0, 10, knobs), run_dir="runs")
+        for name in ("scalingdual", "scalingnote-1l")
+    )
+    assert plain.distill is None
+    assert student.distill is not None
+    assert student.distill.epochs == 1
+    assert plain.dataset.max_documents == student.dataset.max_documents == 500
 
 
 def test_trials_that_share_stage_one_are_one_process_work():

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from ray.data.exceptions import ExecutionTimeoutError
 
 import tiny
 from in_process import without_ray
@@ -112,6 +113,26 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, ro
     other = CONFIG.model_copy(update={"base": first.uri, "dtype": "float16"})
     with pytest.raises(ArtifactError, match="'dtype': 'float32'"):
         job.encode_documents(other, newer.uri, towers, str(tmp_path / "refused"))
+
+
+def test_a_wave_that_stands_still_is_followed_by_another(towers, rows, tmp_path, monkeypatch, caplog):
+    without_ray(monkeypatch)
+    waves = []
+
+    def wave(*given, run=job._run_wave, **where):
+        waves.append(given[1])
+        found = run(*given, **where)
+        yield next(found)
+        if len(waves) == 1:
+            next(found)  # done, but not told
+            raise ExecutionTimeoutError("no progress for 1800 s")
+        yield from found
+
+    monkeypatch.setattr(job, "_run_wave", wave)
+    source = corpus(tmp_path / "source", rows)
+    made = job.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "made"))
+    assert [len(parts) for parts in waves] == [3, 1]
+    assert read(made)[0] == [row["doc_id"] for row in encodable(rows)]
 
 
 def test_what_fails_again_and_again_ends_the_run(towers, rows, tmp_path, monkeypatch):

@@ -161,7 +161,7 @@ def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch
         "encode_queries",
         lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
     )
-    config = CONFIG.model_copy(update={"bm25": False, "typos": 0.0})
+    config = CONFIG.model_copy(update={"bm25_documents": 1, "typos": 0.0})  # BM25 is for small pools
     artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
     report = artifact.read_json("report.json")
     assert set(report["methods"]) == {"scalingdual", "scalingdual (index)"}

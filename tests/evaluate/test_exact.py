@@ -87,6 +87,17 @@ def test_every_kind_of_search_equals_all_scores_at_once(tmp_path):
     check(joined, 0.3 * first + 0.7 * second)
 
 
+def test_rows_that_were_found_get_their_documents_names(tmp_path):
+    _, documents, _, weights = drawn()
+    embeddings = artifact(str(tmp_path / "embeddings"), documents, weights)
+    rows = np.array([[49, 3, -1], [20, 3, 19], [41, 40, 0]])
+    wanted, doc_ids = pool.named(embeddings, rows)
+    assert wanted.tolist() == [0, 3, 19, 20, 40, 41, 49]
+    assert doc_ids.to_pylist() == [f"d{row}" for row in wanted]
+    wanted, doc_ids = pool.named(embeddings, np.full((2, 2), -1))
+    assert (len(wanted), len(doc_ids)) == (0, 0)
+
+
 def test_terms_are_ascending_and_positive_and_those_no_query_has_are_left_out():
     weights = np.array([[0, 2, 0, 1], [0, 0, 0, 0], [3, 0, 1, 5]], np.float16)
     terms, impacts = (pa.chunked_array([column]) for column in columns(weights))

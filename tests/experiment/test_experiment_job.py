@@ -8,12 +8,13 @@ import pyarrow as pa
 import pytest
 
 import tiny
+from in_process import without_ray
 from jobs import entrypoint
 from scalingnote import cli, pipeline
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect.config import BM25Ranker
 from scalingnote.config import load
-from scalingnote.errors import ArtifactError, DataError
+from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.experiment import job, judge
 from scalingnote.experiment.assignment import arm_of
 from scalingnote.experiment.config import DualPooledJudge, ExperimentConfig
@@ -38,6 +39,7 @@ def here(monkeypatch):
             yield number
 
     monkeypatch.setattr(job, "_on_ray", judged)
+    without_ray(monkeypatch)
 
 
 def write_logs(folder: Path, config: ExperimentConfig, *, users: int = 300, lost: float = 0.0) -> None:
@@ -125,7 +127,7 @@ def test_a_planted_effect_is_found_and_the_rest_is_not(cluster, dataset, tmp_pat
     again = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "out"))
     assert again.digest == made.digest
     (tmp_path / "access-c.jsonl").write_text("{}\n")
-    grown = job._checksums(asked, job._checked(asked))
+    grown = job._checksums(asked, job._checked(asked, dataset))
     assert grown != tuple(made.manifest.config["inputs_sha256"])
 
 
@@ -148,6 +150,8 @@ def test_a_killed_report_keeps_what_was_judged(here, dataset, tmp_path, monkeypa
     asked = config(tmp_path, "relevance.requests_per_arm=50")
     write_logs(tmp_path, asked)
     monkeypatch.setattr(job, "PAIRS_PER_BLOCK", 100)
+    passes = []
+    monkeypatch.setattr(judge, "texts", lambda *given, texts=judge.texts: passes.append(1) or texts(*given))
     whole = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "whole"))
     blocks = []
 
@@ -163,6 +167,7 @@ def test_a_killed_report_keeps_what_was_judged(here, dataset, tmp_path, monkeypa
         job.run(asked, dataset=dataset.uri, output=str(tmp_path / "killed"))
     made = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "killed"))
     assert blocks[:4] == [0, 1, 2, 2]  # the two that were finished are not judged again
+    assert len(passes) == 2  # over the corpus: one a report, however many blocks there are
     assert made.table("judged").equals(whole.table("judged"))
 
 
@@ -193,7 +198,7 @@ def test_our_own_cross_encoder_judges_by_its_logit(dataset, tmp_path):
     assert judging([], documents.slice(0, 0)).shape == (0,)
 
 
-def test_bad_input_is_refused_before_work_is_spent(dataset, tmp_path, monkeypatch):
+def test_bad_input_is_refused_before_work_is_spent(here, dataset, tmp_path, monkeypatch):
     (tmp_path / "access-a.jsonl").write_text(
         '{"time": 1, "request_id": "r", "path": "/encode", "status": 200}\n'
     )
@@ -212,6 +217,9 @@ def test_bad_input_is_refused_before_work_is_spent(dataset, tmp_path, monkeypatc
     wrong = "relevance.judge={kind: cross_encoder_artifact, uri: /nowhere}"
     with pytest.raises(ArtifactError, match="no finished 'cross_encoder' artifact"):
         job.run(config(tmp_path, wrong), **run)
+    monkeypatch.setattr(judge, "BM25_DOCUMENTS", 1)
+    with pytest.raises(ConfigError, match=r"BM25 as a judge holds all .* set relevance\.judge"):
+        job.run(config(tmp_path), **run)
 
 
 def test_the_command_prints_the_table(here, dataset, tmp_path, monkeypatch, capsys):

@@ -1,11 +1,12 @@
 """The stage on Ray: clicks in, final embeddings and both sides' networks out, the same after a kill."""
 
 import datetime as dt
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from safetensors import numpy as safetensors
 
@@ -16,6 +17,7 @@ from scalingnote.fuse import job
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.document_fusion import DocumentFusion
 from scalingnote.fuse.features import User
+from scalingnote.fuse.parts import Corpus, read_part
 from scalingnote.fuse.query_fusion import QueryFusion
 from scalingnote.index.job import _require_same_origin
 from scalingnote.models import backbone, tower
@@ -279,6 +281,21 @@ def test_inputs_that_do_not_belong_together_are_refused(
     silent = tiny.dataset(f"{tmp_path}/silent")
     with pytest.raises(DataError, match="no impressions"):
         job.run(config(), **{**inputs.uris, "dataset": silent.uri}, output=f"{tmp_path}/c")
+
+
+def test_a_document_that_was_not_encoded_is_left_out(inputs: Inputs, tmp_path: Path):
+    opened = {kind: open_artifact(inputs.uris[kind], kind=kind) for kind in ("dataset", "semantic_ids")}
+    source = open_artifact(inputs.uris["embeddings"], kind="embeddings")
+    draft = Draft(f"{tmp_path}/fewer", kind="embeddings", config=tiny.Nothing(), parents={})
+    (part, *_) = source.names("embeddings/")
+    table = source.table(part)
+    draft.write_table(part, table.filter(pc.not_equal(table["doc_id"], "d003")))
+    corpus = Corpus(opened["dataset"], draft.commit(counts={}), opened["semantic_ids"])
+    whole, found = (read_part(c, part, ["brand"]) for c in (replace(corpus, embeddings=source), corpus))
+    kept = [row for row in range(PER_PART) if row != 3]
+    assert found.table.equals(whole.table.take(kept))
+    assert found.codes.tolist() == whole.codes[kept].tolist()
+    assert found.embeddings.tolist() == whole.embeddings[kept].tolist()
 
 
 def test_a_config_that_fuses_nothing_is_refused():

@@ -77,6 +77,18 @@ def test_damage_to_a_remote_part_is_refused(bucket: str) -> None:
         artifact.table(name)
 
 
+def test_a_file_too_large_to_be_copied_there_is_written_again(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moto.s3.models import S3Backend
+
+    monkeypatch.setattr(S3Backend, "copy_object", None)
+    monkeypatch.setattr(fs, "S3_COPY_BYTES", 10)
+    fs.write_bytes(f"{bucket}/large/shard", bytes(range(200)))
+    assert fs.read_bytes(f"{bucket}/large/shard") == bytes(range(200))
+    assert fs.list_files(f"{bucket}/large") == {"shard": 200}
+
+
 def test_a_tree_goes_there_and_back_and_no_stale_copy_is_read(bucket: str, tmp_path: Path) -> None:
     source, uri = tmp_path / "tower", f"{bucket}/{tmp_path.name}"
     (source / "query").mkdir(parents=True)

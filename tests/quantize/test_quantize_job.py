@@ -47,6 +47,20 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     without_ray(monkeypatch)
 
 
+def test_the_sample_is_the_same_whatever_a_task_draws_of_it(
+    here: None, source: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn() -> list[np.ndarray]:
+        return [task.value for task in job.sample(source, documents=90, seed=0)]
+
+    one_by_one = drawn()
+    monkeypatch.setattr(job, "SAMPLE_TASKS", 2)
+    together = drawn()
+    assert (len(one_by_one), len(together)) == (3, 2)
+    assert np.concatenate(one_by_one).tolist() == np.concatenate(together).tolist()
+    assert job.sample(source, documents=0, seed=0) == []
+
+
 def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact, matrix: np.ndarray) -> None:
     table = open_artifact(ids.uri, kind="semantic_ids").table("codes")
     assert table["doc_id"].to_pylist() == [f"d{i}" for i in range(sum(SIZES))]

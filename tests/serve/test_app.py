@@ -1,8 +1,10 @@
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
 from scalingnote.config import load, validate
@@ -71,6 +73,21 @@ def test_a_port_that_is_taken_is_named():
             launch._free_port("127.0.0.1", port)
     assert launch._free_port("127.0.0.1", port) == port
     assert launch._free_port("127.0.0.1", 0) > 0
+
+
+def test_where_ray_serve_runs_already_its_door_is_taken_or_the_service_is_refused(monkeypatch):
+    def served(*names: str) -> None:
+        status = SimpleNamespace(applications=dict.fromkeys(names))
+        monkeypatch.setattr(launch.serve, "status", lambda: status)
+
+    door = HTTPOptions(host="127.0.0.1", port=8123)
+    served("another")
+    assert launch._port(ServeConfig(port=8000), door) == 8123
+    with pytest.raises(ConfigError, match=r"listens on 0\.0\.0\.0 .*, not on 127"):
+        launch._port(ServeConfig(), HTTPOptions(host="0.0.0.0"))
+    served("another", launch.NAME)
+    with pytest.raises(ConfigError, match="serves 'scalingnote' already, at port 8123"):
+        launch._port(ServeConfig(), door)
 
 
 def test_a_fast_ingress_is_for_those_who_are_guarded_or_say_so(tmp_path, monkeypatch):

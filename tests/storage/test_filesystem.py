@@ -19,3 +19,16 @@ def test_files_are_made_durable_before_the_folders_that_lead_to_them(
     assert synced == [str(tmp_path / "versions" / name) for name in expected]
     fs.make_durable("memory://elsewhere", ["part"])
     assert len(synced) == len(expected)
+
+
+def test_a_download_that_breaks_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(uri: str) -> list[bytes]:
+        raise OSError(f"{uri} is gone")
+
+    monkeypatch.setattr(fs.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(fs, "_blocks", broken)
+    with pytest.raises(OSError, match="memory://elsewhere/part is gone"):
+        fs.download("memory://elsewhere", ["part"], version="1")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -1,0 +1,98 @@
+"""Work handed to Ray: what the cluster could never do is refused, the rest is done in order, and again."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from scalingnote import cluster
+from scalingnote.config import Resources
+from scalingnote.errors import ConfigError
+
+NODES = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}, {"CPU": 8.0}]
+
+
+def of_nodes(patch: pytest.MonkeyPatch, nodes: list[dict[str, float]]) -> None:
+    """Have Ray tell of these."""
+    alive = [{"Alive": True, "Resources": node} for node in nodes]
+    dead = {"Alive": False, "Resources": {"CPU": 99.0}}
+    total = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
+    patch.setattr(ray, "nodes", lambda: [*alive, dead])
+    patch.setattr(ray, "cluster_resources", lambda: total)
+
+
+@pytest.mark.parametrize(
+    ("resources", "beside", "says"),
+    [
+        (Resources(workers=24), 0, ""),
+        (Resources(workers=24), 1, r"asks for 25 CPU, the cluster has 24: lower teacher\.resources\.workers"),
+        (Resources(workers=2, gpus_per_worker=1), 0, "asks for 2 GPU, the cluster has 1"),
+        (Resources(workers=3, cpus_per_worker=8), 0, ""),
+        (Resources(workers=2, cpus_per_worker=9), 0, r"9 CPU a worker, no node has that: .*cpus_per_worker"),
+        (Resources(workers=1, cpus_per_worker=8, gpus_per_worker=1), 0, ""),
+    ],
+)
+def test_what_no_cluster_of_these_nodes_could_do_is_refused(
+    resources: Resources, beside: int, says: str, monkeypatch: pytest.MonkeyPatch
+):
+    of_nodes(monkeypatch, NODES)
+    if not says:
+        cluster.require(resources, stage="teacher", beside=beside)
+        return
+    with pytest.raises(ConfigError, match=says):
+        cluster.foresee(resources, stage="teacher", beside=beside)
+
+
+def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+    wanted = Resources(workers=2, cpus_per_worker=4, gpus_per_worker=1)
+    monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "30")
+    monkeypatch.setattr(cluster, "NODES_LOOK_S", 0.0)
+    of_nodes(monkeypatch, NODES)
+    cluster.foresee(wanted, stage="train")  # it is not needed yet
+
+    def ask(bundles: list[Any]) -> None:
+        asked.append(bundles)
+        of_nodes(monkeypatch, [*NODES, {"CPU": 8.0, "GPU": 1.0}])
+
+    monkeypatch.setattr(cluster, "_ask_for", ask)
+    cluster.require(wanted, stage="train")
+    assert asked == [[{"CPU": 4.0, "GPU": 1.0}] * 2, []]  # and no longer than they are waited for
+    monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "0.01")
+    with pytest.raises(ConfigError, match="asks for 3 GPU, the cluster has 2"):
+        cluster.require(wanted.model_copy(update={"workers": 3}), stage="train")
+    monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "long")
+    with pytest.raises(ConfigError, match="SCALINGNOTE_NODES_WAIT_S is 'long'"):
+        cluster.require(wanted.model_copy(update={"workers": 3}), stage="train")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_no_more_items_are_worked_on_than_there_are_workers_and_they_come_in_order():
+    def stay(number: int) -> tuple[int, float, float]:  # in here, since workers do not import tests
+        began = time.time()
+        time.sleep(0.4 if number == 0 else 0.1)
+        return number, began, time.time()
+
+    found = list(cluster.in_order(stay, range(6), Resources(workers=2, cpus_per_worker=0.25)))
+    assert [number for number, _, _ in found] == list(range(6))
+    together = [sum(began <= at < ended for _, began, ended in found) for _, at, _ in found]
+    assert max(together) == 2
+
+
+@pytest.mark.usefixtures("cluster")
+def test_what_storage_refuses_for_a_moment_is_done_again(tmp_path: Path):
+    def fail_twice(number: int, *, folder: Path) -> int:
+        tries = len(list(folder.glob(f"{number}-*")))
+        (folder / f"{number}-{tries}").touch()
+        if tries < 2:
+            raise OSError("slow down")
+        return number
+
+    for name, run in (("each", cluster.each), ("in_order", partial(cluster.in_order, resources=Resources()))):
+        folder = tmp_path / name
+        folder.mkdir()
+        assert sorted(run(partial(fail_twice, folder=folder), [1, 2])) == [1, 2]
+        assert len(list(folder.iterdir())) == 6
