@@ -107,6 +107,7 @@ class Cluster:
         finally:
             process.terminate()
             process.wait(60)
+            serve.shutdown()  # in here: this process forgets the Serve that has ended with that one
 
     def kill(self, part: str, wait_s: float = 0.0) -> None:
         """kill -9 a replica of a deployment that is one of `part`, in a moment."""

@@ -1,6 +1,6 @@
 """Benchmarks one after the other, each in a process of its own: from a commit to its folder of results.
 
-    make benchmarks                                   an estimated hour on 2 cores
+    make benchmarks                                   75 minutes on 2 cores
     python -m benchmarks.suite [--only NAME ...] [--repeat N] [--size full] [--commit-results]
 
 Results lie in build/benchmarks/COMMIT (`-full` behind it for the sizes of docs/results): NAME.json, or
