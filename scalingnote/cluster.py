@@ -105,14 +105,16 @@ def require(resources: Resources, *, stage: str, knob: str | None = None, beside
     if not (lack := _lack(resources, beside=beside, stage=stage, knob=knob)):
         return
     if seconds := _nodes_wait():
+        log.info("%s; waiting up to %g s for nodes", lack, seconds)
         each = {key: need for key, need in _of_each(resources).items() if need}
         _ask_for([each] * resources.workers + [{"CPU": 1}] * beside)
-        log.info("%s; waiting up to %g s for nodes", lack, seconds)
         deadline = time.monotonic() + seconds
-        while lack and time.monotonic() < deadline:
-            time.sleep(NODES_LOOK_S)
-            lack = _lack(resources, beside=beside, stage=stage, knob=knob)
-        _ask_for([])  # or they would be kept for ever
+        try:
+            while lack and time.monotonic() < deadline:
+                time.sleep(NODES_LOOK_S)
+                lack = _lack(resources, beside=beside, stage=stage, knob=knob)
+        finally:
+            _ask_for([])  # or they would be kept for ever
     if lack:
         raise ConfigError(lack)
 

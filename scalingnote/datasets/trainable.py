@@ -21,7 +21,7 @@ def judgements(dataset: Artifact, query_ids: pa.ChunkedArray) -> pa.Table:
     wanted = query_ids.combine_chunks()
     batches = dataset.batches("qrels", columns=QRELS.names)
     kept = [b.filter(pc.is_in(b["query_id"], value_set=wanted)).select(QRELS.names) for b in batches]
-    return pa.Table.from_batches(kept, schema=QRELS)
+    return pa.Table.from_batches(kept) if kept else QRELS.empty_table()
 
 
 def held_out_documents(dataset: Artifact) -> pa.Array:

@@ -71,6 +71,7 @@ def run(
     if draft.finished:
         return draft.existing()
     _require_same_origin(parents["embeddings"], parents["semantic_ids"])
+    prepare.require_columns(config, parents["dataset"])
     cluster.foresee(config.writers, beside=beside(config.writers), **WRITERS)
     cluster.foresee(config.resources, stage="fuse")
     corpus = Corpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))

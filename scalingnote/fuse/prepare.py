@@ -83,18 +83,29 @@ def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: Eac
     return Prepared(array(fs.join(folder, "asked.arrow")), clicks)
 
 
-def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: Each) -> None:
-    """Vocabularies and normalisers of documents and users, and which buckets of ids clicks ever met.
-
-    ConfigError names a feature that the dataset lacks.
-    """
-    fitted: dict[str, list[Encoding]] = {}
-    for table, features in (("documents", config.document.features), ("users", config.query.profile)):
-        parts = slices(dataset, table)
+def require_columns(config: FuseConfig, dataset: Artifact) -> None:
+    """ConfigError names a feature that the dataset lacks, before any click is read."""
+    for table, features in _features(config).items():
+        parts = dataset.table_parts(table)
         if features and not parts:
             raise ConfigError(
                 f"fuse.query.profile reads columns of users, and {dataset.uri} has no table of users"
             )
+        there = dataset.table(parts[0]).column_names if features else []
+        for feature in features:
+            if feature.column not in there:
+                raise ConfigError(f"no column {feature.column!r} in {table} for a feature of fuse: {there}")
+
+
+def _features(config: FuseConfig) -> dict[str, Sequence[Feature]]:
+    return {"documents": config.document.features, "users": config.query.profile}
+
+
+def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: Each) -> None:
+    """Vocabularies and normalisers of documents and users, and which buckets of ids clicks ever met."""
+    fitted: dict[str, list[Encoding]] = {}
+    for table, features in _features(config).items():
+        parts = slices(dataset, table)
         task = partial(_observe, dataset=dataset, features=features)
         found = (
             run_slices(f"fit-{table}", task, parts, folder=folder, each=each, room="fuse") if features else []
@@ -201,10 +212,6 @@ def _clicks(item: tuple[int, int], *, config: FuseConfig, folder: str) -> Record
 
 def _observe(item: Slice, *, dataset: Artifact, features: Sequence[Feature]) -> Record:
     columns = list(dict.fromkeys(feature.column for feature in features))
-    there = dataset.table(item[1][0]).column_names
-    missing = [column for column in columns if column not in there]
-    if missing:
-        raise ConfigError(f"no column {missing[0]!r} in {item[1][0]} for a feature of fuse; it has {there}")
     table = pa.concat_tables(dataset.table(part, columns) for part in item[1])
     return {"observed": observe(features, table)}
 

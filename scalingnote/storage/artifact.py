@@ -187,7 +187,8 @@ class Draft:
         """ArtifactError where there are files of something else."""
         if fs.is_file(self.uri):
             raise ArtifactError(f"{self.uri} is a file: choose another output")
-        if not fs.exists(self.work(CLAIM)) and (parts := _top(self.uri) - {WORK}):
+        parts = set() if fs.exists(self.work(CLAIM)) else _top(self.uri) - {WORK}
+        if parts and MANIFEST not in parts:  # else it was committed just now
             raise ArtifactError(
                 f"{self.uri} has files that are no unfinished artifact, such as {min(parts)}: choose another "
                 "output or delete it"

@@ -82,7 +82,7 @@ def world(tmp_path_factory):
 @pytest.fixture
 def searcher(world, monkeypatch):
     _, ids, near, _ = world
-    monkeypatch.setattr(retrieve.Searcher, "open", classmethod(lambda _, uri: ForgetfulSearcher(near, ids)))
+    monkeypatch.setattr(retrieve.Searcher, "open", classmethod(lambda *_, **__: ForgetfulSearcher(near, ids)))
 
 
 def uris(made, *kinds):

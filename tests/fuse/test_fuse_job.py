@@ -279,8 +279,9 @@ def test_inputs_that_do_not_belong_together_are_refused(
             config(), **{k: v for k, v in inputs.uris.items() if k != "dual_encoder"}, output=f"{tmp_path}/b"
         )
     silent = tiny.dataset(f"{tmp_path}/silent")
+    sides = {"document": CONFIG["document"] | {"features": []}, "query": {"history": {"last": 5}}}
     with pytest.raises(DataError, match="no impressions"):
-        job.run(config(), **{**inputs.uris, "dataset": silent.uri}, output=f"{tmp_path}/c")
+        job.run(config(**sides), **{**inputs.uris, "dataset": silent.uri}, output=f"{tmp_path}/c")
 
 
 def test_a_document_that_was_not_encoded_is_left_out(inputs: Inputs, tmp_path: Path):

@@ -13,8 +13,8 @@ import pytest
 
 from scalingnote.config import Config
 from scalingnote.errors import ArtifactError
+from scalingnote.storage import artifact, lease
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import lease
 from scalingnote.storage.artifact import Artifact, Draft
 
 BUILDER = """
@@ -83,6 +83,17 @@ def test_who_comes_second_waits_and_takes_what_the_first_has_built(
     assert Path(uri, "part").read_bytes() == b"theirs"
     assert not Path(uri, "_work").exists()
     assert f"process {other.pid} of " in caplog.text
+
+
+def test_what_is_committed_while_another_looks_is_taken(uri: str, monkeypatch: pytest.MonkeyPatch):
+    build(uri)
+    looks = iter([None])  # at the first it is not there yet
+    monkeypatch.setattr(
+        artifact, "_read_manifest", lambda uri, read=artifact._read_manifest: next(looks, read(uri))
+    )
+    draft = Draft(uri, kind="thing", config=Settings(), parents={})
+    assert draft.finished
+    assert not Path(uri, "_work").exists()
 
 
 def test_what_a_killed_process_held_is_free_at_once(uri: str, other: "subprocess.Popen[str]"):
