@@ -13,13 +13,15 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """bfloat16 where asked for, or where `auto` finds matrix units for it; float32 otherwise.
 
     A CPU with AVX-512 BF16 but no AMX tiles gains nothing at tower sizes, so AMX is what `auto` asks for.
+    Where ATEN_CPU_CAPABILITY keeps torch itself from AVX-512, `auto` keeps to float32.
     """
     if precision != "auto":
         return getattr(torch, precision)  # type: ignore[no-any-return]
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported()
     else:
-        fast = torch.cpu._is_amx_tile_supported()
+        wide = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
+        fast = wide and torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -121,7 +121,7 @@ def test_without_dropout_chunks_do_not_matter():
             loss.backward()
         results.append({**parts, **gradients(made)})
     for other in results[1:]:
-        torch.testing.assert_close(results[0], other, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(results[0], other, atol=1e-5, rtol=1e-4)
 
 
 def test_a_student_is_cached_too():
