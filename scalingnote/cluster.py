@@ -94,15 +94,14 @@ def _require_answer(address: str) -> None:
         ) from error
 
 
-def require(resources: Resources, *, stage: str, knob: str | None = None, beside: int = 0) -> None:
+def require(resources: Resources, *, knob: str, beside: int = 0) -> None:
     """Refuse, before work is spent, what the cluster could never schedule.
 
-    `beside` the workers run tasks that need so many CPUs. `knob` is the section that a user would change,
-    by default ``STAGE.resources``. Where the environment says that nodes come when they are asked for
-    (SCALINGNOTE_NODES_WAIT_S seconds at most), they are asked for and waited for.
+    `knob` is where a user set them, and `beside` the workers run tasks that need so many CPUs. Where the
+    environment says that nodes come when they are asked for (SCALINGNOTE_NODES_WAIT_S seconds at most),
+    they are asked for and waited for.
     """
-    knob = knob or f"{stage}.resources"
-    if not (lack := _lack(resources, beside=beside, stage=stage, knob=knob)):
+    if not (lack := _lack(resources, beside=beside, knob=knob)):
         return
     if seconds := _nodes_wait():
         log.info("%s; waiting up to %g s for nodes", lack, seconds)
@@ -112,26 +111,26 @@ def require(resources: Resources, *, stage: str, knob: str | None = None, beside
         try:
             while lack and time.monotonic() < deadline:
                 time.sleep(NODES_LOOK_S)
-                lack = _lack(resources, beside=beside, stage=stage, knob=knob)
+                lack = _lack(resources, beside=beside, knob=knob)
         finally:
             _ask_for([])  # or they would be kept for ever
     if lack:
         raise ConfigError(lack)
 
 
-def foresee(resources: Resources, *, stage: str, knob: str | None = None, beside: int = 0) -> None:
+def foresee(resources: Resources, *, knob: str, beside: int = 0) -> None:
     """:func:`require` of what comes much later: nodes that come when asked for are not to wait for it."""
     if not _nodes_wait():
-        require(resources, stage=stage, knob=knob, beside=beside)
+        require(resources, knob=knob, beside=beside)
 
 
-def _lack(resources: Resources, *, beside: int, stage: str, knob: str) -> str:
+def _lack(resources: Resources, *, beside: int, knob: str) -> str:
     """What the cluster has too little of, for a user to read; empty: nothing."""
     have, each = ray.cluster_resources(), _of_each(resources)
     for key, spare in (("CPU", beside), ("GPU", 0)):
         if (need := resources.workers * each[key] + spare) > have.get(key, 0.0):
             return (
-                f"{stage} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "
+                f"{knob} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "
                 f"lower {knob}.workers or add nodes"
             )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -140,7 +139,7 @@ def _lack(resources: Resources, *, beside: int, stage: str, knob: str) -> str:
     ):
         asked = " and ".join(f"{need:g} {key}" for key, need in each.items() if need)
         return (
-            f"{stage} asks for {asked} a worker, no node has that: lower {knob}.cpus_per_worker or "
+            f"{knob} asks for {asked} a worker, no node has that: lower {knob}.cpus_per_worker or "
             "gpus_per_worker"
         )
     return ""

@@ -41,10 +41,10 @@ def test_what_no_cluster_of_these_nodes_could_do_is_refused(
 ):
     of_nodes(monkeypatch, NODES)
     if not says:
-        cluster.require(resources, stage="teacher", beside=beside)
+        cluster.require(resources, knob="teacher.resources", beside=beside)
         return
     with pytest.raises(ConfigError, match=says):
-        cluster.foresee(resources, stage="teacher", beside=beside)
+        cluster.foresee(resources, knob="teacher.resources", beside=beside)
 
 
 def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.MonkeyPatch):
@@ -53,21 +53,21 @@ def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.Monke
     monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "30")
     monkeypatch.setattr(cluster, "NODES_LOOK_S", 0.0)
     of_nodes(monkeypatch, NODES)
-    cluster.foresee(wanted, stage="train")  # it is not needed yet
+    cluster.foresee(wanted, knob="train.resources")  # it is not needed yet
 
     def ask(bundles: list[Any]) -> None:
         asked.append(bundles)
         of_nodes(monkeypatch, [*NODES, {"CPU": 8.0, "GPU": 1.0}])
 
     monkeypatch.setattr(cluster, "_ask_for", ask)
-    cluster.require(wanted, stage="train")
+    cluster.require(wanted, knob="train.resources")
     assert asked == [[{"CPU": 4.0, "GPU": 1.0}] * 2, []]  # and no longer than they are waited for
     monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "0.01")
     with pytest.raises(ConfigError, match="asks for 3 GPU, the cluster has 2"):
-        cluster.require(wanted.model_copy(update={"workers": 3}), stage="train")
+        cluster.require(wanted.model_copy(update={"workers": 3}), knob="train.resources")
     monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "long")
     with pytest.raises(ConfigError, match="SCALINGNOTE_NODES_WAIT_S is 'long'"):
-        cluster.require(wanted.model_copy(update={"workers": 3}), stage="train")
+        cluster.require(wanted.model_copy(update={"workers": 3}), knob="train.resources")
 
 
 @pytest.mark.usefixtures("cluster")

@@ -45,7 +45,7 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
         return draft.existing()
     source = parents["dataset"]
     ranker = _ranker(config, source)
-    cluster.require(config.resources, stage="collect")
+    cluster.require(config.resources, knob="collect.resources")
     context = Context(
         config=config,
         dataset=source,

@@ -113,8 +113,9 @@ def run_queries(
         teacher={next(iter(rows)): draft.path("teacher")},
     )
     steps = Steps(nothing, encoder)
-    how = {"unit": "triplets", "stage": "teacher", "knob": "teacher.resources"}
-    records = write_parts(steps, draft, rows=rows, resources=config.resources, **how)
+    records = write_parts(
+        steps, draft, rows=rows, resources=config.resources, unit="triplets", knob="teacher.resources"
+    )
     embedded = sum(r["part"]["rows"] for r in records if r["name"].startswith("embeddings/"))
     return draft.commit(counts={"queries": embedded, "scored": sum(counted.values())})
 

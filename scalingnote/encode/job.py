@@ -69,7 +69,7 @@ def encode_documents(
     missing = sorted(set(config.views) - set(views))
     if missing:
         raise ConfigError(f"{towers.uri} gives no view {missing} of a document; it gives {views}")
-    cluster.require(config.resources, stage="encode", beside=beside(config.resources))
+    cluster.foresee(config.resources, knob="encode.resources", beside=beside(config.resources))
     source, base = parents["dataset"], parents.get("base")
     parts = source.names("documents/", ".parquet")
     rows = {embeddings_part(name): source.manifest.parts[name].rows or 0 for name in parts}
@@ -155,7 +155,7 @@ def run_queries(
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    cluster.foresee(config.resources, stage="teacher", beside=beside(config.resources))
+    cluster.foresee(config.resources, knob="teacher.resources", beside=beside(config.resources))
     pieces = distinct_queries(config, parents["triplets"], parents.get("dataset"), draft)
     rows = {f"embeddings/part-{piece['name']}.parquet": piece["rows"] for piece in pieces}
     steps = Steps(
@@ -167,8 +167,9 @@ def run_queries(
             teacher={next(iter(rows)): draft.path("teacher")},
         ),
     )
-    how = {"unit": "queries", "stage": "teacher", "knob": "teacher.resources"}
-    records = write_parts(steps, draft, rows=rows, resources=config.resources, **how)
+    records = write_parts(
+        steps, draft, rows=rows, resources=config.resources, unit="queries", knob="teacher.resources"
+    )
     return draft.commit(counts={"queries": sum(record["part"]["rows"] for record in records)})
 
 
@@ -221,7 +222,6 @@ def each_part(
     rows: dict[str, int],
     resources: Fleet,
     unit: str,
-    stage: str = "encode",
     knob: str = "encode.resources",
 ) -> list[Record]:
     """Encode all parts into files below `output`; their records, in order, which are kept below `work`.
@@ -231,7 +231,7 @@ def each_part(
     Ray lost more than it mends by itself, or nothing went on for half an hour; EncodingError when two waves
     in a row finish nothing.
     """
-    cluster.require(resources, stage=stage, knob=knob, beside=beside(resources))
+    cluster.require(resources, knob=knob, beside=beside(resources))
     records = recorded(work, set(rows))
     if records:
         log.info("resuming: %d of %d parts are done", len(records), len(rows))

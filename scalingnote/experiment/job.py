@@ -49,9 +49,7 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
         return draft.existing()
     if config.relevance:
         cluster.connect()
-        cluster.foresee(
-            config.resources.model_copy(update={"workers": 1}), stage="experiment", knob="resources"
-        )
+        cluster.foresee(config.resources.model_copy(update={"workers": 1}), knob="resources")
     quarantine = Quarantine()
     found, sample, requests = _read(config, logs, quarantine)
     units = found.units()
@@ -183,7 +181,7 @@ def _judge(config: ExperimentConfig, drawn: pa.Table, dataset: Artifact, draft: 
 
 def _on_ray(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resources) -> Iterator[int]:
     """Blocks as they are judged, by actors of :class:`Judging`."""
-    cluster.require(resources, stage="experiment", knob="resources")
+    cluster.require(resources, knob="resources")
     blocks = ray.data.from_items([{"number": number} for number in todo], override_num_blocks=len(todo))
     judged = blocks.map_batches(
         Judging,

@@ -40,7 +40,7 @@ from scalingnote.train.prepare import array
 from scalingnote.train.stream import Store, one_chunk
 
 log = get_logger("fuse")
-WRITERS = {"stage": "fuse", "knob": "fuse.writers"}
+WRITERS = "fuse.writers"
 DOCUMENT_SIDE, QUERY_SIDE = "document_fusion", "query_fusion"
 
 
@@ -72,8 +72,8 @@ def run(
         return draft.existing()
     _require_same_origin(parents["embeddings"], parents["semantic_ids"])
     prepare.require_columns(config, parents["dataset"])
-    cluster.foresee(config.writers, beside=beside(config.writers), **WRITERS)
-    cluster.foresee(config.resources, stage="fuse")
+    cluster.foresee(config.writers, beside=beside(config.writers), knob=WRITERS)
+    cluster.foresee(config.resources, knob="fuse.resources")
     corpus = Corpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
     facts = _prepare(config, corpus, parents["planner"], tower, draft)
     steps = _order(config, facts).steps(config.epochs)
@@ -132,7 +132,7 @@ def _prepare(
     words = config.query.planner.words if config.query.planner else 0
     steps = Steps(asked, partial(QueryParts, tower=tower, planner=planner, words=words))
     where = {"output": folder, "work": draft.work("queries")}
-    records = each_part(steps, **where, rows=rows, resources=config.writers, unit="queries", **WRITERS)
+    records = each_part(steps, **where, rows=rows, resources=config.writers, unit="queries", knob=WRITERS)
     files = [(record["name"], Part(**record["part"])) for record in records if record["part"]["rows"]]
     return prepare.finish(config, corpus, queries=files, folder=folder, each=cluster.each)
 
@@ -143,7 +143,7 @@ def _fuse(config: FuseConfig, corpus: Corpus, draft: Draft) -> int:
     rows = {name: source.manifest.parts[name].rows or 0 for name in source.names("embeddings/", ".parquet")}
     steps = Steps(nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
     records = write_parts(
-        steps, draft, rows=rows, resources=config.writers, unit="documents fused", **WRITERS
+        steps, draft, rows=rows, resources=config.writers, unit="documents fused", knob=WRITERS
     )
     return sum(record["part"]["rows"] for record in records)
 

@@ -67,7 +67,7 @@ def run(
         return draft.existing()
     layout, slices = _planned(config, parents)
     cluster.connect()
-    cluster.require(config.resources, stage="index")
+    cluster.require(config.resources, knob="index.resources")
 
     quantizer = _quantizer(config, layout, draft, parents["embeddings"])
     drawn = _drawn(config, parents["dataset"])

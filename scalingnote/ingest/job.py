@@ -60,8 +60,7 @@ def run(
         partial(Flow, towers, semantic_ids, embeddings, token_budget=config.token_budget),
     )
     fleet = few(config.resources, rows)
-    how = {"unit": "documents", "stage": "ingest", "knob": "resources"}
-    records = write_parts(steps, draft, rows=rows, resources=fleet, **how)
+    records = write_parts(steps, draft, rows=rows, resources=fleet, unit="documents", knob="resources")
     rejected = [row for record in records for row in record["rejected"]]
     draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
     counts = {"documents": sum(record["part"]["rows"] for record in records)}

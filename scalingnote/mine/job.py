@@ -54,7 +54,7 @@ def run(
     )
     if draft.finished:
         return draft.existing()
-    cluster.require(config.resources, stage="mine")
+    cluster.require(config.resources, knob="mine.resources")
     if not config.runs:
         _lay_out_pool(config, parents, draft)
     config = config.model_copy(update={"runs": runs})

@@ -48,7 +48,7 @@ def run(config: PlannerConfig, *, dataset: str, output: str) -> Artifact:
     draft = Draft(output, kind="planner", config=config, parents={"dataset": source})
     if draft.finished:
         return draft.existing()
-    cluster.require(config.resources, stage="planner")
+    cluster.require(config.resources, knob="planner.resources")
     if isinstance(config, Statistics):
         counts, facts = _count(config, source, draft)
     else:

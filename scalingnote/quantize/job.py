@@ -64,7 +64,7 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
         sampled = min(_sample_size(config, rows), config.documents_per_worker)
         residual_kmeans.require_sample(sampled, codes=config.codes)
     cluster.connect()
-    cluster.require(config.resources, stage="quantize")
+    cluster.require(config.resources, knob="quantize.resources")
 
     draft.write_bytes(CODEBOOKS, _codebooks(config, draft, source, earlier))
     _code(config, parts, rows, draft, source)

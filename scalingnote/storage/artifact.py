@@ -155,19 +155,18 @@ class Draft:
         self._start = time.monotonic()
         self._parts: dict[str, Part] = {}
         self._lease = Lease(self.work(LEASE))
-        self.finished = self._is_there()
-        if not self.finished:
-            self._begin()
+        self.finished = self._is_there() or not self._begin()
 
-    def _begin(self) -> None:
-        """Go on with what an earlier run left, or with nothing, when no other process is at it."""
+    def _begin(self) -> bool:
+        """Go on with what an earlier run left, or with nothing; False when another process finished it."""
         self._require_place()
-        self.finished = not self._lease.take(of=self.uri, done=lambda: fs.exists(self.path(MANIFEST)))
-        if not self.finished and self._is_there():  # committed between the last look and the taking
+        if not self._lease.take(of=self.uri, done=lambda: fs.exists(self.path(MANIFEST))):
+            return False
+        if self._is_there():  # committed between the last look and the taking
             self._end()
-            self.finished = True
-        if not self.finished:
-            self._claim()
+            return False
+        self._claim()
+        return True
 
     def _end(self) -> None:
         self._lease.give_back()

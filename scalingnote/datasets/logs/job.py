@@ -31,7 +31,7 @@ def run(config: Logs, *, output: str) -> Artifact:
     if draft.finished:
         return draft.existing()
     slices = plan(config)
-    cluster.require(config.resources, stage="dataset")
+    cluster.require(config.resources, knob="dataset.resources")
     return flow.build(config, draft, slices, each=partial(_each, resources=config.resources))
 
 
