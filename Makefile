@@ -6,6 +6,7 @@ METHODS ?= untrained twinbert scalingdoc scalingdual scalingnote
 SET ?=
 SIZE ?= small
 REPEAT ?= 1
+AGAINST ?=
 COMMIT_RESULTS ?= 0
 BIN := .venv/bin
 CONFIG := configs/quickstart/$(DATASET).yaml
@@ -22,9 +23,10 @@ quickstart: .venv/installed
 compare: .venv/installed
 	$(BIN)/scalingnote compare $(CONFIG) --methods $(METHODS:%=configs/methods/%.yaml) $(SET:%=--set %)
 
-# Every benchmark into build/benchmarks/COMMIT, 75 minutes on 2 cores; SIZE=full COMMIT_RESULTS=1: what docs/results holds.
+# Every benchmark into build/benchmarks/COMMIT, 75 minutes on 2 cores; SIZE=full COMMIT_RESULTS=1: what docs/results holds;
+# AGAINST=main REPEAT=5: in turns with that commit, and what moved.
 benchmarks: .venv/installed-bench
-	$(BIN)/python -m benchmarks.suite --size $(SIZE) --repeat $(REPEAT) $(if $(filter-out 0,$(COMMIT_RESULTS)),--commit-results)
+	$(BIN)/python -m benchmarks.suite --size $(SIZE) --repeat $(REPEAT) $(AGAINST:%=--against %) $(if $(filter-out 0,$(COMMIT_RESULTS)),--commit-results)
 
 test: .venv/installed-dev
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder

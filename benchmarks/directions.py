@@ -15,17 +15,25 @@ class Rule:
     better: Better  # zero: anything else is a fault; either: a size or a finding, never judged
     noise: float = 0.0  # what runs of the same commit differ by
     relative: bool = True  # whether noise is a share of the smaller of the two values
+    share: float | None = None  # at most this share of the larger: noise in points hides all of what is small
     of_the_machine: bool = False  # seconds, rates, memory: nothing to compare between machines or single runs
+
+    def between(self, old: float, new: float) -> float:
+        """How far two values may be apart. Which of them is the old one does not matter."""
+        low, high = sorted((abs(old), abs(new)))
+        noise = self.noise * (low if self.relative else 1.0)
+        return noise if self.share is None else min(noise, self.share * high)
 
 
 RATIO = 0.15  # two timings of one machine, taken in turns: rounds differ by a tenth either way
 SHORT = 0.5  # the same where one of the two is too short to be timed well
-QUALITY = 0.05  # recall and its kin between seeds; docs/results/readings.md
+QUALITY, SMALL = 0.05, 0.5  # recall and its kin between seeds, and where it is low; docs/results/readings.md
 TIMING = 0.10  # of medians of several runs, beside the test that their ranges are apart
 
 RULES = (
     Rule(r"^(lost|duplicates$|doubled$|undocumented$|wrong)", "zero"),
     Rule(r"^faults_survived$", "higher"),
+    Rule(r"^errors_per_request$", "lower", 0.005, relative=False),
     Rule(r"^(faults|kills|requests|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),
     Rule(r"^datasets_", "either"),  # on how many an order of a paper's holds
     Rule(r"^r2_", "higher", 0.1, relative=False),
@@ -33,9 +41,13 @@ RULES = (
     Rule(r"_(relative|p_holm)$", "either"),
     Rule(r"cosine", "higher", 0.001, relative=False),
     Rule(r"streaming_recall_gap", "lower", 1.0, relative=False),  # points
-    Rule(r"(_over_scaling\w+_R50)$", "higher", QUALITY, relative=False),
+    Rule(r"(_over_scaling\w+_R50)$", "higher", QUALITY, relative=False, share=SMALL),
     Rule(
-        r"(^|/|_)(R@\d+|MRR@\d+|nDCG@\d+|MAP|ndcg\d+|auc|recall\d+)(_|$)", "higher", QUALITY, relative=False
+        r"(^|/|_)(R@\d+|MRR@\d+|nDCG@\d+|MAP|ndcg\d+|auc|recall\d+)(_|$)",
+        "higher",
+        QUALITY,
+        relative=False,
+        share=SMALL,
     ),
     # One side takes micro- or milliseconds: single runs of equal code were a third apart on a busy machine.
     Rule(r"^take_\w+_over_arrow$|^lookup_", "higher", SHORT),

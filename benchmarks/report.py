@@ -29,19 +29,24 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def command() -> str | None:
-    """What was started, without where it writes to: two runs with equal commands measured the same."""
+    """What was started, without where it writes to: two runs with equal commands measured the same.
+
+    Tables of finished trials alone are made again from where those are.
+    """
     started = getattr(sys.modules["__main__"], "__spec__", None)
     if started is None or not started.name.startswith("benchmarks."):
         return None
-    return shlex.join(["python", "-m", started.name, *measured(sys.argv[1:])])
+    read = ("--trials",) if "--finished" in sys.argv else ()
+    without = [name for name in WRITTEN_TO if name not in read]
+    return shlex.join(["python", "-m", started.name, *measured(sys.argv[1:], without=without)])
 
 
-def measured(words: Sequence[str]) -> list[str]:
+def measured(words: Sequence[str], *, without: Sequence[str] = WRITTEN_TO) -> list[str]:
     """Arguments without those that only say where something is written or kept."""
     kept, given = [], iter(words)
     for word in given:
         name, equals, value = word.partition("=")
-        if name not in ("--set", *WRITTEN_TO):
+        if name not in ("--set", *without):
             kept.append(word)
             continue
         value = value if equals else next(given, "")

@@ -9,12 +9,15 @@
     EmbedDistill, Table 1         a student trained directly, then with one component after another
 
 Sizes are stage I's steps: small a quarter and median half of large's. Means over seeds; a star marks a paired
-two-sided t-test of success@50 per query with p < 0.05 over the row that the paper compares with. Finished
-trials (benchmarks/trials.py) are not run again: interrupt it, and start it again.
+two-sided t-test over queries, of success@50 averaged over seeds, against the row that the paper compares
+with: p < 0.05 after Holm's correction for all rows of the table. Finished trials (benchmarks/trials.py) are
+not run again: interrupt it, and start it again.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import Any
 
 from benchmarks import distillation
@@ -22,6 +25,7 @@ from benchmarks.distillation import Row
 from benchmarks.report import show, write
 from benchmarks.trial import Outcome, Trial
 from benchmarks.trials import given, require, run_given
+from scalingnote.experiment.statistics import holm
 from scalingnote.log import configure
 
 DATASETS = (
@@ -38,6 +42,7 @@ LADDER = (
 )
 LIGHT = ("scalingdual", "lightretriever", "lightretriever (sparse)", "lightretriever (hybrid)")
 RECALLS = ("R@1", "R@10", "R@50", "R@100", "nDCG@10")
+AUC = "AUC-relevance"
 SIGNIFICANT = 0.05
 Found = Mapping[tuple[str, str], Mapping[str, Row]]  # by dataset and size: query side -> what it gave
 
@@ -99,39 +104,33 @@ def by_size(wanted: Mapping[tuple[str, str], Sequence[Trial]], outcomes: Iterabl
 
 
 def table_3(found: Found) -> list[dict[str, Any]]:
-    """Of datasets whose judgements differ in grade."""
-    rows = []
-    for (dataset, size), sides in found.items():
-        names = [name for name in BY_SIZE if name in sides and "AUC-relevance" in _measures(sides[name])]
-        if names:
-            rows.append(
-                {"data": dataset, "size": size}
-                | {
-                    name: f"{sides[name].mean('AUC-relevance'):.3f}" if name in names else "-"
-                    for name in BY_SIZE
-                }
-            )
-    return rows
+    """Of datasets whose judgements differ in grade. No test: a pair of documents is no query."""
+    rows = [
+        {"data": dataset, "size": size} | {name: _auc(sides.get(name)) for name in BY_SIZE}
+        for (dataset, size), sides in found.items()
+    ]
+    return [row for row in rows if any(row[name] != "-" for name in BY_SIZE)]
 
 
 def table_4(found: Found) -> list[dict[str, Any]]:
     """Stars over ScalingDoc, as in the paper; BM25 beside."""
-    return [
-        {"data": dataset, "size": size, "method": name} | cells(sides, name, over="scalingdoc")
+    return rows_of(
+        Line({"data": dataset, "size": size, "method": name}, sides, name, "scalingdoc")
         for (dataset, size), sides in found.items()
         for name in (*BY_SIZE, *(["bm25"] if size == "large" else []))
         if name in sides
-    ]
+    )
 
 
 def table_5(found: Found) -> list[dict[str, Any]]:
     """Stars over ScalingDual."""
-    return _large(found, PROMPTS, over="scalingdual", label="prompt")
+    return with_auc(_large(found, PROMPTS, over="scalingdual", label="prompt"), found, label="prompt")
 
 
 def table_6(found: Found) -> list[dict[str, Any]]:
     """Distances of embeddings of length 1 on queries that were and were not learnt from."""
     rows = _large(found, (*STUDENTS, "scalingdual"), over="scalingdual", label="query tower")
+    rows = with_auc(rows, found, label="query tower")
     for row in rows:
         side = found[row["data"], "large"][row["query tower"]]
         distances = _measures(side).keys() >= {"distance train", "distance validation"}
@@ -148,23 +147,52 @@ def table_light(found: Found) -> list[dict[str, Any]]:
 
 def table_ladder(found: Found) -> list[dict[str, Any]]:
     """Stars over the row before."""
-    rows = []
+    lines = []
     for (dataset, size), sides in found.items():
         names = [name for name in LADDER if name in sides] if size == "large" else []
-        for before, name in zip(["", *names], names, strict=False):
-            rows.append({"data": dataset, "student": name} | cells(sides, name, over=before))
+        for before, name in pairwise(["", *names]):
+            lines.append(Line({"data": dataset, "student": name}, sides, name, before))
+    return rows_of(lines)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table: what stands before its figures, whose they are, and whose it is compared with."""
+
+    labels: Mapping[str, str]
+    sides: Mapping[str, Row]
+    name: str
+    over: str
+
+    @property
+    def p(self) -> float:
+        """Of its R@50 beside the other's; NaN without another."""
+        if self.over not in self.sides or self.over == self.name:
+            return math.nan
+        return distillation.p_value(self.sides[self.name], self.sides[self.over])
+
+
+def rows_of(lines: Iterable[Line]) -> list[dict[str, Any]]:
+    """Recalls with their spread over seeds; R@50 with a star where it differs from that of the other row."""
+    lines = list(lines)
+    p = holm({str(at): line.p for at, line in enumerate(lines)})
+    rows = []
+    for at, line in enumerate(lines):
+        row = line.sides[line.name]
+        shown = {measure: _mean(row, measure) for measure in RECALLS}
+        if p[str(at)] < SIGNIFICANT:
+            shown["R@50"] += "*"
+        rows.append({**line.labels, **shown, "seeds": str(len(row.sides))})
     return rows
 
 
-def cells(sides: Mapping[str, Row], name: str, *, over: str) -> dict[str, str]:
-    """Recalls with their spread over seeds; R@50 with a star where it differs from that of `over`."""
-    row = sides[name]
-    shown = {measure: f"{row.mean(measure):.3f}" for measure in RECALLS}
-    if len(row.sides) > 1:
-        shown = {measure: f"{mean} ± {row.spread(measure):.3f}" for measure, mean in shown.items()}
-    if over in sides and over != name and distillation.p_value(row, sides[over]) < SIGNIFICANT:
-        shown["R@50"] += "*"
-    return shown | {"seeds": str(len(row.sides))}
+def with_auc(rows: Sequence[Mapping[str, Any]], found: Found, *, label: str) -> list[dict[str, Any]]:
+    """Rows of the large size with the AUC of whom `label` names; as they are where nothing was graded."""
+    aucs = [_auc(found[row["data"], "large"][row[label]]) for row in rows]
+    if all(auc == "-" for auc in aucs):
+        return [dict(row) for row in rows]
+    seeds = [{"AUC": auc, "seeds": row["seeds"]} for row, auc in zip(rows, aucs, strict=True)]
+    return [{k: row[k] for k in row if k != "seeds"} | last for row, last in zip(rows, seeds, strict=True)]
 
 
 def metrics(found: Found) -> dict[str, float]:
@@ -193,13 +221,22 @@ def _measures(row: Row) -> Mapping[str, float]:
     return next(iter(row.sides.values())).measures
 
 
+def _mean(row: Row, measure: str) -> str:
+    mean = f"{row.mean(measure):.3f}"
+    return f"{mean} ± {row.spread(measure):.3f}" if len(row.sides) > 1 else mean
+
+
+def _auc(row: Row | None) -> str:
+    return _mean(row, AUC) if row is not None and AUC in _measures(row) else "-"
+
+
 def _large(found: Found, names: Sequence[str], *, over: str, label: str) -> list[dict[str, Any]]:
-    return [
-        {"data": dataset, label: name} | cells(sides, name, over=over)
+    return rows_of(
+        Line({"data": dataset, label: name}, sides, name, over)
         for (dataset, size), sides in found.items()
         for name in names
         if size == "large" and name in sides
-    ]
+    )
 
 
 if __name__ == "__main__":

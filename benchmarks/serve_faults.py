@@ -373,7 +373,9 @@ def main() -> None:
     for row in rows:
         report.show(row["service"], [row])
     names = ("requests", "errors", "lost", "undocumented", "wrong or mixed", "doubled")
-    report.write(options.json, metrics={name: sum(row[name] for row in rows) for name in names}, table=rows)
+    metrics = {name: sum(row[name] for row in rows) for name in names}
+    metrics["errors_per_request"] = metrics["errors"] / max(metrics["requests"], 1)
+    report.write(options.json, metrics=metrics, table=rows)
 
 
 if __name__ == "__main__":

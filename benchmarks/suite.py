@@ -2,11 +2,15 @@
 
     make benchmarks                                   75 minutes on 2 cores
     python -m benchmarks.suite [--only NAME ...] [--repeat N] [--size full] [--commit-results]
+    python -m benchmarks.suite --against main --repeat 5 --only index serve
 
 Results lie in build/benchmarks/COMMIT (`-full` behind it for the sizes of docs/results): NAME.json, or
 NAME.1.json to NAME.N.json with --repeat, and what was printed in NAME.log. COMMIT is what `git describe`
 says, and for a tree with changes a hash of them. What is there is not run again, so an interrupted suite goes
 on where it was; what fails is told at the end, and the others run. Sizes: benchmarks/sizes.py.
+
+`--against COMMIT` runs that commit, too, from a checkout of its own and in turns with this one, so that what
+the machine does meanwhile falls on both; then it prints what moved, as benchmarks.compare does.
 """
 
 import argparse
@@ -18,12 +22,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks import performance
+from benchmarks import compare, performance
 from benchmarks.report import show
 from benchmarks.sizes import BENCHMARKS, Benchmark, Size
 from scalingnote.log import configure, get_logger
@@ -37,10 +42,11 @@ log = get_logger("suite")
 
 @dataclass(frozen=True)
 class Run:
-    """One benchmark, once."""
+    """One benchmark, once: where its result goes, and the checkout whose code it is."""
 
     benchmark: Benchmark
     path: Path
+    tree: Path = HERE
 
 
 def main() -> None:
@@ -55,6 +61,7 @@ def main() -> None:
     parser.add_argument(
         "--commit-results", action="store_true", help="copy to docs/results; of full size only"
     )
+    parser.add_argument("--against", metavar="COMMIT", help="run it, too, in turns, and tell what moved")
     options = parser.parse_args()
     if options.repeat < 1:
         parser.error(f"--repeat is {options.repeat}: give 1 or more")
@@ -63,14 +70,18 @@ def main() -> None:
     configure()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what runs is ended too, see `ended`
     os.chdir(HERE)
-    folder = BUILD / (commit() + ("-full" if options.size == "full" else ""))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _folder(commit(), options.size)
     chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in options.only]
     here = [benchmark for benchmark in chosen if not missing(benchmark)]
     runs = plan(here, folder, repeat=options.repeat)
+    if options.against:
+        tree = checkout(options.against)
+        before = _folder(_git("describe", "--always", options.against).strip(), options.size)
+        there = [benchmark for benchmark in here if (tree / f"benchmarks/{benchmark.name}.py").exists()]
+        runs = in_turns(plan(there, before, repeat=options.repeat, tree=tree), runs)
     left = [run for run in runs if not run.path.exists()]
     log.info("%s: %d runs, %d of them are there", folder, len(runs), len(runs) - len(left))
-    failed = run_all(left, folder, options.size)
+    failed = run_all(left, options.size)
     if options.commit_results:
         keep(folder, here)
     performance.update()
@@ -84,25 +95,37 @@ def main() -> None:
             print(f"not run here: {benchmark.name}: {why}")
     for run in failed:
         print(f"FAILED: {run.benchmark.name}: {log_of(run)}")
-    sys.exit(1 if failed else 0)
+    worse = bool(options.against) and compare.tell(before, folder, partial=True)
+    sys.exit(1 if failed or worse else 0)
 
 
-def plan(benchmarks: Sequence[Benchmark], folder: Path, *, repeat: int) -> list[Run]:
+def plan(benchmarks: Sequence[Benchmark], folder: Path, *, repeat: int, tree: Path = HERE) -> list[Run]:
     """Every run, rounds after rounds: what the machine does meanwhile falls on all benchmarks."""
     return [
-        Run(each, folder / (f"{each.name}.json" if repeat == 1 else f"{each.name}.{number}.json"))
+        Run(each, folder / (f"{each.name}.json" if repeat == 1 else f"{each.name}.{number}.json"), tree)
         for number in range(1, repeat + 1)
         for each in benchmarks
     ]
 
 
-def run_all(runs: Sequence[Run], folder: Path, size: Size) -> list[Run]:
+def in_turns(old: Sequence[Run], new: Sequence[Run]) -> list[Run]:
+    """Each run beside its like of the other commit; which of them goes first changes from round to round."""
+    like = {run.path.name: run for run in old}
+    rounds, found = Counter[str](), list[Run]()
+    for run in new:
+        pair = [like[run.path.name], run] if run.path.name in like else [run]
+        rounds[run.benchmark.name] += 1
+        found += pair if rounds[run.benchmark.name] % 2 else reversed(pair)
+    return found
+
+
+def run_all(runs: Sequence[Run], size: Size) -> list[Run]:
     """Run them one after the other; those that failed."""
     failed, expected, start = [], 0.0, time.monotonic()
     for number, run in enumerate(runs):
         minutes = remaining(runs[number:], size, expected=expected, taken=(time.monotonic() - start) / 60)
         log.info("%d/%d %s, ETA %.0f min", number + 1, len(runs), run.path.stem, minutes)
-        if not measure(run, folder, size):
+        if not measure(run, size):
             failed.append(run)
         expected += run.benchmark.about(size)
     return failed
@@ -113,13 +136,13 @@ def remaining(runs: Sequence[Run], size: Size, *, expected: float, taken: float)
     return sum(run.benchmark.about(size) for run in runs) * (taken / expected if expected else 1.0)
 
 
-def measure(run: Run, folder: Path, size: Size) -> bool:
+def measure(run: Run, size: Size) -> bool:
     """Run one benchmark; its result appears only when it has ended well, whole."""
-    unfinished, start, status = run.path.with_suffix(".unfinished"), time.monotonic(), 0
+    unfinished, start, status = run.path.with_suffix(".unfinished").resolve(), time.monotonic(), 0
     deadline = start + PATIENCE * 60 * max(run.benchmark.about(size), 5)
     with log_of(run).open("w", encoding="utf-8") as spoken:
-        for command in commands(run.benchmark, unfinished, folder, size):
-            status = status or ended(command, spoken, deadline)
+        for command in commands(run.benchmark, unfinished, unfinished.parent, size):
+            status = status or ended(command, spoken, deadline, tree=run.tree)
     minutes = (time.monotonic() - start) / 60
     if status == 0 and unfinished.exists():
         unfinished.replace(run.path)
@@ -141,9 +164,16 @@ def commands(benchmark: Benchmark, result: Path, folder: Path, size: Size) -> li
     return [[sys.executable, "-m", "scalingnote.cli", *before], own] if before else [own]
 
 
-def ended(command: Sequence[str], spoken: IO[str], deadline: float) -> int:
+def ended(command: Sequence[str], spoken: IO[str], deadline: float, *, tree: Path) -> int:
     """The exit status of a command, or HUNG; nothing that it started is left behind."""
-    process = subprocess.Popen(command, stdout=spoken, stderr=subprocess.STDOUT, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stdout=spoken,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree)},  # before what is installed; in Ray's workers, too
+    )
     try:
         return process.wait(timeout=max(deadline - time.monotonic(), 1.0))
     except subprocess.TimeoutExpired:
@@ -181,6 +211,14 @@ def commit() -> str:
     return f"{name}-dirty-{hashlib.sha256(changed).hexdigest()[:8]}" if changed else name
 
 
+def checkout(name: str) -> Path:
+    """The files of a commit, beside the results; what this checkout has of it stays as it is."""
+    tree = HERE / BUILD / "trees" / _git("rev-parse", "--short", f"{name}^{{commit}}").strip()
+    if not tree.exists():
+        _git("worktree", "add", "--force", "--detach", str(tree), name)
+    return tree
+
+
 def keep(folder: Path, benchmarks: Sequence[Benchmark]) -> None:
     """Copy a run's results, of several the first, its plots and its trials to docs/results."""
     for benchmark in benchmarks:
@@ -192,11 +230,21 @@ def keep(folder: Path, benchmarks: Sequence[Benchmark]) -> None:
         shutil.copyfile(path, RESULTS / path.name)
 
 
+def _folder(name: str, size: Size) -> Path:
+    folder = BUILD / (name + ("-full" if size == "full" else ""))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def _git(*words: str) -> str:
     try:
         done = subprocess.run(["git", *words], cwd=HERE, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit("results are stored by commit: run this in a git checkout") from error
+        said = (getattr(error, "stderr", "") or str(error)).strip()
+        asked = " ".join(["git", *words])
+        raise SystemExit(
+            f"results are stored by commit: run this in a git checkout ({asked}: {said})"
+        ) from error
     return done.stdout
 
 

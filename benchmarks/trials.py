@@ -2,7 +2,8 @@
 
     trials ─► groups that share stage I ─► one process each ─► a line of JSON a trial ─► tables
 
-A trial that has its line is not run again, so hours of them may be interrupted, and added to, at any time.
+A trial that has its line is not run again, so hours of them may be interrupted, and added to, at any time. A
+line is known by its method's name: whoever changes what a method does removes its lines.
 What a query costs is processor time of one thread: trials run beside one another.
 """
 
@@ -46,9 +47,12 @@ def given(description: str | None, *, datasets: Sequence[str]) -> argparse.Argum
 
 
 def run_given(trials: Sequence[Trial], options: argparse.Namespace) -> list[Outcome]:
-    """:func:`run_all` as the options of :func:`given` want it."""
+    """:func:`run_all` as the options of :func:`given` want it. SystemExit when there is nothing to show."""
     processes = 0 if options.finished else options.processes
-    return run_all(trials, options.trials, run_dir=options.run_dir, processes=processes)
+    found = run_all(trials, options.trials, run_dir=options.run_dir, processes=processes)
+    if not found:
+        raise SystemExit(f"{options.trials} has none of these {len(trials)} trials: give --trials FILE")
+    return found
 
 
 def require(trials: Sequence[Trial], found: Sequence[Outcome], options: argparse.Namespace) -> None:

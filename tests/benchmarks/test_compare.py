@@ -25,6 +25,7 @@ def test_what_must_be_zero_is_judged_in_every_run_and_whatever_it_was_before():
     assert verdicts([none], [one]) == {"lost_writes": "worse"}
     assert verdicts([one], [one]) == {"lost_writes": "worse"}
     assert verdicts([one], [none]) == {"lost_writes": "better"}
+    assert verdicts([none], [run({"x_over_y": 1.0})])["lost_writes"] == "worse"  # nobody looked
     assert verdicts([none] * 3, [none, one, none]) == {"lost_writes": "worse"}
     # Nothing excuses it: no other machine, no other arguments, no benchmark that is new.
     assert verdicts([none], [run({"lost_writes": 1}, cpus=8, command="other")]) == {"lost_writes": "worse"}
@@ -62,15 +63,29 @@ def test_a_wide_spread_hides_a_ratio_that_single_runs_would_tell_apart():
     assert verdicts(old[1:2], new[1:2]) == {"rps_over_noop": "worse"}
 
 
-def test_chance_parts_the_ranges_as_often_as_the_command_says():
-    def apart(runs: int) -> int:
-        """One in so many orders of equal runs."""
-        orders = list(itertools.combinations(range(2 * runs), runs))
-        low, high = tuple(range(runs)), tuple(range(runs, 2 * runs))
-        return len(orders) // sum(order in (low, high) for order in orders)
+@pytest.mark.parametrize(("runs", "level"), [(3, 0.1), (4, 0.05), (5, 0.05), (6, 0.05)])
+def test_chance_tells_equal_runs_apart_as_often_as_the_command_says(runs: int, level: float):
+    values = range(100, 100 + 2 * runs)
+    orders = list(itertools.combinations(values, runs))
+    apart = sum(compare._apart(order, sorted({*values} - {*order})) for order in orders)
+    assert 0 < apart / len(orders) <= level + 1e-9
 
-    assert (apart(3), apart(5)) == (10, 126)
-    assert "ranges of 3 and 3 runs once in ten, of 5 and 5 once in 126" in compare.__doc__
+
+def test_more_runs_find_more_and_one_strange_run_of_many_hides_nothing():
+    def runs(*values: float) -> list[dict]:
+        return [run({"writes_per_s": value}) for value in values]
+
+    slow, fast = range(60, 70), [*range(99, 108), 60]
+    assert verdicts(runs(*fast), runs(*slow)) == {"writes_per_s": "worse"}
+
+
+def test_a_low_recall_may_not_fall_to_nothing():
+    def of(value: float) -> list[dict]:
+        return [run({"scratch/scalingdoc/R@1": value})]
+
+    assert verdicts(of(0.041), of(0.0)) == {"scratch/scalingdoc/R@1": "worse"}
+    assert verdicts(of(0.019), of(0.012)) == {"scratch/scalingdoc/R@1": "same"}
+    assert verdicts(of(0.5), of(0.46)) == {"scratch/scalingdoc/R@1": "same"}
 
 
 def test_other_arguments_are_not_compared_and_what_is_gone_or_new_is_told():
@@ -81,6 +96,8 @@ def test_other_arguments_are_not_compared_and_what_is_gone_or_new_is_told():
     before = {key: value for key, value in old.items() if key != "command"}  # results did not always name it
     assert verdicts([before], [new])["a_over_b"] == "not compared"
     assert verdicts([before], [new | {"command": None}])["a_over_b"] == "better"
+    finished = run({"a_over_b": 2.0}, command="python -m benchmarks.x --finished --trials runs/t.jsonl")
+    assert verdicts([old], [finished])["a_over_b"] == "better"  # the same, as tables of what was run before
     assert verdicts([run({"strange": 1.0})], [run({"strange": 9.0})]) == {"strange": "not compared"}
 
 
@@ -106,6 +123,17 @@ def test_runs_of_one_commit_are_read_together_and_a_regression_exits_with_1(
     assert compared(tmp_path / "new", tmp_path / "old")[0] == 0
     status, _, refused = compared(tmp_path / "old", tmp_path / "nowhere")
     assert (status, "does not exist" in refused) == (2, True)
+    # A benchmark that failed says nothing of itself: that it is missing is told.
+    (tmp_path / "old" / "y.json").write_text(json.dumps(run({"lost": 0})))
+    status, said, _ = compared(tmp_path / "new", tmp_path / "old")
+    assert status == 0
+    status, said, _ = compared(tmp_path / "old", tmp_path / "old")
+    assert status == 0
+    (tmp_path / "less").mkdir()
+    (tmp_path / "less" / "y.json").write_text(json.dumps(run({"lost": 0})))
+    status, said, _ = compared(tmp_path / "old", tmp_path / "less")
+    assert (status, f"not in {tmp_path / 'less'}: x" in said) == (1, True)
+    assert compared(tmp_path / "old", tmp_path / "less", "--partial")[0] == 0
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
@@ -126,6 +154,7 @@ def test_directions_are_those_that_a_reader_would_name():
         "wrong or mixed": "zero",
         "undocumented": "zero",
         "again_latency_ms_relative": "either",
+        "errors_per_request": "lower",
         "bytes_per_vector_default": "lower",
         "lookup_b1_over_torch_fp32": "higher",
     }

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -36,6 +37,21 @@ def test_repeats_go_round_after_round():
     assert [run.path.name for run in suite.plan([ONE, TWO], Path("x"), repeat=1)] == ["one.json", "two.json"]
 
 
+def test_a_commit_and_the_one_it_is_measured_against_take_turns(tmp_path: Path, run_as):
+    new = suite.plan([ONE, TWO], tmp_path / "new", repeat=2)
+    old = suite.plan([ONE], tmp_path / "old", repeat=2, tree=tmp_path)
+    runs = suite.in_turns(old, new)
+    sides = [f"{run.path.parent.name}/{run.path.stem}" for run in runs]
+    assert sides == ["old/one.1", "new/one.1", "new/two.1", "new/one.2", "old/one.2", "new/two.2"]
+    where = "import json, os, sys; json.dump({'metrics': {}, 'at': [os.getcwd(), os.environ['PYTHONPATH']]}"
+    run_as(one=f"{where}, open(sys.argv[1], 'w'))", two=WRITES)
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+    assert suite.run_all(runs, "small") == []
+    for folder, tree in (("old", tmp_path), ("new", suite.HERE)):
+        assert json.loads((tmp_path / folder / "one.1.json").read_text())["at"] == [str(tree)] * 2
+
+
 def test_what_is_left_is_told_by_the_speed_of_this_machine():
     runs = suite.plan([ONE, TWO], Path("x"), repeat=1)
     assert suite.remaining(runs, "small", expected=0, taken=0) == 4
@@ -46,7 +62,7 @@ def test_what_is_left_is_told_by_the_speed_of_this_machine():
 def test_one_that_fails_stops_no_other_and_leaves_no_result(tmp_path: Path, run_as):
     run_as(one="import sys; open(sys.argv[1], 'w').write('{'); print('why'); sys.exit(3)", two=WRITES)
     runs = suite.plan([ONE, TWO], tmp_path, repeat=1)
-    assert [run.benchmark.name for run in suite.run_all(runs, tmp_path, "small")] == ["one"]
+    assert [run.benchmark.name for run in suite.run_all(runs, "small")] == ["one"]
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["two.json"]
     assert (tmp_path / "one.log").read_text() == "why\n"
     # Started again, it runs what is missing, and that alone.
@@ -58,7 +74,7 @@ def test_one_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, run_as
     child = f"import time; time.sleep(1.5); open({str(late)!r}, 'w')"
     run_as(one=f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
     monkeypatch.setattr(suite, "PATIENCE", 0)  # the least wait is a second
-    assert len(suite.run_all(suite.plan([ONE], tmp_path, repeat=1), tmp_path, "small")) == 1
+    assert len(suite.run_all(suite.plan([ONE], tmp_path, repeat=1), "small")) == 1
     time.sleep(1)
     assert not late.exists()
 
@@ -114,6 +130,12 @@ def test_a_commit_is_called_as_git_does_and_changes_of_code_are_part_of_its_name
     git("add", ".")
     git("commit", "-m", "first")
     clean = suite.commit()
+    tree = suite.checkout("HEAD")
+    (tree / "code.py").write_text("0")  # a checkout of its own
+    assert ((tmp_path / "code.py").read_text(), suite.checkout("HEAD")) == ("1", tree)
+    shutil.rmtree(tmp_path / "build")
+    with pytest.raises(SystemExit, match="nowhere"):
+        suite.checkout("nowhere")
     (tmp_path / "docs/page.md").write_text("2")  # what the suite itself writes
     assert suite.commit() == clean
     names = {clean}
@@ -134,4 +156,9 @@ def test_a_result_names_its_command_without_where_it_was_written(tmp_path: Path,
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="benchmarks.index"))
     report.write(tmp_path / "r.json", metrics={})
     command = "python -m benchmarks.index --rounds 2 --set a.b=1"
+    assert json.loads((tmp_path / "r.json").read_text())["command"] == command
+    # Tables of trials that are finished are made again from where those are.
+    monkeypatch.setattr("sys.argv", ["x", "--finished", "--trials", "t.jsonl", "--json", "x.json"])
+    report.write(tmp_path / "r.json", metrics={})
+    command = "python -m benchmarks.index --finished --trials t.jsonl"
     assert json.loads((tmp_path / "r.json").read_text())["command"] == command
