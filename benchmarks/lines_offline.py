@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from benchmarks.distillation import is_light
 from benchmarks.line import Lines, Report, mean, number, plain, ratio, value
 
 
@@ -12,6 +13,10 @@ def train(r: Report) -> Lines:
         ours, theirs = number(s["ours /cpu s"]), number(s["theirs /cpu s"])
         metric = f"{peer}_{s['backbone']}_{s['lengths']}"
         yield ratio(r, metric, what, ours, f"sentence-transformers {theirs}", bar=1)
+    for s in r.get("plain", ()):
+        what = f"a step without GradCache, bert, {s['lengths']} lengths, triplets per processor second"
+        ours, theirs = number(s["ours /cpu s"]), number(s["theirs /cpu s"])
+        yield ratio(r, f"samples_per_s_over_tevatron_{s['lengths']}", what, ours, f"Tevatron {theirs}", bar=1)
     first, last, _, theirs = r["memory"]
     yield ratio(
         r,
@@ -68,6 +73,12 @@ def distillation(r: Report) -> Lines:
     for metric, what, bar in bests:
         name = f"{metric}_over_scalingdual_R50"
         yield ratio(r, name, f"R@50 of {what}, of its teacher's, the worst case", "-", "ScalingDual", bar=bar)
+    for title, rows in r["tables"].items():
+        found = {row["query side"]: row["R@50"] for row in rows}
+        light = max((found[name] for name in found if is_light(name)), key=mean, default=None)
+        if light is not None and "bm25" in found:
+            what, beside = f"R@50 of the best side that runs no model: {title}", f"BM25 {found['bm25']}"
+            yield plain(what, light, beside, mean(light) / mean(found["bm25"]), bar=1)
 
 
 def collect(r: Report) -> Lines:

@@ -1,14 +1,17 @@
-"""One training step, ours and sentence-transformers', on the same towers, rows, loss and optimizer.
+"""One training step, ours and others', on the same towers, rows and optimizer.
 
 Both sides have a query tower and a document tower of their own, start from the same weights, and learn one
 view of a document with one hard negative: cross entropy both ways over all Matryoshka prefixes, through
-GradCache. So their losses are equal, and :func:`measure` returns the first one to show it.
+GradCache. So the losses of ours and of sentence-transformers are equal, and :func:`measure` returns the first
+one to show it. Tevatron's own step has neither GradCache nor prefixes, asks one way, and normalises nothing:
+a `plain` step of ours stands beside it, with a loss of its own, which next to the towers costs nothing.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +19,15 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, BertConfig, BertModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    BertConfig,
+    BertModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2Model,
+)
 
 from benchmarks.report import peak_memory_mb
 from scalingnote.models import dual_encoder
@@ -31,7 +42,7 @@ from scalingnote.train.strategies import engine
 DIM, DIMS = 128, (16, 32, 64, 128)
 TEMPERATURE, RATE, CLIP, DECAY = 0.05, 1e-4, 1.0, 1e-3
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
-Side = Literal["ours", "sentence-transformers"]
+Side = Literal["ours", "sentence-transformers", "tevatron"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class Setting:
     chunks: tuple[int, int] = (32, 32)
     budget: int | None = None
     spread: float = 0.5  # of the logarithm of lengths; 0: all equal
+    plain: bool = False  # one loss of one direction, the whole batch at once
 
 
 def save_backbone(folder: Path, architecture: Literal["bert", "qwen2"], size: Size) -> None:
@@ -99,7 +111,8 @@ def measure(
 
 
 def _figures(folder: Path, size: Size, setting: Setting, steps: int) -> dict[str, float]:
-    step = (_ours if setting.side == "ours" else _theirs)(folder, size, setting)
+    sides = {"ours": _ours, "sentence-transformers": _theirs, "tevatron": _tevatron}
+    step = sides[setting.side](folder, size, setting)
     before = psutil.Process().memory_info().rss
     first = step(0)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -145,10 +158,11 @@ def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
         optimizer=Optimizer(peak_lr=RATE, weight_decay=DECAY, clip=CLIP),
         global_batch=setting.batch,
         precision="float32",
-        memory=Memory(grad_cache=cache),
+        memory=Memory(grad_cache=None if setting.plain else cache),
         resources=Ranks(workers=1),
     )
-    losses = Losses(temperature=TEMPERATURE, matryoshka=DIMS, alpha=0.0)
+    dims = (DIM,) if setting.plain else DIMS
+    losses = Losses(temperature=TEMPERATURE, matryoshka=dims, alpha=0.0, bidirectional=not setting.plain)
     loop = engine.build(StageOne(towers, losses), schedule=schedule, device=torch.device("cpu"))
     towers.train()
     causal, pad = bool(towers.query.causal), towers.query.pad
@@ -164,7 +178,11 @@ def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
             known_positives=ids[: setting.batch, None],
             weights=torch.ones(setting.batch),
         )
-        loss, _ = cached_backward(loop, triplets, config=cache)
+        if setting.plain:
+            loss, _ = loop(triplets)
+            loop.backward(loss)
+        else:
+            loss, _ = cached_backward(loop, triplets, config=cache)
         loop.step(RATE)
         return float(loss.detach())
 
@@ -202,9 +220,7 @@ def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float
         ),
         list(DIMS),
     )
-    causal, parameters = _causal(folder), list(model.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY, fused=True)
-    model.train()
+    causal, update = _causal(folder), _update(model)
 
     def step(number: int) -> float:
         columns = rows(size, setting, number, causal=causal)
@@ -212,14 +228,51 @@ def _theirs(folder: Path, size: Size, setting: Setting) -> Callable[[int], float
         for column, task in zip(columns, ("query", "document", "document"), strict=True):
             batch = collate(column, pad=0)
             features.append({"input_ids": batch.ids, "attention_mask": batch.mask, "task": task})
-        loss = loss_of(features, None)
+        return update(loss_of(features, None))
+
+    return step
+
+
+def _tevatron(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
+    from tevatron.modeling import DenseModel, LinearPooler
+
+    backbones = [AutoModel.from_pretrained(folder, add_pooling_layer=False) for _ in range(2)]
+    pooler = LinearPooler(size.hidden, DIM, tied=False)
+    for linear in (pooler.linear_q, pooler.linear_p):
+        linear.weight.data.copy_(load_file(folder / "projection.st")["weight"])
+        linear.bias.data.zero_()
+    knobs = SimpleNamespace(
+        negatives_x_device=False, per_device_train_batch_size=setting.batch, train_n_passages=2
+    )
+    model = DenseModel(*backbones, pooler, data_args=knobs, train_args=knobs)
+    update = _update(model)
+
+    def step(number: int) -> float:
+        queries, positives, negatives = rows(size, setting, number, causal=False)
+        passages = [row for pair in zip(positives, negatives, strict=True) for row in pair]
+        query, passage = (
+            {"input_ids": batch.ids, "attention_mask": batch.mask}
+            for batch in (collate(queries, pad=0), collate(passages, pad=0))
+        )
+        return update(model(query, passage).loss)
+
+    return step
+
+
+def _update(model: torch.nn.Module) -> Callable[[torch.Tensor], float]:
+    """What others' steps end with, as ours does: gradients clipped, AdamW."""
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=DECAY, fused=True)
+    model.train()
+
+    def update(loss: torch.Tensor) -> float:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
-    return step
+    return update
 
 
 def _causal(folder: Path) -> bool:

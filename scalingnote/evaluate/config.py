@@ -70,6 +70,12 @@ class EvaluateConfig(Config):
         0.2, ge=0, le=1, description="share of words mistyped when all is asked again; 0: is not"
     )
     topics: int = Field(10, ge=0, description="most frequent topics that have a slice of their own")
+    entropy_negatives: int = Field(
+        256,
+        ge=0,
+        le=10_000,
+        description="documents drawn from the pool, against which contrastive entropy is taken; 0: is not",
+    )
     distances: int = Field(
         1000, ge=0, le=5000, description="queries of each split, on which student and teacher are compared"
     )
@@ -86,6 +92,10 @@ class EvaluateConfig(Config):
     answers: TableFile | None = Field(
         None, description="query_id, answers: documents that contain one count as found (relaxed R@K)"
     )
-    examples: int = Field(8, ge=0, description="test queries shown with their top results")
-    seed: int = Field(0, description="of examples, resamples and typos")
+    examples: int = Field(
+        8,
+        ge=0,
+        description="test queries shown with their top results: where methods differ from the baseline",
+    )
+    seed: int = Field(0, description="of examples that differ equally, resamples, negatives and typos")
     resources: Resources = Resources()

@@ -16,12 +16,13 @@ from numpy import ndarray
 
 from scalingnote import cluster
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate import given, measured, retrieve, taught
+from scalingnote.evaluate import contrastive_entropy, given, measured, retrieve, taught
 from scalingnote.evaluate.ann_recall import ann_recall
 from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.contrastive_entropy import Entropies
 from scalingnote.evaluate.encoded import Encoded
-from scalingnote.evaluate.examples import examples
-from scalingnote.evaluate.lineage import lineage, seconds
+from scalingnote.evaluate.examples import choose, examples
+from scalingnote.evaluate.lineage import Ancestor, lineage, seconds
 from scalingnote.evaluate.page import page
 from scalingnote.evaluate.pairs import Scorer, aucs, reranked
 from scalingnote.evaluate.relaxed import relaxed_recall
@@ -80,7 +81,7 @@ def run(
         name: {q: [doc for doc, _ in found] for q, found in run.items()} for name, run in runs.items()
     }
     values = measured.values(config, rankings, qrels=test.qrels)
-    sliced = slice_queries(config, parents["dataset"], ancestors, values, test=test)
+    sliced = slice_queries(config, parents["dataset"], values, test=test)
     if mistyped:
         sliced["typos"] = robustness(config, found, values, mistyped=mistyped)
     report: dict[str, Any] = {
@@ -96,13 +97,24 @@ def run(
         teacher["test"] = encoded[config.names.dual_encoder].some(test.queries)
     if teacher:
         report["distance"] = taught.told(teacher, encoded[config.names.student])
+    entropy = _entropy(config, parents, encoded, ancestors, test=test)
+    if entropy:
+        report["contrastive_entropy"] = entropy.told()
     scorers = retrieve.scorers(config, parents, encoded, bm25)
     report |= _of_what_is_given(config, brought, scorers, rankings, dataset=parents["dataset"], draft=draft)
-    shown = examples(parents["dataset"], rankings, test=test, number=config.examples, seed=config.seed)
+    chosen = choose(
+        {name: row[f"nDCG@{config.ndcg_at}"] for name, row in values.items()},
+        baseline=baseline,
+        number=config.examples,
+        seed=config.seed,
+    )
+    shown = examples(parents["dataset"], rankings, chosen, test=test)
     draft.write_bytes("report.html", page(report, examples=shown, ancestors=ancestors).encode())
     draft.write_bytes("report.md", markdown(report).encode())
     draft.write_json("report.json", report)
-    draft.write_table("per_query.parquet", measured.table(values, query_ids=test.query_ids))
+    beside = {contrastive_entropy.NAME: entropy.values} if entropy else {}
+    per_query = measured.table(values, query_ids=test.query_ids, beside=beside)
+    draft.write_table("per_query.parquet", per_query)
     _write_runs(draft, runs, qrels=test.qrels, depth=config.run_depth)
     counts = {"documents": report["num_documents"], "queries": report["num_queries"], "methods": len(runs)}
     told = ", ".join(f"{count:,} {name}" for name, count in counts.items())
@@ -116,6 +128,30 @@ def _words(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> retrieve.
     if config.bm25:
         log.warning("without BM25: it holds all documents, more than %d are too many", config.bm25_documents)
     return None
+
+
+def _entropy(
+    config: EvaluateConfig,
+    parents: Mapping[str, Artifact],
+    encoded: Mapping[str, Encoded],
+    ancestors: Sequence[Ancestor],
+    *,
+    test: TestSet,
+) -> Entropies | None:
+    """Of every query tower, among the documents that it is searched in; None where it is not wanted."""
+    if not config.entropy_negatives:
+        return None
+    return contrastive_entropy.entropies(
+        {
+            name: retrieve.embeddings_of(kind, parents)
+            for name, kind in retrieve.towers(config, parents).items()
+        },
+        encoded,
+        test=test,
+        negatives=config.entropy_negatives,
+        temperature=contrastive_entropy.temperature_of(ancestors),
+        seed=config.seed,
+    )
 
 
 def _of_what_is_given(

@@ -5,7 +5,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from jaxtyping import Float
+from numpy import ndarray
 
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.retrieval import Judged, Rankings, in_order, per_query
@@ -37,15 +40,28 @@ def significance(config: EvaluateConfig, methods: Mapping[str, Values], *, basel
     return {"baseline": baseline, **knobs, "differences": differences}
 
 
-def table(methods: Mapping[str, Values], *, query_ids: list[str]) -> pa.Table:
-    """A row per method and query, a column per measure: what any other test can start from."""
+def table(
+    methods: Mapping[str, Values],
+    *,
+    query_ids: list[str],
+    beside: Mapping[str, Mapping[str, Float[ndarray, " queries"]]] | None = None,
+) -> pa.Table:
+    """A row per method and query, a column per measure: what any other test can start from.
+
+    `beside` are columns that not every method has: name -> method -> values, NaN where there is none.
+    """
     names = in_order(name for row in methods.values() for name in row)
+    none = np.full(len(query_ids), math.nan)
     parts = [
         pa.table(
             {
                 "method": pa.array([method] * len(query_ids), pa.string()),
                 "query_id": pa.array(query_ids, pa.string()),
                 **{name: pa.array(row[name], pa.float64()) for name in names},
+                **{
+                    name: pa.array(of.get(method, none), pa.float64(), from_pandas=True)
+                    for name, of in (beside or {}).items()
+                },
             }
         )
         for method, row in methods.items()

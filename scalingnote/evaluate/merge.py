@@ -29,13 +29,12 @@ def merge(artifacts: Sequence[Artifact]) -> Report:
     tables = [artifact.table("per_query.parquet") for artifact in artifacts]
     values: dict[str, Values] = {}
     asked = tables[0]["query_id"].unique()
-    for artifact, names, table in zip(artifacts, _names(reports), tables, strict=True):
+    for artifact, report, names, table in zip(artifacts, reports, _names(reports), tables, strict=True):
         if not table["query_id"].unique().equals(asked):
             raise DataError(f"{artifacts[0].uri} and {artifact.uri} are of different test queries")
         for name, shown in names.items():
             rows = table.filter(pc.equal(table["method"], name))
-            columns = {m: rows[m].to_numpy() for m in rows.column_names if m not in ("method", "query_id")}
-            values[shown] = columns
+            values[shown] = {m: rows[m].to_numpy() for m in report["methods"][name]}
     common = set.intersection(*(set(row) for row in values.values()))
     values = {name: {m: row[m] for m in row if m in common} for name, row in values.items()}
     config = validate(EvaluateConfig, artifacts[0].manifest.config, source=artifacts[0].uri)

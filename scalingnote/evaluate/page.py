@@ -29,7 +29,9 @@ def page(report: Report, *, examples: Sequence[Example], ancestors: Sequence[Anc
         index_plot=plots.index_bars(report["index"]),
         bytes_per_vector=f"{report['index']['bytes_per_vector']:g}",
         seconds_plot=plots.stage_bars(report["seconds"]) if report["seconds"] else "",
-        examples="\n".join(map(_example, examples)) or "<p>None were asked for.</p>",
+        examples_text=escape(_examples_text(report)),
+        examples="\n".join(_example(example, report) for example in examples)
+        or "<p>None were asked for.</p>",
         lineage=_lineage(ancestors),
         environment="".join(f"<dt>{escape(k)}</dt><dd>{escape(str(v))}</dd>" for k, v in environment),
     )
@@ -69,7 +71,20 @@ def _section(section: Section, plot: str) -> str:
     )
 
 
-def _example(example: Example) -> str:
+def _examples_text(report: Report) -> str:
+    return (
+        f"Where a method differs most from {report['significance']['baseline']} by {_last(report)}: of each "
+        "method the greatest win, the greatest loss, and so on; where none differs, drawn at random. ✓ marks "
+        "a document judged relevant, beside a method stands the rank of its first."
+    )
+
+
+def _last(report: Report) -> str:
+    """The measure by which examples are chosen: nDCG is the last of all."""
+    return measures_of(report["methods"])[-1]
+
+
+def _example(example: Example, report: Report) -> str:
     columns = []
     for method, hits in example.results.items():
         items = "".join(
@@ -78,9 +93,16 @@ def _example(example: Example) -> str:
             + f"<code>{escape(hit.doc_id)}</code></li>"
             for hit in hits
         )
-        columns.append(f"<div><h4>{escape(method)}</h4><ol>{items}</ol></div>")
+        rank = ""
+        if method in example.first_relevant:
+            rank = f" · first relevant: {example.first_relevant[method] or 'not found'}"
+        columns.append(f"<div><h4>{escape(method + rank)}</h4><ol>{items}</ol></div>")
     body = f'<div class="columns">{"".join(columns)}</div>'
-    return f"<details><summary>{escape(example.query)}</summary>{body}</details>"
+    why = ""
+    if example.method:
+        told = f"{example.method} {example.difference:+.3f} {_last(report)}"
+        why = f' <span class="small">{escape(told)}</span>'
+    return f"<details><summary>{escape(example.query)}{why}</summary>{body}</details>"
 
 
 def _lineage(ancestors: Iterable[Ancestor]) -> str:

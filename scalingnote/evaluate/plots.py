@@ -19,21 +19,26 @@ def recall_bars(methods: Mapping[str, Mapping[str, float]]) -> str:
     cutoffs = [name for name in next(iter(methods.values())) if name.startswith("R@")]
     width = 0.8 / len(methods)
     figure, axes = _figure(8.4, 3.6)
-    for i, (method, row) in enumerate(methods.items()):
+    drawn = []
+    for i, row in enumerate(methods.values()):
         left = [place - 0.4 + (i + 0.5) * width for place in range(len(cutoffs))]
         bars = axes.bar(
             left,
             [row[name] for name in cutoffs],
             width=width * 0.9,
             color=COLOURS[i % len(COLOURS)],
-            label=method,
         )
+        drawn.append(bars)
         if len(methods) <= 5:
             axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, color=_INK)
     axes.set_xticks(range(len(cutoffs)), cutoffs)
     axes.set_ylabel("share of queries")
     axes.set_ylim(0, 1.08)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, labelcolor=_INK, fontsize=9)
+    # Given with their bars: found by labels, one that begins with an underscore would be left out. Between
+    # dollars matplotlib would read a formula.
+    names = [method.replace("$", r"\$") for method in methods]
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)}
+    axes.legend(drawn, names, **beside, frameon=False, labelcolor=_INK, fontsize=9)
     return _svg(figure, name="recall of the methods")
 
 

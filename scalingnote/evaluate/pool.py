@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 from scalingnote.errors import ArtifactError
@@ -52,6 +52,22 @@ def named(embeddings: Artifact, rows: Int[ndarray, "queries k"]) -> tuple[Int[nd
     return wanted, pa.concat_arrays(found)
 
 
+def gather(
+    embeddings: Artifact, doc_ids: Sequence[str]
+) -> tuple[Float[ndarray, "docs dim"], Bool[ndarray, " docs"]]:
+    """The embeddings of some documents, and which of them are in the pool; the others' are 0."""
+    wanted = pa.array(doc_ids, pa.string())
+    found, known = np.zeros((len(doc_ids), 0), np.float32), np.zeros(len(doc_ids), bool)
+    for name in embeddings.names("embeddings/", ".parquet"):
+        table = embeddings.table(name, columns=["doc_id", INDEXED_VIEW])
+        place, here = _places(wanted, table)
+        documents = vectors.to_numpy(table[INDEXED_VIEW])
+        if not found.size:
+            found = np.zeros((len(doc_ids), documents.shape[1]), np.float32)
+        found[here], known[here] = documents[place[here]], True
+    return found, known
+
+
 def score_pairs(
     embeddings: Artifact,
     queries: Float[ndarray, "queries dim"],
@@ -63,13 +79,18 @@ def score_pairs(
     scores = np.full(len(doc_ids), np.nan)
     for name in embeddings.names("embeddings/", ".parquet"):
         table = embeddings.table(name, columns=["doc_id", INDEXED_VIEW])
-        place = pc.fill_null(pc.index_in(wanted, value_set=table["doc_id"].combine_chunks()), -1).to_numpy()
-        here = np.flatnonzero(place >= 0)
+        place, here = _places(wanted, table)
         documents = vectors.to_numpy(table[INDEXED_VIEW])
         for start in range(0, len(here), _PAIRS_AT_ONCE):
             some = here[start : start + _PAIRS_AT_ONCE]
             scores[some] = np.einsum("pd,pd->p", queries[rows[some]], documents[place[some]])
     return scores
+
+
+def _places(wanted: pa.Array, table: pa.Table) -> tuple[Int[ndarray, " wanted"], Int[ndarray, " here"]]:
+    """The row of each wanted document in a part, below 0 for none; and which of them have one."""
+    place = pc.fill_null(pc.index_in(wanted, value_set=table["doc_id"].combine_chunks()), -1).to_numpy()
+    return place, np.flatnonzero(place >= 0)
 
 
 def _parts(embeddings: Artifact, progress: Progress, *, dim: int | None, terms: int | None) -> Iterator[Part]:

@@ -6,6 +6,7 @@
  "significance": {"baseline", "alpha", "resamples",
                   "differences": {METHOD: {MEASURE: {"difference", "low", "high", "p", "p_holm"}}}},
  "slices": {SLICING: [{"label", "queries", "methods": as above}]},
+ "contrastive_entropy": {"queries", "negatives", "temperature", "methods": {NAME: ...}},
  "auc": {"pairs", "not_in_pool", "unusable", "methods": {NAME: {"AUC-LABEL": ...}}},
  "reranking": {"queries", "candidates", "not_in_pool", "methods": as above},
  "relaxed": {"queries", "methods": {NAME: {"R@1": ...}}},

@@ -3,6 +3,7 @@
 Markdown and the page show the same sections. A part that a run has nothing for is not there.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ class Section:
 
 def sections(report: Report) -> list[Section]:
     """All of them, in the order in which they are read."""
-    parts = (_recall, _significance, _auc, _relaxed, _reranking, _slices, _distance)
+    parts = (_recall, _significance, _entropy, _auc, _relaxed, _reranking, _slices, _distance)
     return [section for part in parts for section in part(report)]
 
 
@@ -47,8 +48,9 @@ def _significance(report: Report) -> Iterator[Section]:
     level = f"{100 * (1 - told['alpha']):g} %"
     text = (
         f"Mean difference over queries, its {level} interval ({told['resamples']:,} bootstrap resamples of "
-        f"the queries) and p (paired two-sided t-test, Holm's correction over the methods). {BETTER} and "
-        f"{WORSE}: better and worse than {told['baseline']}, p < {told['alpha']:g}."
+        "the queries; those of a row hold all at once) and p (paired two-sided t-test, Holm's correction "
+        f"over the methods). {BETTER} and {WORSE}: better and worse than {told['baseline']}, "
+        f"p < {told['alpha']:g}."
     )
     differences = told["differences"]
     rows = [
@@ -65,6 +67,18 @@ def _recall(report: Report) -> Iterator[Section]:
         text = "The share of a query's relevant documents among its first K: here some queries have several."
         rows = {method: {name: row[name] for name in names} for method, row in methods.items()}
         yield _methods("Recall", text, rows)
+
+
+def _entropy(report: Report) -> Iterator[Section]:
+    if told := report.get("contrastive_entropy"):
+        text = (
+            "Mean of -log softmax of a query's best document against others drawn from the pool, the same "
+            f"for all methods: {told['negatives']:,} of them, cosines over a temperature of "
+            f"{told['temperature']:g}, {told['queries']:,} queries. Smaller is better; guessing gives "
+            f"{math.log(told['negatives'] + 1):.3f}."
+        )
+        rows = {method: {"contrastive entropy": value} for method, value in told["methods"].items()}
+        yield _methods("Contrastive entropy", text, rows)
 
 
 def _auc(report: Report) -> Iterator[Section]:
@@ -111,8 +125,8 @@ _SLICES = {
     "topic": ("By topic", "The topic is that of the document judged best for the query."),
     "frequency": (
         "Head and tail",
-        "By how many training triplets have the query's document as their positive; the head is what is met "
-        "more often than the median.",
+        "By how many training queries (of 200,000, where there are more) have the query's rarest word; the "
+        "head is what is met more often than the median.",
     ),
     "typos": (
         "With typos",

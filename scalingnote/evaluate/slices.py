@@ -38,20 +38,26 @@ def by_length(queries: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def by_topic(topics: Sequence[str], *, most: int) -> tuple[list[str], list[str]]:
-    """The `most` frequent topics, and all others together; the topic is the relevant document's."""
+    """The `most` frequent topics, and all others together; the topic is the relevant document's.
+
+    The others have a label that no frequent topic has.
+    """
     counted = Counter(topic for topic in topics if topic)
     frequent = sorted(counted, key=lambda topic: (-counted[topic], topic))[:most]
-    return [topic if topic in frequent else "other" for topic in topics], [*frequent, "other"]
+    rest = "other"
+    while rest in frequent:
+        rest = f"any {rest}"
+    return [topic if topic in frequent else rest for topic in topics], [*frequent, rest]
 
 
 def by_frequency(counts: Sequence[int]) -> tuple[list[str], list[str]]:
-    """Head and tail: queries by how many training triplets have their document as the positive.
+    """Head and tail: queries by how many training queries have their rarest word.
 
-    Those met more often than the median of the documents that are met at all are the head.
+    Those whose word is met more often than the median of the words that are met at all are the head.
     """
     met = [count for count in counts if count]
     median = int(np.quantile(met, 0.5, method="lower")) if met else 0
-    order = [f"head (> {median} triplets)", f"tail ({_span(1, median)} triplets)", "in no triplet"]
+    order = [f"head (word met > {median} times)", f"tail ({_span(1, median)} times)", "word never met"]
     return [order[2 if not count else 0 if count > median else 1] for count in counts], order
 
 

@@ -8,18 +8,19 @@ import pyarrow.compute as pc
 
 from scalingnote.evaluate import measured, slices
 from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.evaluate.lineage import Ancestor
 from scalingnote.evaluate.significance import Values
 from scalingnote.evaluate.slices import Slice
 from scalingnote.evaluate.test_set import TestSet
+from scalingnote.planner.words import words
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
+
+COUNTED = 200_000  # training queries whose words are counted: a few seconds
 
 
 def slice_queries(
     config: EvaluateConfig,
     dataset: Artifact,
-    ancestors: Sequence[Ancestor],
     values: Mapping[str, Values],
     *,
     test: TestSet,
@@ -27,13 +28,12 @@ def slice_queries(
     """Slicing -> its slices; one that does not tell queries apart is left out."""
     documents = test.documents
     topics = _topics(dataset, documents) if config.topics else {}
-    slicings = {"length": slices.by_length(test.queries)}
+    slicings = {
+        "length": slices.by_length(test.queries),
+        "frequency": slices.by_frequency(_met_in_training(dataset, test.queries)),
+    }
     if topics:
         slicings["topic"] = slices.by_topic([topics.get(d, "") for d in documents], most=config.topics)
-    triplets = [a.artifact for a in ancestors if a.kind == "triplets" and a.artifact]
-    if triplets:
-        met = _met_in_training(triplets[-1], documents)
-        slicings["frequency"] = slices.by_frequency([met.get(d, 0) for d in documents])
     found = {name: slices.sliced(labels, values, order=order) for name, (labels, order) in slicings.items()}
     return {name: parts for name, parts in found.items() if len(parts) > 1}
 
@@ -65,11 +65,17 @@ def _topics(dataset: Artifact, documents: Sequence[str]) -> dict[str, str]:
     return {doc_id: topic for doc_id, topic in found.items() if topic}
 
 
-def _met_in_training(triplets: Artifact, documents: Sequence[str]) -> dict[str, int]:
-    """How many training triplets have each of the documents as their positive."""
-    wanted = pa.array(sorted(set(documents)), pa.string())
-    found: Counter[str] = Counter()
-    for batch in triplets.batches("triplets", columns=["positive", "split"]):
-        mine = pc.and_(pc.is_in(batch["positive"], value_set=wanted), pc.equal(batch["split"], "train"))
-        found.update(batch.filter(mine)["positive"].to_pylist())
-    return found
+def _met_in_training(dataset: Artifact, queries: Sequence[str]) -> list[int]:
+    """How many training queries have the rarest word of each query; of many, some are counted, evenly drawn.
+
+    Not how often its document was met: documents of test queries are held out of training.
+    """
+    asked = [set(words(query)) for query in queries]
+    wanted = set().union(*asked)
+    step = max(1, dataset.counts.get("queries", 0) // COUNTED)
+    met: Counter[str] = Counter()
+    for batch in dataset.batches("queries", columns=["query", "split"]):
+        texts = batch.filter(pc.equal(batch["split"], "train"))["query"]
+        for text in texts.take(pa.array(range(0, len(texts), step), pa.int64())).to_pylist():
+            met.update(wanted.intersection(words(text)))
+    return [min((met[word] for word in own), default=0) for own in asked]

@@ -1,16 +1,21 @@
 """TREC files: judgements (qrels) and ranked results (runs), as every IR tool reads and writes them.
 
-The format separates columns by blanks, so a blank or ``%`` inside an id is written percent-encoded.
+The format separates columns by blanks. An id that holds one is written percent-encoded behind ``%:``, which
+no id of others begins with; all other ids stand as they are, percent signs and all.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import unquote
+
+import numpy as np
 
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 
 Qrels = dict[str, dict[str, int]]  # query_id -> doc_id -> relevance
 Run = dict[str, list[tuple[str, float]]]  # query_id -> (doc_id, score), best first
+_ENCODED = "%:"
 
 
 def write_qrels(uri: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
@@ -24,54 +29,103 @@ def write_qrels(uri: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def read_qrels(uri: str) -> Qrels:
-    """The judgements of a file; DataError names the first line that is none."""
+    """The judgements of a file; DataError names the first line that is none, or whose grade is not whole."""
     qrels: Qrels = {}
     for place, (query_id, _, doc_id, relevance) in _rows(uri, columns=4):
-        qrels.setdefault(query_id, {})[doc_id] = int(_number(relevance, place))
+        grade = _number(relevance, place)
+        if not grade.is_integer():
+            raise DataError(f"{place}: {relevance!r} is no grade: scale grades to whole numbers, 0 for none")
+        qrels.setdefault(query_id, {})[doc_id] = int(grade)
     return qrels
 
 
 def write_run(uri: str, run: Mapping[str, Sequence[tuple[str, float]]], *, tag: str) -> None:
-    """One line ``query Q0 document rank score tag`` per result; ranks count from 1."""
+    """One line ``query Q0 document rank score tag`` per result; ranks count from 1.
+
+    Others order by score alone. A score that is not below the one before is therefore written as the next
+    smaller number; all others stay. DataError for a score that is NaN.
+    """
+    tag = _escape(tag)
     lines = [
-        f"{_escape(query_id)} Q0 {_escape(doc_id)} {rank} {score:.9g} {_escape(tag)}\n"
+        f"{_escape(query_id)} Q0 {_escape(doc_id)} {rank} {score} {tag}\n"
         for query_id, results in run.items()
-        for rank, (doc_id, score) in enumerate(results, 1)
+        for rank, ((doc_id, _), score) in enumerate(
+            zip(results, _descending(query_id, results), strict=True), 1
+        )
     ]
     fs.write_bytes(uri, "".join(lines).encode())
 
 
 def read_run(uri: str) -> Run:
-    """The results of a file, ordered by rank; DataError names the first line that is none."""
-    ranked: dict[str, list[tuple[float, str, float]]] = {}
+    """The results of a file, best first: by score, and of equal scores by rank.
+
+    DataError names the first line that is none, has a number that is NaN, or repeats a query's document.
+    """
+    found: dict[str, dict[str, tuple[float, float]]] = {}
     for place, (query_id, _, doc_id, rank, score, _) in _rows(uri, columns=6):
-        found = (_number(rank, place), doc_id, _number(score, place))
-        ranked.setdefault(query_id, []).append(found)
-    return {query_id: [found[1:] for found in sorted(results)] for query_id, results in ranked.items()}
+        results = found.setdefault(query_id, {})
+        if doc_id in results:
+            raise DataError(
+                f"{place}: document {doc_id!r} stands twice in query {query_id!r}: keep one of them"
+            )
+        results[doc_id] = -_number(score, place), _number(rank, place)
+    return {
+        query_id: [(doc_id, -results[doc_id][0]) for doc_id in sorted(results, key=results.__getitem__)]
+        for query_id, results in found.items()
+    }
 
 
 def _rows(uri: str, *, columns: int) -> Iterator[tuple[str, list[str]]]:
-    for number, line in enumerate(fs.read_bytes(uri).decode().split("\n"), 1):
+    # Windows' editors begin a file with a mark of its encoding, which is no part of the first id.
+    for number, line in enumerate(fs.read_bytes(uri).decode("utf-8-sig").split("\n"), 1):
         values = line.split()
         if len(values) not in (0, columns):
             raise DataError(f"{uri}, line {number}: {len(values)} columns, expected {columns}: {line[:80]!r}")
         if values:
-            yield f"{uri}, line {number}", [unquote(value) for value in values]
+            yield f"{uri}, line {number}", [_unescape(value) for value in values]
+
+
+def _descending(query_id: str, results: Sequence[tuple[str, float]]) -> Iterator[str]:
+    """The scores as they are written, each below the one before also where trec_eval reads it: in float32."""
+    before = np.float32(np.inf)
+    for doc_id, score in results:
+        if math.isnan(score):
+            raise DataError(f"document {doc_id!r} of query {query_id!r} has the score NaN: it has no rank")
+        text = f"{score:.9g}"
+        if not (found := np.float32(text)) < before:
+            found = np.nextafter(before, np.float32(-np.inf))
+            text = f"{found:.9g}"
+        yield text
+        before = found
 
 
 def _number(text: str, place: str) -> float:
     try:
-        return float(text)
+        found = float(text)
     except ValueError:
-        raise DataError(f"{place}: {text!r} is not a number") from None
+        found = math.nan
+    if math.isnan(found):
+        raise DataError(f"{place}: {text!r} is not a number")
+    return found
 
 
 def _escape(text: str) -> str:
     if not text:
         raise DataError("an empty id cannot stand in a TREC file: give every query and document an id")
-    return "".join(
+    if not (text.startswith(_ENCODED) or any(map(_breaks, text))):
+        return text
+    return _ENCODED + "".join(
         "".join(f"%{byte:02X}" for byte in character.encode())
-        if character.isspace() or character in "%\x00\x1c\x1d\x1e\x1f\x85"
+        if _breaks(character) or character == "%"
         else character
         for character in text
     )
+
+
+def _unescape(text: str) -> str:
+    return unquote(text.removeprefix(_ENCODED)) if text.startswith(_ENCODED) else text
+
+
+def _breaks(character: str) -> bool:
+    """Whether a reader may take it for the end of a column, of the file, or for a mark of its encoding."""
+    return character.isspace() or character in "\x00\ufeff"

@@ -1,6 +1,7 @@
 """The evaluate stage on a tiny corpus: a real query tower with random weights, an index that forgets."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import tiny
 from scalingnote.datasets.config import TableFile
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.evaluate import job, retrieve, test_set
+from scalingnote.evaluate import job, retrieve, slicing, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
 from scalingnote.evaluate.encoded import Encoded
 from scalingnote.evaluate.lineage import lineage
@@ -104,6 +105,7 @@ def test_report(cluster, world, searcher, tmp_path):
         "methods",
         "index",
         "significance",
+        "contrastive_entropy",
         "slices",
         "distance",
         "seconds",
@@ -145,6 +147,17 @@ def test_report(cluster, world, searcher, tmp_path):
         mine = table.filter(pc.equal(table["method"], name))
         assert mine["query_id"].to_pylist() == test.query_ids
         assert pc.mean(mine["nDCG@10"]).as_py() == pytest.approx(row["nDCG@10"])
+    entropy = report["contrastive_entropy"]
+    assert (entropy["queries"], entropy["negatives"], entropy["temperature"]) == (12, 95, 0.05)
+    assert set(entropy["methods"]) == {"scalingdual", "scalingnote"}
+    logits = scores.astype(np.float64) / 0.05
+    right = [ids.index("d" + query_id[1:]) for query_id in test.query_ids]
+    expected = np.log(np.exp(logits).sum(1)) - logits[np.arange(12), right]
+    mine = table.filter(pc.equal(table["method"], "scalingdual"))["contrastive_entropy"]
+    assert mine.to_pylist() == pytest.approx(expected.tolist(), abs=1e-4)
+    assert entropy["methods"]["scalingdual"] == pytest.approx(expected.mean(), abs=1e-4)
+    assert table.filter(pc.equal(table["method"], "bm25"))["contrastive_entropy"].null_count == 12
+    assert "## Contrastive entropy" in Path(artifact.file("report.md")).read_text()
     assert trec.read_qrels(artifact.file("qrels.trec")) == test.qrels
     assert artifact.names("runs/") == [
         f"runs/{n}.trec" for n in ("bm25", "scalingdual", "scalingnote-index", "scalingnote")
@@ -152,6 +165,9 @@ def test_report(cluster, world, searcher, tmp_path):
     html = Path(artifact.file("report.html")).read_text()
     assert all(kind in html for kind in ALL)
     assert html.count("<details>") == 2
+    assert "<h2>Contrastive entropy</h2>" in html
+    assert "Where a method differs most from scalingdual by nDCG@10" in html
+    assert re.search(r"<summary>.*<span class=\"small\">scalingnote [+-]\d.\d{3} nDCG@10</span>", html)
 
 
 def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch, tmp_path):
@@ -161,12 +177,42 @@ def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch
         "encode_queries",
         lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
     )
-    config = CONFIG.model_copy(update={"bm25_documents": 1, "typos": 0.0})  # BM25 is for small pools
+    update = {"bm25_documents": 1, "typos": 0.0, "entropy_negatives": 0}  # BM25 is for small pools
+    config = CONFIG.model_copy(update=update)
     artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
     report = artifact.read_json("report.json")
     assert set(report["methods"]) == {"scalingdual", "scalingdual (index)"}
     assert report["slices"] == {}
-    assert not {"auc", "reranking", "relaxed"} & set(report)
+    assert not {"auc", "reranking", "relaxed", "contrastive_entropy"} & set(report)
+
+
+def test_queries_of_words_that_training_met_are_the_head(world, searcher, monkeypatch, tmp_path):
+    made, *_, encoder = world
+    monkeypatch.setattr(
+        job,
+        "encode_queries",
+        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
+    )
+    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
+    for name in ("documents", "qrels"):
+        draft.write_table(f"{name}.parquet", made["dataset"].table(name))
+    rows = made["dataset"].table("queries").to_pylist()
+    for number, row in enumerate(rows):  # q000, q008 and so on are asked
+        row["query"] = ["often", "often", "seldom", "often"][number % 4]
+        if row["split"] == "test":
+            row["query"] = ["Often", "often seldom", "new often"][number // 8 % 3]
+    draft.write_table("queries.parquet", pa.Table.from_pylist(rows))
+    parents = uris(made, *ALL[1:4]) | {"dataset": draft.commit(counts={"queries": 96}).uri}
+    report = job.run(CONFIG, **parents, output=str(tmp_path / "report")).read_json("report.json")
+    assert [(one["label"], one["queries"]) for one in report["slices"]["frequency"]] == [
+        ("head (word met > 24 times)", 4),
+        ("tail (1–24 times)", 4),
+        ("word never met", 4),
+    ]
+    monkeypatch.setattr(slicing, "COUNTED", 48)  # every other query of training
+    report = job.run(CONFIG, **parents, output=str(tmp_path / "some")).read_json("report.json")
+    head, *_ = report["slices"]["frequency"]
+    assert (head["label"], head["queries"]) == ("head (word met > 12 times)", 4)
 
 
 def test_what_a_user_brings_is_measured(world, searcher, monkeypatch, tmp_path):

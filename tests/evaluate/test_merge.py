@@ -23,7 +23,8 @@ def values(share: float, *measures: str) -> dict[str, np.ndarray]:
 def report(uri: str, methods: dict[str, dict[str, np.ndarray]], *, queries: list[str] = QUERIES) -> Artifact:
     config = EvaluateConfig(recall_at=(10,), alpha=0.01, bootstrap=100)
     draft = Draft(uri, kind="report", config=config, parents={})
-    draft.write_table("per_query.parquet", measured.table(methods, query_ids=queries))
+    beside = {"contrastive_entropy": {next(iter(methods)): np.ones(len(queries))}}  # of towers alone
+    draft.write_table("per_query.parquet", measured.table(methods, query_ids=queries, beside=beside))
     told = {"dataset": "shop", "num_documents": 9, "num_queries": len(queries), "simulated_clicks": False}
     told |= {"index": INDEX, "seconds": {"train": 1.0}, "environment": {}}
     told |= {"methods": measured.means(methods)}

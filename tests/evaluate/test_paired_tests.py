@@ -31,7 +31,11 @@ def test_t_test_is_scipys():
 
 def test_t_test_where_nothing_varies_and_where_nothing_can_be_said():
     columns = np.stack([np.zeros(5), np.full(5, 0.1)], axis=1)
-    assert paired_t_test(columns).tolist() == [1.0, 0.0]
+    assert paired_t_test(columns).tolist() == [
+        1.0,
+        2 / 2**5,
+    ]  # of 32 ways to sign five, two are as far from 0
+    assert paired_t_test(np.full((2, 1), 0.3)).tolist() == [0.5]
     assert math.isnan(paired_t_test(np.ones((1, 1)))[0])
 
 
@@ -46,6 +50,33 @@ def test_bootstrap_is_that_of_loops(monkeypatch):
     assert low < values.mean() < high
 
 
+def test_intervals_of_a_family_hold_all_at_once():
+    """Nine methods that do not differ from the baseline: how often is there one that seems to?"""
+    rng, missed, alone = np.random.default_rng(5), 0, 0
+    for trial in range(200):
+        differences = rng.normal(size=(80, 9)) + rng.normal(size=(80, 1))
+        knobs = {"alpha": 0.1, "resamples": 300, "seed": trial}
+        low, high = bootstrap(differences, families=["R@1"] * 9, **knobs)
+        missed += bool(((low > 0) | (high < 0)).any())
+        low, high = bootstrap(differences, **knobs)
+        alone += bool(((low > 0) | (high < 0)).any())
+    assert missed <= 0.17 * 200  # two standard errors above alpha, and what 80 queries are too few for
+    assert alone > 0.3 * 200
+
+
+def test_each_family_has_a_correction_of_its_own():
+    columns = np.random.default_rng(1).normal(0.3, 1.0, (50, 4))
+    columns[:, 3] = 0.1  # nothing varies but by rounding
+    knobs = {"alpha": 0.05, "resamples": 500, "seed": 2}
+    together = bootstrap(columns, families=["a", "b", "b", "b"], **knobs)
+    apart = bootstrap(columns, **knobs)
+    np.testing.assert_array_equal(together[:, 0], apart[:, 0])
+    assert (together[1, 1:3] > apart[1, 1:3]).all()
+    np.testing.assert_allclose(together[:, 3], 0.1)
+    without = bootstrap(columns[:, :3], families=["a", "b", "b"], **knobs)
+    np.testing.assert_allclose(together[:, :3], without)
+
+
 def test_every_method_is_compared_with_the_baseline_and_corrected():
     methods = drawn()
     found = against("teacher", methods, alpha=0.05, resamples=200, seed=0)
@@ -57,6 +88,11 @@ def test_every_method_is_compared_with_the_baseline_and_corrected():
     assert {name: found[name]["nDCG@10"].p_holm for name in order[:2]} == pytest.approx(expected)
     assert found["better"]["nDCG@10"].p_holm < 0.05 < found["same"]["nDCG@10"].p_holm
     assert found["better"]["nDCG@10"].low > 0
+    rows = {name: row["nDCG@10"] - methods["teacher"]["nDCG@10"] for name, row in methods.items()}
+    columns = np.stack([rows[name] for name in found], axis=1)
+    ends = bootstrap(columns, families=["nDCG@10"] * 3, alpha=0.05, resamples=200, seed=0)
+    assert [row["nDCG@10"].low for row in found.values()] == pytest.approx(ends[0].tolist())
+    assert [row["nDCG@10"].high for row in found.values()] == pytest.approx(ends[1].tolist())
     twin = found["twin"]["R@1"]
     assert (twin.difference, twin.low, twin.high, twin.p) == (0, 0, 0, 1)
     assert against("teacher", methods, alpha=0.05, resamples=200, seed=0) == found

@@ -155,3 +155,23 @@ def test_sections_are_in_markdown_and_on_the_page():
     assert "| with <typos> |      40 |       0.700 |" in text
     assert "with &lt;typos&gt;" in html
     assert 'aria-label="discrepancy of pairwise distances"' in html
+
+
+def test_a_method_may_have_any_name():
+    names = ["cost $x_{$", "_mine", "$a$ or $b$", r"back\$lash"]
+    html = page(
+        {**REPORT, "methods": dict.fromkeys(names, REPORT["methods"]["bm25"])}, examples=[], ancestors=[]
+    )
+    for name in names:
+        assert html.count(f">{name}<") == 2  # in the table and beside the bars
+
+
+def test_the_page_says_why_an_example_is_shown_and_where_its_first_relevant_document_stands():
+    hits = {"scalingdual": [Hit("d1", "one", relevant=True)], "bm25": []}
+    ranks = {"scalingdual": 1, "bm25": None}
+    html = page(REPORT, examples=[Example("a query", hits, ranks, "bm25", -0.25)], ancestors=[])
+    assert "Where a method differs most from scalingdual by nDCG@10" in html
+    assert "Drawn at random;" not in html
+    assert 'a query <span class="small">bm25 -0.250 nDCG@10</span></summary>' in html
+    assert "<h4>scalingdual · first relevant: 1</h4>" in html
+    assert "<h4>bm25 · first relevant: not found</h4>" in html

@@ -27,11 +27,19 @@ def test_rare_topics_are_one_slice():
     assert (labels, order) == (["a", "other", "a", "other", "other"], ["a", "other"])
 
 
+def test_a_topic_called_other_is_not_the_rest():
+    labels, order = by_topic(["other", "other", "b", "any other", "any other"], most=2)
+    assert order == ["any other", "other", "any any other"]
+    assert labels == ["other", "other", "any any other", "any other", "any other"]
+    values = {"a": {"R@1": np.array([1.0, 1, 0, 0, 0])}}
+    assert [one["queries"] for one in sliced(labels, values, order=order)] == [2, 2, 1]
+
+
 def test_head_and_tail_are_split_at_the_median_of_what_is_met():
     labels, order = by_frequency([0, 1, 2, 9, 0])
-    assert order == ["head (> 2 triplets)", "tail (1–2 triplets)", "in no triplet"]
+    assert order == ["head (word met > 2 times)", "tail (1–2 times)", "word never met"]
     assert labels == [order[2], order[1], order[1], order[0], order[2]]
-    assert set(by_frequency([0, 0])[0]) == {"in no triplet"}
+    assert set(by_frequency([0, 0])[0]) == {"word never met"}
 
 
 def edits(first: str, second: str) -> int:

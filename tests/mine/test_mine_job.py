@@ -71,7 +71,14 @@ def test_negatives_are_what_the_towers_rank_high(cluster, parents, tmp_path):
 def test_any_run_can_be_mined(parents, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     rows = parents["triplets"].table("triplets").to_pylist()
-    run = {row["query_id"]: [(row["positive"], 2.0), ("d008", 1.5), ("d001", 1.0)] for row in rows}
+    run = {
+        row["query_id"]: [
+            (row["positive"], 2.0),
+            ("d008", 1.5),
+            *[("d001", 1.0)] * (row["positive"] != "d001"),
+        ]
+        for row in rows
+    }
     trec.write_run(str(tmp_path / "run.trec"), run, tag="bm25")
     config = MineConfig(
         resources=ONE, runs=(str(tmp_path / "run.trec"),), first_rank=2, last_rank=2, max_score_ratio=0.6

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,18 @@ def test_both_sides_compute_one_loss(tmp_path: Path, architecture: str):
     losses = [figures["loss"] for figures in found]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-4)
     assert all(figures["samples/cpu s"] > 0 and figures["peak MB"] > 0 for figures in found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_plain_step_is_measured_beside_tevatrons(tmp_path: Path):
+    pytest.importorskip("tevatron")
+    save_backbone(tmp_path, "bert", SIZE)
+    settings = [Setting(side, 6, plain=True) for side in ("ours", "tevatron")]
+    ours, theirs = measure(str(tmp_path), SIZE, settings, steps=1, threads=1)
+    # Theirs is of products that nothing divides: of random towers, not far from chance among 12 documents.
+    assert ours["loss"] > 0
+    assert 0.1 * math.log(12) < theirs["loss"] < 100 * math.log(12)
+    assert ours["samples/cpu s"] > 0 < theirs["samples/cpu s"]
 
 
 @pytest.mark.parametrize("causal", [True, False])
