@@ -73,7 +73,7 @@ def run_all(trials: Sequence[Trial], path: Path, *, run_dir: str, processes: int
     if left and processes:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Of the processes below: a thread each, and float32 also on CPUs that have tiles for bfloat16.
-        os.environ |= {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"}
+        os.environ |= {"OMP_NUM_THREADS": "1", "SCALINGNOTE_PRECISION": "float32"}
         spawn, parent = multiprocessing.get_context("spawn"), (os.getpid(),)
         with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_end_with, initargs=parent) as pool:
             # What all trials on the same data share is built once, before they start.

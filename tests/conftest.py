@@ -13,7 +13,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     RAY_AUTH_MODE="disabled",
     OMP_NUM_THREADS="1",
-    ATEN_CPU_CAPABILITY="avx2",  # float32 also where the CPU has tiles for bfloat16: results are compared
+    SCALINGNOTE_PRECISION="float32",  # also where the CPU has tiles for bfloat16: results are compared
     TOKENIZERS_PARALLELISM="false",
     RAY_DEDUP_LOGS="0",
     # Ray's workers inherit the environment their cluster starts with: where a test's object store will be.

@@ -19,6 +19,7 @@ from numpy import ndarray
 
 from scalingnote.collect.config import DecontaminationConfig
 from scalingnote.collect.term_keys import mix
+from scalingnote.datasets.letters import folded, visible
 
 CLEAN, EXACT, NEAR = 0, 1, 2
 
@@ -87,11 +88,12 @@ class Decontaminator:
 def normalise(queries: pa.Array | pa.ChunkedArray) -> pa.Array:
     """NFKC, lower case, one space for a run of spaces and punctuation, none beside Han or kana; null is "".
 
-    Apostrophes vanish (`what's` is `whats`). Symbols stay, and # % & @ with them: `c#` is not `c`.
+    Apostrophes vanish (`what's` is `whats`), and so does what nobody sees (zero-width spaces, soft hyphens).
+    Symbols stay, and # % & @ with them: `c#` is not `c`.
     """
     texts = pc.fill_null(queries.cast(pa.string()), "")
     texts = pc.replace_substring_regex(texts, "['’‘ʼ`´]", "")
-    texts = pc.utf8_lower(pc.utf8_normalize(texts, form="NFKC"))
+    texts = folded(visible(texts))
     texts = pc.replace_substring_regex(texts, r"[^\p{L}\p{M}\p{N}\p{S}#%&@]+", " ")
     texts = pc.replace_substring_regex(texts, f"([{_CJK}]) ", r"\1")
     texts = pc.replace_substring_regex(texts, f" ([{_CJK}])", r"\1")

@@ -4,6 +4,7 @@ Every URL names a commit and every file a sha256, so what is read today is what 
 """
 
 import hashlib
+import http.client
 import os
 import shutil
 import tempfile
@@ -70,6 +71,11 @@ def fetch(
         convert(downloads, target)
         shutil.rmtree(base / name, ignore_errors=True)  # an incomplete one, or locate had found it
         target.rename(base / name)
+    except Exception:
+        for remote in remotes:  # those that nothing vouches for: kept, they would fail for ever
+            if remote.sha256 is None:
+                (downloads / remote.name).unlink(missing_ok=True)
+        raise
     finally:
         shutil.rmtree(target, ignore_errors=True)
     shutil.rmtree(downloads)
@@ -78,7 +84,10 @@ def fetch(
 
 
 def download(remote: Remote, directory: Path, *, remedy: str) -> Path:
-    """Download one file into `directory`: resume a partial one, check its sha256, then give it its name."""
+    """Download one file into `directory`: resume a partial one, check its sha256, then give it its name.
+
+    DataError when it cannot be had, is cut short (a second try goes on where it ended) or has another sha256.
+    """
     target, partial = directory / remote.name, directory / f"{remote.name}.part"
     if target.exists():
         return target
@@ -97,12 +106,15 @@ def download(remote: Remote, directory: Path, *, remedy: str) -> Path:
                 while block := response.read(_BLOCK):
                     stream.write(block)
                     progress.advance(len(block) >> 10, remote.name)
+        have = partial.stat().st_size  # urllib takes a connection that closes early for the end
+        if have < total:
+            raise DataError(f"{remote.url} sent {have:,} of {total:,} bytes: try again, or {remedy}")
     except urllib.error.HTTPError as error:
         if error.code == 416:  # nothing left of a finished partial file
             pass
         else:
             raise DataError(f"{remote.url} answered {error.code} {error.reason}: {remedy}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise DataError(f"cannot download {remote.url} ({reason}): go online, or {remedy}") from None
     if remote.sha256:

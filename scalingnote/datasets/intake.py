@@ -19,6 +19,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _EITHER = re.compile(rf"{_CONTROL.pattern}|{_SURROGATE.pattern}")
 _MAX_ID_CHARS = 256
+_FIRST_S, _END_S = -62_135_596_800, 253_402_300_800  # the years 1 to 9999, all that Python's datetimes hold
 
 
 class _BadRowError(Exception):
@@ -186,16 +187,20 @@ def _text(row: Row, key: str, quarantine: Quarantine) -> str:
 
 
 def _feature(row: Row, field: pa.Field, quarantine: Quarantine) -> Any:
+    """The value as `field` wants it; None, and counted, where it is none: it costs no document its place."""
     value = row.get(field.name)
     if value is None:
         return None
-    if pa.types.is_string(field.type):
-        return _text(row, field.name, quarantine)
     try:
-        return pa.scalar(value, type=field.type).as_py()
-    except (pa.ArrowInvalid, pa.ArrowTypeError):
-        quarantine.mend(f"feature_{field.name}_dropped")
-        return None
+        if pa.types.is_string(field.type):
+            return _text(row, field.name, quarantine)
+        found = pa.scalar(value, type=field.type).as_py()
+        if not pa.types.is_integer(field.type) or found == value:  # Arrow cuts 1.5 to 1
+            return found
+    except (_BadRowError, OverflowError, pa.ArrowInvalid, pa.ArrowTypeError):
+        pass
+    quarantine.mend(f"feature_{field.name}_dropped")
+    return None
 
 
 def _qrel(row: Row) -> Row:
@@ -217,12 +222,15 @@ def _impression(row: Row) -> Row:
     if clicked not in (True, False):  # 0 and 1 pass
         raise _BadRowError("clicked is neither true nor false")
     user = row.get("user_id")
+    seconds = _number(row, "timestamp")
+    if not _FIRST_S <= seconds < _END_S:
+        raise _BadRowError("timestamp is not in the years 1 to 9999: give seconds, not milliseconds or less")
     return {
         "session_id": _identifier(row, "session_id"),
         "user_id": None if user is None else _identifier(row, "user_id"),
         "position": int(position),
         "clicked": bool(clicked),
-        "timestamp": int(1000 * _number(row, "timestamp")),  # seconds in, milliseconds kept
+        "timestamp": int(1000 * seconds),  # seconds in, milliseconds kept
         "dwell_s": None if row.get("dwell_s") is None else _number(row, "dwell_s"),
     }
 
@@ -235,6 +243,8 @@ def _number(row: Row, key: str) -> float:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise _BadRowError(f"{key} is not a number") from None
+    except OverflowError:  # an integer may be larger than any float
+        raise _BadRowError(f"{key} is not finite") from None
     if number != number or number in (float("inf"), float("-inf")):
         raise _BadRowError(f"{key} is not finite")
     return number

@@ -111,7 +111,8 @@ def separated(
         if (header and number == 0) or not line.strip():
             continue
         try:
-            text = line.decode("utf-8").rstrip("\r\n")
+            # Spreadsheets write a byte-order mark, which would become part of the first id.
+            text = line.decode("utf-8" if number else "utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError:
             yield Unreadable(_shown(line), "invalid UTF-8")
             continue

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 from scalingnote.datasets.config import Taste
+from scalingnote.errors import ConfigError
 
 BANDS = ("low", "middle", "high")
 
@@ -28,7 +29,10 @@ class Tastes:
 
     @classmethod
     def draw(cls, config: Taste, documents: pa.Table, *, users: int, seed: int) -> "Tastes":
-        """Tastes of so many users; equal inputs give equal ones."""
+        """Tastes of so many users; equal inputs give equal ones.
+
+        ConfigError where no document has a value.
+        """
         likes: list[_Values | _Range] = []
         told: list[tuple[str, pa.Array]] = []
         rng = np.random.default_rng([seed, 0x7A57E])
@@ -36,6 +40,8 @@ class Tastes:
             column = documents[name].combine_chunks()
             text = pa.types.is_string(column.type)
             like = _values(column, config, users, rng) if text else _range(column, config, users, rng)
+            if not like.known.any():
+                raise ConfigError(f"click_model.taste names {name!r}, which has no value in any document")
             silent = rng.random(users) >= config.told
             likes.append(like)
             told.append((f"liked_{name}", pa.array(like.told(), pa.string(), mask=silent)))
@@ -78,6 +84,10 @@ class _Values:
     liked: Int[ndarray, "users liked"]  # numbers of names, that liked most first
     value: Int[ndarray, " docs"]  # number of the document's name; -1 where it has none
 
+    @property
+    def known(self) -> Bool[ndarray, " docs"]:
+        return np.asarray(self.value >= 0)
+
     def told(self) -> list[str]:
         return [self.names[row[0]] for row in self.liked]
 
@@ -96,6 +106,10 @@ class _Range:
     low: Float[ndarray, " users"]  # ranks in [0, 1]
     high: Float[ndarray, " users"]
     rank: Float[ndarray, " docs"]  # NaN where it has no number
+
+    @property
+    def known(self) -> Bool[ndarray, " docs"]:
+        return np.asarray(np.isfinite(self.rank))
 
     def told(self) -> list[str]:
         span = np.maximum(1 - (self.high - self.low), 1e-9)

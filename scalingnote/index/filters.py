@@ -10,6 +10,7 @@ A document without a value in a field is not found by a filter on it.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from scalingnote.errors import ConfigError, SearchError
 
 Filter = Mapping[str, Any]
 RANGE = {"min", "max"}
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # half a pair, which JSON can escape and no column holds
 
 
 def require_fields(documents: pa.Schema, names: Sequence[str]) -> None:
@@ -128,7 +130,7 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
     if pa.types.is_boolean(kind):
         return isinstance(value, bool)
     if _is_text(kind):
-        return isinstance(value, str)
+        return isinstance(value, str) and not _SURROGATE.search(value)
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)

@@ -39,6 +39,7 @@ from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens
 logging.disable_progress_bar()  # one bar per small file would drown our own progress lines
 
 _MAYBE = {"_raise_exceptions_for_missing_entries": False}
+_LAYERS = {"distilbert": "transformer.layer", "gpt2": "h"}  # where they keep them, unlike all others we cut
 _SCRATCH_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
 
 
@@ -137,7 +138,8 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
     """A backbone from a hub id or a folder; any head the checkpoint carries is left out.
 
     The path of a peft adapter gives its base with the adapter worked in. Weights come in float32, whatever
-    they are stored in. ConfigError when `path` is no model, lacks weights, or has fewer than `layers`.
+    they are stored in. ConfigError when `path` is no model, lacks weights, has fewer than `layers`, or
+    keeps its layers where we do not know to cut them.
     """
     base, settings, tokenizer = _described(path)
     try:
@@ -305,7 +307,11 @@ def _silent() -> Iterator[None]:
 
 
 def _keep_layers(model: nn.Module, layers: int) -> None:
-    stack: Any = model.get_submodule("encoder.layer" if hasattr(model, "encoder") else "layers")
+    kind = str(model.config.model_type)  # type: ignore[union-attr]
+    name = _LAYERS.get(kind, "encoder.layer" if hasattr(model, "encoder") else "layers")
+    stack: Any = dict(model.named_modules()).get(name)
+    if stack is None:
+        raise ConfigError(f"layers cannot be cut of {kind}: leave backbone.layers out")
     if layers > len(stack):
         raise ConfigError(f"layers={layers}, but the backbone has {len(stack)}")
     del stack[layers:]

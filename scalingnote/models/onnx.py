@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -131,32 +132,44 @@ def export(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm =
             f"{folder} has {size / 2**30:.1f} GiB of weights, an ONNX file takes 2: distil it first"
         )
     into.mkdir(parents=True, exist_ok=True)
-    _describe(tower, into, queries)
-    shutil.copyfile(folder / "tokenizer.json", into / "tokenizer.json")
-    shutil.copyfile(folder / "tower.json", into / "tower.json")
+    # Beside what is there already, the graph of another form it may be, until all of it is known to be good.
+    fresh = Path(tempfile.mkdtemp(prefix=".export-", dir=into))
+    try:
+        _describe(tower, fresh, queries)
+        shutil.copyfile(folder / "tokenizer.json", fresh / "tokenizer.json")
+        shutil.copyfile(folder / "tower.json", fresh / "tower.json")
+        worst = _graph(tower, fresh, form)
+        for path in sorted(fresh.iterdir()):
+            path.replace(into / path.name)
+    finally:
+        shutil.rmtree(fresh)
+    return worst
+
+
+def _graph(tower: "Tower", into: Path, form: OnnxForm) -> float:
+    """Write the graph of this form and no other; its least cosine. ConfigError when that is too low."""
     whole = into / FILES["onnx"]
     _trace(tower, whole)
     if form == "onnx":
         return _checked(into, form)
-    try:
-        for number, (weights, operators) in enumerate(_LADDER, 1):
-            _quantise(whole, into / FILES[form], weights=weights, operators=operators)
-            try:
-                return _checked(into, form)
-            except ConfigError:
-                if number == len(_LADDER):
-                    raise
-                log.info("8-bit %s of %s are not exact enough here", weights, " and ".join(operators))
-    finally:
-        whole.unlink()
+    for number, (weights, operators) in enumerate(_LADDER, 1):
+        _quantise(whole, into / FILES[form], weights=weights, operators=operators)
+        try:
+            worst = _checked(into, form)
+        except ConfigError:
+            if number == len(_LADDER):
+                raise
+            log.info("8-bit %s of %s are not exact enough here", weights, " and ".join(operators))
+        else:
+            whole.unlink()
+            return worst
     raise AssertionError("the ladder has a last rung")
 
 
 def _checked(into: Path, form: OnnxForm) -> float:
-    """The least cosine of a graph; ConfigError, and no graph, when it is too low."""
+    """The least cosine of a graph; ConfigError when it is too low."""
     worst = OnnxTower(into, form).agreement()
     if worst < COSINE:
-        (into / FILES[form]).unlink()
         raise ConfigError(
             f"{form} gives a query another embedding than the tower, cosine {worst:.4f}, less than {COSINE}: "
             "not exported; take form onnx, or torch"

@@ -1,10 +1,13 @@
 """Which number format the hardware multiplies fastest without losing the result."""
 
+import os
 import time
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import torch
 from torch import nn
+
+from scalingnote.errors import ConfigError
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -13,15 +16,18 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
     """bfloat16 where asked for, or where `auto` finds matrix units for it; float32 otherwise.
 
     A CPU with AVX-512 BF16 but no AMX tiles gains nothing at tower sizes, so AMX is what `auto` asks for.
-    Where ATEN_CPU_CAPABILITY keeps torch itself from AVX-512, `auto` keeps to float32.
+    Where results are to be the same on all machines, SCALINGNOTE_PRECISION says what `auto` is.
     """
+    if precision == "auto" and (said := os.environ.get("SCALINGNOTE_PRECISION")):
+        if said not in get_args(Precision):
+            raise ConfigError(f"SCALINGNOTE_PRECISION is {said!r}: give one of {get_args(Precision)}")
+        precision = cast("Precision", said)
     if precision != "auto":
         return getattr(torch, precision)  # type: ignore[no-any-return]
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported()
     else:
-        wide = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
-        fast = wide and torch.cpu._is_amx_tile_supported()
+        fast = torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if fast else torch.float32
 
 

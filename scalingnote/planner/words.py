@@ -28,12 +28,14 @@ _RUN = regex.compile(
     r"([\p{Han}&&[\p{L}\p{N}]]+)|(\d+(?:\.\d+)+|[[\p{L}\p{N}]--\p{Han}][[\p{L}\p{M}\p{N}]--\p{Han}]*)",
     regex.V1,
 )
+_UNSEEN = regex.compile(r"\p{Cf}+")  # zero-width spaces, soft hyphens: they part no word
 
 
 def words(text: str) -> list[str]:
     """Words in order, repeated as often as they occur: NFKC, lower case, no punctuation."""
     found: list[str] = []
-    for han, word in _RUN.findall(unicodedata.normalize("NFKC", text).lower()):
+    seen = text if text.isascii() else _UNSEEN.sub("", text)
+    for han, word in _RUN.findall(unicodedata.normalize("NFKC", seen).lower()):
         if han:
             found.extend(_segmenter().cut(han, False))
         else:

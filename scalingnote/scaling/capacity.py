@@ -202,6 +202,11 @@ def _notes(config: PlanConfig, shape: Shape, index: Index) -> Sequence[str]:
             f"recall of {config.recall:g}: settings with inverted lists were measured up to {most:g}, so "
             "every document is compared; a larger nprobe may reach it for less, which nobody measured"
         )
+    if config.dims[-1] != constants.MEASURED_DIM.value and not index.family.exhaustive:
+        notes.append(
+            f"recall was measured at {constants.MEASURED_DIM.value:g} dimensions, with {config.dims[-1]} "
+            "nobody measured it: tune an index of your embeddings before you rely on it"
+        )
     if config.documents <= GATEWAY_ALONE:
         notes.append(
             f"up to {GATEWAY_ALONE:,} documents a gateway searches by itself, for less than is planned here"

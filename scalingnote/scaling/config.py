@@ -9,6 +9,7 @@ from scalingnote.models.config import Backbone, Scratch
 
 GpuName = Literal["H200", "H100", "A100", "L40S", "L4"]
 QueryTower = Literal["bert-int8", "lookup"]
+Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Assumptions(Config):
@@ -57,6 +58,13 @@ class LadderConfig(Config):
     )
     draws: int = Field(200, ge=10, description="bootstrap samples behind the intervals")
     level: float = Field(0.95, gt=0, lt=1, description="of the intervals")
+    budgets: tuple[Size, ...] = Field(
+        (1.0, 10.0, 100.0),
+        description="operations that the joint law splits best, in times those of the largest run",
+    )
+    predict: tuple[tuple[Size, Size], ...] = Field(
+        (), description="models to foretell: parameters without embeddings, pairs"
+    )
 
     @model_validator(mode="after")
     def _differ(self) -> "LadderConfig":

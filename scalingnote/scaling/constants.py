@@ -11,16 +11,21 @@ from scalingnote.scaling.config import GpuName, QueryTower
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure of a benchmark's JSON: `key` in its metrics, or of that row of a table that `where` picks."""
+    """A figure of a benchmark's JSON: `key` in its metrics, or of that row of a table that `where` picks.
+
+    on: the machine, where a plan uses the figure for another.
+    """
 
     file: str
     key: str
     table: str = "metrics"
     where: tuple[tuple[str, str | int], ...] = ()
+    on: str = ""
 
     def __str__(self) -> str:
         row = ", ".join(f"{name}={value}" for name, value in self.where)
-        return f"measured: {self.file}, {self.table}" + (f"[{row}]" if row else "") + f", {self.key!r}"
+        measured = f"measured on {self.on}" if self.on else "measured"
+        return f"{measured}: {self.file}, {self.table}" + (f"[{row}]" if row else "") + f", {self.key!r}"
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,12 @@ ENCODERS: dict[QueryTower, Constant] = {
     "bert-int8": _encoder("onnx int8", 103.63743159653085),
     "lookup": _encoder("lookup", 16645.44589053825),
 }
+ENCODER_TOKENS = Constant(
+    "tokens of a query that encoders were measured on",
+    12.953125,
+    "tokens",
+    Measured("docs/results/query_encoder.json", "tokens_per_query"),
+)
 
 GATEWAY_RATE = Constant(
     "requests a second through replicas of their own",
@@ -128,7 +139,7 @@ ENCODE_KEPT = Constant(
     "share of a bare loop's speed that the encode job keeps",
     0.929,
     "",
-    Measured("docs/results/encode.json", "tokens_per_s_over_floor"),
+    Measured("docs/results/encode.json", "tokens_per_s_over_floor", on="CPUs"),
 )
 
 VERSIONS = Constant(

@@ -4,7 +4,8 @@
 
 Errors are those of the logarithm, under Huber's loss (Hoffmann et al., 2022, section 3.3), so that one
 failed run does not bend the curve. Intervals come from a bootstrap of residuals: with five sizes, a sample of
-the runs themselves would often hold too few of them to fit at all.
+the runs themselves would often hold too few of them to fit at all. They widen, as Student's t does, where few
+degrees of freedom are left.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,11 @@ class Fit:
         }
 
     @property
+    def freedom(self) -> int:
+        """Degrees of freedom: runs beyond the constants, which could have contradicted the law."""
+        return len(self.runs) - len(fields(self.law))
+
+    @property
     def _laws(self) -> tuple[PowerLaw | JointLaw, ...]:
         return (self.law, *self.draws)
 
@@ -115,14 +121,15 @@ def fit(kind: Kind, runs: Runs, *, draws: int = 200, seed: int = 0, huber: float
         (_solve(kind, runs, target, start, huber=huber) for start in _starts(kind, runs)), key=lambda s: s[1]
     )[0]
     fitted = _model(kind, runs)(best)
-    constants = len(best)
+    free = len(runs) - len(best)
     # A fit follows its own runs: residuals are smaller than the scatter that made them.
-    residuals = (target - fitted) * np.sqrt(len(runs) / (len(runs) - constants))
+    residuals = (target - fitted) * np.sqrt(len(runs) / free)
     rng = np.random.default_rng(seed)
-    again = (
-        _solve(kind, runs, fitted + rng.choice(residuals, len(runs)), best, huber=huber)[0]
-        for _ in range(draws)
-    )
+    # Few runs leave open how large the scatter is: every draw takes another that it may be, which makes
+    # Student's t of a normal distribution. Without it 95 % intervals of 4 or 5 sizes held the truth 7 times
+    # in 10. Residuals are not centred: one failed run would shift all others.
+    noise = (np.sqrt(free / rng.chisquare(free)) * rng.choice(residuals, len(runs)) for _ in range(draws))
+    again = (_solve(kind, runs, fitted + errors, best, huber=huber)[0] for errors in noise)
     errors = runs.entropy - np.exp(fitted)
     return Fit(
         kind=kind,

@@ -20,13 +20,11 @@ from scalingnote.models.config import TowerConfig
 from scalingnote.models.shape import of_backbone
 from scalingnote.scaling import fit, flops
 from scalingnote.scaling.config import LadderConfig
-from scalingnote.scaling.fit import Fit, Kind
+from scalingnote.scaling.fit import Fit, Interval, Kind
 from scalingnote.scaling.flops import Side
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.config import TrainConfig
-
-BUDGETS = (1, 10, 100)  # times the operations of the largest rung
 
 
 def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainConfig]:
@@ -120,26 +118,27 @@ def laws(table: pa.Table, *, config: LadderConfig) -> dict[Kind, Fit]:
 
 
 def report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfig) -> dict[str, Any]:
-    """What the laws say, as JSON values: constants with intervals, R², and how budgets are best spent."""
-    told: dict[str, Any] = {"level": config.level, "laws": {}, "splits": []}
+    """What the laws say, as JSON values: constants with intervals, R², what models not run would reach, and
+    how budgets are best spent."""
+    told: dict[str, Any] = {"level": config.level, "laws": {}}
     for kind, law in fits.items():
         constants = law.constants(level=config.level)
         told["laws"][kind] = {
             "runs": len(law.runs),
+            "degrees_of_freedom": law.freedom,
             "r2": law.r2,
             "scatter": law.scatter,
-            "constants": {name: [c.value, c.low, c.high] for name, c in constants.items()},
+            "constants": {name: _values(interval) for name, interval in constants.items()},
         }
-    if "joint" not in fits:
-        return told
-    largest = table.sort_by("operations").to_pylist()[-1]
-    per_parameter = largest["operations"] / (largest["parameters"] * largest["examples"])
-    for times in BUDGETS:
-        budget = times * largest["operations"]
-        split = fits["joint"].split(budget, per_parameter=per_parameter, level=config.level)
-        told["splits"].append(
-            {"operations": budget, **{name: [s.value, s.low, s.high] for name, s in split.items()}}
-        )
+    told["predictions"] = [
+        {
+            "parameters": parameters,
+            "data": data,
+            "entropy": _predicted(fits, parameters, data, level=config.level),
+        }
+        for parameters, data in config.predict
+    ]
+    told["splits"] = _splits(table, fits["joint"], config) if "joint" in fits else []
     return told
 
 
@@ -150,6 +149,33 @@ def to_table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=columns).sort_by(
         [("parameters", "ascending"), ("examples", "ascending")]
     )
+
+
+def _predicted(
+    fits: Mapping[Kind, Fit], parameters: float, data: float, *, level: float
+) -> dict[Kind, list[float]]:
+    """Entropy by each law; one of one size speaks only of what its runs share."""
+    told: dict[Kind, list[float]] = {}
+    for kind, law in fits.items():
+        held = {"size": law.runs.data == data, "data": law.runs.parameters == parameters}.get(kind)
+        if held is None or held.all():
+            told[kind] = _values(law.predict(parameters=parameters, data=data, level=level))
+    return told
+
+
+def _splits(table: pa.Table, law: Fit, config: LadderConfig) -> list[dict[str, Any]]:
+    largest = table.sort_by("operations").to_pylist()[-1]
+    per_parameter = largest["operations"] / (largest["parameters"] * largest["examples"])
+    budgets = [times * largest["operations"] for times in config.budgets]
+    splits = [law.split(budget, per_parameter=per_parameter, level=config.level) for budget in budgets]
+    return [
+        {"operations": budget, **{name: _values(interval) for name, interval in split.items()}}
+        for budget, split in zip(budgets, splits, strict=True)
+    ]
+
+
+def _values(interval: Interval) -> list[float]:
+    return [interval.value, interval.low, interval.high]
 
 
 def _parameters(train: TrainConfig) -> int:

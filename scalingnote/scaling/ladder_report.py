@@ -1,4 +1,4 @@
-"""A ladder's report as Markdown: every rung, every law with its constants, and how budgets are best spent."""
+"""A ladder's report as Markdown: rungs, laws, what models not run would reach, best splits of budgets."""
 
 from typing import Any
 
@@ -29,11 +29,23 @@ def markdown(table: pa.Table, told: dict[str, Any]) -> str:
     level = f"{told['level']:.0%}"
     for kind, law in told["laws"].items():
         lines = [[name, *(f"{v:.4g}" for v in values)] for name, values in law["constants"].items()]
-        quality = f"{law['runs']} runs, R² = {law['r2']:.4f}, scatter of a run {law['scatter']:.3f}."
+        free = law["degrees_of_freedom"]
+        quality = (
+            f"{law['runs']} runs, R² = {law['r2']:.4f} with {free} degree{'s' * (free != 1)} of freedom, "
+            f"scatter of a run {law['scatter']:.3f}."
+        )
         parts += [
             f"## {LAWS[kind]}",
             quality,
             tables.markdown(["constant", "value", f"{level} from", "to"], lines),
+        ]
+    if told["predictions"]:
+        header = ["parameters", "pairs", "law", "entropy", f"{level} from", "to"]
+        rows = [row for point in told["predictions"] for row in _foretold(point)]
+        parts += [
+            "## What models not run would reach",
+            "Intervals are the curve's: a single run scatters around it.",
+            tables.markdown(header, rows, text=0),
         ]
     if told["splits"]:
         header = ["operations", "parameters", f"{level}", "pairs", f"{level}", "entropy", f"{level}"]
@@ -46,6 +58,13 @@ def markdown(table: pa.Table, told: dict[str, Any]) -> str:
             "A law that is missing here needs more sizes: four for one of N or D, three of each for both."
         )
     return "\n\n".join(parts) + "\n"
+
+
+def _foretold(point: dict[str, Any]) -> list[list[str]]:
+    """A row for every law that tells, or one that says so."""
+    size = [f"{point['parameters']:.4g}", f"{point['data']:.4g}"]
+    rows = [[*size, kind, *(f"{v:.4g}" for v in values)] for kind, values in point["entropy"].items()]
+    return rows or [[*size, "none tells", "", "", ""]]
 
 
 def _split(split: dict[str, Any]) -> list[str]:

@@ -41,7 +41,8 @@ def draw(fit: Fit, path: Path, *, reach: float = 3.0, level: float = 0.95) -> No
         which(ScalarFormatter())  # entropies span less than a power of ten
     axes.set_xlabel("training pairs" if over_data else "parameters without embeddings")
     axes.set_ylabel("contrastive entropy")
-    axes.set_title(f"R² = {fit.r2:.4f}, band: {level:.0%} of {len(fit.draws)} draws", fontsize=10)
+    quality = f"R² = {fit.r2:.4f}, degrees of freedom: {fit.freedom}"
+    axes.set_title(f"{quality}, band: {level:.0%} of {len(fit.draws)} draws", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)

@@ -36,6 +36,10 @@ def verdict(test: str, train: str, **knobs) -> int:
         ("Ｗｈａｔ　ｉｓ　ａｓｔｈｍａ？", "what is asthma"),  # full width
         ("what's co-operation", "whats co operation"),
         ("糖尿病 治疗，type 2 怎么办？", "糖尿病治疗type 2怎么办"),
+        ("dia\u200bbetes, ni\u00adke\ufeff", "diabetes nike"),
+        ("STRASSE straße Straẞe", "strasse strasse strasse"),
+        ("ΟΔΟΣ οδος", "οδοσ οδοσ"),
+        ("糖尿\u200d病", "糖尿病"),
         ("C# & C++ > 5%", "c# & c++ > 5%"),  # or C, C# and C++ would be one
         ("?!…", ""),
         (None, ""),

@@ -11,6 +11,7 @@ from scalingnote.datasets.job import run
 from scalingnote.datasets.quarantine import KEPT_PER_REASON, SHOWN_CHARS, Quarantine
 from scalingnote.datasets.rows import json_lines
 from scalingnote.errors import DataError
+from scalingnote.storage.schema import IMPRESSIONS
 
 GOOD = {"doc_id": "good", "title": "A title", "topic": "topic", "content": "Some content."}
 
@@ -60,6 +61,31 @@ def test_characters_that_no_table_carries_are_mended():
     pa.Table.from_pylist(kept)  # Arrow takes it
 
 
+def test_a_feature_that_is_none_loses_its_value_alone():
+    features = pa.schema({"brand": pa.string(), "stock": pa.int64(), "price": pa.float64()})
+    odd = [
+        {"stock": 10**30},
+        {"stock": 1.5},
+        {"stock": 2.0},
+        {"brand": 2020},
+        {"brand": b"\xff"},
+        {"price": 10**400},
+        {"price": 1.5, "brand": "acme"},
+    ]
+    rows = [{**GOOD, "doc_id": str(n), **values} for n, values in enumerate(odd)]
+    quarantine = Quarantine()
+    kept = list(intake.documents(rows, config=DatasetConfig(), features=features, quarantine=quarantine))
+    assert [row["doc_id"] for row in kept] == [row["doc_id"] for row in rows]
+    assert [row["stock"] for row in kept] == [None, None, 2, None, None, None, None]
+    assert [(row["brand"], row["price"]) for row in kept] == [(None, None)] * 6 + [("acme", 1.5)]
+    assert not quarantine.rejected
+    assert quarantine.mended == {
+        "feature_stock_dropped": 2,
+        "feature_brand_dropped": 2,
+        "feature_price_dropped": 1,
+    }
+
+
 def test_group_defaults_to_the_document_itself():
     assert [row["group"] for row in take([GOOD, {**GOOD, "doc_id": 7, "group": "g"}])[0]] == ["good", "g"]
 
@@ -92,6 +118,7 @@ def test_queries():
         ("qrels", {"doc_id": "?", "relevance": 1}, "unknown doc_id"),
         ("qrels", {"relevance": "many"}, "relevance is not a number"),
         ("qrels", {"relevance": 0.5}, "relevance is not a whole number"),
+        ("qrels", {"relevance": 10**400}, "relevance is not finite"),
         ("scores", {"score": "nan"}, "score is not finite"),
         ("impressions", {"position": 0, "clicked": True}, "position is not 1 or above"),
         ("impressions", {"position": 1, "clicked": "yes"}, "clicked is neither true nor false"),
@@ -103,6 +130,21 @@ def test_a_bad_pair_is_set_aside_with_its_reason(table, extra, reason):
     row = {"query_id": "q", "doc_id": "d", **extra}
     assert not list(intake.pairs(table, [row], query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
     assert quarantine.rejected == {f"{table}: {reason}": 1}
+
+
+def test_a_time_is_in_seconds_and_of_this_calendar():
+    given = {"query_id": "q", "doc_id": "d", "session_id": "s", "position": 1, "clicked": True}
+    second = 1_700_000_000.5
+    times = [second, 1e3 * second, int(1e9 * second), 1e17, 1e308, -1e12, 253_402_300_799.99997]
+    quarantine = Quarantine()
+    rows = [{**given, "timestamp": time} for time in times]
+    kept = list(intake.pairs("impressions", rows, query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
+    table = pa.Table.from_pylist(kept, schema=IMPRESSIONS)
+    years = [time.year for time in table["timestamp"].to_pylist()]
+    assert years == [2023, 9999]
+    ((reason, count),) = quarantine.rejected.items()
+    assert count == 5
+    assert "timestamp is not in the years 1 to 9999: give seconds" in reason
 
 
 def test_a_judgement_given_twice_counts_once():
@@ -122,9 +164,6 @@ def test_a_row_that_is_set_aside_is_no_duplicates_first():
     features = pa.schema([])
     kept = list(intake.documents(documents, config=DatasetConfig(), features=features, quarantine=quarantine))
     assert [row["group"] for row in kept] == ["7"]
-    profile = pa.schema({"town": pa.string()})
-    users = [{"user_id": "u", "town": town} for town in (7, "Kyoto")]
-    assert len(list(intake.users(users, profile=profile, quarantine=quarantine))) == 1
     assert not [reason for reason in quarantine.rejected if "duplicate" in reason]
 
 

@@ -1,8 +1,12 @@
 """Files in, tables out: the generic readers on tiny files, the registered sets on their real files."""
 
+import contextlib
+import http.server
 import json
 import os
+import threading
 import urllib.error
+import zipfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +19,7 @@ from scalingnote.datasets import download, registry
 from scalingnote.datasets.columns import table_rows
 from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco, TableFile
 from scalingnote.datasets.job import run
+from scalingnote.datasets.rows import separated
 from scalingnote.datasets.stackexchange_devops import text_of
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES
@@ -309,6 +314,87 @@ def test_a_failed_conversion_leaves_nothing_that_looks_finished(tmp_path, monkey
     with pytest.raises(DataError, match="half way"):
         download.fetch("thing", files=["file.bin"], remotes=[remote(tmp_path)], convert=broken)
     assert download.locate("thing", ["file.bin"]) is None
+
+
+@pytest.fixture
+def server():
+    """A server on this machine; `answer(handler)` says what it does with a connection and gives its URL."""
+    stack = contextlib.ExitStack()
+
+    def answer(reply):
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                reply(self)
+
+            def log_message(self, *_):
+                pass
+
+        made = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
+        stack.callback(thread.join)
+        stack.callback(made.shutdown)
+        stack.callback(made.server_close)
+        thread.start()
+        return f"http://127.0.0.1:{made.server_port}/file.bin"
+
+    with stack:
+        yield answer
+
+
+def test_a_download_cut_short_is_no_file_and_goes_on(tmp_path, server):
+    content = b"hello " * 1000
+
+    def reply(request):  # all it is asked for, but never more than 4,000 bytes before it closes
+        start = int(request.headers.get("Range", "bytes=0-")[6:-1])
+        request.send_response(206 if start else 200)
+        request.send_header("Content-Length", str(len(content) - start))
+        request.end_headers()
+        request.wfile.write(content[start : start + 4000])
+
+    asked = download.Remote("file.bin", server(reply), None)
+    with pytest.raises(DataError, match=r"file\.bin sent 4,000 of 6,000 bytes: try again, or do that"):
+        download.download(asked, tmp_path, remedy="do that")
+    assert not (tmp_path / "file.bin").exists()
+    assert download.download(asked, tmp_path, remedy="do that").read_bytes() == content
+
+
+def test_a_cut_in_a_stream_of_chunks_says_what_to_do(tmp_path, server):
+    def reply(request):
+        request.send_response(200)
+        request.send_header("Transfer-Encoding", "chunked")
+        request.end_headers()
+        request.wfile.write(b"64\r\nhello")
+
+    with pytest.raises(DataError, match=r"cannot download http.*IncompleteRead.*or do that"):
+        download.download(download.Remote("file.bin", server(reply), None), tmp_path, remedy="do that")
+    assert not (tmp_path / "file.bin").exists()
+
+
+def test_what_cannot_be_converted_and_nothing_vouches_for_is_downloaded_again(tmp_path, monkeypatch):
+    monkeypatch.delenv("SCALINGNOTE_DATA", raising=False)
+    monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "other.bin").write_bytes(b"no archive")
+    vouched = remote(tmp_path)
+    loose = download.Remote("other.bin", (tmp_path / "other.bin").as_uri(), None)
+
+    def convert(downloads, target):
+        if (downloads / "other.bin").read_bytes() != b"archive":
+            raise zipfile.BadZipFile
+        download.keep(downloads, target)
+
+    asked = {"files": ["other.bin"], "remotes": [vouched, loose], "convert": convert}
+    with pytest.raises(zipfile.BadZipFile):
+        download.fetch("thing", **asked)
+    assert [path.name for path in (tmp_path / "cache" / "downloads" / "thing").iterdir()] == ["file.bin"]
+    (tmp_path / "other.bin").write_bytes(b"archive")
+    assert (download.fetch("thing", **asked) / "other.bin").read_bytes() == b"archive"
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):
+    (tmp_path / "rows.tsv").write_bytes("\ufeffq1\tfirst\nq2\tsecond \ufeff\n".encode())
+    rows = list(separated(tmp_path / "rows.tsv", columns=("query_id", "query")))
+    assert [row["query_id"] for row in rows] == ["q1", "q2"]
+    assert rows[1]["query"] == "second \ufeff"
 
 
 def test_html():

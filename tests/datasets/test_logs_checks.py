@@ -253,6 +253,23 @@ def test_a_query_is_one_whatever_its_width_blanks_and_case():
     assert len(set(query_ids(same, fold_case=False).drop_null().to_pylist())) == 3
 
 
+def test_what_nobody_sees_and_what_case_hides_make_no_other_query():
+    pairs = [
+        ("diabetes", "dia\u200bbetes"),
+        ("nike shoes", "\ufeffni\u00adke shoes"),
+        ("café", "cafe\u200d\u0301"),
+        ("straße", "STRASSE"),
+        ("ΟΔΟΣ", "οδος"),
+    ]
+    left, right = (
+        query_ids(pa.array(texts), fold_case=True).to_pylist() for texts in zip(*pairs, strict=True)
+    )
+    assert left == right
+    assert len(set(left)) == len(pairs)
+    as_typed = query_ids(pa.array(["straße", "strasse", "οδος", "οδοσ", "οδο\u200bς"]), fold_case=False)
+    assert len(set(as_typed.to_pylist())) == 4
+
+
 def test_a_tally_counts_all_and_keeps_the_first_in_any_order():
     rows = pa.table({"content": ["x" * 10**4] * (EXAMPLES + 5), "n": list(range(EXAMPLES + 5))})
     found = []

@@ -9,6 +9,7 @@ import pytest
 from scalingnote.datasets.click_model import simulate
 from scalingnote.datasets.config import PositionClicks, Taste
 from scalingnote.datasets.taste import BANDS, Tastes
+from scalingnote.errors import ConfigError
 from scalingnote.storage.schema import QRELS
 
 DOCS = [f"d{n:03d}" for n in range(300)]
@@ -73,6 +74,15 @@ def test_likes_are_as_drawn_and_a_document_without_a_value_offends_nobody():
             assert factor[user, doc] == pytest.approx(0.1 ** (strange + dear))
     some = [5, 250, 9]
     assert (tastes.of_documents(some).factor(everybody, np.arange(3)[None]) == factor[:, some]).all()
+
+
+@pytest.mark.parametrize(
+    "column", [pa.array(["", None]), pa.nulls(2, pa.string()), pa.nulls(2, pa.float64())]
+)
+def test_a_column_without_a_value_is_nobodys_taste(column):
+    message = "click_model.taste names 'brand', which has no value in any document"
+    with pytest.raises(ConfigError, match=message):
+        Tastes.draw(Taste(columns=("brand",)), pa.table({"brand": column}), users=3, seed=0)
 
 
 def test_profiles_tell_a_part_and_the_truth():

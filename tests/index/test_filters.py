@@ -65,6 +65,10 @@ def test_a_mask_equals_row_by_row(where: dict[str, Any]) -> None:
         ({"price": {"min": "1"}}, "filter price: '1' is no value of a field of type float"),
         ({"stock": True}, "filter stock: True is no value"),
         ({"new": 1}, "filter new: 1 is no value of a field of type bool"),
+        (
+            {"topic": "half \ud800 pair"},
+            r"filter topic: 'half \\ud800 pair' is no value of a field of type string",
+        ),
         ({"topic": ["a", 3]}, "filter topic: 3 is no value of a field of type string"),
     ],
 )

@@ -82,7 +82,21 @@ def test_a_graph_that_is_not_exact_enough_is_not_left_behind(form, towers: Path,
     monkeypatch.setattr(onnx, "COSINE", 1.1)
     with pytest.raises(ConfigError, match="not exported"):
         onnx.export(towers / "bert", tmp_path, queries=QUERIES, form=form)
-    assert not list(tmp_path.glob("*.onnx"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_forms_lie_side_by_side_and_one_that_fails_spoils_no_other(towers: Path, tmp_path: Path, monkeypatch):
+    onnx.export(towers / "bert", tmp_path, queries=QUERIES, form="onnx")
+    with monkeypatch.context() as strict:
+        strict.setattr(onnx, "COSINE", 1.1)
+        with pytest.raises(ConfigError, match="not exported"):
+            onnx.export(towers / "bert", tmp_path, queries=["another query"], form="onnx_int8")
+    assert OnnxTower.load(tmp_path, "onnx", threads=1).agreement() > 0.99999
+    onnx.export(towers / "bert", tmp_path, queries=QUERIES, form="onnx_int8")
+    for form in onnx.FILES:
+        OnnxTower.load(tmp_path, form, threads=1)
+    beside = {"tower.json", "tokenizer.json", "onnx.json", "golden.json", "golden.npy"}
+    assert {path.name for path in tmp_path.iterdir()} == {*onnx.FILES.values(), *beside}
 
 
 def test_other_embeddings_than_the_golden_ones_are_refused_when_read(graph: Path, tmp_path: Path):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from transformers import AlbertConfig, AutoModel, DistilBertConfig, GPT2Config, PreTrainedConfig
 
 import tiny
 from scalingnote.errors import ArtifactError, ConfigError
@@ -100,6 +101,45 @@ def test_a_tower_of_the_first_layers_is_saved_and_read_again(tmp_path: Path, fam
     assert again.backbone.config.num_hidden_layers == 1
     batch = collate(made.prompt.rows(*DOCUMENTS), pad=made.pad)
     torch.testing.assert_close(again(batch), made(batch))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        DistilBertConfig(dim=32, hidden_dim=48, n_layers=2, n_heads=4, max_position_embeddings=64),
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64),
+    ],
+    ids=["distilbert", "gpt2"],
+)
+def test_layers_are_cut_wherever_they_are_kept(settings: PreTrainedConfig, tmp_path: Path):
+    _checkpoint(settings, tmp_path / "base")
+    whole, cut = (backbone.load(tmp_path / "base", layers=layers).model.eval() for layers in (None, 1))
+    cut.save_pretrained(tmp_path / "cut")
+    families.tokenizer().save_pretrained(tmp_path / "cut")
+    again = backbone.load(tmp_path / "cut").model.eval()
+    ids = torch.tensor([[7, 8, 9]])
+    states = whole(ids, output_hidden_states=True).hidden_states
+    assert len(states) == 3
+    one = cut(ids, output_hidden_states=True).hidden_states
+    assert len(one) == 2
+    if settings.model_type == "distilbert":  # GPT-2 has a norm after its last layer, whichever that is
+        torch.testing.assert_close(one[1], states[1])
+    torch.testing.assert_close(again(ids).last_hidden_state, cut(ids).last_hidden_state)
+
+
+def test_layers_that_cannot_be_cut_are_refused(tmp_path: Path):
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    _checkpoint(AlbertConfig(embedding_size=16, max_position_embeddings=64, **size), tmp_path)
+    with pytest.raises(ConfigError, match=r"layers cannot be cut of albert: leave backbone\.layers out"):
+        backbone.load(tmp_path, layers=1)
+
+
+def _checkpoint(settings: PreTrainedConfig, path: Path) -> None:
+    tokenizer = families.tokenizer()
+    settings.vocab_size, settings.pad_token_id = len(tokenizer), tokenizer.pad_token_id
+    settings.bos_token_id, settings.eos_token_id = tokenizer.cls_token_id, tokenizer.eos_token_id
+    AutoModel.from_config(settings).save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 @pytest.mark.parametrize("role", ["query", "document"])

@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -129,6 +130,19 @@ def test_more_of_anything_never_costs_less():
     assert plan(query_tower="lookup").serving[0].count < base.serving[0].count
 
 
+@pytest.mark.parametrize("tower", ["bert-int8", "lookup"])
+def test_query_encoders_are_as_many_as_their_tokens_ask_for(tower: str):
+    few, more, many = (
+        plan(query_tokens=tokens, query_tower=tower, qps=1e6)
+        for tokens in (4, constants.ENCODER_TOKENS.value, 256)
+    )
+    rate = constants.ENCODERS[tower].value
+    # At the length that was measured, the rate that was measured.
+    assert more.serving[0].count == math.ceil(1e6 / rate / constants.BUSY.value)
+    assert few.serving[0].count == pytest.approx(more.serving[0].count * 4 / 12.953125, rel=0.03)
+    assert many.serving[0].count == pytest.approx(more.serving[0].count * 256 / 12.953125, rel=0.01)
+
+
 def test_the_recall_chooses_among_what_was_measured():
     # Many queries: the fastest. Few: the one that takes the least memory. Little recall: codes alone.
     assert plan(recall=0.962, qps=50_000).index.family.label == "ivfpq_fast_scan + sq8"
@@ -158,6 +172,13 @@ def test_notes_name_what_does_not_fit_and_what_nobody_measured():
     assert "assumed to keep it" in fits
     assert "index.nlist=126488" in fits
     assert "a gateway searches by itself" in " ".join(plan(documents=10**6).notes)
+    assert "dimensions" not in fits
+    assert "recall was measured at 128 dimensions, with 8 nobody" in " ".join(plan(dims=(8,)).notes)
+    assert "dimensions" not in " ".join(plan(dims=(8,), recall=0.99).notes)  # exact at any
+
+
+def test_what_was_measured_on_other_machines_says_so():
+    assert "[measured on CPUs: docs/results/encode.json" in plan_table.explained(plan())
 
 
 def test_a_folder_with_a_config_is_planned_for(tmp_path, capsys):

@@ -69,6 +69,49 @@ def test_intervals_hold_what_was_planted_as_often_as_they_say():
 
 
 @pytest.mark.parametrize(
+    ("kind", "law", "sizes"),
+    [
+        ("size", PowerLaw(c=1.43e4, alpha=0.483, delta=1.904), (2656, 10_432, 23_328, 82_624, 185_376)),
+        ("data", PowerLaw(c=1.06e5, alpha=0.294, delta=0.0), (896, 1792, 3584, 7168)),
+    ],
+)
+def test_intervals_of_few_runs_are_wide_enough(kind: Kind, law: PowerLaw, sizes: tuple[int, ...]):
+    # The committed ladder's sizes and laws. Without Student's t 68 and 72 of 100 intervals held the truth.
+    along, same = np.array(sizes, dtype=float), np.full(len(sizes), 1e4)
+    parameters, data = (along, same) if kind == "size" else (same, along)
+    held = []
+    for seed in range(25):
+        scatter = np.exp(0.003 * np.random.default_rng(seed).standard_normal(len(along)))
+        found = fit.fit(kind, Runs(parameters, data, law(along) * scatter), draws=40, seed=seed)
+        assert found.freedom == len(sizes) - 3
+        told = [(found.constants()["alpha"], law.alpha)]
+        for times in (1, 10):
+            size = float(times * along[-1])
+            told.append((found.predict(parameters=size, data=size), float(law(size))))
+        held += [interval.low <= truth <= interval.high for interval, truth in told]
+    assert np.mean(held) > 0.85
+
+
+def test_a_high_r2_of_one_degree_of_freedom_is_worth_little():
+    # Entropies that only fall, by chance: docs/scaling.md says what R² they reach.
+    amounts, same = np.array([896.0, 1792, 3584, 7168]), np.full(4, 1e4)
+    falling = [np.sort(np.random.default_rng(seed).uniform(2, 5.5, 4))[::-1] for seed in range(50)]
+    found = [fit.fit("data", Runs(same, amounts, entropy), draws=1).r2 for entropy in falling]
+    assert np.median(found) == pytest.approx(0.91, abs=0.03)
+    assert np.quantile(found, 0.75) == pytest.approx(0.985, abs=0.01)
+
+
+def test_a_failed_run_does_not_shift_the_interval_off_the_curve():
+    clean = runs("size", PUBLISHED_SIZE)
+    entropy = clean.entropy.copy()
+    entropy[-2] *= 3
+    found = fit.fit("size", Runs(clean.parameters, clean.data, entropy), draws=100)
+    inside = found.predict(parameters=1e8)
+    assert inside.low < inside.value < inside.high
+    assert inside.high - inside.low < 0.03 * inside.value
+
+
+@pytest.mark.parametrize(
     ("kind", "law"), [("size", PUBLISHED_SIZE), ("data", PUBLISHED_DATA), ("joint", JOINT)]
 )
 def test_runs_without_noise_give_the_constants_back(kind: Kind, law: PowerLaw | JointLaw):

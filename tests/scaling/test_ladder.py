@@ -1,17 +1,20 @@
+import json
+import re
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from safetensors.torch import load_file
 
 import tiny
 from in_process import without_ray
-from scalingnote import pipeline
+from scalingnote import cli, pipeline
 from scalingnote.config import validate
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models.config import LookupConfig, Lora, Scratch
 from scalingnote.run_config import RunConfig
-from scalingnote.scaling import job, ladder
+from scalingnote.scaling import job, ladder, ladder_report
 from scalingnote.scaling.config import LadderConfig
 from scalingnote.scaling.laws import JointLaw
 from scalingnote.storage.artifact import Artifact, Draft
@@ -19,6 +22,7 @@ from scalingnote.train import job as training
 from scalingnote.train.config import TrainConfig, Validation
 from scalingnote.train.order import Order
 
+ROOT = Path(cli.__file__).parents[1]
 BACKBONES = tuple(
     Scratch(layers=layers, hidden=hidden, heads=2, intermediate=32, vocabulary=400, max_positions=64)
     for layers, hidden in ((1, 16), (1, 32), (2, 32), (2, 48))
@@ -139,30 +143,99 @@ def test_the_laws_of_a_ladder_become_an_artifact(trained: list[Artifact], tmp_pa
     )
     text = Path(made.file("report.md")).read_text()
     assert "L(N, D)" in text
+    assert told["laws"]["joint"]["degrees_of_freedom"] == 4
+    assert "9 runs, R² = " in text
+    assert " with 4 degrees of freedom" in text
+    assert "models not run" not in text
     assert "more sizes" in text
     assert Path(made.file("joint.png")).read_bytes().startswith(b"\x89PNG")
     again = job.run(SIZES, trained, output=str(tmp_path))
     assert again.uri == made.uri
 
 
+PLANTED = JointLaw(a=3e5, b=2e3, alpha=0.12 * 0.77, beta=0.77, delta=0.108)
+
+
+def planted(models: tuple[float, ...]) -> pa.Table:
+    """A ladder of four amounts of data whose runs are those of the law."""
+    return ladder.to_table(
+        [
+            {"parameters": int(n), "examples": int(d), "tokens": int(100 * d), "operations": 600.0 * n * d}
+            | {"contrastive_entropy": float(PLANTED(n, d)), "seed": 0, "seconds": 1.0, "artifact": f"{n}-{d}"}
+            for n in models
+            for d in (1e3, 1e4, 1e5, 1e6)
+        ]
+    )
+
+
 def test_laws_are_fitted_to_the_rungs_that_each_is_about():
-    planted = JointLaw(a=3e5, b=2e3, alpha=0.12 * 0.77, beta=0.77, delta=0.108)
-    rows = [
-        {"parameters": int(n), "examples": int(d), "tokens": int(100 * d), "operations": 600.0 * n * d}
-        | {"contrastive_entropy": float(planted(n, d)), "seed": 0, "seconds": 1.0, "artifact": f"{n}-{d}"}
-        for n in (1e6, 1e7, 1e8, 1e9)
-        for d in (1e3, 1e4, 1e5, 1e6)
-    ]
-    table = ladder.to_table(rows)
+    table = planted((1e6, 1e7, 1e8, 1e9))
     fits = ladder.laws(table, config=SIZES)
     assert set(fits) == {"size", "data", "joint"}
     assert set(fits["size"].runs.data) == {10**6}
     assert set(fits["data"].runs.parameters) == {10**9}
     told = ladder.report(table, fits, config=SIZES)
     budget = told["splits"][1]
-    best = planted.split(600.0 * 10**9 * 10**6 * 10, per_parameter=600.0)
+    best = PLANTED.split(600.0 * 10**9 * 10**6 * 10, per_parameter=600.0)
     assert budget["parameters"][0] == pytest.approx(best.parameters, rel=0.1)
     assert budget["entropy"][0] == pytest.approx(best.entropy, rel=0.02)
+
+
+def test_budgets_and_models_to_foretell_are_knobs():
+    table = planted((1e6, 1e7, 1e8, 1e9))
+    asked = {"budgets": [1e6], "predict": [["1e10", 1e8], [1e10, 1e6], [1e9, 1e7]], "draws": 10}
+    config = validate(LadderConfig, asked, source="test")
+    told = ladder.report(table, ladder.laws(table, config=config), config=config)
+    assert [split["operations"] for split in told["splits"]] == [600.0 * 1e15 * 1e6]
+    # A law of one size speaks of the runs' other size alone.
+    laws = [["joint"], ["size", "joint"], ["data", "joint"]]
+    assert [list(point["entropy"]) for point in told["predictions"]] == laws
+    for point in told["predictions"]:
+        for value, low, high in point["entropy"].values():
+            assert value == pytest.approx(float(PLANTED(point["parameters"], point["data"])), rel=0.02)
+            assert low <= value * 1.001
+            assert value <= high * 1.001
+    page = ladder_report.markdown(table, told)
+    assert "## What models not run would reach" in page
+    assert len(re.findall(r"^\| +1e\+10 \| +1e\+06 \| +(?:size|joint) \|", page, flags=re.M)) == 2
+
+
+def test_a_ladder_without_a_joint_law_says_which_models_it_cannot_foretell():
+    table = planted((1e9,))
+    config = validate(LadderConfig, {"predict": [[1e9, 1e7], [1e10, 1e7]], "draws": 10}, source="test")
+    told = ladder.report(table, ladder.laws(table, config=config), config=config)
+    assert [list(point["entropy"]) for point in told["predictions"]] == [["data"], []]
+    assert "none tells" in ladder_report.markdown(table, told)
+    assert told["splits"] == []
+
+
+@pytest.mark.parametrize("wrong", [{"budgets": [0]}, {"predict": [[1e9]]}, {"predict": [[1e9, ".inf"]]}])
+def test_a_size_to_foretell_is_a_positive_number(wrong: dict[str, object]):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        validate(LadderConfig, wrong, source="test")
+
+
+def test_the_committed_laws_are_those_of_the_committed_runs():
+    result = json.loads((ROOT / "docs/results/ladder.json").read_text(encoding="utf-8"))
+    rows = [
+        {"parameters": run["parameters"], "examples": run["pairs"], "tokens": 0, "seed": 0, "artifact": ""}
+        | {"contrastive_entropy": run["contrastive entropy"], "operations": float(run["operations"])}
+        | {"seconds": float(run["seconds"])}
+        for run in result["table"]
+    ]
+    fits = ladder.laws(ladder.to_table(rows), config=LadderConfig())
+    page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    for kind, name in (("size", "model size"), ("data", "data"), ("joint", "both")):
+        committed = result["laws"][kind]
+        assert committed["degrees_of_freedom"] == fits[kind].freedom
+        found = fits[kind].constants()["alpha"]
+        # Entropies are committed with four decimals.
+        assert committed["constants"]["alpha"] == pytest.approx(
+            [found.value, found.low, found.high], rel=0.05
+        )
+        shown = "{:.2f} ({:.2f} to {:.2f})".format(*committed["constants"]["alpha"])
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | "))
+        assert f"| {shown} | {committed['r2']:.3f} | {fits[kind].freedom} |" in line
 
 
 def test_a_ladder_is_of_one_round():
