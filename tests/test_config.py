@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from scalingnote.config import Config, Resources, identity, load
+from scalingnote.config import Config, Resources, dump, identity, load, validate
 from scalingnote.errors import ConfigError
 from scalingnote.models.config import TowerConfig
 from scalingnote.run_config import RunConfig
@@ -97,6 +97,30 @@ def test_settings_at_odds_are_refused():
         load(TrainConfig, [], ["global_batch=33"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "prefixes"),
+    [
+        ([], (16, 32, 64, 128)),
+        (["dim=256"], (16, 32, 64, 128, 256)),
+        (["dim=64"], (16, 32, 64)),
+        (["dim=96"], (16, 32, 64, 96)),
+        (["losses.matryoshka=[128, 32]"], (128, 32)),
+        (["losses.matryoshka=[]"], (128,)),
+    ],
+)
+def test_losses_always_see_the_whole_embedding(settings: list[str], prefixes: tuple[int, ...]):
+    config = load(TrainConfig, [], settings)
+    assert config.losses.matryoshka == prefixes
+    assert validate(TrainConfig, dump(config), source="the artifact") == config
+
+
+def test_a_prefix_that_nobody_gave_a_weight_is_refused():
+    given = ["losses.matryoshka=[16, 128]", "losses.matryoshka_weights=[1, 2]"]
+    assert load(TrainConfig, [], given).losses.matryoshka_weights == (1, 2)
+    with pytest.raises(ConfigError, match=r"dim 256 makes the prefixes \[16, 128, 256\].*a weight for each"):
+        load(TrainConfig, [], [*given, "dim=256"])
+
+
 def test_later_files_win_and_a_tagged_section_of_another_kind_replaces(tmp_path: Path):
     (tmp_path / "base.yaml").write_text(
         "dim: 64\nlosses: {matryoshka: [64]}\nquery: {backbone: {kind: scratch, layers: 1}}"
@@ -105,7 +129,7 @@ def test_later_files_win_and_a_tagged_section_of_another_kind_replaces(tmp_path:
         "extends: base.yaml\ndim: 96\nquery: {backbone: {kind: pretrained, path: some/model}}"
     )
     config = load(TrainConfig, [tmp_path / "over.yaml"], ["losses.alpha=0.25"])
-    assert (config.dim, config.losses.matryoshka, config.losses.alpha) == (96, (64,), 0.25)
+    assert (config.dim, config.losses.matryoshka, config.losses.alpha) == (96, (64, 96), 0.25)
     assert config.query.backbone.kind == "pretrained"
 
 

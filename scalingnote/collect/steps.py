@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from jaxtyping import Int64, UInt64
+from jaxtyping import Bool, Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.collect import association
@@ -217,6 +217,11 @@ def finish(item: Item, context: Context) -> tuple[str, Part, Counts]:
     known = read(context.bucket(bucket, "known"))
     if config.association:
         loans = exchange.gather(context.folder("loans"), bucket, schema=LOANS)
+        # Either way a loan across the split would put what is trained on among what is measured.
+        borrowers = queries["query_id"].take(loans["row"])
+        across = _in_validation(borrowers, config) != _in_validation(loans["via"], config)
+        loans = loans.filter(pa.array(~across))
+        counts["multi_across_split"] = int(across.sum())
         borrowed, refused = borrow(loans, known, most=config.max_multi_hop, seed=config.seed)
         counts.update(refused)
         tables.append(_triplets(borrowed, queries, hop="multi", config=config))
@@ -248,12 +253,7 @@ def _answers(known: pa.Table, queries: pa.Table) -> pa.Table:
 
 def _triplets(rows: pa.Table, queries: pa.Table, *, hop: str, config: CollectConfig) -> pa.Table:
     query_ids = queries["query_id"].take(rows["row"]).combine_chunks()
-    coded = pc.dictionary_encode(query_ids)
-    validation = np.array(
-        [share(q, seed=config.seed) < config.validation_fraction for q in coded.dictionary.to_pylist()],
-        dtype=bool,
-    )
-    split = np.where(validation[coded.indices.to_numpy(zero_copy_only=False)], "validation", "train")
+    split = np.where(_in_validation(query_ids, config), "validation", "train")
     via = rows["via"] if hop == "multi" else pa.nulls(len(rows), pa.string())
     # What a ranking model said of a lent document, it said for the lender's query.
     scores = rows["scores"] if hop == "one" else pa.nulls(len(rows), TRIPLETS.field("scores").type)
@@ -270,6 +270,15 @@ def _triplets(rows: pa.Table, queries: pa.Table, *, hop: str, config: CollectCon
         "split": pa.array(split.tolist(), pa.string()),
     }
     return pa.table([columns[field.name] for field in TRIPLETS], schema=TRIPLETS)
+
+
+def _in_validation(query_ids: pa.Array | pa.ChunkedArray, config: CollectConfig) -> Bool[ndarray, " rows"]:
+    """Whether a row's query is one of those that are measured and not trained on."""
+    whole = query_ids.combine_chunks() if isinstance(query_ids, pa.ChunkedArray) else query_ids
+    coded = pc.dictionary_encode(whole)
+    held_out = [share(q, seed=config.seed) < config.validation_fraction for q in coded.dictionary.to_pylist()]
+    found: ndarray = np.array(held_out, dtype=bool)[coded.indices.to_numpy(zero_copy_only=False)]
+    return found
 
 
 # --- files ---------------------------------------------------------------------------------------------

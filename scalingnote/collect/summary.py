@@ -74,7 +74,7 @@ def statistics(context: Context, counts: Counts) -> dict[str, Any]:
             for name in (
                 "exact_duplicates", "near_duplicates", "held_out_rows", "ignored_rows", "without_negatives",
                 "multi_already_known", "multi_contradicted", "multi_negative_is_positive", "multi_duplicate",
-                "multi_over_cap", "lent_over_cap",
+                "multi_over_cap", "multi_across_split", "lent_over_cap",
             )
         },
         "association": {

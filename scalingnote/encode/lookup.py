@@ -84,15 +84,20 @@ class LookupEncoder:
         starts = torch.from_numpy(lengths.cumsum() - lengths)
         weights = None if self._weights is None else self._weights[numbers]
         factors = _product(weights, None if self._scales is None else self._scales[numbers])
+        shares, part = lengths, None
         with torch.inference_mode():
             ids, table = torch.from_numpy(numbers), self._as_tensor()
-            if factors is None:  # of float16, the mean is rounded to float16 too
-                total = embedding_bag(ids, table, starts, mode="sum").float().numpy()
+            if factors is None:
+                if self._values.dtype == np.float16:
+                    # The sum of float16 rows is rounded to float16, which ends at 65504 (torch's mean is the
+                    # sum, divided): the power of two below 1 / tokens keeps it within, and costs no digit.
+                    parts = np.ldexp(np.float16(1), -np.frexp(lengths)[1])
+                    shares, part = lengths * parts.astype(np.float32), torch.from_numpy(parts.repeat(lengths))
+                total = embedding_bag(ids, table, starts, mode="sum", per_sample_weights=part).float().numpy()
             else:
                 looked_up = table.index_select(0, ids).float()
                 each, scale = torch.arange(len(numbers)), torch.from_numpy(factors)
                 total = embedding_bag(each, looked_up, starts, mode="sum", per_sample_weights=scale).numpy()
-        shares = lengths
         if weights is not None:
             within = np.repeat(np.arange(len(rows)), lengths)
             shares = np.bincount(within, weights, minlength=len(rows))

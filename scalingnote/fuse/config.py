@@ -151,7 +151,11 @@ class FusionLosses(Config):
         4, ge=0, description="documents shown in the same session and not clicked, read per click; 0: none"
     )
     skipped_weight: float = Field(1.0, ge=0, description="of the softmax over the click and those")
-    matryoshka: tuple[int, ...] = Field((16, 32, 64, 128), min_length=1, description="prefix lengths")
+    matryoshka: tuple[int, ...] = Field(
+        (16, 32, 64, 128),
+        min_length=1,
+        description="prefix lengths: those below the embeddings' dimension, and that itself, named or not",
+    )
 
     @property
     def group(self) -> int:

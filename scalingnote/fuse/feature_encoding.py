@@ -3,10 +3,11 @@
     column ─► observed (one slice) ─► facts (all slices) ─► indices [rows, n], numbers [rows, m]
 
 An index of 0 and a number that is NaN say that a value is missing: null, an empty text, not finite, of the
-wrong length, or in no column at all. A value that is there and was not met often enough when the vocabulary
-was fitted has index 1.
+wrong length, a date that no calendar has, or in no column at all. A value that is there and was not met often
+enough when the vocabulary was fitted has index 1.
 """
 
+from calendar import timegm
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ Facts = dict[str, Any]  # JSON values
 MISSING, OTHER = 0, 1
 _SKETCH = 2048  # values that a slice sends of its numbers
 _KNOTS = 101
+_DAY = 86_400.0  # seconds
 _SPARE = 10  # times as many values as are kept are counted, so that those rare in one slice can be frequent
 
 
@@ -121,32 +123,44 @@ def _encoded(encodings: Sequence[Encoding], columns: Sequence[pa.ChunkedArray], 
 def _loose(feature: Feature, values: Sequence[Any]) -> pa.Array:
     match feature:
         case Categorical():
-            simple = [value if isinstance(value, str | bool | int | float) else None for value in values]
-            return pa.array([None if v is None else pa.scalar(v).cast(pa.string()).as_py() for v in simple])
+            return pa.array([_text(value) for value in values], pa.string())
         case Vector():
             return pa.array([_floats(value) for value in values], pa.list_(pa.float64()))
         case _:
-            return pa.array([_number(value) for value in values], pa.float64())
+            texts = pa.array([_text(v) if isinstance(v, str) else None for v in values], pa.string())
+            dates = _days(texts).to_pylist() if texts.null_count < len(values) else [None] * len(values)
+            pairs = zip(values, dates, strict=True)
+            return pa.array([_number(value) if day is None else day for value, day in pairs], pa.float64())
+
+
+def _text(value: Any) -> str | None:
+    """What a column's cast to texts gives; None for what no column could hold: 10**30, half a surrogate."""
+    if not isinstance(value, str | bool | int | float):
+        return None
+    try:
+        found: str = pa.scalar(value).cast(pa.string()).as_py()
+    except (OverflowError, ValueError):
+        return None
+    return found
 
 
 def _number(value: Any) -> float | None:
-    """A number, or a date in days since 1970."""
-    if isinstance(value, str):
-        try:
-            value = date.fromisoformat(value[:10])
-        except ValueError:
-            return None
-    if isinstance(value, datetime):
-        value = value.date()
-    if isinstance(value, date):
-        return float((value - date(1970, 1, 1)).days)
-    return float(value) if isinstance(value, int | float) else None
+    """A number, or a date or time in days since 1970; of a text nothing."""
+    try:
+        if isinstance(value, datetime):
+            return timegm(value.utctimetuple()) / _DAY
+        if isinstance(value, date):
+            return float((value - date(1970, 1, 1)).days)
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _floats(value: Any) -> list[float] | None:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return None
-    return [float(v) for v in value] if all(isinstance(v, int | float) for v in value) else None
+    found = [_number(v) if isinstance(v, int | float) else None for v in value]
+    return None if None in found else found  # type: ignore[return-value]  # none is None
 
 
 def _observed(feature: Feature, column: pa.ChunkedArray) -> Facts:
@@ -235,14 +249,22 @@ def _numbers(column: pa.ChunkedArray) -> Float[ndarray, " rows"]:
     """Numbers as they are, dates and times (or their ISO texts) in days since 1970; NaN for none."""
     kind = column.type
     if pa.types.is_string(kind):
-        column = pc.strptime(pc.utf8_slice_codeunits(column, 0, 10), "%Y-%m-%d", unit="s", error_is_null=True)
+        column = _days(column)
     elif pa.types.is_date(kind) or pa.types.is_timestamp(kind):
-        column = column.cast(pa.timestamp("s"), safe=False)
-    days = 86_400.0 if pa.types.is_timestamp(column.type) else 1.0
-    if pa.types.is_timestamp(column.type):
-        column = column.cast(pa.int64())
-    values = pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy() / days
+        column = pc.divide(
+            column.cast(pa.timestamp("s"), safe=False).cast(pa.int64()).cast(pa.float64()), _DAY
+        )
+    values = pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy()
     return np.where(np.isfinite(values), values, np.nan)
+
+
+def _days(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Days since 1970 of texts that begin with a date such as 2024-01-05; null of all others."""
+    named = pc.utf8_slice_codeunits(texts, 0, 10)
+    found = pc.strptime(named, "%Y-%m-%d", unit="s", error_is_null=True).cast(pa.date32())
+    # strptime reads 2024-1-5, too, and takes the 31st of February for the 2nd of March.
+    exact = pc.equal(found.cast(pa.string()), named)
+    return pc.if_else(exact, found, None).cast(pa.int32()).cast(pa.float64())
 
 
 def _vectors(column: pa.ChunkedArray, dim: int) -> Float[ndarray, "rows dim"]:

@@ -8,7 +8,7 @@ changes nothing. So a stream is replayed from anywhere after a crash, and nothin
 remembered for `remember_s` seconds: a replay must not reach further back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -81,3 +81,22 @@ def check(events: Sequence[Event]) -> None:
             raise DataError(
                 f"event {event.event_id!r} happened at {event.timestamp}: give seconds since 1970"
             )
+        for text in _texts([event.event_id, event.user_id, event.semantic_id, event.profile]):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise DataError(
+                    f"event {event.event_id!r} of user {event.user_id!r} has {text!r}, with half of a "
+                    "surrogate pair, which no store holds: mend what writes the events"
+                ) from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)

@@ -25,9 +25,10 @@ def together(impressions: pa.Table) -> pa.ChunkedArray:
 def training_rows(impressions: pa.Table, *, last: int, skipped: int) -> pa.Table:
     """A row per click, in the order of users, times and places; columns are hashes.
 
-    ``query``, ``user`` (NOBODY where unknown), ``clicked``, ``skipped`` (of the same session, not
-    clicked, those above the click first, the nearest first; NOBODY where there are fewer) and ``history`` (at
-    most `last` documents that the user clicked in sessions that started before this one, oldest first).
+    ``query``, ``user`` (NOBODY where unknown), ``clicked``, ``skipped`` (shown for the same query in the same
+    session and never clicked for it there, each once, those above the click first, the nearest first; NOBODY
+    where there are fewer) and ``history`` (at most `last` documents that the user clicked in sessions that
+    started before this one, oldest first).
     """
     users, sessions, docs = (
         _hashes(together(impressions)),
@@ -45,7 +46,7 @@ def training_rows(impressions: pa.Table, *, last: int, skipped: int) -> pa.Table
     queries = _hashes(impressions["query_id"])[order]
     known = np.asarray(pc.is_valid(impressions["user_id"]))[order]
     history, lengths = _histories(users[clicked], start[clicked], docs[clicked], known[clicked], last=last)
-    passed = _skipped(users, sessions, docs, position, clicked, most=skipped)
+    passed = _skipped((users, sessions, queries), docs, position, clicked, most=skipped)
     table = {
         "query": pa.array(queries[clicked]),
         "user": pa.array(np.where(known, users, np.uint64(NOBODY))[clicked]),
@@ -89,30 +90,53 @@ def _histories(
 
 
 def _skipped(
-    users: UInt64[ndarray, " rows"],
-    sessions: UInt64[ndarray, " rows"],
+    asked: tuple[UInt64[ndarray, " rows"], ...],
     docs: UInt64[ndarray, " rows"],
     position: Int64[ndarray, " rows"],
     clicked: Bool[ndarray, " rows"],
     *,
     most: int,
 ) -> UInt64[ndarray, "clicks most"]:
-    session = np.cumsum(_changes(users, sessions)) - 1
-    other = np.flatnonzero(~clicked)
+    """`asked` says what was shown together: whose session it was, and for which query."""
+    together, shown = _numbered(*asked), _numbered(*asked, docs)
+    # Some logs have a row for a document that is shown, and another for the click on it.
+    answers = np.zeros(len(docs), bool)
+    answers[shown[clicked]] = True
+    other = np.flatnonzero(~answers[shown])
+    other = other[np.argsort(together[other], kind="stable")]
     click = np.flatnonzero(clicked)
     out = np.full((len(click), most), NOBODY, np.uint64)
-    # Every click beside every document of its session that was not clicked.
-    first = np.searchsorted(session[other], session[click], side="left")
-    count = np.searchsorted(session[other], session[click], side="right") - first
+    # Every click beside every document that was shown with it and not clicked.
+    first = np.searchsorted(together[other], together[click], side="left")
+    count = np.searchsorted(together[other], together[click], side="right") - first
     row = np.repeat(np.arange(len(click)), count)
     ends = np.cumsum(count)
     beside = other[np.repeat(first, count) + np.arange(len(row)) - np.repeat(ends - count, count)]
     distance = position[beside] - position[click[row]]
     order = np.lexsort((np.abs(distance), distance > 0, row))
-    place = np.arange(len(row)) - np.repeat(ends - count, count)
+    row, beside = row[order], beside[order]
+    once = _first_of_each(row, shown[beside])
+    row, beside = row[once], beside[once]
+    place = np.arange(len(row)) - np.searchsorted(row, row)
     kept = place < most
-    out[row[kept], place[kept]] = docs[beside[order][kept]]
+    out[row[kept], place[kept]] = docs[beside[kept]]
     return out
+
+
+def _numbered(*keys: UInt64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+    """A number for each row, from 0: the same where all keys are."""
+    order = np.lexsort(keys)
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.cumsum(_changes(*(key[order] for key in keys))) - 1
+    return numbers
+
+
+def _first_of_each(*keys: Int64[ndarray, " rows"]) -> Bool[ndarray, " rows"]:
+    """Which rows are the first with their keys."""
+    order = np.lexsort(keys)
+    first = np.zeros(len(order), bool)
+    first[order] = _changes(*(key[order].view(np.uint64) for key in keys))
+    return first
 
 
 def _changes(*keys: UInt64[ndarray, " rows"]) -> Bool[ndarray, " rows"]:

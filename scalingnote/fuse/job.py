@@ -33,6 +33,7 @@ from scalingnote.storage import exchange, vectors
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
 from scalingnote.storage.slices import slices
+from scalingnote.train.config import prefix_lengths
 from scalingnote.train.corpus import among
 from scalingnote.train.job import Settings, launch, start_rank, train_rank
 from scalingnote.train.order import Order
@@ -119,7 +120,7 @@ def _prepare(
     folder = draft.work("store")
     if Store.finished(folder):
         return Store.facts_of(folder)
-    prepare.read_clicks(config, corpus.dataset, folder=folder, each=cluster.each)
+    clicks = prepare.read_clicks(config, corpus.dataset, folder=folder, each=cluster.each)
     prepare.fit_features(config, corpus.dataset, folder=folder, each=cluster.each)
     of_queries = slices(corpus.dataset, "queries")
     rows = {
@@ -134,7 +135,9 @@ def _prepare(
     where = {"output": folder, "work": draft.work("queries")}
     records = each_part(steps, **where, rows=rows, resources=config.writers, unit="queries", knob=WRITERS)
     files = [(record["name"], Part(**record["part"])) for record in records if record["part"]["rows"]]
-    return prepare.finish(config, corpus, queries=files, folder=folder, each=cluster.each)
+    return prepare.finish(
+        config, corpus, queries=files, folder=folder, each=cluster.each, left_out=clicks.left_out
+    )
 
 
 def _fuse(config: FuseConfig, corpus: Corpus, draft: Draft) -> int:
@@ -249,11 +252,13 @@ def build(
         used = config.document.semantic_ids or config.query.history
         # One set of tables: what a user clicked and what is found are compared in the same space.
         ids = SemanticIds(codebooks) if used else None
-        knobs: dict[str, Any] = {"dim": codebooks.shape[2], "semantic_ids": ids, "hide": config.hide}
+        dim = codebooks.shape[2]
+        knobs: dict[str, Any] = {"dim": dim, "semantic_ids": ids, "hide": config.hide}
+        prefixes = prefix_lengths(config.losses.matryoshka, dim=dim)
         return Stage(
             DocumentNetwork(config.document, documents, seen=seen, **knobs),
             QueryNetwork(config.query, users, **knobs),
-            config.losses,
+            config.losses.model_copy(update={"matryoshka": prefixes}),
         )
 
 

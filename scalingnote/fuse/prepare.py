@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 
 from scalingnote.config import dump
 from scalingnote.datasets.trainable import held_out_documents
+from scalingnote.datasets.trainable import queries as of_split
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.fuse.config import Feature, FuseConfig
 from scalingnote.fuse.document_fusion import buckets
@@ -54,6 +55,7 @@ class Prepared:
 
     queries: UInt64[ndarray, " asked"]  # hashes of those that were clicked for, sorted
     clicks: int
+    left_out: int  # clicks of test queries
 
 
 def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: Each) -> Prepared:
@@ -64,12 +66,15 @@ def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: Eac
             f"{dataset.uri} has no impressions, which fusion learns from: "
             "set dataset.click_model, or fuse to null"
         )
-    held_out = held_out_documents(dataset)
-    run(
-        "scatter",
-        partial(_scatter, dataset=dataset, folder=folder, parts=config.parts, held_out=held_out),
-        slices(dataset, "impressions"),
+    scatter = partial(
+        _scatter,
+        dataset=dataset,
+        folder=folder,
+        parts=config.parts,
+        held_out=held_out_documents(dataset),
+        test_queries=of_split(dataset, "test")["query_id"].combine_chunks(),
     )
+    scattered = run("scatter", scatter, slices(dataset, "impressions"))
     raw = run("clicks", partial(_clicks, config=config, folder=folder), range(config.parts))
     clicks = sum(record["clicks"] for record in raw)
     if not clicks:
@@ -80,7 +85,8 @@ def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: Eac
         found = merged([array(fs.join(folder, f"{name}/{b:05d}.arrow")) for b in range(config.parts)])
         write_table(fs.join(folder, f"{name}.arrow"), pa.table({"hash": found}))
     _write_popularity(config, folder)
-    return Prepared(array(fs.join(folder, "asked.arrow")), clicks)
+    left_out = sum(record["test_clicks"] for record in scattered)
+    return Prepared(array(fs.join(folder, "asked.arrow")), clicks, left_out)
 
 
 def require_columns(config: FuseConfig, dataset: Artifact) -> None:
@@ -133,9 +139,18 @@ def encodings(folder: str) -> dict[str, list[Encoding]]:
 
 
 def finish(
-    config: FuseConfig, corpus: Corpus, *, queries: Sequence[tuple[str, Part]], folder: str, each: Each
+    config: FuseConfig,
+    corpus: Corpus,
+    *,
+    queries: Sequence[tuple[str, Part]],
+    folder: str,
+    each: Each,
+    left_out: int = 0,
 ) -> dict[str, Any]:
-    """Write what is left of the store, given the files of its queries; returns its facts."""
+    """Write what is left of the store, given the files of its queries; returns its facts.
+
+    `left_out` are clicks that :func:`read_clicks` left out: they are counted with the others.
+    """
     if not Store.finished(folder):
         run = partial(run_slices, folder=folder, each=each, room="fuse")
         known = encodings(folder)
@@ -160,7 +175,7 @@ def finish(
             ROWS: [file for record in rows for file in listed(record["files"])],
         }
         sizes = {name: sum(part.rows or 0 for _, part in found) for name, found in files.items()}
-        left_out = sum(record["left_out"] for record in rows)
+        left_out += sum(record["left_out"] for record in rows)
         facts = {"sizes": {ROWS: sizes.pop(ROWS)}, "left_out": left_out, **sizes}
         Store.finish(folder, {name: found for name, found in files.items() if found}, facts)
     facts = Store.facts_of(folder)
@@ -175,12 +190,18 @@ def finish(
 # --- tasks ------------------------------------------------------------------------------------------------
 
 
-def _scatter(item: Slice, *, dataset: Artifact, folder: str, parts: int, held_out: pa.Array) -> Record:
+def _scatter(
+    item: Slice, *, dataset: Artifact, folder: str, parts: int, held_out: pa.Array, test_queries: pa.Array
+) -> Record:
+    """Impressions that training may see, by user: what a test query shows of users is not for histories."""
     table = pa.concat_tables(dataset.table(part, SCHEMA.names) for part in item[1])
     table = table.filter(pc.invert(pc.is_in(table["doc_id"], value_set=held_out)))
+    test = pc.is_in(table["query_id"], value_set=test_queries)
+    test_clicks = pc.sum(pc.and_(test, table["clicked"])).as_py() or 0
+    table = table.filter(pc.invert(test))
     bucket = exchange.bucket_of(together(table), parts)
     exchange.scatter(table, bucket, target=fs.join(folder, _EXCHANGE), name=f"{item[0]:05d}")
-    return {"rows": len(table)}
+    return {"rows": len(table), "test_clicks": test_clicks}
 
 
 def _clicks(item: tuple[int, int], *, config: FuseConfig, folder: str) -> Record:
@@ -286,7 +307,7 @@ def _rows(item: tuple[int, int], *, folder: str) -> Record:
 
 
 def _write_popularity(config: FuseConfig, folder: str) -> None:
-    """The share of all clicks that each clicked document has."""
+    """The share of all clicks that each clicked document has; none of a test query is among them."""
     found = [
         [array_of(fs.join(folder, f"counts/{b:05d}.arrow"), name) for name in ("hash", "count")]
         for b in range(config.parts)

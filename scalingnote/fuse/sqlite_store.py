@@ -116,7 +116,8 @@ class SqliteStore:
             connection.execute(_PUT, (user, name, json.dumps(value), event.timestamp, event.event_id))
         if event.semantic_id:
             row = (user, event.timestamp, event.event_id, event.semantic_id)
-            connection.execute("INSERT INTO history VALUES (?, ?, ?, ?)", row)
+            # It may be there, written by a replay that reaches back to before ids were forgotten.
+            connection.execute("INSERT OR REPLACE INTO history VALUES (?, ?, ?, ?)", row)
 
     def _sweep(self, connection: sqlite3.Connection, now: float) -> None:
         """Forget users and event ids whose time is over."""

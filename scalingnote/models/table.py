@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float, Float32, Int, Shaped
 from numpy import ndarray
 
-from scalingnote.errors import ArtifactError
+from scalingnote.errors import ArtifactError, ConfigError
 
 Storage = Literal["float32", "float16", "int8"]
 
@@ -123,7 +123,14 @@ def stored(
     """Rows as they go to disk, and the scale of each where they are integers.
 
     int8: a row's largest value becomes 127, so that no value is off by more than half a scale.
+    ConfigError where float16 would make infinities of finite values.
     """
+    largest, most = np.abs(rows).max(initial=0.0), float(np.finfo(np.float16).max)
+    if storage == "float16" and most < largest < np.inf:
+        raise ConfigError(
+            f"rows of the lookup table reach {largest:.3g}, float16 holds {most:.0f}: set storage to float32 "
+            "where the tower is configured (train.query.storage, distill.student.storage)"
+        )
     if storage != "int8":
         return np.ascontiguousarray(rows, dtype=storage), None
     scales = (np.abs(rows).max(axis=1, initial=0.0) / 127).astype(np.float32)

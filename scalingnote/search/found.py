@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
 from scalingnote.hybrid import Both
+from scalingnote.hybrid import merge as merge_both
 from scalingnote.index.shard import Layout
 from scalingnote.search import hybrid
 from scalingnote.search.config import Joining
@@ -33,12 +33,9 @@ class Found:
     sparse: Float[ndarray, " candidates"] | None
     documents: Sequence[Mapping[str, Any]]
 
-    def rows(self) -> Iterable[tuple[int, int, float, float | None, Mapping[str, Any]]]:
-        """Each candidate: id, shard, both scores, document."""
-        sparse = [None] * len(self.ids) if self.sparse is None else self.sparse.tolist()
-        return zip(
-            self.ids.tolist(), self.shards.tolist(), self.dense.tolist(), sparse, self.documents, strict=True
-        )
+    def rows(self) -> Iterable[tuple[int, int, float, Mapping[str, Any]]]:
+        """Each candidate: id, shard, score of embeddings, document."""
+        return zip(self.ids.tolist(), self.shards.tolist(), self.dense.tolist(), self.documents, strict=True)
 
 
 class Hit(NamedTuple):
@@ -52,20 +49,33 @@ class Hit(NamedTuple):
 
 
 def merge(answers: Sequence[Found], *, k: int, joining: Joining, layout: Layout) -> list[Hit]:
-    """The k best of disjoint shards, best first; of equal scores the lower id."""
-    hits = {
-        number: Hit(dense, document, shard, dense, sparse)
-        for answer in answers
-        for number, shard, dense, sparse, document in answer.rows()
-    }
+    """The k best of disjoint shards, best first; of equal scores the lower id.
+
+    However the shards are dealt to searchers, the answer is that of one that holds them all: of what is
+    joined, as many candidates of either kind are looked at as one searcher brings.
+    """
     sparse = [answer.sparse for answer in answers if answer.sparse is not None]
     if len(sparse) < len(answers):
         # A few dozen at most, on every search's way: numpy would take ten times as long to begin.
+        hits = {
+            number: Hit(dense, document, shard, dense, None)
+            for answer in answers
+            for number, shard, dense, document in answer.rows()
+        }
         best = sorted(hits.items(), key=lambda item: (-item[1].dense, item[0]))
         return [hit for _, hit in best[:k]]
-    ids, dense = (np.concatenate([getattr(a, name) for a in answers]) for name in ("ids", "dense"))
-    both = Both(ids[None], dense[None], np.concatenate(sparse)[None])
     depth = max(k, joining.candidates)
+    each = [Both(a.ids[None], a.dense[None], s[None]) for a, s in zip(answers, sparse, strict=True)]
+    both = each[0] if len(each) == 1 else merge_both(each, candidates=depth)
     (scores,), (chosen,) = hybrid.best(both, joining, layout=layout, candidates=depth, k=k)
+    places = {
+        number: (answer, place) for answer in answers for place, number in enumerate(answer.ids.tolist())
+    }
     joined = zip(scores.tolist(), chosen.tolist(), strict=True)
-    return [hits[number]._replace(score=score) for score, number in joined if number >= 0]
+    return [_hit(*places[number], score=score) for score, number in joined if number >= 0]
+
+
+def _hit(answer: Found, place: int, *, score: float) -> Hit:
+    assert answer.sparse is not None
+    shard, dense, sparse = (column[place].item() for column in (answer.shards, answer.dense, answer.sparse))
+    return Hit(score, answer.documents[place], shard, dense, sparse)

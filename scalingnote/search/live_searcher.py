@@ -177,7 +177,8 @@ class LiveSearcher:
         nprobe: int | None,
         exact: bool = False,
     ) -> scan.Found:
-        probes = checked_nprobe(nprobe or self._nprobe or now.layout.nprobe, now.layout.nlist)
+        asked = (nprobe, self._nprobe, now.layout.nprobe)
+        probes = checked_nprobe(next(n for n in asked if n is not None), now.layout.nlist)
         plan = scan.Plan(probes, now.layout.refine_factor, exact=exact)
         return scan.search([segment.lists for segment in now.segments], unit, k=k, plan=plan, masks=now.masks)
 

@@ -88,7 +88,7 @@ class Searcher:
     ) -> None:
         """The shards' vectors are merged: they are not to be used by anyone else. Not so where `mapped`."""
         self.layout = layout
-        self.nprobe = checked_nprobe(nprobe or layout.nprobe, layout.nlist)
+        self.nprobe = checked_nprobe(layout.nprobe if nprobe is None else nprobe, layout.nlist)
         ordered = sorted(shards, key=lambda shard: shard.number)
         self._documents = {shard.number: shard.documents for shard in ordered}
         self._rows = {shard.number: shard.stored for shard in ordered}

@@ -1,8 +1,9 @@
 """Knobs of stage I; the defaults of the losses are ScalingNote's, section 4.2 and appendix A."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from scalingnote.config import Circumstances, Config, Resources
 from scalingnote.models.config import LookupConfig, QueryTowerConfig, TokenWiseConfig, TowerConfig
@@ -50,9 +51,23 @@ class Losses(Config):
     view_weights: dict[Literal["title", "content", "summary"], float] = Field(
         {}, description="weight of a view in every loss; 1 where nothing is said"
     )
-    matryoshka: tuple[int, ...] = Field((16, 32, 64, 128), description="prefix lengths, all weighted")
-    matryoshka_weights: tuple[float, ...] | None = Field(None, description="w^m; None means all 1")
+    matryoshka: tuple[int, ...] = Field(
+        (16, 32, 64, 128),
+        description="prefix lengths, all weighted: those below `dim`, and `dim` itself, named or not",
+    )
+    matryoshka_weights: tuple[float, ...] | None = Field(
+        None, description="w^m; None means all 1. With weights, every prefix is named"
+    )
     teacher: TeacherScores | None = None
+
+
+def prefix_lengths(named: Sequence[int], *, dim: int) -> tuple[int, ...]:
+    """Lengths that losses see of embeddings: what is `named` of them, and always the whole.
+
+    Values behind the longest prefix would be learnt by no loss, and still be searched by.
+    """
+    within = tuple(length for length in named if length <= dim)
+    return within if dim in within else (*within, dim)
 
 
 class Sparse(Config):
@@ -232,7 +247,7 @@ class TrainConfig(Schedule):
     query: QueryTowerConfig = TowerConfig(max_length=32)
     document: TowerConfig = TowerConfig(max_length=96)
     dim: int = Field(128, ge=2, description="embedding width after the projection")
-    losses: Losses = Losses()
+    losses: Losses = Field(Losses(), validate_default=True)
     sparse: Sparse | None = None
     align: Align | None = None
     batching: Batching = Batching()
@@ -242,13 +257,23 @@ class TrainConfig(Schedule):
     )
     merge_adapters: bool = Field(True, description="saved towers have their LoRA weights merged in")
 
-    @model_validator(mode="after")
-    def _fits(self) -> "TrainConfig":
-        losses = self.losses
-        if max(losses.matryoshka) > self.dim:
-            raise ValueError(f"matryoshka prefix {max(losses.matryoshka)} exceeds dim {self.dim}")
+    @field_validator("losses")
+    @classmethod
+    def _see_the_whole(cls, losses: Losses, info: Any) -> Losses:  # pydantic's ValidationInfo is uncheckable
+        if "dim" not in info.data:  # is wrong itself, and told of
+            return losses
+        prefixes = prefix_lengths(losses.matryoshka, dim=info.data["dim"])
         if losses.matryoshka_weights and len(losses.matryoshka_weights) != len(losses.matryoshka):
             raise ValueError("matryoshka_weights needs one weight per prefix")
+        if losses.matryoshka_weights and prefixes != losses.matryoshka:
+            raise ValueError(
+                f"dim {info.data['dim']} makes the prefixes {list(prefixes)}, and matryoshka_weights are of "
+                f"{list(losses.matryoshka)}: set matryoshka to {list(prefixes)}, and a weight for each"
+            )
+        return losses.model_copy(update={"matryoshka": prefixes})
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TrainConfig":
         if self.align and not self.sparse and not isinstance(self.query, TokenWiseConfig):
             raise ValueError("align has nobody to teach: set sparse, or query.kind to token_wise")
         if self.align and isinstance(self.query, LookupConfig):

@@ -11,6 +11,7 @@ from scalingnote.collect.assemble import assemble
 from scalingnote.collect.config import AssociationConfig, CollectConfig, CrossEncoderConfig, ScoreTable
 from scalingnote.collect.evidence import exposures, rankings
 from scalingnote.collect.job import run
+from scalingnote.collect.triplet import share
 from scalingnote.config import Config, Resources
 from scalingnote.datasets.trainable import held_out_documents, queries
 from scalingnote.errors import ConfigError, DataError
@@ -202,10 +203,15 @@ def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
         check(row, clicked)
         assert own[row["via"], row["source"], row["positive"]] == row["negatives"]
         assert row["positive"] not in clicked[row["query_id"]]
+        # What is measured was not trained on, nor the other way round.
+        lenders = "validation" if share(row["via"], seed=CONFIG.seed) < 0.3 else "train"
+        assert row["split"] == lenders
+    assert artifact.counts["multi_across_split"] > 0
     assert len(lent) == artifact.counts["click_multi"] + artifact.counts["relevance_multi"]
     page = fs.read_bytes(artifact.file("statistics.md")).decode()
     assert "**Clicks are simulated.**" in page
     assert "Rows of relevance_multi" in page
+    assert "multi across split" in page
 
     def die(context):
         raise KeyboardInterrupt

@@ -19,7 +19,7 @@ from scalingnote.datasets.logs.inputs import plan
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Draft
+from scalingnote.storage.artifact import LEASE, WORK, Draft
 
 DAY = 86_400
 WINDOWS = {"train": ["1970-01-02", "1970-01-11"], "test": ["1970-01-11", "1970-01-16"]}
@@ -354,6 +354,19 @@ def test_work_of_other_files_is_not_taken_for_ours(small, tmp_path):
         flow.build(config, draft, plan(other), each=_killed_after(11))
     fs.write_bytes(draft.path("impressions/part-00000-00077.parquet"), b"stale")
     assert build(config, output).digest == digest
+
+
+def test_whoever_waits_for_the_same_log_sees_that_it_is_being_built(small, tmp_path):
+    config, digest = small
+    output, there = tmp_path / "out", []
+
+    def watched(task, items):
+        for item in items:
+            there.append(fs.exists(str(output / WORK / LEASE)))
+            yield task(item)
+
+    assert build(config, output, each=watched).digest == digest
+    assert set(there) == {True}
 
 
 def _paths(config):

@@ -80,6 +80,18 @@ def test_a_table_gives_the_towers_embeddings(storage: str, knobs: dict, tmp_path
     np.testing.assert_allclose([read.encode([query])[0] for query in QUERIES], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [30_000.0, 1e-3])
+def test_long_queries_of_large_float16_rows_are_as_finite_in_a_batch_as_alone(size: float, tmp_path: Path):
+    made = table(tmp_path, storage="float16")
+    with torch.no_grad():
+        made.table.copy_(size * made.table.sign())
+    made.save(tmp_path, storage="float16")
+    read = LookupEncoder(tmp_path)
+    queries = ["ba " * tokens for tokens in range(1, BATCH + 1)]
+    alone = np.concatenate([read.encode([query]) for query in queries])
+    np.testing.assert_allclose(read.encode(queries), alone, rtol=1e-3, atol=1e-3 * size)
+
+
 def test_a_table_answers_one_query_without_torch(tmp_path: Path):
     table(tmp_path)
     program = (

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from scalingnote.errors import ConfigError
-from scalingnote.fuse.config import Bucketed, Categorical, Numeric, Vector
+from scalingnote.fuse.config import Bucketed, Categorical, Feature, Numeric, Vector
 from scalingnote.fuse.feature_encoding import (
     MISSING,
     OTHER,
@@ -99,6 +99,46 @@ def test_a_strange_value_of_one_user_leaves_the_others_alone():
     np.testing.assert_allclose(found.numbers[0], alone.numbers[0])
     assert not found.indices[1:].any()
     assert np.isnan(found.numbers[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("feature", "value"),
+    [
+        (FEATURES[0], 10**30),
+        (FEATURES[0], "\ud800"),
+        (FEATURES[1], 10**400),
+        (FEATURES[2], 10**400),
+        (FEATURES[4], "\ud800"),
+        (FEATURES[5], [10**400, 1]),
+        (FEATURES[5], [None, 1]),
+    ],
+    ids=lambda given: type(given).__name__,  # 400 digits are no name of a test
+)
+def test_a_value_that_no_column_could_hold_is_missing(feature: Feature, value: object):
+    whole = table()
+    encodings = fit((feature,), [observe((feature,), whole)])
+    good = whole.select([feature.column]).slice(0, 1)
+    found = encode_mappings(encodings, [*good.to_pylist(), {feature.column: value}])
+    alone, nothing = encode(encodings, good), no_values(encodings, 1)
+    np.testing.assert_array_equal(found.indices, np.concatenate([alone.indices, nothing.indices]))
+    np.testing.assert_array_equal(found.numbers, np.concatenate([alone.numbers, nothing.numbers]))
+
+
+def test_dates_are_read_alike_in_training_and_in_serving():
+    feature = (Numeric(column="when", normalise="standard"),)
+    days = [dt.date(2024, 1, 1) + dt.timedelta(days=i) for i in range(60)]
+    encodings = fit(feature, [observe(feature, pa.table({"when": [str(day) for day in days]}))])
+    read = ["2024-02-29", "2024-01-05T23:59", "2024-01-05 and more"]
+    unread = ["20240105", "2024-02-31", "2023-02-29", "2024-1-5", " 2024-01-05", "2024-W01-1", "12", "", None]
+    trained = encode(encodings, pa.table({"when": [*read, *unread]})).numbers
+    served = encode_mappings(encodings, [{"when": text} for text in [*read, *unread]]).numbers
+    np.testing.assert_array_equal(trained, served)
+    assert np.isnan(trained[:, 0]).tolist() == [False] * len(read) + [True] * len(unread)
+    noon = dt.datetime(2024, 1, 5, 12, tzinfo=dt.UTC)
+    np.testing.assert_array_equal(
+        encode(encodings, pa.table({"when": pa.array([noon], pa.timestamp("s", "UTC"))})).numbers,
+        encode_mappings(encodings, [{"when": noon}]).numbers,
+    )
 
 
 def test_integers_and_truth_are_categories_too():

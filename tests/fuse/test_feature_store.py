@@ -103,6 +103,18 @@ def test_a_replayed_stream_doubles_nothing(url: str):
     assert [len(user.history) for user in before] == [10, 10, 10]
 
 
+def test_a_replay_of_what_is_no_longer_remembered_is_taken_again(url: str):
+    now = [1000.0]
+    store = open_store(StoreConfig(url=url, remember_s=100), clock=lambda: now[0])
+    events = [click(i, profile={"n": i}) for i in range(3)]
+    assert store.write(events) == 3
+    before = store.get_many(["u"])
+    now[0] += 200
+    store.write([])  # looks at the clock
+    assert store.write(events) == 3
+    assert store.get_many(["u"]) == before
+
+
 def test_what_is_pushed_out_of_a_history_does_not_come_back_by_a_replay(url: str):
     store = opened(url, history=2)
     events = [click(i) for i in range(5)]
@@ -171,6 +183,11 @@ def test_an_event_that_cannot_be_stored_is_refused_before_any_is(url: str):
         Event("e", "", 1.0),
         Event("e", "u", float("nan")),
         Event("e", "u", -1.0),
+        Event("\ud800", "u", 1.0),
+        Event("e", "\ud800", 1.0),
+        Event("e", "u", 1.0, "1-\udfff"),
+        Event("e", "u", 1.0, profile={"\ud800": 1}),
+        Event("e", "u", 1.0, profile={"likes": ["a", {"b": "\ud800"}]}),
     ):
         with pytest.raises(DataError):
             store.write([click(1), bad])

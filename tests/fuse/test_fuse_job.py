@@ -13,10 +13,11 @@ from safetensors import numpy as safetensors
 import tiny
 from in_process import without_ray
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.fuse import job
+from scalingnote.fuse import job, prepare
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.document_fusion import DocumentFusion
 from scalingnote.fuse.features import User
+from scalingnote.fuse.impressions import SCHEMA, training_rows
 from scalingnote.fuse.parts import Corpus, read_part
 from scalingnote.fuse.query_fusion import QueryFusion
 from scalingnote.index.job import _require_same_origin
@@ -174,6 +175,21 @@ def test_clicks_on_held_out_documents_and_of_test_queries_are_left_out(fused: Ar
     usable = [r for r in clicks if r["query_id"] != "q1"]
     assert fused.counts["clicks"] == len(usable)
     assert fused.counts["clicks_left_out"] == len(clicks) - len(usable) > 0
+
+
+def test_what_test_queries_show_is_in_no_history_and_no_share_of_clicks(inputs: Inputs, tmp_path: Path):
+    source = open_artifact(inputs.uris["dataset"], kind="dataset")
+    prepare.read_clicks(config(parts=1), source, folder=str(tmp_path), each=map)
+    seen = [row for row in source.table("impressions").to_pylist() if row["doc_id"] not in ("d000", "d001")]
+    usable = pa.Table.from_pylist([row for row in seen if row["query_id"] != "q1"], schema=schema.IMPRESSIONS)
+    wanted = training_rows(usable.select(SCHEMA.names), last=5, skipped=2)
+    rows = ["query", "user", "clicked", "history"]
+    found = [prepare.array_of(f"{tmp_path}/clicks/00000.arrow", name).tolist() for name in rows]
+    assert list(map(str, found)) == [str(np.asarray(wanted[name]).tolist()) for name in rows]
+    documents, counts = np.unique(wanted["clicked"], return_counts=True)
+    popular, share = (prepare.array_of(f"{tmp_path}/popularity.arrow", name) for name in ("hash", "share"))
+    np.testing.assert_array_equal(popular, documents)
+    np.testing.assert_allclose(share, counts / counts.sum())
 
 
 def test_one_document_by_the_saved_network_is_the_bulk_row(fused: Artifact, inputs: Inputs):

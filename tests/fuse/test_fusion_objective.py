@@ -97,6 +97,17 @@ def test_losses_equal_their_equations_in_float64(log_q: bool):
     assert loss.item() == pytest.approx(exact[0] + 0.7 * exact[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("named", [(8,), (8, DIM, 4 * DIM)])
+def test_losses_see_the_whole_embedding_once(named: tuple[int, ...]):
+    """Whatever prefixes are named: values behind the longest would be learnt by nobody."""
+    losses = CONFIG.losses.model_copy(update={"matryoshka": named})
+    codebooks = torch.zeros(LEVELS, 4, DIM)
+    stages = (build(CONFIG.model_copy(update={"losses": each}), codebooks, documents=[], users=[])
+              for each in (losses, CONFIG.losses))  # fmt: skip
+    found, wanted = (stage(batch())[0].item() for stage in stages)
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
 def test_the_correction_finds_preferences_that_popularity_hides():
     """Corrected, scores estimate the softmax over all documents, though these are drawn by popularity."""
     rng = np.random.default_rng(0)

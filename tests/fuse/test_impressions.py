@@ -11,18 +11,21 @@ from scalingnote.storage.exchange import hash_of
 
 
 def log(seed: int, *, sessions: int = 60) -> pa.Table:
-    """Sessions of few users that often start in the same minute, some of nobody; rows in any order."""
+    """Sessions of few users that often start in the same minute, some of nobody; rows in any order.
+
+    Some sessions have two queries, and some documents come twice: shown and then clicked, or shown again.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for session in range(sessions):
         user = None if rng.random() < 0.2 else f"u{rng.integers(5)}"
         start = dt.datetime(2024, 1, 1) + dt.timedelta(minutes=int(rng.integers(20)))
-        for position, doc in enumerate(rng.permutation(12)[: rng.integers(1, 8)], 1):
+        for position, doc in enumerate(rng.integers(12, size=rng.integers(1, 8)), 1):
             rows.append(
                 {
                     "session_id": f"s{session}",
                     "user_id": user,
-                    "query_id": f"q{session % 7}",
+                    "query_id": f"q{(session + rng.integers(2)) % 7}",
                     "doc_id": f"d{doc}",
                     "position": position,
                     "clicked": bool(rng.random() < 0.4),
@@ -52,11 +55,12 @@ def slow(table: pa.Table, *, last: int, skipped: int) -> list[tuple]:
         earlier.sort(key=lambda c: (c[0], int(hash_of(pa.array([c[1]]))[0]), c[2]))
         history = tuple(c[3] for c in earlier)[len(earlier) - last if len(earlier) > last else 0 :]
         for click in (row for row in rows if row["clicked"]):
-            others = [r for r in rows if not r["clicked"]]
-            others.sort(
+            shown = [r for r in rows if r["query_id"] == click["query_id"]]
+            clicked = {r["doc_id"] for r in shown if r["clicked"]}
+            shown.sort(
                 key=lambda r: (r["position"] > click["position"], abs(r["position"] - click["position"]))
             )
-            passed = tuple(r["doc_id"] for r in others[:skipped])
+            passed = tuple(dict.fromkeys(r["doc_id"] for r in shown if r["doc_id"] not in clicked))[:skipped]
             out.append((click["query_id"], user, click["doc_id"], passed, history))
     return sorted(out, key=repr)
 
@@ -80,6 +84,24 @@ def test_rows_are_those_of_a_slow_reading(seed: int):
         for row in found.to_pylist()
     ]
     assert sorted(read, key=repr) == slow(table, last=3, skipped=2)
+
+
+def test_what_was_clicked_is_not_passed_over_nor_what_another_query_showed():
+    """A log that writes a row when a document is shown, and another when it is clicked."""
+    shown = [("q", "a", False), ("q", "b", False), ("q", "a", True), ("q", "b", False), ("other", "c", False)]
+    rows = [
+        {
+            "session_id": "s",
+            "query_id": query,
+            "doc_id": doc,
+            "position": position,
+            "clicked": clicked,
+            "timestamp": dt.datetime(2024, 1, 1),
+        }
+        for position, (query, doc, clicked) in enumerate(shown, 1)
+    ]
+    (found,) = training_rows(pa.Table.from_pylist(rows, schema=SCHEMA), last=3, skipped=3).to_pylist()
+    assert found["skipped"] == [int(hash_of(pa.array(["b"]))[0]), NOBODY, NOBODY]
 
 
 def test_nothing_clicked_is_no_row():

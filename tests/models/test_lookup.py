@@ -122,6 +122,14 @@ def test_integers_are_off_by_half_a_scale_at_most(seed: int, size: float):
     np.testing.assert_allclose(scales * 127, np.abs(rows).max(1), rtol=1e-5)
 
 
+def test_rows_beyond_float16_are_refused_with_what_to_set():
+    rows = np.array([[7e4, 1.0]], np.float32)
+    with pytest.raises(ConfigError, match=r"rows of the lookup table reach 7e.04, float16 holds 65504: set"):
+        stored(rows, "float16")
+    assert stored(rows, "float32")[0].max() == rows.max()
+    assert stored(-rows / 2, "float16")[0].min() == -35_008
+
+
 @pytest.mark.parametrize("storage", ["float32", "float16", "int8"])
 def test_a_folder_is_read_without_torch_and_keeps_directions(tmp_path: Path, storage: str):
     made = build()

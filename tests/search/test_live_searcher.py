@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -87,4 +88,7 @@ def test_searches_see_what_was_written_deleted_merged_and_compacted(
     agrees()
     with pytest.raises(SearchError, match="no filter by 'price': this index has topic"):
         searcher.search(asked, k=3, where={"price": 2})
+    for none_asked in (partial(searcher.search, nprobe=0), LiveSearcher(live, nprobe=0).search):
+        with pytest.raises(SearchError, match="nprobe is 0"):
+            none_asked(asked, k=3)
     live.close()

@@ -26,7 +26,7 @@ from scalingnote.datasets.logs.tally import Tally
 from scalingnote.errors import DataError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, Part
+from scalingnote.storage.artifact import CLAIM, LEASE, Artifact, Draft, Part
 
 log = get_logger("datasets")
 _OUTPUTS = ("documents", "queries", "qrels", "impressions", "scores")
@@ -123,7 +123,7 @@ def _resume_or_clear(draft: Draft, slices: Sequence[Slice]) -> None:
     for name in _OUTPUTS:
         fs.delete(draft.path(name))
     for file in fs.list_files(draft.work()):
-        if file != "fingerprint":
+        if file not in (CLAIM, LEASE):  # or a second process would take the artifact for one nobody builds
             fs.delete(draft.work(file))
     fs.write_bytes(uri, plan)
 
