@@ -124,13 +124,12 @@ def table_4(found: Found) -> list[dict[str, Any]]:
 
 def table_5(found: Found) -> list[dict[str, Any]]:
     """Stars over ScalingDual."""
-    return with_auc(_large(found, PROMPTS, over="scalingdual", label="prompt"), found, label="prompt")
+    return _large(found, PROMPTS, over="scalingdual", label="prompt", auc=True)
 
 
 def table_6(found: Found) -> list[dict[str, Any]]:
     """Distances of embeddings of length 1 on queries that were and were not learnt from."""
-    rows = _large(found, (*STUDENTS, "scalingdual"), over="scalingdual", label="query tower")
-    rows = with_auc(rows, found, label="query tower")
+    rows = _large(found, (*STUDENTS, "scalingdual"), over="scalingdual", label="query tower", auc=True)
     for row in rows:
         side = found[row["data"], "large"][row["query tower"]]
         distances = _measures(side).keys() >= {"distance train", "distance validation"}
@@ -172,9 +171,13 @@ class Line:
         return distillation.p_value(self.sides[self.name], self.sides[self.over])
 
 
-def rows_of(lines: Iterable[Line]) -> list[dict[str, Any]]:
-    """Recalls with their spread over seeds; R@50 with a star where it differs from that of the other row."""
+def rows_of(lines: Iterable[Line], *, auc: bool = False) -> list[dict[str, Any]]:
+    """Recalls with their spread over seeds; R@50 with a star where it differs from that of the other row.
+
+    With `auc` that of judged pairs, too, where some dataset has any.
+    """
     lines = list(lines)
+    graded = auc and any(AUC in _measures(line.sides[line.name]) for line in lines)
     p = holm({str(at): line.p for at, line in enumerate(lines)})
     rows = []
     for at, line in enumerate(lines):
@@ -182,17 +185,10 @@ def rows_of(lines: Iterable[Line]) -> list[dict[str, Any]]:
         shown = {measure: _mean(row, measure) for measure in RECALLS}
         if p[str(at)] < SIGNIFICANT:
             shown["R@50"] += "*"
+        if graded:
+            shown["AUC"] = _auc(row)
         rows.append({**line.labels, **shown, "seeds": str(len(row.sides))})
     return rows
-
-
-def with_auc(rows: Sequence[Mapping[str, Any]], found: Found, *, label: str) -> list[dict[str, Any]]:
-    """Rows of the large size with the AUC of whom `label` names; as they are where nothing was graded."""
-    aucs = [_auc(found[row["data"], "large"][row[label]]) for row in rows]
-    if all(auc == "-" for auc in aucs):
-        return [dict(row) for row in rows]
-    seeds = [{"AUC": auc, "seeds": row["seeds"]} for row, auc in zip(rows, aucs, strict=True)]
-    return [{k: row[k] for k in row if k != "seeds"} | last for row, last in zip(rows, seeds, strict=True)]
 
 
 def metrics(found: Found) -> dict[str, float]:
@@ -230,13 +226,16 @@ def _auc(row: Row | None) -> str:
     return _mean(row, AUC) if row is not None and AUC in _measures(row) else "-"
 
 
-def _large(found: Found, names: Sequence[str], *, over: str, label: str) -> list[dict[str, Any]]:
-    return rows_of(
+def _large(
+    found: Found, names: Sequence[str], *, over: str, label: str, auc: bool = False
+) -> list[dict[str, Any]]:
+    lines = (
         Line({"data": dataset, label: name}, sides, name, over)
         for (dataset, size), sides in found.items()
         for name in names
         if size == "large" and name in sides
     )
+    return rows_of(lines, auc=auc)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def run_given(trials: Sequence[Trial], options: argparse.Namespace) -> list[Outc
     processes = 0 if options.finished else options.processes
     found = run_all(trials, options.trials, run_dir=options.run_dir, processes=processes)
     if not found:
-        raise SystemExit(f"{options.trials} has none of these {len(trials)} trials: give --trials FILE")
+        why = f"is in {options.trials}: give --trials FILE" if options.finished else "ended well: see above"
+        raise SystemExit(f"none of {len(trials)} trials {why}")
     return found
 
 

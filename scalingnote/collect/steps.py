@@ -213,18 +213,18 @@ def finish(item: Item, context: Context) -> tuple[str, Part, Counts]:
     queries = read(context.bucket(bucket, "queries"))
     own = read(context.bucket(bucket, "one_hop"))
     counts: Counter[str] = Counter()
-    tables = [_triplets(own, queries, hop="one", config=config)]
+    held = _in_validation(queries["query_id"], config)
+    tables = [_triplets(own, queries, held, hop="one")]
     known = read(context.bucket(bucket, "known"))
     if config.association:
         loans = exchange.gather(context.folder("loans"), bucket, schema=LOANS)
         # Either way a loan across the split would put what is trained on among what is measured.
-        borrowers = queries["query_id"].take(loans["row"])
-        across = _in_validation(borrowers, config) != _in_validation(loans["via"], config)
+        across = held[loans["row"].to_numpy()] != _in_validation(loans["via"], config)
         loans = loans.filter(pa.array(~across))
         counts["multi_across_split"] = int(across.sum())
         borrowed, refused = borrow(loans, known, most=config.max_multi_hop, seed=config.seed)
         counts.update(refused)
-        tables.append(_triplets(borrowed, queries, hop="multi", config=config))
+        tables.append(_triplets(borrowed, queries, held, hop="multi"))
     answers = known.filter(known["positive"])
     write_table(fs.join(context.output, f"answers/part-{bucket:05d}.parquet"), _answers(answers, queries))
     table, mixed = mix(pa.concat_tables(tables), config.mixing, seed=config.seed)
@@ -251,14 +251,13 @@ def _answers(known: pa.Table, queries: pa.Table) -> pa.Table:
     return pa.table(columns, schema=ANSWERS)
 
 
-def _triplets(rows: pa.Table, queries: pa.Table, *, hop: str, config: CollectConfig) -> pa.Table:
-    query_ids = queries["query_id"].take(rows["row"]).combine_chunks()
-    split = np.where(_in_validation(query_ids, config), "validation", "train")
+def _triplets(rows: pa.Table, queries: pa.Table, held: Bool[ndarray, " queries"], *, hop: str) -> pa.Table:
+    split = np.where(held[rows["row"].to_numpy()], "validation", "train")
     via = rows["via"] if hop == "multi" else pa.nulls(len(rows), pa.string())
     # What a ranking model said of a lent document, it said for the lender's query.
     scores = rows["scores"] if hop == "one" else pa.nulls(len(rows), TRIPLETS.field("scores").type)
     columns = {
-        "query_id": query_ids,
+        "query_id": queries["query_id"].take(rows["row"]),
         "query": queries["query"].take(rows["row"]),
         "positive": rows["positive"],
         "negatives": rows["negatives"],
@@ -272,10 +271,9 @@ def _triplets(rows: pa.Table, queries: pa.Table, *, hop: str, config: CollectCon
     return pa.table([columns[field.name] for field in TRIPLETS], schema=TRIPLETS)
 
 
-def _in_validation(query_ids: pa.Array | pa.ChunkedArray, config: CollectConfig) -> Bool[ndarray, " rows"]:
+def _in_validation(query_ids: pa.ChunkedArray, config: CollectConfig) -> Bool[ndarray, " rows"]:
     """Whether a row's query is one of those that are measured and not trained on."""
-    whole = query_ids.combine_chunks() if isinstance(query_ids, pa.ChunkedArray) else query_ids
-    coded = pc.dictionary_encode(whole)
+    coded = pc.dictionary_encode(query_ids.combine_chunks())
     held_out = [share(q, seed=config.seed) < config.validation_fraction for q in coded.dictionary.to_pylist()]
     found: ndarray = np.array(held_out, dtype=bool)[coded.indices.to_numpy(zero_copy_only=False)]
     return found

@@ -12,12 +12,10 @@ from scalingnote.datasets.config import DatasetConfig
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.datasets.rows import Row, Rows, Unreadable
 from scalingnote.datasets.split import uniform
+from scalingnote.storage.text import mended, storable
 
-# Everything below a space but tab and line ends, DEL and the C1 block; and halves of surrogate pairs,
-# which JSON escapes can smuggle in and UTF-8 cannot carry.
+# Everything below a space but tab and line ends, DEL and the C1 block.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-_EITHER = re.compile(rf"{_CONTROL.pattern}|{_SURROGATE.pattern}")
 _MAX_ID_CHARS = 256
 _FIRST_S, _END_S = -62_135_596_800, 253_402_300_800  # the years 1 to 9999, all that Python's datetimes hold
 
@@ -159,7 +157,7 @@ def _identifier(row: Row, key: str) -> str:
         raise _BadRowError(f"no {key}")
     if len(value) > _MAX_ID_CHARS:
         raise _BadRowError(f"{key} longer than {_MAX_ID_CHARS} characters")
-    if _EITHER.search(value):
+    if _CONTROL.search(value) or not storable(value):
         raise _BadRowError(f"{key} with control characters")
     return value
 
@@ -175,10 +173,8 @@ def _text(row: Row, key: str, quarantine: Quarantine) -> str:
             raise _BadRowError("invalid UTF-8") from None
     if not isinstance(value, str):
         raise _BadRowError(f"{key} is of type {type(value).__name__}, not text")
-    if not _EITHER.search(value):
-        return value.strip()
-    if _SURROGATE.search(value):
-        value = _SURROGATE.sub("\ufffd", value)
+    if not storable(value):
+        value = mended(value)
         quarantine.mend("lone_surrogates_replaced")
     if _CONTROL.search(value):
         value = _CONTROL.sub(" ", value)

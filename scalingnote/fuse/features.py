@@ -16,6 +16,7 @@ from pydantic import Field
 
 from scalingnote.config import Config
 from scalingnote.errors import DataError
+from scalingnote.storage.text import storable
 
 Clock = Callable[[], float]  # seconds since 1970
 
@@ -82,13 +83,11 @@ def check(events: Sequence[Event]) -> None:
                 f"event {event.event_id!r} happened at {event.timestamp}: give seconds since 1970"
             )
         for text in _texts([event.event_id, event.user_id, event.semantic_id, event.profile]):
-            try:
-                text.encode()
-            except UnicodeEncodeError:
+            if not storable(text):
                 raise DataError(
                     f"event {event.event_id!r} of user {event.user_id!r} has {text!r}, with half of a "
                     "surrogate pair, which no store holds: mend what writes the events"
-                ) from None
+                )
 
 
 def _texts(value: Any) -> Iterator[str]:

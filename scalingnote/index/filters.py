@@ -10,7 +10,6 @@ A document without a value in a field is not found by a filter on it.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +20,10 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from scalingnote.errors import ConfigError, SearchError
+from scalingnote.storage.text import storable
 
 Filter = Mapping[str, Any]
 RANGE = {"min", "max"}
-_SURROGATE = re.compile(r"[\ud800-\udfff]")  # half a pair, which JSON can escape and no column holds
 
 
 def require_fields(documents: pa.Schema, names: Sequence[str]) -> None:
@@ -130,7 +129,7 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
     if pa.types.is_boolean(kind):
         return isinstance(value, bool)
     if _is_text(kind):
-        return isinstance(value, str) and not _SURROGATE.search(value)
+        return isinstance(value, str) and storable(value)
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)

@@ -86,6 +86,17 @@ def searcher(world, monkeypatch):
     monkeypatch.setattr(retrieve.Searcher, "open", classmethod(lambda *_, **__: ForgetfulSearcher(near, ids)))
 
 
+@pytest.fixture
+def here(world, monkeypatch):
+    """Queries are encoded without Ray."""
+    *_, encoder = world
+    monkeypatch.setattr(
+        job,
+        "encode_queries",
+        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
+    )
+
+
 def uris(made, *kinds):
     return {kind: made[kind].uri for kind in kinds}
 
@@ -170,13 +181,8 @@ def test_report(cluster, world, searcher, tmp_path):
     assert re.search(r"<summary>.*<span class=\"small\">scalingnote [+-]\d.\d{3} nDCG@10</span>", html)
 
 
-def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch, tmp_path):
-    made, *_, encoder = world
-    monkeypatch.setattr(
-        job,
-        "encode_queries",
-        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
-    )
+def test_without_student_the_dual_encoder_is_served(world, searcher, here, tmp_path):
+    made, *_ = world
     update = {"bm25_documents": 1, "typos": 0.0, "entropy_negatives": 0}  # BM25 is for small pools
     config = CONFIG.model_copy(update=update)
     artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
@@ -186,13 +192,8 @@ def test_without_student_the_dual_encoder_is_served(world, searcher, monkeypatch
     assert not {"auc", "reranking", "relaxed", "contrastive_entropy"} & set(report)
 
 
-def test_queries_of_words_that_training_met_are_the_head(world, searcher, monkeypatch, tmp_path):
-    made, *_, encoder = world
-    monkeypatch.setattr(
-        job,
-        "encode_queries",
-        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
-    )
+def test_queries_of_words_that_training_met_are_the_head(world, searcher, here, monkeypatch, tmp_path):
+    made, *_ = world
     draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
     for name in ("documents", "qrels"):
         draft.write_table(f"{name}.parquet", made["dataset"].table(name))
@@ -215,13 +216,8 @@ def test_queries_of_words_that_training_met_are_the_head(world, searcher, monkey
     assert (head["label"], head["queries"]) == ("head (word met > 12 times)", 4)
 
 
-def test_what_a_user_brings_is_measured(world, searcher, monkeypatch, tmp_path):
+def test_what_a_user_brings_is_measured(world, searcher, here, tmp_path):
     made, ids, near, encoder = world
-    monkeypatch.setattr(
-        job,
-        "encode_queries",
-        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
-    )
     test = test_set.load_test_set(made["dataset"])
     judged = [
         {

@@ -6,7 +6,6 @@ bad row costs some milliseconds, and no other row anything.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
@@ -19,13 +18,13 @@ from scalingnote.datasets.logs.inputs import Slice
 from scalingnote.datasets.logs.tables import Kind
 from scalingnote.datasets.logs.tally import Tally
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage.text import mended, storable
 
 # A column beside the file's own: why the row cannot be used, where reading it already told.
 PROBLEM = "_problem"
 _BLOCK = 1 << 20
 _FEW_LINES = 1 << 14  # bytes
 _PEEK = 1 << 16
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def read(piece: Slice, *, kinds: dict[str, Kind], tally: Tally) -> Iterator[pa.Table]:
@@ -169,7 +168,7 @@ def _plain(value: Any, name: str, kind: Kind, tally: Tally) -> tuple[Any, str | 
         case "number":
             return _number(value, name)
         case "time" if isinstance(value, str):
-            return _SURROGATE.sub("\ufffd", value), None
+            return mended(value), None
         case "time":
             return _number(value, name)
         case "id" if isinstance(value, int) and not isinstance(value, bool):
@@ -178,13 +177,12 @@ def _plain(value: Any, name: str, kind: Kind, tally: Tally) -> tuple[Any, str | 
             return None, f"{name} is of type {type(value).__name__}"
         case "text" if not isinstance(value, str):
             return None, f"{name} is of type {type(value).__name__}, not text"
-    if not _SURROGATE.search(value):
+    if storable(value):
         return value, None
-    # Halves of surrogate pairs, which JSON escapes can smuggle in and UTF-8 cannot carry.
     if kind == "id":
         return None, f"{name} with control characters"
     tally.mended["lone_surrogates_replaced"] += 1
-    return _SURROGATE.sub("\ufffd", value), None
+    return mended(value), None
 
 
 def _number(value: Any, name: str) -> tuple[float | None, str | None]:
