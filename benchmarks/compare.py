@@ -68,22 +68,19 @@ def main() -> None:
     for path in (options.old, options.new):
         if not path.exists():
             parser.error(f"{path} does not exist: give a folder of results or one JSON file")
-    try:
-        worse = tell(options.old, options.new, everything=options.all, partial=options.partial)
-    except LookupError as error:
-        parser.error(str(error))
+    worse = tell(options.old, options.new, everything=options.all, partial=options.partial)
     sys.exit(1 if worse else 0)
 
 
 def tell(before: Path, after: Path, *, everything: bool = False, partial: bool = False) -> bool:
     """Print what moved between two folders of results; whether that is a reason to stop.
 
-    LookupError when they have nothing in common.
+    SystemExit when they have nothing in common.
     """
     old, new = read(before), read(after)
     found = compare(old, new)
     if not found:
-        raise LookupError(f"{before} and {after} have no benchmark with metrics in common")
+        raise SystemExit(f"{before} and {after} have no benchmark with metrics in common")
     moved = [each for each in found if each.verdict in ("better", "worse", "gone", "new")]
     shown = found if everything else moved
     if shown:

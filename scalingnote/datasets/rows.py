@@ -111,7 +111,7 @@ def separated(
         if (header and number == 0) or not line.strip():
             continue
         try:
-            # Spreadsheets write a byte-order mark, which would become part of the first id.
+            # A byte-order mark would become part of the first id.
             text = line.decode("utf-8" if number else "utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError:
             yield Unreadable(_shown(line), "invalid UTF-8")
@@ -125,7 +125,8 @@ def separated(
 
 def quoted(path: Path, *, encoding: str = "utf-8") -> Iterator[Row | Unreadable]:
     """Rows of a CSV file with a header; bytes that `encoding` cannot read lose their row only."""
-    with path.open(encoding=encoding, errors="surrogateescape", newline="") as stream:
+    marked = "utf-8-sig" if encoding == "utf-8" else encoding  # spreadsheets write a byte-order mark
+    with path.open(encoding=marked, errors="surrogateescape", newline="") as stream:
         for row in csv.DictReader(stream):
             text = "".join(value for value in row.values() if isinstance(value, str))
             if None in row or None in row.values():

@@ -248,8 +248,8 @@ def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
 def _numbers(column: pa.ChunkedArray) -> Float[ndarray, " rows"]:
     """Numbers as they are, dates and times (or their ISO texts) in days since 1970; NaN for none."""
     kind = column.type
-    if pa.types.is_string(kind):
-        column = _days(column)
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        column = _days(_texts(column))
     elif pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         column = pc.divide(
             column.cast(pa.timestamp("s"), safe=False).cast(pa.int64()).cast(pa.float64()), _DAY

@@ -94,7 +94,7 @@ class LiveSearcher:
         else:
             require_both(now.layout)
             depth = max(k, joining.candidates)
-            rows = _rows(now, self._scan(now, unit, k=depth, nprobe=nprobe))
+            rows = _rows(now, self._scan(now, unit, k=depth, nprobe=nprobe, exact=exact))
             kept = [(first, s.lists.kept) for first, s in zip(now.first, now.segments, strict=False)]
             score = partial(rescore.scores_over, kept, unit)
             both = candidates(rows, score, now.terms, terms, k=depth, allowed=_allowed(now))

@@ -212,7 +212,7 @@ class Searcher:
             ids, located, dense, sparse = scan.packed(best.shard, best.row), best, best.score, None
         else:
             depth = max(k, joining.candidates)
-            both = self._both(queries, terms, k=k, depth=depth, nprobe=nprobe, where=where)
+            both = self._both(queries, terms, k=k, depth=depth, nprobe=nprobe, where=where, exact=exact)
             located, dense, sparse = self._located(both.dense, both.ids), both.dense, both.sparse
             ids = scan.packed(located.shard, located.row)
         answers = []
@@ -275,12 +275,14 @@ class Searcher:
         depth: int,
         nprobe: int | None,
         where: filters.Filter | None,
+        exact: bool = False,
     ) -> Both:
         """The `depth` best of either kind, as rows over all that is held, with both scores."""
         require_both(self.layout)
         unit = unit_queries(queries, dim=self.dim, k=k)
         masks = self._masks_of(where)
-        found = scan.search(self._segments, unit, k=depth, plan=self._plan(nprobe), masks=masks)
+        plan = replace(self._plan(nprobe), exact=exact)
+        found = scan.search(self._segments, unit, k=depth, plan=plan, masks=masks)
         kept = [(int(first), lists.kept) for first, lists in zip(self._starts, self._segments, strict=True)]
         return candidates_of_both(
             self._over_all(found),

@@ -19,7 +19,7 @@ from scalingnote.datasets import download, registry
 from scalingnote.datasets.columns import table_rows
 from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco, TableFile
 from scalingnote.datasets.job import run
-from scalingnote.datasets.rows import separated
+from scalingnote.datasets.rows import quoted, separated
 from scalingnote.datasets.stackexchange_devops import text_of
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES
@@ -395,6 +395,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):
     rows = list(separated(tmp_path / "rows.tsv", columns=("query_id", "query")))
     assert [row["query_id"] for row in rows] == ["q1", "q2"]
     assert rows[1]["query"] == "second \ufeff"
+    (tmp_path / "rows.csv").write_bytes("\ufeffquery_id,query\nq1,first\n".encode())
+    assert list(quoted(tmp_path / "rows.csv")) == [{"query_id": "q1", "query": "first"}]
 
 
 def test_html():

@@ -133,6 +133,8 @@ def test_dates_are_read_alike_in_training_and_in_serving():
     trained = encode(encodings, pa.table({"when": [*read, *unread]})).numbers
     served = encode_mappings(encodings, [{"when": text} for text in [*read, *unread]]).numbers
     np.testing.assert_array_equal(trained, served)
+    large = pa.table({"when": pa.array([*read, *unread], pa.large_string())})
+    np.testing.assert_array_equal(trained, encode(encodings, large).numbers)
     assert np.isnan(trained[:, 0]).tolist() == [False] * len(read) + [True] * len(unread)
     noon = dt.datetime(2024, 1, 5, 12, tzinfo=dt.UTC)
     np.testing.assert_array_equal(

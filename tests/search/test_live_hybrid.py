@@ -1,6 +1,7 @@
 """Embeddings and terms of documents that are written and deleted while they are searched."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from live_shards import DIM, index, table, term_columns
+from live_shards import DIM, NLIST, index, table, term_columns
 from scalingnote.errors import DataError, SearchError
 from scalingnote.index.live import versions
 from scalingnote.index.live.config import LiveConfig
@@ -177,3 +178,14 @@ def test_terms_are_optional_and_bad_ones_set_their_row_aside(built: Artifact, tm
     assert len(plain) == 5
     with pytest.raises(SearchError, match="this index has no terms"):
         LiveSearcher(plain).search_both(ASKED, TERMS, k=3)
+
+
+def test_an_exact_search_by_both_misses_nothing_that_few_lists_miss(built: Artifact, tmp_path: Path) -> None:
+    for searcher in (Searcher.open(built.uri), LiveSearcher(LiveIndex(tmp_path / "live", built.uri))):
+
+        def scores(searcher: Searcher | LiveSearcher = searcher, **knobs: Any) -> list[list[float]]:
+            # Few of either kind: whom a list hides, terms do not find either.
+            found = searcher.find(ASKED, terms=TERMS, k=5, joining=Joining(candidates=5), **knobs)
+            return [sorted(answer.dense.tolist()) for answer in found]
+
+        assert scores(nprobe=1, exact=True) == scores(nprobe=NLIST) != scores(nprobe=1)
