@@ -9,6 +9,7 @@ Registered with transformers under one name that also serves padded rows (by its
 the two a call is stands in the call's arguments, so recomputed layers do what the first pass did.
 """
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -109,7 +110,7 @@ def attend(
     window = kwargs.get("sliding_window")
     reach = -1 if window is None else window - 1
     offsets, longest = packing.offsets, packing.longest
-    q, k, v = (x[0].transpose(0, 1).to(half).contiguous() for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1).to(half).contiguous() for x in (query, key, value))
     out = varlen_attn(
         *(q, k, v, offsets, offsets, longest, longest),
         window_size=(reach, 0 if causal else reach),
@@ -140,10 +141,12 @@ def _by_runs(
     tokens), and it needs no mask.
     """
     runs = [(length, len(list(rows))) for length, rows in groupby(packing.lengths)]
-    split = (x[0].split([length * rows for length, rows in runs], dim=1) for x in (query, key, value))
+    # Token by token, as layers make them: gradients are then put together in that order, without a copy.
+    lines = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    split = (_apart(line, [length * rows for length, rows in runs]) for line in lines)
     outs = []
     for (length, rows), *parts in zip(runs, *split, strict=True):
-        q, k, v = (part.unflatten(1, (rows, length)).transpose(0, 1) for part in parts)
+        q, k, v = (part.unflatten(0, (rows, length)).transpose(1, 2) for part in parts)
         band = None
         if sliding_window is not None and sliding_window < length:
             band = _band(length, sliding_window, causal, query.device)
@@ -154,7 +157,12 @@ def _by_runs(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs)
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+
+def _apart(line: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
+    """A line's runs; one that is whole is not copied when gradients come back."""
+    return line.split(list(tokens)) if len(tokens) > 1 else [line]
 
 
 def _half(query: Tensor) -> torch.dtype | None:

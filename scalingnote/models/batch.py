@@ -30,7 +30,8 @@ class Packing:
     def of(cls, lengths: Sequence[int], device: torch.device | None = None) -> "Packing":
         """The packing of rows of these lengths."""
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
+        firsts = offsets[:-1].repeat_interleave(torch.tensor(lengths))
+        position_ids = (torch.arange(len(firsts)) - firsts)[None]
         return cls(tuple(lengths), offsets, position_ids, max(lengths)).to(device)
 
     def to(self, device: torch.device | None) -> "Packing":
