@@ -11,6 +11,7 @@ teacher's speed-up (benchmarks/teacher.py) where ``--teacher`` has it.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -154,29 +155,33 @@ def table(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
             "queries/s": "-" if row.speed is None else round(row.speed),
         }
         line |= {m: f"{row.mean(m):.3f} ± {row.spread(m):.3f}" for m in SHOWN}
-        line["of the teacher's R@50"] = f"{share(row, best):.1%}"
-        line["p"] = "-" if row is best else f"{p_value(row, best):.3f}"
+        of_teacher, p = share(row, best), p_value(row, best)
+        line["of the teacher's R@50"] = "-" if math.isnan(of_teacher) else f"{of_teacher:.1%}"
+        line["p"] = "-" if row is best or math.isnan(p) else f"{p:.3f}"
         shown.append(line)
     return shown
 
 
 def p_value(row: Row, best: Row) -> float:
-    """Two-sided paired t-test over queries, of success@50 averaged over seeds."""
+    """Two-sided paired t-test over queries, of success@50 over seeds; NaN without a common one."""
     mine, theirs = row.beside(best)
+    if not mine.sides:
+        return math.nan
     return float(paired_t_test((mine.success - theirs.success)[:, None])[0])
 
 
 def share(row: Row, best: Row) -> float:
-    """Its R@50 over the teacher's of the same seeds."""
+    """Its R@50 over the teacher's of the same seeds; NaN without any."""
     mine, theirs = row.beside(best)
-    return mine.mean("R@50") / theirs.mean("R@50")
+    return mine.mean("R@50") / theirs.mean("R@50") if mine.sides else math.nan
 
 
 def metrics(found: Mapping[str, Mapping[str, Row]]) -> dict[str, float]:
     """The best student and the best lookup-class query side as shares of the teacher's R@50, at worst."""
     best: dict[str, list[float]] = {"scalingnote": [], "lookup_best": []}
     for rows in found.values():
-        shares = {name: share(row, rows[TEACHER]) for name, row in rows.items()}
+        told = ((name, share(row, rows[TEACHER])) for name, row in rows.items())
+        shares = {name: each for name, each in told if not math.isnan(each)}
         notes = [each for name, each in shares.items() if name.startswith("scalingnote")]
         light = [each for name, each in shares.items() if is_light(name)]
         for name, values in (("scalingnote", notes), ("lookup_best", light)):

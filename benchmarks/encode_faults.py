@@ -65,7 +65,11 @@ def main() -> None:
     survived = sum(row["digest equal"] for row in rows)
     write(
         options.json,
-        metrics={"faults_survived": float(survived), "faults": float(len(rows))},
+        metrics={
+            "faults_survived": float(survived),
+            "lost_to_faults": float(len(rows) - survived),
+            "faults": float(len(rows)),
+        },
         cases=rows,
     )
 

@@ -84,7 +84,11 @@ def main() -> None:
     same = [row["curve identical"] and row["artifact identical"] for row in rows[1:]]
     report.write(
         options.json,
-        metrics={"faults_survived": float(sum(same)), "faults": float(len(same))},
+        metrics={
+            "faults_survived": float(sum(same)),
+            "lost_to_faults": float(len(same) - sum(same)),
+            "faults": float(len(same)),
+        },
         cases=rows,
         curves={FAULTS[fault]: case["curve"] for fault, case in cases.items()},
     )

@@ -16,6 +16,7 @@ the machine does meanwhile falls on both; then it prints what moved, as benchmar
 import argparse
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks import compare, performance
+from benchmarks import compare, performance, trials
 from benchmarks.report import show
 from benchmarks.sizes import BENCHMARKS, Benchmark, Size
 from scalingnote.log import configure, get_logger
@@ -46,6 +47,7 @@ class Run:
 
     benchmark: Benchmark
     path: Path
+    folder: Path  # for what else it leaves
     tree: Path = HERE
 
 
@@ -77,6 +79,8 @@ def main() -> None:
     if options.against:
         tree = checkout(options.against)
         before = _folder(_git("describe", "--always", options.against).strip(), options.size)
+        if before == folder:
+            parser.error(f"--against {options.against} is the commit that is checked out: name another")
         there = [benchmark for benchmark in here if (tree / f"benchmarks/{benchmark.name}.py").exists()]
         runs = in_turns(plan(there, before, repeat=options.repeat, tree=tree), runs)
     left = [run for run in runs if not run.path.exists()]
@@ -87,9 +91,9 @@ def main() -> None:
     performance.update()
     rows = performance.rows_of(performance.read(folder), only={benchmark.name for benchmark in here})
     cells = ("part", "what was measured", "ours", "beside it", "ratio", "bar")
-    show(
-        f"This machine, {options.size} sizes: {folder}", [{cell: row[cell] for cell in cells} for row in rows]
-    )
+    if rows:
+        title = f"This machine, {options.size} sizes: {folder}"
+        show(title, [{cell: row[cell] for cell in cells} for row in rows])
     for benchmark in chosen:
         if why := missing(benchmark):
             print(f"not run here: {benchmark.name}: {why}")
@@ -100,9 +104,14 @@ def main() -> None:
 
 
 def plan(benchmarks: Sequence[Benchmark], folder: Path, *, repeat: int, tree: Path = HERE) -> list[Run]:
-    """Every run, rounds after rounds: what the machine does meanwhile falls on all benchmarks."""
+    """Every run, rounds after rounds: what the machine does meanwhile falls on all benchmarks.
+
+    Each round trains in a folder of its own, or the second would find the first one's models.
+    """
+    if repeat == 1:
+        return [Run(each, folder / f"{each.name}.json", folder, tree) for each in benchmarks]
     return [
-        Run(each, folder / (f"{each.name}.json" if repeat == 1 else f"{each.name}.{number}.json"), tree)
+        Run(each, folder / f"{each.name}.{number}.json", folder / str(number), tree)
         for number in range(1, repeat + 1)
         for each in benchmarks
     ]
@@ -139,9 +148,10 @@ def remaining(runs: Sequence[Run], size: Size, *, expected: float, taken: float)
 def measure(run: Run, size: Size) -> bool:
     """Run one benchmark; its result appears only when it has ended well, whole."""
     unfinished, start, status = run.path.with_suffix(".unfinished").resolve(), time.monotonic(), 0
+    run.folder.mkdir(parents=True, exist_ok=True)
     deadline = start + PATIENCE * 60 * max(run.benchmark.about(size), 5)
     with log_of(run).open("w", encoding="utf-8") as spoken:
-        for command in commands(run.benchmark, unfinished, unfinished.parent, size):
+        for command in commands(run.benchmark, unfinished, run.folder.resolve(), size):
             status = status or ended(command, spoken, deadline, tree=run.tree)
     minutes = (time.monotonic() - start) / 60
     if status == 0 and unfinished.exists():
@@ -220,14 +230,20 @@ def checkout(name: str) -> Path:
 
 
 def keep(folder: Path, benchmarks: Sequence[Benchmark]) -> None:
-    """Copy a run's results, of several the first, its plots and its trials to docs/results."""
+    """Copy results (of several rounds the first) and plots to docs/results; add trials to those there."""
     for benchmark in benchmarks:
-        for path in (folder / f"{benchmark.name}.json", folder / f"{benchmark.name}.1.json"):
-            if path.exists():
-                shutil.copyfile(path, RESULTS / f"{benchmark.name}.json")
-                break
-    for path in (*folder.glob("*.png"), *folder.glob("*.jsonl")):
-        shutil.copyfile(path, RESULTS / path.name)
+        for path, left in (
+            (folder / f"{benchmark.name}.json", folder),
+            (folder / f"{benchmark.name}.1.json", folder / "1"),
+        ):
+            if not path.exists():
+                continue
+            shutil.copyfile(path, RESULTS / f"{benchmark.name}.json")
+            for plot in re.findall(r"\{folder\}/(\S+\.png)", benchmark.full):
+                shutil.copyfile(left / plot, RESULTS / plot)
+            if "{folder}/trials.jsonl" in benchmark.full:
+                trials.add(left / "trials.jsonl", RESULTS / "trials.jsonl")
+            break
 
 
 def _folder(name: str, size: Size) -> Path:

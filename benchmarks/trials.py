@@ -13,8 +13,9 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby, repeat
 from pathlib import Path
@@ -79,7 +80,7 @@ def run_all(trials: Sequence[Trial], path: Path, *, run_dir: str, processes: int
         with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_end_with, initargs=parent) as pool:
             # What all trials on the same data share is built once, before they start.
             firsts = {(trial.dataset, _before_stage_two(trial)): trial for trial in left}.values()
-            list(pool.map(_collect, firsts, repeat(run_dir)))
+            list(pool.map(_collect, firsts, repeat(run_dir)))  # of what fails here, trials tell again
             list(pool.map(_group, _groups(left), repeat(path), repeat(run_dir)))
     found = {outcome.trial: outcome for outcome in read(path)}
     return [found[trial] for trial in trials if trial in found]
@@ -90,6 +91,13 @@ def read(path: Path) -> list[Outcome]:
     if not path.exists():
         return []
     return [_parse(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def add(source: Path, target: Path) -> None:
+    """Put the trials of one file among those of another, in the place of the same trials there."""
+    files = (path.read_text(encoding="utf-8").splitlines() for path in (target, source) if path.exists())
+    lines = {json.dumps(json.loads(line)["trial"]): line for found in files for line in found}
+    target.write_text("".join(f"{line}\n" for line in lines.values()), encoding="utf-8")
 
 
 def _end_with(parent: int) -> None:
@@ -124,26 +132,32 @@ def _before_stage_two(trial: Trial) -> tuple[str, ...]:
 
 def _collect(trial: Trial, run_dir: str) -> None:
     configure()
-    configured(trial, run_dir=run_dir)
+    with _told(trial):
+        configured(trial, run_dir=run_dir)
+
+
+@contextmanager
+def _told(trial: Trial) -> Iterator[None]:
+    """What goes wrong is told: the others still run."""
+    try:
+        yield
+    except ScalingNoteError as error:
+        log.error("%s: %s", trial.key, error)
+    except Exception:  # a fault of ours, or a Ray that did not start
+        log.exception("%s", trial.key)
 
 
 def _group(trials: Sequence[Trial], path: Path, run_dir: str) -> None:
     configure()
     for trial in trials:
-        try:
+        with _told(trial):
             outcome = run(trial, run_dir=run_dir)
-        except ScalingNoteError as error:
-            log.error("%s: %s", trial.key, error)
-            continue
-        except Exception:  # a fault of ours, or a Ray that did not start: the others still run
-            log.exception("%s", trial.key)
-            continue
-        with path.open("a", encoding="utf-8") as lines:  # one write: other processes append, too
-            lines.write(_line(outcome))
-        best = {
-            name: f"R@{TESTED} {side.measures[f'R@{TESTED}']:.3f}" for name, side in outcome.sides.items()
-        }
-        log.info("%s: %s, %.0f s", trial.key, best, outcome.seconds)
+            with path.open("a", encoding="utf-8") as lines:  # one write: other processes append, too
+                lines.write(_line(outcome))
+            best = {
+                name: f"R@{TESTED} {side.measures[f'R@{TESTED}']:.3f}" for name, side in outcome.sides.items()
+            }
+            log.info("%s: %s, %.0f s", trial.key, best, outcome.seconds)
 
 
 def _line(outcome: Outcome) -> str:

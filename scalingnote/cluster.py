@@ -126,21 +126,27 @@ def foresee(resources: Resources, *, knob: str, beside: int = 0) -> None:
 
 def _lack(resources: Resources, *, beside: int, knob: str) -> str:
     """What the cluster has too little of, for a user to read; empty: nothing."""
-    have, each = ray.cluster_resources(), _of_each(resources)
+    have, workers = ray.cluster_resources(), resources.workers
+    each = {key: need for key, need in _of_each(resources).items() if need and workers}
+    asked = " and ".join(f"{need:g} {key}" for key, need in each.items())
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    # A worker lies on one node: what is left over on two of them is no room for a third.
+    room = [
+        min(int(node.get(key, 0.0) / need + 1e-9) for key, need in each.items()) for node in nodes if each
+    ]
+    if each and not any(room):
+        knobs = " or ".join(f"{knob}.{key.lower()}s_per_worker" for key in each)
+        return f"{knob} asks for {asked} a worker, no node has that: lower {knobs}, or add a node that has"
     for key, spare in (("CPU", beside), ("GPU", 0)):
-        if (need := resources.workers * each[key] + spare) > have.get(key, 0.0):
+        if (need := workers * each.get(key, 0.0) + spare) > have.get(key, 0.0):
             return (
                 f"{knob} asks for {need:g} {key}, the cluster has {have.get(key, 0.0):g}: "
                 f"lower {knob}.workers or add nodes"
             )
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if resources.workers and not any(
-        all(node.get(key, 0.0) >= need for key, need in each.items()) for node in nodes
-    ):
-        asked = " and ".join(f"{need:g} {key}" for key, need in each.items() if need)
+    if each and sum(room) < workers:
         return (
-            f"{knob} asks for {asked} a worker, no node has that: lower {knob}.cpus_per_worker or "
-            "gpus_per_worker"
+            f"{knob} asks for {workers} workers of {asked}, the nodes have room for {sum(room)}: "
+            f"lower {knob}.workers or add nodes"
         )
     return ""
 

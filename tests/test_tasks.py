@@ -31,6 +31,8 @@ def of_nodes(patch: pytest.MonkeyPatch, nodes: list[dict[str, float]]) -> None:
         (Resources(workers=24), 0, ""),
         (Resources(workers=24), 1, r"asks for 25 CPU, the cluster has 24: lower teacher\.resources\.workers"),
         (Resources(workers=2, gpus_per_worker=1), 0, "asks for 2 GPU, the cluster has 1"),
+        (Resources(workers=4, cpus_per_worker=5), 0, "4 workers of 5 CPU, the nodes have room for 3"),
+        (Resources(workers=1, gpus_per_worker=2), 0, r"2 GPU a worker, no node has that: .*gpus_per_worker"),
         (Resources(workers=3, cpus_per_worker=8), 0, ""),
         (Resources(workers=2, cpus_per_worker=9), 0, r"9 CPU a worker, no node has that: .*cpus_per_worker"),
         (Resources(workers=1, cpus_per_worker=8, gpus_per_worker=1), 0, ""),

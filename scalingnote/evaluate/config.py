@@ -1,8 +1,9 @@
 """Knobs of the report: which measures at which depth, what beside, and what the methods are called."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scalingnote.config import Config, Resources
 from scalingnote.datasets.config import TableFile
@@ -15,6 +16,17 @@ class MethodNames(Config):
 
     dual_encoder: str = Field("scalingdual", min_length=1, description="stage I's own query tower")
     student: str = Field("scalingnote", min_length=1, description="the distilled query tower")
+
+    @model_validator(mode="after")
+    def _differ(self) -> "MethodNames":
+        if self.student == self.dual_encoder:
+            raise ValueError(f"evaluate.names calls both towers {self.student!r}: they are two rows")
+        for name in (self.student, self.dual_encoder):
+            if name == "bm25" or re.search(r" \((index|sparse|hybrid)\)$", name):
+                raise ValueError(
+                    f"evaluate.names holds {name!r}, which is the name of another row: change it"
+                )
+        return self
 
 
 class Hybrid(Config):

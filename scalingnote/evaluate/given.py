@@ -68,7 +68,7 @@ def judgements(config: Judgements, *, known: Mapping[str, str]) -> Pairs:
         if not isinstance(row, dict):
             unusable += 1
             continue
-        query = row.get("query") or known.get(str(row.get("query_id")))
+        query = _text(row.get("query")) or known.get(str(row.get("query_id")))
         values = [_number(row.get(name)) for name in config.labels] if query else []
         if not query or row.get("doc_id") in (None, "") or any(map(math.isnan, values)):
             unusable += 1
@@ -107,8 +107,8 @@ def answers(file: TableFile, *, test: TestSet) -> dict[str, list[str]]:
     asked = set(test.query_ids)
     for row in table_rows(file, ["query_id", "answers"], needs=["query_id", "answers"]):
         if isinstance(row, dict) and str(row.get("query_id")) in asked:
-            given = row.get("answers") or []
-            texts = [given] if isinstance(given, str) else [str(answer) for answer in given]
+            given = row.get("answers")
+            texts = map(_text, given if isinstance(given, list) else [given])
             found.setdefault(str(row["query_id"]), []).extend(text for text in texts if text.strip())
     found = {query: texts for query, texts in found.items() if texts}
     if not found:
@@ -130,6 +130,11 @@ def candidates(path: str, *, test: TestSet) -> tuple[trec.Run, TestSet]:
         test, query_ids=ids, queries=[text for _, text in covered], qrels={q: test.qrels[q] for q in ids}
     )
     return {query_id: run[query_id] for query_id in ids}, part
+
+
+def _text(value: object) -> str:
+    """A text or a number as text; empty for what is neither."""
+    return str(value) if isinstance(value, str | int | float) else ""
 
 
 def _number(value: object) -> float:

@@ -93,8 +93,8 @@ def run(
         "seconds": seconds(ancestors),
         "environment": environment(),
     }
-    if student and dual_encoder:
-        teacher["test"] = encoded[config.names.dual_encoder].some(test.queries)
+    if student and dual_encoder and config.distances:
+        teacher["test"] = encoded[config.names.dual_encoder].some(_drawn(config, test.queries))
     if teacher:
         report["distance"] = taught.told(teacher, encoded[config.names.student])
     entropy = _entropy(config, parents, encoded, ancestors, test=test)
@@ -120,6 +120,12 @@ def run(
     told = ", ".join(f"{count:,} {name}" for name, count in counts.items())
     log.info("%s: %s", told, fs.join(output, "report.html"))
     return draft.commit(counts=counts | {"queries_without_relevant": test.without_relevant})
+
+
+def _drawn(config: EvaluateConfig, queries: Sequence[str]) -> list[str]:
+    """Test queries to measure distances on: all pairs of them are looked at."""
+    chosen = np.random.default_rng(config.seed).permutation(len(queries))[: config.distances]
+    return [queries[row] for row in np.sort(chosen)]
 
 
 def _words(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> retrieve.Words | None:

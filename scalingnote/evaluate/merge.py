@@ -13,6 +13,7 @@ from scalingnote.evaluate.sections import Report
 from scalingnote.evaluate.significance import Values
 from scalingnote.storage.artifact import Artifact
 
+PIPELINE = ("index", "seconds")
 SAME = ("dataset", "num_documents", "num_queries", "simulated_clicks")
 
 
@@ -62,14 +63,16 @@ def merge_reports(reports: Sequence[Report]) -> Report:
                 "compare methods that were run on one dataset"
             )
     merged: Report = {name: first[name] for name in SAME}
-    merged |= {"methods": {}, "index": {}, "seconds": {}, "environment": first["environment"]}
+    merged |= {"methods": {}, "environment": first["environment"]}
     if len(reports) == 1:
         merged["significance"] = first.get("significance", {})
+    built: dict[str, Any] = {}
     for report, names in zip(reports, _names(reports), strict=True):
         merged["methods"] |= {names[name]: row for name, row in report["methods"].items()}
         served = names[_served(report)].removesuffix(" (index)")
-        merged["index"][served] = report["index"]
-        merged["seconds"][served] = report["seconds"]
+        row = {name: report[name] for name in PIPELINE}
+        built[_name_of(built, served, row)] = row  # two indexes may find the same, and differ in size
+    merged |= {name: {served: row[name] for served, row in built.items()} for name in PIPELINE}
     return merged
 
 
@@ -90,7 +93,7 @@ def _names(reports: Sequence[Report]) -> list[dict[str, str]]:
     return found
 
 
-def _name_of(taken: Mapping[str, Any], name: str, row: Mapping[str, float]) -> str:
+def _name_of(taken: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> str:
     """The name under which these numbers stand, or may: the first that is free or has them already."""
     base, index, free, number = name.removesuffix(" (index)"), name.endswith(" (index)"), name, 1
     while free in taken and taken[free] != row:

@@ -43,11 +43,12 @@ def sample(ancestors: Sequence[Ancestor], *, queries: int, seed: int) -> dict[st
 
 def told(teacher: Mapping[str, Encoded], student: Encoded) -> dict[str, Any]:
     """The report's part: distances per split, and the discrepancy over the last one that has pairs."""
-    splits, last = {}, None
-    for split, taught in teacher.items():
-        ours = student.of(taught.queries)
-        if ours.shape[1] == taught.embeddings.shape[1]:
-            splits[split] = distances(ours, taught.embeddings)
-        if len(ours) > 1:
-            last = {"split": split, **discrepancy(ours, taught.embeddings)}
-    return {"splits": splits, "discrepancy": last}
+    ours = {split: student.of(taught.queries) for split, taught in teacher.items()}
+    splits = {
+        split: distances(ours[split], taught.embeddings)
+        for split, taught in teacher.items()
+        if ours[split].shape[1] == taught.embeddings.shape[1]
+    }
+    last = next((split for split in reversed([*teacher]) if len(ours[split]) > 1), None)
+    over = last and {"split": last, **discrepancy(ours[last], teacher[last].embeddings)}
+    return {"splits": splits, "discrepancy": over}

@@ -67,7 +67,11 @@ def compare(
 
 
 def welch(control: Sums, treatment: Sums, *, alpha: float) -> tuple[float, float, float, float]:
-    """Difference of means, the ends of its interval, and the p-value (Welch, 1947)."""
+    """Difference of means, the ends of its interval, and the p-value (Welch, 1947).
+
+    Where no unit of an arm differs from another, no error can be told: then p is the chance that units dealt
+    out at random fall apart like that, and a difference has no interval.
+    """
     difference = treatment.mean - control.mean
     parts = [(arm.variance, len(arm.sum) - 1) for arm in (control, treatment)]
     variance = sum(part for part, _ in parts)
@@ -75,7 +79,11 @@ def welch(control: Sums, treatment: Sums, *, alpha: float) -> tuple[float, float
         return difference, math.nan, math.nan, math.nan
     rounding = _ROUNDING * max(abs(control.mean), abs(treatment.mean))
     if variance <= rounding**2:  # nothing varies: no errors in either arm, say
-        return difference, difference, difference, 0.0 if abs(difference) > rounding else 1.0
+        if abs(difference) <= rounding:
+            return difference, difference, difference, 1.0
+        n, m = len(control.sum), len(treatment.sum)
+        deals = math.lgamma(n + m + 1) - math.lgamma(n + 1) - math.lgamma(m + 1)
+        return difference, math.nan, math.nan, min(1.0, 2 * math.exp(-deals))
     freedom = variance**2 / sum(part**2 / units for part, units in parts)
     error = math.sqrt(variance)
     margin = float(stats.t.ppf(1 - alpha / 2, freedom)) * error

@@ -211,7 +211,7 @@ def _notes(config: PlanConfig, shape: Shape, index: Index) -> Sequence[str]:
         notes.append(
             f"up to {GATEWAY_ALONE:,} documents a gateway searches by itself, for less than is planned here"
         )
-    else:
+    elif not index.family.exhaustive:
         notes.append(
             "recall was measured on a million documents; nprobe and refine factor are assumed to keep it"
         )

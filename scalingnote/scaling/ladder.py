@@ -6,6 +6,7 @@ Every rung sees each of its pairs once, as the paper's do, and the pairs of a sm
 a larger one: rows are dealt out in one order.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import product
@@ -30,8 +31,9 @@ from scalingnote.train.config import TrainConfig
 def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainConfig]:
     """Stage I's config of every run, the smallest first; `rows` is how many pairs there are.
 
-    ConfigError for what cannot be trained: more pairs than there are, fewer than a batch, no transformers, no
-    validation to measure by, or one that may stop a run before it has seen all of its pairs.
+    ConfigError for what cannot be trained: more pairs than there are, fewer than a batch, as many batches as
+    another run has, pairs that are drawn again, no transformers, no validation to measure by, or one that may
+    stop a run before it has seen all of its pairs.
     """
     if train.validation is None:
         raise ConfigError("a ladder measures on validation queries: leave train.validation in")
@@ -39,6 +41,11 @@ def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainC
         raise ConfigError(
             "every run of a ladder sees all of its pairs: leave out train.validation.patience, "
             f"found {train.validation.patience}"
+        )
+    if train.batching.ratios:
+        raise ConfigError(
+            "every run of a ladder sees each of its pairs once, and train.batching.ratios draws some of them "
+            "again: leave it out"
         )
     if not (isinstance(train.query, TowerConfig) and isinstance(train.document, TowerConfig)):
         raise ConfigError(
@@ -51,6 +58,13 @@ def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainC
                 f"ladder.pairs holds {pairs:,}: of {rows:,} pairs in batches of {batch}, a run can see "
                 f"{batch} to {per_epoch * batch:,} once; collect more, or lower it"
             )
+    ((steps, times),) = Counter(pairs // batch for pairs in config.pairs).most_common(1)
+    if times > 1:
+        same = ", ".join(f"{pairs:,}" for pairs in config.pairs if pairs // batch == steps)
+        raise ConfigError(
+            f"ladder.pairs holds {same}: in batches of {batch} they are one run of {steps} steps, and would "
+            f"count as {times}; leave one"
+        )
     narrowest = min(of_backbone(backbone).hidden for backbone in config.backbones)
     made = []
     for backbone, pairs, seed in product(config.backbones, sorted(config.pairs), config.seeds):

@@ -110,7 +110,6 @@ def _mfu(e: Estimate) -> float:
 
 def _assumed(e: Estimate) -> list[str]:
     given = e.assumed
-    lengths = given.query_tokens is not None and given.document_tokens is not None
     across = f"{e.gpu.link:g} GB/s between the GPUs of a node"
     if e.gpus > NODE:
         across = f"nodes of {NODE}, {given.network:g} GB/s between them"
@@ -118,16 +117,24 @@ def _assumed(e: Estimate) -> list[str]:
         f"{given.mfu:.0%} of {e.gpu.peak / 1e12:,.0f} TFLOP/s a GPU, repeated operations counted as work",
         f"{across}; the shorter of sending and arithmetic hides behind the longer",
         f"{given.negatives} hard negative(s) a row; activations are counted at the longest rows",
-        "arithmetic is counted at the mean lengths given"
-        if lengths and e.config.memory.packing
-        else "arithmetic is counted as if every row were as long as the longest (--query-tokens, "
-        "--document-tokens)",
+        _lengths(e),
         "only matrix products are counted; a causal model computes half of its attention scores",
         "fused attention: no matrix of all tokens by all tokens is kept",
         f"{RUNTIME / GIB:g} GiB for CUDA and NCCL, {FRAGMENTED:.0%} lost to fragmentation",
         "AdamW keeps two float32 numbers a trained parameter, adamw_8bit two bytes",
         "not counted: evaluation, checkpoints, reading data, waiting for the slowest GPU (lower --mfu)",
     ]
+
+
+def _lengths(e: Estimate) -> str:
+    if not e.config.memory.packing:
+        return "arithmetic is counted at the longest rows: without packing all are padded to them"
+    means = {"queries": e.assumed.query_tokens, "documents": e.assumed.document_tokens}
+    unknown = [side for side, tokens in means.items() if tokens is None]
+    if not unknown:
+        return "arithmetic is counted at the mean lengths given"
+    options = ", ".join(f"--{'query' if side == 'queries' else 'document'}-tokens" for side in unknown)
+    return f"arithmetic is counted as if all {' and '.join(unknown)} were as long as the longest ({options})"
 
 
 def _remedy(e: Estimate) -> str:
@@ -146,7 +153,9 @@ def _remedy(e: Estimate) -> str:
         return "a smaller train.global_batch, or more GPUs"
     if config.strategy.kind == "ddp":
         return "--set train.strategy.kind=fsdp2, or LoRA: --set train.document.lora.rank=16 and the query's"
-    if largest == "gathered":
+    if largest == "gathered" and config.strategy.kind == "fsdp2" and not config.strategy.reshard:
+        return "--set train.strategy.reshard=true"
+    if largest == "gathered" and config.strategy.kind != "fsdp2":
         return "--set train.strategy.kind=fsdp2"
     return "more GPUs, offloading (train.strategy), or LoRA (train.document.lora, train.query.lora)"
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,14 +91,56 @@ def test_results_are_kept_with_their_plots_and_of_several_runs_the_first(tmp_pat
     folder, results = tmp_path / "run", tmp_path / "results"
     for path in (folder, results):
         path.mkdir()
-    for name in ("one.1.json", "one.2.json", "one.png"):
+    (folder / "1").mkdir()
+    for name in ("one.1.json", "one.2.json", "1/one.png", "1/another.png"):
         (folder / name).write_text(name)
+    there, new, again = (
+        json.dumps({"trial": name, "seconds": s}) for name, s in (("a", 1), ("b", 2), ("a", 3))
+    )
+    (results / "trials.jsonl").write_text(f"{there}\n")
+    (folder / "1" / "trials.jsonl").write_text(f"{new}\n{again}\n")
     monkeypatch.setattr(suite, "RESULTS", results)
-    suite.keep(folder, [ONE, TWO])
+    made = replace(ONE, full="--plot {folder}/one.png --trials {folder}/trials.jsonl")
+    suite.keep(folder, [made, TWO])
     assert {path.name: path.read_text() for path in results.iterdir()} == {
         "one.json": "one.1.json",
-        "one.png": "one.png",
+        "one.png": "1/one.png",
+        "trials.jsonl": f"{again}\n{new}\n",
     }
+
+
+def test_every_round_trains_in_a_folder_of_its_own(tmp_path: Path, run_as, monkeypatch):
+    told: list[Path] = []
+
+    def commands(benchmark: Benchmark, result: Path, folder: Path, size: str) -> list[list[str]]:
+        told.append(folder)
+        return [[sys.executable, "-c", WRITES, str(result)]]
+
+    monkeypatch.setattr(suite, "commands", commands)
+    assert suite.run_all(suite.plan([ONE], tmp_path, repeat=2), "small") == []
+    assert suite.run_all(suite.plan([ONE], tmp_path, repeat=1), "small") == []
+    assert told == [tmp_path / "1", tmp_path / "2", tmp_path]
+
+
+def test_a_machine_that_can_run_none_of_them_says_so(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["suite", "--only", "gpu"])
+    monkeypatch.setattr(suite, "BUILD", tmp_path)
+    monkeypatch.setattr(suite.shutil, "which", lambda _: None)
+    monkeypatch.setattr(suite.performance, "update", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        suite.main()
+    assert ended.value.code == 0
+    assert "not run here: gpu: needs an NVIDIA GPU" in capsys.readouterr().out
+
+
+def test_a_commit_is_not_measured_against_itself(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["suite", "--only", "train", "--against", "HEAD"])
+    monkeypatch.setattr(suite, "BUILD", tmp_path)
+    monkeypatch.setattr(suite, "commit", lambda: suite._git("describe", "--always", "HEAD").strip())
+    monkeypatch.setattr(suite, "checkout", lambda _: tmp_path)
+    with pytest.raises(SystemExit):
+        suite.main()
+    assert "--against HEAD is the commit that is checked out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)

@@ -56,6 +56,22 @@ def test_only_what_has_no_line_is_run_and_what_fails_leaves_none(
     assert [found.trial for found in some] == [wanted[0], wanted[1], wanted[3]]
 
 
+def test_data_that_cannot_be_collected_stop_no_other_trial(monkeypatch: pytest.MonkeyPatch):
+    def configured(trial: Trial, *, run_dir: str) -> None:
+        raise DataError("nothing to learn from")
+
+    monkeypatch.setattr(trials, "configured", configured)
+    trials._collect(ONE, "runs")  # of a pool's process: raised, it would end them all
+
+
+def test_a_row_without_a_seed_of_the_teachers_has_no_share_of_it():
+    other = Trial("medquad", "scratch", "methods/x", 1, 10)
+    rows = distillation.rows([outcome(ONE, [1.0, 0.0]), outcome(other, [1.0, 1.0], name="scalingnote-1l")])
+    shown = {line["query side"]: line for line in distillation.table(rows)}
+    assert (shown["scalingnote-1l"]["of the teacher's R@50"], shown["scalingnote-1l"]["p"]) == ("-", "-")
+    assert distillation.metrics({"medquad": rows}) == {}
+
+
 def test_knobs_of_stage_two_are_for_methods_that_have_one(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(trial.pipeline, "run", lambda *_, **__: {})
     monkeypatch.setattr(trial.training, "shortened", lambda config, **_: config)

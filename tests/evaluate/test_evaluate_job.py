@@ -12,6 +12,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 import tiny
+from scalingnote.config import validate
 from scalingnote.datasets.config import TableFile
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, ConfigError, DataError
@@ -24,7 +25,7 @@ from scalingnote.storage import trec, vectors
 from scalingnote.storage.artifact import Draft
 
 DIM = 16
-CONFIG = EvaluateConfig(recall_at=(1, 10), run_depth=20, examples=2)
+CONFIG = EvaluateConfig(recall_at=(1, 10), run_depth=20, examples=2, distances=8)
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ def test_report(cluster, world, searcher, tmp_path):
     assert set(told["differences"]) == {"scalingnote", "scalingnote (index)", "bm25"}
     assert set(report["slices"]) == {"typos"}  # length and topic do not tell these queries apart
     assert set(report["distance"]["splits"]) == {"test"}  # no teacher's embeddings lie in this lineage
+    assert report["distance"]["splits"]["test"]["queries"] == 8  # of 12
+    assert report["distance"]["discrepancy"]["pairs"] == 8 * 7 // 2
     written, typed = report["slices"]["typos"]
     assert written["methods"] == report["methods"]
     assert typed["methods"]["bm25"]["nDCG@10"] < written["methods"]["bm25"]["nDCG@10"]
@@ -272,6 +275,26 @@ def test_what_a_user_brings_is_measured(world, searcher, here, tmp_path):
     assert relaxed["methods"]["scalingdual"]["R@1"] == pytest.approx(np.mean(first))
     text = Path(artifact.file("report.md")).read_text()
     assert all(f"## {title}" in text for title in ("Judged pairs", "Re-ranking", "Answers found"))
+
+
+def test_without_distances_nothing_is_compared_with_the_teacher(world, searcher, here, tmp_path):
+    made, *_ = world
+    config = CONFIG.model_copy(update={"bm25": False, "typos": 0.0, "entropy_negatives": 0, "distances": 0})
+    artifact = job.run(config, **uris(made, *ALL), output=str(tmp_path / "report"))
+    assert "distance" not in artifact.read_json("report.json")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ({"student": "scalingdual"}, "calls both towers 'scalingdual'"),
+        ({"student": "bm25"}, "holds 'bm25', which is the name of another row"),
+        ({"dual_encoder": "teacher (index)"}, r"holds 'teacher \(index\)'"),
+    ],
+)
+def test_two_rows_cannot_have_one_name(names, told):
+    with pytest.raises(ConfigError, match=told):
+        validate(EvaluateConfig, {"names": names}, source="test")
 
 
 def test_a_baseline_that_is_no_method_is_refused_before_anything_is_searched(world, tmp_path):

@@ -27,14 +27,16 @@ def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_
         {"query": "new", "doc_id": "b", "SAT": "good"},
         {"query": "new", "SAT": 1},
         {"query_id": "q1", "doc_id": 0, "SAT": 1},
+        {"query": 2024, "doc_id": "a", "SAT": 0},
+        {"query": ["new"], "doc_id": "a", "SAT": 0},
     ]
     path = lines(tmp_path / "judged.jsonl", rows)
     found = given.judgements(Judgements(path=path, labels=("SAT",)), known={"q1": "one"})
-    assert (found.queries, found.doc_ids, found.unusable) == (["new", "one", "one"], ["a", "7", "0"], 3)
-    assert found.labels["SAT"].tolist() == [1, 0, 1]
+    assert (found.queries, found.doc_ids) == (["new", "one", "one", "2024"], ["a", "7", "0", "a"])
+    assert (found.labels["SAT"].tolist(), found.unusable) == ([1, 0, 1, 0], 4)
     with pytest.raises(DataError, match=r"SAT is 1 in all rows"):
         given.judgements(Judgements(path=lines(tmp_path / "one.jsonl", rows[:1]), labels=("SAT",)), known={})
-    with pytest.raises(DataError, match=r"none of 6 rows .* REL: map its columns"):
+    with pytest.raises(DataError, match=r"none of 8 rows .* REL: map its columns"):
         given.judgements(Judgements(path=path, labels=("REL",)), known={})
 
 
@@ -52,9 +54,9 @@ def test_candidates_and_answers_of_other_queries_are_refused(tmp_path):
     trec.write_run(str(tmp_path / "run"), {"q7": [("b", 1.0)]}, tag="x")
     with pytest.raises(DataError, match="none of them among 2 test queries"):
         given.candidates(str(tmp_path / "run"), test=TEST)
-    rows = [{"query_id": "q1", "answers": "x"}, {"query_id": "q1", "answers": ["y", " "]}]
+    rows = [{"query_id": "q1", "answers": given} for given in ("x", ["y", " ", 1912], None, 7)]
     file = TableFile(path=lines(tmp_path / "answers.jsonl", rows))
-    assert given.answers(file, test=TEST) == {"q1": ["x", "y"]}
+    assert given.answers(file, test=TEST) == {"q1": ["x", "y", "1912", "7"]}
     file = TableFile(path=lines(tmp_path / "none.jsonl", [{"query_id": "q7", "answers": ["x"]}]))
     with pytest.raises(DataError, match="no answers to any of 2 test queries"):
         given.answers(file, test=TEST)

@@ -20,13 +20,19 @@ def values(share: float, *measures: str) -> dict[str, np.ndarray]:
     return {name: (random.random(len(QUERIES)) < share).astype(float) for name in measures}
 
 
-def report(uri: str, methods: dict[str, dict[str, np.ndarray]], *, queries: list[str] = QUERIES) -> Artifact:
+def report(
+    uri: str,
+    methods: dict[str, dict[str, np.ndarray]],
+    *,
+    queries: list[str] = QUERIES,
+    index: dict[str, float] = INDEX,
+) -> Artifact:
     config = EvaluateConfig(recall_at=(10,), alpha=0.01, bootstrap=100)
     draft = Draft(uri, kind="report", config=config, parents={})
     beside = {"contrastive_entropy": {next(iter(methods)): np.ones(len(queries))}}  # of towers alone
     draft.write_table("per_query.parquet", measured.table(methods, query_ids=queries, beside=beside))
     told = {"dataset": "shop", "num_documents": 9, "num_queries": len(queries), "simulated_clicks": False}
-    told |= {"index": INDEX, "seconds": {"train": 1.0}, "environment": {}}
+    told |= {"index": index, "seconds": {"train": 1.0}, "environment": {}}
     told |= {"methods": measured.means(methods)}
     told |= {"significance": measured.significance(config, methods, baseline=next(iter(methods)))}
     draft.write_json("report.json", told)
@@ -50,6 +56,13 @@ def test_methods_of_several_reports_are_tested_against_the_baseline_of_the_first
         assert told["differences"][name]["R@10"]["p_holm"] == pytest.approx(row["R@10"].p_holm)
     marked = next(line for line in comparison_table(merged).splitlines() if "small" in line)
     assert "▼" in marked
+
+
+def test_an_index_that_finds_the_same_keeps_its_row(tmp_path: Path):
+    same, smaller = {"dual": values(0.9, "R@10")}, INDEX | {"bytes_per_vector": 10.0}
+    merged = merge([report(f"{tmp_path}/a", same), report(f"{tmp_path}/b", same, index=smaller)])
+    assert [*merged["methods"]] == ["dual"]
+    assert merged["index"] == {"dual": INDEX, "dual #2": smaller}
 
 
 def test_one_report_keeps_what_it_says(tmp_path: Path):

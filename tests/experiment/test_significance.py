@@ -86,7 +86,12 @@ def test_what_cannot_be_told_is_nan_and_what_never_varies_is_plain():
     never = compare(each([0.0] * 9), each([0.0] * 9), alpha=0.05, replicates=100, rng=rng)
     assert (never.difference, never.p, math.isnan(never.relative)) == (0.0, 1.0, True)
     always = compare(each([0.0] * 9), each([1.0] * 9), alpha=0.05, replicates=100, rng=rng)
-    assert (always.difference, always.p) == (1.0, 0.0)
+    assert (always.difference, math.isnan(always.low)) == (1.0, True)
+    assert always.p == pytest.approx(
+        2 / math.comb(18, 9)
+    )  # of all ways to deal them out, two are as far apart
+    few = compare(each([0.0] * 2), each([1.0] * 2), alpha=0.05, replicates=100, rng=rng)
+    assert few.p == pytest.approx(1 / 3)
 
 
 def test_holm_by_hand():

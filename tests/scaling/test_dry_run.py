@@ -65,6 +65,14 @@ def test_padded_rows_cost_what_the_longest_do():
     assert packed.activations == padded.activations  # a batch of the longest rows may come
 
 
+def test_lengths_are_told_as_they_were_counted():
+    some = table.text(paper(document_tokens=300))
+    assert "as if all queries were as long as the longest (--query-tokens)" in some
+    padded = table.text(paper("memory.packing=false", document_tokens=300))
+    assert "without packing all are padded to them" in padded
+    assert "--query-tokens" not in padded
+
+
 def test_everything_is_named(capsys):
     command = ["train", str(PAPER), "--dry-run", "--rows", "1000000", "--gpu", "A100", "--gpus", "16"]
     assert cli.main([*command, "--document-tokens", "300", "--query-tokens", "20"]) == 0

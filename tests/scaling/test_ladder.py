@@ -19,7 +19,7 @@ from scalingnote.scaling.config import LadderConfig
 from scalingnote.scaling.laws import JointLaw
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import job as training
-from scalingnote.train.config import TrainConfig, Validation
+from scalingnote.train.config import Batching, TrainConfig, Validation
 from scalingnote.train.order import Order
 
 ROOT = Path(cli.__file__).parents[1]
@@ -63,6 +63,8 @@ def test_wide_models_may_learn_more_slowly():
         ({}, {"validation": None}, "train.validation"),
         ({}, {"validation": Validation(patience=3)}, "leave out train.validation.patience, found 3"),
         ({}, {"query": LookupConfig()}, "transformer"),
+        ({"pairs": (16, 41, 47)}, {}, "41, 47: in batches of 8 they are one run of 5 steps"),
+        ({}, {"batching": Batching(ratios={"click": 1.0})}, "leave it out"),
     ],
 )
 def test_what_cannot_be_a_rung_is_refused(sizes: dict[str, object], stage: dict[str, object], told: str):
