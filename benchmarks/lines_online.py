@@ -84,7 +84,7 @@ def live_index(r: Report) -> Lines:
 def serve(r: Report) -> Lines:
     rate = {(row["server"], row["connections"]): f"{row['requests/s']:,}" for row in r["table"]}
     floor = f"floor: an application that does nothing {rate['noop', 16]}"
-    hand = f"a service by hand, the int8 transformer {rate['handwritten', 16]}"
+    hand = f"a service by hand, the same student in float32 {rate['handwritten', 16]}"
     for metric, server, what, bar in (
         ("lookup", "lookup x 1", "a lookup tower, one index", 0.6),
         ("lookup_4_shards", "lookup x 4", "a lookup tower, 4 shards", None),
@@ -93,7 +93,7 @@ def serve(r: Report) -> Lines:
     ):
         what = f"requests/s at 16 connections: {what}"
         yield ratio(r, f"rps_over_noop_c16_{metric}", what, rate[server, 16], floor, bar=bar)
-    what = "requests/s at 16 connections: an int8 transformer on both sides"
+    what = "requests/s at 16 connections: an int8 transformer, one index"
     yield ratio(r, "rps_over_handwritten_c16", what, rate["int8 x 1", 16], hand, bar=3)
     refused = sum(row["not 200"] for row in r["table"])
     yield Line(
@@ -132,7 +132,7 @@ def reproduce(r: Report) -> Lines:
     for name, of in r["metrics"].items():
         order = name.removeprefix("datasets_of_")
         if order != name:
-            what = f"datasets on which the paper's order holds: {order.replace('_', ' ')}"
+            what = f"datasets whose mean R@50 is in the paper's order, no test: {order.replace('_', ' ')}"
             yield value(r, f"datasets_{order}", what, beside=f"of {of}")
 
 

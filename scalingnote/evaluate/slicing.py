@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import ceil
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -72,7 +73,7 @@ def _met_in_training(dataset: Artifact, queries: Sequence[str]) -> list[int]:
     """
     asked = [set(words(query)) for query in queries]
     wanted = set().union(*asked)
-    step = max(1, dataset.counts.get("queries", 0) // COUNTED)
+    step = max(1, ceil(dataset.counts.get("queries", 0) / COUNTED))
     met: Counter[str] = Counter()
     for batch in dataset.batches("queries", columns=["query", "split"]):
         texts = batch.filter(pc.equal(batch["split"], "train"))["query"]

@@ -103,6 +103,8 @@ def test_what_does_not_fit_comes_with_a_remedy(override: str, knob: str):
     assert not found.fits
     assert "DOES NOT FIT" in table.text(found)
     assert knob in table.text(found)
+    whole = paper("strategy={kind: fsdp2, reshard: false}", gpu="L40S")
+    assert "train.strategy.reshard=true" in table.text(whole)
 
 
 def test_knobs_of_the_dry_run_mean_nothing_without_it(capsys):
