@@ -239,8 +239,9 @@ def keep(folder: Path, benchmarks: Sequence[Benchmark]) -> None:
             if not path.exists():
                 continue
             shutil.copyfile(path, RESULTS / f"{benchmark.name}.json")
-            for plot in re.findall(r"\{folder\}/(\S+\.png)", benchmark.full):
-                shutil.copyfile(left / plot, RESULTS / plot)
+            named = re.findall(r"\{folder\}/(\S+\.png)", benchmark.full)
+            for plot in (*(left / name for name in named), *left.glob(f"{benchmark.name}_*.png")):
+                shutil.copyfile(plot, RESULTS / plot.name)
             if "{folder}/trials.jsonl" in benchmark.full:
                 trials.add(left / "trials.jsonl", RESULTS / "trials.jsonl")
             break

@@ -92,7 +92,7 @@ def test_results_are_kept_with_their_plots_and_of_several_runs_the_first(tmp_pat
     for path in (folder, results):
         path.mkdir()
     (folder / "1").mkdir()
-    for name in ("one.1.json", "one.2.json", "1/one.png", "1/another.png"):
+    for name in ("one.1.json", "one.2.json", "1/one.png", "1/one_more.png", "1/another.png"):
         (folder / name).write_text(name)
     there, new, again = (
         json.dumps({"trial": name, "seconds": s}) for name, s in (("a", 1), ("b", 2), ("a", 3))
@@ -105,6 +105,7 @@ def test_results_are_kept_with_their_plots_and_of_several_runs_the_first(tmp_pat
     assert {path.name: path.read_text() for path in results.iterdir()} == {
         "one.json": "one.1.json",
         "one.png": "1/one.png",
+        "one_more.png": "1/one_more.png",
         "trials.jsonl": f"{again}\n{new}\n",
     }
 
