@@ -75,19 +75,19 @@ def main() -> None:
     folder = _folder(commit(), options.size)
     chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in options.only]
     here = [benchmark for benchmark in chosen if not missing(benchmark)]
-    runs = plan(here, folder, repeat=options.repeat)
+    runs = own = plan(here, folder, repeat=options.repeat)
     if options.against:
-        tree = checkout(options.against)
         before = _folder(_git("describe", "--always", options.against).strip(), options.size)
         if before == folder:
             parser.error(f"--against {options.against} is the commit that is checked out: name another")
+        tree = checkout(options.against)
         there = [benchmark for benchmark in here if (tree / f"benchmarks/{benchmark.name}.py").exists()]
-        runs = in_turns(plan(there, before, repeat=options.repeat, tree=tree), runs)
+        runs = in_turns(plan(there, before, repeat=options.repeat, tree=tree), own)
     left = [run for run in runs if not run.path.exists()]
     log.info("%s: %d runs, %d of them are there", folder, len(runs), len(runs) - len(left))
     failed = run_all(left, options.size)
     if options.commit_results:
-        keep(folder, here)
+        keep(own)
     performance.update()
     rows = performance.rows_of(performance.read(folder), only={benchmark.name for benchmark in here})
     cells = ("part", "what was measured", "ours", "beside it", "ratio", "bar")
@@ -229,22 +229,19 @@ def checkout(name: str) -> Path:
     return tree
 
 
-def keep(folder: Path, benchmarks: Sequence[Benchmark]) -> None:
+def keep(runs: Sequence[Run]) -> None:
     """Copy results (of several rounds the first) and plots to docs/results; add trials to those there."""
-    for benchmark in benchmarks:
-        for path, left in (
-            (folder / f"{benchmark.name}.json", folder),
-            (folder / f"{benchmark.name}.1.json", folder / "1"),
-        ):
-            if not path.exists():
-                continue
-            shutil.copyfile(path, RESULTS / f"{benchmark.name}.json")
-            named = re.findall(r"\{folder\}/(\S+\.png)", benchmark.full)
-            for plot in (*(left / name for name in named), *left.glob(f"{benchmark.name}_*.png")):
-                shutil.copyfile(plot, RESULTS / plot.name)
-            if "{folder}/trials.jsonl" in benchmark.full:
-                trials.add(left / "trials.jsonl", RESULTS / "trials.jsonl")
-            break
+    firsts: dict[str, Run] = {}
+    for run in runs:
+        if run.path.exists():
+            firsts.setdefault(run.benchmark.name, run)
+    for name, run in firsts.items():
+        shutil.copyfile(run.path, RESULTS / f"{name}.json")
+        named = re.findall(r"\{folder\}/(\S+\.png)", run.benchmark.full)
+        for plot in (*(run.folder / plot for plot in named), *run.folder.glob(f"{name}_*.png")):
+            shutil.copyfile(plot, RESULTS / plot.name)
+        if "{folder}/trials.jsonl" in run.benchmark.full:
+            trials.add(run.folder / "trials.jsonl", RESULTS / "trials.jsonl")
 
 
 def _folder(name: str, size: Size) -> Path:

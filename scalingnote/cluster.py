@@ -105,7 +105,7 @@ def require(resources: Resources, *, knob: str, beside: int = 0) -> None:
         return
     if seconds := _nodes_wait():
         log.info("%s; waiting up to %g s for nodes", lack, seconds)
-        each = {key: need for key, need in _of_each(resources).items() if need}
+        each = _of_each(resources)
         _ask_for([each] * resources.workers + [{"CPU": 1}] * beside)
         deadline = time.monotonic() + seconds
         try:
@@ -127,7 +127,7 @@ def foresee(resources: Resources, *, knob: str, beside: int = 0) -> None:
 def _lack(resources: Resources, *, beside: int, knob: str) -> str:
     """What the cluster has too little of, for a user to read; empty: nothing."""
     have, workers = ray.cluster_resources(), resources.workers
-    each = {key: need for key, need in _of_each(resources).items() if need and workers}
+    each = _of_each(resources) if workers else {}
     asked = " and ".join(f"{need:g} {key}" for key, need in each.items())
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     # A worker lies on one node: what is left over on two of them is no room for a third.
@@ -158,7 +158,8 @@ def _ask_for(bundles: list[dict[str, float]]) -> None:
 
 
 def _of_each(resources: Resources) -> dict[str, float]:
-    return {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+    needs = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+    return {key: need for key, need in needs.items() if need}
 
 
 def _nodes_wait() -> float:

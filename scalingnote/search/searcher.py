@@ -6,7 +6,7 @@ goes through :func:`scalingnote.search.found.merge`.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, no_type_check
@@ -262,7 +262,7 @@ class Searcher:
     ) -> Candidates:
         """The k best of the shards held. Same checks as :meth:`search`."""
         unit = unit_queries(queries, dim=self.dim, k=k)
-        plan = replace(self._plan(nprobe), exact=exact)
+        plan = self._plan(nprobe, exact=exact)
         found = scan.search(self._segments, unit, k=k, plan=plan, masks=self._masks_of(where))
         return self._located(found.scores, self._over_all(found))
 
@@ -281,7 +281,7 @@ class Searcher:
         require_both(self.layout)
         unit = unit_queries(queries, dim=self.dim, k=k)
         masks = self._masks_of(where)
-        plan = replace(self._plan(nprobe), exact=exact)
+        plan = self._plan(nprobe, exact=exact)
         found = scan.search(self._segments, unit, k=depth, plan=plan, masks=masks)
         kept = [(int(first), lists.kept) for first, lists in zip(self._starts, self._segments, strict=True)]
         return candidates_of_both(
@@ -311,9 +311,9 @@ class Searcher:
                 return number, row
         return None
 
-    def _plan(self, nprobe: int | None) -> scan.Plan:
+    def _plan(self, nprobe: int | None, *, exact: bool) -> scan.Plan:
         probes = self.nprobe if nprobe is None else checked_nprobe(nprobe, self.layout.nlist)
-        return scan.Plan(probes, self.layout.refine_factor)
+        return scan.Plan(probes, self.layout.refine_factor, exact=exact)
 
     def _masks_of(self, where: filters.Filter | None) -> list[Bool[ndarray, " rows"]] | None:
         """Which rows a checked filter leaves; None without one."""

@@ -101,7 +101,7 @@ def test_results_are_kept_with_their_plots_and_of_several_runs_the_first(tmp_pat
     (folder / "1" / "trials.jsonl").write_text(f"{new}\n{again}\n")
     monkeypatch.setattr(suite, "RESULTS", results)
     made = replace(ONE, full="--plot {folder}/one.png --trials {folder}/trials.jsonl")
-    suite.keep(folder, [made, TWO])
+    suite.keep(suite.plan([made, TWO], folder, repeat=2))
     assert {path.name: path.read_text() for path in results.iterdir()} == {
         "one.json": "one.1.json",
         "one.png": "1/one.png",

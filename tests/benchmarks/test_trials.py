@@ -60,8 +60,11 @@ def test_data_that_cannot_be_collected_stop_no_other_trial(monkeypatch: pytest.M
     def configured(trial: Trial, *, run_dir: str) -> None:
         raise DataError("nothing to learn from")
 
+    told: list[str] = []
     monkeypatch.setattr(trials, "configured", configured)
+    monkeypatch.setattr(trials.log, "error", lambda form, *values: told.append(form % values))
     trials._collect(ONE, "runs")  # of a pool's process: raised, it would end them all
+    assert told == [f"{ONE.key}: nothing to learn from"]
 
 
 def test_a_row_without_a_seed_of_the_teachers_has_no_share_of_it():
