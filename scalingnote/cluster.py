@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -30,11 +31,10 @@ log = get_logger("cluster")
 
 
 def connect(address: str | None = None) -> None:
-    """Join `address` (or RAY_ADDRESS, set inside every Ray job), else start a local cluster.
+    """Join `address` (or RAY_ADDRESS, set inside every Ray job), else start a private local cluster.
 
     "local" is passed on purpose: without an address Ray joins whatever cluster it finds on the machine,
-    also one left behind by a crash. A local cluster is private, so token authentication, which would
-    write a token file into the user's home, is off unless the user set RAY_AUTH_MODE.
+    also one left behind by a crash.
 
     Raises:
         ConfigError: no cluster answers at the address; Ray itself would try for many minutes.
@@ -50,12 +50,12 @@ def connect(address: str | None = None) -> None:
         _require_answer(address)
         ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
     else:
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # C++ remarks on every actor we start
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody reclaims this machine
+        _require_token()
         try:
-            with _stderr_closed():
+            with _stderr_closed(), _loopback(), _only_our_lines():
                 ray.init(
                     "local",
                     num_cpus=max(2, os.cpu_count() or 2),
@@ -70,8 +70,36 @@ def connect(address: str | None = None) -> None:
                 "other causes"
             ) from error
         atexit.register(ray.shutdown)
-        _relay_only_our_lines()
     _quieten()
+
+
+def _require_token() -> None:
+    """Give a private cluster a token of its own: without it no process can submit work or read objects.
+
+    The token is passed on in the environment. Ray without one would write a token file to the user's home
+    directory. ray.init then sets RAY_AUTH_MODE=token itself: set here, after Ray was imported, it would not
+    be read. Any RAY_AUTH_* setting of the user is kept as it is.
+    """
+    if not any(name.startswith("RAY_AUTH_") for name in os.environ):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Have Ray's processes listen on 127.0.0.1, as it does by default on macOS and Windows.
+
+    On Linux they listen on every interface, the metrics exporters without authentication. Ray reads the
+    variable once, when it is imported, so its constant is set too: for the start alone, because a process
+    that joins another cluster later needs its real address.
+    """
+    constants = ray._private.ray_constants
+    kept = constants.ENABLE_RAY_CLUSTER
+    os.environ.setdefault(constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
+    constants.ENABLE_RAY_CLUSTER = os.environ[constants.ENABLE_RAY_CLUSTERS_ENV_VAR] not in ("0", "false")
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = kept
 
 
 def _require_answer(address: str) -> None:
@@ -256,20 +284,26 @@ def _stderr_closed() -> Iterator[None]:
         os.close(nowhere)
 
 
-def _relay_only_our_lines() -> None:
+@contextlib.contextmanager
+def _only_our_lines() -> Iterator[None]:
     """Show our workers' progress lines bare, and leave Ray's own remarks in its log files.
 
-    Without a dashboard Ray Train's placement group cleaner warns every second of each training run.
+    Without a dashboard Ray Train's placement group cleaner warns every second of each training run. Ray
+    registers the function that prints lines of workers when it starts; what it says of errors is still shown.
     """
-    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+    worker = ray._private.worker
+    kept = worker.print_to_stdstream
 
-    def show(data: dict[str, Any]) -> None:
+    def show(data: dict[str, Any], **_: Any) -> None:
         for line in data["lines"]:
             if LINE.match(line):
                 print(line, file=sys.stderr, flush=True)
 
-    dispatcher.remove_handler("ray_print_logs")
-    dispatcher.add_handler("ray_print_logs", show)
+    worker.print_to_stdstream = show
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = kept
 
 
 def _quieten() -> None:

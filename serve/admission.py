@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scalingnote.errors import ConfigError
-from scalingnote.serving.config import Limits
+from scalingnote.serving.config import LOOPBACK, Limits
 from serve.refusals import RefusedError
 
 _CLIENTS = 10_000  # whose rates are remembered
@@ -22,9 +22,14 @@ Client = str | bytes  # an address, or the digest of a key
 class Admission:
     """Counts those who are in, and remembers how often each client came."""
 
-    def __init__(self, limits: Limits, keys: frozenset[bytes] | None = None) -> None:
-        """`keys` are digests, see :func:`read_keys`; None: nobody is asked for one."""
-        self._limits, self._keys = limits, keys
+    def __init__(
+        self, limits: Limits, keys: frozenset[bytes] | None = None, *, is_open: bool = False
+    ) -> None:
+        """`keys` are digests, see :func:`read_keys`; None: nobody is asked for one.
+
+        `is_open`: without keys, others than this machine may ask (``serve.open``).
+        """
+        self._limits, self._keys, self._is_open = limits, keys, is_open
         self.in_flight = 0  # requests that are here
         self._buckets: OrderedDict[Client, tuple[float, float]] = OrderedDict()  # tokens left, as of when
 
@@ -57,6 +62,26 @@ class Admission:
         if size > most:
             message = f"the body is larger than {most:,} bytes: send less at once"
             raise RefusedError(413, "too_large", message)
+
+    def administer(self, address: str, host: bytes, origin: bytes) -> None:
+        """RefusedError unless a request for ``/admin`` may come in; to be called beside :meth:`admit`.
+
+        A key is enough. Without keys only this machine may administer, and of a browser only pages of this
+        service: another page, or another name for this address (DNS rebinding), tells itself by its headers.
+        """
+        if self._keys is not None:
+            return
+        if self._is_open:
+            raise RefusedError(
+                403, "forbidden", "this service is open to others: set serve.api_keys for /admin"
+            )
+        asked = _host_name(host)
+        if address not in LOOPBACK or asked not in LOOPBACK:
+            where = f"from {address} for {asked or 'no host'}"
+            message = f"without serve.api_keys /admin is for this machine alone, not {where}"
+            raise RefusedError(403, "forbidden", message)
+        if origin and origin.rpartition(b"//")[2] != host:
+            raise RefusedError(403, "forbidden", "/admin is not for pages of other sites")
 
     def _client(self, authorization: bytes, address: str) -> Client:
         """Whose rate it is: that of a key which is known, or where nobody is asked for one of an address."""
@@ -93,6 +118,12 @@ def read_keys(path: str | None) -> frozenset[bytes] | None:
     if not lines or min(map(len, lines)) < 16:
         raise ConfigError(f"serve.api_keys {path}: write one key a line, each of 16 characters or more")
     return frozenset(hashlib.sha256(line.encode()).digest() for line in lines)
+
+
+def _host_name(host: bytes) -> str:
+    """The name in a Host header: its port and the brackets of an IPv6 address are left out."""
+    name = host.decode("latin-1")
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
 
 
 def request_id(given: bytes) -> str:

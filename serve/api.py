@@ -58,7 +58,7 @@ def build(
 
     `look` is called now and then, to measure how things stand. `in_serve`: behind what Serve puts before it.
 
-    `admission` is shared with whatever else lets requests in; None: of the limits, with no keys.
+    `admission` is shared with whatever else lets requests in; None: of the config, with no keys.
     """
 
     async def step() -> None:
@@ -92,7 +92,7 @@ def build(
     api.exception_handler(RequestValidationError)(_not_understood)
     api.exception_handler(HTTPException)(_of_starlette)
     api.exception_handler(Exception)(_broken)
-    admission = admission or Admission(config.limits)
+    admission = admission or Admission(config.limits, is_open=config.open)
     api.entrance = Door(
         body_route.Shortcut(api.entrance, api=api), admission=admission, done=done, in_serve=in_serve
     )

@@ -23,6 +23,7 @@ Done = Callable[[str, Mapping[str, Any], int, float], None]  # path, what is kno
 
 OPEN = ("/", "/healthz", "/openapi.json")  # asked without a key, as is the page: nothing in them is secret
 STATIC = "/page/"
+ADMIN = "/admin/"
 GAVE_UP = 499  # nginx' and Serve's status of a request that nobody waits for any more
 
 
@@ -95,12 +96,15 @@ class Door:
         if path == "/healthz":
             return  # whoever watches must see a crowded server, too
         length = headers.get(b"content-length", b"")
+        address = (scope.get("client") or ("",))[0]
         self._admission.admit(
             headers.get(b"authorization", b""),
-            (scope.get("client") or ("",))[0],
+            address,
             size=int(length) if length.isdigit() else 0,
             public=path in OPEN or path.startswith(STATIC),
         )
+        if path.startswith(ADMIN):
+            self._admission.administer(address, headers.get(b"host", b""), headers.get(b"origin", b""))
         there = length not in {b"", b"0"} or b"transfer-encoding" in headers
         kind = headers.get(b"content-type", b"of no content-type")
         if there and not _is_json(kind):

@@ -75,7 +75,7 @@ class Gateway(Servicer):
         )
         replica = serve.get_replica_context().replica_id.unique_id
         log = None if config.access_log is None else AccessWriter(config.access_log, replica)
-        admission = Admission(config.limits, read_keys(config.api_keys))
+        admission = Admission(config.limits, read_keys(config.api_keys), is_open=config.open)
         super().__init__(service, admission, Observer(measured, log).done)
         self._config = config
 

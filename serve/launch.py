@@ -1,13 +1,21 @@
 """From the shell to a URL: `scalingnote serve` starts the application here and takes it down again."""
 
+import contextlib
+import io
 import logging
+import os
 import signal
 import socket
+import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.config import HTTPOptions, gRPCOptions
 from ray.serve.context import _get_global_client
@@ -20,30 +28,70 @@ from serve import app
 from serve.app import Served
 from serve.grpc.servicer import REGISTER
 from serve.log import SERVE
-from serve.settings import AppArgs
+from serve.settings import HAPROXY, AppArgs
 
 NAME = "scalingnote"
+PROXY_WAIT_S = 240.0  # Ray Serve gives up after 60 s: less than its processes take to start on a busy machine
+COMMANDS = ("scalingnote", "cli.py")  # programs whose arguments can be run again
 log = get_logger("serve")
 
 
+class ProxyError(SearchError):
+    """The proxy of Ray Serve does not answer."""
+
+
 def run(args: AppArgs) -> int:
-    """Serve until CTRL-C or SIGTERM, then take down what was started; returns the exit code."""
+    """Serve until CTRL-C or SIGTERM, then take down what was started; returns the exit code.
+
+    If HAProxy does not start on a private cluster, the command is run again with the Python proxy.
+    """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     served = app.find(args)
+    try:
+        return _serve(served)
+    except ProxyError as error:
+        if not _may_change_the_proxy(served):
+            raise
+        log.warning("%s; starting again with serve.ingress=python", error)
+    # Ray Serve reads which proxy to use once, when it is imported: only a new process can change it.
+    environment = {name: value for name, value in os.environ.items() if name not in HAPROXY}
+    command = [sys.executable, "-m", "scalingnote.cli", *sys.argv[1:], "--set", "serve.ingress=python"]
+    return os.execve(sys.executable, command, environment)
+
+
+def _serve(served: Served) -> int:
     cluster.connect(served.address)
     try:
         door = _door()
         port = _port(served.config, door)
         served = replace(served, config=served.config.model_copy(update={"port": port}))
-        print(f"{start(served)}  (CTRL-C ends it)", flush=True)
-        _wait_for_a_signal()
-        log.info("shutting down")
-        serve.delete(NAME)  # replicas finish what they are at
-        if door is None:
-            serve.shutdown()  # or the next one to be served here would find this one's port taken
+        try:
+            print(f"{start(served)}  (CTRL-C ends it)", flush=True)
+            _wait_for_a_signal()
+            log.info("shutting down")
+        finally:
+            # Ray prints the end of its own controller as a task that failed.
+            with contextlib.redirect_stdout(io.StringIO()):
+                _end_service(shared=door is not None)
     finally:
         ray.shutdown()  # ends a private cluster, leaves one that was joined
     return 0
+
+
+def _end_service(*, shared: bool) -> None:
+    """Delete the application, and Ray Serve with it unless it ran on the cluster before."""
+    if _door() is None:  # it did not start
+        return
+    serve.delete(NAME)  # replicas finish their requests
+    if not shared:
+        serve.shutdown()  # or the next application would find this one's port taken
+
+
+def _may_change_the_proxy(served: Served) -> bool:
+    """Whether this is a command that chose HAProxy by itself, on a cluster of its own."""
+    joined = served.address or os.environ.get("RAY_ADDRESS")
+    chosen = served.config.ingress == "auto" and HAPROXY.items() <= os.environ.items()
+    return chosen and not joined and Path(sys.argv[0]).name in COMMANDS
 
 
 def _door() -> HTTPOptions | None:
@@ -93,13 +141,41 @@ def launch(application: Application, config: ServeConfig) -> str:
         grpc = gRPCOptions(
             port=config.grpc_port, grpc_servicer_functions=register, request_timeout_s=timeout_s
         )
-    serve.start(http_options=http, grpc_options=grpc, proxy_location="HeadOnly")
+    deadline = time.monotonic() + PROXY_WAIT_S
+    _until_it_answers(
+        lambda: serve.start(http_options=http, grpc_options=grpc, proxy_location="HeadOnly"), deadline
+    )
     try:
         serve.run(application, name=NAME, route_prefix="/", logging_config=SERVE)
     except RuntimeError as error:
         raise SearchError(f"Ray Serve could not start the application: {error}") from None
+    except TimeoutError:  # the application runs, its proxy does not answer yet
+        client = _get_global_client()
+        assert client is not None
+        _until_it_answers(client.wait_for_proxies_serving, deadline)
     host = "127.0.0.1" if config.host == "0.0.0.0" else config.host
     return f"http://{host}:{config.port}"
+
+
+def _until_it_answers(step: Callable[[], object], deadline: float) -> None:
+    """Repeat a step that ends when Ray Serve's proxy answers; ProxyError if it did not by the deadline.
+
+    A proxy that is slow to start is killed by Ray Serve's controller and started again.
+    """
+    while True:
+        try:
+            step()
+            return
+        except (TimeoutError, RayError) as error:
+            reason = str(error).strip().splitlines()[0]
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise ProxyError(
+                f"the proxy of Ray Serve did not start within {PROXY_WAIT_S:g} s ({reason}): run this again "
+                "when the machine is less busy, or with --set serve.ingress=python"
+            )
+        log.info("waiting up to %.0f s more for the proxy of Ray Serve to start (%s)", left_s, reason)
+        time.sleep(1)
 
 
 def _wait_for_a_signal() -> None:

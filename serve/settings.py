@@ -20,6 +20,8 @@ from scalingnote.serving.config import ServeConfig
 from scalingnote.storage import filesystem as fs
 
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+# Ray Serve kills a proxy that is not ready in 5 s, HAProxy in 30 s: too early where all processors are busy.
+PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120"}
 
 
 class AppArgs(Config):
@@ -43,7 +45,7 @@ class AppArgs(Config):
 def read(run_dir: str, overrides: Sequence[str] = ()) -> AppArgs:
     """What `scalingnote serve` is to serve; the environment is set for it."""
     args = load(AppArgs, (), [f"run_dir={run_dir!r}", *overrides])
-    os.environ |= environment(merged(run_of(run_dir), args))
+    os.environ |= PATIENCE | os.environ | environment(merged(run_of(run_dir), args))
     return args
 
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 with socket.socket() as _probe:
     _probe.bind(("127.0.0.1", 0))
     S3_PORT = _probe.getsockname()[1]
-# Before anything imports them: no model hub, no token file in the user's home, single-threaded maths
+# Before anything imports them: no model hub, single-threaded maths
 # (two Ray workers on two cores would otherwise fight over them).
 os.environ.update(
     HF_HUB_OFFLINE="1",
-    RAY_AUTH_MODE="disabled",
     OMP_NUM_THREADS="1",
     SCALINGNOTE_PRECISION="float32",  # also where the CPU has tiles for bfloat16: results are compared
     TOKENIZERS_PARALLELISM="false",

@@ -1,3 +1,4 @@
+import os
 import socket
 from typing import Any
 
@@ -55,3 +56,32 @@ def test_a_ray_that_does_not_start_is_told_without_a_trace(monkeypatch: pytest.M
         ScalingNoteError, match=r"Ray did not start .* timed out during startup.*run this again"
     ):
         cluster.connect()
+
+
+@pytest.mark.parametrize("given", [{}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": "/etc/token"}])
+def test_a_private_cluster_has_a_token_and_listens_on_loopback(
+    given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    seen: dict[str, Any] = {}
+    constants = ray._private.ray_constants
+
+    def init(*_: Any, **__: Any) -> None:
+        seen["all interfaces"] = constants.ENABLE_RAY_CLUSTER
+        seen.update({name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")})
+
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ray, "init", init)
+    before = constants.ENABLE_RAY_CLUSTER
+    cluster.connect()
+    assert seen.pop("all interfaces") is False
+    assert constants.ENABLE_RAY_CLUSTER is before  # a cluster that is joined later needs the real address
+    if given:
+        assert seen == given
+    else:
+        assert len(seen.pop("RAY_AUTH_TOKEN")) == 64
+        assert seen == {}
+    for name in ("RAY_AUTH_TOKEN", constants.ENABLE_RAY_CLUSTERS_ENV_VAR):
+        monkeypatch.delenv(name, raising=False)

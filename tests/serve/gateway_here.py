@@ -26,7 +26,7 @@ class Client:
         self._lifespan = application.router.lifespan_context(application)
         self._loop.run_until_complete(self._lifespan.__aenter__())
         transport = httpx.ASGITransport(application, raise_app_exceptions=False)
-        self._client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        self._client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     def __call__(self, method: str, path: str, **sent: Any) -> httpx.Response:
         return self.wait(self._client.request(method, path, **sent))

@@ -1,9 +1,11 @@
 import socket
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from ray.exceptions import RayActorError
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
@@ -88,6 +90,70 @@ def test_where_ray_serve_runs_already_its_door_is_taken_or_the_service_is_refuse
     served("another", launch.NAME)
     with pytest.raises(ConfigError, match="serves 'scalingnote' already, at port 8123"):
         launch._port(ServeConfig(), door)
+
+
+class Clock:
+    """Seconds that pass only while something sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_proxy_that_is_slow_to_start_is_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr(launch, "time", Clock())
+    answers = iter([TimeoutError("HTTP proxies not available after 60s."), RayActorError(), None])
+
+    def step() -> None:
+        if (error := next(answers)) is not None:
+            raise error
+
+    launch._until_it_answers(step, deadline=5)
+    assert next(answers, "all were used") == "all were used"
+
+    def never() -> None:
+        raise TimeoutError("HTTP proxies not available after 60s.")
+
+    with pytest.raises(launch.ProxyError, match=r"did not start within 240 s \(HTTP proxies.*ingress=python"):
+        launch._until_it_answers(never, deadline=5)
+
+
+def test_a_command_that_chose_haproxy_is_run_again_without_it(monkeypatch):
+    served = SimpleNamespace(address=None, config=ServeConfig(open=True))
+    replaced: list[tuple[str, list[str], dict[str, str]]] = []
+
+    def refuse(_: object) -> int:
+        raise launch.ProxyError("no answer")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(app, "find", lambda _: served)
+    monkeypatch.setattr(launch, "_serve", refuse)
+    monkeypatch.setattr(launch.os, "execve", lambda *given: replaced.append(given) or 0)
+    monkeypatch.setattr(sys, "argv", ["/bin/scalingnote", "serve", "--run", "runs/a"])
+    with pytest.raises(launch.ProxyError):  # it runs on Ray's own proxy already
+        launch.run(AppArgs(run_dir="runs/a"))
+    for name, value in settings.HAPROXY.items():
+        monkeypatch.setenv(name, value)
+    launch.run(AppArgs(run_dir="runs/a"))
+    ((_, command, environment),) = replaced
+    assert command[1:] == [
+        "-m",
+        "scalingnote.cli",
+        "serve",
+        "--run",
+        "runs/a",
+        "--set",
+        "serve.ingress=python",
+    ]
+    assert not settings.HAPROXY.keys() & environment.keys()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    with pytest.raises(launch.ProxyError):  # the cluster that was joined is not ours to start again
+        launch.run(AppArgs(run_dir="runs/a"))
 
 
 def test_a_fast_ingress_is_for_those_who_are_guarded_or_say_so(tmp_path, monkeypatch):

@@ -25,21 +25,30 @@ def application(**knobs: Any) -> tuple[Door, list[int]]:
         await send({"type": "http.response.body", "body": scope["state"]["request_id"].encode()})
 
     keys = frozenset({hashlib.sha256(KEY.encode()).digest()}) if knobs.pop("closed", False) else None
+    is_open = knobs.pop("is_open", False)
     door = Door(
         api,
-        admission=Admission(Limits(**knobs), keys),
+        admission=Admission(Limits(**knobs), keys, is_open=is_open),
         done=lambda path, note, status, seconds: told.append(status),
     )
     return door, told
 
 
-def ask(door: Door, *paths: str, headers: dict[str, str] | None = None) -> list[httpx.Response]:
+def ask(
+    door: Door,
+    *paths: str,
+    headers: dict[str, str] | None = None,
+    client: str = "127.0.0.1",
+    host: str = "test",
+) -> list[httpx.Response]:
     """Requests at the same time."""
 
     async def all_of_them() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(door)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
-            return list(await asyncio.gather(*map(client.get, paths)))
+        transport = httpx.ASGITransport(door, client=(client, 1))
+        async with httpx.AsyncClient(
+            transport=transport, base_url=f"http://{host}", headers=headers
+        ) as client_:
+            return list(await asyncio.gather(*map(client_.get, paths)))
 
     return asyncio.run(all_of_them())
 
@@ -132,3 +141,26 @@ def test_a_request_that_its_client_gave_up_is_no_fault_of_the_server():
 
     asyncio.run(give_up())
     assert told == [499]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "asked", "status"),
+    [
+        ({"closed": True}, {}, 401),
+        ({"closed": True}, {"headers": {"authorization": f"Bearer {KEY}"}, "client": "192.0.2.7"}, 200),
+        ({"is_open": True}, {"host": "localhost"}, 403),
+        ({}, {"host": "localhost:8000"}, 200),
+        ({}, {"host": "[::1]:8000", "client": "::1"}, 200),
+        ({}, {"host": "localhost", "client": "192.0.2.7"}, 403),
+        ({}, {"host": "a.site.example"}, 403),  # its name was pointed to 127.0.0.1
+        ({}, {"host": "localhost", "headers": {"origin": "https://a.site.example"}}, 403),
+        ({}, {"host": "localhost", "headers": {"origin": "http://localhost"}}, 200),
+    ],
+)
+def test_admin_needs_a_key_or_this_machine(knobs, asked, status):
+    door, _ = application(**knobs)
+    answers = ask(door, "/admin/index", "/administer", **asked)
+    assert answers[0].status_code == status
+    if status == 403:
+        assert answers[0].json()["error"]["code"] == "forbidden"
+        assert answers[1].status_code == 200  # only paths below /admin

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from google.rpc import status_pb2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from pair import DIM, built, student
 
+from benchmarks import exposure
 from scalingnote import cli, pipeline
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
@@ -37,6 +38,8 @@ from serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
 from serve.settings import AppArgs
 
 QUERY = "bakoli menura"
+KEY = "a-key-of-sixteen-or-more"
+BEARER = {"authorization": f"Bearer {KEY}"}
 Expected = Callable[[Artifact], list[str]]
 
 
@@ -97,10 +100,13 @@ def server(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[psutil.Popen]:
     """In a process and a cluster of its own: encoder and both shards in replicas of their own."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(KEY)
     knobs = {
+        "host": "0.0.0.0",
         "port": 0,
         "grpc_port": grpc_port,
-        "open": True,
+        "api_keys": str(keys),
         "access_log": str(access_log),
         "deadline_s": 20,
         "encoder_in": "replicas",
@@ -124,7 +130,7 @@ sys.exit(launch.run(AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}
     process = psutil.Popen(
         command,
         cwd=root,
-        env={**os.environ, **traced},
+        env={**without_ray(os.environ), **traced},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -138,13 +144,20 @@ sys.exit(launch.run(AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}
         process.stdout.close()
 
 
+def without_ray(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without the token of this process' own cluster."""
+    return {name: value for name, value in environment.items() if not name.startswith("RAY_")}
+
+
 @pytest.fixture(scope="module")
 def url(server: psutil.Popen) -> str:
     return next(line for line in server.stdout if line.startswith("http://")).split()[0]
 
 
 def post(url: str, **body: Any) -> tuple[int, dict[str, Any]]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Content-Type": "application/json", **BEARER}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
@@ -161,7 +174,7 @@ def test_what_is_served_is_what_is_searched(url, index, expected):
     assert (status, found(answer)) == (200, expected(index))
     assert (answer["shards"], answer["shards_answered"]) == (2, 2)
     with urllib.request.urlopen(
-        urllib.request.Request(f"{url}/info", headers={"x-request-id": "mine"})
+        urllib.request.Request(f"{url}/info", headers={"x-request-id": "mine", **BEARER})
     ) as info:
         assert info.headers.get_all("x-request-id") == ["mine"]  # Serve's own, not one more of ours
 
@@ -169,14 +182,14 @@ def test_what_is_served_is_what_is_searched(url, index, expected):
 def test_grpc_answers_what_http_does(url, grpc_port, access_log, index, expected):
     with grpc.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
         stub = ScalingNoteStub(channel)
-        metadata = [("application", launch.NAME), ("x-request-id", "mine")]
+        metadata = [("application", launch.NAME), ("x-request-id", "mine"), *BEARER.items()]
         answer, call = stub.Search.with_call(pb.SearchRequest(query=QUERY, k=5), metadata=metadata)
         assert [hit.doc_id for hit in answer.results] == expected(index)
         assert answer.shards_answered == answer.shards == 2
         assert ("x-request-id", "mine") in call.trailing_metadata()
-        assert stub.Get(pb.GetRequest(doc_id="d301")).title == "Title 301"
+        assert stub.Get(pb.GetRequest(doc_id="d301"), metadata=metadata).title == "Title 301"
         with pytest.raises(grpc.RpcError) as refused:
-            stub.Get(pb.GetRequest(doc_id="no/thing"))
+            stub.Get(pb.GetRequest(doc_id="no/thing"), metadata=metadata)
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     assert "no/thing" in refused.value.details()
     details = dict(refused.value.trailing_metadata())[translate.DETAILS]
@@ -191,7 +204,10 @@ def test_grpc_answers_what_http_does(url, grpc_port, access_log, index, expected
 
 def test_a_traced_search_tells_its_steps(url, spans):
     trace_id = "0af7651916cd43dd8448eb211c80319c"
-    headers = {"content-type": "application/json", "traceparent": f"00-{trace_id}-b7ad6b7169203331-01"}
+    headers = {
+        "content-type": "application/json",
+        "traceparent": f"00-{trace_id}-b7ad6b7169203331-01",
+    } | BEARER
     body = json.dumps({"query": QUERY}).encode()
     with urllib.request.urlopen(urllib.request.Request(f"{url}/search", body, headers)) as answer:
         request_id = json.load(answer)["request_id"]
@@ -209,6 +225,19 @@ def test_a_traced_search_tells_its_steps(url, spans):
     assert request.start_time_unix_nano <= encode.start_time_unix_nano < encode.end_time_unix_nano
     assert encode.end_time_unix_nano == search.start_time_unix_nano < request.end_time_unix_nano
     assert {span.trace_id.hex() for span in spans[1] if span.name == "search"} == {trace_id}
+
+
+def test_nothing_that_listens_serves_a_client_without_key_or_token(url, server):
+    network = exposure.network_address()
+    rows = exposure.examine(server, network, client_s=10)
+    answers = {(row["process"], row["from the network"]) for row in rows}
+    assert ("gcs_server", "closed") in answers  # Ray itself listens on loopback
+    assert ("ray::ProxyActor", "refused") in answers
+    assert ("a Ray client", "closed") in answers
+    assert not [row for row in rows if "OPEN" in (row["from the network"], row["from loopback"])]
+    port = url.rpartition(":")[2]
+    for path, status in {"/admin/index": 401, "/info": 401, "/healthz": 200}.items():
+        assert exposure._request(network, int(port), "GET", path)[0] == status
 
 
 def test_the_page_and_the_openapi_are_there(url):
