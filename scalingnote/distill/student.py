@@ -99,7 +99,12 @@ def build(config: DistillConfig, start: Start, *, teacher: Artifact, dim: int) -
     student = _settings(config, start)
     if isinstance(student, LookupConfig):
         return _lookup(config, student, start, teacher=teacher, dim=dim)
-    backbone = backbones.build(student.backbone, tokenizer_json=start.tokenizer, seed=config.seed)
+    backbone = backbones.build(
+        student.backbone,
+        tokenizer_json=start.tokenizer,
+        seed=config.seed,
+        placeholders=student.pooling == "placeholders",
+    )
     table: Any = backbone.model.get_input_embeddings()  # type: ignore[operator]
     if inherits(config):
         inherit(table, _of_teacher(teacher, "tokens"))

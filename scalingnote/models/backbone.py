@@ -106,8 +106,10 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int) -> str:
     return str(tokenizer.to_str())
 
 
-def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int) -> Backbone:
-    """A backbone ready to train, with the placeholders in its vocabulary.
+def build(
+    config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int, placeholders: bool = True
+) -> Backbone:
+    """A backbone ready to train, with the placeholders in its vocabulary unless nothing reads them.
 
     ConfigError when a pretrained path is not a model, or a scratch one comes without its tokenizer.
     """
@@ -120,6 +122,8 @@ def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int
                 backbone = _from_scratch(config, tokenizer_json)
             case Pretrained():
                 backbone = load(config.path, layers=config.layers)
+        if not placeholders:
+            return backbone
         new = [token for token in PLACEHOLDERS if token not in backbone.tokenizer.get_vocab()]
         backbone.tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
         _grow(backbone.model, len(backbone.tokenizer))
@@ -163,7 +167,14 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
 
         _grow(model, len(tokenizer))
         model = adapters.load_merged(model, path)
-    return Backbone(model, tokenizer, causal=is_causal(settings))
+    causal = is_causal(settings)
+    if not causal:
+        for (
+            module
+        ) in model.modules():  # attention of a causal family whose config says that it reads both ways
+            if getattr(module, "is_causal", False):
+                module.is_causal = False
+    return Backbone(model, tokenizer, causal=causal)
 
 
 def shell(path: str | Path) -> Backbone:
@@ -194,7 +205,14 @@ def output_head(path: str) -> Tensor | None:
 
 
 def is_causal(settings: Any) -> bool:
-    """An architecture that transformers gives a masked-language-model head reads both ways."""
+    """Whether a token sees only what stands before it, by the config's own flag where it has one.
+
+    Else an architecture that transformers gives a masked-language-model head reads both ways.
+    """
+    text = _text_config(settings)
+    both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    if both_ways or getattr(text, "is_causal", None) is False:
+        return False
     return bool(getattr(settings, "is_decoder", False)) or type(settings) not in MODEL_FOR_MASKED_LM_MAPPING
 
 
@@ -248,7 +266,7 @@ def _described(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
     try:
         adapter = find_adapter_config_file(str(path))
         base = json.loads(Path(adapter).read_text())["base_model_name_or_path"] if adapter else str(path)
-        settings = AutoConfig.from_pretrained(base)
+        settings = AutoConfig.from_pretrained(base, trust_remote_code=False)
         own = adapter is None or cached_file(str(path), "tokenizer.json", **_MAYBE) is not None
         tokenizer = _tokenizer(str(path) if own else base)
     except (OSError, ValueError) as error:

@@ -99,7 +99,12 @@ def build(
         )
     from scalingnote.models import adapters  # late: peft is slow to import, and few need it
 
-    first = backbones.build(document.backbone, tokenizer_json=learnt["document"], seed=seed)
+    first = backbones.build(
+        document.backbone,
+        tokenizer_json=learnt["document"],
+        seed=seed,
+        placeholders=document.pooling == "placeholders",
+    )
     second = Backbone(adapters.twin(first.model), copy.deepcopy(first.tokenizer), first.causal)
     return DualEncoder(
         of_query(tokenizer_json=None, backbone=first), of_document(tokenizer_json=None, backbone=second)
@@ -109,5 +114,10 @@ def build(
 def shares_base(query: QueryConfig, document: TowerConfig) -> bool:
     """Whether two towers could stand on one frozen backbone: the same one, and both with an adapter."""
     if isinstance(query, LookupConfig):
+        return False
+    marked = [
+        isinstance(tower, TowerConfig) and tower.pooling != "placeholders" for tower in (query, document)
+    ]
+    if marked[0] != marked[1]:  # one reads placeholders, for which its table has rows
         return False
     return query.backbone == document.backbone and None not in (query.lora, document.lora)
