@@ -6,25 +6,27 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import families
 import numpy as np
 import pyarrow as pa
 import pytest
 from numpy import ndarray
-from published import CONTENTS, PROMPTS, QUERIES, TEXTS, TITLES, folder
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Router
 from sentence_transformers.sentence_transformer.modules import LayerNorm
 from torch import nn
 
+import families
+from published import CONTENTS, PROMPTS, QUERIES, TEXTS, TITLES, folder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
-from scalingnote.models import native, native_tower
+from scalingnote.models import dual_encoder, native, native_tower, tower
 from scalingnote.models.config import Lora, Pretrained, Scratch, TowerConfig
+from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.library_tower import LibraryTower
 from scalingnote.models.prompt import DocumentPrompt
-from scalingnote.models.tower import Tower
+from scalingnote.models.tower import Tower, collate
+from scalingnote.train import corpus
 
 CLOSE = 1e-5
 DENSE = [(16, True, nn.Tanh()), (24, False, nn.Identity())]
@@ -63,9 +65,9 @@ def build(path: Path, role: native.Role, **more: Any) -> Tower:
     )
 
 
-def ours(tower: Tower) -> ndarray:
-    encoder = Encoder(tower, precision="float32", token_budget=64)
-    if tower.role == "query":
+def ours(made: Any) -> ndarray:
+    encoder = Encoder(made, precision="float32", token_budget=64)
+    if made.role == "query":
         return encoder.encode_queries(QUERIES)
     columns = {"title": TITLES, "topic": ["not read"] * len(TITLES), "content": CONTENTS}
     return encoder.encode_documents(pa.table(columns))["summary"]
@@ -274,3 +276,33 @@ def test_a_passage_prompt_is_one_of_documents(tmp_path: Path):
     expected = SentenceTransformer(str(path), device="cpu").encode(TEXTS, prompt_name="passage")
     np.testing.assert_allclose(ours(build(path, "document")), expected, atol=CLOSE)
     assert load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+def test_training_starts_from_the_published_model(tmp_path: Path, lora: Lora | None):
+    path = folder(tmp_path, prompts=PROMPTS, dense=DENSE[:1])
+    made = dual_encoder.build(
+        config(path, lora=lora), config(path, lora=lora), dim=16, tokenizers={}, seed=0, share_base=True
+    ).eval()
+    for role in ("query", "document"):
+        side: Any = getattr(made, role)
+        np.testing.assert_allclose(ours(side), theirs(path, role), atol=CLOSE)
+        prompt: Any = corpus.prompt(config(path), role=role, tokenizer_json=None)
+        texts = (TITLES, ["topic"] * len(TITLES), CONTENTS) if role == "document" else (QUERIES,)
+        rows = prompt.rows(*texts)
+        assert rows == side.prompt.rows(*texts)
+        learns = [p for p in side.parameters() if p.is_floating_point() and p.requires_grad] or [
+            p.requires_grad_(True) for p in side.backbone.parameters()
+        ]  # Encoder froze all
+        side(collate(rows, pad=side.pad, packed=True))[:, 0, 0].sum().backward()
+        assert any(parameter.grad is not None for parameter in learns)
+    made.save(tmp_path / "towers")
+    loaded = DualEncoder.load(tmp_path / "towers")
+    np.testing.assert_allclose(ours(loaded.document), theirs(path, "document"), atol=CLOSE)
+
+
+def test_a_published_model_has_no_term_weights(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"set document\.pooling to placeholders"):
+        tower.build(
+            config(folder(tmp_path)), role="document", dim=32, tokenizer_json=None, seed=0, sparse=True
+        )

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import families
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
@@ -13,6 +12,8 @@ from sentence_transformers.base.modules.transformer import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers.processors import TemplateProcessing
 from torch import nn
+
+import families
 
 PROMPTS = {"query": "find: ", "document": "text: "}
 QUERIES = ["join tensors", "", "word " * 40, "don't [MASK] _this_ 12", "tensors"]
