@@ -106,10 +106,8 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int) -> str:
     return str(tokenizer.to_str())
 
 
-def build(
-    config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int, placeholders: bool = True
-) -> Backbone:
-    """A backbone ready to train, with the placeholders in its vocabulary unless nothing reads them.
+def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int) -> Backbone:
+    """A backbone ready to train, with the placeholders in its vocabulary.
 
     ConfigError when a pretrained path is not a model, or a scratch one comes without its tokenizer.
     """
@@ -122,8 +120,6 @@ def build(
                 backbone = _from_scratch(config, tokenizer_json)
             case Pretrained():
                 backbone = load(config.path, layers=config.layers)
-        if not placeholders:
-            return backbone
         new = [token for token in PLACEHOLDERS if token not in backbone.tokenizer.get_vocab()]
         backbone.tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
         _grow(backbone.model, len(backbone.tokenizer))

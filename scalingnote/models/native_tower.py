@@ -142,8 +142,7 @@ def build(
             "the stage adopt encodes with it"
         )
     assert isinstance(config.backbone, Pretrained)
-    layers = config.backbone.layers
-    backbone = backbone or _backbone(model, layers=layers)
+    backbone = backbone or _backbone(model, layers=config.backbone.layers)
     backbone.tokenizer = tokenizer_of(model)
     made = _head(config, model, hidden=backbone.hidden, dim=dim, seed=seed)
     if dim is not None and made.dim != dim:
@@ -157,6 +156,12 @@ def build(
         adapters.add(backbone.model, config.lora, name=role, tokens=[], seed=seed)
         made.requires_grad_(config.projection == "random")
     return NativeTower(backbone, config, model, made, role=role, adapter=adapter)
+
+
+def backbone_of(config: TowerConfig, role: Role) -> Backbone:
+    """The transformer of a published model, for towers that share it. ConfigError as for :func:`build`."""
+    assert isinstance(config.backbone, Pretrained)
+    return _backbone(native.of_config(config, role), layers=config.backbone.layers)
 
 
 def load(folder: Path, facts: dict[str, Any]) -> Tower:
