@@ -34,6 +34,7 @@ RULES = (
     Rule(r"^(lost|duplicates$|doubled$|undocumented$|wrong)", "zero"),
     Rule(r"^faults_survived$", "higher"),
     Rule(r"^errors_per_request$", "lower", 0.005, relative=False),
+    Rule(r"^max_difference$", "lower", 1e-6, relative=False),
     Rule(r"^(faults|kills|requests|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),
     Rule(r"^datasets_", "either"),  # on how many an order of a paper's holds
     Rule(r"^r2_", "higher", 0.1, relative=False),

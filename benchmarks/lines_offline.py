@@ -114,6 +114,16 @@ def encode(r: Report) -> Lines:
     yield ratio(r, "driver_mb_largest_over_smallest", what, f"{last['driver MB']:.0f} MB", beside)
 
 
+def native(r: Report) -> Lines:
+    what = "published models: largest difference of an embedding from sentence-transformers"
+    yield value(r, "max_difference", what, "", f"{len(r['differences'])} models", bar=1e-5)
+    ours, peer = r["speeds"]
+    what = "all-MiniLM-L6-v2 on documents of mixed lengths, documents/s"
+    beside = f"{peer['side']}: {peer['documents/s']:.1f}"
+    name = "speed_over_sentence_transformers"
+    yield ratio(r, name, what, f"{ours['documents/s']:.1f}", beside, bar=1)
+
+
 def encode_faults(r: Report) -> Lines:
     lost = sum(case["lost"] + case["doubled"] for case in r["cases"])
     what = f"SIGKILL of driver, encoder, node: digest equal; documents lost or doubled: {lost}"

@@ -17,6 +17,7 @@ STAGES = {
     "prepare": "read a dataset into documents, queries and qrels",
     "planner": "learn which words of a query matter",
     "collect": "turn clicks and rankings into training triplets",
+    "adopt": "take a published embedding model as the dual encoder, in stage I's place",
     "train": "stage I: train both towers",
     "cross_encoder": "train a dual-pooled cross-encoder, a teacher in stage I's place",
     "teacher": "embed the training queries with the teacher",

@@ -2,6 +2,7 @@
 
 from pydantic import Field, model_validator
 
+from scalingnote.adopt.config import AdoptConfig
 from scalingnote.collect.config import CollectConfig
 from scalingnote.config import Config
 from scalingnote.cross_encoder.config import DualPooledConfig
@@ -31,6 +32,9 @@ class RunConfig(Config):
         1, ge=1, description="of stage I; each but the first trains on negatives mined with the one before"
     )
     mine: MineConfig = MineConfig()
+    adopt: AdoptConfig | None = Field(
+        None, description="a published embedding model as the dual encoder, in place of stage I's training"
+    )
     train: TrainConfig = TrainConfig()
     cross_encoder: DualPooledConfig | None = Field(
         None, description="a teacher in place of stage I's dual encoder (EmbedDistill, section 4.2)"
@@ -49,7 +53,10 @@ class RunConfig(Config):
     def _has_a_query_tower(self) -> "RunConfig":
         if self.cross_encoder is not None and self.distill is None:
             raise ValueError("a cross-encoder has no query tower to serve: give it a student, set distill")
-        if self.cross_encoder is None and self.distill is not None and self.train.query.kind == "token_wise":
+        if self.adopt is not None and (self.cross_encoder is not None or self.rounds > 1):
+            raise ValueError("adopt takes the place of stage I: leave cross_encoder out, and rounds at 1")
+        trained = self.cross_encoder is None and self.adopt is None
+        if trained and self.distill is not None and self.train.query.kind == "token_wise":
             raise ValueError("a query tower that reads tokens one by one is no teacher: set distill to null")
         if self.cross_encoder is not None and self.teacher.texts:
             raise ValueError("a cross-encoder reads a query beside a document: leave teacher.texts out")

@@ -30,6 +30,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("prepare", "dataset", (), "dataset", "scalingnote.datasets.job:run"),
     Stage("planner", "planner", ("dataset",), "planner", "scalingnote.planner.job:run"),
     Stage("collect", "triplets", ("dataset", "planner"), "collect", "scalingnote.collect.job:run"),
+    Stage("adopt", "dual_encoder", (), "adopt", "scalingnote.adopt.job:run"),
     Stage("train", "dual_encoder", ("dataset", "triplets"), "train", "scalingnote.train.job:run"),
     Stage(
         "cross_encoder",
@@ -119,6 +120,8 @@ _ROUND = ("train", "encode", "mine")
 def of(config: RunConfig) -> list[Stage]:
     """The stages this config asks for, in order: without a distill section there is no student.
 
+    With an adopt section nothing is trained in stage I; triplets and their planner are then built only where
+    a student or fusion reads them.
     A round of stage I before the last is ``train@1``, ``encode@1``, ``mine@1``, and so on.
     """
     known = {stage.name: stage for stage in STAGES}
@@ -127,9 +130,11 @@ def of(config: RunConfig) -> list[Stage]:
     earlier = [
         replace(known[name], name=f"{name}@{number}") for number in range(1, config.rounds) for name in _ROUND
     ]
-    first = [known[name] for name in ("prepare", "planner", "collect")]
+    names = ["prepare", "planner", "collect"]
+    if config.adopt is not None and config.distill is None:
+        names = ["prepare", "planner"] if config.fuse is not None else ["prepare"]
     return [
-        *first,
+        *(known[name] for name in names),
         *earlier,
         *_last_round(config, known),
         known["quantize"],
@@ -141,7 +146,8 @@ def of(config: RunConfig) -> list[Stage]:
 
 def _last_round(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
     """The teacher, and the student if there is one."""
-    top = known["train" if config.cross_encoder is None else "cross_encoder"]
+    trained = "train" if config.cross_encoder is None else "cross_encoder"
+    top = known["adopt" if config.adopt is not None else trained]
     if config.distill is None:
         return [top, known["encode"]]
     texts = ("dataset",) if config.teacher.texts else ()

@@ -95,6 +95,9 @@ class DistillConfig(Schedule):
             raise ValueError("a lookup student has no layers: leave distill.start at random")
         if self.start == "teacher" and isinstance(self.student.backbone, Pretrained):  # type: ignore[union-attr]
             raise ValueError("a pretrained student brings its own weights: leave distill.start at random")
+        published = isinstance(self.student, TowerConfig) and self.student.pooling != "placeholders"
+        if published and self.new_vocabulary is not None:
+            raise ValueError("a published student reads by its own tokenizer: leave new_vocabulary out")
         if self.teacher_layers is not None and self.start != "teacher":
             raise ValueError("distill.teacher_layers are copied by start: teacher alone")
         return self

@@ -33,6 +33,11 @@ def cut(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> tuple[in
 
     ConfigError when the teacher has no such layers, or its folder no whole model.
     """
+    if (teacher / "modules.json").exists() and not (teacher / "projection.safetensors").exists():
+        raise ConfigError(
+            f"{teacher} is a published model with a pooling of its own: leave distill.start at random, and "
+            "give distill.student.backbone a path"
+        )
     settings: dict[str, Any] = json.loads((teacher / "config.json").read_text()) if _whole(teacher) else {}
     if not settings:
         raise ConfigError(f"{teacher} holds an adapter, not a model: train with merge_adapters=true")

@@ -99,6 +99,8 @@ def build(config: DistillConfig, start: Start, *, teacher: Artifact, dim: int) -
     student = _settings(config, start)
     if isinstance(student, LookupConfig):
         return _lookup(config, student, start, teacher=teacher, dim=dim)
+    if student.pooling != "placeholders":  # a published model, with a tokenizer and tokens of its own
+        return tower.build(student, role="query", dim=dim, tokenizer_json=None, seed=config.seed)
     backbone = backbones.build(student.backbone, tokenizer_json=start.tokenizer, seed=config.seed)
     table: Any = backbone.model.get_input_embeddings()  # type: ignore[operator]
     if inherits(config):

@@ -40,7 +40,9 @@ class EncodeConfig(Config):
     top_k: int = Field(
         256, ge=1, description="terms kept per document, the largest, where the tower has a sparse head"
     )
-    token_budget: int = Field(8192, ge=16, description="padded tokens per forward pass")
+    token_budget: int = Field(
+        8192, ge=16, description="most tokens of a forward pass; a CPU takes 1,024 at most"
+    )
     resources: Fleet = Fleet()
 
 
@@ -48,7 +50,9 @@ class TeacherConfig(Config):
     """Training queries through stage I's query tower, once; the student never sees the teacher itself."""
 
     rows_per_part: int = Field(8192, ge=1, description="queries per committed part")
-    token_budget: int = Field(8192, ge=16, description="padded tokens per forward pass")
+    token_budget: int = Field(
+        8192, ge=16, description="most tokens of a forward pass; a CPU takes 1,024 at most"
+    )
     texts: tuple[Literal["title", "sentence"], ...] = Field(
         (),
         description="of documents, which the teacher embeds as queries, too: words that no training query "

@@ -19,6 +19,10 @@ from scalingnote.models.shape import of_model
 from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower, collate
 
+# More tokens at once leave a CPU's cache: all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a second with
+# 8,192 (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are alike.
+CPU_TOKENS = 1024
+
 
 class Encoder:
     """A trained tower, ready to encode. Weights are converted once: autocast would recast them per call."""
@@ -31,8 +35,10 @@ class Encoder:
         precision: Precision = "auto",
         device: torch.device | None = None,
     ) -> None:
+        """`token_budget` is the most tokens of a forward pass; a CPU takes :data:`CPU_TOKENS` at most."""
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._device, self._budget = device, token_budget
+        self._device = device
+        self._budget = min(token_budget, CPU_TOKENS) if device.type == "cpu" else token_budget
         self.tower = tower.eval().to(device)
         lower(self.tower.backbone, compute_dtype(precision, device))
         self.tower.requires_grad_(False)

@@ -27,6 +27,7 @@ from scalingnote.models.onnx import FILES, OnnxTower
 if TYPE_CHECKING:
     from scalingnote.models.precision import Precision
 
+PUBLISHED = ("native", "sentence_transformers")  # kinds of towers that keep their own head
 Encode = Callable[[Sequence[str]], Float32[ndarray, "queries dim"]]
 
 
@@ -88,7 +89,7 @@ def forms(folder: Path) -> list[Form]:
     if facts.get("kind") == "lookup":
         return ["lookup"]
     found: list[Form] = [form for form, name in FILES.items() if (folder / name).exists()]
-    if (folder / "projection.safetensors").exists():
+    if (folder / "projection.safetensors").exists() or facts.get("kind") in PUBLISHED:
         found += ["torch", "compiled"]
     return found
 

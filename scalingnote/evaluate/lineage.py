@@ -36,10 +36,13 @@ class Ancestor:
     def stage(self) -> str:
         """The stage that builds artifacts of this kind.
 
+        A dual encoder that names the weights of a published model was adopted.
         Triplets that rest on towers were mined with them; embeddings that rest on semantic IDs are fused, and
         others that rest on a student are its own.
         """
         parents = self.artifact.manifest.parents if self.artifact else {}
+        if self.kind == "dual_encoder" and self.artifact and "weights_sha256" in self.artifact.manifest.info:
+            return "adopt"
         if self.kind == "triplets" and "dual_encoder" in parents:
             return "mine"
         if self.kind == "embeddings" and "semantic_ids" in parents:

@@ -44,7 +44,9 @@ def choose(model: nn.Module, attention: Attention) -> bool:
     ConfigError when FlashAttention is asked for and not installed.
     """
     settings: Any = model.config
-    known = settings.model_type in FAMILIES
+    # A decoder that reads both ways within a window: its window is counted otherwise than in `_band`.
+    windowed = getattr(settings, "is_causal", None) is False and getattr(settings, "sliding_window", None)
+    known = settings.model_type in FAMILIES and not windowed
     match attention:
         case "eager":
             model.set_attn_implementation("eager")  # type: ignore[operator]

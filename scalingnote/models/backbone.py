@@ -163,7 +163,14 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
 
         _grow(model, len(tokenizer))
         model = adapters.load_merged(model, path)
-    return Backbone(model, tokenizer, causal=is_causal(settings))
+    causal = is_causal(settings)
+    if not causal:
+        for (
+            module
+        ) in model.modules():  # attention of a causal family whose config says that it reads both ways
+            if getattr(module, "is_causal", False):
+                module.is_causal = False
+    return Backbone(model, tokenizer, causal=causal)
 
 
 def shell(path: str | Path) -> Backbone:
@@ -194,7 +201,14 @@ def output_head(path: str) -> Tensor | None:
 
 
 def is_causal(settings: Any) -> bool:
-    """An architecture that transformers gives a masked-language-model head reads both ways."""
+    """Whether a token sees only what stands before it, by the config's own flag where it has one.
+
+    Else an architecture that transformers gives a masked-language-model head reads both ways.
+    """
+    text = _text_config(settings)
+    both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    if both_ways or getattr(text, "is_causal", None) is False:
+        return False
     return bool(getattr(settings, "is_decoder", False)) or type(settings) not in MODEL_FOR_MASKED_LM_MAPPING
 
 
@@ -248,7 +262,7 @@ def _described(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
     try:
         adapter = find_adapter_config_file(str(path))
         base = json.loads(Path(adapter).read_text())["base_model_name_or_path"] if adapter else str(path)
-        settings = AutoConfig.from_pretrained(base)
+        settings = AutoConfig.from_pretrained(base, trust_remote_code=False)
         own = adapter is None or cached_file(str(path), "tokenizer.json", **_MAYBE) is not None
         tokenizer = _tokenizer(str(path) if own else base)
     except (OSError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from scalingnote.config import Config
 
@@ -50,6 +50,9 @@ class Lora(Config):
     )
 
 
+Pooling = Literal["auto", "cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_length"]
+
+
 class TowerConfig(Config):
     """One tower: text -> tokens -> hidden states -> pooled state -> projected embedding."""
 
@@ -65,6 +68,34 @@ class TowerConfig(Config):
         description="document towers only: {title} {topic} {content} and the placeholders "
         "[TITLE_QUERY] [CONTENT_QUERY] [EMB], one per view (ScalingNote, section 3.2)",
     )
+    pooling: Literal["placeholders"] | Pooling = Field(
+        "placeholders",
+        description="placeholders: the states that `prompt` marks, and a query's first or last state. All "
+        "others read a published embedding model as it is, without `prompt`; auto: as its files say",
+    )
+    projection: Literal["auto", "none", "random"] = Field(
+        "auto",
+        description="auto: the published model's dense layers, or a random matrix with pooling=placeholders; "
+        "none: pooled states are embeddings; random: a new matrix of `dim` rows, to train",
+    )
+    normalise: bool | None = Field(
+        None, description="of a published model: embeddings of length 1; null: as its files say"
+    )
+    prefix: str | None = Field(
+        None, description="of a published model: text before every text of this tower; null: its own prompt"
+    )
+
+    @model_validator(mode="after")
+    def _is_published(self) -> "TowerConfig":
+        if self.pooling != "placeholders":
+            return self
+        changed = [name for name in ("normalise", "prefix") if getattr(self, name) is not None]
+        changed += ["projection"] * (self.projection == "none")
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} need a published model: set pooling to auto, cls, mean..."
+            )
+        return self
 
 
 class LookupConfig(Config):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from scalingnote.errors import ConfigError
 from scalingnote.models import backbone as backbones
-from scalingnote.models import query_tower, tower
+from scalingnote.models import native_tower, query_tower, tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.config import LookupConfig, TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupTower
@@ -99,7 +99,10 @@ def build(
         )
     from scalingnote.models import adapters  # late: peft is slow to import, and few need it
 
-    first = backbones.build(document.backbone, tokenizer_json=learnt["document"], seed=seed)
+    if document.pooling == "placeholders":
+        first = backbones.build(document.backbone, tokenizer_json=learnt["document"], seed=seed)
+    else:
+        first = native_tower.backbone_of(document, "document")
     second = Backbone(adapters.twin(first.model), copy.deepcopy(first.tokenizer), first.causal)
     return DualEncoder(
         of_query(tokenizer_json=None, backbone=first), of_document(tokenizer_json=None, backbone=second)
@@ -109,5 +112,10 @@ def build(
 def shares_base(query: QueryConfig, document: TowerConfig) -> bool:
     """Whether two towers could stand on one frozen backbone: the same one, and both with an adapter."""
     if isinstance(query, LookupConfig):
+        return False
+    poolings = [
+        tower.pooling if isinstance(tower, TowerConfig) else "placeholders" for tower in (query, document)
+    ]
+    if poolings.count("placeholders") == 1:  # for these its table has rows that the other's has not
         return False
     return query.backbone == document.backbone and None not in (query.lora, document.lora)

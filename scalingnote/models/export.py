@@ -16,7 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from scalingnote.models.head import Dense, Head
 from scalingnote.models.layout import indexed, layout
+from scalingnote.models.native import MODES, NativeModel, Role
 
 _RELEASE = "6.2.0"  # whose files these are
 
@@ -48,11 +50,7 @@ def write(
         "activation_function": "torch.nn.modules.linear.Identity",
     }
     _module(folder, modules, settings, {"linear.weight": projection.detach().contiguous()})
-    listed = [
-        {"idx": i, "name": str(i), "path": _path(i, name), "type": f"sentence_transformers.{name}"}
-        for i, name in enumerate(modules)
-    ]
-    _json(folder / "modules.json", listed)
+    _list(folder, modules)
     _json(
         folder / "sentence_bert_config.json",
         {
@@ -67,20 +65,47 @@ def write(
     # `encode_document(text)` of a text alone takes it for the content of a document without a title.
     alone = "" if template is None else layout(template, causal=causal)
     alone = alone.format(title="", topic="", content="") if alone.endswith("{content}") else ""
+    _describe(folder, {"query": "", "document": alone})
+
+
+def write_native(folder: Path, model: NativeModel, layers: Head, *, role: Role, max_length: int) -> None:
+    """Add sentence-transformers' files to a folder that holds the transformer of a published model.
+
+    They say what the model's own files said of this role; its prompt stands under both roles' names, so that
+    `encode`, `encode_query` and `encode_document` read a text alike.
+    """
+    modules = ["base.modules.transformer.Transformer", "sentence_transformer.modules.pooling.Pooling"]
+    names = [MODES[mode] for mode in model.pooling]
+    pooling = {
+        "embedding_dimension": layers.hidden // len(names),
+        "pooling_mode": names[0] if len(names) == 1 else names,
+        "include_prompt": model.include_prompt,
+    }
+    _module(folder, modules, pooling, {})
+    for layer in layers:
+        if isinstance(layer, Dense):
+            modules.append("base.modules.dense.Dense")
+            _module(folder, modules, layer.settings, layer.tensors())
+        else:
+            modules.append("base.modules.normalize.Normalize")
+            _module(folder, modules, {}, {})
+    _list(folder, modules)
     _json(
-        folder / "config_sentence_transformers.json",
+        folder / "sentence_bert_config.json",
         {
-            "__version__": {
-                "sentence_transformers": _RELEASE,
-                "transformers": transformers.__version__,
-                "pytorch": torch.__version__,
-            },
-            "model_type": "SentenceTransformer",
-            "prompts": {"query": "", "document": alone},
-            "default_prompt_name": None,
-            "similarity_fn_name": "cosine",
+            "transformer_task": "feature-extraction",
+            "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+            "module_output_name": "token_embeddings",
+            "max_seq_length": max_length,
+            "do_lower_case": model.lower_case,
+            **(
+                {"processor_kwargs": {"tokenizer_type": model.tokenizer_type}} if model.tokenizer_type else {}
+            ),
         },
     )
+    named = {"query": model.prefix, "document": model.prefix}
+    default = role if model.prefix else None
+    _describe(folder, named, default=default, truncate_dim=layers.keep)
 
 
 def _weight_of_one(
@@ -92,6 +117,33 @@ def _weight_of_one(
     weights = torch.tensor([[float(word == token)] for word in vocabulary])
     settings = {"vocab": vocabulary, "word_weights": {token: 1.0}, "unknown_word_weight": 0.0}
     return settings, {"emb_layer.weight": weights}
+
+
+def _list(folder: Path, modules: list[str]) -> None:
+    listed = [
+        {"idx": i, "name": str(i), "path": _path(i, name), "type": f"sentence_transformers.{name}"}
+        for i, name in enumerate(modules)
+    ]
+    _json(folder / "modules.json", listed)
+
+
+def _describe(
+    folder: Path, prompts: dict[str, str], *, default: str | None = None, truncate_dim: int | None = None
+) -> None:
+    settings: dict[str, Any] = {
+        "__version__": {
+            "sentence_transformers": _RELEASE,
+            "transformers": transformers.__version__,
+            "pytorch": torch.__version__,
+        },
+        "model_type": "SentenceTransformer",
+        "prompts": prompts,
+        "default_prompt_name": default,
+        "similarity_fn_name": "cosine",
+    }
+    if truncate_dim is not None:
+        settings["truncate_dim"] = truncate_dim
+    _json(folder / "config_sentence_transformers.json", settings)
 
 
 def _module(folder: Path, modules: list[str], settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:

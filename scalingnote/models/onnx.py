@@ -122,7 +122,9 @@ def export(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm =
         raise ConfigError("a graph is checked against real queries: give some")
     facts = json.loads((folder / "tower.json").read_text())
     if facts.get("kind", "transformer") != "transformer" or facts["role"] != "query":
-        raise ConfigError(f"{folder} holds no query tower with a transformer: there is no graph to export")
+        raise ConfigError(
+            f"{folder} holds no query tower with a transformer and a projection: there is no graph to export"
+        )
     from scalingnote.models.tower import Tower  # late: reading a graph needs no torch
 
     tower = Tower.load(folder)

@@ -20,6 +20,8 @@ VIEWS = tuple(PLACEHOLDERS.values())
 _PIECE = re.compile(r"(\{title\}|\{topic\}|\{content\}|\[TITLE_QUERY\]|\[CONTENT_QUERY\]|\[EMB\])")
 # Tokenising 20,000 characters to keep 60 tokens is wasted: no tokenizer packs more than this on average.
 _CHARS_PER_TOKEN = 16
+# The same where a text that is cut too short is tokenised again, so that what most texts need is enough.
+_CHARS_PER_TEXT_TOKEN = 8
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class DocumentPrompt:
     @classmethod
     def restore(cls, facts: Mapping[str, Any], tokenizer_json: str) -> "DocumentPrompt":
         """A saved tower's prompt, from its ``tower.json`` and ``tokenizer.json``: no weights, no torch."""
+        if "text" in facts:  # of a published model
+            return TextDocuments(Tokenizer.from_str(tokenizer_json), **facts["text"])
         if "special" not in facts:
             raise ArtifactError(
                 "this tower was saved by an earlier version: re-run the stage that trained it"
@@ -175,6 +179,104 @@ class DocumentPrompt:
                 f"title takes {len(title)} tokens, the model reads {self._max_positions}: shorten the title"
             )
         return Row(ids, positions + [at for span in spans.values() for at in span] * self._spans)
+
+
+class TextPrompt:
+    """A text as a published model reads it: a prefix, and what the tokenizer's post-processor adds.
+
+    A long text loses its end, never a special token, as under sentence-transformers.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, prefix: str, max_length: int, keeps: str = "left", empty: int = 0
+    ) -> None:
+        """`keeps` is the side of a long text that is read; `tokenizer` is copied.
+
+        A text without any token, such as an empty one to which nothing is added, is read as token `empty`.
+
+        ConfigError when the prefix alone fills `max_length`.
+        """
+        self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self.tokenizer.no_padding()
+        self._prefix, self._max_length, self._keeps, self._empty = prefix, max_length, keeps, empty
+        self.tokenizer.no_truncation()
+        self._head, self._tail = self._around(self.tokenizer.encode("a").ids)
+        fixed = len(self.tokenizer.encode(prefix).ids)
+        if fixed >= max_length:
+            raise ConfigError(
+                f"the prompt {prefix!r} alone takes {fixed} of {max_length} tokens: raise max_length or give "
+                "another prefix"
+            )
+        direction = "right" if keeps == "left" else "left"
+        self.tokenizer.enable_truncation(max_length, direction=direction)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What makes this prompt again, beside the tokenizer."""
+        return {
+            "prefix": self._prefix,
+            "max_length": self._max_length,
+            "keeps": self._keeps,
+            "empty": self._empty,
+        }
+
+    def texts(self, texts: Sequence[str]) -> list[Row]:
+        """One row per text. Its position counts for nothing: pooling reads all states of a row."""
+        given = [self._prefix + text for text in texts]
+        cut = [self._shortened(text) for text in given]
+        rows = self._encode(cut)
+        # Few characters may be many tokens, but a text of long words may need more of them than were read.
+        again = [
+            i for i, ids in enumerate(rows) if len(cut[i]) < len(given[i]) and len(ids) < self._max_length
+        ]
+        for i, ids in zip(again, self._encode([given[i] for i in again]), strict=True):
+            rows[i] = ids
+        return [Row(ids or [self._empty], [0]) for ids in rows]
+
+    def row(self, ids: Sequence[int]) -> Row:
+        """The row of a text of these tokens."""
+        prefix = self.tokenizer.encode(self._prefix, add_special_tokens=False).ids
+        return Row([*self._head, *prefix, *ids, *self._tail], [0])
+
+    def _shortened(self, text: str) -> str:
+        """Its beginning, up to a space: tokenising what no row has room for is wasted."""
+        longest = self._max_length * _CHARS_PER_TEXT_TOKEN
+        if self._keeps != "left" or len(text) <= longest:
+            return text
+        end = text.rfind(" ", 0, longest)
+        return text[:end] if end > 0 else text
+
+    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+        if len(texts) == 1:  # as in `tokenize`
+            return [self.tokenizer.encode(texts[0]).ids]
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
+
+    def _around(self, ids: list[int]) -> tuple[list[int], list[int]]:
+        """Special tokens before and behind a text, from the row of the text "a"."""
+        bare = self.tokenizer.encode("a", add_special_tokens=False).ids
+        start = next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)
+        return ids[:start], ids[start + len(bare) :]
+
+
+class TextQueries(TextPrompt, QueryPrompt):
+    """Queries of a published model."""
+
+    def rows(self, queries: Sequence[str]) -> list[Row]:
+        """One row per query."""
+        return self.texts(queries)
+
+
+class TextDocuments(TextPrompt, DocumentPrompt):
+    """Documents of a published model, ``title content`` as in BEIR; it reads no topic."""
+
+    views, width = ("summary",), 1
+
+    def rows(
+        self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
+    ) -> list[Row | DataError]:
+        """One row per document; whatever its length, it can be read."""
+        texts = [f"{title} {content}".strip() for title, content in zip(titles, contents, strict=True)]
+        return [*self.texts(texts)]
 
 
 def split(template: str) -> list[str]:

@@ -50,6 +50,8 @@ def model_card(
 ) -> str:
     """Markdown of one tower: `facts` is its tower.json, `ancestors` are manifests by kind, those found."""
     config, role = manifest.config, facts["role"]
+    if "losses" not in config:
+        return _adopted_card(manifest, facts)
     settings = config["student" if "student" in config and role == "query" else role]
     if settings.get("kind") == "token_wise" and settings["backbone"] is None:
         settings = {**settings, **{name: config["document"][name] for name in ("backbone", "lora")}}
@@ -102,6 +104,43 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
+def _adopted_card(manifest: Manifest, facts: Mapping[str, Any]) -> str:
+    """Markdown of a published model's tower, which nothing was trained of."""
+    role, config = facts["role"], manifest.config
+    path = config.get("query_path") or config["path"] if role == "query" else config["path"]
+    example = '["how to join two tensors"]' if role == "query" else '["Title Text of the document"]'
+    weights = manifest.info.get("weights_sha256", {}).get(role, {})
+    read = "Queries are" if role == "query" else "Documents are"
+    created = manifest.info.get("created", "at an unknown time")
+    lines = [
+        "---",
+        "library_name: sentence-transformers",
+        "pipeline_tag: sentence-similarity",
+        f"base_model: {json.dumps(path)}",
+        "tags: [sentence-transformers, feature-extraction, dense-retrieval, scalingnote]",
+        "---",
+        f"# {role.capitalize()} tower, {facts['dim']} dimensions",
+        "",
+        f"`{path}` as published: ScalingNote trained nothing of it. "
+        f"{read} read up to {facts['max_length']} tokens, behind "
+        f"the prompt {json.dumps(facts['prompt'], ensure_ascii=False)}.",
+        "",
+        "## Use",
+        "",
+        "```python",
+        "from sentence_transformers import SentenceTransformer",
+        "",
+        "model = SentenceTransformer(PATH)",
+        f"model.encode_{role}({example})",
+        "```",
+        "",
+        *(f"- `{name}`: sha256 `{digest}`" for name, digest in weights.items()),
+        "",
+        f"Artifact digest `{manifest.digest[:16]}`, built {created}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _use(facts: Mapping[str, Any]) -> list[str]:
     query = facts["role"] == "query"
     if facts.get("kind") == "lookup":
@@ -130,6 +169,8 @@ def _use(facts: Mapping[str, Any]) -> list[str]:
     code = ["from sentence_transformers import SentenceTransformer", "", "model = SentenceTransformer(PATH)"]
     if query:
         return ["```python", *code, 'model.encode(["how to join two tensors"])', "```"]
+    if facts.get("kind") == "native":
+        return ["```python", *code, 'model.encode_document(["Title Text of the document"])', "```"]
     written = json.dumps(layout(facts["prompt"], causal=facts["causal"]), ensure_ascii=False)
     return [
         "```python",

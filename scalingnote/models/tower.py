@@ -201,6 +201,14 @@ class Tower(nn.Module):
         """Read a folder written by :meth:`save`; ArtifactError when it is not one."""
         try:
             facts = json.loads((folder / "tower.json").read_text())
+            if facts.get("kind") == "native":
+                from scalingnote.models import native_tower  # late: it extends this class
+
+                return native_tower.load(folder, facts)
+            if facts.get("kind") == "sentence_transformers":
+                from scalingnote.models.library_tower import LibraryTower  # late, and a large import
+
+                return LibraryTower.load(folder)
             weight = load_file(folder / "projection.safetensors")["weight"]
             own = None
             if facts.get("sparse") == "own":
@@ -232,8 +240,14 @@ def build(
 
     Two towers of one config and seed start from the same backbone weights. With `sparse` it has a sparse
     head: the checkpoint's own language-model head, or the input table's rows. A `backbone` that
-    brings its adapter tells its name.
+    brings its adapter tells its name. With a pooling other than "placeholders" it is a published model's.
     """
+    if config.pooling != "placeholders":
+        from scalingnote.models import native_tower  # late: it extends Tower
+
+        if sparse:
+            raise ConfigError("term weights need a document prompt: set document.pooling to placeholders")
+        return native_tower.build(config, role=role, dim=dim, seed=seed, backbone=backbone, adapter=adapter)
     backbone = backbone or backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
     head = _sparse_head(config) if sparse else None
     if config.lora is not None and adapter is None:

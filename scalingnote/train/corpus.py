@@ -14,6 +14,7 @@ from numpy import ndarray
 from tokenizers import Tokenizer
 
 from scalingnote.models import backbone as backbones
+from scalingnote.models import native_tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupPrompt
@@ -99,6 +100,8 @@ def prompt(
     if isinstance(config, LookupConfig):
         assert tokenizer_json is not None
         return LookupPrompt(Tokenizer.from_str(tokenizer_json), max_length=config.max_length)
+    if isinstance(config, TowerConfig) and config.pooling != "placeholders":
+        return native_tower.prompt_of(config, role=role)
     with torch.device("meta"):
         if isinstance(config.backbone, Scratch):
             shell = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=0)

@@ -1,0 +1,1 @@
+"""Published embedding models taken as they are: a dual encoder without training."""

@@ -1,0 +1,33 @@
+"""The benchmark of published models at a tiny size: equal embeddings, and both sides timed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import native
+
+TEXTS = ["join two tensors", "word " * 60, "an axis"]
+
+
+@pytest.mark.parametrize("name", native.MODELS)
+def test_small_models_are_encoded_alike(name: str, tmp_path: Path):
+    path = native.small(tmp_path, **native.MODELS[name])
+    found = native.difference(path, ["", *TEXTS])
+    assert 0 < max(found.values()) < 1e-5
+
+
+def test_both_sides_are_timed_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "BATCHES", (2,))
+    path = native.small(tmp_path, pooling="mean")
+    rows, ratio = native.speed(path, TEXTS, rounds=2, threads=1)
+    assert [row["side"] for row in rows] == ["scalingnote", "sentence-transformers, batch 2"]
+    assert ratio > 0
+    assert all(row["documents/s"] > 0 for row in rows)
+
+
+def test_documents_have_mixed_lengths(tmp_path: Path):
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]"] * 2000 + ["word", "##piece", "other"]))
+    lengths = [len(text.split()) for text in native.texts(tmp_path, 200, words=60, spread=0.8)]
+    assert 45 < np.median(lengths) < 80
+    assert min(lengths) < 20 < 200 < max(lengths)

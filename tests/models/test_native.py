@@ -1,0 +1,308 @@
+"""Published models are encoded as sentence-transformers encodes them; saved towers are such models again."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from numpy import ndarray
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Router
+from sentence_transformers.sentence_transformer.modules import LayerNorm
+from torch import nn
+
+import families
+from published import CONTENTS, PROMPTS, QUERIES, TEXTS, TITLES, folder
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import ConfigError
+from scalingnote.models import dual_encoder, native, native_tower, tower
+from scalingnote.models.config import Lora, Pretrained, Scratch, TowerConfig
+from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.models.library_tower import LibraryTower
+from scalingnote.models.prompt import DocumentPrompt
+from scalingnote.models.tower import Tower, collate
+from scalingnote.train import corpus
+
+CLOSE = 1e-5
+DENSE = [(16, True, nn.Tanh()), (24, False, nn.Identity())]
+KINDS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "cls, prompts": {"pooling": "cls", "prompts": PROMPTS},
+    "max": {"pooling": "max", "normalise": False},
+    "weighted mean": {"pooling": "weightedmean"},
+    "mean over the root of the length": {"pooling": "mean_sqrt_len_tokens", "normalise": False},
+    "two modes": {"pooling": ["cls", "mean"]},
+    "dense": {"dense": DENSE},
+    "mean without its prompt": {"prompts": PROMPTS, "include_prompt": False},
+    "weighted mean without its prompt": {
+        "pooling": "weightedmean",
+        "prompts": PROMPTS,
+        "include_prompt": False,
+    },
+    "last token": {"family": "qwen2", "pooling": "lasttoken", "prompts": PROMPTS},
+    "last token of its own": {"family": "qwen3", "pooling": "lasttoken", "end": "[MASK]"},
+    "a decoder that reads both ways": {"family": "qwen2", "is_causal": False},
+    "such a decoder with a window": {"family": "mistral", "is_causal": False},
+    "lower case": {"lower_case": True, "max_length": None},
+    "roberta": {"family": "roberta"},
+    "modernbert": {"family": "modernbert", "pooling": "cls"},
+}
+
+
+def config(path: Path, **more: Any) -> TowerConfig:
+    return TowerConfig(backbone=Pretrained(path=str(path)), pooling="auto", max_length=24, **more)
+
+
+def build(path: Path, role: native.Role, **more: Any) -> Tower:
+    length = native_tower.longest(native.read(path, role))
+    return native_tower.build(
+        config(path, **more).model_copy(update={"max_length": length}), role=role, dim=None
+    )
+
+
+def ours(made: Any) -> ndarray:
+    encoder = Encoder(made, precision="float32", token_budget=64)
+    if made.role == "query":
+        return encoder.encode_queries(QUERIES)
+    columns = {"title": TITLES, "topic": ["not read"] * len(TITLES), "content": CONTENTS}
+    return encoder.encode_documents(pa.table(columns))["summary"]
+
+
+def theirs(path: Path, role: native.Role) -> ndarray:
+    model = SentenceTransformer(str(path), device="cpu")
+    return model.encode_query(QUERIES) if role == "query" else model.encode_document(TEXTS)
+
+
+@pytest.mark.parametrize("role", ["query", "document"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings_are_those_of_sentence_transformers(kind: str, role: native.Role, tmp_path: Path):
+    path = folder(tmp_path, **KINDS[kind])
+    expected = theirs(path, role)
+    tower = build(path, role)
+    assert tower.views == (("query",) if role == "query" else ("summary",))
+    np.testing.assert_allclose(ours(tower), expected, atol=CLOSE)
+    tower.save(tmp_path / "saved")
+    np.testing.assert_allclose(ours(Tower.load(tmp_path / "saved")), expected, atol=CLOSE)
+    np.testing.assert_allclose(theirs(tmp_path / "saved", role), expected, atol=CLOSE)
+
+
+def test_what_reads_both_ways_sees_what_follows(tmp_path: Path):
+    flagged = folder(tmp_path / "flagged", "qwen2", is_causal=False)
+    plain = folder(tmp_path / "plain", "qwen2")
+    assert not build(flagged, "query").causal
+    assert build(plain, "query").causal
+    assert np.abs(ours(build(flagged, "query")) - ours(build(plain, "query"))).max() > 0.01
+
+
+def test_families_that_are_not_packed_are_padded(tmp_path: Path):
+    path = folder(tmp_path)
+    tower = build(path, "document", attention="eager")
+    assert not tower.packs
+    np.testing.assert_allclose(ours(tower), theirs(path, "document"), atol=CLOSE)
+
+
+def test_embeddings_may_be_truncated(tmp_path: Path):
+    path = folder(tmp_path)
+    settings = path / "config_sentence_transformers.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"truncate_dim": 8}))
+    tower = build(path, "query")
+    assert tower.dim == 8
+    np.testing.assert_allclose(ours(tower), theirs(path, "query"), atol=CLOSE)
+
+
+def test_a_router_has_modules_for_each_role(tmp_path: Path):
+    routes = {
+        role: SentenceTransformer(str(folder(tmp_path / role, pooling=pooling)), device="cpu")
+        for role, pooling in (("query", "cls"), ("document", "mean"))
+    }
+    router = Router.for_query_document(list(routes["query"])[:2], list(routes["document"])[:2])
+    path = tmp_path / "router"
+    SentenceTransformer(modules=[router, routes["query"][2]], device="cpu").save(
+        str(path), create_model_card=False
+    )
+    for role in ("query", "document"):
+        np.testing.assert_allclose(ours(build(path, role)), theirs(path, role), atol=CLOSE)
+
+
+def test_a_module_that_is_not_known_is_run_by_its_library(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = folder(tmp_path, prompts=PROMPTS)
+    model = SentenceTransformer(str(path), device="cpu")
+    model.insert(2, LayerNorm(32))
+    model.save(str(tmp_path / "odd"), create_model_card=False)
+    found = native.read(tmp_path / "odd", "document")
+    assert found.unknown == "LayerNorm"
+    with pytest.raises(ConfigError, match="cannot be trained"):
+        build(tmp_path / "odd", "document")
+    with caplog.at_level(logging.WARNING, logger="scalingnote"):
+        tower = LibraryTower(found, role="document", max_length=24)
+    np.testing.assert_allclose(ours(tower), theirs(tmp_path / "odd", "document"), atol=CLOSE)
+    tower.save(tmp_path / "saved")
+    np.testing.assert_allclose(
+        ours(Tower.load(tmp_path / "saved")), theirs(tmp_path / "odd", "document"), atol=CLOSE
+    )
+
+
+def test_a_plain_folder_needs_a_pooling(tmp_path: Path):
+    path = families.folder(tmp_path / "plain", "bert")
+    with pytest.raises(ConfigError, match=r"no modules\.json.*set pooling to one of cls, mean"):
+        native.read(path, "query")
+    tower = build_named(path, "mean", normalise=True)
+    assert tower.native.pooling == ("mean",)
+    assert np.allclose(np.linalg.norm(ours(tower), axis=1), 1, atol=CLOSE)
+
+
+def build_named(path: Path, pooling: str, **more: Any) -> Any:
+    made = TowerConfig(backbone=Pretrained(path=str(path)), pooling=pooling, max_length=24, **more)  # type: ignore[arg-type]
+    return native_tower.build(made, role="query", dim=None)
+
+
+def test_a_config_goes_before_the_files(tmp_path: Path):
+    path = folder(tmp_path, dense=DENSE, prompts=PROMPTS)
+    tower = build_named(path, "cls", projection="none", normalise=False, prefix="ask: ")
+    assert tower.dim == 32
+    model = SentenceTransformer(str(path), device="cpu")
+    tokens = model.encode(["ask: tensors"], output_value="token_embeddings")[0]
+    np.testing.assert_allclose(ours(tower)[-1], tokens[0].numpy(), atol=CLOSE)
+    drawn = native_tower.build(config(path, projection="random"), role="query", dim=12)
+    assert ours(drawn).shape == (len(QUERIES), 12)
+
+
+def test_a_prompt_is_restored_without_its_model(tmp_path: Path):
+    tower = build(folder(tmp_path, prompts=PROMPTS), "document")
+    tower.save(tmp_path / "saved")
+    facts = json.loads((tmp_path / "saved/tower.json").read_text())
+    restored = DocumentPrompt.restore(facts, (tmp_path / "saved/tokenizer.json").read_text())
+    fields = (TITLES, ["topic"] * len(TITLES), CONTENTS)
+    assert restored.rows(*fields) == tower.prompt.rows(*fields)
+    assert restored.width == 1
+
+
+def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(tmp_path: Path):
+    prompt: Any = build(folder(tmp_path, max_length=12), "query").prompt
+    whole = prompt.tokenizer
+    texts = ["word " * 400, "a" + " " * 400 + "b c d e f g h i j k l m", "x" * 900, "ab cd " * 3 + "y" * 900]
+    for text, row in zip(texts, prompt.rows(texts), strict=True):
+        assert row.ids == whole.encode(text).ids
+    assert prompt.rows(texts[:1]) == prompt.rows(texts)[:1]
+
+
+def test_a_row_of_tokens_has_the_special_ones_around_it(tmp_path: Path):
+    prompt: Any = build(folder(tmp_path, prompts={"query": "find:"}), "query").prompt
+    assert (
+        prompt.row(prompt.tokenizer.encode(" word", add_special_tokens=False).ids)
+        == prompt.rows([" word"])[0]
+    )
+
+
+def test_adapters_learn_and_what_is_published_stays(tmp_path: Path):
+    path = folder(tmp_path, dense=DENSE[:1])
+    made = build(path, "query", lora=Lora(rank=2))
+    names = [name for name, parameter in made.named_parameters() if parameter.requires_grad]
+    assert names
+    assert all("lora_" in name for name in names)
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            parameter.data += 0.3
+    learnt = ours(made)
+    assert np.abs(learnt - theirs(path, "query")).max() > 0.01
+    for name, merge in (("merged", True), ("kept", False)):
+        made.save(tmp_path / name, merge_adapters=merge)
+        np.testing.assert_allclose(ours(Tower.load(tmp_path / name)), learnt, atol=CLOSE)
+
+
+def edited(path: Path, name: str, **values: Any) -> None:
+    found = json.loads((path / name).read_text()) if (path / name).exists() else {}
+    (path / name).write_text(json.dumps({**found, **values}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda path: edited(path, "1_Pooling/config.json", pooling_mode="attention"), "pools by attention"),
+        (lambda path: (path / "1_Pooling/config.json").write_text("{}"), "states no pooling"),
+        (lambda path: (path / "modules.json").write_text("{"), "is no JSON"),
+        (
+            lambda path: (path / "modules.json").write_text('[{"type": "x.Y", "path": ""}]'),
+            r"begins with x\.Y",
+        ),
+        (lambda path: (path / "modules.json").write_text('[{"type": "x.Y", "path": "../up"}]'), "outside"),
+        (
+            lambda path: edited(path, "config_sentence_transformers.json", default_prompt_name="none"),
+            "none of its prompts",
+        ),
+        (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "no safetensors"),
+        (lambda path: shutil.rmtree(path / "2_Dense"), "dense layer without"),
+        (
+            lambda path: edited(path, "2_Dense/config.json", activation_function="odd.Act"),
+            "activation is odd",
+        ),
+        (lambda path: edited(path, "2_Dense/config.json", out_features=3), "does not hold the weights"),
+        (lambda path: (path / "tokenizer.json").write_text("{"), "cannot load"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error(spoil: Any, complaint: str, tmp_path: Path):
+    path = folder(tmp_path, dense=DENSE[:1], prompts=PROMPTS)
+    spoil(path)
+    with pytest.raises(ConfigError, match=complaint):
+        build(path, "query")
+
+
+def test_errors_name_the_knob(tmp_path: Path):
+    path = folder(tmp_path)
+    with pytest.raises(ConfigError, match="neither a folder nor a model"):
+        native.read(tmp_path / "nowhere", "query")
+    with pytest.raises(ConfigError, match=r"32 dimensions, but 128 are wanted: set train\.dim to 32"):
+        native_tower.build(config(path), role="query", dim=128)
+    with pytest.raises(ConfigError, match="lower it"):
+        native_tower.build(config(path).model_copy(update={"max_length": 100}), role="query", dim=None)
+    with pytest.raises(ConfigError, match="alone takes"):
+        native_tower.build(config(path, prefix="word " * 40), role="query", dim=None)
+    with pytest.raises(ConfigError, match=r"set query\.backbone\.kind to pretrained"):
+        native.of_config(TowerConfig(backbone=Scratch(), pooling="auto"), "query")
+    with pytest.raises(ValueError, match="need a published model"):
+        TowerConfig(prefix="query: ")
+
+
+def test_a_passage_prompt_is_one_of_documents(tmp_path: Path):
+    path = folder(tmp_path, prompts={"query": "q: ", "passage": "p: "})
+    settings = path / "config_sentence_transformers.json"
+    facts = json.loads(settings.read_text())
+    settings.write_text(json.dumps(facts | {"prompts": {"query": "q: ", "passage": "p: "}}))
+    expected = SentenceTransformer(str(path), device="cpu").encode(TEXTS, prompt_name="passage")
+    np.testing.assert_allclose(ours(build(path, "document")), expected, atol=CLOSE)
+    assert load_file(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+def test_training_starts_from_the_published_model(tmp_path: Path, lora: Lora | None):
+    path = folder(tmp_path, prompts=PROMPTS, dense=DENSE[:1])
+    made = dual_encoder.build(
+        config(path, lora=lora), config(path, lora=lora), dim=16, tokenizers={}, seed=0, share_base=True
+    ).eval()
+    for role in ("query", "document"):
+        side: Any = getattr(made, role)
+        np.testing.assert_allclose(ours(side), theirs(path, role), atol=CLOSE)
+        prompt: Any = corpus.prompt(config(path), role=role, tokenizer_json=None)
+        texts = (TITLES, ["topic"] * len(TITLES), CONTENTS) if role == "document" else (QUERIES,)
+        rows = prompt.rows(*texts)
+        assert rows == side.prompt.rows(*texts)
+        learns = [p for p in side.parameters() if p.is_floating_point() and p.requires_grad] or [
+            p.requires_grad_(True) for p in side.backbone.parameters()
+        ]  # Encoder froze all
+        side(collate(rows, pad=side.pad, packed=True))[:, 0, 0].sum().backward()
+        assert any(parameter.grad is not None for parameter in learns)
+    made.save(tmp_path / "towers")
+    loaded = DualEncoder.load(tmp_path / "towers")
+    np.testing.assert_allclose(ours(loaded.document), theirs(path, "document"), atol=CLOSE)
+
+
+def test_a_published_model_has_no_term_weights(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"set document\.pooling to placeholders"):
+        tower.build(
+            config(folder(tmp_path)), role="document", dim=32, tokenizer_json=None, seed=0, sparse=True
+        )
