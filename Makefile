@@ -15,7 +15,7 @@ ifneq ($(wildcard ../shared/data),)
 export SCALINGNOTE_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: quickstart compare benchmarks test check format proto lock clean
+.PHONY: quickstart compare benchmarks test check audit format proto lock clean
 
 quickstart: .venv/installed
 	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
@@ -37,6 +37,10 @@ check: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/test_config.py
+
+# Known vulnerabilities of the pinned versions; needs the network.
+audit: .venv/installed-dev
+	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 
 format: .venv/installed-dev
 	$(BIN)/ruff format .

@@ -109,6 +109,15 @@ def serve_faults(r: Report) -> Lines:
     yield value(r, "undocumented", "errors that docs/operations.md does not name")
 
 
+def exposure(r: Report) -> Lines:
+    yield value(
+        r, "open_doors", f"listeners of {len(r['table'])} that serve the network without token or key"
+    )
+    what = "listeners of Ray that serve other users of the machine without a token"
+    yield value(r, "open_doors_on_the_machine", what)
+    yield value(r, "control_open_doors", "the same, authentication off and on every interface: the control")
+
+
 def experiment(r: Report) -> Lines:
     chance = min(v for k, v in r["metrics"].items() if k.startswith("again_") and k.endswith("_p_holm"))
     bar = f"≥ 0.05: {'met' if chance >= 0.05 else '**not met**'}"

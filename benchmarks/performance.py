@@ -32,7 +32,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Query encoders": ("query_encoder",),
     "Index": ("index", "sparse_index"),
     "Live index": ("live_index",),
-    "Serving": ("serve", "serve_faults"),
+    "Serving": ("serve", "serve_faults", "exposure"),
     "Experiments": ("experiment",),
     "Scaling laws": ("ladder",),
     "Papers in small": ("reproduce",),

@@ -291,7 +291,7 @@ def _only_our_lines() -> Iterator[None]:
     Without a dashboard Ray Train's placement group cleaner warns every second of each training run. Ray
     registers the function that prints lines of workers when it starts; what it says of errors is still shown.
     """
-    worker = ray._private.worker
+    worker: Any = ray._private.worker
     kept = worker.print_to_stdstream
 
     def show(data: dict[str, Any], **_: Any) -> None:

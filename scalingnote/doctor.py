@@ -134,6 +134,14 @@ def _clusters() -> Iterator[Finding]:
             address,
             "runs join this cluster; `unset RAY_ADDRESS` for a private local one",
         )
+        if not _has_token():
+            yield Finding(
+                "RAY_AUTH_MODE",
+                "warn",
+                f"no token for the cluster at {address}",
+                "whoever reaches a cluster without token authentication runs code on it: start its nodes and "
+                "this shell with RAY_AUTH_MODE=token (docs/operations.md, Tokens)",
+            )
     running = [process.info["pid"] for process in psutil.process_iter(["pid", "name"]) if _is_gcs(process)]
     if running:
         yield Finding(
@@ -142,6 +150,15 @@ def _clusters() -> Iterator[Finding]:
             f"{len(running)} Ray cluster(s) on this machine (gcs_server {', '.join(map(str, running[:4]))})",
             "runs start their own beside them; if one is left over from a crash, `ray stop` frees its memory",
         )
+
+
+def _has_token() -> bool:
+    """Whether this process would show a token to the cluster that it joins."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "disabled":
+        return False
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    files = [Path(named)] if named else [Path.home() / ".ray" / "auth_token"]
+    return bool(os.environ.get("RAY_AUTH_TOKEN")) or any(file.is_file() for file in files)
 
 
 def _is_gcs(process: psutil.Process) -> bool:

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import families
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel
 
+import families
 import tiny
 from scalingnote.models import adapters, backbone, dual_encoder, tower
 from scalingnote.models.batch import Batch, collate

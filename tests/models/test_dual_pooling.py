@@ -3,12 +3,12 @@
 import math
 from pathlib import Path
 
-import families
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+import families
 import tiny
 from scalingnote.cross_encoder.encoder import PairEncoder
 from scalingnote.errors import ArtifactError, ConfigError

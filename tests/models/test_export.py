@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import families
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -11,6 +10,7 @@ from sentence_transformers import SentenceTransformer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+import families
 import tiny
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import layout, tower

@@ -4,10 +4,10 @@ import json
 import sys
 from pathlib import Path
 
-import families
 import numpy as np
 import pytest
 
+import families
 import tiny
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, ConfigError

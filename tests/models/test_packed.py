@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-import families
 import pytest
 import torch
 from torch import Tensor
 
+import families
 import tiny
 from scalingnote.errors import ConfigError
 from scalingnote.models import attention, backbone, tower

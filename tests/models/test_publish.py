@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import families
 import numpy as np
 import pyarrow as pa
 import pytest
 from sentence_transformers import SentenceTransformer
 
+import families
 import tiny
 from scalingnote.distill.config import DistillConfig, DistillLosses
 from scalingnote.encode.encoder import Encoder

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import families
 import pyarrow as pa
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+import families
 import tiny
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower

@@ -3,13 +3,13 @@
 import copy
 from pathlib import Path
 
-import families
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import families
 import tiny
 from scalingnote.encode.batching import by_tokens
 from scalingnote.errors import ConfigError

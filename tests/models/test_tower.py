@@ -1,12 +1,12 @@
 from pathlib import Path
 
-import families
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AlbertConfig, AutoModel, DistilBertConfig, GPT2Config, PreTrainedConfig
 
+import families
 import tiny
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone, tower
