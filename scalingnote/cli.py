@@ -19,6 +19,7 @@ STAGES = {
     "collect": "turn clicks and rankings into training triplets",
     "adopt": "take a published embedding model as the dual encoder, in stage I's place",
     "train": "stage I: train both towers",
+    "pseudo_queries": "draw texts from the documents for a student to learn from",
     "cross_encoder": "train a dual-pooled cross-encoder, a teacher in stage I's place",
     "teacher": "embed the training queries with the teacher",
     "distill": "stage II: train the small query tower on those embeddings",

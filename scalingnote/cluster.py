@@ -28,6 +28,7 @@ NODES_LOOK_S = 2.0  # between looks for nodes that were asked for
 # Tasks are idempotent: what storage refuses for a moment is done again, as after a worker that died.
 AGAIN: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [OSError]}
 log = get_logger("cluster")
+_started = False  # whether the cluster that this process works on is its own
 
 
 def connect(address: str | None = None) -> None:
@@ -40,9 +41,11 @@ def connect(address: str | None = None) -> None:
         ConfigError: no cluster answers at the address; Ray itself would try for many minutes.
         ScalingNoteError: no local cluster came up.
     """
+    global _started
     if ray.is_initialized():
         return
     address = address or os.environ.get("RAY_ADDRESS")
+    _started = not address
     # Ray's own progress bars would interleave with ours.
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
@@ -71,6 +74,11 @@ def connect(address: str | None = None) -> None:
             ) from error
         atexit.register(ray.shutdown)
     _quieten()
+
+
+def is_private() -> bool:
+    """Whether this process started the cluster, and no other machine can join it: it listens on loopback."""
+    return _started and all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
 
 
 def _require_token() -> None:

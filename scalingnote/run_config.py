@@ -14,6 +14,7 @@ from scalingnote.fuse.config import FuseConfig
 from scalingnote.index.config import IndexConfig
 from scalingnote.mine.config import MineConfig
 from scalingnote.planner.config import PlannerConfig, Statistics
+from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.scaling.config import LadderConfig
 from scalingnote.serving.config import ServeConfig
@@ -39,6 +40,9 @@ class RunConfig(Config):
     cross_encoder: DualPooledConfig | None = Field(
         None, description="a teacher in place of stage I's dual encoder (EmbedDistill, section 4.2)"
     )
+    pseudo_queries: PseudoQueriesConfig | None = Field(
+        None, description="texts of the documents for a student to learn from, beside triplets or alone"
+    )
     teacher: TeacherConfig = TeacherConfig()
     distill: DistillConfig | None = Field(DistillConfig(), description="null: serve stage I's query tower")
     encode: EncodeConfig = EncodeConfig()
@@ -58,8 +62,10 @@ class RunConfig(Config):
         trained = self.cross_encoder is None and self.adopt is None
         if trained and self.distill is not None and self.train.query.kind == "token_wise":
             raise ValueError("a query tower that reads tokens one by one is no teacher: set distill to null")
-        if self.cross_encoder is not None and self.teacher.texts:
-            raise ValueError("a cross-encoder reads a query beside a document: leave teacher.texts out")
+        if self.cross_encoder is not None and self.pseudo_queries is not None:
+            raise ValueError("a cross-encoder reads a query beside a document: leave pseudo_queries out")
+        if self.pseudo_queries is not None and self.distill is None:
+            raise ValueError("pseudo_queries are for a student to learn from: set distill, or leave them out")
         if self.cross_encoder is not None and self.rounds > 1:
             raise ValueError("rounds are of stage I, which cross_encoder takes the place of: set rounds to 1")
         return self

@@ -33,6 +33,14 @@ STAGES: tuple[Stage, ...] = (
     Stage("adopt", "dual_encoder", (), "adopt", "scalingnote.adopt.job:run"),
     Stage("train", "dual_encoder", ("dataset", "triplets"), "train", "scalingnote.train.job:run"),
     Stage(
+        "pseudo_queries",
+        "pseudo_queries",
+        ("dataset",),
+        "pseudo_queries",
+        "scalingnote.pseudo_queries.job:run",
+        may_read=("triplets",),
+    ),
+    Stage(
         "cross_encoder",
         "cross_encoder",
         ("dataset", "triplets"),
@@ -42,10 +50,10 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "teacher",
         "query_embeddings",
-        ("triplets", "dual_encoder"),
+        ("dual_encoder",),
         "teacher",
         "scalingnote.encode.job:run_queries",
-        may_read=("dataset",),
+        may_read=("triplets", "pseudo_queries"),
     ),
     Stage(
         "distill",
@@ -121,7 +129,7 @@ def of(config: RunConfig) -> list[Stage]:
     """The stages this config asks for, in order: without a distill section there is no student.
 
     With an adopt section nothing is trained in stage I; triplets and their planner are then built only where
-    a student or fusion reads them.
+    a student or fusion reads them, and a student that learns from pseudo-queries reads none.
     A round of stage I before the last is ``train@1``, ``encode@1``, ``mine@1``, and so on.
     """
     known = {stage.name: stage for stage in STAGES}
@@ -131,7 +139,7 @@ def of(config: RunConfig) -> list[Stage]:
         replace(known[name], name=f"{name}@{number}") for number in range(1, config.rounds) for name in _ROUND
     ]
     names = ["prepare", "planner", "collect"]
-    if config.adopt is not None and config.distill is None:
+    if not _reads_triplets(config):
         names = ["prepare", "planner"] if config.fuse is not None else ["prepare"]
     return [
         *(known[name] for name in names),
@@ -144,19 +152,31 @@ def of(config: RunConfig) -> list[Stage]:
     ]
 
 
+def _reads_triplets(config: RunConfig) -> bool:
+    """Whether some stage learns from triplets: stage I, or a student without pseudo-queries to learn from."""
+    if config.adopt is None:
+        return True
+    student = config.distill
+    return student is not None and (config.pseudo_queries is None or "triplets" in student.reads)
+
+
 def _last_round(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
     """The teacher, and the student if there is one."""
     trained = "train" if config.cross_encoder is None else "cross_encoder"
     top = known["adopt" if config.adopt is not None else trained]
     if config.distill is None:
         return [top, known["encode"]]
-    texts = ("dataset",) if config.teacher.texts else ()
-    teacher = replace(known["teacher"], reads=(*known["teacher"].reads, *texts), may_read=())
-    distill = replace(known["distill"], reads=(*known["distill"].reads, *config.distill.reads), may_read=())
+    triplets = ("triplets",) if _reads_triplets(config) else ()
+    pseudo = [] if config.pseudo_queries is None else [_reading(known["pseudo_queries"], *triplets)]
+    texts = ("pseudo_queries",) if pseudo else ()
+    teacher = known["teacher"]
+    if config.cross_encoder is None:
+        teacher = _reading(teacher, *triplets, *texts)
+    distill = _reading(known["distill"], *config.distill.reads)
     if not config.distill.reads:
-        return [top, teacher, distill, known["encode"]]
+        return [top, *pseudo, teacher, distill, known["encode"]]
     again = [known["encode_student"]] if config.distill.document else []
-    return [top, teacher, known["encode"], distill, *again]
+    return [top, *pseudo, teacher, known["encode"], distill, *again]
 
 
 def _fused(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
@@ -166,8 +186,12 @@ def _fused(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
 
 def _with_query_tower(config: RunConfig, stage: Stage) -> Stage:
     """A stage that reads the query tower that serves."""
-    tower = "dual_encoder" if config.distill is None else "student"
-    return replace(stage, reads=(*stage.reads, tower), may_read=())
+    return _reading(stage, "dual_encoder" if config.distill is None else "student")
+
+
+def _reading(stage: Stage, *kinds: str) -> Stage:
+    """The stage with these of the kinds that it may read."""
+    return replace(stage, reads=(*stage.reads, *kinds), may_read=())
 
 
 def _evaluate(config: RunConfig, known: Mapping[str, Stage]) -> Stage:

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int64
 from numpy import ndarray
 from torch import Tensor
 
-from scalingnote.distill import documents
+from scalingnote.distill import documents, validation
 from scalingnote.distill.documents import CandidateRows, Candidates, Sources
 from scalingnote.log import get_logger
 from scalingnote.models.batch import Batch, collate
@@ -56,9 +56,11 @@ def prepare(
         task = partial(_slice, teacher=teacher, prompt=prompt, folder=folder)
         parts = slices(teacher, "embeddings")
         records = run_slices(TABLE, task, parts, folder=folder, each=each, room="distill")
-        files = [file for record in records for file in listed(record["files"])]
-        tables = {TABLE: files}
-        facts = {"sizes": {TABLE: sum(part.rows or 0 for _, part in files)}, "dim": records[0]["dim"]}
+        tables = {
+            name: [file for record in records for file in listed(record[key])]
+            for name, key in ((TABLE, "files"), (validation.TABLE, "validation"))
+        }
+        facts = {"sizes": {TABLE: sum(part.rows or 0 for _, part in tables[TABLE])}, "dim": records[0]["dim"]}
         if candidates is not None:
             more, counted = documents.prepare(candidates, teacher, records, folder=folder, each=each)
             tables, facts = tables | more, facts | counted
@@ -74,9 +76,11 @@ def prepare(
 
 def _slice(item: Slice, *, teacher: Artifact, prompt: QueryPrompt | LookupPrompt, folder: str) -> Record:
     table = pa.concat_tables(teacher.table(part, _COLUMNS) for part in item[1])
-    lessons = lesson_slice(table.filter(pc.equal(table["split"], "train")), prompt=prompt)
-    files = write_tables(folder, {f"{TABLE}/{item[0]:05d}.arrow": lessons})
-    return {"files": files, "dim": lessons.schema.field("teacher").type.list_size}
+    written: dict[str, Any] = {}
+    for name, split, key in ((TABLE, "train", "files"), (validation.TABLE, "validation", "validation")):
+        rows = lesson_slice(table.filter(pc.equal(table["split"], split)), prompt=prompt)
+        written[key] = write_tables(folder, {f"{name}/{item[0]:05d}.arrow": rows})
+    return written | {"dim": table.schema.field("embedding").type.list_size}
 
 
 def lesson_slice(queries: pa.Table, *, prompt: QueryPrompt | LookupPrompt) -> pa.Table:

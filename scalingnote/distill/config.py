@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from scalingnote.config import Config
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, StudentConfig, TowerConfig
-from scalingnote.train.config import Optimizer, Schedule
+from scalingnote.train.config import Optimizer, Schedule, ValidationSchedule
 
 
 class NewVocabulary(Config):
@@ -48,6 +48,17 @@ class DistillLosses(Config):
         return self
 
 
+class StudentValidation(ValidationSchedule):
+    """Measuring a student on held-out queries while it trains."""
+
+    every: int = Field(100, ge=1, description="steps between measurements")
+    queries: int = Field(4096, ge=1, description="validation queries drawn, seeded")
+    metric: Literal["cosine", "squared_distance"] = Field(
+        "cosine", description="to the teacher's embeddings; chooses the best checkpoint"
+    )
+    keep: Literal["last", "best"] = Field("best", description="which weights become the artifact")
+
+
 class DistillConfig(Schedule):
     """A student query tower learns the teacher's query embeddings."""
 
@@ -74,6 +85,7 @@ class DistillConfig(Schedule):
     optimizer: Optimizer = Optimizer(peak_lr=1e-3)
     global_batch: int = Field(512, ge=2, description="queries per step over all ranks; 40,000 in the paper")
     epochs: float = Field(10.0, ge=0, description="passes over the queries; 100 in the paper")
+    validation: StudentValidation | None = StudentValidation()
 
     @property
     def reads(self) -> tuple[str, ...]:

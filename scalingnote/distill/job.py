@@ -11,7 +11,7 @@ import safetensors.torch
 
 from scalingnote import cluster
 from scalingnote.config import dump
-from scalingnote.distill import batching, student
+from scalingnote.distill import batching, student, validation
 from scalingnote.distill.config import DistillConfig
 from scalingnote.distill.documents import VIEW, Sources
 from scalingnote.distill.inherit import inherit
@@ -25,7 +25,7 @@ from scalingnote.models.tower import Tower
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train import corpus, tokens
-from scalingnote.train.job import Settings, launch, start_rank, train_rank
+from scalingnote.train.job import Settings, device_of, launch, start_rank, steps_made, train_rank
 from scalingnote.train.order import Order
 from scalingnote.train.stream import Store
 
@@ -79,7 +79,7 @@ def run(
         room="distill",
     )
     learnt = sizes if config.losses.reads_documents else {"queries": rows}
-    return draft.commit(counts={**learnt, "steps": steps})
+    return draft.commit(counts={**learnt, "steps": steps_made(output, planned=steps)})
 
 
 def _opened(given: Mapping[str, str | None], kinds: Sequence[str]) -> dict[str, Artifact]:
@@ -157,13 +157,13 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         document = _document(config, settings, dim=store.facts["dim"], teacher=teacher)
         return StageTwo(made, config.losses, document)
 
-    stage = make()
+    stage, packed = make(), config.memory.packing
     batches = batching.LessonBatches(
         store,
         _order(config, store.facts["sizes"]),
         pad=stage.student.pad,
         document_pad=None if stage.document is None else stage.document.pad,
-        packed=config.memory.packing,
+        packed=packed,
         rank=rank,
         world=world,
     )
@@ -175,4 +175,14 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         settings=settings,
         room="distill",
         save=_save,
+        validation=config.validation,
+        validate_with=lambda engine: validation.validator(
+            store,
+            engine,
+            config.validation,
+            pad=stage.student.pad,
+            packed=packed,
+            device=device_of(config),
+            seed=config.seed,
+        ),
     )

@@ -31,13 +31,9 @@ _TAKEN_ALONG = (
 def cut(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> tuple[int, ...]:
     """Write a folder like the query tower `teacher` with these of its layers, or so many; returns which.
 
-    ConfigError when the teacher has no such layers, or its folder no whole model.
+    A published model keeps its pooling, dense layers and prompts. ConfigError when the teacher has no such
+    layers, or its folder no whole model.
     """
-    if (teacher / "modules.json").exists() and not (teacher / "projection.safetensors").exists():
-        raise ConfigError(
-            f"{teacher} is a published model with a pooling of its own: leave distill.start at random, and "
-            "give distill.student.backbone a path"
-        )
     settings: dict[str, Any] = json.loads((teacher / "config.json").read_text()) if _whole(teacher) else {}
     if not settings:
         raise ConfigError(f"{teacher} holds an adapter, not a model: train with merge_adapters=true")
@@ -55,10 +51,30 @@ def cut(teacher: Path, target: Path, *, layers: Sequence[int] | int) -> tuple[in
     settings |= {"num_hidden_layers": len(chosen), **of_layers}
     (target / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
     save_file(_tensors(teacher, chosen), target / "model.safetensors", metadata={"format": "pt"})
+    if is_published(teacher):
+        shutil.copytree(
+            teacher,
+            target,
+            dirs_exist_ok=True,
+            ignore=lambda folder, names: _replaced(teacher, folder, names),
+        )
+        return chosen
     for name in _TAKEN_ALONG:
         if (teacher / name).exists():
             shutil.copyfile(teacher / name, target / name)
     return chosen
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a tower's folder is a published model, with pooling and dense layers of its own."""
+    return (folder / "modules.json").exists() and not (folder / "projection.safetensors").exists()
+
+
+def _replaced(teacher: Path, folder: str, names: list[str]) -> list[str]:
+    """Files that :func:`cut` writes itself."""
+    if Path(folder) != teacher:
+        return []
+    return [name for name in names if name == "config.json" or name.startswith("model")]
 
 
 def spread(layers: int, *, of: int) -> tuple[int, ...]:

@@ -65,6 +65,10 @@ class StageTwo(nn.Module):
         assert self.document is not None
         return self.document(rows)[:, self._view].unsqueeze(1).float()  # type: ignore[no-any-return]
 
+    def embeddings(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
+        """The same, by the name under which validation asks for it."""
+        return self.encode(name, rows)
+
     def loss(
         self, embeddings: dict[str, Tensor], lesson: Lesson
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:

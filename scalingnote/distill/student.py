@@ -143,10 +143,13 @@ def _lookup(
 
 
 def _settings(config: DistillConfig, start: Start) -> TowerConfig | LookupConfig:
-    """The student's config, its backbone the teacher's where layers were copied."""
+    """The student's config, its backbone the teacher's where layers were copied, and its pooling too."""
     if start.backbone is None or isinstance(config.student, LookupConfig):
         return config.student
-    return config.student.model_copy(update={"backbone": Pretrained(path=str(start.backbone))})
+    changed: dict[str, Any] = {"backbone": Pretrained(path=str(start.backbone))}
+    if layers.is_published(start.backbone):
+        changed["pooling"] = "auto"
+    return config.student.model_copy(update=changed)
 
 
 def _given(start: Start) -> str:

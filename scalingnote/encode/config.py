@@ -47,18 +47,12 @@ class EncodeConfig(Config):
 
 
 class TeacherConfig(Config):
-    """Training queries through stage I's query tower, once; the student never sees the teacher itself."""
+    """Training queries and pseudo-queries through the teacher, once; the student never sees the teacher."""
 
     rows_per_part: int = Field(8192, ge=1, description="queries per committed part")
     token_budget: int = Field(
         8192, ge=16, description="most tokens of a forward pass; a CPU takes 1,024 at most"
     )
-    texts: tuple[Literal["title", "sentence"], ...] = Field(
-        (),
-        description="of documents, which the teacher embeds as queries, too: words that no training query "
-        "holds; sentence: the first of the content",
-    )
-    texts_share: float = Field(1.0, gt=0, le=1, description="of these texts, drawn at random")
     beside: Literal["positive", "nothing"] = Field(
         "positive", description="what a cross-encoder reads a query beside; other teachers read it alone"
     )

@@ -25,12 +25,12 @@ from ray.data.exceptions import ExecutionTimeoutError
 from ray.exceptions import RayError
 
 from scalingnote import cluster
-from scalingnote.encode import changes, corpus_texts, queries
+from scalingnote.encode import changes, queries
 from scalingnote.encode.config import EncodeConfig, Fleet, TeacherConfig
 from scalingnote.encode.documents import TOWER, DocumentParts, Reader, embeddings_part, read_documents
 from scalingnote.encode.steps import Encoded, Record, Steps, close_wave, commit_part, recorded
 from scalingnote.encode.tally import Tally, totals
-from scalingnote.encode.teacher import QueryParts, read_queries
+from scalingnote.encode.teacher import QueryParts, pseudo_parts, read_queries
 from scalingnote.errors import ArtifactError, ConfigError, DataError, EncodingError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
@@ -137,29 +137,36 @@ def _views(towers: Artifact) -> list[str]:
 
 
 def run_queries(
-    config: TeacherConfig, *, triplets: str, dual_encoder: str, dataset: str | None = None, output: str
+    config: TeacherConfig,
+    *,
+    dual_encoder: str,
+    triplets: str | None = None,
+    pseudo_queries: str | None = None,
+    output: str,
 ) -> Artifact:
-    """Training queries, generated ones and texts of documents through stage I's query tower; not normalised.
+    """The teacher's embeddings of training queries and of pseudo-queries; not normalised by us.
 
-    These embeddings are the teacher's. Beside them lie its tokenizer and what it knows of each token. The
-    dataset is read, and a parent, where `config` wants texts; without it that is a ConfigError.
+    Queries come from `triplets` (generated ones too), from `pseudo_queries`, or from both. Beside the
+    embeddings lie the teacher's tokenizer and what it knows of each token.
+
+    ConfigError where neither is given; DataError where they hold no query.
     """
-    if bool(config.texts) != (dataset is not None):
-        raise ConfigError("teacher.texts reads documents: give both texts and the dataset, or neither")
-    parents = {
-        "triplets": open_artifact(triplets, kind="triplets"),
-        "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
-    }
-    if dataset is not None:
-        parents["dataset"] = open_artifact(dataset, kind="dataset")
+    if triplets is None and pseudo_queries is None:
+        raise ConfigError("a teacher needs texts: give triplets, pseudo_queries, or both")
+    given = {"dual_encoder": dual_encoder, "triplets": triplets, "pseudo_queries": pseudo_queries}
+    parents = {kind: open_artifact(uri, kind=kind) for kind, uri in given.items() if uri is not None}
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
     cluster.foresee(config.resources, knob="teacher.resources", beside=beside(config.resources))
-    pieces = distinct_queries(config, parents["triplets"], parents.get("dataset"), draft)
-    rows = {f"embeddings/part-{piece['name']}.parquet": piece["rows"] for piece in pieces}
+    pieces = distinct_queries(config, parents["triplets"], draft) if triplets is not None else []
+    rows = {f"embeddings/part-{piece['name']}.parquet": int(piece["rows"]) for piece in pieces}
+    pseudo = parents.get("pseudo_queries")
+    rows |= {} if pseudo is None else pseudo_parts(pseudo)
+    if not rows:
+        raise DataError(f"{triplets} holds no queries: re-run collect")
     steps = Steps(
-        partial(read_queries, folder=draft.work()),
+        partial(read_queries, folder=draft.work(), pseudo=pseudo),
         partial(
             QueryParts,
             towers=parents["dual_encoder"],
@@ -173,33 +180,19 @@ def run_queries(
     return draft.commit(counts={"queries": sum(record["part"]["rows"] for record in records)})
 
 
-def distinct_queries(
-    config: TeacherConfig, triplets: Artifact, dataset: Artifact | None, draft: Draft
-) -> list[queries.Piece]:
-    """Files of the queries that a teacher answers, in the draft's work directory (see `encode/queries.py`).
+def distinct_queries(config: TeacherConfig, triplets: Artifact, draft: Draft) -> list[queries.Piece]:
+    """Files of the queries of triplets, each once, in the draft's work directory (see `encode/queries.py`).
 
-    `dataset` is given where texts of documents are wanted, too. Tasks that an earlier, killed run finished
-    stand as they are. DataError when there is no query.
+    Tasks that an earlier, killed run finished stand as they are.
     """
     folder = draft.work()
-    texts = 0 if dataset is None else len(config.texts) * dataset.counts["documents"]
-    buckets = queries.buckets(triplets, texts)
+    buckets = queries.buckets(triplets)
     run = partial(run_slices, folder=folder, each=cluster.each, room="encode", unit="tasks")
-    where: dict[str, Any] = {"folder": folder, "buckets": buckets}
-    deal = partial(queries.deal, triplets=triplets, hold_out=dataset is not None, **where)
+    deal = partial(queries.deal, triplets=triplets, folder=folder, buckets=buckets)
     run("deal", deal, slices(triplets, *queries.TABLES))
-    if dataset is not None:
-        wanted: dict[str, Any] = {"texts": config.texts, "share": config.texts_share}
-        deal_texts = partial(corpus_texts.deal, dataset=dataset, **wanted, **where)
-        run("texts", deal_texts, slices(dataset, "documents"))
-        hold_out = partial(corpus_texts.hold_out_tests, dataset=dataset, **where)
-        run("held", hold_out, slices(dataset, "queries"))
     settle = partial(_settle, folder=folder, rows_per_piece=config.rows_per_part)
     found: list[list[queries.Piece]] = run("settle", settle, range(buckets))
-    pieces = [piece for pieces in found for piece in pieces]
-    if not pieces:
-        raise DataError(f"{triplets.uri} holds no queries: re-run collect")
-    return pieces
+    return [piece for pieces in found for piece in pieces]
 
 
 def _settle(item: tuple[int, int], **knobs: Any) -> list[queries.Piece]:

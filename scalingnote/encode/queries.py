@@ -1,7 +1,6 @@
 """The queries a teacher answers, each once, taken out of triplets by way of files.
 
     triplets, generated ─deal─► buckets by query ─settle─► pieces of at most so many queries
-    documents' texts (corpus_texts.py) ─┘
 
 A generated query goes to the bucket of its source, so that what is said of the source is known there. Memory
 is bounded by a slice on the way in and a bucket on the way out; a step that is done again writes the same
@@ -14,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalingnote.encode import corpus_texts
 from scalingnote.storage import exchange, slices
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, write_table
@@ -27,15 +25,15 @@ TABLES = {"triplets": QUERY, "generated": GENERATED}
 Piece = dict[str, Any]  # "name" of a file below the folder, and its "rows"
 
 
-def buckets(triplets: Artifact, texts: int = 0) -> int:
-    """How many buckets keep each of them below BUCKET_ROWS rows, or near it, with `texts` beside triplets."""
+def buckets(triplets: Artifact) -> int:
+    """How many buckets keep each of them below BUCKET_ROWS rows, or near it."""
     names = [name for table in TABLES for name in triplets.table_parts(table)]
     rows = sum(triplets.manifest.parts[name].rows or slices.ROWS_PER_SLICE for name in names)
-    return max(-(-(rows + texts) // BUCKET_ROWS), 1)
+    return max(-(-rows // BUCKET_ROWS), 1)
 
 
-def deal(item: Slice, *, triplets: Artifact, folder: str, buckets: int, hold_out: bool = False) -> int:
-    """Scatter the queries of a slice; returns how many it has. `hold_out`: no text repeats validation's."""
+def deal(item: Slice, *, triplets: Artifact, folder: str, buckets: int) -> int:
+    """Scatter the queries of a slice; returns how many it has."""
     number, parts = item
     rows = 0
     for table, schema in TABLES.items():
@@ -51,21 +49,16 @@ def deal(item: Slice, *, triplets: Artifact, folder: str, buckets: int, hold_out
             )
             exchange.scatter(whole, bucket, target=fs.join(folder, "dealt", table), name=f"{number:05d}")
             rows += len(whole)
-            if table == "triplets" and hold_out:
-                held = whole.filter(pc.equal(whole["split"], "validation"))
-                corpus_texts.hold_out(held, name=f"triplets-{number:05d}", folder=folder, buckets=buckets)
     return rows
 
 
 def settle(bucket: int, *, folder: str, rows_per_piece: int) -> list[Piece]:
-    """Write the queries of a bucket, each once: those of triplets by id, generated ones, documents' texts."""
+    """Write the queries of a bucket, each once: those of triplets by id, and generated ones."""
     dealt = {
         table: _distinct(exchange.gather(fs.join(folder, "dealt", table), bucket, schema=schema))
         for table, schema in TABLES.items()
     }
-    queries = pa.concat_tables(
-        [chosen(dealt["triplets"], dealt["generated"]), corpus_texts.settle(bucket, folder=folder)]
-    )
+    queries = chosen(dealt["triplets"], dealt["generated"])
     pieces = []
     for number, start in enumerate(range(0, len(queries), rows_per_piece)):
         name = f"{bucket:05d}-{number:05d}"

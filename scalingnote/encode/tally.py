@@ -14,6 +14,9 @@ class Cost:
     padded: int = 0
     flops: float = 0.0  # 0 where the architecture's shape is not known
 
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.tokens + other.tokens, self.padded + other.padded, self.flops + other.flops)
+
 
 def totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """What an artifact says of its making.

@@ -23,6 +23,15 @@ QUERIES = pa.schema(
         "split": pa.string(),  # "train" or "test"
     }
 )
+# Texts drawn from documents, and real queries among them, for a teacher to encode.
+PSEUDO_QUERIES = pa.schema(
+    {
+        "query_id": pa.string(),
+        "query": pa.string(),
+        "role": pa.string(),  # the tower that encodes it: "query" or "document"
+        "split": pa.string(),  # "train" or "validation"
+    }
+)
 QRELS = pa.schema({"query_id": pa.string(), "doc_id": pa.string(), "relevance": pa.int32()})
 IMPRESSIONS = pa.schema(
     {

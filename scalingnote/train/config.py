@@ -164,20 +164,26 @@ class Batching(Config):
     )
 
 
-class Validation(Config):
-    """Measuring on held-out queries while training."""
+class ValidationSchedule(Config):
+    """When to measure on held-out queries while training, and what follows from it; for both stages."""
 
     every: int = Field(200, ge=1, description="steps between measurements")
     queries: int = Field(256, ge=1, description="validation queries drawn, seeded")
+    metric: str = Field(description="chooses the best checkpoint")
+    patience: int | None = Field(
+        None, ge=1, description="stop after so many measurements without a better one"
+    )
+    keep: Literal["last", "best"] = Field("last", description="which weights become the artifact")
+
+
+class Validation(ValidationSchedule):
+    """Measuring both towers of stage I on held-out queries."""
+
     negatives: int = Field(256, ge=1, description="sampled per query for the contrastive entropy")
     documents: int = Field(2000, ge=1, description="pool of recall and MRR, the positives among them")
     metric: Literal["contrastive_entropy", "R@1", "R@10", "MRR@10"] = Field(
         "MRR@10", description="chooses the best checkpoint"
     )
-    patience: int | None = Field(
-        None, ge=1, description="stop after so many measurements without a better one"
-    )
-    keep: Literal["last", "best"] = Field("last", description="which weights become the artifact")
 
 
 class Tracking(Circumstances):

@@ -3,14 +3,17 @@
 import json
 import os
 import tempfile
+import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-from ray.train.torch import TorchTrainer, get_device
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.train.torch.config import _set_torch_distributed_env_vars, _TorchBackend
 from torch import nn
 
 from scalingnote import cluster, errors
@@ -25,11 +28,12 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train.agreement import mean_over_ranks
 from scalingnote.train.batching import TripletBatches
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, Validation
+from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, ValidationSchedule
 from scalingnote.train.loop import Values, fit
 from scalingnote.train.objective import StageOne
 from scalingnote.train.order import Order
 from scalingnote.train.prepare import prepare, read_of_a_row, sparse_query
+from scalingnote.train.process_group import join
 from scalingnote.train.strategies.engine import Engine, build, load_weights
 from scalingnote.train.strategies.prepare import autocast
 from scalingnote.train.stream import Store
@@ -40,6 +44,26 @@ log = get_logger("train")
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Schedule)
 Settings = dict[str, Any]  # what a rank is told: plain values
+
+
+@dataclass
+class OneMachine(TorchConfig):
+    """Ranks that meet at a file in `folder`, where Ray Train's own open a port to the network."""
+
+    folder: str = ""
+
+    @property
+    def backend_cls(self) -> type[_TorchBackend]:
+        """What Ray Train starts the ranks with."""
+        return _AtAFile
+
+
+class _AtAFile(_TorchBackend):
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(_set_torch_distributed_env_vars)
+        ranks, store = len(worker_group), f"{backend_config.folder}/{uuid.uuid4().hex}"
+        given = (ranks, store, backend_config.backend, backend_config.timeout_s)
+        ray.get([worker_group.execute_single_async(rank, join, rank, *given) for rank in range(ranks)])
 
 
 def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
@@ -69,7 +93,7 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
         schedule=config,
         room="train",
     )
-    made = _steps_made(output, planned=steps)
+    made = steps_made(output, planned=steps)
     pairs = made * config.global_batch
     read = read_of_a_row(Store.open(prepared.store))
     return draft.commit(
@@ -101,9 +125,11 @@ def launch(
     variables = {"DS_ACCELERATOR": "cpu"} if isinstance(schedule.strategy, DeepSpeed) and on_cpu else {}
     if not resources.workers:
         os.environ.update(variables)
+    meeting = tempfile.TemporaryDirectory() if resources.workers and cluster.is_private() else None
     trainer = TorchTrainer(
         worker,  # type: ignore[arg-type]
         train_loop_config=settings,
+        torch_config=OneMachine(folder=meeting.name) if meeting else None,
         scaling_config=ScalingConfig(
             num_workers=resources.workers,
             use_gpu=not on_cpu,
@@ -123,6 +149,9 @@ def launch(
             if isinstance(failure, ScalingNoteError):
                 raise failure from None
         raise TrainingError(f"training failed after {max_failures} restarts: {error}") from error
+    finally:
+        if meeting:
+            meeting.cleanup()
     met: dict[str, str] | None = result.return_value  # type: ignore[attr-defined]
     if met:
         raise getattr(errors, met["kind"])(met["text"])
@@ -147,7 +176,7 @@ def train_rank(
     settings: Settings,
     room: str,
     save: Callable[[M, Path], None],
-    validation: Validation | None = None,
+    validation: ValidationSchedule | None = None,
     validate_with: Callable[[Engine], Callable[[], Values] | None] = lambda engine: None,
 ) -> dict[str, str] | None:
     """Train one rank's module through the loop; rank 0 then saves it and the loss curve as parts.
@@ -155,7 +184,7 @@ def train_rank(
     `make` builds another `stage` from config and seed. Returns an error that all ranks
     met together and would meet again: Ray would restart the group for one that is raised.
     """
-    device = _device(schedule)
+    device = device_of(schedule)
     first = ray.train.get_context().get_world_rank() == 0
     told, error = _trackers(schedule, settings["output"]) if first else ([], None)
     if mean_over_ranks(torch.tensor(float(error is not None), device=device)) > 0:
@@ -193,7 +222,7 @@ def train_rank(
     return None
 
 
-def _steps_made(output: str, *, planned: int) -> int:
+def steps_made(output: str, *, planned: int) -> int:
     """Fewer than planned where validation stopped the run: the last measurement comes after the last step."""
     measured = json.loads(fs.read_bytes(fs.join(output, "validation.json")))
     return int(measured[-1]["step"]) if measured else planned
@@ -208,7 +237,7 @@ def _trackers(schedule: Schedule, output: str) -> tuple[list[Tracker], ConfigErr
         return [], error
 
 
-def _device(schedule: Schedule) -> torch.device:
+def device_of(schedule: Schedule) -> torch.device:
     """This rank's."""
     return get_device() if schedule.resources.workers else torch.device("cpu")
 
@@ -248,7 +277,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         schedule=config,
         settings=settings,
         room="train",
-        save=lambda whole, folder: _save(whole, folder, config=config, device=_device(config)),
+        save=lambda whole, folder: _save(whole, folder, config=config, device=device_of(config)),
         validation=config.validation,
         validate_with=lambda engine: validator(
             store,
@@ -258,7 +287,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             pads=pads,
             packed=packed,
             temperature=config.losses.temperature,
-            device=_device(config),
+            device=device_of(config),
             seed=config.seed,
         ),
     )

@@ -21,7 +21,7 @@ from scalingnote.errors import TrainingError
 from scalingnote.log import Progress, get_logger
 from scalingnote.train.agreement import mean_over_ranks
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.config import Optimizer, Schedule, Validation
+from scalingnote.train.config import Optimizer, Schedule, ValidationSchedule
 from scalingnote.train.distributed import rank
 from scalingnote.train.grad_cache import cached_backward
 from scalingnote.train.strategies.engine import Engine
@@ -56,7 +56,7 @@ def fit(
     checkpoints: Checkpoints,
     room: str,
     trackers: Sequence[Tracker] = (),
-    validation: Validation | None = None,
+    validation: ValidationSchedule | None = None,
     validate: Callable[[], Values] | None = None,
     notice: Callable[[], bool] | None = None,
 ) -> History:
@@ -110,7 +110,7 @@ class _Run:
     checkpoints: Checkpoints
     history: History
     trackers: Sequence[Tracker]
-    validation: Validation | None
+    validation: ValidationSchedule | None
     validate: Callable[[], Values] | None
     notice: Callable[[], bool] | None
     steps: int
@@ -192,7 +192,7 @@ class _Run:
             tracker.log(step, values)
 
 
-def _out_of_patience(validation: Validation | None, history: History) -> bool:
+def _out_of_patience(validation: ValidationSchedule | None, history: History) -> bool:
     return validation is not None and validation.patience is not None and history.worse >= validation.patience
 
 

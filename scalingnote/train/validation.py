@@ -25,7 +25,7 @@ from scalingnote.train.distributed import rank, world_size
 from scalingnote.train.order import permuted
 from scalingnote.train.stream import Rows, Store
 
-SMALLER_IS_BETTER = frozenset({"contrastive_entropy"})
+SMALLER_IS_BETTER = frozenset({"contrastive_entropy", "squared_distance"})
 INDEXED_VIEW = "summary"
 _ROWS_PER_FORWARD = 64
 _QUERIES, _DOCUMENTS, _NEGATIVES = range(3)  # what is drawn
@@ -144,26 +144,32 @@ def validator(
     view = views.index(INDEXED_VIEW) if INDEXED_VIEW in views else len(views) - 1
 
     def validate() -> dict[str, float]:
-        with _undisturbed(engine.module, device), engine.precision():
-            queries, pool = (
-                _encode(name, rows, module=engine.module, pad=pad, packed=packed, device=device)
-                for name, rows, pad in zip(
-                    ("query", "document"), (sample.queries, sample.pool), pads, strict=True
-                )
+        queries, pool = (
+            encode(name, rows, engine=engine, pad=pad, packed=packed, device=device)
+            for name, rows, pad in zip(
+                ("query", "document"), (sample.queries, sample.pool), pads, strict=True
             )
+        )
         found = measure(queries[:, 0], pool[:, view], sample, temperature=temperature)
-        return _agreed(found, device)
+        return agreed(found, device)
 
     return validate
+
+
+def encode(
+    name: str, rows: Sequence[Row], *, engine: Measured, pad: int, packed: bool, device: torch.device
+) -> Float[ndarray, "rows views dim"]:
+    """Embeddings of all rows by the tower `name` of `engine`, on every rank; training goes on undisturbed.
+
+    Ranks make equally many forward passes: sharded weights are gathered in each.
+    """
+    with _undisturbed(engine.module, device), engine.precision():
+        return _encode(name, rows, module=engine.module, pad=pad, packed=packed, device=device)
 
 
 def _encode(
     name: str, rows: Sequence[Row], *, module: nn.Module, pad: int, packed: bool, device: torch.device
 ) -> Float[ndarray, "rows views dim"]:
-    """Embeddings of all rows, on every rank.
-
-    Ranks make equally many forward passes: sharded weights are gathered in each.
-    """
     longest_first = np.argsort([-len(row.ids) for row in rows], kind="stable")
     world = world_size()
     share = -(-len(rows) // world)
@@ -202,7 +208,7 @@ def _gathered(tensor: Tensor) -> list[Tensor]:
     return out
 
 
-def _agreed(found: dict[str, float], device: torch.device) -> dict[str, float]:
+def agreed(found: dict[str, float], device: torch.device) -> dict[str, float]:
     """Rank 0's numbers: machines round differently, and ranks that disagree on when to stop would hang."""
     if world_size() == 1:
         return found

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import published
 import tiny
+from scalingnote.adopt import job as adopt
+from scalingnote.adopt.config import AdoptConfig
 from scalingnote.distill import layers
 from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, tower
-from scalingnote.models.config import Pretrained, Scratch
+from scalingnote.models.config import Pretrained, Scratch, TowerConfig
 from scalingnote.models.tower import Tower, collate
 
 TEXTS = [row["content"] for row in tiny.document_rows(12)]
@@ -78,3 +81,22 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path):
     (tmp_path / "teacher/model.safetensors").unlink()
     with pytest.raises(ConfigError, match="merge_adapters"):
         layers.cut(tmp_path / "teacher", tmp_path / "student", layers=2)
+
+
+def test_layers_of_a_published_teacher_keep_its_pooling_and_prompt(tmp_path: Path):
+    path = published.folder(tmp_path, prompts=published.PROMPTS, dense=[(16, True, torch.nn.Tanh())])
+    adopted = adopt.tower(AdoptConfig(path=str(path)), "query")
+    adopted.save(tmp_path / "teacher")
+    deep = len(adopted.backbone.encoder.layer)
+    whole = layers.cut(tmp_path / "teacher", tmp_path / "whole", layers=deep)
+    assert whole == tuple(range(deep))
+    config = TowerConfig(backbone=Pretrained(path=str(tmp_path / "whole")), pooling="auto", max_length=24)
+    made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0).eval()
+    assert made.native.prefix == published.PROMPTS["query"]
+    batch = collate(made.prompt.rows(TEXTS), pad=made.pad)
+    with torch.no_grad():
+        torch.testing.assert_close(made(batch), adopted(batch))
+    layers.cut(tmp_path / "teacher", tmp_path / "half", layers=1)
+    config = config.model_copy(update={"backbone": Pretrained(path=str(tmp_path / "half"))})
+    made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0)
+    assert len(made.backbone.encoder.layer) == 1

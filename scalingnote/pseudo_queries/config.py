@@ -1,0 +1,55 @@
+"""Knobs of pseudo-queries: how many, of which kinds, and which real queries join them."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from scalingnote.config import Config
+
+Kind = Literal["title", "first_sentence", "sentence", "window", "question", "passage"]
+
+
+class PseudoQueriesConfig(Config):
+    """Training texts of a student, drawn from the documents it will search. No query log is needed."""
+
+    count: int | None = Field(
+        40_000,
+        ge=1,
+        description="texts drawn over all documents, before equal ones are merged; null: one text of each "
+        "kind in `mix` from every document",
+    )
+    mix: dict[Kind, float] = Field(
+        {"title": 0.1, "sentence": 0.4, "window": 0.5},
+        min_length=1,
+        description="kinds and their shares. title; first_sentence, sentence: of the content, cut at "
+        "`max_words`; window: consecutive words of title or content; question: a window in a question "
+        "template (English); passage: the content, cut at `passage_words`, encoded by the document tower",
+    )
+    window_words: tuple[int, int] = Field((2, 16), description="least and most words of a window")
+    max_words: int = Field(32, ge=1, description="words of a title or sentence; the rest is cut")
+    passage_words: int = Field(128, ge=1, description="words of a passage; the rest is cut")
+    train_queries: int | None = Field(
+        0, ge=0, description="real queries of the dataset's training split to add; null adds all of them"
+    )
+    query_log: str | None = Field(
+        None, description="file with real queries to add: text lines, JSON lines or Parquet (column `query`)"
+    )
+    validation_share: float = Field(
+        0.02, ge=0, lt=1, description="share of the documents whose texts are kept for validation"
+    )
+    rows_per_part: int = Field(8192, ge=1, description="rows of one part of the artifact")
+    seed: int = Field(0, ge=0, description="of every draw")
+
+    @field_validator("mix")
+    @classmethod
+    def _has_positive_shares(cls, mix: dict[Kind, float]) -> dict[Kind, float]:
+        if wrong := [kind for kind, share in mix.items() if share <= 0]:
+            raise ValueError(f"shares must be above 0: remove {', '.join(wrong)}")
+        return mix
+
+    @model_validator(mode="after")
+    def _has_windows(self) -> "PseudoQueriesConfig":
+        least, most = self.window_words
+        if not 1 <= least <= most:
+            raise ValueError(f"window_words {least} to {most} is no range: give 1 <= least <= most")
+        return self
