@@ -25,6 +25,9 @@ class DistillLosses(Config):
 
     qkd: float = Field(1.0, ge=0, description="||q - q'||^2 - lambda cos(q, q') (ScalingNote, Eq. 15)")
     cosine_weight: float = Field(1.0, ge=0, description="lambda of Eq. 15")
+    cosine: float = Field(
+        0.0, ge=0, description="1 - cos(q, q'); half of LEAF's squared distance of unit vectors"
+    )
     query_matching: float = Field(0.0, ge=0, description="||q - q'||, not squared (EmbedDistill, Eq. 7)")
     document_matching: float = Field(
         0.0, ge=0, description="the same for documents (Eq. 8); needs a document student"
@@ -43,7 +46,9 @@ class DistillLosses(Config):
 
     @model_validator(mode="after")
     def _teaches(self) -> "DistillLosses":
-        if not max(self.qkd, self.query_matching, self.document_matching, self.one_hot, self.scores):
+        if not max(
+            self.qkd, self.cosine, self.query_matching, self.document_matching, self.one_hot, self.scores
+        ):
             raise ValueError("every weight is 0: give at least one loss a weight")
         return self
 

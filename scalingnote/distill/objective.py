@@ -98,6 +98,8 @@ def query_losses(
         parts["qkd"] = distillation.qkd(
             lesson.teacher, queries, cosine_weight=losses.cosine_weight, weights=weights
         )
+    if losses.cosine:
+        parts["cosine"] = distillation.cosine(lesson.teacher, queries, weights=weights)
     if losses.query_matching:
         parts["query_matching"] = distillation.matching(lesson.teacher, queries, weights=weights)
     return parts

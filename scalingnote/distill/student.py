@@ -5,11 +5,15 @@ prepare ─► a folder: tokenizer, new words, teacher layers ─► prompt; bui
 
 import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.compute as pc
 import safetensors.torch
 import torch
 from jaxtyping import Float
@@ -23,10 +27,12 @@ from scalingnote.distill.inherit import inherit, inherit_rows
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
-from scalingnote.models import lookup, tower
+from scalingnote.models import lookup, lookup_features, tower
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
-from scalingnote.models.lookup import LookupPrompt, LookupTower
-from scalingnote.models.prompt import QueryPrompt
+from scalingnote.models.lookup import LookupPrompt, LookupStart, LookupTower
+from scalingnote.models.lookup_features import LookupFeatures
+from scalingnote.models.prompt import QueryPrompt, tokenize
+from scalingnote.models.table import npy_bytes
 from scalingnote.models.tower import Tower
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
@@ -34,6 +40,7 @@ from scalingnote.train import corpus
 
 log = get_logger("distill")
 _START = "start.json"
+_MAX_TEXTS = 1_000_000  # that features and weights are counted in: more change them little
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,8 @@ class Start:
     """New tokens, in order."""
     backbone: Path | None = None
     """A checkpoint made of the teacher's layers."""
+    lookup: LookupStart | None = None
+    """Features and weights of a table, from the training queries."""
 
 
 def prepare(config: DistillConfig, teacher: Artifact, *, folder: str) -> Start:
@@ -62,6 +71,8 @@ def prepare(config: DistillConfig, teacher: Artifact, *, folder: str) -> Start:
         if config.new_vocabulary is not None:
             tokenizer = prompt(config, _bare(config, folder, files)).tokenizer
             files["words.json"] = _new_words(config.new_vocabulary, teacher, tokenizer)
+        if isinstance(config.student, LookupConfig):
+            files |= _of_lookup(config, config.student, teacher, _bare(config, folder, files))
         for name, data in files.items():
             fs.write_bytes(fs.join(folder, name), data)
         _finish(folder)
@@ -74,14 +85,15 @@ def read(folder: str) -> Start:
     names = list(listed["files"])
     # The list holds sizes: another start at the same place is another version of what was copied here.
     local = fs.download(folder, names, version=json.dumps(listed, sort_keys=True))
-    tokenizer, words, backbone = (
+    tokenizer, words, backbone, keys, weights = (
         local / name if any(n.startswith(name) for n in names) else None
-        for name in ("tokenizer.json", "words.json", "backbone")
+        for name in ("tokenizer.json", "words.json", "backbone", "feature_keys.npy", "weights.npy")
     )
     return Start(
         None if tokenizer is None else tokenizer.read_text(encoding="utf-8"),
         () if words is None else tuple(json.loads(words.read_text(encoding="utf-8"))),
         backbone,
+        None if keys is None else LookupStart(np.load(keys), None if weights is None else np.load(weights)),
     )
 
 
@@ -91,6 +103,10 @@ def prompt(config: DistillConfig, start: Start) -> QueryPrompt | LookupPrompt:
     found = corpus.prompt(student, role="query", tokenizer_json=start.tokenizer)
     assert isinstance(found, QueryPrompt | LookupPrompt)
     vocabulary.extend(found.tokenizer, start.words)
+    if isinstance(found, LookupPrompt) and start.lookup is not None:
+        size = found.tokenizer.get_vocab_size()
+        features = LookupFeatures(start.lookup.feature_keys, tokens=size)
+        return LookupPrompt(found.tokenizer, max_length=student.max_length, features=features)
     return found
 
 
@@ -134,12 +150,43 @@ def _lookup(
     before = Tokenizer.from_str(_given(start))
     after = Tokenizer.from_str(_given(start))
     vocabulary.extend(after, start.words)
-    made = lookup.build(student, dim=dim, tokenizer_json=after.to_str(), seed=config.seed)
+    made = lookup.build(student, dim=dim, tokenizer_json=after.to_str(), seed=config.seed, start=start.lookup)
     if inherits(config):
         inherit_rows(made, _of_teacher(teacher, "alone"))
     vocabulary.fill(made.table, start.words, before=before, after=after)
     made.made_from["query_embeddings"] = teacher.digest
     return made
+
+
+def _of_lookup(
+    config: DistillConfig, student: LookupConfig, teacher: Artifact, bare: Start
+) -> dict[str, bytes]:
+    """Features and starting weights of a table; no file where it starts with neither."""
+    if not (student.bigrams or student.ends or student.start_weights == "inverse_frequency"):
+        return {}
+    tokenizer, room = prompt(config, bare).tokenizer, student.max_length
+    size = tokenizer.get_vocab_size()
+    rows = [ids[:room] for texts in _training_texts(teacher) for ids in tokenize(tokenizer, texts, room)]
+    keys = lookup_features.learn(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
+    files = {"feature_keys.npy": npy_bytes(keys)}
+    if student.weighting == "learned" and student.start_weights == "inverse_frequency":
+        features = LookupFeatures(keys, tokens=size)
+        found = chain.from_iterable(map(features.extend, rows))
+        counts = np.bincount(np.fromiter(found, np.int64), minlength=size + len(keys))
+        files["weights.npy"] = npy_bytes(lookup_features.start_weights(counts, features))
+    log.info("the table has rows for %s tokens and %s features", f"{size:,}", f"{len(keys):,}")
+    return files
+
+
+def _training_texts(teacher: Artifact) -> Iterator[list[str]]:
+    """Texts of the training split, batch by batch, at most :data:`_MAX_TEXTS`."""
+    count = 0
+    for batch in teacher.batches("embeddings", columns=["query", "split"]):
+        found = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
+        yield found[: _MAX_TEXTS - count]
+        count += len(found)
+        if count >= _MAX_TEXTS:
+            return
 
 
 def _settings(config: DistillConfig, start: Start) -> TowerConfig | LookupConfig:

@@ -6,7 +6,7 @@
     onnx_int8   its ONNX graph with 8-bit products: the fastest transformer on a CPU
     lookup      a table and a mean: no model at all
 
-Only what a form needs is imported: a lookup answers single queries without torch.
+Only what a form needs is imported: a lookup needs numpy and tokenizers, no torch, no pydantic.
 """
 
 import json
@@ -19,12 +19,11 @@ from jaxtyping import Float, Float32
 from numpy import ndarray
 
 from scalingnote.encode.cache import Cache
-from scalingnote.encode.config import Form
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models.onnx import FILES, OnnxTower
 
 if TYPE_CHECKING:
+    from scalingnote.encode.config import Form
     from scalingnote.models.precision import Precision
 
 PUBLISHED = ("native", "sentence_transformers")  # kinds of towers that keep their own head
@@ -44,7 +43,7 @@ class QueryEncoder:
     def load(
         cls,
         folder: Path,
-        form: Form = "auto",
+        form: "Form" = "auto",
         *,
         threads: int | None = None,
         precision: "Precision" = "auto",
@@ -65,6 +64,8 @@ class QueryEncoder:
         if form == "lookup":
             table = LookupEncoder(folder)
             return cls(table.encode, dim=table.dim, form=form, cache=cache)
+        from scalingnote.models.onnx import FILES, OnnxTower
+
         if form in FILES:
             graph = OnnxTower.load(folder, form, threads=threads)
             return cls(graph.encode, dim=graph.dim, form=form, cache=cache)
@@ -78,7 +79,7 @@ class QueryEncoder:
         return self._encode(queries)
 
 
-def forms(folder: Path) -> list[Form]:
+def forms(folder: Path) -> "list[Form]":
     """The forms that a folder holds its query tower in; ArtifactError when there is none."""
     try:
         facts = json.loads((folder / "tower.json").read_text())
@@ -88,13 +89,15 @@ def forms(folder: Path) -> list[Form]:
         raise ConfigError(f"{folder} holds a {facts['role']} tower: it cannot encode queries")
     if facts.get("kind") == "lookup":
         return ["lookup"]
+    from scalingnote.models.onnx import FILES
+
     found: list[Form] = [form for form, name in FILES.items() if (folder / name).exists()]
     if (folder / "projection.safetensors").exists() or facts.get("kind") in PUBLISHED:
         found += ["torch", "compiled"]
     return found
 
 
-def choose(there: Sequence[Form]) -> Form:
+def choose(there: "Sequence[Form]") -> "Form":
     """The fastest of the forms in a folder: a table, else the tower itself on a GPU, else 8-bit, else any."""
     if "torch" in there and len(there) > 2 and _has_gpu():
         return "torch"

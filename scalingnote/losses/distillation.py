@@ -29,6 +29,19 @@ def qkd(
     return _mean(distance - cosine_weight * F.cosine_similarity(teacher, student, dim=-1), weights)
 
 
+def cosine(
+    teacher: Float[Tensor, "queries dim"],
+    student: Float[Tensor, "queries dim"],
+    *,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean of 1 - cos(t, s): half the squared distance of the unit vectors (LEAF, arXiv 2509.12539).
+
+    The right loss where documents are searched by cosine: the length of a query changes no order.
+    """
+    return _mean(1 - F.cosine_similarity(teacher, student, dim=-1), weights)
+
+
 def matching(
     teacher: Float[Tensor, "rows dim"],
     student: Float[Tensor, "rows dim"],

@@ -107,7 +107,18 @@ class LookupConfig(Config):
         8192, ge=300, description="tokens learnt from the queries, where none are inherited"
     )
     weighting: Literal["mean", "learned"] = Field(
-        "mean", description="learned: a weight per token in the mean, starting at 1"
+        "mean", description="learned: a weight per token in the mean, starting as `start_weights` says"
+    )
+    start_weights: Literal["equal", "inverse_frequency"] = Field(
+        "equal",
+        description="inverse_frequency: a / (a + share of a token among all), a = 0.0003 (Arora et al. 2017, "
+        "SIF); of a student, by the texts it learns from",
+    )
+    bigrams: int = Field(
+        0, ge=0, description="pairs of neighbouring tokens with rows of their own, the most frequent ones"
+    )
+    ends: bool = Field(
+        False, description="rows of their own for the first, second, last but one and last token of a query"
     )
     attention: bool = Field(
         False, description="one head over the looked-up rows: which tokens stand together matters"

@@ -1,21 +1,22 @@
 """A lookup tower: a query's embedding is the mean of its tokens' rows in one table. There is no model.
 
-    ids        token numbers, no special tokens
+    ids        token numbers, no special tokens; perhaps those of features (lookup_features.py) behind them
     rows       [tokens, dim]      looked up; perhaps each with what it hears of the others by attention
     embedding  [queries, 1, dim]  (sum of weight x row) / sum of weights
 
-What every option adds starts at nothing: weights are 1, attention adds 0. A query without tokens gets the
-mean of the table's rows. On disk it is a :class:`Table`.
+What every option adds starts at nothing: attention adds 0, rows of features are 0, and weights are 1 unless
+they are given. A query without tokens gets the mean of the tokens' rows. On disk it is a :class:`Table`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Int, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 from torch import Tensor, nn
@@ -24,8 +25,21 @@ from torch.nn import functional as F
 from scalingnote.errors import ConfigError
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig
+from scalingnote.models.lookup_features import LookupFeatures, is_bigram
 from scalingnote.models.prompt import Row, tokenize
 from scalingnote.models.table import Storage, Table, stored
+
+# Learning rates under RowAdam, over that of token rows (docs/distillation.md): pairs are many and rare.
+BIGRAM_RATE = 0.25
+WEIGHT_RATE = 2.5
+
+
+@dataclass(frozen=True)
+class LookupStart:
+    """What is known of a table before it learns, from the texts it will learn from."""
+
+    feature_keys: Int64[ndarray, " features"]
+    weights: Float32[ndarray, " rows"] | None = None  # of tokens, then of features
 
 
 class LookupPrompt:
@@ -33,13 +47,18 @@ class LookupPrompt:
 
     views = ("query",)
 
-    def __init__(self, tokenizer: Tokenizer, *, max_length: int) -> None:
-        self.tokenizer, self._max_length = tokenizer, max_length
+    def __init__(
+        self, tokenizer: Tokenizer, *, max_length: int, features: LookupFeatures | None = None
+    ) -> None:
+        self.tokenizer, self._max_length, self._features = tokenizer, max_length, features
 
     def rows(self, queries: Sequence[str]) -> list[Row]:
-        """One row per query, cut at `max_length` tokens; its position says nothing."""
+        """One row per query, cut at `max_length` tokens, features behind them; its position says nothing."""
         room = self._max_length
-        return [Row(ids[:room], [0]) for ids in tokenize(self.tokenizer, queries, room)]
+        found = [ids[:room] for ids in tokenize(self.tokenizer, queries, room)]
+        if self._features is not None:
+            found = [self._features.extend(ids) for ids in found]
+        return [Row(ids, [0]) for ids in found]
 
 
 class LookupTower(nn.Module):
@@ -57,15 +76,17 @@ class LookupTower(nn.Module):
         attention: bool = False,
         storage: Storage = "float16",
         seed: int = 0,
+        features: LookupFeatures | None = None,
         made_from: Mapping[str, str] | None = None,
     ) -> None:
-        """`table` has a row for each token; `storage` is that of the saved table."""
+        """`table` has a row for each token, then for each feature; `storage` is that of the saved table."""
         super().__init__()
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self.tokenizer, self.max_length, self.dim = tokenizer, max_length, table.shape[1]
-        self.prompt = LookupPrompt(tokenizer, max_length=max_length)
-        self.tokens = len(table)
+        self.prompt = LookupPrompt(tokenizer, max_length=max_length, features=features)
+        self._features = features
+        self.tokens = len(table) - (0 if features is None else len(features))
         if tokenizer.get_vocab_size() > self.tokens:
             raise ConfigError(
                 f"the table has rows for {self.tokens:,} tokens, the tokenizer has "
@@ -74,7 +95,14 @@ class LookupTower(nn.Module):
         self._storage, self.made_from = storage, dict(made_from or {})
         self.table = nn.Parameter(table.detach().float().clone())
         # Its logarithm, so that a weight stays above 0 and their sum can be divided by.
-        self.log_weights = nn.Parameter(torch.zeros(self.tokens)) if weighting == "learned" else None
+        learned = weighting == "learned"
+        self.log_weights = nn.Parameter(torch.zeros(len(table))) if learned else None
+        if features is not None:  # read by train/strategies/row_adam.py
+            pairs = torch.from_numpy(is_bigram(features.keys, tokens=self.tokens))
+            rates = torch.cat([torch.ones(self.tokens), torch.where(pairs, BIGRAM_RATE, 1.0)])
+            self.table.row_rates = rates  # type: ignore[attr-defined]
+        if self.log_weights is not None:
+            self.log_weights.row_rates = torch.full((len(table),), WEIGHT_RATE)  # type: ignore[attr-defined]
         self.attention = Attention(self.dim, seed=seed) if attention else None
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
@@ -101,7 +129,7 @@ class LookupTower(nn.Module):
         found: Tensor = total / shares.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         empty = lengths == 0
         if empty.any():
-            found = torch.where(empty[:, None], self.table.mean(0), found)
+            found = torch.where(empty[:, None], self.table[: self.tokens].mean(0), found)
         return found
 
     def _attended(
@@ -129,6 +157,7 @@ class LookupTower(nn.Module):
             max_length=self.max_length,
             weighting="mean" if self.log_weights is None else "learned",
             storage=self._storage,
+            features=self._features,
             made_from=self.made_from,
         )
         if cut.log_weights is not None and self.log_weights is not None:
@@ -149,6 +178,7 @@ class LookupTower(nn.Module):
             scales=scales,
             token_weights=weights,
             attention=None if self.attention is None else self.attention.matrices(),
+            feature_keys=None if self._features is None else self._features.keys,
             made_from=self.made_from,
         ).write(folder)
 
@@ -163,6 +193,7 @@ class LookupTower(nn.Module):
             weighting="mean" if table.token_weights is None else "learned",
             attention=table.attention is not None,
             storage=str(table.values.dtype),  # type: ignore[arg-type]
+            features=table.features,
             made_from=table.made_from,
         )
         if tower.log_weights is not None:
@@ -192,14 +223,22 @@ def build(
     dim: int,
     tokenizer_json: str | None,
     seed: int,
+    start: LookupStart | None = None,
 ) -> LookupTower:
-    """A tower ready to train, its rows drawn at random from `seed`. ConfigError when it lacks a tokenizer."""
+    """A tower ready to train, its rows of tokens drawn at random from `seed`, those of features 0.
+
+    ConfigError when it lacks a tokenizer.
+    """
     if tokenizer_json is None:
         raise ConfigError("a lookup tower needs a tokenizer trained on the corpus, or its teacher's")
     tokenizer = Tokenizer.from_str(tokenizer_json)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(tokenizer.get_vocab_size(), dim, generator=generator) * dim**-0.5
-    return LookupTower(
+    features = None
+    if start is not None and len(start.feature_keys):
+        features = LookupFeatures(start.feature_keys, tokens=len(rows))
+        rows = torch.cat([rows, torch.zeros(len(features), dim)])
+    made = LookupTower(
         rows,
         tokenizer,
         max_length=config.max_length,
@@ -207,7 +246,11 @@ def build(
         attention=config.attention,
         storage=config.storage,
         seed=seed,
+        features=features,
     )
+    if start is not None and start.weights is not None and made.log_weights is not None:
+        made.log_weights.data.copy_(torch.from_numpy(start.weights).log())
+    return made
 
 
 class Attention(nn.Module):

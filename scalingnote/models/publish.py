@@ -17,6 +17,7 @@ from scalingnote.storage.artifact import Artifact, Manifest, open_artifact
 _PAPER = "ScalingNote (arXiv 2411.15766)"
 _TAUGHT = {
     "qkd": "squared distance and cosine (weight {cosine}) to the teacher's query embeddings",
+    "cosine": "1 - cosine to the teacher's query embeddings",
     "query_matching": "distance to the teacher's query embeddings",
     "document_matching": "distance to the teacher's document embeddings",
     "one_hot": "cross entropy of labels",

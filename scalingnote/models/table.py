@@ -2,13 +2,14 @@
 
     tower.json      what it is: dim, tokens, storage, weighting, what it was made from
     tokenizer.json  text -> token numbers, which are row numbers
-    table.npy       [tokens, dim], memory-mapped; int8 goes with
-    scales.npy      [tokens], what a row's integers are multiplied by
-    token_weights.npy  [tokens], only where they were learnt
+    table.npy       [tokens + features, dim], memory-mapped; int8 goes with
+    scales.npy      [tokens + features], what a row's integers are multiplied by
+    token_weights.npy  [tokens + features], only where they were learnt
+    feature_keys.npy  [features], only where pairs of tokens or end tokens have rows (lookup_features.py)
     attention.npy   [2, dim, dim], only where rows attend to each other: the matrices of scores and of outputs
 
-A query's embedding is (sum of weight x row over its tokens) / sum of weights; that of a query without tokens
-is the mean of the table's rows.
+A query's embedding is (sum of weight x row over its tokens and features) / sum of weights; that of a query
+without tokens is the mean of the tokens' rows.
 """
 
 import hashlib
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Float32, Int, Shaped
+from jaxtyping import Float, Float32, Int, Int64, Shaped
 from numpy import ndarray
 
 from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models.lookup_features import LookupFeatures
 
 Storage = Literal["float32", "float16", "int8"]
 
@@ -36,15 +38,26 @@ class Table:
     tokenizer_json: str
     max_length: int
     scales: Float32[ndarray, " rows"] | None = None
-    token_weights: Float32[ndarray, " tokens"] | None = None
+    token_weights: Float32[ndarray, " rows"] | None = None
     attention: Float32[ndarray, "2 dim dim"] | None = None
+    feature_keys: Int64[ndarray, " features"] | None = None
     made_from: Mapping[str, str] = field(default_factory=dict)
     """Digests of what the rows depend on (weights, adapter, instruction...), the tokenizer aside."""
 
     @property
     def tokens(self) -> int:
-        """How many rows there are, one for each."""
-        return len(self.values)
+        """How many tokens there are; each has a row."""
+        return len(self.values) - (0 if self.feature_keys is None else len(self.feature_keys))
+
+    @property
+    def features(self) -> LookupFeatures | None:
+        """Pairs of tokens and end tokens that have rows behind those of the tokens; None: there are none."""
+        return None if self.feature_keys is None else LookupFeatures(self.feature_keys, tokens=self.tokens)
+
+    def mean_row(self) -> Float32[ndarray, " dim"]:
+        """The embedding of a query without tokens. It reads all rows of tokens."""
+        mean: ndarray = self.rows(slice(self.tokens)).mean(axis=0)
+        return mean
 
     def rows(self, numbers: Int[ndarray, "..."] | slice = slice(None)) -> Float32[ndarray, "... dim"]:
         """Some rows, in float32."""
@@ -58,10 +71,11 @@ class Table:
             "scales": self.scales,
             "token_weights": self.token_weights,
             "attention": self.attention,
+            "feature_keys": self.feature_keys,
         }
         for name, array in arrays.items():
             if array is not None:
-                (folder / f"{name}.npy").write_bytes(_bytes(array))
+                (folder / f"{name}.npy").write_bytes(npy_bytes(array))
         (folder / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
         facts = {
             "kind": "lookup",
@@ -73,6 +87,7 @@ class Table:
             "storage": str(self.values.dtype),
             "weighting": "mean" if self.token_weights is None else "learned",
             "attention": self.attention is not None,
+            "features": 0 if self.feature_keys is None else len(self.feature_keys),
             "digest_of": {"tokenizer": _sha256(self.tokenizer_json.encode()), **self.made_from},
         }
         (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
@@ -92,6 +107,7 @@ class Table:
                     ("scales", facts["storage"] == "int8"),
                     ("token_weights", facts["weighting"] == "learned"),
                     ("attention", facts["attention"]),
+                    ("feature_keys", facts.get("features")),
                 )
                 if there
             }
@@ -101,9 +117,10 @@ class Table:
             raise ArtifactError(
                 f"{folder}/tower.json does not say {error}: another version wrote it, make the tower anew"
             ) from None
-        if len(values) != facts["tokens"]:
+        rows = facts["tokens"] + facts.get("features", 0)
+        if len(values) != rows:
             raise ArtifactError(
-                f"{folder}/table.npy has {len(values):,} rows for {facts['tokens']:,} tokens: "
+                f"{folder}/table.npy has {len(values):,} rows for {rows:,} tokens and features: "
                 "another version wrote it, make the tower anew"
             )
         if _sha256(tokenizer.encode()) != facts["digest_of"]["tokenizer"]:
@@ -146,7 +163,8 @@ def restored(
     return rows if scales is None else rows * scales[..., None]
 
 
-def _bytes(array: ndarray) -> bytes:
+def npy_bytes(array: ndarray) -> bytes:
+    """An array as the content of a .npy file; equal arrays give equal bytes."""
     out = io.BytesIO()
     np.save(out, np.ascontiguousarray(array), allow_pickle=False)
     return out.getvalue()

@@ -1,14 +1,15 @@
 """Draw pseudo-queries from one document: the same texts on every machine for one seed.
 
-    document -> units (words; Chinese and Japanese characters) -> title, sentence, window, question, passage
+    document -> units (words; Chinese and Japanese characters) -> title, sentence, window, phrase, question...
 
-A window is what a keyword query looks like, a sentence what a long one does; titles hold the words that name
-a document. The shares come from an ablation on three collections (docs/distillation.md).
+Phrases and keywords look like short queries, windows and sentences like long ones, and questions hold the
+words that documents lack ("how", "can I").
 """
 
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from typing import Literal
 
 import regex  # type: ignore[import-untyped]
@@ -21,29 +22,19 @@ _UNIT = regex.compile(
 )
 _SENTENCE_END = regex.compile(r"(?<=[。！？])|(?<=[.!?])\s|\n")
 _LATIN = regex.compile(r"[a-z]", regex.IGNORECASE)
-# Frequent openings of English web questions; {} takes a window.
-QUESTIONS = (
-    "what is {}",
-    "what are {}",
-    "what does {} mean",
-    "how to {}",
-    "how do I {}",
-    "how does {} work",
-    "how can {}",
-    "can I {}",
-    "can {}",
-    "is {}",
-    "are {}",
-    "do {}",
-    "does {}",
-    "should I {}",
-    "when {}",
-    "where {}",
-    "who {}",
-    "why {}",
-    "which {}",
-    "what happens if {}",
-)
+_EDGE = regex.compile(r"^\W+|\W+$")
+_WORD = regex.compile(r"\w[\w'-]*")
+_SPACE = regex.compile(r"\s+")
+_CLAUSE_END = regex.compile(r"[,;:()\[\].!?，。；：！？]+(?:\s+|$)")
+_PHRASE_WORDS = (1, 8)  # least and most, before function words at its ends are removed
+_KEYWORDS = (2, 8)
+_KEYWORD_SPAN = 60  # content words of a document among which keywords are drawn
+_LOWER_CASE_SHARE = 0.3  # of windows, sentences and phrases: users rarely write capitals
+_FOLDER = resources.files("scalingnote.pseudo_queries")
+QUESTION_TEMPLATES = (
+    (_FOLDER / "question_templates.txt").read_text().splitlines()
+)  # English; {} takes a phrase
+FUNCTION_WORDS = frozenset((_FOLDER / "function_words.txt").read_text().split())
 Role = Literal["query", "document"]
 
 
@@ -82,7 +73,9 @@ def draw(
         kinds = rng.choices(kinds, list(config.mix.values()), k=count)
     parts = _Parts.of(document)
     for kind in kinds:
-        text = _DRAWS[kind](parts, config, rng)
+        text = _SPACE.sub(" ", _DRAWS[kind](parts, config, rng)).strip()
+        if kind in _CASE_VARIES and rng.random() < _LOWER_CASE_SHARE:
+            text = text.lower()
         if text:
             yield PseudoQuery(text, "document" if kind == "passage" else "query")
 
@@ -138,22 +131,87 @@ def _window(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> s
     return "".join(sentence[start : start + length]).strip()
 
 
+def _title_window(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
+    """Part of the title beside a short window, in either order."""
+    words = units(parts.title)[: rng.randint(2, 10)]
+    window = cut(_window(parts, config, rng), 8)
+    pieces = ["".join(words).strip(), window]
+    return " ".join(pieces if rng.random() < 0.6 else pieces[::-1]).strip()
+
+
+def _phrase(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
+    """Consecutive words of one clause, without function words at either end."""
+    if not parts.words:
+        return ""
+    sentence = "".join(rng.choices(parts.words, [len(words) for words in parts.words])[0])
+    clauses = [found for clause in _CLAUSE_END.split(sentence) if (found := units(clause))]
+    if not clauses:
+        return ""
+    words = rng.choices(clauses, [len(clause) for clause in clauses])[0]
+    length = min(rng.randint(*_PHRASE_WORDS), len(words))
+    start = rng.randint(0, len(words) - length)
+    words = words[start : start + length]
+    while words and _is_function_word(words[0]):
+        words = words[1:]
+    while words and _is_function_word(words[-1]):
+        words = words[:-1]
+    return "".join(words).strip()
+
+
+def _keywords(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
+    """Some content words of a stretch of the document, in their order; longer words are drawn more often."""
+    found = [word for sentence in parts.words for unit in sentence for word in _WORD.findall(unit)]
+    found = [word for word in found if len(word) > 1 and word.lower() not in FUNCTION_WORDS]
+    if not found:
+        return ""
+    start = rng.randrange(len(found))
+    found = found[start : start + _KEYWORD_SPAN]
+    count = min(rng.randint(*_KEYWORDS), len(found))
+    # Weighted draws without replacement (Efraimidis and Spirakis 2006).
+    ranks = sorted(range(len(found)), key=lambda place: rng.random() ** (1 / len(found[place])))
+    return " ".join(found[place] for place in sorted(ranks[-count:])).lower()
+
+
 def _question(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
-    window = _window(parts, config, rng).strip(" .,;:!?")
-    if not _LATIN.search(window):  # the templates are English
-        return window
-    return rng.choice(QUESTIONS).format(window) + rng.choice(("", "?"))
+    template = rng.choice(QUESTION_TEMPLATES)
+    pieces = [_question_piece(parts, config, rng) for _ in range(template.count("{}"))]
+    if not all(map(_LATIN.search, pieces)):  # the templates are English
+        return pieces[0]
+    text = template.format(*pieces)
+    if rng.random() < 0.5:
+        text = text[0].upper() + text[1:]
+    return text + rng.choice(("", "?"))
+
+
+def _question_piece(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
+    """What stands in a template: a phrase, at times a window or the beginning of the title."""
+    chance = rng.random()
+    if chance < 0.15 and parts.title:
+        text = cut(parts.title, rng.randint(2, 8))
+    elif chance < 0.35:
+        text = cut(_window(parts, config, rng), 10)
+    else:
+        text = _phrase(parts, config, rng) or _window(parts, config, rng)
+    return str(_EDGE.sub("", text))
+
+
+def _is_function_word(unit: str) -> bool:
+    return _EDGE.sub("", unit).lower() in FUNCTION_WORDS
 
 
 def _passage(parts: _Parts, config: PseudoQueriesConfig, _: random.Random) -> str:
     return cut(parts.content, config.passage_words)
 
 
+_CASE_VARIES = frozenset(("sentence", "window", "title_window", "phrase"))
 _DRAWS: Mapping[Kind, Callable[[_Parts, PseudoQueriesConfig, random.Random], str]] = {
     "title": _title,
     "first_sentence": _first_sentence,
     "sentence": _sentence,
     "window": _window,
+    "title_window": _title_window,
+    "phrase": _phrase,
+    "keywords": _keywords,
     "question": _question,
     "passage": _passage,
 }

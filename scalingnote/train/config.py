@@ -12,8 +12,10 @@ from scalingnote.models.config import LookupConfig, QueryTowerConfig, TokenWiseC
 class Optimizer(Config):
     """AdamW with linear warm-up and linear decay to zero."""
 
-    kind: Literal["adamw", "adamw_8bit"] = Field(
-        "adamw", description="adamw_8bit needs bitsandbytes and a GPU"
+    kind: Literal["adamw", "adamw_8bit", "row_adam"] = Field(
+        "adamw",
+        description="adamw_8bit needs bitsandbytes and a GPU; row_adam, for lookup tables: only rows that a "
+        "step reads are moved, without weight decay",
     )
     peak_lr: float = Field(3e-4, gt=0, description="3e-6 for a 7B backbone (appendix A)")
     warmup: float = Field(0.1, ge=0, lt=1, description="share of the steps")
@@ -239,6 +241,8 @@ class Schedule(Config):
     def _can_run(self) -> "Schedule":
         if self.global_batch % self.ranks:
             raise ValueError(f"global_batch {self.global_batch} does not divide over {self.ranks} workers")
+        if self.optimizer.kind == "row_adam" and not isinstance(self.strategy, Ddp):
+            raise ValueError("optimizer.kind=row_adam moves whole tables: choose strategy ddp")
         if isinstance(self.strategy, Fsdp2) and self.optimizer.kind == "adamw_8bit":
             raise ValueError(
                 "optimizer.kind=adamw_8bit cannot step on the shards of fsdp2: choose adamw, or strategy ddp "

@@ -183,5 +183,5 @@ def test_a_table_of_another_version_is_told_from_a_broken_one(tmp_path: Path):
         query_tower.load(tmp_path)
     (tmp_path / "tower.json").write_text(json.dumps(facts))
     np.save(tmp_path / "table.npy", np.zeros((made.tokens + 1, DIM), np.float16))
-    with pytest.raises(ArtifactError, match=r"rows for .* tokens: another version wrote it"):
+    with pytest.raises(ArtifactError, match=r"rows for .* tokens and features: another version wrote it"):
         query_tower.load(tmp_path)

@@ -103,7 +103,7 @@ def test_texts_are_drawn_alike_by_one_seed_and_shares_say_of_which_kind(dataset:
     assert 60 < first.counts["drawn"] <= 200  # of equal ones in a slice, one
     questions = [text for text in texts(first) if text.split()[0] in ("what", "how", "can", "is", "does")]
     assert 0 < len(questions) < len(texts(first)) / 2
-    assert all(len(text.split()) <= 4 + 4 for text in texts(first))
+    assert all(len(text.split()) <= 24 for text in texts(first))
 
 
 def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

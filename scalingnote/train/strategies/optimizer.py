@@ -1,4 +1,4 @@
-"""AdamW, whole or with 8-bit moments, and its state as plain named tensors."""
+"""AdamW, whole or with 8-bit moments, or RowAdam; and its state as plain named tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from scalingnote.errors import ConfigError
 from scalingnote.train.config import Optimizer
+from scalingnote.train.strategies.row_adam import RowAdam
 
 
 def make(
@@ -21,6 +22,8 @@ def make(
         "weight_decay": settings.weight_decay,
     }
     filled = [{"params": list(group)} for group in groups if group]
+    if settings.kind == "row_adam":
+        return RowAdam(filled, lr=settings.peak_lr, betas=settings.betas, eps=settings.eps)
     if settings.kind == "adamw":
         return torch.optim.AdamW(filled, fused=True, **knobs)
     if device.type != "cuda":
