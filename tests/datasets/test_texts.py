@@ -1,0 +1,135 @@
+"""A user's own texts: every form that is read, every row that is set aside, every error."""
+
+import json
+import logging
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scalingnote.datasets import registry
+from scalingnote.datasets.quarantine import Quarantine
+from scalingnote.datasets.rows import Source
+from scalingnote.datasets.texts import read_texts
+from scalingnote.errors import DataError
+
+
+def lines(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in rows))
+    return path
+
+
+def document(doc_id, title, content):
+    return {"doc_id": doc_id, "title": title, "content": content}
+
+
+def test_json_lines(tmp_path):
+    path = lines(
+        tmp_path / "a.jsonl",
+        {"doc_id": "x", "title": "One", "content": "first"},
+        {"id": 7, "text": "second"},
+        {"text": "third", "content": None},
+        {"title": "only a title"},
+    )
+    assert list(read_texts(path)) == [
+        document("x", "One", "first"),
+        document("7", "", "second"),
+        document("3", "", "third"),
+        document("4", "only a title", ""),
+    ]
+
+
+def test_beir_folder_without_queries(tmp_path):
+    lines(tmp_path / "corpus.jsonl", {"_id": "d1", "title": "One", "text": "first"})
+    assert list(read_texts(str(tmp_path))) == [document("d1", "One", "first")]
+
+
+def test_text_lines(tmp_path):
+    path = lines(tmp_path / "a.txt", "﻿first\twith a tab\r\n".encode(), b"\n", b"second, caf\xc3\xa9", b"\n")
+    assert list(read_texts(path)) == [
+        document("1", "", "first\twith a tab"),
+        document("2", "", "second, café"),
+    ]
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_parquet(tmp_path, kind):
+    pq.write_table(
+        pa.table({"text": pa.array(["one", None, "two"], kind), "n": [1, 2, 3]}), tmp_path / "a.parquet"
+    )
+    quarantine = Quarantine()
+    found = list(read_texts(tmp_path / "a.parquet", quarantine=quarantine))
+    assert found == [document("1", "", "one"), document("3", "", "two")]
+    assert quarantine.rejected == {"documents: no text": 1}
+
+
+def test_parquet_text_that_is_not_utf8_costs_its_row(tmp_path):
+    text = pa.array([b"good", b"bad \xff"]).view(pa.string())
+    pq.write_table(pa.table({"doc_id": ["a", "b"], "content": text}), tmp_path / "a.parquet")
+    quarantine = Quarantine()
+    found = list(read_texts(tmp_path / "a.parquet", quarantine=quarantine))
+    assert found == [document("a", "", "good")]
+    assert quarantine.rejected == {"documents: invalid UTF-8": 1}
+
+
+def test_several_files(tmp_path):
+    lines(tmp_path / "1.jsonl", {"text": "first"})
+    lines(tmp_path / "2.txt", b"second\n")
+    assert [row["content"] for row in read_texts(tmp_path / "*.*")] == ["first", "second"]
+
+
+def test_bad_rows_are_counted(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("scalingnote"), "propagate", True)
+    path = lines(
+        tmp_path / "a.jsonl",
+        {"doc_id": "a", "text": "good"},
+        b'{"text": "not closed\n',
+        b'{"text": "\xff"}\n',
+        b"[1, 2]\n",
+        {"doc_id": "b", "text": "  "},
+        {"doc_id": "a", "text": "the same id"},
+        {"doc_id": "c", "text": 3},
+    )
+    quarantine = Quarantine()
+    assert [row["content"] for row in read_texts(path, quarantine=quarantine)] == ["good"]
+    assert quarantine.rejected == {
+        "documents: invalid JSON": 1,
+        "documents: invalid UTF-8": 1,
+        "documents: not a JSON object": 1,
+        "documents: no text": 1,
+        "documents: duplicate doc_id": 1,
+        "documents: content is of type int, not text": 1,
+    }
+    assert "1 texts, 6 rows set aside" in caplog.text
+
+
+def test_errors_before_any_row_is_read(tmp_path):
+    with pytest.raises(DataError, match="no file at"):
+        read_texts(tmp_path / "missing.jsonl")
+    with pytest.raises(DataError, match=r"no file at .*corpus\.jsonl"):
+        read_texts(tmp_path)
+    with pytest.raises(DataError, match=r"none of \.jsonl, \.parquet, \.txt"):
+        read_texts(lines(tmp_path / "a.csv", b"text\n"))
+    with pytest.raises(DataError, match=r"no column `content` or `text`, only \['body'\]"):
+        read_texts(lines(tmp_path / "a.jsonl", {"body": "text"}))
+    pq.write_table(pa.table({"body": ["text"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"only \['body'\]"):
+        read_texts(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        read_texts(lines(tmp_path / "b.parquet", b"PAR1 not really"))
+    with pytest.raises(DataError, match="needs settings"):
+        read_texts("beir")
+
+
+def test_no_text_at_all(tmp_path):
+    with pytest.raises(DataError, match="it has no rows"):
+        list(read_texts(lines(tmp_path / "a.jsonl")))
+    with pytest.raises(DataError, match=r"no text \(2\), invalid JSON \(1\)"):
+        list(read_texts(lines(tmp_path / "b.jsonl", {"text": ""}, b"{\n", {"text": " "})))
+
+
+def test_registered_data_set(monkeypatch):
+    rows = [{"doc_id": "a", "title": "One", "topic": "", "content": "first", "group": "a"}]
+    monkeypatch.setattr(registry, "read", lambda config: Source(documents=rows, queries=()))
+    assert list(read_texts("medquad")) == [document("a", "One", "first")]
