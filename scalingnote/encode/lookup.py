@@ -3,10 +3,10 @@
     one query     take its rows, one vector-matrix product
     a batch       take the rows of 16 queries at once, one product per query
 
-float16 rows become float32 by shifts of their bits (:func:`_widened`): numpy's own conversion takes more time
-than all else together. Measured per query without its tokenizer, one thread, 32,000 x 384 in float16, 8 tokens:
-7 us alone (10 by numpy's conversion), 2.6 us in batches of 64 and 1,024; torch's EmbeddingBag takes 1.4 us there,
-with sums rounded to float16, and 2.8 us with learned weights. Tokenizing takes 10 to 30 us.
+float16 rows become float32 by shifts of their bits (:func:`_widened`): numpy's own conversion takes longer
+than all the rest. Measured per query without its tokenizer, one thread, 32,000 rows of 384 in float16, 8
+tokens: 7 us alone (10 by numpy's conversion), 2.6 us in batches of 64 and 1,024; there torch's EmbeddingBag
+takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights. Tokenizing takes 10 to 30 us.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,7 @@ from scalingnote.models.table import Table
 
 _QUERIES_AT_ONCE = 16  # their rows stay in a core's cache (18 tokens of 384 dimensions: 440 KB)
 _WIDENED_SCALE = np.float32(2.0**112)  # the exponents of float16 are biased by 15, those of float32 by 127
-_WIDENED_BITS = np.int32(
-    -0x70002000
-)  # 0x8fffe000: sign, low 5 bits of the exponent, upper 10 of the mantissa
+_WIDENED_BITS = np.int32(-0x70002000)  # 0x8fffe000: the sign, 5 bits of the exponent, 10 of the mantissa
 
 
 class LookupEncoder:
