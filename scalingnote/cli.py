@@ -28,6 +28,7 @@ STAGES = {
     "mine": "find fresh hard negatives with the trained towers",
     "quantize": "assign semantic IDs by residual K-means",
     "fuse": "merge features, clicks and users into the final embeddings",
+    "bm25": "weight the documents' words by BM25, for hybrid search",
     "index": "build the sharded index",
     "evaluate": "measure and write the report",
 }

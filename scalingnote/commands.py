@@ -121,16 +121,23 @@ def search(options: argparse.Namespace) -> int:
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
     from scalingnote.encode import exported
     from scalingnote.encode.query_encoder import QueryEncoder
+    from scalingnote.models.sparse_query import SparseQuery
+    from scalingnote.search.query_path import QueryPath
     from scalingnote.search.searcher import Searcher
 
     clock = [time.perf_counter()]
     tower = exported.find(tower, options.form, options.run)
     encoder = QueryEncoder.load(tower.directory("query"), options.form)
     searcher = Searcher.open(index.uri)
+    source = pipeline.query_terms(config) if searcher.layout.refine != "none" else None
+    path = QueryPath(encoder, None if source is None else SparseQuery.load(source.directory("sparse_query")))
     clock.append(time.perf_counter())
-    queries = encoder.encode_queries([options.query])
+    asked = path([options.query])
     clock.append(time.perf_counter())
-    results = searcher.search(queries, k=options.k)[0]
+    if asked.terms is None:
+        results = searcher.search(asked.embeddings, k=options.k)[0]
+    else:
+        results = searcher.search_both(asked.embeddings, asked.terms, k=options.k)[0]
     clock.append(time.perf_counter())
     for rank, result in enumerate(results, 1):
         document = searcher.document(result)
@@ -139,7 +146,8 @@ def search(options: argparse.Namespace) -> int:
         print(f"     {result.doc_id} · {document['topic']} · {document['semantic_id']}")
         print(f"     {' '.join(document['snippet'].split())[:200]}\n")
     load, encode, search = (1000 * (after - before) for before, after in itertools.pairwise(clock))
-    times = f"load {load:.0f} ms, encode ({encoder.form}) {encode:.1f} ms, search {search:.1f} ms"
+    how = "embeddings" if asked.terms is None else "embeddings and terms"
+    times = f"by {how}; load {load:.0f} ms, encode ({encoder.form}) {encode:.1f} ms, search {search:.1f} ms"
     print(f"{len(results)} results; {times}")
     return 0
 

@@ -72,6 +72,13 @@ def locate(config: RunConfig, kind: str) -> Artifact:
     return _newest(config, kind, stages.of(config), {})
 
 
+def query_terms(config: RunConfig) -> Artifact | None:
+    """The artifact whose ``sparse_query/`` gives queries the terms of the index; None where it has none."""
+    if not locate(config, "index").read_json("index.json").get("sparse"):
+        return None
+    return locate(config, "dual_encoder" if config.bm25 is None else "bm25_terms")
+
+
 def load_run(run_dir: str) -> RunConfig:
     """The config of the last run in `run_dir`, wherever that directory lies now."""
     path = fs.join(run_dir, RUN_FILE)

@@ -12,6 +12,7 @@ from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.index.config import IndexConfig
+from scalingnote.lexical.config import BM25Config
 from scalingnote.mine.config import MineConfig
 from scalingnote.planner.config import PlannerConfig, Statistics
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
@@ -48,6 +49,9 @@ class RunConfig(Config):
     encode: EncodeConfig = EncodeConfig()
     quantize: QuantizeConfig = QuantizeConfig()
     fuse: FuseConfig | None = Field(None, description="null: what is indexed is the documents' embeddings")
+    bm25: BM25Config | None = Field(
+        None, description="words of the documents, weighted by BM25, for hybrid search beside the embeddings"
+    )
     index: IndexConfig = IndexConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     serve: ServeConfig = ServeConfig()

@@ -87,13 +87,14 @@ STAGES: tuple[Stage, ...] = (
         "scalingnote.fuse.job:run",
         may_read=("dual_encoder", "student"),
     ),
+    Stage("bm25", "bm25_terms", ("dataset",), "bm25", "scalingnote.lexical.job:run"),
     Stage(
         "index",
         "index",
         ("dataset", "embeddings", "semantic_ids"),
         "index",
         "scalingnote.index.job:run",
-        may_read=("dual_encoder", "student"),
+        may_read=("dual_encoder", "student", "bm25_terms"),
     ),
     Stage(
         "evaluate",
@@ -101,7 +102,7 @@ STAGES: tuple[Stage, ...] = (
         ("dataset", "embeddings", "index"),
         "evaluate",
         "scalingnote.evaluate.job:run",
-        may_read=("dual_encoder", "student", "teacher_embeddings"),
+        may_read=("dual_encoder", "student", "teacher_embeddings", "bm25_terms"),
     ),
 )
 # What a cross-encoder leaves behind as a teacher: the same artifacts, of the same stages.
@@ -129,7 +130,8 @@ def of(config: RunConfig) -> list[Stage]:
     """The stages this config asks for, in order: without a distill section there is no student.
 
     With an adopt section nothing is trained in stage I; triplets and their planner are then built only where
-    a student or fusion reads them, and a student that learns from pseudo-queries reads none.
+    a student or fusion reads them, and a student that learns from pseudo-queries reads none. With a bm25
+    section the index takes its terms from there, whether the document tower has a sparse head or not.
     A round of stage I before the last is ``train@1``, ``encode@1``, ``mine@1``, and so on.
     """
     known = {stage.name: stage for stage in STAGES}
@@ -141,14 +143,17 @@ def of(config: RunConfig) -> list[Stage]:
     names = ["prepare", "planner", "collect"]
     if not _reads_triplets(config):
         names = ["prepare", "planner"] if config.fuse is not None else ["prepare"]
+    words = [] if config.bm25 is None else [known["bm25"]]
+    terms = [stage.builds for stage in words]
     return [
         *(known[name] for name in names),
         *earlier,
         *_last_round(config, known),
         known["quantize"],
         *_fused(config, known),
-        _with_query_tower(config, known["index"]),
-        _evaluate(config, known),
+        *words,
+        _with_query_tower(config, known["index"], *terms),
+        _evaluate(config, known, *terms),
     ]
 
 
@@ -184,9 +189,9 @@ def _fused(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
     return [] if config.fuse is None else [_with_query_tower(config, known["fuse"])]
 
 
-def _with_query_tower(config: RunConfig, stage: Stage) -> Stage:
-    """A stage that reads the query tower that serves."""
-    return _reading(stage, "dual_encoder" if config.distill is None else "student")
+def _with_query_tower(config: RunConfig, stage: Stage, *kinds: str) -> Stage:
+    """A stage that reads the query tower that serves, and further kinds."""
+    return _reading(stage, "dual_encoder" if config.distill is None else "student", *kinds)
 
 
 def _reading(stage: Stage, *kinds: str) -> Stage:
@@ -194,7 +199,7 @@ def _reading(stage: Stage, *kinds: str) -> Stage:
     return replace(stage, reads=(*stage.reads, *kinds), may_read=())
 
 
-def _evaluate(config: RunConfig, known: Mapping[str, Stage]) -> Stage:
+def _evaluate(config: RunConfig, known: Mapping[str, Stage], *kinds: str) -> Stage:
     """Every query tower is measured in the documents' embeddings that it was trained with."""
     stage = known["evaluate"]
     towers = () if config.cross_encoder is not None else ("dual_encoder",)
@@ -203,7 +208,7 @@ def _evaluate(config: RunConfig, known: Mapping[str, Stage]) -> Stage:
     apart = towers and own
     return replace(
         stage,
-        reads=(*stage.reads, *towers, *students),
+        reads=(*stage.reads, *towers, *students, *kinds),
         may_read=(),
         by_stage=(("teacher_embeddings", "encode"),) if apart else (),
     )

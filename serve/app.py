@@ -15,7 +15,6 @@ from scalingnote import pipeline, stages
 from scalingnote.encode import exported, query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index import shard
 from scalingnote.run_config import RunConfig
 from scalingnote.serving.config import ServeConfig
 from scalingnote.storage.artifact import Artifact, open_artifact
@@ -94,8 +93,8 @@ def find(args: AppArgs) -> Served:
     index = pipeline.locate(run, "index")
     tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
     parts = Parts(_place(tower), features=config.features)
-    if shard.open_layout(index).sparse:
-        parts = replace(parts, sparse=_place(pipeline.locate(run, "dual_encoder")))
+    if (terms := pipeline.query_terms(run)) is not None:
+        parts = replace(parts, sparse=_place(terms))
     embeddings = pipeline.locate(run, "embeddings")
     if embeddings.names("query_fusion/"):
         planner = _place(pipeline.locate(run, "planner"))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalingnote.bm25 import BM25, document_texts, terms
+from scalingnote.analyzer import terms
+from scalingnote.bm25 import BM25, document_texts
 from scalingnote.errors import DataError
 
 TEXTS = [

@@ -1,8 +1,8 @@
 """The evaluate stage: test queries through every method, against the whole pool, into one report.
 
 Query towers are searched exactly; the one that is served also through the index; BM25 stands beside. Where
-documents have term weights, so do sparse search and each tower's hybrid with it. The pool is read part by
-part, so it never has to fit in memory.
+documents have term weights, so do sparse search and each tower's hybrid with it, or with BM25. The pool is
+read part by part, so it never has to fit in memory.
 """
 
 import re
@@ -47,15 +47,17 @@ def run(
     dual_encoder: str | None = None,
     student: str | None = None,
     teacher_embeddings: str | None = None,
+    bm25_terms: str | None = None,
     output: str,
 ) -> Artifact:
     """Build the `report` artifact. DataError when no test query has a relevant document.
 
     A query tower is searched in the embeddings of the documents that it was trained with: `embeddings`, the
-    ones that are indexed, or `teacher_embeddings` where the student has a document tower of its own.
+    ones that are indexed, or `teacher_embeddings` where the student has a document tower of its own. With
+    `bm25_terms` each tower is measured together with BM25, too.
     """
     uris = {"dataset": dataset, "embeddings": embeddings, "index": index, "dual_encoder": dual_encoder}
-    uris |= {"student": student, "teacher_embeddings": teacher_embeddings}
+    uris |= {"student": student, "teacher_embeddings": teacher_embeddings, "bm25_terms": bm25_terms}
     parents = {  # a teacher's embeddings are of the kind of all embeddings
         name: open_artifact(uri, kind=name.removeprefix("teacher_")) for name, uri in uris.items() if uri
     }
@@ -189,7 +191,7 @@ def _write_runs(draft: Draft, runs: Mapping[str, trec.Run], *, qrels: trec.Qrels
     trec.write_qrels(draft.path("qrels.trec"), qrels)
     for name, run in runs.items():
         kept = {query_id: found[:depth] for query_id, found in run.items()}
-        tag = re.sub(r"[ (]+", "-", name.replace(")", ""))
+        tag = re.sub(r"[ (+]+", "-", name.replace(")", ""))
         trec.write_run(draft.path(f"runs/{tag}.trec"), kept, tag=tag)
 
 

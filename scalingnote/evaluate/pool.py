@@ -1,10 +1,10 @@
 """An embeddings artifact as a pool of documents: read part by part, scored exactly.
 
-Its documents have an embedding, and terms too where their tower has a sparse head.
+Its documents have an embedding, and terms too where their tower has a sparse head, or BM25 weights words.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy import ndarray
 from scalingnote.errors import ArtifactError
 from scalingnote.evaluate import exact
 from scalingnote.evaluate.exact import Found, Part
+from scalingnote.lexical import weights
 from scalingnote.log import Progress
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import vectors
@@ -33,11 +34,15 @@ def search(
     k: int,
     dim: int | None = None,
     terms: int | None = None,
+    words: Artifact | None = None,
 ) -> Found:
-    """The true answer: every document scored, by its embedding (of `dim` values), its `terms`, or both."""
+    """The true answer: every document scored, by its embedding (of `dim` values), its `terms`, or both.
+
+    Terms are those of `words`, an artifact `bm25_terms`, or else those encoded beside the embeddings.
+    """
     total = embeddings.counts["documents"]
     with Progress("evaluate", total=total, unit="documents searched") as progress:
-        parts = _parts(embeddings, progress, dim=dim, terms=terms)
+        parts = _parts(embeddings, progress, dim=dim, terms=terms, words=words)
         return exact.search(parts, score, queries=queries, k=k)
 
 
@@ -93,8 +98,11 @@ def _places(wanted: pa.Array, table: pa.Table) -> tuple[Int[ndarray, " wanted"],
     return place, np.flatnonzero(place >= 0)
 
 
-def _parts(embeddings: Artifact, progress: Progress, *, dim: int | None, terms: int | None) -> Iterator[Part]:
-    columns = [INDEXED_VIEW] * (dim is not None) + ["terms", "impacts"] * (terms is not None)
+def _parts(
+    embeddings: Artifact, progress: Progress, *, dim: int | None, terms: int | None, words: Artifact | None
+) -> Iterator[Part]:
+    own = ["terms", "impacts"] if words is None else ["doc_id"]
+    columns = [INDEXED_VIEW] * (dim is not None) + own * (terms is not None)
     for name in embeddings.names("embeddings/", ".parquet"):
         table = embeddings.table(name, columns=columns)
         dense = vectors.to_numpy(table[INDEXED_VIEW]) if dim is not None else None
@@ -105,7 +113,10 @@ def _parts(embeddings: Artifact, progress: Progress, *, dim: int | None, terms: 
             )
         sparse = None
         if terms is not None:
-            sparse = exact.document_matrix(table["terms"], table["impacts"], vocabulary=terms)
+            rows = table
+            if words is not None:
+                rows = weights.columns_of(words, name.removeprefix("embeddings/"), table["doc_id"])
+            sparse = exact.document_matrix(rows["terms"], rows["impacts"], vocabulary=terms)
         yield Part(dense, sparse)
         progress.advance(len(table))
 
@@ -116,6 +127,7 @@ class SparseQueries:
 
     matrix: Any  # csr_array [queries, vocabulary]
     vocabulary: int
+    words: Artifact | None = None  # that has the documents' terms, where the embeddings have not
 
 
 def has_terms(embeddings: Artifact, towers: Artifact | None) -> bool:
@@ -130,6 +142,15 @@ def sparse_queries(
     """Queries as terms for documents that `towers` have encoded; None where these have no sparse head."""
     if towers is None or not has_terms(embeddings, towers):
         return None
-    sparse = SparseQuery.load(towers.directory("sparse_query"))
+    return _as_terms(towers, queries)
+
+
+def bm25_queries(words: Artifact, queries: Sequence[str]) -> SparseQueries:
+    """Queries as words for documents whose words are weighted in `words`, an artifact `bm25_terms`."""
+    return replace(_as_terms(words, queries), words=words)
+
+
+def _as_terms(source: Artifact, queries: Sequence[str]) -> SparseQueries:
+    sparse = SparseQuery.load(source.directory("sparse_query"))
     rows, vocabulary = sparse.encode(queries), sparse.vocabulary
     return SparseQueries(exact.query_matrix(rows, vocabulary=vocabulary), vocabulary)

@@ -1,12 +1,14 @@
 """Test queries through every method: their embeddings come in, each method's ranked documents go out.
 
 Query towers are searched exactly; the one that is served also through the index; BM25 stands beside. Where
-documents have term weights, so do sparse search and each tower's hybrid with it.
+documents have term weights, so do sparse search and each tower's hybrid with it; where the run has weighted
+words by BM25, each tower's hybrid with BM25.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +53,7 @@ def method_names(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> lis
         found.append(name)
         if pools.has_terms(embeddings_of(kind, parents), parents.get("dual_encoder")):
             found += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
+        found += [f"{name} + bm25"] * ("bm25_terms" in parents)
         found += [f"{name} (index)"] * (name == served(config, parents) and "index" in parents)
     return found + ["bm25"] * with_words(config, parents)
 
@@ -97,6 +100,10 @@ def retrieve(
             if kind == "dual_encoder":  # a student's terms are no others
                 runs[f"{name} (sparse)"] = _run_of(pool, by_terms, test=test)
             runs[f"{name} (hybrid)"] = _run_of(pool, joined, test=test)
+        if "bm25_terms" in parents:
+            words = pools.bm25_queries(parents["bm25_terms"], test.queries)
+            _, joined = _with_terms(queries, found, words, pool=pool, joining=config.hybrid, depth=depth)
+            runs[f"{name} + bm25"] = _run_of(pool, joined, test=test)
         if name == served(config, parents) and "index" in parents:
             runs[f"{name} (index)"] = _through_index(parents["index"].uri, queries, test=test, depth=depth)
     if bm25 is not None:
@@ -172,15 +179,15 @@ def _with_terms(
     depth: int,
 ) -> tuple[Found, Found]:
     """Sparse search of a pool that was searched by embeddings before, and the hybrid of both."""
-    terms = sparse.vocabulary
     search = partial(pools.search, pool, queries=len(queries), k=depth)
-    by_terms = _sharing(search(exact.sparse(sparse.matrix), terms=terms))
+    terms: Any = {"terms": sparse.vocabulary, "words": sparse.words}
+    by_terms = _sharing(search(exact.sparse(sparse.matrix), **terms))
     if joining.kind == "reciprocal_rank":
         scores, rows = hybrid.reciprocal_ranks(found.rows, by_terms.rows, k=joining.k, depth=depth)
         return by_terms, Found(scores, rows, scores.min(1), scores.max(1))
     weight, ranges = joining.dense_weight, (found, by_terms)
     score = exact.joined(queries, sparse.matrix, ranges=ranges, dense_weight=weight)
-    return by_terms, search(score, dim=queries.shape[1], terms=terms)
+    return by_terms, search(score, dim=queries.shape[1], **terms)
 
 
 def _sharing(found: Found) -> Found:

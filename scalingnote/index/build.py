@@ -24,6 +24,7 @@ from scalingnote.hybrid import Both
 from scalingnote.index import ivf, postings, postings_file, rescore, shard, tuning
 from scalingnote.index.both import candidates
 from scalingnote.index.config import IndexConfig
+from scalingnote.lexical import weights
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.quantize.job import read_vectors, use_threads
 from scalingnote.storage import filesystem as fs
@@ -72,6 +73,8 @@ def fill(item: tuple[int, Sequence[shard.Slice]], *, shared: Shared) -> None:
     dataset, embeddings, semantic_ids = (
         open_artifact(shared.parents[kind], kind=kind) for kind in ("dataset", "embeddings", "semantic_ids")
     )
+    by_words = shared.parents.get("bm25_terms")
+    words = None if by_words is None else open_artifact(by_words, kind="bm25_terms")
     lists = ivf.empty(shared.quantizer)
     stored: list[pa.Table] = []
     found: list[postings.Postings] = []
@@ -81,13 +84,18 @@ def fill(item: tuple[int, Sequence[shard.Slice]], *, shared: Shared) -> None:
         matrix = matrix[piece.start : piece.stop]
         best.add(matrix)
         ivf.add(lists, matrix)
-        if layout.sparse:
-            rows = embeddings.table(piece.part, SPARSE.names).slice(piece.start, piece.stop - piece.start)
-            found.append(postings.build(rows["terms"], rows["impacts"], strongest=config.terms))
         base = piece.part.removeprefix("embeddings/")
+        doc_ids = doc_ids.slice(piece.start, piece.stop - piece.start)
+        if layout.sparse:
+            rows = (
+                embeddings.table(piece.part, SPARSE.names).slice(piece.start, piece.stop - piece.start)
+                if words is None
+                else weights.columns_of(words, base, doc_ids)
+            )
+            found.append(postings.build(rows["terms"], rows["impacts"], strongest=config.terms))
         stored.append(
             shard.document_rows(
-                doc_ids.slice(piece.start, piece.stop - piece.start),
+                doc_ids,
                 documents=dataset.table(f"documents/{base}", shard.document_columns(config.filters)),
                 semantic_ids=semantic_ids.table(f"codes/{base}", ["doc_id", "semantic_id"]),
                 snippet_chars=config.snippet_chars,

@@ -45,6 +45,7 @@ def run(
     semantic_ids: str,
     dual_encoder: str | None = None,
     student: str | None = None,
+    bm25_terms: str | None = None,
     output: str,
 ) -> Artifact:
     """The index over the `summary` embeddings of a dataset, as an `index` artifact.
@@ -52,13 +53,14 @@ def run(
     Documents without an embedding (set aside by encode) are not indexed; the manifest counts them. With a
     query tower (`student`, or else `dual_encoder`), `nprobe` and `refine_factor` are tuned on test queries;
     where documents have terms, so is the weight of embeddings in hybrid search, by what is known as relevant.
+    Terms are those of `bm25_terms`, or else those that the document tower has encoded.
     """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
         "embeddings": open_artifact(embeddings, kind="embeddings"),
         "semantic_ids": open_artifact(semantic_ids, kind="semantic_ids"),
     }
-    for kind, uri in (("student", student), ("dual_encoder", dual_encoder)):
+    for kind, uri in (("student", student), ("dual_encoder", dual_encoder), ("bm25_terms", bm25_terms)):
         if uri is not None:
             parents[kind] = open_artifact(uri, kind=kind)
     draft = Draft(output, kind="index", config=config, parents=parents)
@@ -109,7 +111,9 @@ def _planned(
         raise ArtifactError(
             f"{source.uri} has no embedding: every document was set aside, see its rejected.parquet"
         )
-    layout = _layout(config, documents=sum(rows), encoded=_schema(source, parts[0]))
+    encoded = _schema(source, parts[0])
+    sparse = "bm25_terms" in parents or "terms" in encoded.names
+    layout = _layout(config, documents=sum(rows), dim=encoded.field(VIEW).type.list_size, sparse=sparse)
     return layout, shard.assign(parts, rows, shards=config.shards)
 
 
@@ -142,9 +146,8 @@ def _schema(artifact: Artifact, part: str) -> Any:
         return pq.read_schema(stream)
 
 
-def _layout(config: IndexConfig, *, documents: int, encoded: pa.Schema) -> shard.Layout:
+def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> shard.Layout:
     """Settings with the defaults filled in that depend on the corpus; refused if it cannot be trained."""
-    dim = encoded.field(VIEW).type.list_size
     family, trained = config.family, min(documents, config.train_documents)
     nlist = 1 if family.kind == "flat" else config.nlist
     nlist = nlist or ivf.default_nlist(documents, train_documents=trained)
@@ -162,7 +165,7 @@ def _layout(config: IndexConfig, *, documents: int, encoded: pa.Schema) -> shard
         refine_factor=config.refine_factor or min(UNTUNED_FACTOR, factors[-1]),
         recall=None,
         filters=config.filters,
-        sparse="terms" in encoded.names,
+        sparse=sparse,
         background=None,
     )
 
@@ -207,10 +210,10 @@ def _queries(
 
 def _terms(parents: dict[str, Artifact], layout: shard.Layout, drawn: pa.Table) -> SparseRows | None:
     """Their terms, by the vocabulary that documents were encoded with; None where these have none."""
-    towers = parents.get("dual_encoder")
-    if not layout.sparse or towers is None or not towers.names("sparse_query/"):
+    source = parents.get("bm25_terms") or parents.get("dual_encoder")
+    if not layout.sparse or source is None or not source.names("sparse_query/"):
         return None
-    return SparseQuery.load(towers.directory("sparse_query")).encode(drawn["query"].to_pylist())
+    return SparseQuery.load(source.directory("sparse_query")).encode(drawn["query"].to_pylist())
 
 
 def _relevant(dataset: Artifact, drawn: pa.Table) -> list[dict[str, int]]:

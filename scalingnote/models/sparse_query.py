@@ -2,6 +2,7 @@
 
     text ─► tokens of the document tower's vocabulary ─► one row of a sparse matrix per query
 
+For BM25 a term is a word: the analyzer splits the text, and words outside of the vocabulary are dropped.
 Saved, it is a folder: ``sparse_query.json`` and ``tokenizer.json``. No weights, and no torch to read it.
 """
 
@@ -17,11 +18,14 @@ from jaxtyping import Float32, Int32, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
+from scalingnote.analyzer import terms
 from scalingnote.errors import ArtifactError
 from scalingnote.models.prompt import tokenize
 
 SETTINGS = "sparse_query.json"
 Weighting = Literal["counts", "binary"]
+# What splits a text: the tokenizer, or scalingnote.analyzer, whose terms are then looked up in the tokenizer.
+Analysis = Literal["tokenizer", "words"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +41,27 @@ class SparseQuery:
     """What turns a query into terms and their weights."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, max_length: int, weighting: Weighting, lowercase: bool = False
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_length: int,
+        weighting: Weighting,
+        lowercase: bool = False,
+        analysis: Analysis = "tokenizer",
     ) -> None:
+        """Make the query side of a vocabulary.
+
+        Args:
+            tokenizer: holds the vocabulary, and splits texts where `analysis` says so.
+            max_length: terms of a query that are read; those behind it are not.
+            weighting: a term's value is its count, or 1.
+            lowercase: whether texts are lower-cased first; the analyzer always does so.
+            analysis: what splits a text.
+        """
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer, self._max_length = tokenizer, max_length
-        self._weighting, self._lowercase = weighting, lowercase
+        self._weighting, self._lowercase, self._analysis = weighting, lowercase, analysis
 
     @property
     def vocabulary(self) -> int:
@@ -51,6 +70,8 @@ class SparseQuery:
 
     def tokens(self, queries: Sequence[str]) -> list[list[int]]:
         """Terms of each query in their order, with repetition; those behind `max_length` are not read."""
+        if self._analysis == "words":
+            return [self._words(query) for query in queries]
         texts = [query.lower() for query in queries] if self._lowercase else queries
         return [ids[: self._max_length] for ids in tokenize(self._tokenizer, texts, self._max_length)]
 
@@ -70,6 +91,7 @@ class SparseQuery:
             "max_length": self._max_length,
             "weighting": self._weighting,
             "lowercase": self._lowercase,
+            "analysis": self._analysis,
         }
         (folder / SETTINGS).write_text(json.dumps(facts, indent=1) + "\n")
         (folder / "tokenizer.json").write_text(self._tokenizer.to_str(), encoding="utf-8")
@@ -83,3 +105,8 @@ class SparseQuery:
         except FileNotFoundError as error:
             raise ArtifactError(f"{folder} holds no sparse query: {error.filename} is missing") from None
         return cls(Tokenizer.from_str(tokenizer), **facts)
+
+    def _words(self, query: str) -> list[int]:
+        """Known words of a query."""
+        found = map(self._tokenizer.token_to_id, terms(query)[: self._max_length])
+        return [word for word in found if word is not None]

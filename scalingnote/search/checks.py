@@ -41,7 +41,9 @@ def require_vectors(layout: Layout) -> None:
 def require_both(layout: Layout) -> None:
     """SearchError where an index cannot be searched by embeddings and terms together."""
     if not layout.sparse:
-        raise SearchError("this index has no terms: train with train.sparse, encode and index anew")
+        raise SearchError(
+            "this index has no terms: set bm25, or train with train.sparse and encode, then index anew"
+        )
     if layout.refine == "none":
         raise SearchError(
             f"{layout.family} keeps no vectors to score by what terms find: index with "

@@ -13,6 +13,8 @@ from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig
 from scalingnote.evaluate import job, retrieve, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
+from scalingnote.lexical import job as lexical
+from scalingnote.lexical.config import BM25Config
 from scalingnote.storage.artifact import Artifact, Draft
 
 VIEWS = ["summary"]
@@ -117,3 +119,36 @@ def test_a_document_that_shares_no_term_has_no_rank(
         first, best = runs["light (hybrid)"][query_id][0]
         ranks = [[doc for doc, _ in runs[name][query_id]] for name in ("light", "light (sparse)")]
         assert best == pytest.approx(sum(1 / (11 + r.index(first)) for r in ranks if first in r))
+
+
+@pytest.fixture(scope="module")
+def words(parents: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    output = str(tmp_path_factory.mktemp("bm25") / "bm25_terms")
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        return lexical.run(BM25Config(), dataset=parents["dataset"].uri, output=output)
+
+
+def test_words_by_bm25_join_every_tower(parents: dict[str, Artifact], words: Artifact):
+    with_words = parents | {"bm25_terms": words}
+    runs = retrieved(with_words)
+    assert list(runs) == retrieve.method_names(CONFIG, with_words)
+    assert {"light + bm25", "cheap + bm25"} == runs.keys() - retrieved(parents).keys()
+    bm25 = retrieve.Words.build(CONFIG, parents)
+    test = test_set.load_test_set(parents["dataset"])
+    weights = [0.0, 0.5, 1.0]
+    by_weight = [retrieved(with_words, dense_weight=weight)["light + bm25"] for weight in weights]
+    for query_id, query in zip(test.query_ids, test.queries, strict=True):
+        lexical_scores = dict(zip(bm25.doc_ids.to_pylist(), bm25.index.scores(query).tolist(), strict=True))
+        dense_scores = dict(runs["light"][query_id])
+        for weight, joined in zip(weights, by_weight, strict=True):
+            expected = {
+                doc: weight * _scaled(dense_scores, doc) + (1 - weight) * _scaled(lexical_scores, doc)
+                for doc in dense_scores
+            }
+            assert dict(joined[query_id]) == pytest.approx(expected, abs=2e-3)
+
+
+def _scaled(scores: dict[str, float], doc: str) -> float:
+    low, high = min(scores.values()), max(scores.values())
+    return (scores[doc] - low) / (high - low)
