@@ -54,7 +54,8 @@ def _load(config: CrossEncoderConfig, device: str) -> Any:
         model = sentence_transformers.CrossEncoder(
             config.path,
             device=device,
-            model_kwargs={"dtype": getattr(torch, config.precision)},
+            trust_remote_code=False,
+            model_kwargs={"dtype": getattr(torch, config.precision), "use_safetensors": True},
         )
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]

@@ -143,7 +143,9 @@ def _keep(queries: pa.Table, drafts: list[_Draft], texts: list[str]) -> tuple[pa
 def _load(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     disable_progress_bar()
     try:
-        model, loaded = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+        model, loaded = AutoModelForSeq2SeqLM.from_pretrained(
+            path, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]  # the rest lists every architecture there is

@@ -17,9 +17,13 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapte
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.utils.hub import cached_file
 
+from scalingnote.errors import ConfigError
 from scalingnote.models.config import Lora
 from scalingnote.models.precision import lower
+
+_WEIGHTS = "adapter_model.safetensors"
 
 
 def twin(model: nn.Module) -> nn.Module:
@@ -131,13 +135,18 @@ def save(model: nn.Module, folder: Path, *, name: str, base: str) -> None:
     settings.save_pretrained(folder)
     save_file(
         {f"base_model.model.{key}": value.detach().contiguous() for key, value in weights.items()},
-        folder / "adapter_model.safetensors",
+        folder / _WEIGHTS,
         {"format": "pt"},
     )
 
 
 def load_merged(model: nn.Module, path: str | Path) -> nn.Module:
-    """`model` with the adapter at `path`, a folder or hub id that peft reads, worked into its weights."""
+    """`model` with the adapter at `path`, a folder or hub id that peft reads, worked into its weights.
+
+    ConfigError where they are no safetensors: peft would read a pickle.
+    """
+    if cached_file(str(path), _WEIGHTS, _raise_exceptions_for_missing_entries=False) is None:
+        raise ConfigError(f"{str(path)!r} has no {_WEIGHTS}: save the adapter anew, pickles are not read")
     with warnings.catch_warnings():
         # peft 0.21 still asks transformers 5.23 by the old name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

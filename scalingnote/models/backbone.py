@@ -148,6 +148,7 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
                 base,
                 config=settings,
                 dtype=torch.float32,
+                use_safetensors=True,  # a pickle may hold code
                 output_loading_info=True,
                 **_without_pooler(settings),
             )
