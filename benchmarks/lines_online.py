@@ -115,6 +115,8 @@ def exposure(r: Report) -> Lines:
     )
     what = "listeners of Ray that serve other users of the machine without a token"
     yield value(r, "open_doors_on_the_machine", what)
+    what = "ports between ranks in training, where Gloo takes connections of other users of the machine"
+    yield value(r, "silent_on_the_machine", what)
     yield value(r, "control_open_doors", "the same, authentication off and on every interface: the control")
 
 

@@ -101,9 +101,9 @@ BENCHMARKS = (
     Benchmark(
         "exposure",
         "--run {folder}/quickstart",
-        6,
+        3,
         "--run {folder}/quickstart",
-        6,
+        3,
         before="run configs/quickstart/python_docs.yaml --set run_dir={folder}/quickstart "
         "--set dataset.max_documents=2000 --set train.epochs=1 --set distill.epochs=2",
     ),

@@ -16,6 +16,7 @@ def unconnected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *given, **_: asked.append(given))
     monkeypatch.setattr(cluster, "_quieten", lambda: None)
+    monkeypatch.setattr(cluster, "_started", False)
     return asked
 
 
@@ -85,3 +86,22 @@ def test_a_private_cluster_has_a_token_and_listens_on_loopback(
         assert seen == {}
     for name in ("RAY_AUTH_TOKEN", constants.ENABLE_RAY_CLUSTERS_ENV_VAR):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("address", "nodes", "private"),
+    [
+        (None, ["127.0.0.1"], True),
+        (None, ["192.0.2.7"], False),  # its user has others join it
+        ("127.0.0.1:6379", ["127.0.0.1"], False),  # maybe another user's, who cannot read our files
+    ],
+)
+def test_a_cluster_is_private_if_it_was_started_here_for_this_machine(
+    address: str | None, nodes: list[str], private: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": node} for node in nodes])
+    monkeypatch.setattr(cluster, "_require_answer", lambda _: None)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token is made
+    cluster.connect(address)
+    assert cluster.is_private() is private

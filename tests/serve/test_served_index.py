@@ -23,7 +23,7 @@ from google.rpc import status_pb2
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from pair import DIM, built, student
 
-from benchmarks import exposure
+from benchmarks import doors, exposure
 from scalingnote import cli, pipeline
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
@@ -237,7 +237,7 @@ def test_nothing_that_listens_serves_a_client_without_key_or_token(url, server):
     assert not [row for row in rows if "OPEN" in (row["from the network"], row["from loopback"])]
     port = url.rpartition(":")[2]
     for path, status in {"/admin/index": 401, "/info": 401, "/healthz": 200}.items():
-        assert exposure._request(network, int(port), "GET", path)[0] == status
+        assert doors.request(network, int(port), "GET", path)[0] == status
 
 
 def test_the_page_and_the_openapi_are_there(url):
@@ -324,7 +324,7 @@ def test_the_shell_finds_the_same(
     told = capsys.readouterr().out
     places = [told.index(f"  Title {doc_id[1:]}\n") for doc_id in expected(index)]
     assert places == sorted(places)
-    assert told.splitlines()[-1].startswith("5 results; load ")
+    assert told.splitlines()[-1].startswith("5 results; by embeddings; load ")
 
 
 def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_path: Path) -> None:
