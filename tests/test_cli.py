@@ -266,6 +266,33 @@ def test_doctor_notices_a_cluster_it_would_join(monkeypatch):
     assert (finding.level, finding.found) == ("warn", "10.0.0.1:6379")
 
 
+@pytest.mark.parametrize(
+    ("given", "file", "warned"),
+    [
+        ({}, "", True),
+        ({"RAY_AUTH_MODE": "token"}, "", True),  # it asks for a token that nobody has
+        ({"RAY_AUTH_TOKEN": "secret"}, "", False),
+        ({"RAY_AUTH_TOKEN": "secret", "RAY_AUTH_MODE": "disabled"}, "", True),
+        ({}, ".ray/auth_token", False),
+        ({"RAY_AUTH_TOKEN_PATH": "HOME/own"}, "own", False),
+        ({"RAY_AUTH_TOKEN_PATH": "HOME/own"}, ".ray/auth_token", True),
+    ],
+)
+def test_doctor_warns_of_a_cluster_without_tokens(given, file, warned, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith("RAY_AUTH_")]:
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value.replace("HOME", str(tmp_path)))
+    if file:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("secret")
+    assert not [f for f in doctor.examine() if f.subject == "RAY_AUTH_MODE"]  # a private cluster has its own
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    found = [f for f in doctor.examine() if f.subject == "RAY_AUTH_MODE"]
+    assert [f.level for f in found] == ["warn"] * warned
+
+
 def test_a_closed_pipe_is_no_error():
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     command = f"{sys.executable} -m scalingnote.cli datasets list | head -1; exit ${{PIPESTATUS[0]}}"
