@@ -170,9 +170,8 @@ def _of_lookup(
     keys = lookup_features.learn(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
     files = {"feature_keys.npy": npy_bytes(keys)}
     if student.weighting == "learned" and student.start_weights == "inverse_frequency":
+        counts = np.bincount(np.fromiter(chain.from_iterable(rows), np.int64), minlength=size)
         features = LookupFeatures(keys, tokens=size)
-        found = chain.from_iterable(map(features.extend, rows))
-        counts = np.bincount(np.fromiter(found, np.int64), minlength=size + len(keys))
         files["weights.npy"] = npy_bytes(lookup_features.start_weights(counts, features))
     log.info("the table has rows for %s tokens and %s features", f"{size:,}", f"{len(keys):,}")
     return files

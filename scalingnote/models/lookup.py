@@ -31,6 +31,7 @@ from scalingnote.models.table import Storage, Table, stored
 
 # Learning rates under RowAdam, over that of token rows (docs/distillation.md): pairs are many and rare.
 BIGRAM_RATE = 0.25
+END_RATE = 0.5
 WEIGHT_RATE = 2.5
 
 
@@ -99,7 +100,7 @@ class LookupTower(nn.Module):
         self.log_weights = nn.Parameter(torch.zeros(len(table))) if learned else None
         if features is not None:  # read by train/strategies/row_adam.py
             pairs = torch.from_numpy(is_bigram(features.keys, tokens=self.tokens))
-            rates = torch.cat([torch.ones(self.tokens), torch.where(pairs, BIGRAM_RATE, 1.0)])
+            rates = torch.cat([torch.ones(self.tokens), torch.where(pairs, BIGRAM_RATE, END_RATE)])
             self.table.row_rates = rates  # type: ignore[attr-defined]
         if self.log_weights is not None:
             self.log_weights.row_rates = torch.full((len(table),), WEIGHT_RATE)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from numpy import ndarray
 
 MIN_COUNT = 2  # training texts that a feature occurs in
 SMOOTHING = 3e-4  # share of all tokens at which a weight starts at one half
-BIGRAM_WEIGHT = 0.5
+FEATURE_WEIGHT = 0.5
 
 
 class LookupFeatures:
@@ -74,17 +74,15 @@ def learn(
     return np.array([*_frequent(pairs)[:bigrams], *_frequent(at_ends)], np.int64)
 
 
-def start_weights(counts: Int64[ndarray, " rows"], features: LookupFeatures) -> Float32[ndarray, " rows"]:
-    """Smoothed inverse frequencies of tokens and end tokens; a constant of pairs.
+def start_weights(counts: Int64[ndarray, " tokens"], features: LookupFeatures) -> Float32[ndarray, " rows"]:
+    """Smoothed inverse frequencies of the tokens, then a constant for each feature.
 
     Args:
-        counts: occurrences of each row in the training texts, tokens first.
-        features: those that follow the tokens.
+        counts: occurrences of each token in the training texts.
+        features: those whose rows follow the tokens'.
     """
-    shares = counts / max(int(counts[: features.tokens].sum()), 1)
-    weights = SMOOTHING / (SMOOTHING + shares)
-    weights[features.tokens :][is_bigram(features.keys, tokens=features.tokens)] = BIGRAM_WEIGHT
-    return weights.astype(np.float32)
+    weights = SMOOTHING / (SMOOTHING + counts / max(int(counts.sum()), 1))
+    return np.concatenate([weights, np.full(len(features), FEATURE_WEIGHT)]).astype(np.float32)
 
 
 def is_bigram(keys: Int64[ndarray, " features"], *, tokens: int) -> ndarray:

@@ -43,8 +43,8 @@ def tower(*, attention: bool = False) -> LookupTower:
     )
     keys = lookup_features.learn(ids_of(TEXTS), tokens=TOKENS, bigrams=50, ends=True)
     features = LookupFeatures(keys, tokens=TOKENS)
-    found = [row for ids in ids_of(TEXTS) for row in features.extend(ids)]
-    weights = lookup_features.start_weights(np.bincount(found, minlength=TOKENS + len(keys)), features)
+    counts = np.bincount([token for ids in ids_of(TEXTS) for token in ids], minlength=TOKENS)
+    weights = lookup_features.start_weights(counts, features)
     made = build(config, dim=16, tokenizer_json=LEARNT, seed=0, start=LookupStart(keys, weights))
     with torch.no_grad():
         made.table[TOKENS:] = torch.randn(len(keys), 16, generator=torch.Generator().manual_seed(1))

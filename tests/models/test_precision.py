@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from scalingnote.errors import ConfigError
+from scalingnote.models import precision
 from scalingnote.models.precision import compute_dtype
 
 CPU = torch.device("cpu")
@@ -9,7 +10,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("tiles", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_is_what_the_hardware_is_made_for(monkeypatch, tiles: bool, expected: torch.dtype):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(precision, "_cpu_gains", lambda: tiles)
     monkeypatch.delenv("SCALINGNOTE_PRECISION")
     assert compute_dtype("auto", CPU) == expected
     monkeypatch.setenv("SCALINGNOTE_PRECISION", "auto")
@@ -17,7 +18,7 @@ def test_auto_is_what_the_hardware_is_made_for(monkeypatch, tiles: bool, expecte
 
 
 def test_the_environment_decides_for_auto_and_for_nothing_else(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(precision, "_cpu_gains", lambda: True)
     assert compute_dtype("auto", CPU) == torch.float32  # as all tests want it
     assert compute_dtype("bfloat16", CPU) == torch.bfloat16
     monkeypatch.setenv("SCALINGNOTE_PRECISION", "bfloat16")
