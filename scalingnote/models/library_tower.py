@@ -16,7 +16,8 @@ from scalingnote.log import get_logger
 from scalingnote.models import native
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import Pretrained, TowerConfig
-from scalingnote.models.native import NativeModel, Role
+from scalingnote.models.module_list import Role
+from scalingnote.models.native import NativeModel
 from scalingnote.models.native_tower import make_prompt, prefix_length, tokenizer_of
 from scalingnote.models.prompt import TextDocuments, TextQueries
 from scalingnote.models.tower import Tower

