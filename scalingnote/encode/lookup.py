@@ -18,11 +18,12 @@ from jaxtyping import Float32, Int16, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.models.lookup_features import LookupFeatures
+from scalingnote.models import static_embedding
 from scalingnote.models.prompt import tokenize
 from scalingnote.models.table import Table
 
 _QUERIES_AT_ONCE = 16  # their rows stay in a core's cache (18 tokens of 384 dimensions: 440 KB)
+_SHARES_KEPT = 128  # arrays of equal shares for queries of fewer tokens are made once
 _WIDENED_SCALE = np.float32(2.0**112)  # the exponents of float16 are biased by 15, those of float32 by 127
 _WIDENED_BITS = np.int32(-0x70002000)  # 0x8fffe000: the sign, 5 bits of the exponent, 10 of the mantissa
 
@@ -31,8 +32,17 @@ class LookupEncoder:
     """The table of a folder, ready to encode."""
 
     def __init__(self, folder: Path) -> None:
-        """Open `folder`, written by :meth:`Table.write`. ArtifactError when it holds no table."""
-        self._table = table = Table.read(folder)
+        """Open a table.
+
+        Args:
+            folder: a folder written by :meth:`Table.write`, or a published one whose queries pass a table.
+
+        Raises:
+            ArtifactError: `folder` holds no table.
+            ConfigError: its table cannot be read alone (:func:`static_embedding.read`).
+        """
+        published = None if (folder / "tower.json").exists() else static_embedding.read(folder)
+        self._table = table = Table.read(folder) if published is None else published.table
         self._tokenizer = Tokenizer.from_str(table.tokenizer_json)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -44,9 +54,8 @@ class LookupEncoder:
         self._unit = np.float32(1)  # what `_looked_up` leaves to multiply by
         if self._values.dtype == np.float16:
             self._halves, self._unit = self._values.view(np.int16), _WIDENED_SCALE
-        longest = table.max_length if self._features is None else 2 * table.max_length + LookupFeatures.ENDS
-        self._equal = [np.full(n, self._unit / max(n, 1), np.float32) for n in range(longest + 1)]
-        self._empty: ndarray | None = None
+        self._equal = [np.full(n, self._unit / max(n, 1), np.float32) for n in range(_SHARES_KEPT)]
+        self._empty: ndarray | None = None if published is None else published.empty
         self._attention: tuple[ndarray, ndarray] | None = None
         if table.attention is not None:
             self._attention = (table.attention[0] / np.sqrt(np.float32(self.dim)), table.attention[1])
@@ -98,7 +107,10 @@ class LookupEncoder:
     def _shares(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, " tokens"]:
         """The factor of each token of one query in its mean, times the unit of looked up values."""
         if self._weights is None:
-            return self._equal[len(numbers)]
+            count = len(numbers)
+            return (
+                self._equal[count] if count < _SHARES_KEPT else np.full(count, self._unit / count, np.float32)
+            )
         weights = self._weights[numbers]
         shares: ndarray = weights * (self._unit / weights.sum())
         return shares
@@ -107,6 +119,7 @@ class LookupEncoder:
         self, numbers: Int64[ndarray, " tokens"], lengths: Int64[ndarray, " queries"]
     ) -> Float32[ndarray, " tokens"]:
         """The same for the tokens of several queries end to end; scales of integer rows included."""
+        shares: ndarray
         if self._weights is None:
             shares = (self._unit / np.maximum(lengths, 1)).astype(np.float32).repeat(lengths)
         else:
@@ -125,7 +138,7 @@ class LookupEncoder:
 
     def _rows(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, "tokens dim"]:
         """The table's rows of these tokens."""
-        rows = self._looked_up(numbers) * self._unit
+        rows: ndarray = self._looked_up(numbers) * self._unit
         return rows if self._scales is None else rows * self._scales[numbers, np.newaxis]
 
     def _mean_row(self) -> Float32[ndarray, " dim"]:

@@ -21,6 +21,7 @@ from numpy import ndarray
 from scalingnote.encode.cache import Cache
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models import module_list
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
@@ -80,11 +81,14 @@ class QueryEncoder:
 
 
 def forms(folder: Path) -> "list[Form]":
-    """The forms that a folder holds its query tower in; ArtifactError when there is none."""
+    """The forms that a folder holds its query tower in: a tower's folder, or one of sentence-transformers.
+
+    ArtifactError when it is neither, ConfigError when it cannot encode queries.
+    """
     try:
         facts = json.loads((folder / "tower.json").read_text())
     except FileNotFoundError:
-        raise ArtifactError(f"{folder} is not a tower: tower.json is missing") from None
+        return _published_forms(folder)
     if facts["role"] != "query":
         raise ConfigError(f"{folder} holds a {facts['role']} tower: it cannot encode queries")
     if facts.get("kind") == "lookup":
@@ -95,6 +99,15 @@ def forms(folder: Path) -> "list[Form]":
     if (folder / "projection.safetensors").exists() or facts.get("kind") in PUBLISHED:
         found += ["torch", "compiled"]
     return found
+
+
+def _published_forms(folder: Path) -> "list[Form]":
+    modules = module_list.read(folder, "query")
+    if modules is None:
+        raise ArtifactError(f"{folder} is not a tower: tower.json and modules.json are missing")
+    if modules[0].name in module_list.TABLES:
+        return ["lookup"]
+    return ["torch", "compiled"]
 
 
 def choose(there: "Sequence[Form]") -> "Form":
@@ -117,10 +130,14 @@ def _torch(
     import torch
 
     from scalingnote.encode.encoder import Encoder
+    from scalingnote.models import native_tower
+    from scalingnote.models.tower import Tower
 
     if threads is not None:
         torch.set_num_threads(threads)
-    encoder = Encoder.load(folder, token_budget=token_budget, precision=precision)
+    saved = (folder / "tower.json").exists()
+    tower = Tower.load(folder) if saved else native_tower.published(folder, "query")
+    encoder = Encoder(tower, token_budget=token_budget, precision=precision)
     if form == "compiled":
         # Padded: the shapes of packed rows are never met twice.
         encoder.tower.packs = False

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from scalingnote.models.head import Dense, Head
 from scalingnote.models.layout import indexed, layout
-from scalingnote.models.native import MODES, NativeModel, Role
+from scalingnote.models.module_list import Role
+from scalingnote.models.native import MODES, NativeModel
 
 _RELEASE = "6.2.0"  # whose files these are
 
@@ -51,7 +52,7 @@ def write(
     }
     _module(folder, modules, settings, {"linear.weight": projection.detach().contiguous()})
     _list(folder, modules)
-    _json(
+    write_json(
         folder / "sentence_bert_config.json",
         {
             "transformer_task": "feature-extraction",
@@ -65,7 +66,7 @@ def write(
     # `encode_document(text)` of a text alone takes it for the content of a document without a title.
     alone = "" if template is None else layout(template, causal=causal)
     alone = alone.format(title="", topic="", content="") if alone.endswith("{content}") else ""
-    _describe(folder, {"query": "", "document": alone})
+    describe(folder, {"query": "", "document": alone})
 
 
 def write_native(folder: Path, model: NativeModel, layers: Head, *, role: Role, max_length: int) -> None:
@@ -90,7 +91,7 @@ def write_native(folder: Path, model: NativeModel, layers: Head, *, role: Role, 
             modules.append("base.modules.normalize.Normalize")
             _module(folder, modules, {}, {})
     _list(folder, modules)
-    _json(
+    write_json(
         folder / "sentence_bert_config.json",
         {
             "transformer_task": "feature-extraction",
@@ -105,7 +106,7 @@ def write_native(folder: Path, model: NativeModel, layers: Head, *, role: Role, 
     )
     named = {"query": model.prefix, "document": model.prefix}
     default = role if model.prefix else None
-    _describe(folder, named, default=default, truncate_dim=layers.keep)
+    describe(folder, named, default=default, truncate_dim=layers.keep)
 
 
 def _weight_of_one(
@@ -124,12 +125,20 @@ def _list(folder: Path, modules: list[str]) -> None:
         {"idx": i, "name": str(i), "path": _path(i, name), "type": f"sentence_transformers.{name}"}
         for i, name in enumerate(modules)
     ]
-    _json(folder / "modules.json", listed)
+    write_json(folder / "modules.json", listed)
 
 
-def _describe(
+def describe(
     folder: Path, prompts: dict[str, str], *, default: str | None = None, truncate_dim: int | None = None
 ) -> None:
+    """Write config_sentence_transformers.json; cosine is the similarity of all models that we write.
+
+    Args:
+        folder: of modules.json.
+        prompts: text before every text, by the name of a prompt.
+        default: name of the prompt that `encode` uses; None: it uses none.
+        truncate_dim: dimensions kept of an embedding; None: all.
+    """
     settings: dict[str, Any] = {
         "__version__": {
             "sentence_transformers": _RELEASE,
@@ -143,14 +152,14 @@ def _describe(
     }
     if truncate_dim is not None:
         settings["truncate_dim"] = truncate_dim
-    _json(folder / "config_sentence_transformers.json", settings)
+    write_json(folder / "config_sentence_transformers.json", settings)
 
 
 def _module(folder: Path, modules: list[str], settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write the last of `modules`."""
     path = folder / _path(len(modules) - 1, modules[-1])
     path.mkdir(exist_ok=True)
-    _json(path / "config.json", settings)
+    write_json(path / "config.json", settings)
     if tensors:
         save_file(tensors, path / "model.safetensors")
 
@@ -159,5 +168,6 @@ def _path(number: int, name: str) -> str:
     return f"{number}_{name.rpartition('.')[2]}" if number else ""
 
 
-def _json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a config file as all of ours are written."""
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")

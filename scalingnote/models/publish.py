@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scalingnote.errors import ArtifactError
+from scalingnote.models.card import described_table
 from scalingnote.models.layout import BOUNDARY, layout
 from scalingnote.storage.artifact import Artifact, Manifest, open_artifact
 
@@ -82,7 +83,7 @@ def model_card(
         "",
         f"- Stage: {stage}",
         f"- Backbone: {_backbone(settings) if 'backbone' in settings else 'none'}",
-        *([f"- Table: {_table(facts)}"] if table else []),
+        *([f"- Table: {described_table(facts)}"] if table else []),
         f"- Losses: {_losses(config)}",
         f"- Batch {config['global_batch']}, {config['epochs']:g} epochs, peak learning rate "
         f"{config['optimizer']['peak_lr']:g}, seed {config['seed']}",
@@ -189,11 +190,6 @@ def _use(facts: Mapping[str, Any]) -> list[str]:
 def _base_line(backbone: Mapping[str, Any] | None) -> list[str]:
     pretrained = backbone is not None and backbone["kind"] == "pretrained"
     return [f"base_model: {json.dumps(backbone['path'])}"] if backbone and pretrained else []
-
-
-def _table(facts: Mapping[str, Any]) -> str:
-    attention = ", one head of attention over them" if facts["attention"] else ""
-    return f"rows of {facts['tokens']:,} tokens as {facts['storage']}{attention}"
 
 
 def _backbone(tower: Mapping[str, Any]) -> str:

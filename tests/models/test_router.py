@@ -1,0 +1,409 @@
+"""One folder of a student and its teacher: sentence-transformers and we encode alike by it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from numpy import ndarray
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize
+from sentence_transformers.sentence_transformer.modules import LayerNorm, StaticEmbedding
+from tokenizers import Tokenizer
+from torch import nn
+
+import families
+from published import CONTENTS, HIDDEN, PROMPTS, QUERIES, TEXTS, TITLES, folder
+from scalingnote.encode.encoder import Encoder
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models import lookup, module_list, native, native_tower, tower
+from scalingnote.models.card import CardFacts
+from scalingnote.models.config import LookupConfig, Lora, Pretrained, TowerConfig
+from scalingnote.models.lookup import LookupStart
+from scalingnote.models.lookup_features import learn
+from scalingnote.models.router import split_reference, write_router
+
+CLOSE = 1e-5
+TABLES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weighted": {"weighting": "learned"},
+    "attention": {"attention": True},
+    "attention and weights": {"attention": True, "weighting": "learned"},
+    "pairs and ends": {"weighting": "learned", "bigrams": 9, "ends": True},
+}
+LONG = "word tensors axis " * 40  # more tokens than any tower here reads
+ASKED = [*QUERIES, LONG, "joins tensors along a new axis"]
+
+
+def table(path: Path, *, storage: str = "float32", max_length: int = 9, **knobs: Any) -> Path:
+    """A table whose options all do something, saved."""
+    config = LookupConfig(max_length=max_length, storage=storage, **knobs)
+    learnt = families.tokenizer().backend_tokenizer
+    ids = [learnt.encode(query, add_special_tokens=False).ids for query in [*ASKED, *ASKED]]
+    keys = learn(ids, tokens=learnt.get_vocab_size(), bigrams=config.bigrams, ends=config.ends)
+    made = lookup.build(config, dim=HIDDEN, tokenizer_json=learnt.to_str(), seed=0, start=LookupStart(keys))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for value in made.parameters():
+            value.normal_(0.1, 0.3, generator=generator)
+    made.save(path)
+    return path
+
+
+def adopted(path: Path, role: native.Role, to: Path) -> Path:
+    native_tower.published(path, role).save(to)
+    return to
+
+
+def unit(vectors: ndarray) -> ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+def documents(made: Any) -> ndarray:
+    columns = {"title": TITLES, "topic": [""] * len(TITLES), "content": CONTENTS}
+    encoder = Encoder(made, precision="float32")
+    return encoder.encode_documents(pa.table(columns))["summary"]
+
+
+def needs_our_code(path: Path) -> bool:
+    return "scalingnote." in (path / "router_config.json").read_text()
+
+
+def load(path: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(path), device="cpu", trust_remote_code=needs_our_code(path))
+
+
+def check(path: Path, query: Path, document: Path) -> SentenceTransformer:
+    """Compare both routes with our encoders of the towers, and with our encoders of the folder itself."""
+    model = load(path)
+    asked = model.encode_query(ASKED)
+    np.testing.assert_allclose(np.linalg.norm(asked, axis=1), 1, atol=CLOSE)
+    for source in (query, path):
+        encoder = QueryEncoder.load(source, precision="float32")
+        np.testing.assert_allclose(asked, unit(encoder.encode_queries(ASKED)), atol=CLOSE)
+    answered = model.encode_document(TEXTS)
+    for made in (tower.Tower.load(document), native_tower.published(path, "document")):
+        np.testing.assert_allclose(answered, unit(documents(made)), atol=CLOSE)
+    np.testing.assert_array_equal(model.encode(TEXTS), answered)
+    assert model.similarity_fn_name == "cosine"
+    return model
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher with prompts, a dense layer and normalisation."""
+    return folder(tmp_path_factory.mktemp("teacher"), prompts=PROMPTS, dense=[(HIDDEN, True, nn.Tanh())])
+
+
+@pytest.fixture(scope="module")
+def teacher(published: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return adopted(published, "document", tmp_path_factory.mktemp("document"))
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("kind", ["plain", "weighted"])
+def test_a_table_is_static_embeddings_exactly(kind: str, storage: str, teacher: Path, tmp_path: Path):
+    query = table(tmp_path / "query", storage=storage, **TABLES[kind])
+    write_router(query, teacher, tmp_path / "router")
+    assert not needs_our_code(tmp_path / "router")
+    model: Any = check(tmp_path / "router", query, teacher)
+    assert type(model[0].sub_modules["query"][0]) is StaticEmbedding
+
+
+@pytest.mark.parametrize("storage", ["float16", "int8"])
+@pytest.mark.parametrize("kind", ["attention", "attention and weights", "pairs and ends"])
+def test_other_tables_are_a_module_of_ours(kind: str, storage: str, teacher: Path, tmp_path: Path):
+    query = table(tmp_path / "query", storage=storage, **TABLES[kind])
+    write_router(query, teacher, tmp_path / "router")
+    assert needs_our_code(tmp_path / "router")
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        SentenceTransformer(str(tmp_path / "router"), device="cpu")
+    model: Any = check(tmp_path / "router", query, teacher)
+    model.save(str(tmp_path / "again"), create_model_card=False)
+    check(tmp_path / "again", query, teacher)
+
+
+@pytest.mark.parametrize("prompts", [None, PROMPTS])
+@pytest.mark.parametrize("include_prompt", [True, False])
+def test_layers_of_a_teacher_keep_its_pooling_and_prompts(
+    prompts: dict[str, str] | None, include_prompt: bool, tmp_path: Path
+):
+    path = folder(tmp_path / "published", prompts=prompts, include_prompt=include_prompt)
+    config = TowerConfig(backbone=Pretrained(path=str(path), layers=1), pooling="auto", max_length=12)
+    native_tower.build(config, role="query", dim=None).save(tmp_path / "query")
+    document = adopted(path, "document", tmp_path / "document")
+    write_router(tmp_path / "query", document, tmp_path / "router")
+    check(tmp_path / "router", tmp_path / "query", document)
+    settings = module_list.settings_of(tmp_path / "router")
+    assert settings["prompts"] == (prompts or {"query": "", "document": ""})
+
+
+@pytest.mark.parametrize("kind", ["plain", "attention", "layers"])
+def test_documents_may_be_encoded_by_reference(kind: str, published: Path, teacher: Path, tmp_path: Path):
+    if kind == "layers":
+        query = adopted(published, "query", tmp_path / "query")
+    else:
+        query = table(tmp_path / "query", **TABLES[kind])
+    write_router(query, teacher, tmp_path / "router", document_reference=str(published))
+    assert not [*(tmp_path / "router").glob("document_*/*.safetensors")]
+    model: Any = check(tmp_path / "router", query, teacher)
+    model.save(str(tmp_path / "again"), create_model_card=False)
+    check(tmp_path / "again", query, teacher)
+    assert model.get_embedding_dimension() == HIDDEN
+
+
+def test_a_referenced_model_reads_as_many_tokens_as_the_tower(published: Path, tmp_path: Path):
+    config = TowerConfig(backbone=Pretrained(path=str(published)), pooling="auto", max_length=12)
+    native_tower.build(config, role="document", dim=None).save(tmp_path / "document")
+    query = table(tmp_path / "query")
+    write_router(query, tmp_path / "document", tmp_path / "router", document_reference=str(published))
+    check(tmp_path / "router", query, tmp_path / "document")
+
+
+def test_a_reference_names_a_revision(tmp_path: Path):
+    assert split_reference("org/model@abc") == ("org/model", "abc")
+    assert split_reference("org/model") == ("org/model", None)
+    (tmp_path / "a@b").mkdir()
+    assert split_reference(str(tmp_path / "a@b")) == (str(tmp_path / "a@b"), None)
+
+
+def test_a_published_folder_can_be_the_teacher(published: Path, teacher: Path, tmp_path: Path):
+    query = table(tmp_path / "query")
+    write_router(query, published, tmp_path / "router")
+    check(tmp_path / "router", query, teacher)
+    # A router's own document route can be the teacher of another student.
+    other = table(tmp_path / "other", **TABLES["weighted"])
+    write_router(other, tmp_path / "router", tmp_path / "second")
+    check(tmp_path / "second", other, teacher)
+
+
+def test_towers_that_scalingnote_trained_are_routes_too(tmp_path: Path):
+    base = families.folder(tmp_path / "base", "bert")
+    for role in ("query", "document"):
+        config = families.tower_config(base, role=role)
+        tower.build(config, role=role, dim=16, tokenizer_json=None, seed=0).save(tmp_path / role)
+    write_router(tmp_path / "query", tmp_path / "document", tmp_path / "router")
+    model = load(tmp_path / "router")
+    ours = Encoder.load(tmp_path / "query", precision="float32").encode_queries(ASKED)
+    np.testing.assert_allclose(model.encode_query(ASKED), unit(ours), atol=CLOSE)
+    columns = pa.table({"title": [""] * 2, "topic": [""] * 2, "content": CONTENTS[:2]})
+    found = Encoder.load(tmp_path / "document", precision="float32").encode_documents(columns)["summary"]
+    np.testing.assert_allclose(model.encode_document(CONTENTS[:2]), unit(found), atol=CLOSE)
+    assert "native_tower" not in (tmp_path / "router/README.md").read_text()
+
+
+def test_truncated_embeddings_stay_truncated(tmp_path: Path):
+    path = folder(tmp_path / "published")
+    settings = path / "config_sentence_transformers.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"truncate_dim": 8}))
+    learnt = families.tokenizer().backend_tokenizer.to_str()
+    lookup.build(LookupConfig(), dim=8, tokenizer_json=learnt, seed=0).save(tmp_path / "query")
+    document = adopted(path, "document", tmp_path / "document")
+    write_router(tmp_path / "query", document, tmp_path / "router")
+    model = load(tmp_path / "router")
+    assert model.encode_query(ASKED).shape[1] == model.encode_document(TEXTS).shape[1] == 8
+    found = unit(model.encode_document(TEXTS))
+    np.testing.assert_allclose(found, unit(documents(tower.Tower.load(document))), atol=CLOSE)
+    found = unit(QueryEncoder.load(tmp_path / "router").encode_queries(ASKED))
+    np.testing.assert_allclose(model.encode_query(ASKED), found, atol=CLOSE)
+
+
+def test_a_published_table_is_read_with_numpy_alone(teacher: Path, tmp_path: Path):
+    for kind in ("weighted", "pairs and ends"):
+        query = table(tmp_path / kind, **TABLES[kind])
+        write_router(query, teacher, tmp_path / f"router {kind}")
+        program = (
+            "import sys\nfrom pathlib import Path\n"
+            "from scalingnote.encode.query_encoder import QueryEncoder\n"
+            f"made = QueryEncoder.load(Path({str(tmp_path / f'router {kind}')!r}))\n"
+            "made.encode_queries(['tensors'] * 20)\n"
+            "print(made.form, sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "lookup []"
+
+
+def static(path: Path, *more: nn.Module) -> Path:
+    """A model of one table for both roles, as others publish it."""
+    tokenizer = Tokenizer.from_str(families.tokenizer().backend_tokenizer.to_str())
+    rows = torch.randn(tokenizer.get_vocab_size(), 12, generator=torch.Generator().manual_seed(2))
+    model = SentenceTransformer(modules=[StaticEmbedding(tokenizer, rows), *more], device="cpu")
+    model.save(str(path), create_model_card=False)
+    return path
+
+
+def test_tables_of_others_are_read(tmp_path: Path):
+    path = static(tmp_path, Dense(12, 5, activation_function=nn.Identity()), Normalize())
+    queries = [query for query in ASKED if query]
+    found = QueryEncoder.load(path).encode_queries(queries)
+    np.testing.assert_allclose(unit(found), load_plain(path).encode_query(queries), atol=CLOSE)
+
+
+def load_plain(path: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(path), device="cpu")
+
+
+def edited(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_tables_that_cannot_be_read_alone_are_errors(tmp_path: Path):
+    path = static(tmp_path / "tanh", Dense(12, 5))
+    with pytest.raises(ConfigError, match="is not linear"):
+        QueryEncoder.load(path)
+    path = static(tmp_path / "prompt")
+    edited(path / "config_sentence_transformers.json", prompts={"query": "ask: "})
+    with pytest.raises(ConfigError, match="behind the prompt 'ask: '"):
+        QueryEncoder.load(path)
+    path = static(tmp_path / "broken")
+    (path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        QueryEncoder.load(path)
+
+
+def test_a_table_is_no_transformer_of_the_query_role(teacher: Path, tmp_path: Path):
+    write_router(table(tmp_path / "query"), teacher, tmp_path / "router")
+    with pytest.raises(ConfigError, match=r"query role of .* is a table .*QueryEncoder\.load"):
+        native.read(tmp_path / "router", "query")
+    assert native.read(tmp_path / "router", "document").prefix == PROMPTS["document"]
+
+
+def test_an_earlier_router_is_replaced_and_nothing_else(teacher: Path, tmp_path: Path):
+    path = tmp_path / "router"
+    write_router(table(tmp_path / "query", **TABLES["attention"]), teacher, path)
+    (path / "LICENSE").write_text("mine")
+    query = table(tmp_path / "other")
+    write_router(query, teacher, path)
+    assert sorted(each.name for each in path.glob("query_*")) == ["query_0_StaticEmbedding", "query_1_Dense"]
+    assert (path / "LICENSE").exists()
+    check(path, query, teacher)
+    with pytest.raises(ConfigError, match=r"holds another model \(modules\.json, config\.json"):
+        write_router(query, teacher, shutil.copytree(teacher, tmp_path / "taken"))
+
+
+def test_what_cannot_be_a_route_is_an_error(published: Path, teacher: Path, tmp_path: Path):
+    query = table(tmp_path / "query")
+    out = tmp_path / "router"
+    learnt = families.tokenizer().backend_tokenizer.to_str()
+    lookup.build(LookupConfig(), dim=8, tokenizer_json=learnt, seed=0).save(tmp_path / "narrow")
+    with pytest.raises(ConfigError, match="of 8 dimensions, the document tower of 32"):
+        write_router(tmp_path / "narrow", teacher, out)
+    with pytest.raises(ConfigError, match="holds a query tower, not a document tower"):
+        write_router(query, query, out)
+    with pytest.raises(ConfigError, match=r"no modules\.json"):
+        write_router(query, families.folder(tmp_path / "plain", "bert"), out)
+    config = TowerConfig(
+        backbone=Pretrained(path=str(published)), pooling="auto", max_length=24, lora=Lora(rank=2)
+    )
+    adapted = native_tower.build(config, role="document", dim=None)
+    adapted.save(tmp_path / "adapters", merge_adapters=False)
+    with pytest.raises(ConfigError, match="adapters alone"):
+        write_router(query, tmp_path / "adapters", out)
+    odd = shutil.copytree(published, tmp_path / "odd")
+    modules = json.loads((odd / "modules.json").read_text())
+    (odd / "modules.json").write_text(json.dumps([*modules, {"type": "modeling.Odd", "path": "9_Odd"}]))
+    with pytest.raises(ConfigError, match=r"modeling\.Odd needs code of its own"):
+        write_router(query, odd, out)
+    (odd / "modules.json").write_text(json.dumps([{**modules[0], "kwargs": ["task"]}, *modules[1:]]))
+    with pytest.raises(ConfigError, match="takes task from `encode`"):
+        write_router(query, odd, out)
+    (odd / "modules.json").write_text(json.dumps(modules))
+    (odd / "model.safetensors").rename(odd / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="no safetensors"):
+        write_router(query, odd, out)
+    other = folder(tmp_path / "mean")
+    with pytest.raises(ConfigError, match="without document_reference"):
+        write_router(query, teacher, out, document_reference=str(other))
+    assert not out.exists()
+
+
+def test_a_referenced_model_that_only_its_library_runs_is_not_read_by_us(published: Path, tmp_path: Path):
+    model = load_plain(published)
+    model.insert(2, LayerNorm(HIDDEN))
+    model.save(str(tmp_path / "odd"), create_model_card=False)
+    query = table(tmp_path / "query")
+    write_router(query, tmp_path / "odd", tmp_path / "router", document_reference=str(tmp_path / "odd"))
+    found = load(tmp_path / "router").encode_document(TEXTS)
+    np.testing.assert_allclose(found, model.encode_document(TEXTS), atol=CLOSE)
+    with pytest.raises(ConfigError, match=r"LayerNorm of .* is not known"):
+        native.read(tmp_path / "router", "document")
+    edited(tmp_path / "router/document_0_ReferencedModel/config.json", model=None)
+    (tmp_path / "router/document_0_ReferencedModel/config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="names no model"):
+        native.read(tmp_path / "router", "document")
+
+
+FACTS = CardFacts(
+    name="table-32",
+    base_model="org/teacher",
+    lessons=40_000,
+    datasets=["org/corpus"],
+    made="Six passes over sentences of the corpus.",
+    agreement={"mean cosine": 0.91},
+    metrics={"scifact": {"nDCG@10": 0.6234, "R@100": 0.9}, "nfcorpus": {"nDCG@10": 0.31}},
+)
+STATED = "---\nlanguage: en\nlicense: apache-2.0\n---\n# Teacher\n"
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:huggingface_hub")
+def test_the_card_says_what_is_known(published: Path, tmp_path: Path):
+    from huggingface_hub import ModelCard
+
+    source = shutil.copytree(published, tmp_path / "teacher")
+    (source / "README.md").write_text(STATED)
+    write_router(table(tmp_path / "query"), source, tmp_path / "router", facts=FACTS)
+    card = ModelCard.load(tmp_path / "router/README.md")
+    assert (card.data.license, card.data.language) == ("apache-2.0", "en")
+    assert (card.data.library_name, card.data.pipeline_tag) == (
+        "sentence-transformers",
+        "sentence-similarity",
+    )
+    assert (card.data.base_model, card.data.datasets) == (["org/teacher"], ["org/corpus"])
+    assert {"router", "asymmetric", "static-embeddings"} <= set(card.data.tags)
+    found = {(each.dataset_name, each.metric_name): each.metric_value for each in card.data.eval_results}
+    assert found == {
+        ("scifact", "nDCG@10"): 0.6234,
+        ("scifact", "R@100"): 0.9,
+        ("nfcorpus", "nDCG@10"): 0.31,
+    }
+    for said in (
+        "# table-32",
+        "rows of 32 dimensions; no transformer runs",
+        "`org/teacher`, a copy of which",
+        "40,000 texts",
+        "Six passes",
+        "| mean cosine | 0.9100 |",
+        "| scifact | nDCG@10 | 0.6234 |",
+        "| prompt | none | `text: ` |",
+        "| tokens read | 9 | 24 |",
+    ):
+        assert said in card.text, said
+
+
+def test_the_card_leaves_out_what_is_not_known(teacher: Path, tmp_path: Path):
+    write_router(table(tmp_path / "query"), teacher, tmp_path / "router")
+    card = (tmp_path / "router/README.md").read_text()
+    for unknown in ("license", "language:", "base_model", "model-index", "None", "## Measured", "Lessons"):
+        assert unknown not in card, unknown
+
+
+@pytest.mark.parametrize("kind", ["plain", "attention"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_code_of_a_card_runs(kind: str, by_name: bool, published: Path, teacher: Path, tmp_path: Path):
+    path = tmp_path / "router"
+    query = table(tmp_path / "query", **TABLES[kind])
+    write_router(query, teacher, path, document_reference=str(published) if by_name else None)
+    blocks = [block.split("```")[0] for block in (path / "README.md").read_text().split("```python\n")[1:]]
+    assert len(blocks) == 3
+    scope: dict[str, Any] = {"PATH": str(path)}
+    for block in blocks:
+        *setup, call = block.strip().splitlines()
+        exec("\n".join(setup), scope)
+        assert np.isfinite(np.asarray(eval(call, scope))).all()
