@@ -113,6 +113,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_set(ingest)
 
+    screen = command(
+        "screen", commands.screen, "say which published model distils well into a table on your texts"
+    )
+    screen.add_argument("models", nargs="+", metavar="MODEL", help="hub ids or folders")
+    screen.add_argument(
+        "--texts", required=True, metavar="PATH", help="JSON lines, Parquet, text lines or a BEIR folder"
+    )
+    screen.add_argument("--count", type=int, metavar="N", help="pseudo-queries to draw, default: 5000")
+    screen.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    _add_set(screen)
+
     experiment = command(
         "experiment", commands.experiment, "compare the arms of an experiment, from access logs"
     )

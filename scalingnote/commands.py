@@ -223,6 +223,24 @@ def ingest(options: argparse.Namespace) -> int:
     return 0
 
 
+def screen(options: argparse.Namespace) -> int:
+    """Compare published models as teachers of tables on a user's texts."""
+    from scalingnote.config import load
+    from scalingnote.datasets.texts import read_texts
+    from scalingnote.distill import screen as screening
+    from scalingnote.distill.config import ScreenConfig
+    from scalingnote.log import configure
+
+    configure()
+    count = [] if options.count is None else [f"count={options.count}"]
+    config = load(ScreenConfig, [], [*options.overrides, *count])
+    found = screening.screen(options.models, read_texts(options.texts), config)
+    if options.json:
+        Path(options.json).write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")
+    print(f"{screening.as_table(found)}\n\nbest distilled into a table on these texts: {found[0].model}")
+    return 0 if len(found) == len(set(options.models)) else 1
+
+
 def experiment(options: argparse.Namespace) -> int:
     """Compare the arms of an experiment."""
     from scalingnote import pipeline
