@@ -1,4 +1,4 @@
-# Two commands: `make quickstart` and `make test`. Both install what they need into .venv first.
+# `make quickstart`, `make quickstart-train` and `make test` install what they need into .venv first.
 PYTHON ?= python3
 DATASET ?= python_docs
 SERVE ?= 1
@@ -15,9 +15,14 @@ ifneq ($(wildcard ../shared/data),)
 export SCALINGNOTE_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: quickstart compare benchmarks test check audit format proto lock clean
+.PHONY: quickstart quickstart-train compare benchmarks test check audit format proto lock clean
 
-quickstart: .venv/installed
+# A published model, its query side distilled into a table, hybrid search.
+quickstart: .venv/installed-quickstart
+	$(BIN)/scalingnote run configs/published/python_docs.yaml $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
+
+# Both towers trained from clicks, from random weights, then stage II.
+quickstart-train: .venv/installed
 	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
 
 compare: .venv/installed
@@ -64,6 +69,10 @@ clean:
 
 .venv/installed: .venv/bin/python pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu]'
+	touch $@
+
+.venv/installed-quickstart: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu,quickstart]'
 	touch $@
 
 .venv/installed-dev: .venv/installed

@@ -1,3 +1,22 @@
-"""ScalingNote: train with an LLM in both towers, serve with a query tower that costs almost nothing."""
+"""ScalingNote: a published or trained embedding model for documents, a query tower that costs almost nothing.
+
+    from scalingnote import Index, QueryEncoder, distill
+
+The names are loaded when they are first used: `import scalingnote` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from scalingnote.api import Index, QueryEncoder, Result, distill
+
+__all__ = ["Index", "QueryEncoder", "Result", "__version__", "distill"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("scalingnote.api"), name)
+    raise AttributeError(f"module 'scalingnote' has no attribute {name!r}")

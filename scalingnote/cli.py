@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         stage.set_defaults(only=name, start=None, until=None, serve=False)
         if name == "train":
             _add_dry_run(stage)
+        if name == "distill":
+            _add_model(stage)
 
     compare = command(
         "compare", commands.compare, "run several methods on one dataset and lay their reports together"
@@ -180,6 +182,30 @@ def _add_dry_run(train: argparse.ArgumentParser) -> None:
     dry.add_argument("--query-tokens", metavar="N", help="mean length, default: the longest")
     dry.add_argument("--document-tokens", metavar="N", help="mean length, default: the longest")
     train.set_defaults(command=commands.train)
+
+
+def _add_model(distill: argparse.ArgumentParser) -> None:
+    """`distill` of a published model, beside the stage of that name."""
+    distill.usage = (
+        "scalingnote distill MODEL --texts PATH --to DIR [options]\n"
+        "       scalingnote distill CONFIG... [--set A.B=VALUE]"
+    )
+    model = distill.add_argument_group("with a published MODEL (hub id or folder) in CONFIG's place")
+    model.add_argument("--texts", metavar="PATH", help="documents: .jsonl, .parquet, .txt or a BEIR folder")
+    model.add_argument(
+        "--to", metavar="DIR", help="folder to write, for sentence-transformers and scalingnote"
+    )
+    model.add_argument(
+        "--student", default="table", help="table, static, table-attention or layers2; default: table"
+    )
+    model.add_argument(
+        "--queries", metavar="FILE", help="real queries to learn from as well, if you have some"
+    )
+    model.add_argument("--count", type=int, metavar="N", help="texts to draw from the documents")
+    model.add_argument("--seed", type=int, default=0, help="of every draw, default: %(default)s")
+    model.add_argument("--run", metavar="DIR", help="unfinished work and artifacts, default: DIR.run")
+    model.add_argument("--refer", action="store_true", help="name the model in DIR instead of copying it")
+    distill.set_defaults(command=commands.distill)
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

@@ -87,6 +87,45 @@ def _training_rows(config: "RunConfig") -> int | None:
     return int(pc.sum(pc.equal(splits, "train")).as_py() or 0)
 
 
+def distill(options: argparse.Namespace) -> int:
+    """Stage II of a config; or, with ``--texts``, the query side of a published model without queries."""
+    if options.texts is None:
+        if options.to is not None:
+            raise ConfigError("--to needs --texts: the documents to distil from")
+        return run(options)
+    if options.to is None or len(options.config) != 1:
+        raise ConfigError("distill takes one MODEL, --texts PATH and --to DIR")
+    from scalingnote import api
+    from scalingnote.distill import agreement
+    from scalingnote.log import configure
+    from scalingnote.tables import markdown
+
+    configure()
+    (model,) = options.config
+    built = api.build(
+        model,
+        options.texts,
+        to=options.to,
+        student=options.student,
+        queries=options.queries,
+        count=options.count,
+        seed=options.seed,
+        run_dir=options.run,
+        overrides=options.overrides,
+    )
+    api.publish(built, Path(options.to), model=model if options.refer else None)
+    kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
+    found = agreement.compare(*(built[kind] for kind in kinds))
+    rows = [list(row) for row in agreement.rows(found)]
+    print(f"\n{markdown(['', options.student, 'teacher'], rows, text=1)}\n")
+    print(f"on {found.queries:,} held-out texts; {built['dataset'].counts['rejected']:,} rows set aside")
+    print(
+        f"{options.to}\n\nfrom scalingnote import QueryEncoder\n"
+        f'QueryEncoder({options.to!r}).encode(["..."])  # the space of {model}\'s document embeddings'
+    )
+    return 0
+
+
 def compare(options: argparse.Namespace) -> int:
     """Run every method, skipping what is finished, and print one table of all."""
     configs = [_load(options, method) for method in options.methods]  # all checked before any is run

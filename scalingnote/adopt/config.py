@@ -9,7 +9,12 @@ from scalingnote.models.config import Pooling
 class AdoptConfig(Config):
     """A published embedding model in place of stage I's training."""
 
-    path: str = Field(description="hub id or folder, e.g. BAAI/bge-small-en-v1.5; of a pair, the documents'")
+    path: str = Field(
+        description="hub id, folder or package:NAME, e.g. BAAI/bge-small-en-v1.5; of a pair, the documents'"
+    )
+    weights_sha256: str | None = Field(
+        None, description="of model.safetensors at `path`; other weights are refused. null: any"
+    )
     query_path: str | None = Field(
         None, description="of a pair of models, the queries'; null: one model reads both"
     )

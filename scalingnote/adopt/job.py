@@ -15,7 +15,7 @@ from scalingnote.log import get_logger
 from scalingnote.models import native, native_tower
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.library_tower import LibraryTower
-from scalingnote.models.native import Role
+from scalingnote.models.module_list import Role
 from scalingnote.models.tower import Tower
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft
@@ -35,6 +35,7 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
     if draft.finished:
         return draft.existing()
     draft.afresh()  # another model may lie at the path since
+    _check_weights(config)
     dims, parameters, weights = {}, 0, {}
     for role in ROLES:
         made = tower(config, role)
@@ -55,6 +56,16 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
     return draft.commit(
         counts={"dimensions": dims["document"], "parameters": parameters}, weights_sha256=weights
     )
+
+
+def _check_weights(config: AdoptConfig) -> None:
+    folder = native.local_folder(config.path)
+    found = weights_of(folder).get("model.safetensors")
+    if config.weights_sha256 not in (None, found):
+        raise ConfigError(
+            f"{folder}/model.safetensors has sha256 {found}, not {config.weights_sha256}: "
+            "fetch the model again, or leave adopt.weights_sha256 out to take these weights"
+        )
 
 
 def tower(config: AdoptConfig, role: Role) -> Tower:

@@ -280,6 +280,14 @@ class Columns(DatasetConfig):
         return self
 
 
+class Texts(DatasetConfig):
+    """Documents alone, for students that learn without queries; nothing can be measured by judgements."""
+
+    name: Literal["texts"] = "texts"
+    path: str = Field(description="JSON lines, Parquet, text lines, or a BEIR folder (datasets/texts.py)")
+    click_model: None = None
+
+
 class NewDocuments(DatasetConfig):
     """Documents of your own that a finished run is to take in, without queries."""
 
@@ -381,6 +389,7 @@ AnyDataset = Annotated[
     | Beir
     | MsMarco
     | Columns
+    | Texts
     | Logs,
     Field(discriminator="name"),
 ]

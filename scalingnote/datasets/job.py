@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.datasets import click_model, columns, intake, registry
-from scalingnote.datasets.config import AnyClickModel, AnyDataset, Logs, NewDocuments
+from scalingnote.datasets.config import AnyClickModel, AnyDataset, Logs, NewDocuments, Texts
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.datasets.rows import Row, Source
 from scalingnote.datasets.split import held_out
@@ -188,7 +188,7 @@ def _supervision(
         chosen = intake.subset(chosen, size=config.max_queries, seed=config.seed, key="query_id")
     queries = {row["query_id"]: row for row in chosen}
     pairs = {name: [r for r in rows if r["query_id"] in queries] for name, rows in pairs.items()}
-    if not queries:
+    if not queries and not isinstance(config, Texts):
         raise DataError(f"{config.name}: no query with a relevant document remains{_reasons(quarantine)}")
 
     _split(queries, pairs, group_of=catalogue.group_of, config=config)

@@ -81,6 +81,13 @@ _DESCRIPTIONS = {
             "columns", "JSON-lines or Parquet files with a column mapping", "any", "yours", downloaded=False
         ),
         Description(
+            "texts",
+            "documents alone, without queries: JSON lines, Parquet, text lines, a BEIR folder",
+            "any",
+            "yours",
+            downloaded=False,
+        ),
+        Description(
             "logs",
             "a platform's documents and impression log, of any size, split by time",
             "any",

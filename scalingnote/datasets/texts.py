@@ -17,9 +17,9 @@ import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from scalingnote.datasets import intake, registry
-from scalingnote.datasets.config import AnyDataset, DatasetConfig
+from scalingnote.datasets.config import AnyDataset, DatasetConfig, Texts
 from scalingnote.datasets.quarantine import Quarantine
-from scalingnote.datasets.rows import Row, Rows, Unreadable, files, json_lines, readable, separated
+from scalingnote.datasets.rows import Row, Rows, Source, Unreadable, files, json_lines, readable, separated
 from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 
@@ -46,6 +46,11 @@ def read_texts(path: str | Path, *, quarantine: Quarantine | None = None) -> Ite
             texts; after the last row where there was no text at all.
     """
     return _checked(_raw(str(path)), str(path), quarantine or Quarantine())
+
+
+def read(config: Texts, directory: Path | None = None) -> Source:
+    """The rows of :func:`read_texts`, for the stage `prepare`, which checks and counts them itself."""
+    return Source(documents=_raw(config.path), queries=())
 
 
 def _raw(path: str) -> Rows:

@@ -106,3 +106,13 @@ def test_what_is_read_of_a_document_is_title_and_content(tmp_path: Path):
     encoder = Encoder.load(towers.directory("document"))
     expected = SentenceTransformer(str(towers.directory("document")), device="cpu").encode("a b c d")
     np.testing.assert_allclose(encoder.encode_documents(documents)["summary"][0], expected, atol=CLOSE)
+
+
+def test_only_the_weights_that_were_named_are_taken(tmp_path: Path):
+    path = folder(tmp_path)
+    digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
+    job.run(AdoptConfig(path=str(path), weights_sha256=digest), output=str(tmp_path / "right"))
+    with pytest.raises(ConfigError, match="fetch the model again"):
+        job.run(AdoptConfig(path=str(path), weights_sha256="0" * 64), output=str(tmp_path / "wrong"))
+    with pytest.raises(ConfigError, match="no installed Python package 'no_such_package'"):
+        job.run(AdoptConfig(path="package:no_such_package"), output=str(tmp_path / "none"))

@@ -57,7 +57,7 @@ class RowAdam(torch.optim.Optimizer):
         parameter[rows] -= group["lr"] * moved
 
     def _begun(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
+        state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
             state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(parameter) for _ in range(2))

@@ -1,0 +1,329 @@
+"""Query towers distilled from a published model without queries: quality kept, speed, and seconds to distil.
+
+    python -m benchmarks.front_door --json docs/results/front_door.json [--sets scifact ...] [--seeds N]
+
+For each BEIR folder below $SCALINGNOTE_DATA and each seed: all-MiniLM-L6-v2 as published encodes the
+documents, pseudo-queries are drawn from them, and students learn from those alone (configs/methods). Test
+queries and judgements are used for measuring only. Quality is nDCG@10 with linear gain (trec_eval's) over all
+documents; "kept" is a student's over the teacher's.
+
+- table, table-attention, layers2: the student's own ranking
+- escalated30: the table's best 100, in the teacher's order for the 30 % of the queries in most doubt
+- hybrid: scores put on [0, 1] per query over the union of both best 1,000, their mean; the table with BM25
+  over the teacher with BM25
+- table_speedup_b1: queries/s of one thread, one query at a time, over the teacher's in sentence-transformers
+
+An interrupted run goes on where it stopped: every artifact is kept below --run-dir.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from benchmarks import minilm
+from benchmarks.report import alone, arguments, show, write
+from scalingnote import pipeline, stages
+from scalingnote.bm25 import BM25
+from scalingnote.config import load
+from scalingnote.evaluate.pool import INDEXED_VIEW
+from scalingnote.run_config import RunConfig
+from scalingnote.search import escalation
+from scalingnote.storage import vectors
+from scalingnote.storage.artifact import Artifact
+
+Row = dict[str, Any]
+SETS = ("scifact", "nfcorpus", "feedbackqa")
+STUDENTS = ("table", "table-attention", "layers2")
+DEPTH = 1000  # documents of a ranking that are joined, and measured
+ESCALATED = 0.3  # share of the queries
+WEIGHTS = (0.3, 0.4, 0.5, 0.6, 0.7)  # of the dense score in a hybrid; metrics take 0.5
+MEASURED_QUERIES = 400  # of a speed
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sets", nargs="+", default=SETS, help="BEIR folders, default: %(default)s")
+    parser.add_argument("--students", nargs="+", default=STUDENTS, help="default: %(default)s")
+    parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--run-dir", default="runs/front_door", help="default: %(default)s")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a knob")
+    options = parser.parse_args()
+    rows: list[Row] = []
+    curves: list[Row] = []
+    for name in options.sets:
+        for seed in range(options.seeds):
+            found, points = measure(name, options.students, seed, f"{options.run_dir}/{name}", options.set)
+            rows += found
+            curves += points
+            show(f"{name}, seed {seed}", found)
+    summary = summarise(rows)
+    show("Means over sets and seeds", summary)
+    metrics = metrics_of(summary, rows, curves)
+    speeds = alone(speed, *towers(options))
+    show("Queries per second, one thread", speeds)
+    by_name = {row["query side"]: row for row in speeds}
+    metrics["table_speedup_b1"] = round(by_name["table"]["batch 1"] / by_name["teacher"]["batch 1"], 1)
+    print("\n" + ", ".join(f"{name} {value}" for name, value in metrics.items()))
+    write(options.json, metrics=metrics, summary=summary, rows=rows, escalation=curves, speeds=speeds)
+
+
+def config_of(name: str, student: str, seed: int, run_dir: str, overrides: Sequence[str]) -> RunConfig:
+    """The run of one student: a config of configs/methods over one BEIR folder."""
+    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / name
+    knobs = [
+        f"run_dir={run_dir}",
+        f"dataset={{name: beir, path: {folder}}}",
+        f"adopt.path={minilm.path()}",
+        f"pseudo_queries.seed={seed}",
+        f"distill.seed={seed}",
+        "encode.dtype=float32",
+        *(f"{stage}.resources={{workers: 1, cpus_per_worker: 2}}" for stage in ("encode", "teacher")),
+    ]
+    return load(RunConfig, [f"configs/methods/{student}.yaml"], [*knobs, *overrides])
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A test set: its documents by the teacher, its queries, and who answers whom."""
+
+    doc_ids: list[str]
+    documents: Float[ndarray, "docs dim"]
+    queries: list[str]
+    gains: Float[ndarray, "queries docs"]
+    bm25: Float[ndarray, "queries docs"]
+
+
+def measure(
+    name: str, students: Sequence[str], seed: int, run_dir: str, overrides: Sequence[str]
+) -> tuple[list[Row], list[Row]]:
+    """Rows of the teacher, BM25 and each student of one set and seed, and the curve of escalation."""
+    from scalingnote.encode.encoder import Encoder
+    from scalingnote.encode.query_encoder import QueryEncoder
+
+    rows: list[Row] = []
+    curves: list[Row] = []
+    pool: Pool | None = None
+    for student in students:
+        config = config_of(name, student, seed, run_dir, overrides)
+        built = pipeline.run(config, stages.select(config, until="encode"), record=False)
+        if pool is None:
+            pool = pool_of(built["dataset"], built["embeddings"])
+            encoder = Encoder.load(built["dual_encoder"].directory("query"), precision="float32")
+            teacher = vectors.unit(encoder.encode_queries(pool.queries)) @ pool.documents.T
+            rows += [
+                row(name, seed, "bm25", pool, pool.bm25, 0.0),
+                row(name, seed, "teacher", pool, teacher, 0.0),
+            ]
+        tower = QueryEncoder.load(built["student"].directory("query"), precision="float32")
+        found = vectors.unit(tower.encode_queries(pool.queries)) @ pool.documents.T
+        kinds = ("pseudo_queries", "query_embeddings", "student")
+        seconds = sum(built[kind].manifest.info["seconds"] for kind in kinds)
+        rows.append(row(name, seed, student, pool, found, seconds))
+        if student == "table":
+            curves = escalated(name, seed, pool, found, teacher)
+    of_teacher = next(each for each in rows if each["method"] == "teacher")
+    for each in rows:
+        each["kept"] = round(each["nDCG@10"] / of_teacher["nDCG@10"], 4)
+        each["hybrid kept"] = round(each["+ BM25"] / of_teacher["+ BM25"], 4)
+    return rows, curves
+
+
+def pool_of(dataset: Artifact, embeddings: Artifact) -> Pool:
+    """The test queries of a dataset, over all documents that were encoded."""
+    table = embeddings.table("embeddings", ["doc_id", INDEXED_VIEW])
+    doc_ids = table["doc_id"].to_pylist()
+    place = {doc_id: number for number, doc_id in enumerate(doc_ids)}
+    asked = {
+        row["query_id"]: row["query"]
+        for row in dataset.table("queries").to_pylist()
+        if row["split"] == "test"
+    }
+    judged = [row for row in dataset.table("qrels").to_pylist() if row["query_id"] in asked]
+    relevant = sorted({row["query_id"] for row in judged if row["relevance"] > 0})
+    number = {query_id: row for row, query_id in enumerate(relevant)}
+    gains = np.zeros((len(relevant), len(doc_ids)), np.float32)
+    for row in judged:
+        if row["query_id"] in number and row["doc_id"] in place:
+            gains[number[row["query_id"]], place[row["doc_id"]]] = max(row["relevance"], 0)
+    texts = dataset.table("documents", ["doc_id", "title", "content"])
+    by_id = {row["doc_id"]: f"{row['title']} {row['content']}" for row in texts.to_pylist()}
+    lexical = BM25.build([by_id[doc_id] for doc_id in doc_ids])
+    queries = [asked[query_id] for query_id in relevant]
+    bm25 = np.stack([lexical.scores(query) for query in queries])
+    return Pool(doc_ids, vectors.unit(vectors.to_numpy(table[INDEXED_VIEW])), queries, gains, bm25)
+
+
+def row(
+    name: str, seed: int, method: str, pool: Pool, scores: Float[ndarray, "queries docs"], seconds: float
+) -> Row:
+    """One method on one set."""
+    ranking = ranked(scores)
+    hybrids = {
+        weight: float(ndcg(ranked(joined(scores, pool.bm25, weight)), pool.gains).mean())
+        for weight in WEIGHTS
+    }
+    return {
+        "set": name,
+        "seed": seed,
+        "method": method,
+        "nDCG@10": round(float(ndcg(ranking, pool.gains).mean()), 4),
+        "R@100": round(recall(ranking, pool.gains), 4),
+        "+ BM25": round(hybrids[0.5], 4),
+        "seconds": round(seconds, 1),
+        "hybrids": {str(weight): round(value, 4) for weight, value in hybrids.items()},
+    }
+
+
+def ranked(scores: Float[ndarray, "queries docs"]) -> Int[ndarray, "queries depth"]:
+    """The best documents of each query, of equal scores the first."""
+    return np.argsort(-scores, axis=1, kind="stable")[:, :DEPTH]
+
+
+def ndcg(
+    ranking: Int[ndarray, "queries depth"], gains: Float[ndarray, "queries docs"]
+) -> Float[ndarray, " queries"]:
+    """nDCG@10 of each query, with linear gain as trec_eval has it."""
+    discount = 1 / np.log2(np.arange(10) + 2)
+    found = np.take_along_axis(gains, ranking[:, :10], axis=1)
+    ideal = -np.sort(-gains, axis=1)[:, :10]
+    values: ndarray = (found @ discount[: found.shape[1]]) / (ideal @ discount[: ideal.shape[1]])
+    return values
+
+
+def recall(ranking: Int[ndarray, "queries depth"], gains: Float[ndarray, "queries docs"]) -> float:
+    """Mean R@100."""
+    found = np.take_along_axis(gains, ranking[:, :100], axis=1) > 0
+    return float((found.sum(1) / (gains > 0).sum(1)).mean())
+
+
+def joined(
+    dense: Float[ndarray, "queries docs"], lexical: Float[ndarray, "queries docs"], weight: float
+) -> Float[ndarray, "queries docs"]:
+    """Both scores on [0, 1] per query over the union of their best documents; others are last."""
+    out = np.full(dense.shape, -1.0, np.float32)
+    for number in range(len(dense)):
+        best = [np.argpartition(-side[number], DEPTH - 1)[:DEPTH] for side in (dense, lexical)]
+        found = np.union1d(best[0], best[1][lexical[number, best[1]] > 0])
+        sides = [_unit_range(side[number, found]) for side in (dense, lexical)]
+        out[number, found] = weight * sides[0] + (1 - weight) * sides[1]
+    return out
+
+
+def _unit_range(scores: Float[ndarray, " docs"]) -> Float[ndarray, " docs"]:
+    spread = float(np.ptp(scores))
+    return (scores - scores.min()) / spread if spread > 0 else np.zeros_like(scores)
+
+
+def escalated(
+    name: str,
+    seed: int,
+    pool: Pool,
+    student: Float[ndarray, "queries docs"],
+    teacher: Float[ndarray, "queries docs"],
+) -> list[Row]:
+    """nDCG@10 against the share of queries that the teacher encodes."""
+    best = ranked(student)[:, : escalation.DEPTH]
+    order = np.argsort(-np.take_along_axis(teacher, best, axis=1), axis=1, kind="stable")
+    doubts = escalation.doubt(np.take_along_axis(student, best, axis=1))
+    points = escalation.curve(
+        doubts,
+        best,
+        np.take_along_axis(best, order, axis=1),
+        lambda ranking: ndcg(ranking, pool.gains),
+        student_cost=0.0,
+        teacher_cost=1.0,
+    )
+    whole = float(ndcg(ranked(teacher), pool.gains).mean())
+    return [
+        {"set": name, "seed": seed, "share": point.share, "escalated": round(point.escalated, 4)}
+        | {"nDCG@10": round(point.value, 4), "kept": round(point.value / whole, 4)}
+        for point in points
+    ]
+
+
+def summarise(rows: Sequence[Row]) -> list[Row]:
+    """Means of each method over sets, and over seeds."""
+    out = []
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        numbers = ("nDCG@10", "R@100", "kept", "+ BM25", "hybrid kept", "seconds")
+        means = {number: round(statistics.mean(row[number] for row in own), 4) for number in numbers}
+        by_set = {
+            f"kept, {name}": round(statistics.mean(row["kept"] for row in own if row["set"] == name), 4)
+            for name in dict.fromkeys(row["set"] for row in own)
+        }
+        out.append({"method": method, **means, **by_set})
+    return out
+
+
+def metrics_of(summary: Sequence[Row], rows: Sequence[Row], curves: Sequence[Row]) -> dict[str, float]:
+    """The numbers with a bar."""
+    of = {row["method"]: row for row in summary}
+    metrics: dict[str, float] = {}
+    if "table" in of:
+        metrics["table_kept_mean"] = of["table"]["kept"]
+        metrics["hybrid_kept_mean"] = of["table"]["hybrid kept"]
+        for share, name in ((ESCALATED, "escalated30_kept_mean"), (1.0, "escalated100_kept_mean")):
+            chosen = [point["kept"] for point in curves if point["share"] == share]
+            metrics[name] = round(statistics.mean(chosen), 4)
+    if "table-attention" in of:
+        metrics["attention_or_terms_kept_mean"] = of["table-attention"]["kept"]
+    if "layers2" in of:
+        metrics["layers2_kept_mean"] = of["layers2"]["kept"]
+    return metrics
+
+
+def towers(options: Any) -> tuple[dict[str, str], str, list[str]]:
+    """Folders of the students of the first set, the teacher's, and queries to encode."""
+    name, students = options.sets[0], options.students
+    folders = {}
+    for student in students:
+        config = config_of(name, student, 0, f"{options.run_dir}/{name}", options.set)
+        folders[student] = str(pipeline.locate(config, "student").directory("query"))
+    queries = pipeline.locate(config, "dataset").table("queries", ["query", "split"]).to_pylist()
+    texts = [row["query"] for row in queries if row["split"] == "test"][:MEASURED_QUERIES]
+    return folders, str(minilm.path()), texts
+
+
+def speed(folders: Mapping[str, str], teacher: str, queries: Sequence[str]) -> list[Row]:
+    """Queries per second of one thread, one at a time and 64 at a time: the median of five passes."""
+    import torch
+    from sentence_transformers import SentenceTransformer
+
+    from scalingnote.encode.query_encoder import QueryEncoder
+
+    torch.set_num_threads(1)
+    model = SentenceTransformer(teacher, device="cpu")
+    sides: dict[str, Callable[[list[str]], Any]] = {
+        "teacher": lambda texts: model.encode(texts, batch_size=64, show_progress_bar=False)
+    }
+    for name, folder in folders.items():
+        sides[name] = QueryEncoder.load(Path(folder), threads=1).encode_queries
+    rows = []
+    for name, encode in sides.items():
+        rates = {size: _rate(encode, queries, size) for size in (1, 64)}
+        rows.append({"query side": name} | {f"batch {size}": round(rate, 1) for size, rate in rates.items()})
+    return rows
+
+
+def _rate(encode: Callable[[list[str]], Any], queries: Sequence[str], size: int) -> float:
+    batches = [list(queries[start : start + size]) for start in range(0, len(queries), size)]
+    rates = []
+    for _ in range(6):  # the first warms up
+        start = time.perf_counter()
+        for batch in batches:
+            encode(batch)
+        rates.append(len(queries) / (time.perf_counter() - start))
+    return statistics.median(rates[1:])
+
+
+if __name__ == "__main__":
+    main()

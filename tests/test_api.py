@@ -1,0 +1,107 @@
+"""The Python interface and `scalingnote distill MODEL`: a model and texts become a folder for others."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+import scalingnote
+import tiny
+from in_process import without_ray
+from published import folder
+from scalingnote import api, cli
+from scalingnote.errors import ConfigError, DataError, ScalingNoteError
+
+FEW = ("distill.epochs=2", "distill.global_batch=64", "pseudo_queries.validation_share=0.1")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "docs.jsonl"
+    rows = [{"doc_id": r["doc_id"], "title": r["title"], "text": r["content"]} for r in tiny.document_rows()]
+    lines = [json.dumps(row).encode() for row in rows]
+    path.write_bytes(b"\n".join([*lines, b'{"text": "\xff broken"}', b"no json"]) + b"\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    import scalingnote.encode.job  # so that its Ray is replaced
+    import scalingnote.pseudo_queries.job  # noqa: F401
+
+    without_ray(monkeypatch)
+
+
+@pytest.mark.parametrize("student", ["static", "table", "table-attention"])
+def test_a_model_and_texts_become_a_query_encoder(tmp_path: Path, texts: Path, student: str):
+    model = folder(tmp_path)
+    tower = api.distill(model, texts, to=tmp_path / "out", student=student, count=400, overrides=FEW)
+    queries = ["ba ko li", "", tiny.document_rows(1)[0]["title"]]
+    found = tower.encode(queries)
+    assert found.shape == (3, tower.dim)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, rtol=1e-5)
+    alone = scalingnote.QueryEncoder(tmp_path / "out").encode(queries[0])
+    np.testing.assert_allclose(alone[0], found[0], atol=1e-6)
+    # Pairs of tokens and attention need a module of ours, which the library imports where it may.
+    own = student != "static"
+    library = SentenceTransformer(str(tmp_path / "out"), device="cpu", trust_remote_code=own)
+    np.testing.assert_allclose(library.encode_query(queries), found, atol=2e-3)
+    published = SentenceTransformer(str(model), device="cpu")
+    documents = ["ba ko", "li me nu"]
+    np.testing.assert_allclose(
+        library.encode_document(documents), published.encode_document(documents), atol=1e-5
+    )
+
+
+def test_the_command_tells_how_far_the_student_agrees(
+    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+):
+    words = ["distill", str(folder(tmp_path)), "--texts", str(texts), "--to", str(tmp_path / "out")]
+    words += [word for knob in (*FEW, "pseudo_queries.count=400") for word in ("--set", knob)]
+    assert cli.main(words) == 0
+    told = capsys.readouterr().out
+    assert "mean cosine to the teacher" in told
+    assert "2 rows set aside" in told
+    assert cli.main(words) == 0  # nothing is done twice
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"texts": "nowhere.jsonl"}, "nowhere"),
+        ({"model": "no/such/model"}, "neither a folder nor a model"),
+        ({"student": "tables"}, "choose one of table"),
+    ],
+)
+def test_bad_input_is_told_before_work_is_spent(
+    tmp_path: Path, texts: Path, wrong: dict[str, str], message: str
+):
+    given = {
+        "model": str(folder(tmp_path)),
+        "texts": str(texts),
+        "to": str(tmp_path / "out"),
+        "student": "table",
+    }
+    with pytest.raises(ScalingNoteError, match=message):
+        api.distill(**(given | wrong))
+    assert not (tmp_path / "out").exists()
+
+
+def test_texts_without_text_and_a_model_without_pooling(tmp_path: Path, texts: Path):
+    model = folder(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DataError, match="no text"):
+        api.distill(model, tmp_path / "empty.txt", to=tmp_path / "out")
+    (model / "modules.json").unlink()
+    with pytest.raises(ConfigError, match="set pooling to one of"):
+        api.distill(model, texts, to=tmp_path / "out")
+
+
+def test_the_interface_starts_neither_torch_nor_ray():
+    code = "import scalingnote, sys; scalingnote.QueryEncoder; print({'torch', 'ray'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
