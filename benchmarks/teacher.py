@@ -25,10 +25,10 @@ import torch
 
 from benchmarks.report import arguments, show, write
 from scalingnote.config import Config
-from scalingnote.distill import batching
-from scalingnote.distill.batching import Lesson, LessonBatches
-from scalingnote.distill.config import DistillLosses
-from scalingnote.distill.objective import StageTwo
+from scalingnote.distillation import batching
+from scalingnote.distillation.batching import Lesson, LessonBatches
+from scalingnote.distillation.config import DistillLosses
+from scalingnote.distillation.objective import StageTwo
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import query_tower, tower
 from scalingnote.models.backbone import train_tokenizer

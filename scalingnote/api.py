@@ -155,7 +155,7 @@ def run_config(
 
     if student not in RECIPES:
         raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}")
-    recipe = resources.files("scalingnote.distill") / "recipes" / f"{student}.yaml"
+    recipe = resources.files("scalingnote.distillation") / "recipes" / f"{student}.yaml"
     values: dict[str, Any] = {
         "run_dir": str(run_dir or f"{to}.run"),
         "dataset.name": "texts",

@@ -96,7 +96,7 @@ def distill(options: argparse.Namespace) -> int:
     if options.to is None or len(options.config) != 1:
         raise ConfigError("distill takes one MODEL, --texts PATH and --to DIR")
     from scalingnote import api
-    from scalingnote.distill import agreement
+    from scalingnote.distillation import agreement
     from scalingnote.log import configure
     from scalingnote.tables import markdown
 
@@ -266,8 +266,8 @@ def screen(options: argparse.Namespace) -> int:
     """Compare published models as teachers of tables on a user's texts."""
     from scalingnote.config import load
     from scalingnote.datasets.texts import read_texts
-    from scalingnote.distill import screen as screening
-    from scalingnote.distill.config import ScreenConfig
+    from scalingnote.distillation import screen as screening
+    from scalingnote.distillation.config import ScreenConfig
     from scalingnote.log import configure
 
     configure()

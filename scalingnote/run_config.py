@@ -7,7 +7,7 @@ from scalingnote.collect.config import CollectConfig
 from scalingnote.config import Config
 from scalingnote.cross_encoder.config import DualPooledConfig
 from scalingnote.datasets.config import AnyDataset
-from scalingnote.distill.config import DistillConfig
+from scalingnote.distillation.config import DistillConfig
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.fuse.config import FuseConfig

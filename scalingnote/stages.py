@@ -60,7 +60,7 @@ STAGES: tuple[Stage, ...] = (
         "student",
         ("query_embeddings",),
         "distill",
-        "scalingnote.distill.job:run",
+        "scalingnote.distillation.job:run",
         may_read=("triplets", "embeddings", "dataset"),
     ),
     Stage("encode", "embeddings", ("dataset", "dual_encoder"), "encode", "scalingnote.encode.job:run"),

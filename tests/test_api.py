@@ -13,7 +13,7 @@ import scalingnote
 import tiny
 from in_process import without_ray
 from published import folder
-from scalingnote import api, cli
+from scalingnote import cli
 from scalingnote.errors import ConfigError, DataError, ScalingNoteError
 
 FEW = ("distill.epochs=2", "distill.global_batch=64", "pseudo_queries.validation_share=0.1")
@@ -39,7 +39,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("student", ["static", "table", "table-attention"])
 def test_a_model_and_texts_become_a_query_encoder(tmp_path: Path, texts: Path, student: str):
     model = folder(tmp_path)
-    tower = api.distill(model, texts, to=tmp_path / "out", student=student, count=400, overrides=FEW)
+    tower = scalingnote.distill(model, texts, to=tmp_path / "out", student=student, count=400, overrides=FEW)
     queries = ["ba ko li", "", tiny.document_rows(1)[0]["title"]]
     found = tower.encode(queries)
     assert found.shape == (3, tower.dim)
@@ -87,7 +87,7 @@ def test_bad_input_is_told_before_work_is_spent(
         "student": "table",
     }
     with pytest.raises(ScalingNoteError, match=message):
-        api.distill(**(given | wrong))
+        scalingnote.distill(**(given | wrong))
     assert not (tmp_path / "out").exists()
 
 
@@ -95,10 +95,10 @@ def test_texts_without_text_and_a_model_without_pooling(tmp_path: Path, texts: P
     model = folder(tmp_path)
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(DataError, match="no text"):
-        api.distill(model, tmp_path / "empty.txt", to=tmp_path / "out")
+        scalingnote.distill(model, tmp_path / "empty.txt", to=tmp_path / "out")
     (model / "modules.json").unlink()
     with pytest.raises(ConfigError, match="set pooling to one of"):
-        api.distill(model, texts, to=tmp_path / "out")
+        scalingnote.distill(model, texts, to=tmp_path / "out")
 
 
 def test_the_interface_starts_neither_torch_nor_ray():

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from scalingnote.config import Config, load
 from scalingnote.cross_encoder.config import DualPooledConfig
-from scalingnote.distill.config import DistillConfig
+from scalingnote.distillation.config import DistillConfig
 from scalingnote.run_config import RunConfig
 from scalingnote.scaling.config import Assumptions
 from scalingnote.scaling.dry_run import estimate

@@ -9,7 +9,7 @@ from sentence_transformers import SentenceTransformer
 
 import families
 import tiny
-from scalingnote.distill.config import DistillConfig, DistillLosses
+from scalingnote.distillation.config import DistillConfig, DistillLosses
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError
 from scalingnote.models import dual_encoder, lookup

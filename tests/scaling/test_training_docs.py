@@ -4,7 +4,7 @@ import pytest
 
 import training_tables
 from scalingnote.cross_encoder.config import DualPooledConfig
-from scalingnote.distill.config import DistillConfig
+from scalingnote.distillation.config import DistillConfig
 from scalingnote.train.config import Schedule, TrainConfig
 
 

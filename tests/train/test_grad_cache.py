@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import ranks
 import tiny
-from scalingnote.distill.batching import Lesson
-from scalingnote.distill.config import DistillLosses
-from scalingnote.distill.objective import StageTwo
+from scalingnote.distillation.batching import Lesson
+from scalingnote.distillation.config import DistillLosses
+from scalingnote.distillation.objective import StageTwo
 from scalingnote.models import backbone, tower
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.train.config import GradCache, Losses

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import ranks
 import tiny
-from scalingnote.distill.batching import Lesson
-from scalingnote.distill.config import DistillConfig, DistillLosses
-from scalingnote.distill.documents import Candidates
-from scalingnote.distill.objective import StageTwo
+from scalingnote.distillation.batching import Lesson
+from scalingnote.distillation.config import DistillConfig, DistillLosses
+from scalingnote.distillation.documents import Candidates
+from scalingnote.distillation.objective import StageTwo
 from scalingnote.models import backbone, tower
 from scalingnote.train.config import GradCache
 from scalingnote.train.grad_cache import Cacheable, cached_backward

@@ -11,11 +11,11 @@ import safetensors.torch
 
 from scalingnote import cluster
 from scalingnote.config import dump
-from scalingnote.distill import batching, student, validation
-from scalingnote.distill.config import DistillConfig
-from scalingnote.distill.documents import VIEW, Sources
-from scalingnote.distill.inherit import inherit
-from scalingnote.distill.objective import StageTwo
+from scalingnote.distillation import batching, student, validation
+from scalingnote.distillation.config import DistillConfig
+from scalingnote.distillation.documents import VIEW, Sources
+from scalingnote.distillation.inherit import inherit
+from scalingnote.distillation.objective import StageTwo
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import tower

@@ -10,7 +10,7 @@ import published
 import tiny
 from scalingnote.adopt import job as adopt
 from scalingnote.adopt.config import AdoptConfig
-from scalingnote.distill import layers
+from scalingnote.distillation import layers
 from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, tower
 from scalingnote.models.config import Pretrained, Scratch, TowerConfig

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tiny
-from scalingnote.distill.batching import LessonBatches, prepare
-from scalingnote.distill.config import DistillLosses
-from scalingnote.distill.objective import StageTwo
+from scalingnote.distillation.batching import LessonBatches, prepare
+from scalingnote.distillation.config import DistillLosses
+from scalingnote.distillation.objective import StageTwo
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import Tower

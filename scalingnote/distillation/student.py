@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scalingnote.distill import layers, vocabulary
-from scalingnote.distill.config import DistillConfig, NewVocabulary
-from scalingnote.distill.inherit import inherit, inherit_rows
+from scalingnote.distillation import layers, vocabulary
+from scalingnote.distillation.config import DistillConfig, NewVocabulary
+from scalingnote.distillation.inherit import inherit, inherit_rows
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tiny
-from scalingnote.distill.batching import LessonBatches, prepare
-from scalingnote.distill.documents import Sources
+from scalingnote.distillation.batching import LessonBatches, prepare
+from scalingnote.distillation.documents import Sources
 from scalingnote.errors import ConfigError, TrainingError
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import Tower

@@ -2,8 +2,8 @@
 
     query embeddings ─prepare─► store: tokens and teacher, a file per slice ─by number─► a step's lesson
 
-Where a loss needs them, a lesson also holds candidates (see :mod:`scalingnote.distill.documents`): a row of
-a batch is then a triplet, or a query without documents, and names its query by number.
+Where a loss needs them, a lesson also holds candidates (:mod:`scalingnote.distillation.documents`): a row of a
+batch is then a triplet, or a query without documents, and names its query by number.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from jaxtyping import Float, Int64
 from numpy import ndarray
 from torch import Tensor
 
-from scalingnote.distill import documents, validation
-from scalingnote.distill.documents import CandidateRows, Candidates, Sources
+from scalingnote.distillation import documents, validation
+from scalingnote.distillation.documents import CandidateRows, Candidates, Sources
 from scalingnote.log import get_logger
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.lookup import LookupPrompt

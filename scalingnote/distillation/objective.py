@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from scalingnote.distill.batching import Lesson
-from scalingnote.distill.config import DistillLosses
-from scalingnote.distill.documents import VIEW, Candidates
+from scalingnote.distillation.batching import Lesson
+from scalingnote.distillation.config import DistillLosses
+from scalingnote.distillation.documents import VIEW, Candidates
 from scalingnote.errors import TrainingError
 from scalingnote.losses import distillation, masking
 from scalingnote.losses.contrastive import info_nce

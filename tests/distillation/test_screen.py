@@ -8,9 +8,9 @@ import pytest
 
 import published
 from scalingnote import cli
-from scalingnote.distill import screen
-from scalingnote.distill.config import ScreenConfig
-from scalingnote.distill.ridge_table import RidgeTable, ridge_fit, shares, unit
+from scalingnote.distillation import screen
+from scalingnote.distillation.config import ScreenConfig
+from scalingnote.distillation.ridge_table import RidgeTable, ridge_fit, shares, unit
 from scalingnote.errors import ConfigError, DataError
 
 TEXTS = [[1, 5, 5, 2], [1, 7, 2], [1, 2], [1, 9, 5, 7, 2]]

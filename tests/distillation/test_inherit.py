@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import tiny
-from scalingnote.distill.inherit import fitted, inherit
+from scalingnote.distillation.inherit import fitted, inherit
 from scalingnote.models import backbone, tower
 from scalingnote.models.prompt import PLACEHOLDERS
 

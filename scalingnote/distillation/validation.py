@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote.distill.config import StudentValidation
+from scalingnote.distillation.config import StudentValidation
 from scalingnote.log import get_logger
 from scalingnote.storage import vectors
 from scalingnote.train import validation

@@ -26,8 +26,8 @@ from scalingnote.adopt.config import AdoptConfig
 from scalingnote.adopt.job import tower
 from scalingnote.datasets.intake import subset
 from scalingnote.datasets.rows import Row
-from scalingnote.distill.config import ScreenConfig
-from scalingnote.distill.ridge_table import RidgeTable, unit
+from scalingnote.distillation.config import ScreenConfig
+from scalingnote.distillation.ridge_table import RidgeTable, unit
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import DataError, ScalingNoteError
 from scalingnote.log import get_logger

@@ -8,8 +8,8 @@ import pytest
 
 import tiny
 from in_process import without_ray
-from scalingnote.distill import job, validation
-from scalingnote.distill.config import DistillConfig, DistillLosses, StudentValidation
+from scalingnote.distillation import job, validation
+from scalingnote.distillation.config import DistillConfig, DistillLosses, StudentValidation
 from scalingnote.encode import job as encode
 from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.models import backbone, tower

@@ -9,10 +9,10 @@ import safetensors.torch
 import torch
 
 import tiny
-from scalingnote.distill import student
-from scalingnote.distill.batching import Lesson
-from scalingnote.distill.config import DistillConfig, DistillLosses, NewVocabulary
-from scalingnote.distill.objective import StageTwo
+from scalingnote.distillation import student
+from scalingnote.distillation.batching import Lesson
+from scalingnote.distillation.config import DistillConfig, DistillLosses, NewVocabulary
+from scalingnote.distillation.objective import StageTwo
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, query_tower, tower
 from scalingnote.models.config import LookupConfig, Pretrained

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
-from scalingnote.distill import vocabulary
+from scalingnote.distillation import vocabulary
 from scalingnote.models.backbone import train_tokenizer
 
 ENGLISH = [
