@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -58,7 +60,7 @@ def connect(address: str | None = None) -> None:
         os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody reclaims this machine
         _require_token()
         try:
-            with _stderr_closed(), _loopback(), _only_our_lines():
+            with _interrupted_afterwards(), _stderr_closed(), _loopback(), _only_our_lines():
                 ray.init(
                     "local",
                     num_cpus=max(2, os.cpu_count() or 2),
@@ -90,6 +92,24 @@ def _require_token() -> None:
     """
     if not any(name.startswith("RAY_AUTH_") for name in os.environ):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def _interrupted_afterwards() -> Iterator[None]:
+    """Hold CTRL-C back until Ray has started: half started, it leaves processes behind or crashes."""
+    by_us = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not by_us or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        ray.shutdown()
+        raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

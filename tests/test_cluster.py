@@ -1,5 +1,7 @@
 import os
+import signal
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -105,3 +107,21 @@ def test_a_cluster_is_private_if_it_was_started_here_for_this_machine(
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token is made
     cluster.connect(address)
     assert cluster.is_private() is private
+
+
+def test_an_interrupt_while_ray_starts_ends_what_was_started(monkeypatch: pytest.MonkeyPatch):
+    steps: list[str] = []
+
+    def init(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        steps.append("started")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token is made
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: steps.append("ended"))
+    with pytest.raises(KeyboardInterrupt):
+        cluster.connect()
+    assert steps == ["started", "ended"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
