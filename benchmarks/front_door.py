@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--students", nargs="+", default=STUDENTS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--run-dir", default="runs/front_door", help="default: %(default)s")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against speed")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a knob")
     options = parser.parse_args()
     rows: list[Row] = []
@@ -63,7 +64,8 @@ def main() -> None:
             found, points = measure(name, options.students, seed, f"{options.run_dir}/{name}", options.set)
             rows += found
             curves += points
-            show(f"{name}, seed {seed}", found)
+            shown = [{key: value for key, value in each.items() if key != "hybrids"} for each in found]
+            show(f"{name}, seed {seed}", shown)
     summary = summarise(rows)
     show("Means over sets and seeds", summary)
     metrics = metrics_of(summary, rows, curves)
@@ -72,6 +74,8 @@ def main() -> None:
     by_name = {row["query side"]: row for row in speeds}
     metrics["table_speedup_b1"] = round(by_name["table"]["batch 1"] / by_name["teacher"]["batch 1"], 1)
     print("\n" + ", ".join(f"{name} {value}" for name, value in metrics.items()))
+    if options.plot:
+        plot(summary, by_name, options.plot)
     write(options.json, metrics=metrics, summary=summary, rows=rows, escalation=curves, speeds=speeds)
 
 
@@ -323,6 +327,27 @@ def _rate(encode: Callable[[list[str]], Any], queries: Sequence[str], size: int)
             encode(batch)
         rates.append(len(queries) / (time.perf_counter() - start))
     return statistics.median(rates[1:])
+
+
+def plot(summary: Sequence[Row], speeds: Mapping[str, Row], path: Path) -> None:
+    """Mean nDCG@10 against queries per second of a thread, alone and with BM25."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for kind, marker in (("nDCG@10", "o"), ("+ BM25", "s")):
+        rows = [each for each in summary if each["method"] in speeds]
+        rates = [speeds[each["method"]]["batch 1"] for each in rows]
+        label = "embeddings alone" if kind == "nDCG@10" else "with BM25"
+        axes.scatter(rates, [each[kind] for each in rows], marker=marker, label=label)
+        for each, rate in zip(rows, rates, strict=True):
+            axes.annotate(each["method"], (rate, each[kind]), xytext=(6, 4), textcoords="offset points")
+    lexical = next(each for each in summary if each["method"] == "bm25")
+    axes.axhline(lexical["nDCG@10"], color="gray", linestyle="--", label="BM25 alone")
+    axes.set(xscale="log", xlabel="queries encoded per second, one thread, one at a time", ylabel="nDCG@10")
+    axes.margins(x=0.25, y=0.15)
+    axes.legend(loc="lower left")
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 Nothing here imports torch or Ray before it is needed: a table encodes queries with numpy alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from scalingnote.storage.artifact import Artifact
 
 RECIPES = ("table", "static", "table-attention", "layers2")
-STUDENT = (
-    "student"  # of a folder that `distill` wrote: the query tower, beside what sentence-transformers reads
-)
 
 
 class QueryEncoder:
@@ -37,9 +34,7 @@ class QueryEncoder:
     """
 
     def __init__(self, path: str | Path) -> None:
-        folder = Path(path)
-        within = folder / STUDENT
-        self._tower = Tower.load(within if within.is_dir() else folder)
+        self._tower = Tower.load(Path(path))
 
     @property
     def dim(self) -> int:
@@ -87,8 +82,8 @@ def distill(
         model: hub id or folder of an embedding model that sentence-transformers reads.
         texts: documents: JSON lines or Parquet (`content` or `text`, optional `title`), text lines, or a BEIR
             folder.
-        to: folder to write: one model for sentence-transformers, whose query side is the student, and the
-            student itself for :class:`QueryEncoder`.
+        to: folder to write: one model for sentence-transformers and :class:`QueryEncoder`, whose query side
+            is the student.
         student: recipe of the student: "table" (rows of tokens, pairs and end tokens; no neural network),
             "static" (rows of tokens alone, which sentence-transformers reads without our code),
             "table-attention" (one head over the table's rows), "layers2" (first and last of six layers).
@@ -170,18 +165,25 @@ def run_config(
         return load(RunConfig, [path], [*(f"{name}={value}" for name, value in values.items()), *overrides])
 
 
-def publish(built: "dict[str, Artifact]", to: Path, *, model: str | None) -> None:
-    """Write one folder for sentence-transformers and the student in it.
+def publish(
+    built: "dict[str, Artifact]", to: Path, *, model: str | None, agreement: Mapping[str, float] | None = None
+) -> None:
+    """Write the student and its teacher as one folder.
 
-    `model` refers to the document side by its name; None copies it.
+    `model` refers to the document side by its name; None copies it. The model card tells of `agreement`.
     """
-    import shutil
-
+    from scalingnote.models.card import CardFacts
     from scalingnote.models.router import write_router
 
-    student = built["student"].directory("query")
-    write_router(student, built["dual_encoder"].directory("document"), to, document_reference=model)
-    shutil.copytree(student, to / STUDENT, dirs_exist_ok=True)
+    path = built["dual_encoder"].manifest.config["path"]
+    is_hub_id = not Path(path).exists() and ":" not in path
+    facts = CardFacts(
+        base_model=path if is_hub_id else None,
+        lessons=built["query_embeddings"].counts["queries"],
+        agreement=dict(agreement or {}),
+    )
+    query, document = built["student"].directory("query"), built["dual_encoder"].directory("document")
+    write_router(query, document, to, document_reference=model, facts=facts)
 
 
 def _check_texts(texts: str | Path) -> None:

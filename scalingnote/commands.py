@@ -113,10 +113,11 @@ def distill(options: argparse.Namespace) -> int:
         run_dir=options.run,
         overrides=options.overrides,
     )
-    api.publish(built, Path(options.to), model=model if options.refer else None)
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
     found = agreement.compare(*(built[kind] for kind in kinds))
     rows = [list(row) for row in agreement.rows(found)]
+    told = {"cosine": found.cosine, "overlap@10": found.top10, "overlap@100": found.top100}
+    api.publish(built, Path(options.to), model=model if options.refer else None, agreement=told)
     print(f"\n{markdown(['', options.student, 'teacher'], rows, text=1)}\n")
     print(f"on {found.queries:,} held-out texts; {built['dataset'].counts['rejected']:,} rows set aside")
     print(

@@ -2,8 +2,8 @@
 
     query embeddings ─prepare─► store: tokens and teacher, a file per slice ─by number─► a step's lesson
 
-Where a loss needs them, a lesson also holds candidates (:mod:`scalingnote.distillation.documents`): a row of a
-batch is then a triplet, or a query without documents, and names its query by number.
+Where a loss needs them, a lesson also holds candidates (:mod:`scalingnote.distillation.documents`): a row of
+a batch is then a triplet, or a query without documents, and names its query by number.
 """
 
 from dataclasses import dataclass
