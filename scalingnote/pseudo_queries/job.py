@@ -79,9 +79,9 @@ def run(config: PseudoQueriesConfig, *, dataset: str, triplets: str | None = Non
     if "triplets" in parents:
         held = partial(hold_out_validation, triplets=parents["triplets"], **where)
         do("validation", held, slices(parents["triplets"], "triplets"))
-    logged = do(
-        "log", partial(scatter_log, config=config, **where), [config.query_log] if config.query_log else []
-    )
+    logged: list[Record] = []
+    if config.query_log:
+        logged = do("log", partial(scatter_log, config=config, **where), [config.query_log])
     merged = do(
         "merge",
         partial(merge, folder=draft.work(), output=draft.uri, rows=config.rows_per_part),
