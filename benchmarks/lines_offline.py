@@ -124,6 +124,26 @@ def native(r: Report) -> Lines:
     yield ratio(r, name, what, f"{ours['documents/s']:.1f}", beside, bar=1)
 
 
+def front_door(r: Report) -> Lines:
+    sets = len({row["set"] for row in r["rows"]})
+    bars = {
+        "table_kept_mean": ("a table's nDCG@10 over its teacher's, without queries", 0.95),
+        "attention_or_terms_kept_mean": ("a table with attention, over its teacher", 0.965),
+        "layers2_kept_mean": ("two of the teacher's layers, over all six", 0.985),
+        "escalated30_kept_mean": ("a table, its teacher for 30 % of the queries, over the teacher", 0.975),
+        "escalated100_kept_mean": ("a table's 100 best in the teacher's order, over the teacher", 0.995),
+        "hybrid_kept_mean": ("a table with BM25 over its teacher with BM25", 0.985),
+    }
+    for name, (what, bar) in bars.items():
+        if name in r["metrics"]:
+            yield value(r, name, what, "", f"means over {sets} data sets", bar=bar)
+    rate = {row["query side"]: f"{row['batch 1']:,.0f}" for row in r["speeds"]}
+    what = "queries/s of a thread, one at a time"
+    yield ratio(
+        r, "table_speedup_b1", what, rate["table"], f"sentence-transformers {rate['teacher']}", bar=500
+    )
+
+
 def encode_faults(r: Report) -> Lines:
     lost = sum(case["lost"] + case["doubled"] for case in r["cases"])
     what = f"SIGKILL of driver, encoder, node: digest equal; documents lost or doubled: {lost}"

@@ -29,7 +29,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Encoding": ("encode", "native", "encode_faults", "random_access"),
     "Quantising": ("quantize",),
     "Fusing": ("fusion",),
-    "Query encoders": ("query_encoder",),
+    "Query encoders": ("query_encoder", "front_door"),
     "Index": ("index", "sparse_index"),
     "Live index": ("live_index",),
     "Serving": ("serve", "serve_faults", "exposure"),

@@ -57,6 +57,14 @@ BENCHMARKS = (
     Benchmark("collect", "", 1.5, "--large", 5),
     Benchmark("encode", "--documents 1536 --rounds 1 --sizes 10000 100000", 6, "", 15),
     Benchmark("native", "--documents 256 --rounds 3", 1.5, "", 5),
+    Benchmark(
+        "front_door",
+        "--run-dir {folder}/front_door --sets feedbackqa --students table --seeds 1 "
+        "--set pseudo_queries.count=10000",
+        2,
+        "--run-dir {folder}/front_door",
+        60,
+    ),
     Benchmark("random_access", "--documents 200000", 0.2, "", 1),
     Benchmark(
         "quantize",
