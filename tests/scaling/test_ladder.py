@@ -231,8 +231,8 @@ def test_the_committed_laws_are_those_of_the_committed_runs():
         committed = result["laws"][kind]
         assert committed["degrees_of_freedom"] == fits[kind].freedom
         found = fits[kind].constants()["alpha"]
-        # Entropies are committed with four decimals. Of few degrees of freedom, the ends of an interval depend
-        # on the processor's rounding: one was 1.28 on one machine and 1.09 on another.
+        # Entropies are committed with four decimals. The ends of an interval with few degrees of freedom
+        # depend on the processor's rounding: one was 1.28 on one machine and 1.09 on another.
         value, *ends = committed["constants"]["alpha"]
         assert value == pytest.approx(found.value, rel=0.05)
         assert ends == pytest.approx([found.low, found.high], rel=0.2)
