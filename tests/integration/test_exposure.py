@@ -72,6 +72,7 @@ def test_a_service_without_keys_answers_this_machine_alone(finished: Path, netwo
     assert [(row["process"], row["from the network"]) for row in proxies] == [("ray::ProxyActor", "closed")]
 
 
-def test_a_store_that_asks_for_no_token_is_noticed(network: str):
+def test_a_store_that_asks_for_no_token_is_noticed(network: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doors, "ANSWER_S", 0.5)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert doors.ask(network, store.port) == "silent"  # as Ray Train's own would be: on every interface
