@@ -122,8 +122,8 @@ def free_ports(count: int) -> list[int]:
 
 
 def shell_environment(**more: str) -> dict[str, str]:
-    """This environment with our `python` first, and without what would point Ray elsewhere."""
-    kept = {k: v for k, v in os.environ.items() if k not in {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"}}
+    """This environment with our `python` first, and without what a cluster of this process left in it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return kept | {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"} | more
 
 
