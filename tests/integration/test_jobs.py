@@ -123,7 +123,8 @@ def free_ports(count: int) -> list[int]:
 
 def shell_environment(**more: str) -> dict[str, str]:
     """This environment with our `python` first, and without what a cluster of this process left in it."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    left = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left)}
     return kept | {"PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"} | more
 
 
@@ -139,15 +140,24 @@ def wait_for(url: str, process: psutil.Popen, log: Path) -> None:
 
 
 def shell(project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(SCRIPTS / "scalingnote"), *arguments],
-        cwd=project,
-        env=shell_environment(**environment),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(SCRIPTS / "scalingnote"), *arguments],
+            cwd=project,
+            env=shell_environment(**environment),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    done = run()
+    for _ in range(60):  # a head answers before its node takes jobs
+        if "No available agent" not in done.stderr:
+            break
+        time.sleep(1)
+        done = run()
+    return done
 
 
 def submit(project: Path, head: Head, stage: str, run_dir: str) -> subprocess.CompletedProcess[str]:
