@@ -101,34 +101,19 @@ def distill(
         ConfigError: a setting is wrong, or the model's files leave something open.
         DataError: the texts cannot be read, or hold no text.
     """
-    built = build(
-        model, texts, to=to, student=student, queries=queries, count=count, seed=seed, run_dir=run_dir,
-        overrides=overrides,
-    )  # fmt: skip
-    publish(built, Path(to), model=None if copy_model else str(model))
-    return QueryEncoder(to)
-
-
-def build(
-    model: str | Path,
-    texts: str | Path,
-    *,
-    to: str | Path,
-    student: str = "table",
-    queries: str | Path | None = None,
-    count: int | None = None,
-    seed: int = 0,
-    run_dir: str | Path | None = None,
-    overrides: Sequence[str] = (),
-) -> "dict[str, Artifact]":
-    """The artifacts of :func:`distill`, by kind; finished ones are taken as they are."""
-    from scalingnote import pipeline, stages
-
-    _check_texts(texts)
     config = run_config(
         model, texts, to=to, student=student, queries=queries, count=count, seed=seed, run_dir=run_dir,
         overrides=overrides,
     )  # fmt: skip
+    built = build(config)
+    publish(built, Path(to), model=None if copy_model else str(model))
+    return QueryEncoder(to)
+
+
+def build(config: "RunConfig") -> "dict[str, Artifact]":
+    """The artifacts of :func:`distill`, by kind, from its :func:`run_config`; finished ones are kept."""
+    from scalingnote import pipeline, stages
+
     return pipeline.run(config, stages.select(config, until="distill"), record=False)
 
 
@@ -144,10 +129,11 @@ def run_config(
     run_dir: str | Path | None,
     overrides: Sequence[str],
 ) -> "RunConfig":
-    """The config of :func:`distill`'s run: a recipe, the model and the texts."""
+    """The config of :func:`distill`'s run: a recipe, the model and the texts, which are looked at first."""
     from scalingnote.config import load
     from scalingnote.run_config import RunConfig
 
+    _check_texts(texts)
     if student not in RECIPES:
         raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}")
     recipe = resources.files("scalingnote.distillation") / "recipes" / f"{student}.yaml"

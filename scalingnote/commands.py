@@ -102,7 +102,7 @@ def distill(options: argparse.Namespace) -> int:
 
     configure()
     (model,) = options.config
-    built = api.build(
+    config = api.run_config(
         model,
         options.texts,
         to=options.to,
@@ -113,6 +113,7 @@ def distill(options: argparse.Namespace) -> int:
         run_dir=options.run,
         overrides=options.overrides,
     )
+    built = api.build(config)
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
     found = agreement.compare(*(built[kind] for kind in kinds))
     rows = [list(row) for row in agreement.rows(found)]
