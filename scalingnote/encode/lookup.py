@@ -6,7 +6,8 @@
 float16 rows become float32 by shifts of their bits (:func:`_widened`): numpy's own conversion takes longer
 than all the rest. Measured per query without its tokenizer, one thread, 32,000 rows of 384 in float16, 8
 tokens: 7 us alone (10 by numpy's conversion), 2.6 us in batches of 64 and 1,024; there torch's EmbeddingBag
-takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights. Tokenizing takes 10 to 30 us.
+takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights. Tokenizing a query takes 10 to
+30 us, or 2 us from remembered words (word_tokenizer.py).
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from numpy import ndarray
 from tokenizers import Tokenizer
 
 from scalingnote.models import static_embedding
-from scalingnote.models.prompt import tokenize
 from scalingnote.models.table import Table
+from scalingnote.models.word_tokenizer import WordTokenizer
 
 _QUERIES_AT_ONCE = 16  # their rows stay in a core's cache (18 tokens of 384 dimensions: 440 KB)
 _SHARES_KEPT = 128  # arrays of equal shares for queries of fewer tokens are made once
@@ -43,9 +44,10 @@ class LookupEncoder:
         """
         published = None if (folder / "tower.json").exists() else static_embedding.read(folder)
         self._table = table = Table.read(folder) if published is None else published.table
-        self._tokenizer = Tokenizer.from_str(table.tokenizer_json)
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        tokenizer = Tokenizer.from_str(table.tokenizer_json)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer = WordTokenizer(tokenizer)
         self.dim = table.values.shape[1]
         # The plain array behind the memory map: np.memmap makes an object of itself for every slice.
         self._values, self._scales = np.asarray(table.values), table.scales
@@ -62,8 +64,7 @@ class LookupEncoder:
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
         """Embeddings of at least one query, not normalised."""
-        room = self._table.max_length
-        rows = [ids[:room] for ids in tokenize(self._tokenizer, queries, room)]
+        rows = self._tokenizer.ids(queries, self._table.max_length)
         if self._features is not None:
             rows = [self._features.extend(ids) for ids in rows]
         if len(rows) == 1:

@@ -298,8 +298,13 @@ def _placeholder_id(tokenizer: Tokenizer, token: str) -> int:
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> list[list[int]]:
     """Tokens of each text without special ones; at least the first `room` of them."""
-    cut = [text[: room * _CHARS_PER_TOKEN] for text in texts]
+    cut = [cut_characters(text, room) for text in texts]
     if len(cut) == 1:
         # Batches let other threads run meanwhile: where one searches, a query would wait to go on.
         return [tokenizer.encode(cut[0], add_special_tokens=False).ids]
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(cut, add_special_tokens=False)]
+
+
+def cut_characters(text: str, room: int) -> str:
+    """As many characters as `room` tokens have at most."""
+    return text[: room * _CHARS_PER_TOKEN]
