@@ -53,7 +53,7 @@ format: .venv/installed-dev
 
 # Code of the gRPC gateway, committed; a test compares it with a fresh generation.
 proto: .venv/installed-dev
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. serve/grpc/scalingnote.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. scalingnote/serve/grpc/scalingnote.proto
 
 # Versions change here and nowhere else: edit pyproject.toml, run this, run the tests, commit both.
 lock: .venv/installed-dev

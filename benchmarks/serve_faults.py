@@ -41,10 +41,10 @@ from scalingnote import cluster, pipeline
 from scalingnote.index import job as index_job
 from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
+from scalingnote.serve import app
+from scalingnote.serve.query_encoder import Parts
+from scalingnote.serve.settings import AppArgs
 from scalingnote.storage.artifact import Artifact
-from serve import app
-from serve.query_encoder import Parts
-from serve.settings import AppArgs
 
 # 408, 500: a replica died with the request; 502, 503: nobody was there to take it; 0: the connection broke.
 DOCUMENTED = {0, 200, 404, 408, 500, 502, 503, 504}

@@ -24,13 +24,13 @@ class Query(BaseModel):
 
 
 def ours(args: dict[str, Any]) -> None:
-    """Serve what :class:`serve.settings.AppArgs` name, and nothing at /noop."""
+    """Serve what :class:`scalingnote.serve.settings.AppArgs` name, and nothing at /noop."""
     from ray import serve
 
     from scalingnote import cluster
-    from serve import app, launch
-    from serve.log import SERVE
-    from serve.settings import AppArgs
+    from scalingnote.serve import app, launch
+    from scalingnote.serve.log import SERVE
+    from scalingnote.serve.settings import AppArgs
 
     api = FastAPI()
 

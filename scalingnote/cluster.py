@@ -135,8 +135,8 @@ def _require_answer(address: str) -> None:
     scheme, _, place = address.rpartition("://")
     if scheme.startswith("http"):
         raise ConfigError(
-            f"{address} takes jobs (jobs/submit.py), it is no cluster to join: unset RAY_ADDRESS to run on "
-            "this machine, or give the head's own address, as HOST:6379"
+            f"{address} takes jobs (`scalingnote submit`), it is no cluster to join: unset RAY_ADDRESS to "
+            "run on this machine, or give the head's own address, as HOST:6379"
         )
     host, _, port = place.rpartition(":")
     if not port.isdigit():

@@ -222,8 +222,8 @@ def serve(options: argparse.Namespace) -> int:
 def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
     # By name: the apps stand beside the command line, not below it. The second imports Ray Serve, which reads
     # the environment that the first has set.
-    args = importlib.import_module("serve.settings").read(run_dir, overrides)
-    return int(importlib.import_module("serve.launch").run(args))
+    args = importlib.import_module("scalingnote.serve.settings").read(run_dir, overrides)
+    return int(importlib.import_module("scalingnote.serve.launch").run(args))
 
 
 def export(options: argparse.Namespace) -> int:
@@ -325,7 +325,7 @@ def submit(options: argparse.Namespace) -> int:
     """Send a stage to a cluster."""
     config = _load(options)
     return int(
-        importlib.import_module("jobs.submit").submit(
+        importlib.import_module("scalingnote.submit").submit(
             options.stage,
             options.config,
             run_dir=config.run_dir,

@@ -18,7 +18,7 @@ from scalingnote.planner.config import PlannerConfig, Statistics
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.scaling.config import LadderConfig
-from scalingnote.serving.config import ServeConfig
+from scalingnote.serve_config import ServeConfig
 from scalingnote.train.config import TrainConfig
 
 

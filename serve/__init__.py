@@ -1,1 +1,1 @@
-"""Ray Serve applications: gateway, query encoder, index shards, search page."""
+"""What ``serve run`` and Serve's config files import from a checkout."""

@@ -23,11 +23,19 @@ os.environ.update(
     AWS_EC2_METADATA_DISABLED="true",
 )
 
+from pkgutil import iter_modules
+
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-install_import_hook("scalingnote", "beartype.beartype")
+import scalingnote
+
+# All but serve: Ray Serve's deployments are no plain classes.
+install_import_hook(
+    [f"scalingnote.{module.name}" for module in iter_modules(scalingnote.__path__) if module.name != "serve"],
+    "beartype.beartype",
+)
 # A busy machine is no failure.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")

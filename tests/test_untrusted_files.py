@@ -20,7 +20,10 @@ PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 BETWEEN_WORKERS = {"scalingnote/encode/job.py"}  # of one run: columns that Ray Data hands on
 NO_WEIGHTS = {"AutoTokenizer", "AutoConfig", "PreTrainedTokenizerFast"}
 CHECKED_FIRST = {"PeftModel"}  # takes no use_safetensors: see the last test
-READERS = {"urlopen": {"scalingnote/datasets/download.py", "serve/metrics.py"}, "urlretrieve": set[str]()}
+READERS = {
+    "urlopen": {"scalingnote/datasets/download.py", "scalingnote/serve/metrics.py"},
+    "urlretrieve": set[str](),
+}
 CHECKED_AFTERWARDS = {"scalingnote/datasets/medquad.py"}  # GitHub packs this archive anew each time
 
 SOURCES = {

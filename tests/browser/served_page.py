@@ -21,11 +21,11 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-import serve
+import scalingnote.serve
 from scalingnote.errors import SearchError
 from scalingnote.search.searcher import Candidate
 
-PAGE = Path(serve.__file__).parent / "page"
+PAGE = Path(scalingnote.serve.__file__).parent / "page"
 # Everything the page is made of comes from its own server, and no text becomes markup.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "

@@ -12,7 +12,7 @@ from scalingnote.scaling.capacity import Plan
 from scalingnote.scaling.config import PlanConfig
 from scalingnote.scaling.constants import Constant, Family, Measured, Stated
 from scalingnote.scaling.quantity import Ledger, of, plain, root, up
-from scalingnote.serving.config import ServeConfig
+from scalingnote.serve_config import ServeConfig
 
 ROOT = Path(cli.__file__).parents[1]
 MODEL = "Qwen/Qwen2.5-7B-Instruct"

@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 import httpx
 
-from scalingnote.serving.config import ServeConfig
+from scalingnote.serve.catalog import Catalog, Version
+from scalingnote.serve.here import Here
+from scalingnote.serve.query_encoder import Parts, QueryEncoder
+from scalingnote.serve.searcher import IndexSearcher
+from scalingnote.serve.service import Arm, Service, Writing
+from scalingnote.serve.versions import Versions
+from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.artifact import Artifact
-from serve.catalog import Catalog, Version
-from serve.here import Here
-from serve.query_encoder import Parts, QueryEncoder
-from serve.searcher import IndexSearcher
-from serve.service import Arm, Service, Writing
-from serve.versions import Versions
 
 T = TypeVar("T")
 

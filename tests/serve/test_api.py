@@ -13,10 +13,10 @@ from pair import DIM
 
 from scalingnote.encode.encoder import Encoder
 from scalingnote.search.searcher import Searcher
-from scalingnote.serving.config import Limits, ServeConfig
+from scalingnote.serve import api
+from scalingnote.serve.messages import Refusal, SearchResponse
+from scalingnote.serve_config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
-from serve import api
-from serve.messages import Refusal, SearchResponse
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one group", "a group per shard"])

@@ -12,12 +12,12 @@ from ray.serve.schema import ServeDeploySchema
 from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
-from scalingnote.serving.config import LOOPBACK, ServeConfig
-from serve import app, launch, settings
-from serve.admission import read_keys
-from serve.settings import AppArgs
+from scalingnote.serve import app, launch, settings
+from scalingnote.serve.admission import read_keys
+from scalingnote.serve.settings import AppArgs
+from scalingnote.serve_config import LOOPBACK, ServeConfig
 
-ROOT = Path(app.__file__).parents[1]
+ROOT = Path(app.__file__).parents[2]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "serve").glob("*.yaml")), ids=lambda p: p.name)
@@ -26,7 +26,7 @@ def test_every_deployment_file_is_one_that_serve_accepts(path):
     http = schema.http_options
     (application,) = schema.applications
     module, function = application.import_path.split(":")
-    assert (module, getattr(app, function)) == ("serve.app", app.build)
+    assert (module, getattr(app, function)) == ("scalingnote.serve.app", app.build)
     config = AppArgs.model_validate(application.args).serve
     # The application is not told where Serve listens: only where both say the same does it insist on keys.
     assert (config.host, config.port) == (http.host, http.port)

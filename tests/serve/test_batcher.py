@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from serve.batcher import AtOnce, Batcher
+from scalingnote.serve.batcher import AtOnce, Batcher
 
 
 def test_what_arrives_during_a_batch_is_the_next_one():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scalingnote.errors import ConfigError, SearchError
-from serve.catalog import FILE, Catalog, Version
+from scalingnote.serve.catalog import FILE, Catalog, Version
 
 
 def version(name: str, dim: int = 8) -> Version:

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from scalingnote.serving.config import Limits
-from serve.admission import Admission
-from serve.door import Door
+from scalingnote.serve.admission import Admission
+from scalingnote.serve.door import Door
+from scalingnote.serve_config import Limits
 
 KEY = "a key of sixteen or more"
 
@@ -106,7 +106,7 @@ def test_a_client_with_a_key_is_remembered_by_its_digest():
 
 def test_tokens_come_back_with_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("serve.admission.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("scalingnote.serve.admission.time.monotonic", lambda: now[0])
     admission = Admission(Limits(rate=1, burst=2))
     assert [admission._wait_of("x") for _ in range(3)] == [0, 0, 1]
     assert admission._wait_of("y") == 0

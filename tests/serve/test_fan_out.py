@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from serve.fan_out import in_time
+from scalingnote.serve.fan_out import in_time
 
 
 async def answer(value: int, *, after_s: float = 0.0) -> int:

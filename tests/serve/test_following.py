@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from serve import following
+from scalingnote.serve import following
 
 
 def test_a_lasting_failure_leaves_two_lines(caplog: pytest.LogCaptureFixture, monkeypatch):

@@ -14,16 +14,16 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_tools import protoc
 from pair import DIM
 
-from scalingnote.serving.config import Limits, ServeConfig
+from scalingnote.serve import admission, api, messages
+from scalingnote.serve.admission import Admission
+from scalingnote.serve.grpc import scalingnote_pb2 as pb
+from scalingnote.serve.grpc import translate
+from scalingnote.serve.grpc.servicer import Servicer
+from scalingnote.serve.refusals import RefusedError
+from scalingnote.serve_config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
-from serve import admission, api, messages
-from serve.admission import Admission
-from serve.grpc import scalingnote_pb2 as pb
-from serve.grpc import translate
-from serve.grpc.servicer import Servicer
-from serve.refusals import RefusedError
 
-ROOT = Path(api.__file__).parents[1]
+ROOT = Path(api.__file__).parents[2]
 KEY = "a-key-of-some-length"
 
 
@@ -77,14 +77,14 @@ def refusal(context: Call) -> tuple[str, str | None]:
 
 
 def test_the_committed_code_is_what_the_definition_generates(tmp_path):
-    definition = "serve/grpc/scalingnote.proto"
+    definition = "scalingnote/serve/grpc/scalingnote.proto"
     outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     includes = [f"-I{ROOT}", f"-I{Path(protoc.__file__).parent / '_proto'}"]
     assert protoc.main(["protoc", *includes, *outputs, str(ROOT / definition)]) == 0
-    generated = sorted(tmp_path.glob("serve/grpc/*"))
+    generated = sorted(tmp_path.glob("scalingnote/serve/grpc/*"))
     assert len(generated) == 3
     for made in generated:
-        committed = ROOT / "serve" / "grpc" / made.name
+        committed = ROOT / "scalingnote" / "serve" / "grpc" / made.name
         assert committed.read_text() == made.read_text(), "run `make proto`"
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from serve import searcher
-from serve.catalog import Catalog, Version
-from serve.searcher import LET_GO_S, OPENING_S, IndexSearcher
+from scalingnote.serve import searcher
+from scalingnote.serve.catalog import Catalog, Version
+from scalingnote.serve.searcher import LET_GO_S, OPENING_S, IndexSearcher
 
 A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from pair import DIM
 from schemathesis import GenerationMode, checks
 
-from scalingnote.serving.config import Limits, ServeConfig
+from scalingnote.serve import api
+from scalingnote.serve.here import Here
+from scalingnote.serve.messages import Refusal
+from scalingnote.serve.service import Writing
+from scalingnote.serve_config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
-from serve import api
-from serve.here import Here
-from serve.messages import Refusal
-from serve.service import Writing
 
 # What the server's threads draw while Hypothesis draws an example looks to it as if the example had drawn it.
 pytestmark = pytest.mark.filterwarnings(

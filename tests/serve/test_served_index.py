@@ -29,13 +29,13 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
-from scalingnote.serving.config import ServeConfig
+from scalingnote.serve import app, launch
+from scalingnote.serve.grpc import scalingnote_pb2 as pb
+from scalingnote.serve.grpc import translate
+from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
+from scalingnote.serve.settings import AppArgs
+from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.artifact import Artifact
-from serve import app, launch
-from serve.grpc import scalingnote_pb2 as pb
-from serve.grpc import translate
-from serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
-from serve.settings import AppArgs
 
 QUERY = "bakoli menura"
 KEY = "a-key-of-sixteen-or-more"
@@ -116,14 +116,14 @@ def server(
     }
     program = f"""
 import sys
-from serve import launch
-from serve.settings import AppArgs
+from scalingnote.serve import launch
+from scalingnote.serve.settings import AppArgs
 sys.exit(launch.run(AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve={knobs!r})))
 """
     command = [sys.executable, "-c", program]
-    root = Path(app.__file__).parents[1]
+    root = Path(app.__file__).parents[2]
     traced = {
-        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "serve.traces:otlp",
+        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "scalingnote.serve.traces:otlp",
         "RAY_SERVE_TRACING_SAMPLING_RATIO": "0",  # but for requests that ask for it
         "OTEL_EXPORTER_OTLP_ENDPOINT": spans[0],
     }

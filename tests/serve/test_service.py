@@ -16,14 +16,14 @@ from scalingnote.experiment.config import TrafficSplit
 from scalingnote.index.shard import DOCUMENTS, Layout
 from scalingnote.search.found import Found
 from scalingnote.search.query_path import Asked
-from scalingnote.serving.config import Rerank, ServeConfig
-from serve.catalog import Catalog, Version
-from serve.here import Here
-from serve.messages import SearchRequest, SimilarRequest
-from serve.refusals import RefusedError
-from serve.searcher import Answered, Described, Wanted
-from serve.service import Arm, Service
-from serve.versions import Versions
+from scalingnote.serve.catalog import Catalog, Version
+from scalingnote.serve.here import Here
+from scalingnote.serve.messages import SearchRequest, SimilarRequest
+from scalingnote.serve.refusals import RefusedError
+from scalingnote.serve.searcher import Answered, Described, Wanted
+from scalingnote.serve.service import Arm, Service
+from scalingnote.serve.versions import Versions
+from scalingnote.serve_config import Rerank, ServeConfig
 
 # What the query asks the fakes to do; it travels in the embedding, as the query itself would.
 BEHAVIOURS = ["all well", "one slow", "one dead", "all dead", "encoder slow", "encoder dead"]

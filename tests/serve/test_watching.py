@@ -9,9 +9,9 @@ import pytest
 import ray.serve
 import yaml
 
-from serve import metrics
+from scalingnote.serve import metrics
 
-ROOT = Path(metrics.__file__).parents[1]
+ROOT = Path(metrics.__file__).parents[2]
 BOARD = json.loads((ROOT / "configs" / "grafana" / "scalingnote.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 GROUPS = yaml.safe_load((ROOT / "configs" / "prometheus" / "alerts.yaml").read_text())["groups"]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from serve.log import get_logger
+from scalingnote.serve.log import get_logger
 
 log = get_logger()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from scalingnote.errors import SearchError
 from scalingnote.index.live import registry, versions
-from serve.catalog import Serving, Version
+from scalingnote.serve.catalog import Serving, Version
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Metrics:
         self._took.observe(max(1000 * seconds, 1e-3), tags=tags)
 
     def search(self, answer: Mapping[str, Any]) -> None:
-        """A search was answered, as described by :class:`~serve.messages.SearchResponse`."""
+        """A search was answered, as described by :class:`~scalingnote.serve.messages.SearchResponse`."""
         for step in ("encode", "search") if next(self._turn) else ():
             took = max(answer["timings_ms"][step], 1e-3)
             self._steps.observe(took, tags={"step": step, "arm": answer["arm"]})

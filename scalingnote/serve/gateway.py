@@ -10,19 +10,19 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from scalingnote.experiment.access_writer import AccessWriter
-from scalingnote.serving.config import ServeConfig
-from serve import api, metrics
-from serve.admission import Admission, read_keys
-from serve.catalog import Catalog
-from serve.flow import Called
-from serve.grpc.servicer import Servicer
-from serve.here import Here
-from serve.live_catalog import LiveCatalog
-from serve.observer import Observer
-from serve.query_encoder import Parts, QueryEncoder
-from serve.searcher import IndexSearcher
-from serve.service import Arm, Service, Writing
-from serve.versions import Versions
+from scalingnote.serve import api, metrics
+from scalingnote.serve.admission import Admission, read_keys
+from scalingnote.serve.catalog import Catalog
+from scalingnote.serve.flow import Called
+from scalingnote.serve.grpc.servicer import Servicer
+from scalingnote.serve.here import Here
+from scalingnote.serve.live_catalog import LiveCatalog
+from scalingnote.serve.observer import Observer
+from scalingnote.serve.query_encoder import Parts, QueryEncoder
+from scalingnote.serve.searcher import IndexSearcher
+from scalingnote.serve.service import Arm, Service, Writing
+from scalingnote.serve.versions import Versions
+from scalingnote.serve_config import ServeConfig
 
 # New objects between two looks for cycles among them. A search makes some fifty and no cycle: at Python's own
 # 700, looking takes one part in forty of it.

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from functools import reduce
 
 from scalingnote.errors import ConfigError
-from serve.catalog import Catalog, Serving, Version
-from serve.flow import Called
-from serve.here import everywhere
-from serve.live_catalog import LiveCatalog
-from serve.log import get_logger
-from serve.refusals import conflict
-from serve.searcher import OPENING_S, Described
+from scalingnote.serve.catalog import Catalog, Serving, Version
+from scalingnote.serve.flow import Called
+from scalingnote.serve.here import everywhere
+from scalingnote.serve.live_catalog import LiveCatalog
+from scalingnote.serve.log import get_logger
+from scalingnote.serve.refusals import conflict
+from scalingnote.serve.searcher import OPENING_S, Described
 
 log = get_logger()
 

@@ -10,8 +10,8 @@ from google.protobuf.struct_pb2 import Struct, Value
 from google.rpc import error_details_pb2, status_pb2
 from pydantic import BaseModel, ValidationError
 
-from serve.grpc import scalingnote_pb2 as pb
-from serve.refusals import RefusedError, not_valid
+from scalingnote.serve.grpc import scalingnote_pb2 as pb
+from scalingnote.serve.refusals import RefusedError, not_valid
 
 CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -41,7 +41,7 @@ def asked(request: Message, model: type[M]) -> M:
 
 
 def found(answer: Mapping[str, Any]) -> pb.SearchResponse:
-    """The answer of a search, as :class:`~serve.messages.SearchResponse` describes it."""
+    """The answer of a search, as :class:`~scalingnote.serve.messages.SearchResponse` describes it."""
     results = [_document(hit) for hit in answer["results"]]
     return pb.SearchResponse(**{**answer, "results": results})
 

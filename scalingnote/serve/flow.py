@@ -21,11 +21,11 @@ from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Hit, merge
 from scalingnote.search.query_path import Asked
-from serve.clock import Clock
-from serve.fan_out import in_time
-from serve.here import Here
-from serve.refusals import invalid, not_found, unavailable
-from serve.searcher import Answered, Refused, Wanted
+from scalingnote.serve.clock import Clock
+from scalingnote.serve.fan_out import in_time
+from scalingnote.serve.here import Here
+from scalingnote.serve.refusals import invalid, not_found, unavailable
+from scalingnote.serve.searcher import Answered, Refused, Wanted
 
 Called = DeploymentHandle[Any] | Here
 

@@ -21,17 +21,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from scalingnote import __version__
 from scalingnote.errors import ScalingNoteError
-from scalingnote.serving.config import ServeConfig
-from serve import body_route, messages
-from serve.admission import Admission
-from serve.catalog import Version
-from serve.door import Done, Door
-from serve.following import again_and_again
-from serve.log import get_logger
-from serve.messages import Refusal, SearchResponse
-from serve.refusals import RefusedError, body_of, conflict, invalid, not_valid
-from serve.service import Service
-from serve.versions import Versions
+from scalingnote.serve import body_route, messages
+from scalingnote.serve.admission import Admission
+from scalingnote.serve.catalog import Version
+from scalingnote.serve.door import Done, Door
+from scalingnote.serve.following import again_and_again
+from scalingnote.serve.log import get_logger
+from scalingnote.serve.messages import Refusal, SearchResponse
+from scalingnote.serve.refusals import RefusedError, body_of, conflict, invalid, not_valid
+from scalingnote.serve.service import Service
+from scalingnote.serve.versions import Versions
+from scalingnote.serve_config import ServeConfig
 
 PAGE = Path(__file__).parent / "page"
 FOLLOW_S = 0.5  # between two looks at what other gateways have activated

@@ -15,7 +15,7 @@ _tracer = trace.get_tracer("scalingnote")
 
 
 def otlp() -> list[SpanProcessor]:
-    """Serve's hook, RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH=serve.traces:otlp: spans go out as OTLP over HTTP.
+    """Send spans as OTLP over HTTP (RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH=scalingnote.serve.traces:otlp).
 
     Where to, the exporter reads from OTEL_EXPORTER_OTLP_ENDPOINT and the like. Needs ``scalingnote[traces]``.
     """
@@ -25,7 +25,7 @@ def otlp() -> list[SpanProcessor]:
 
 
 def searched(answer: Mapping[str, Any]) -> None:
-    """Note a search that has just ended, as :class:`~serve.messages.SearchResponse` describes it."""
+    """Note an answered search, a :class:`~scalingnote.serve.messages.SearchResponse`."""
     span = trace.get_current_span()
     if not span.is_recording():
         return

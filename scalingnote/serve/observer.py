@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scalingnote.experiment.access_writer import AccessWriter
-from serve.metrics import Metrics
+from scalingnote.serve.metrics import Metrics
 
 
 @dataclass

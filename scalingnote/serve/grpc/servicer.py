@@ -12,17 +12,18 @@ from google.protobuf.message import Message
 from pydantic import BaseModel
 from ray.serve.grpc_util import RayServegRPCContext
 
-from serve import messages
-from serve.admission import Admission, request_id
-from serve.door import GAVE_UP, Done
-from serve.grpc import scalingnote_pb2 as pb
-from serve.grpc import translate
-from serve.grpc.scalingnote_pb2_grpc import ScalingNoteServicer
-from serve.log import get_logger
-from serve.refusals import RefusedError
-from serve.service import Service
+from scalingnote.serve import messages
+from scalingnote.serve.admission import Admission, request_id
+from scalingnote.serve.door import GAVE_UP, Done
+from scalingnote.serve.grpc import scalingnote_pb2 as pb
+from scalingnote.serve.grpc import translate
+from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteServicer
+from scalingnote.serve.log import get_logger
+from scalingnote.serve.refusals import RefusedError
+from scalingnote.serve.service import Service
 
-REGISTER = "serve.grpc.scalingnote_pb2_grpc.add_ScalingNoteServicer_to_server"  # what Serve's proxy imports
+# What Serve's proxy imports.
+REGISTER = "scalingnote.serve.grpc.scalingnote_pb2_grpc.add_ScalingNoteServicer_to_server"
 State = dict[
     str, Any
 ]  # what is known of a call: its `request_id`, the `note` of a search, the code `refused`

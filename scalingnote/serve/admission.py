@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scalingnote.errors import ConfigError
-from scalingnote.serving.config import LOOPBACK, Limits
-from serve.refusals import RefusedError
+from scalingnote.serve.refusals import RefusedError
+from scalingnote.serve_config import LOOPBACK, Limits
 
 _CLIENTS = 10_000  # whose rates are remembered
 Client = str | bytes  # an address, or the digest of a key

@@ -11,8 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
-from serve.admission import Admission, request_id
-from serve.refusals import RefusedError, body_of
+from scalingnote.serve.admission import Admission, request_id
+from scalingnote.serve.refusals import RefusedError, body_of
 
 Message = MutableMapping[str, Any]
 Header = tuple[bytes, bytes]

@@ -23,12 +23,12 @@ from ray.serve.context import _get_global_client
 from scalingnote import cluster
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.log import get_logger
-from scalingnote.serving.config import ServeConfig
-from serve import app
-from serve.app import Served
-from serve.grpc.servicer import REGISTER
-from serve.log import SERVE
-from serve.settings import HAPROXY, AppArgs
+from scalingnote.serve import app
+from scalingnote.serve.app import Served
+from scalingnote.serve.grpc.servicer import REGISTER
+from scalingnote.serve.log import SERVE
+from scalingnote.serve.settings import HAPROXY, AppArgs
+from scalingnote.serve_config import ServeConfig
 
 NAME = "scalingnote"
 PROXY_WAIT_S = 240.0  # Ray Serve gives up after 60 s: less than its processes take to start on a busy machine

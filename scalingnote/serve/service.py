@@ -21,17 +21,17 @@ from scalingnote.experiment.assignment import arm_of, unit_of
 from scalingnote.index import filters
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Hit
-from scalingnote.serving.config import ServeConfig
-from serve import flow, messages, traces
-from serve.clock import Clock
-from serve.fan_out import in_time
-from serve.flow import Answer, Called, Question
-from serve.here import Here
-from serve.log import get_logger
-from serve.messages import SearchRequest, SimilarRequest
-from serve.observer import Note
-from serve.refusals import conflict, invalid, unavailable
-from serve.versions import Versions
+from scalingnote.serve import flow, messages, traces
+from scalingnote.serve.clock import Clock
+from scalingnote.serve.fan_out import in_time
+from scalingnote.serve.flow import Answer, Called, Question
+from scalingnote.serve.here import Here
+from scalingnote.serve.log import get_logger
+from scalingnote.serve.messages import SearchRequest, SimilarRequest
+from scalingnote.serve.observer import Note
+from scalingnote.serve.refusals import conflict, invalid, unavailable
+from scalingnote.serve.versions import Versions
+from scalingnote.serve_config import ServeConfig
 
 FACETS = 50  # values of a field that /info tells
 SECRET = "SCALINGNOTE_SECRET"  # environment variable: what user ids are hashed with, for logs
@@ -93,7 +93,7 @@ class Service:
         return Note(request.query, request.k, where, logged, self._arm(name).name)
 
     async def search(self, request: SearchRequest, request_id: str, note: Note) -> dict[str, Any]:
-        """The answer of ``POST /search``, as :class:`~serve.messages.SearchResponse` describes it."""
+        """The answer of ``POST /search``, a :class:`~scalingnote.serve.messages.SearchResponse`."""
         arm = self._arm(note.arm)
         clock = self._clock(request.deadline_ms)
         question = self._question(request, arm)

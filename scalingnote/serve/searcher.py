@@ -29,11 +29,11 @@ from scalingnote.search.config import Joining
 from scalingnote.search.found import Found
 from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.searcher import Searcher
-from serve.batcher import AtOnce, Batcher
-from serve.catalog import Catalog, Version
-from serve.following import again_and_again
-from serve.live_catalog import LiveCatalog
-from serve.log import get_logger
+from scalingnote.serve.batcher import AtOnce, Batcher
+from scalingnote.serve.catalog import Catalog, Version
+from scalingnote.serve.following import again_and_again
+from scalingnote.serve.live_catalog import LiveCatalog
+from scalingnote.serve.log import get_logger
 
 MOST = 32  # queries scanned together
 BRIEF, BRIEF_K = 500_000, 100  # documents and results: MOST searches of that take about 5 ms

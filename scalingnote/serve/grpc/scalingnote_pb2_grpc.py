@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from serve.grpc import scalingnote_pb2 as serve_dot_grpc_dot_scalingnote__pb2
+from scalingnote.serve.grpc import scalingnote_pb2 as scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in serve/grpc/scalingnote_pb2_grpc.py depends on'
+        + ' but the generated code in scalingnote/serve/grpc/scalingnote_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -39,33 +39,33 @@ class ScalingNoteStub:
         """
         self.Search = channel.unary_unary(
                 '/scalingnote.v1.ScalingNote/Search',
-                request_serializer=serve_dot_grpc_dot_scalingnote__pb2.SearchRequest.SerializeToString,
-                response_deserializer=serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.FromString,
+                request_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SearchRequest.SerializeToString,
+                response_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.FromString,
                 _registered_method=True)
         self.Similar = channel.unary_unary(
                 '/scalingnote.v1.ScalingNote/Similar',
-                request_serializer=serve_dot_grpc_dot_scalingnote__pb2.SimilarRequest.SerializeToString,
-                response_deserializer=serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.FromString,
+                request_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SimilarRequest.SerializeToString,
+                response_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.FromString,
                 _registered_method=True)
         self.Encode = channel.unary_unary(
                 '/scalingnote.v1.ScalingNote/Encode',
-                request_serializer=serve_dot_grpc_dot_scalingnote__pb2.EncodeRequest.SerializeToString,
-                response_deserializer=serve_dot_grpc_dot_scalingnote__pb2.EncodeResponse.FromString,
+                request_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.EncodeRequest.SerializeToString,
+                response_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.EncodeResponse.FromString,
                 _registered_method=True)
         self.Upsert = channel.unary_unary(
                 '/scalingnote.v1.ScalingNote/Upsert',
-                request_serializer=serve_dot_grpc_dot_scalingnote__pb2.UpsertRequest.SerializeToString,
-                response_deserializer=serve_dot_grpc_dot_scalingnote__pb2.Written.FromString,
+                request_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.UpsertRequest.SerializeToString,
+                response_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.Written.FromString,
                 _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/scalingnote.v1.ScalingNote/Delete',
-                request_serializer=serve_dot_grpc_dot_scalingnote__pb2.DeleteRequest.SerializeToString,
-                response_deserializer=serve_dot_grpc_dot_scalingnote__pb2.Deleted.FromString,
+                request_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.DeleteRequest.SerializeToString,
+                response_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.Deleted.FromString,
                 _registered_method=True)
         self.Get = channel.unary_unary(
                 '/scalingnote.v1.ScalingNote/Get',
-                request_serializer=serve_dot_grpc_dot_scalingnote__pb2.GetRequest.SerializeToString,
-                response_deserializer=serve_dot_grpc_dot_scalingnote__pb2.IndexedDocument.FromString,
+                request_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.GetRequest.SerializeToString,
+                response_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.IndexedDocument.FromString,
                 _registered_method=True)
 
 
@@ -122,33 +122,33 @@ def add_ScalingNoteServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Search': grpc.unary_unary_rpc_method_handler(
                     servicer.Search,
-                    request_deserializer=serve_dot_grpc_dot_scalingnote__pb2.SearchRequest.FromString,
-                    response_serializer=serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.SerializeToString,
+                    request_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SearchRequest.FromString,
+                    response_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.SerializeToString,
             ),
             'Similar': grpc.unary_unary_rpc_method_handler(
                     servicer.Similar,
-                    request_deserializer=serve_dot_grpc_dot_scalingnote__pb2.SimilarRequest.FromString,
-                    response_serializer=serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.SerializeToString,
+                    request_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SimilarRequest.FromString,
+                    response_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.SerializeToString,
             ),
             'Encode': grpc.unary_unary_rpc_method_handler(
                     servicer.Encode,
-                    request_deserializer=serve_dot_grpc_dot_scalingnote__pb2.EncodeRequest.FromString,
-                    response_serializer=serve_dot_grpc_dot_scalingnote__pb2.EncodeResponse.SerializeToString,
+                    request_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.EncodeRequest.FromString,
+                    response_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.EncodeResponse.SerializeToString,
             ),
             'Upsert': grpc.unary_unary_rpc_method_handler(
                     servicer.Upsert,
-                    request_deserializer=serve_dot_grpc_dot_scalingnote__pb2.UpsertRequest.FromString,
-                    response_serializer=serve_dot_grpc_dot_scalingnote__pb2.Written.SerializeToString,
+                    request_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.UpsertRequest.FromString,
+                    response_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.Written.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
-                    request_deserializer=serve_dot_grpc_dot_scalingnote__pb2.DeleteRequest.FromString,
-                    response_serializer=serve_dot_grpc_dot_scalingnote__pb2.Deleted.SerializeToString,
+                    request_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.DeleteRequest.FromString,
+                    response_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.Deleted.SerializeToString,
             ),
             'Get': grpc.unary_unary_rpc_method_handler(
                     servicer.Get,
-                    request_deserializer=serve_dot_grpc_dot_scalingnote__pb2.GetRequest.FromString,
-                    response_serializer=serve_dot_grpc_dot_scalingnote__pb2.IndexedDocument.SerializeToString,
+                    request_deserializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.GetRequest.FromString,
+                    response_serializer=scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.IndexedDocument.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,8 +179,8 @@ class ScalingNote:
             request,
             target,
             '/scalingnote.v1.ScalingNote/Search',
-            serve_dot_grpc_dot_scalingnote__pb2.SearchRequest.SerializeToString,
-            serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.FromString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SearchRequest.SerializeToString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -206,8 +206,8 @@ class ScalingNote:
             request,
             target,
             '/scalingnote.v1.ScalingNote/Similar',
-            serve_dot_grpc_dot_scalingnote__pb2.SimilarRequest.SerializeToString,
-            serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.FromString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SimilarRequest.SerializeToString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.SearchResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -233,8 +233,8 @@ class ScalingNote:
             request,
             target,
             '/scalingnote.v1.ScalingNote/Encode',
-            serve_dot_grpc_dot_scalingnote__pb2.EncodeRequest.SerializeToString,
-            serve_dot_grpc_dot_scalingnote__pb2.EncodeResponse.FromString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.EncodeRequest.SerializeToString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.EncodeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -260,8 +260,8 @@ class ScalingNote:
             request,
             target,
             '/scalingnote.v1.ScalingNote/Upsert',
-            serve_dot_grpc_dot_scalingnote__pb2.UpsertRequest.SerializeToString,
-            serve_dot_grpc_dot_scalingnote__pb2.Written.FromString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.UpsertRequest.SerializeToString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.Written.FromString,
             options,
             channel_credentials,
             insecure,
@@ -287,8 +287,8 @@ class ScalingNote:
             request,
             target,
             '/scalingnote.v1.ScalingNote/Delete',
-            serve_dot_grpc_dot_scalingnote__pb2.DeleteRequest.SerializeToString,
-            serve_dot_grpc_dot_scalingnote__pb2.Deleted.FromString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.DeleteRequest.SerializeToString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.Deleted.FromString,
             options,
             channel_credentials,
             insecure,
@@ -314,8 +314,8 @@ class ScalingNote:
             request,
             target,
             '/scalingnote.v1.ScalingNote/Get',
-            serve_dot_grpc_dot_scalingnote__pb2.GetRequest.SerializeToString,
-            serve_dot_grpc_dot_scalingnote__pb2.IndexedDocument.FromString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.GetRequest.SerializeToString,
+            scalingnote_dot_serve_dot_grpc_dot_scalingnote__pb2.IndexedDocument.FromString,
             options,
             channel_credentials,
             insecure,

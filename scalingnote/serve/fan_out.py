@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
-from serve.log import get_logger
+from scalingnote.serve.log import get_logger
 
 T = TypeVar("T")
 log = get_logger()

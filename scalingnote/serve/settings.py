@@ -16,7 +16,7 @@ from scalingnote import pipeline
 from scalingnote.config import Config, load, merge, validate
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
-from scalingnote.serving.config import ServeConfig
+from scalingnote.serve_config import ServeConfig
 from scalingnote.storage import filesystem as fs
 
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class RefusedError(Exception):
-    """Raised anywhere in the gateway; the client gets it as :class:`~serve.messages.Refusal`."""
+    """Raised anywhere in the gateway; the client gets it as :class:`~scalingnote.serve.messages.Refusal`."""
 
     def __init__(
         self,

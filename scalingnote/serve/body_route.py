@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve.refusals import RefusedError, invalid, not_valid
+from scalingnote.serve.refusals import RefusedError, invalid, not_valid
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 

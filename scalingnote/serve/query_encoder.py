@@ -15,9 +15,9 @@ from scalingnote.fuse.features import StoreConfig
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.planner import planner
 from scalingnote.search.query_path import Asked, Personal, QueryPath
+from scalingnote.serve.batcher import Batcher
+from scalingnote.serve.log import get_logger
 from scalingnote.storage.artifact import Artifact, open_artifact
-from serve.batcher import Batcher
-from serve.log import get_logger
 
 MOST = 8  # queries in a pass: more make those in front wait longer than they save
 Query: TypeAlias = tuple[str, str | None]

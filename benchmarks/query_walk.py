@@ -1,0 +1,71 @@
+"""What a query passes on its way: files and types, traced in one process (benchmarks/house.py)."""
+
+import dataclasses
+import sys
+import tempfile
+import threading
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pydantic import BaseModel
+
+ROOT = Path(__file__).parent.parent
+QUERY = "ko ba"
+PACKAGE = str(ROOT / "scalingnote") + "/"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Files whose functions were entered, and data types of which an object was made."""
+
+    files: list[str]
+    types: list[str]
+
+
+def trace() -> Walk:
+    """The walk of one query over HTTP: gateway, query tower and searcher in this process, a small index."""
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "serve")]
+    import gateway_here
+    import pair
+
+    from scalingnote.serve import api
+    from scalingnote.serve_config import ServeConfig
+
+    files: set[str] = set()
+    types: set[str] = set()
+    walks = False
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if not walks or event != "call":
+            return
+        if name.startswith(PACKAGE):
+            files.add(name.removeprefix(PACKAGE))
+        if frame.f_code.co_name == "__init__":
+            made = type(frame.f_locals.get("self"))
+            if made.__module__.startswith("scalingnote") and _is_data(made):
+                types.add(f"{made.__module__}.{made.__qualname__}")
+
+    with tempfile.TemporaryDirectory() as folder:
+        index, tower = pair.built(Path(folder) / "index"), pair.student(f"{folder}/student")
+        threading.setprofile(note)  # of the threads that the gateway starts
+        sys.setprofile(note)
+        config = ServeConfig(open=True)
+        client = gateway_here.Client(api.build(gateway_here.service(index, tower, config), config))
+        client.search(query=QUERY, k=5)  # what a first call opens and compiles is no part of the walk
+        walks = True
+        answer = client.search(query=QUERY, k=5)
+        walks = False
+        sys.setprofile(None)
+        threading.setprofile(None)
+        client.close()
+    if answer.status_code != HTTPStatus.OK:
+        raise RuntimeError(f"the gateway answered {answer.status_code}: {answer.text}")
+    return Walk(sorted(files), sorted(types))
+
+
+def _is_data(made: type) -> bool:
+    return dataclasses.is_dataclass(made) or issubclass(made, (BaseModel, tuple))

@@ -1,0 +1,1 @@
+"""Ray Serve applications: gateway, query encoder, index shards, search page."""
