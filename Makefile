@@ -3,6 +3,8 @@ PYTHON ?= python3
 DATASET ?= python_docs
 SERVE ?= 1
 METHODS ?= untrained twinbert scalingdoc scalingdual scalingnote
+# A method is a file of configs/methods, or FILE:VARIANT: METHODS="scalingnote embeddistill:matching".
+METHOD_FILES = $(foreach method,$(METHODS),configs/methods/$(subst :,.yaml:,$(method))$(if $(findstring :,$(method)),,.yaml))
 SET ?=
 SIZE ?= small
 REPEAT ?= 1
@@ -26,7 +28,7 @@ quickstart-train: .venv/installed
 	$(BIN)/scalingnote run $(CONFIG) $(SET:%=--set %) $(if $(filter-out 0,$(SERVE)),--serve)
 
 compare: .venv/installed
-	$(BIN)/scalingnote compare $(CONFIG) --methods $(METHODS:%=configs/methods/%.yaml) $(SET:%=--set %)
+	$(BIN)/scalingnote compare $(CONFIG) --methods $(METHOD_FILES) $(SET:%=--set %)
 
 # Every benchmark into build/benchmarks/COMMIT, half an hour to 80 minutes on 2 cores; SIZE=full COMMIT_RESULTS=1: what docs/results holds;
 # AGAINST=main REPEAT=5: in turns with that commit, and what moved.

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jaxtyping import Float
@@ -90,14 +91,14 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
 @cache
 def stage_one(dataset: str, method: str, knobs: tuple[str, ...]) -> str:
     """What stage I learns by: trials of one dataset, seed and number of steps that agree on it share it."""
-    files = _files(dataset, method)
+    files = config_files(dataset, method)
     train = load(RunConfig, files, _of(knobs, load(RunConfig, files))).train
     return "" if train is None else train.model_dump_json()
 
 
 def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     """The config of a trial, with as many epochs of stage I as give its steps; collects its triplets."""
-    files = _files(trial.dataset, trial.method)
+    files = config_files(trial.dataset, trial.method)
     plain = load(RunConfig, files)
     # Short runs in this process: half of their time would be the start of Ray's workers.
     knobs = [f"run_dir={run_dir}", f"train.seed={trial.seed}"]
@@ -115,8 +116,16 @@ def _of(knobs: Sequence[str], config: RunConfig) -> list[str]:
     return [knob for knob in knobs if config.distill is not None or not knob.startswith("distill.")]
 
 
-def _files(dataset: str, method: str) -> list[str]:
-    return [f"configs/quickstart/{dataset}.yaml", f"configs/{method}.yaml"]
+def config_files(dataset: str, method: str) -> list[str]:
+    """The configs of a trial: its data set, and over it the method."""
+    return [f"configs/quickstart/{dataset}.yaml", _method_file(method)]
+
+
+def _method_file(method: str) -> str:
+    """`methods/embeddistill-matching` is a variant of embeddistill.yaml, others have a file of their own."""
+    file, _, variant = method.partition("-")
+    own = f"configs/{method}.yaml"
+    return own if Path(own).exists() or not variant else f"configs/{file}.yaml:{variant}"
 
 
 def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:

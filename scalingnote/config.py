@@ -39,11 +39,12 @@ C = TypeVar("C", bound=Config)
 def load(model: type[C], paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C:
     """Read YAML files left to right (a later one wins, mappings merge), apply ``a.b=value``, validate.
 
-    A file may open with ``extends: other.yaml``, a path relative to itself.
+    A file may open with ``extends: other.yaml``, a path relative to itself. ``FILE.yaml:NAME`` is the file
+    with one of its `variants` laid over it; a variant may extend another one of the file.
     """
     merged: dict[str, Any] = {}
     for path in paths:
-        merged = merge(merged, _read(Path(path)))
+        merged = merge(merged, _read(path))
     for override in overrides:
         key, found, value = override.partition("=")
         if not found or not key.strip():
@@ -82,7 +83,43 @@ def identity(config: Config) -> dict[str, Any]:
     return values
 
 
-def _read(path: Path) -> dict[str, Any]:
+def variants(path: str | Path) -> list[str]:
+    """Names of the variants that a file defines."""
+    return [*_parse(Path(path)).get("variants", {})]
+
+
+def file_of(path: str | Path) -> Path:
+    """The file of ``FILE.yaml`` or ``FILE.yaml:NAME``."""
+    return _split(path)[0]
+
+
+def _split(path: str | Path) -> tuple[Path, str]:
+    file, suffix, variant = str(path).rpartition(".yaml:")
+    return (Path(file + ".yaml"), variant) if suffix else (Path(path), "")
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    """The values of a file, of those it extends and of the variant that is named."""
+    file, variant = _split(path)
+    values = _parse(file)
+    known = values.pop("variants", {})
+    base = values.pop("extends", None)
+    if base:
+        values = merge(_read(file.parent / base), values)
+    chain: list[dict[str, Any]] = []
+    while variant:
+        if variant not in known:
+            near = difflib.get_close_matches(variant, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{file} has no variant {variant!r}, it has {', '.join(known) or 'none'}{hint}")
+        chain.append(dict(known[variant]))
+        variant = chain[-1].pop("extends", "")
+    for layer in reversed(chain):
+        values = merge(values, layer)
+    return values
+
+
+def _parse(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
@@ -91,8 +128,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a {type(values).__name__}; a config is a mapping of sections")
-    base = values.pop("extends", None)
-    return merge(_read(path.parent / base), values) if base else values
+    return values
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
+from scalingnote.config import file_of
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
 
@@ -66,7 +67,7 @@ def entrypoint(
         )
     command = ["python", script, *(["--round", number] if number else [])]
     for config in configs:
-        if not Path(config).resolve().is_relative_to(Path.cwd()):
+        if not file_of(config).resolve().is_relative_to(Path.cwd()):
             raise ConfigError(f"{config} is not below {Path.cwd()}, which is uploaded: copy it there")
         command += ["--config", os.path.relpath(config)]
     # A job's own working directory vanishes with it, so a relative run_dir is pinned to where it is here;

@@ -171,3 +171,20 @@ def test_stages_are_chosen_by_name():
 def test_without_a_student_there_is_no_teacher_either():
     config = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml", CONFIGS / "methods/twinbert.yaml"])
     assert {"teacher", "distill"}.isdisjoint(stage.name for stage in select(config))
+
+
+def test_a_variant_is_laid_over_its_file_and_may_extend_another(tmp_path: Path):
+    file = tmp_path / "method.yaml"
+    file.write_text(
+        "distill: {epochs: 3}\nvariants:\n  longer: {distill: {epochs: 5}}\n"
+        "  seeded: {extends: longer, distill: {seed: 7}}\n"
+    )
+    quickstart = CONFIGS / "quickstart/python_docs.yaml"
+    made = load(RunConfig, [quickstart, f"{file}:seeded"]).distill
+    assert made is not None
+    assert (made.epochs, made.seed) == (5, 7)
+    alone = load(RunConfig, [quickstart, file]).distill
+    assert alone is not None
+    assert alone.epochs == 3
+    with pytest.raises(ConfigError, match=r"no variant 'seded', it has longer, seeded; .* mean 'seeded'"):
+        load(RunConfig, [quickstart, f"{file}:seded"])

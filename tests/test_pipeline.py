@@ -5,18 +5,23 @@ from pathlib import Path
 import pytest
 
 from scalingnote import pipeline, stages
-from scalingnote.config import load
+from scalingnote.config import load, variants
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.run_config import RunConfig
 from scalingnote.stages import OF_CROSS_ENCODER, STAGES, Stage
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = CONFIGS / "quickstart/python_docs.yaml"
-METHODS = sorted(CONFIGS.glob("methods/*.yaml"))
+METHODS = [
+    f"{file.stem}{variant}"
+    for file in sorted(CONFIGS.glob("methods/*.yaml"))
+    for variant in ("", *(f":{name}" for name in variants(file)))
+]
 
 
 def method(name: str) -> list[Stage]:
-    return stages.of(load(RunConfig, [CONFIG, CONFIGS / f"methods/{name}.yaml"]))
+    file, colon, variant = name.partition(":")
+    return stages.of(load(RunConfig, [CONFIG, CONFIGS / f"methods/{file}.yaml{colon}{variant}"]))
 
 
 @pytest.mark.parametrize("stage", [*STAGES, *OF_CROSS_ENCODER], ids=lambda stage: stage.job)
@@ -36,9 +41,9 @@ def test_stages_only_read_what_earlier_ones_build(rounds: int):
         built.add(stage.builds)
 
 
-@pytest.mark.parametrize("path", METHODS, ids=lambda path: path.stem)
-def test_every_method_reads_what_it_builds_and_leaves_nothing_open(path: Path):
-    stages = method(path.stem)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_reads_what_it_builds_and_leaves_nothing_open(name: str):
+    stages = method(name)
     for number, stage in enumerate(stages):
         before = stages[:number]
         assert set(stage.reads) <= {found.builds for found in before}
@@ -49,14 +54,14 @@ def test_every_method_reads_what_it_builds_and_leaves_nothing_open(path: Path):
 def test_a_student_reads_documents_only_where_a_loss_does():
     names = [stage.name for stage in method("scalingnote")]
     assert names[3:] == ["train", "teacher", "distill", "encode", "quantize", "index", "evaluate"]
-    found = {stage.name: stage for stage in method("embeddistill-matching")}
+    found = {stage.name: stage for stage in method("embeddistill:matching")}
     assert list(found)[3:] == ["train", "teacher", "encode", "distill", "quantize", "index", "evaluate"]
     assert found["distill"].reads == ("query_embeddings", "triplets", "embeddings")
     assert not found["evaluate"].by_stage
 
 
 def test_a_symmetric_students_documents_are_embedded_again_and_its_teacher_keeps_its_own():
-    found = {stage.name: stage for stage in method("embeddistill-scores")}
+    found = {stage.name: stage for stage in method("embeddistill:scores")}
     assert list(found)[5:8] == ["encode", "distill", "encode_student"]
     assert found["distill"].reads == ("query_embeddings", "triplets", "embeddings", "dataset")
     assert found["encode_student"].reads == ("dataset", "student")
@@ -64,7 +69,7 @@ def test_a_symmetric_students_documents_are_embedded_again_and_its_teacher_keeps
 
 
 def test_a_cross_encoder_takes_stage_ones_place():
-    found = {stage.name: stage for stage in method("embeddistill-ce-matching")}
+    found = {stage.name: stage for stage in method("embeddistill:ce-matching")}
     assert list(found)[3:] == [
         "cross_encoder",
         "teacher",

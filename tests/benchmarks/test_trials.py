@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks import distillation, trial, trials
 from benchmarks.trial import Outcome, Side, Trial
+from scalingnote.config import load
 from scalingnote.errors import DataError
+from scalingnote.run_config import RunConfig
 
 ONE = Trial("medquad", "scratch", "methods/scalingdual", 0, 10)
 
@@ -123,7 +125,6 @@ def test_the_table_compares_with_the_teacher_over_all_seeds():
 @pytest.mark.parametrize("file", [Path("docs/results/trials.jsonl")])
 def test_committed_trials_can_be_read(file: Path):
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        trial = json.loads(line)["trial"]
-        assert Path(f"configs/{trial['method']}.yaml").exists()
-        assert Path(f"configs/quickstart/{trial['dataset']}.yaml").exists()
+        case = json.loads(line)["trial"]
+        load(RunConfig, trial.config_files(case["dataset"], case["method"]))
     assert len({found.trial for found in trials.read(file)}) == len(trials.read(file))
