@@ -9,29 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from scalingnote import __version__, commands
+from scalingnote import __version__, commands, stages
 from scalingnote.errors import ScalingNoteError
 from scalingnote.scaling import plan_command
-
-STAGES = {
-    "prepare": "read a dataset into documents, queries and qrels",
-    "planner": "learn which words of a query matter",
-    "collect": "turn clicks and rankings into training triplets",
-    "adopt": "take a published embedding model as the dual encoder, in stage I's place",
-    "train": "stage I: train both towers",
-    "pseudo_queries": "draw texts from the documents for a student to learn from",
-    "cross_encoder": "train a dual-pooled cross-encoder, a teacher in stage I's place",
-    "teacher": "embed the training queries with the teacher",
-    "distill": "stage II: train the small query tower on those embeddings",
-    "encode": "embed the documents",
-    "encode_student": "embed the documents with a student that has a document tower",
-    "mine": "find fresh hard negatives with the trained towers",
-    "quantize": "assign semantic IDs by residual K-means",
-    "fuse": "merge features, clicks and users into the final embeddings",
-    "bm25": "weight the documents' words by BM25, for hybrid search",
-    "index": "build the sharded index",
-    "evaluate": "measure and write the report",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,13 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--from", metavar="STAGE", dest="start", help="run from this stage on")
     run.add_argument("--until", metavar="STAGE", help="stop after this stage")
     run.add_argument("--serve", action="store_true", help="then serve what was built, until CTRL-C")
-    for name, text in STAGES.items():
-        stage = command(name, commands.run, text)
+    for each in stages.STAGES:
+        stage = command(each.name, commands.run, each.summary)
         _add_config(stage)
-        stage.set_defaults(only=name, start=None, until=None, serve=False)
-        if name == "train":
+        stage.set_defaults(only=each.name, start=None, until=None, serve=False)
+        if each.name == "train":
             _add_dry_run(stage)
-        if name == "distill":
+        if each.name == "distill":
             _add_model(stage)
 
     compare = command(
@@ -139,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     publish.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
 
     submit = command("submit", commands.submit, "send one stage to a Ray cluster as a job")
-    submit.add_argument("stage", type=_stage, metavar="STAGE", help=", ".join(STAGES) + "; train@1: round 1")
+    submit.add_argument(
+        "stage", type=_stage, metavar="STAGE", help=", ".join(stages.NAMES) + "; train@1: round 1"
+    )
     _add_config(submit)
     submit.add_argument("--address", required=True, metavar="URL", help="e.g. http://head-node:8265")
     submit.add_argument("--submission-id", metavar="ID", help="refused if used before: submits once")
@@ -157,8 +139,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stage(name: str) -> str:
-    if name.partition("@")[0] not in STAGES:
-        raise argparse.ArgumentTypeError(f"no stage {name!r}; choose from {', '.join(STAGES)}")
+    if name.partition("@")[0] not in stages.NAMES:
+        raise argparse.ArgumentTypeError(f"no stage {name!r}; choose from {', '.join(stages.NAMES)}")
     return name
 
 

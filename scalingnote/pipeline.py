@@ -168,7 +168,7 @@ def _place(config: RunConfig, stage: Stage, opened: dict[str, Artifact]) -> tupl
     order = stages.of(config)
     before = order[: order.index(stage)]
     parents = {kind: _newest(config, kind, before, opened) for kind in stage.reads}
-    for name, builder in stage.by_stage:
+    for name, builder in stage.earlier:
         until = next(number for number, found in enumerate(before) if found.name == builder)
         parents[name] = _newest(config, before[until].builds, before[: until + 1], opened)
     mark = fingerprint(stage.builds, getattr(config, stage.section), parents)

@@ -1,132 +1,197 @@
-"""The stages of a run, in their order: what each builds, from what, and the job that does it."""
+"""The stages of a run, in their order: what each builds, from what, and the job that does it.
+
+The command line, jobs/ and the pipeline follow this table.
+"""
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from scalingnote.errors import ConfigError
-from scalingnote.run_config import RunConfig
+
+if TYPE_CHECKING:  # the command line reads the table before any config is needed
+    from scalingnote.run_config import RunConfig
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One box of the picture: what it builds, from what, and the job that does it.
+    """A step of a run.
 
-    It reads the newest artifact of a kind that the stages before it built. What it `may_read` is for
-    :func:`of` to say, by the config. One that is not the newest of its kind has a name of its own and
-    stands in `by_stage`, with the stage that built it.
+    Attributes:
+        name: of its command, its job and its folder in `run_dir`.
+        summary: what it does, for ``--help``.
+        builds: kind of its artifact.
+        job: the function that does the work, ``module:function``.
+        reads: kinds of artifacts that it takes. Of each kind it gets the newest that a stage before it built.
+        may_read: further kinds that it takes in some configs; :func:`of` moves those to `reads`.
+        earlier: artifacts that are not the newest of their kind: the argument's name and the builder.
+        section: its section of the config; the stage's name where it is left out.
     """
 
     name: str
+    summary: str
     builds: str
-    reads: tuple[str, ...]
-    section: str
     job: str
+    reads: tuple[str, ...] = ()
     may_read: tuple[str, ...] = ()
-    by_stage: tuple[tuple[str, str], ...] = ()
+    earlier: tuple[tuple[str, str], ...] = ()
+    section: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.section:
+            object.__setattr__(self, "section", self.name)
 
 
 STAGES: tuple[Stage, ...] = (
-    Stage("prepare", "dataset", (), "dataset", "scalingnote.datasets.job:run"),
-    Stage("planner", "planner", ("dataset",), "planner", "scalingnote.planner.job:run"),
-    Stage("collect", "triplets", ("dataset", "planner"), "collect", "scalingnote.collect.job:run"),
-    Stage("adopt", "dual_encoder", (), "adopt", "scalingnote.adopt.job:run"),
-    Stage("train", "dual_encoder", ("dataset", "triplets"), "train", "scalingnote.train.job:run"),
+    Stage(
+        "prepare",
+        "read a dataset into documents, queries and qrels",
+        builds="dataset",
+        job="scalingnote.datasets.job:run",
+        section="dataset",
+    ),
+    Stage(
+        "planner",
+        "learn which words of a query matter",
+        builds="planner",
+        job="scalingnote.planner.job:run",
+        reads=("dataset",),
+    ),
+    Stage(
+        "collect",
+        "turn clicks and rankings into training triplets",
+        builds="triplets",
+        job="scalingnote.collect.job:run",
+        reads=("dataset", "planner"),
+    ),
+    Stage(
+        "adopt",
+        "take a published embedding model as the dual encoder, in stage I's place",
+        builds="dual_encoder",
+        job="scalingnote.adopt.job:run",
+    ),
+    Stage(
+        "train",
+        "stage I: train both towers",
+        builds="dual_encoder",
+        job="scalingnote.train.job:run",
+        reads=("dataset", "triplets"),
+    ),
     Stage(
         "pseudo_queries",
-        "pseudo_queries",
-        ("dataset",),
-        "pseudo_queries",
-        "scalingnote.pseudo_queries.job:run",
+        "draw texts from the documents for a student to learn from",
+        builds="pseudo_queries",
+        job="scalingnote.pseudo_queries.job:run",
+        reads=("dataset",),
         may_read=("triplets",),
     ),
     Stage(
         "cross_encoder",
-        "cross_encoder",
-        ("dataset", "triplets"),
-        "cross_encoder",
-        "scalingnote.cross_encoder.job:run",
+        "train a dual-pooled cross-encoder, a teacher in stage I's place",
+        builds="cross_encoder",
+        job="scalingnote.cross_encoder.job:run",
+        reads=("dataset", "triplets"),
     ),
     Stage(
         "teacher",
-        "query_embeddings",
-        ("dual_encoder",),
-        "teacher",
-        "scalingnote.encode.job:run_queries",
+        "embed the training queries with the teacher",
+        builds="query_embeddings",
+        job="scalingnote.encode.job:run_queries",
+        reads=("dual_encoder",),
         may_read=("triplets", "pseudo_queries"),
     ),
     Stage(
         "distill",
-        "student",
-        ("query_embeddings",),
-        "distill",
-        "scalingnote.distillation.job:run",
+        "stage II: train the small query tower on those embeddings",
+        builds="student",
+        job="scalingnote.distillation.job:run",
+        reads=("query_embeddings",),
         may_read=("triplets", "embeddings", "dataset"),
     ),
-    Stage("encode", "embeddings", ("dataset", "dual_encoder"), "encode", "scalingnote.encode.job:run"),
+    Stage(
+        "encode",
+        "embed the documents",
+        builds="embeddings",
+        job="scalingnote.encode.job:run",
+        reads=("dataset", "dual_encoder"),
+    ),
     Stage(
         "encode_student",
-        "embeddings",
-        ("dataset", "student"),
-        "encode",
-        "scalingnote.encode.job:run_student",
+        "embed the documents with a student that has a document tower",
+        builds="embeddings",
+        job="scalingnote.encode.job:run_student",
+        reads=("dataset", "student"),
+        section="encode",
     ),
     Stage(
         "mine",
-        "triplets",
-        ("dataset", "triplets", "dual_encoder", "embeddings"),
-        "mine",
-        "scalingnote.mine.job:run",
+        "find fresh hard negatives with the trained towers",
+        builds="triplets",
+        job="scalingnote.mine.job:run",
+        reads=("dataset", "triplets", "dual_encoder", "embeddings"),
     ),
-    Stage("quantize", "semantic_ids", ("embeddings",), "quantize", "scalingnote.quantize.job:run"),
+    Stage(
+        "quantize",
+        "assign semantic IDs by residual K-means",
+        builds="semantic_ids",
+        job="scalingnote.quantize.job:run",
+        reads=("embeddings",),
+    ),
     Stage(
         "fuse",
-        "embeddings",
-        ("dataset", "planner", "embeddings", "semantic_ids"),
-        "fuse",
-        "scalingnote.fuse.job:run",
+        "merge features, clicks and users into the final embeddings",
+        builds="embeddings",
+        job="scalingnote.fuse.job:run",
+        reads=("dataset", "planner", "embeddings", "semantic_ids"),
         may_read=("dual_encoder", "student"),
     ),
-    Stage("bm25", "bm25_terms", ("dataset",), "bm25", "scalingnote.lexical.job:run"),
+    Stage(
+        "bm25",
+        "weight the documents' words by BM25, for hybrid search",
+        builds="bm25_terms",
+        job="scalingnote.lexical.job:run",
+        reads=("dataset",),
+    ),
     Stage(
         "index",
-        "index",
-        ("dataset", "embeddings", "semantic_ids"),
-        "index",
-        "scalingnote.index.job:run",
+        "build the sharded index",
+        builds="index",
+        job="scalingnote.index.job:run",
+        reads=("dataset", "embeddings", "semantic_ids"),
         may_read=("dual_encoder", "student", "bm25_terms"),
     ),
     Stage(
         "evaluate",
-        "report",
-        ("dataset", "embeddings", "index"),
-        "evaluate",
-        "scalingnote.evaluate.job:run",
+        "measure and write the report",
+        builds="report",
+        job="scalingnote.evaluate.job:run",
+        reads=("dataset", "embeddings", "index"),
         may_read=("dual_encoder", "student", "teacher_embeddings", "bm25_terms"),
     ),
 )
-# What a cross-encoder leaves behind as a teacher: the same artifacts, of the same stages.
-OF_CROSS_ENCODER: tuple[Stage, ...] = (
+# A cross-encoder as the teacher builds the same artifacts in stages of the same names.
+CROSS_ENCODER_STAGES: tuple[Stage, ...] = (
     Stage(
         "teacher",
-        "query_embeddings",
-        ("dataset", "triplets", "cross_encoder"),
-        "teacher",
-        "scalingnote.cross_encoder.job:run_queries",
+        "embed the training queries with the teacher",
+        builds="query_embeddings",
+        job="scalingnote.cross_encoder.job:run_queries",
+        reads=("dataset", "triplets", "cross_encoder"),
     ),
     Stage(
         "encode",
-        "embeddings",
-        ("dataset", "cross_encoder"),
-        "encode",
-        "scalingnote.cross_encoder.job:run_documents",
+        "embed the documents",
+        builds="embeddings",
+        job="scalingnote.cross_encoder.job:run_documents",
+        reads=("dataset", "cross_encoder"),
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)
 _ROUND = ("train", "encode", "mine")
 
 
-def of(config: RunConfig) -> list[Stage]:
+def of(config: "RunConfig") -> list[Stage]:
     """The stages this config asks for, in order: without a distill section there is no student.
 
     With an adopt section nothing is trained in stage I; triplets and their planner are then built only where
@@ -136,7 +201,7 @@ def of(config: RunConfig) -> list[Stage]:
     """
     known = {stage.name: stage for stage in STAGES}
     if config.cross_encoder is not None:
-        known |= {stage.name: stage for stage in OF_CROSS_ENCODER}
+        known |= {stage.name: stage for stage in CROSS_ENCODER_STAGES}
     earlier = [
         replace(known[name], name=f"{name}@{number}") for number in range(1, config.rounds) for name in _ROUND
     ]
@@ -157,7 +222,7 @@ def of(config: RunConfig) -> list[Stage]:
     ]
 
 
-def _reads_triplets(config: RunConfig) -> bool:
+def _reads_triplets(config: "RunConfig") -> bool:
     """Whether some stage learns from triplets: stage I, or a student without pseudo-queries to learn from."""
     if config.adopt is None:
         return True
@@ -165,7 +230,7 @@ def _reads_triplets(config: RunConfig) -> bool:
     return student is not None and (config.pseudo_queries is None or "triplets" in student.reads)
 
 
-def _last_round(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
+def _last_round(config: "RunConfig", known: Mapping[str, Stage]) -> list[Stage]:
     """The teacher, and the student if there is one."""
     trained = "train" if config.cross_encoder is None else "cross_encoder"
     top = known["adopt" if config.adopt is not None else trained]
@@ -184,12 +249,12 @@ def _last_round(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
     return [top, *pseudo, teacher, known["encode"], distill, *again]
 
 
-def _fused(config: RunConfig, known: Mapping[str, Stage]) -> list[Stage]:
+def _fused(config: "RunConfig", known: Mapping[str, Stage]) -> list[Stage]:
     """The stage that merges features in, if any."""
     return [] if config.fuse is None else [_with_query_tower(config, known["fuse"])]
 
 
-def _with_query_tower(config: RunConfig, stage: Stage, *kinds: str) -> Stage:
+def _with_query_tower(config: "RunConfig", stage: Stage, *kinds: str) -> Stage:
     """A stage that reads the query tower that serves, and further kinds."""
     return _reading(stage, "dual_encoder" if config.distill is None else "student", *kinds)
 
@@ -199,7 +264,7 @@ def _reading(stage: Stage, *kinds: str) -> Stage:
     return replace(stage, reads=(*stage.reads, *kinds), may_read=())
 
 
-def _evaluate(config: RunConfig, known: Mapping[str, Stage], *kinds: str) -> Stage:
+def _evaluate(config: "RunConfig", known: Mapping[str, Stage], *kinds: str) -> Stage:
     """Every query tower is measured in the documents' embeddings that it was trained with."""
     stage = known["evaluate"]
     towers = () if config.cross_encoder is not None else ("dual_encoder",)
@@ -210,12 +275,12 @@ def _evaluate(config: RunConfig, known: Mapping[str, Stage], *kinds: str) -> Sta
         stage,
         reads=(*stage.reads, *towers, *students, *kinds),
         may_read=(),
-        by_stage=(("teacher_embeddings", "encode"),) if apart else (),
+        earlier=(("teacher_embeddings", "encode"),) if apart else (),
     )
 
 
 def select(
-    config: RunConfig, *, only: str | None = None, start: str | None = None, until: str | None = None
+    config: "RunConfig", *, only: str | None = None, start: str | None = None, until: str | None = None
 ) -> list[Stage]:
     """The stages named by ``--only``, ``--from`` and ``--until``."""
     wanted = of(config)

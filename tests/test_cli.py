@@ -66,8 +66,11 @@ def test_what_serves_starts_without_torch_unless_a_tower_needs_it():
     assert not modules_after(statement) & {"torch", "transformers"}
 
 
-def test_stages_are_those_of_the_pipeline():
-    assert tuple(cli.STAGES) == stages.NAMES
+def test_every_stage_has_an_entrypoint_in_jobs():
+    others = {"__init__", "entrypoint", "experiment", "ingest", "ladder"}
+    assert {path.stem for path in (Path(__file__).parents[1] / "jobs").glob("*.py")} - others == {
+        *stages.NAMES
+    }
 
 
 def test_a_typo_ends_with_a_suggestion_and_no_traceback(config, capsys):

@@ -8,7 +8,7 @@ from scalingnote import pipeline, stages
 from scalingnote.config import load, variants
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.run_config import RunConfig
-from scalingnote.stages import OF_CROSS_ENCODER, STAGES, Stage
+from scalingnote.stages import CROSS_ENCODER_STAGES, STAGES, Stage
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIG = CONFIGS / "quickstart/python_docs.yaml"
@@ -24,7 +24,7 @@ def method(name: str) -> list[Stage]:
     return stages.of(load(RunConfig, [CONFIG, CONFIGS / f"methods/{file}.yaml{colon}{variant}"]))
 
 
-@pytest.mark.parametrize("stage", [*STAGES, *OF_CROSS_ENCODER], ids=lambda stage: stage.job)
+@pytest.mark.parametrize("stage", [*STAGES, *CROSS_ENCODER_STAGES], ids=lambda stage: stage.job)
 def test_a_job_takes_what_its_stage_reads(stage: Stage):
     module, function = stage.job.split(":")
     parameters = inspect.signature(getattr(importlib.import_module(module), function)).parameters
@@ -47,7 +47,7 @@ def test_every_method_reads_what_it_builds_and_leaves_nothing_open(name: str):
     for number, stage in enumerate(stages):
         before = stages[:number]
         assert set(stage.reads) <= {found.builds for found in before}
-        assert {builder for _, builder in stage.by_stage} <= {found.name for found in before}
+        assert {builder for _, builder in stage.earlier} <= {found.name for found in before}
         assert not stage.may_read
 
 
@@ -57,7 +57,7 @@ def test_a_student_reads_documents_only_where_a_loss_does():
     found = {stage.name: stage for stage in method("embeddistill:matching")}
     assert list(found)[3:] == ["train", "teacher", "encode", "distill", "quantize", "index", "evaluate"]
     assert found["distill"].reads == ("query_embeddings", "triplets", "embeddings")
-    assert not found["evaluate"].by_stage
+    assert not found["evaluate"].earlier
 
 
 def test_a_symmetric_students_documents_are_embedded_again_and_its_teacher_keeps_its_own():
@@ -65,7 +65,7 @@ def test_a_symmetric_students_documents_are_embedded_again_and_its_teacher_keeps
     assert list(found)[5:8] == ["encode", "distill", "encode_student"]
     assert found["distill"].reads == ("query_embeddings", "triplets", "embeddings", "dataset")
     assert found["encode_student"].reads == ("dataset", "student")
-    assert found["evaluate"].by_stage == (("teacher_embeddings", "encode"),)
+    assert found["evaluate"].earlier == (("teacher_embeddings", "encode"),)
 
 
 def test_a_cross_encoder_takes_stage_ones_place():
@@ -145,5 +145,5 @@ def test_fusion_stands_between_quantize_and_index_where_it_is_asked_for():
         assert found["fuse"].builds == "embeddings"
         assert not found["fuse"].may_read
     # The dual encoder was trained with the plain embeddings; who is served is measured in the final ones.
-    evaluate = [stages.of(config)[-1].by_stage for config in (with_student, without)]
+    evaluate = [stages.of(config)[-1].earlier for config in (with_student, without)]
     assert evaluate == [(("teacher_embeddings", "encode"),), ()]
