@@ -1,6 +1,7 @@
 """What a query passes on its way: files and types, traced in one process (benchmarks/house.py)."""
 
 import dataclasses
+import importlib
 import sys
 import tempfile
 import threading
@@ -28,9 +29,7 @@ class Walk:
 def trace() -> Walk:
     """The walk of one query over HTTP: gateway, query tower and searcher in this process, a small index."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "serve")]
-    import gateway_here
-    import pair
-
+    gateway_here, pair = (importlib.import_module(name) for name in ("gateway_here", "pair"))
     from scalingnote.serve import api
     from scalingnote.serve_config import ServeConfig
 

@@ -25,10 +25,10 @@ from scalingnote.log import LINE, get_logger
 
 T = TypeVar("T")
 R = TypeVar("R")
-ANSWER_SECONDS = 10.0  # a cluster's head has for taking a connection
-NODES_LOOK_S = 2.0  # between looks for nodes that were asked for
-# Tasks are idempotent: what storage refuses for a moment is done again, as after a worker that died.
-AGAIN: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [OSError]}
+CONNECT_TIMEOUT_S = 10.0  # a cluster's head has for taking a connection
+NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
+# Tasks are idempotent, so an OSError of the storage is retried like the death of a worker.
+RETRY_OPTIONS: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [OSError]}
 log = get_logger("cluster")
 _started = False  # whether the cluster that this process works on is its own
 
@@ -52,15 +52,15 @@ def connect(address: str | None = None) -> None:
     os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
     if address:
-        _require_answer(address)
+        _check_address(address)
         ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
     else:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # C++ remarks on every actor we start
-        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody reclaims this machine
-        _require_token()
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # C++ logs a line per actor
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # it watches for spot machines
+        _set_token()
         try:
-            with _interrupted_afterwards(), _stderr_closed(), _loopback(), _only_our_lines():
+            with _delayed_interrupt(), _silent_stderr(), _loopback(), _filtered_worker_lines():
                 ray.init(
                     "local",
                     num_cpus=max(2, os.cpu_count() or 2),
@@ -75,7 +75,7 @@ def connect(address: str | None = None) -> None:
                 "other causes"
             ) from error
         atexit.register(ray.shutdown)
-    _quieten()
+    _disable_ray_progress()
 
 
 def is_private() -> bool:
@@ -83,7 +83,7 @@ def is_private() -> bool:
     return _started and all(node["NodeManagerAddress"] == "127.0.0.1" for node in ray.nodes())
 
 
-def _require_token() -> None:
+def _set_token() -> None:
     """Give a private cluster a token of its own: without it no process can submit work or read objects.
 
     The token is passed on in the environment. Ray without one would write a token file to the user's home
@@ -95,8 +95,8 @@ def _require_token() -> None:
 
 
 @contextlib.contextmanager
-def _interrupted_afterwards() -> Iterator[None]:
-    """Hold CTRL-C back until Ray has started: half started, it leaves processes behind or crashes."""
+def _delayed_interrupt() -> Iterator[None]:
+    """Delay CTRL-C until Ray has started: an interrupted start leaves processes behind or crashes."""
     by_us = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not by_us or threading.current_thread() is not threading.main_thread():
         yield
@@ -130,7 +130,7 @@ def _loopback() -> Iterator[None]:
         constants.ENABLE_RAY_CLUSTER = kept
 
 
-def _require_answer(address: str) -> None:
+def _check_address(address: str) -> None:
     """Refuse an address at which nothing listens; one that names no port, as "auto", is left to Ray."""
     scheme, _, place = address.rpartition("://")
     if scheme.startswith("http"):
@@ -142,7 +142,7 @@ def _require_answer(address: str) -> None:
     if not port.isdigit():
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(
             f"no Ray cluster answers at {address} ({error}): start one (ray start --head), correct `address` "
@@ -150,43 +150,50 @@ def _require_answer(address: str) -> None:
         ) from error
 
 
-def require(resources: Resources, *, knob: str, beside: int = 0) -> None:
-    """Refuse, before work is spent, what the cluster could never schedule.
+def check_resources(resources: Resources, *, knob: str, beside: int = 0) -> None:
+    """Refuse, before work is spent, resources that the cluster can never provide.
 
-    `knob` is where a user set them, and `beside` the workers run tasks that need so many CPUs. Where the
-    environment says that nodes come when they are asked for (SCALINGNOTE_NODES_WAIT_S seconds at most),
-    they are asked for and waited for.
+    With SCALINGNOTE_NODES_WAIT_S set, the cluster's autoscaler is asked for the missing nodes first, and they
+    are awaited for at most that many seconds.
+
+    Args:
+        resources: of the stage.
+        knob: where the user set them, for the error message.
+        beside: CPUs of the tasks that run beside the workers.
+
+    Raises:
+        ConfigError: the cluster has too few CPUs or GPUs, or no node is large enough for a worker.
     """
-    if not (lack := _lack(resources, beside=beside, knob=knob)):
+    if not (lack := _missing_resources(resources, beside=beside, knob=knob)):
         return
     if seconds := _nodes_wait():
         log.info("%s; waiting up to %g s for nodes", lack, seconds)
-        each = _of_each(resources)
-        _ask_for([each] * resources.workers + [{"CPU": 1}] * beside)
+        each = _needs_per_worker(resources)
+        _request_nodes([each] * resources.workers + [{"CPU": 1}] * beside)
         deadline = time.monotonic() + seconds
         try:
             while lack and time.monotonic() < deadline:
-                time.sleep(NODES_LOOK_S)
-                lack = _lack(resources, beside=beside, knob=knob)
+                time.sleep(NODE_POLL_INTERVAL_S)
+                lack = _missing_resources(resources, beside=beside, knob=knob)
         finally:
-            _ask_for([])  # or they would be kept for ever
+            _request_nodes([])  # or they would be kept for ever
     if lack:
         raise ConfigError(lack)
 
 
-def foresee(resources: Resources, *, knob: str, beside: int = 0) -> None:
-    """:func:`require` of what comes much later: nodes that come when asked for are not to wait for it."""
+def check_resources_early(resources: Resources, *, knob: str, beside: int = 0) -> None:
+    """:func:`check_resources` for a later step: skipped where nodes come on demand, which would wait idle."""
     if not _nodes_wait():
-        require(resources, knob=knob, beside=beside)
+        check_resources(resources, knob=knob, beside=beside)
 
 
-def _lack(resources: Resources, *, beside: int, knob: str) -> str:
-    """What the cluster has too little of, for a user to read; empty: nothing."""
+def _missing_resources(resources: Resources, *, beside: int, knob: str) -> str:
+    """What the cluster lacks, as a message for the user; empty if it lacks nothing."""
     have, workers = ray.cluster_resources(), resources.workers
-    each = _of_each(resources) if workers else {}
+    each = _needs_per_worker(resources) if workers else {}
     asked = " and ".join(f"{need:g} {key}" for key, need in each.items())
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    # A worker lies on one node: what is left over on two of them is no room for a third.
+    # A worker runs on one node: remainders on two nodes do not add up to a third worker.
     room = [
         min(int(node.get(key, 0.0) / need + 1e-9) for key, need in each.items()) for node in nodes if each
     ]
@@ -207,13 +214,13 @@ def _lack(resources: Resources, *, beside: int, knob: str) -> str:
     return ""
 
 
-def _ask_for(bundles: list[dict[str, float]]) -> None:
+def _request_nodes(bundles: list[dict[str, float]]) -> None:
     from ray.autoscaler.sdk import request_resources  # late: few clusters grow
 
     request_resources(bundles=bundles)
 
 
-def _of_each(resources: Resources) -> dict[str, float]:
+def _needs_per_worker(resources: Resources) -> dict[str, float]:
     needs = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
     return {key: need for key, need in needs.items() if need}
 
@@ -231,8 +238,8 @@ def actor_options(resources: Resources) -> dict[str, Any]:
     return {"num_cpus": resources.cpus_per_worker, "num_gpus": resources.gpus_per_worker}
 
 
-def fetch(reference: Any) -> Any:
-    """Result of a task. An error a user can mend is raised as itself, without Ray's wrapping and trace."""
+def task_result(reference: Any) -> Any:
+    """Result of a task. A ScalingNoteError is raised as itself, without Ray's wrapper and traceback."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -241,26 +248,26 @@ def fetch(reference: Any) -> Any:
         raise
 
 
-def each(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """What `work` gives for each item, as it is finished, in tasks of one CPU wherever there is room."""
-    if len(items) == 1:  # done here before a worker has started
+def map_tasks(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """Results of `work` for each item, in the order of completion, from tasks of one CPU each."""
+    if len(items) == 1:  # faster here than a worker starts
         yield work(items[0])
         return
-    task: Any = ray.remote(num_cpus=1, **AGAIN)(_apply)
+    task: Any = ray.remote(num_cpus=1, **RETRY_OPTIONS)(_apply)
     shared = ray.put(work)
     waiting = [task.remote(shared, item) for item in items]
     while waiting:
         (done,), waiting = ray.wait(waiting)
-        yield fetch(done)
+        yield task_result(done)
 
 
-def in_order(work: Callable[[T], R], items: Sequence[T], resources: Resources) -> Iterator[R]:
-    """What `work` gives for each item, in the items' order, in tasks with the resources of a worker.
+def map_tasks_in_order(work: Callable[[T], R], items: Sequence[T], resources: Resources) -> Iterator[R]:
+    """Results of `work` for each item, in the items' order, from tasks with the resources of a worker.
 
-    As many run at a time as there are workers, so that memory can be planned. Results wait where they were
-    made: the caller holds one at a time.
+    At most `resources.workers` tasks run at a time, which bounds memory. Results stay on the node of their
+    task until they are read: the caller holds one at a time.
     """
-    task: Any = ray.remote(**actor_options(resources), **AGAIN)(_apply)
+    task: Any = ray.remote(**actor_options(resources), **RETRY_OPTIONS)(_apply)
     shared, left = ray.put(work), deque(items)
     running: list[Any] = []
     results: deque[Any] = deque()
@@ -271,16 +278,16 @@ def in_order(work: Callable[[T], R], items: Sequence[T], resources: Resources) -
         if results[0] in running:
             _, running = ray.wait(running, fetch_local=False)
         else:
-            yield fetch(results.popleft())
+            yield task_result(results.popleft())
 
 
 def _apply(work: Callable[[T], R], item: T) -> R:
     return work(item)
 
 
-def rows(dataset: Any) -> Iterator[Any]:
-    """Rows of a Ray Dataset as they are finished; raises what one tells in its column `error`."""
-    # Closed here, or a traceback that somebody keeps would keep its actors, and with them their CPUs.
+def dataset_rows(dataset: Any) -> Iterator[Any]:
+    """Rows of a Ray Dataset in the order of completion; raises the error in a row's column `error`."""
+    # Closed here: a traceback that is kept would otherwise keep the dataset's actors and their CPUs.
     with contextlib.closing(_generator(dataset.iter_rows())) as found:
         for row in found:
             if row.get("error"):
@@ -289,8 +296,8 @@ def rows(dataset: Any) -> Iterator[Any]:
             yield row
 
 
-def told(error: ScalingNoteError) -> str:
-    """What a row says in its column `error`, to be raised by :func:`rows`: Ray Data buries exceptions."""
+def error_column(error: ScalingNoteError) -> str:
+    """Value of the column `error`, raised by :func:`dataset_rows`: Ray Data hides exceptions of user code."""
     return json.dumps([type(error).__name__, str(error)])
 
 
@@ -299,8 +306,8 @@ def _generator(found: Iterable[Any]) -> Generator[Any]:
 
 
 @contextlib.contextmanager
-def _stderr_closed() -> Iterator[None]:
-    """Ray's C++ core tells stderr which log level it found, whatever the level. Exceptions still rise."""
+def _silent_stderr() -> Iterator[None]:
+    """Silence stderr, where Ray's C++ core prints its log level. Exceptions still propagate."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -313,11 +320,11 @@ def _stderr_closed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _only_our_lines() -> Iterator[None]:
-    """Show our workers' progress lines bare, and leave Ray's own remarks in its log files.
+def _filtered_worker_lines() -> Iterator[None]:
+    """Show this package's lines of workers without Ray's prefix; Ray's own lines stay in its log files.
 
-    Without a dashboard Ray Train's placement group cleaner warns every second of each training run. Ray
-    registers the function that prints lines of workers when it starts; what it says of errors is still shown.
+    Without a dashboard Ray Train's placement group cleaner logs a warning per second during training. Ray
+    registers the function that prints workers' lines when it starts; errors are printed by another one.
     """
     worker: Any = ray._private.worker
     kept = worker.print_to_stdstream
@@ -334,7 +341,7 @@ def _only_our_lines() -> Iterator[None]:
         worker.print_to_stdstream = kept
 
 
-def _quieten() -> None:
+def _disable_ray_progress() -> None:
     from ray.data import DataContext
 
     with warnings.catch_warnings():
@@ -345,5 +352,5 @@ def _quieten() -> None:
     context.print_on_execution_start = False
     for name in ("ray.data", "ray.train"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # "Progress bars disabled": we know, we did it.
+    # It logs "Progress bars disabled" for each dataset.
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)

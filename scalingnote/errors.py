@@ -2,7 +2,7 @@
 
 
 class ScalingNoteError(Exception):
-    """Base of every error a user can cause or mend; the CLI prints it without a traceback."""
+    """Base of every error that the user can fix; the CLI prints it without a traceback."""
 
 
 class ConfigError(ScalingNoteError):
@@ -10,11 +10,11 @@ class ConfigError(ScalingNoteError):
 
 
 class DataError(ScalingNoteError):
-    """Input data that no row-level quarantine can absorb: a missing file, a missing column, no usable row."""
+    """Input that cannot be used at all: a missing file, a missing column, no usable row."""
 
 
 class ArtifactError(ScalingNoteError):
-    """An artifact that must not be read: unfinished, of another kind, or not the bytes its manifest names."""
+    """An artifact that must not be read: unfinished, of another kind, or with wrong checksums."""
 
 
 class TrainingError(ScalingNoteError):
@@ -22,7 +22,7 @@ class TrainingError(ScalingNoteError):
 
 
 class EncodingError(ScalingNoteError):
-    """Encoding that cannot go on: whatever is tried again fails again."""
+    """Encoding that cannot go on: its parts fail at every retry."""
 
 
 class SearchError(ScalingNoteError):

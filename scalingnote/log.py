@@ -1,4 +1,4 @@
-"""Logging and progress: one line format everywhere, only rank 0 speaks, long work says how far it is.
+"""Logging and progress: one line format everywhere; ranks above 0 log warnings only.
 
 Progress is a plain log line every few seconds, the same on a terminal, in a job's log and in CI:
 
@@ -15,16 +15,16 @@ from types import TracebackType
 import psutil
 
 ROOT = "scalingnote"
-LINE = re.compile(r"\d\d:\d\d:\d\d \w+ ")  # how every line of ours begins
+LINE = re.compile(r"\d\d:\d\d:\d\d \w+ ")  # start of every line of this package
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Logger of a room, e.g. ``get_logger("encode")``; configured once by :func:`configure`."""
+    """Logger of a package, e.g. ``get_logger("encode")``; configured once by :func:`configure`."""
     return logging.getLogger(f"{ROOT}.{name}")
 
 
 def configure(level: int = logging.INFO, *, rank: int = 0) -> None:
-    """Send this package's log to stderr. Ranks above 0 only speak of warnings."""
+    """Send this package's log to stderr. Ranks above 0 log warnings only."""
     root = logging.getLogger(ROOT)
     root.setLevel(level if rank == 0 else logging.WARNING)
     root.propagate = False
@@ -36,10 +36,10 @@ def configure(level: int = logging.INFO, *, rank: int = 0) -> None:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        room = record.name.removeprefix(f"{ROOT}.")
+        package = record.name.removeprefix(f"{ROOT}.")
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         mark = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        text = f"{clock} {room:<9}{mark}{record.getMessage()}"
+        text = f"{clock} {package:<9}{mark}{record.getMessage()}"
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text
@@ -51,11 +51,11 @@ class Progress:
     ``done`` starts above zero when a run resumes, so that the rate only counts this run's work.
     """
 
-    def __init__(self, room: str, *, total: int, unit: str, done: int = 0, every: float = 5.0) -> None:
-        self._log = get_logger(room)
+    def __init__(self, package: str, *, total: int, unit: str, done: int = 0, every: float = 5.0) -> None:
+        self._log = get_logger(package)
         self._total, self._unit, self._every = total, unit, every
         self._done, self._before = done, done
-        self._start = self._spoke = time.monotonic()
+        self._start = self._last_line = time.monotonic()
 
     def __enter__(self) -> "Progress":
         psutil.cpu_percent()  # the first call only starts the measuring interval
@@ -88,9 +88,9 @@ class Progress:
         """Record `rows` more as finished; `note`, as a string, is appended to the next line that is shown."""
         self._done += rows
         now = time.monotonic()
-        if now - self._spoke < self._every:
+        if now - self._last_line < self._every:
             return
-        self._spoke = now
+        self._last_line = now
         left = (self._total - self._done) / max(self.rate, 1e-9)
         share = 100 * self._done // max(self._total, 1)
         self._log.info(

@@ -19,8 +19,8 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     Ray Train is left as it is: with no workers it trains in this process, with some it needs a cluster.
     """
     patch.setattr(cluster, "connect", lambda *_: None)
-    patch.setattr(cluster, "require", lambda *_, **__: None)
-    patch.setattr(cluster, "foresee", lambda *_, **__: None)
+    patch.setattr(cluster, "check_resources", lambda *_, **__: None)
+    patch.setattr(cluster, "check_resources_early", lambda *_, **__: None)
     for name, module in list(sys.modules.items()):
         if name.startswith("scalingnote.") and getattr(module, "ray", None) is ray:
             patch.setattr(module, "ray", _Ray())

@@ -43,33 +43,33 @@ def test_what_no_cluster_of_these_nodes_could_do_is_refused(
 ):
     of_nodes(monkeypatch, NODES)
     if not says:
-        cluster.require(resources, knob="teacher.resources", beside=beside)
+        cluster.check_resources(resources, knob="teacher.resources", beside=beside)
         return
     with pytest.raises(ConfigError, match=says):
-        cluster.foresee(resources, knob="teacher.resources", beside=beside)
+        cluster.check_resources_early(resources, knob="teacher.resources", beside=beside)
 
 
 def test_nodes_that_come_when_asked_for_are_waited_for(monkeypatch: pytest.MonkeyPatch):
     asked: list[Any] = []
     wanted = Resources(workers=2, cpus_per_worker=4, gpus_per_worker=1)
     monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "30")
-    monkeypatch.setattr(cluster, "NODES_LOOK_S", 0.0)
+    monkeypatch.setattr(cluster, "NODE_POLL_INTERVAL_S", 0.0)
     of_nodes(monkeypatch, NODES)
-    cluster.foresee(wanted, knob="train.resources")  # it is not needed yet
+    cluster.check_resources_early(wanted, knob="train.resources")  # it is not needed yet
 
     def ask(bundles: list[Any]) -> None:
         asked.append(bundles)
         of_nodes(monkeypatch, [*NODES, {"CPU": 8.0, "GPU": 1.0}])
 
-    monkeypatch.setattr(cluster, "_ask_for", ask)
-    cluster.require(wanted, knob="train.resources")
+    monkeypatch.setattr(cluster, "_request_nodes", ask)
+    cluster.check_resources(wanted, knob="train.resources")
     assert asked == [[{"CPU": 4.0, "GPU": 1.0}] * 2, []]  # and no longer than they are waited for
     monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "0.01")
     with pytest.raises(ConfigError, match="asks for 3 GPU, the cluster has 2"):
-        cluster.require(wanted.model_copy(update={"workers": 3}), knob="train.resources")
+        cluster.check_resources(wanted.model_copy(update={"workers": 3}), knob="train.resources")
     monkeypatch.setenv("SCALINGNOTE_NODES_WAIT_S", "long")
     with pytest.raises(ConfigError, match="SCALINGNOTE_NODES_WAIT_S is 'long'"):
-        cluster.require(wanted.model_copy(update={"workers": 3}), knob="train.resources")
+        cluster.check_resources(wanted.model_copy(update={"workers": 3}), knob="train.resources")
 
 
 @pytest.mark.usefixtures("cluster")
@@ -79,7 +79,7 @@ def test_no_more_items_are_worked_on_than_there_are_workers_and_they_come_in_ord
         time.sleep(0.4 if number == 0 else 0.1)
         return number, began, time.time()
 
-    found = list(cluster.in_order(stay, range(6), Resources(workers=2, cpus_per_worker=0.25)))
+    found = list(cluster.map_tasks_in_order(stay, range(6), Resources(workers=2, cpus_per_worker=0.25)))
     assert [number for number, _, _ in found] == list(range(6))
     together = [sum(began <= at < ended for _, began, ended in found) for _, at, _ in found]
     assert max(together) <= 2
@@ -91,7 +91,7 @@ def test_what_there_is_no_worker_for_is_not_begun(tmp_path: Path, monkeypatch: p
         return number
 
     without_ray(monkeypatch)
-    found = cluster.in_order(partial(begin, folder=tmp_path), range(6), Resources(workers=2))
+    found = cluster.map_tasks_in_order(partial(begin, folder=tmp_path), range(6), Resources(workers=2))
     assert next(found) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1", "2"}
     assert list(found) == [1, 2, 3, 4, 5]
@@ -106,7 +106,10 @@ def test_what_storage_refuses_for_a_moment_is_done_again(tmp_path: Path):
             raise OSError("slow down")
         return number
 
-    for name, run in (("each", cluster.each), ("in_order", partial(cluster.in_order, resources=Resources()))):
+    for name, run in (
+        ("each", cluster.map_tasks),
+        ("in_order", partial(cluster.map_tasks_in_order, resources=Resources())),
+    ):
         folder = tmp_path / name
         folder.mkdir()
         assert sorted(run(partial(fail_twice, folder=folder), [1, 2])) == [1, 2]

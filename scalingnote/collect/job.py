@@ -45,7 +45,7 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
         return draft.existing()
     source = parents["dataset"]
     ranker = _ranker(config, source)
-    cluster.require(config.resources, knob="collect.resources")
+    cluster.check_resources(config.resources, knob="collect.resources")
     context = Context(
         config=config,
         dataset=source,
@@ -199,7 +199,7 @@ def _map(
     with Progress(
         "collect", total=sum(item.get("rows", 1) for item in items), unit=f"{unit} ({name})"
     ) as progress:
-        for row in cluster.rows(done):
+        for row in cluster.dataset_rows(done):
             progress.advance(row["rows"])
             yield json.loads(row["result"])
 
@@ -233,7 +233,7 @@ def _answer(row: dict[str, str], load: Callable[[], Callable[[Item], Any]]) -> d
     try:
         result = load()(item)
     except ScalingNoteError as error:
-        return {"error": cluster.told(error)}
+        return {"error": cluster.error_column(error)}
     if isinstance(result, tuple):  # a finished part
         name, part, counts = result
         result = {"name": name, "part": asdict(part), "counts": counts}

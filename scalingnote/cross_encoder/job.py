@@ -56,7 +56,7 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
     draft = Draft(output, kind="cross_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    prepared = prepare(as_stage_one(config), **parents, folder=draft.work("data"), each=cluster.each)
+    prepared = prepare(as_stage_one(config), **parents, folder=draft.work("data"), each=cluster.map_tasks)
     steps = _order(config, prepared.sizes).steps(config.epochs)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
@@ -95,7 +95,7 @@ def run_queries(
         dataset=parents["dataset"],
         triplets=given,
         folder=draft.work("data"),
-        each=cluster.each,
+        each=cluster.map_tasks,
     )
     names = given.table_parts("triplets")
     counted = {name: given.manifest.parts[name].rows or 0 for name in names}

@@ -59,7 +59,7 @@ def run(
         prompt=student.prompt(config, start),
         folder=draft.work("rows"),
         candidates=_sources(config, parents, document_tokenizer),
-        each=cluster.each,
+        each=cluster.map_tasks,
     )
     rows, steps = sum(sizes.values()), _order(config, sizes).steps(config.epochs)
     log.info("%s rows, %d steps", f"{rows:,}", steps)

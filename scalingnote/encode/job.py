@@ -69,7 +69,7 @@ def encode_documents(
     missing = sorted(set(config.views) - set(views))
     if missing:
         raise ConfigError(f"{towers.uri} gives no view {missing} of a document; it gives {views}")
-    cluster.foresee(config.resources, knob="encode.resources", beside=beside(config.resources))
+    cluster.check_resources_early(config.resources, knob="encode.resources", beside=beside(config.resources))
     source, base = parents["dataset"], parents.get("base")
     parts = source.names("documents/", ".parquet")
     rows = {embeddings_part(name): source.manifest.parts[name].rows or 0 for name in parts}
@@ -111,7 +111,7 @@ def _base(config: EncodeConfig, towers: Artifact) -> Artifact:
 def _compare(source: Artifact, base: Artifact, draft: Draft) -> dict[str, int]:
     """What is the same as in the base, and what became of the others (see `encode/changes.py`)."""
     folder = draft.work("base")
-    run = partial(run_slices, folder=folder, each=cluster.each, room="encode", unit="tasks")
+    run = partial(run_slices, folder=folder, each=cluster.map_tasks, room="encode", unit="tasks")
     sides = ((base, "embeddings"), (source, "documents"))
     buckets = changes.buckets(sum(artifact.counts["documents"] for artifact, _ in sides))
     for artifact, table in sides:
@@ -158,7 +158,7 @@ def run_queries(
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    cluster.foresee(config.resources, knob="teacher.resources", beside=beside(config.resources))
+    cluster.check_resources_early(config.resources, knob="teacher.resources", beside=beside(config.resources))
     pieces = distinct_queries(config, parents["triplets"], draft) if triplets is not None else []
     rows = {f"embeddings/part-{piece['name']}.parquet": int(piece["rows"]) for piece in pieces}
     pseudo = parents.get("pseudo_queries")
@@ -187,7 +187,7 @@ def distinct_queries(config: TeacherConfig, triplets: Artifact, draft: Draft) ->
     """
     folder = draft.work()
     buckets = queries.buckets(triplets)
-    run = partial(run_slices, folder=folder, each=cluster.each, room="encode", unit="tasks")
+    run = partial(run_slices, folder=folder, each=cluster.map_tasks, room="encode", unit="tasks")
     deal = partial(queries.deal, triplets=triplets, folder=folder, buckets=buckets)
     run("deal", deal, slices(triplets, *queries.TABLES))
     settle = partial(_settle, folder=folder, rows_per_piece=config.rows_per_part)
@@ -224,7 +224,7 @@ def each_part(
     Ray lost more than it mends by itself, or nothing went on for half an hour; EncodingError when two waves
     in a row finish nothing.
     """
-    cluster.require(resources, knob=knob, beside=beside(resources))
+    cluster.check_resources(resources, knob=knob, beside=beside(resources))
     records = recorded(work, set(rows))
     if records:
         log.info("resuming: %d of %d parts are done", len(records), len(rows))
@@ -291,7 +291,7 @@ def _run_wave(steps: Steps, todo: Sequence[str], resources: Fleet, **where: str)
     )
     if resources.readers:
         encoded = encoded.map_batches(write_part, fn_kwargs=where, **around)
-    yield from cluster.rows(encoded)
+    yield from cluster.dataset_rows(encoded)
 
 
 def read_part(batch: Any, *, steps: Steps) -> Any:
@@ -349,7 +349,7 @@ def _attempt(step: Callable[..., Any], *args: Any, **kwargs: Any) -> _Attempt:
     try:
         return _Attempt(step(*args, **kwargs))
     except ScalingNoteError as error:
-        return _Attempt(error=cluster.told(error))
+        return _Attempt(error=cluster.error_column(error))
     except Exception:
         return _Attempt(failure=traceback.format_exc())
 

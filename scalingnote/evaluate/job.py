@@ -224,7 +224,7 @@ def encode_queries(
 
     Not in the driver: on a cluster that often sits on a head node without GPU.
     """
-    cluster.require(config.resources.model_copy(update={"workers": 1}), knob="evaluate.resources")
+    cluster.check_resources(config.resources.model_copy(update={"workers": 1}), knob="evaluate.resources")
     options = cluster.actor_options(config.resources) | {"max_restarts": 3, "max_task_retries": 3}
     actor: Any = ray.remote(**options)(_QueryTower).remote()
     found: dict[str, Encoded] = {}

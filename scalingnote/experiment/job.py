@@ -49,7 +49,7 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
         return draft.existing()
     if config.relevance:
         cluster.connect()
-        cluster.foresee(config.resources.model_copy(update={"workers": 1}), knob="resources")
+        cluster.check_resources_early(config.resources.model_copy(update={"workers": 1}), knob="resources")
     quarantine = Quarantine()
     found, sample, requests = _read(config, logs, quarantine)
     units = found.units()
@@ -181,7 +181,7 @@ def _judge(config: ExperimentConfig, drawn: pa.Table, dataset: Artifact, draft: 
 
 def _on_ray(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resources) -> Iterator[int]:
     """Blocks as they are judged, by actors of :class:`Judging`."""
-    cluster.require(resources, knob="resources")
+    cluster.check_resources(resources, knob="resources")
     blocks = ray.data.from_items([{"number": number} for number in todo], override_num_blocks=len(todo))
     judged = blocks.map_batches(
         Judging,
@@ -191,7 +191,7 @@ def _on_ray(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resource
         num_cpus=resources.cpus_per_worker,
         num_gpus=resources.gpus_per_worker or None,
     )
-    for row in cluster.rows(judged):
+    for row in cluster.dataset_rows(judged):
         yield int(row["number"])
 
 
@@ -215,7 +215,7 @@ class Judging:
             write_table(fs.join(self._work, f"judged/{number:05d}.parquet"), scored)
             return {"number": [number], "error": [""]}
         except ScalingNoteError as error:
-            return {"number": [number], "error": [cluster.told(error)]}
+            return {"number": [number], "error": [cluster.error_column(error)]}
 
 
 def _told(config: Relevance, drawn: pa.Table, scores: pa.Table) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def run(
         return draft.existing()
     _require_same_origin(parents["embeddings"], parents["semantic_ids"])
     prepare.require_columns(config, parents["dataset"])
-    cluster.foresee(config.writers, beside=beside(config.writers), knob=WRITERS)
-    cluster.foresee(config.resources, knob="fuse.resources")
+    cluster.check_resources_early(config.writers, beside=beside(config.writers), knob=WRITERS)
+    cluster.check_resources_early(config.resources, knob="fuse.resources")
     corpus = Corpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
     facts = _prepare(config, corpus, parents["planner"], tower, draft)
     steps = _order(config, facts).steps(config.epochs)
@@ -120,8 +120,8 @@ def _prepare(
     folder = draft.work("store")
     if Store.finished(folder):
         return Store.facts_of(folder)
-    clicks = prepare.read_clicks(config, corpus.dataset, folder=folder, each=cluster.each)
-    prepare.fit_features(config, corpus.dataset, folder=folder, each=cluster.each)
+    clicks = prepare.read_clicks(config, corpus.dataset, folder=folder, each=cluster.map_tasks)
+    prepare.fit_features(config, corpus.dataset, folder=folder, each=cluster.map_tasks)
     of_queries = slices(corpus.dataset, "queries")
     rows = {
         f"{prepare.QUERIES}/{number:05d}.arrow": sum(
@@ -136,7 +136,7 @@ def _prepare(
     records = each_part(steps, **where, rows=rows, resources=config.writers, unit="queries", knob=WRITERS)
     files = [(record["name"], Part(**record["part"])) for record in records if record["part"]["rows"]]
     return prepare.finish(
-        config, corpus, queries=files, folder=folder, each=cluster.each, left_out=clicks.left_out
+        config, corpus, queries=files, folder=folder, each=cluster.map_tasks, left_out=clicks.left_out
     )
 
 

@@ -69,7 +69,7 @@ def run(
         return draft.existing()
     layout, slices = _planned(config, parents)
     cluster.connect()
-    cluster.require(config.resources, knob="index.resources")
+    cluster.check_resources(config.resources, knob="index.resources")
 
     quantizer = _quantizer(config, layout, draft, parents["embeddings"])
     drawn = _drawn(config, parents["dataset"])
@@ -179,7 +179,7 @@ def _quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: 
         )
     matrices = sample(source, documents=config.train_documents, seed=config.seed)
     train = ray.remote(**cluster.actor_options(config.resources))(build.train)
-    quantizer: ivf.Quantizer = cluster.fetch(train.remote(config, layout.nlist, *matrices))
+    quantizer: ivf.Quantizer = cluster.task_result(train.remote(config, layout.nlist, *matrices))
     for name, data in ivf.dump_quantizer(quantizer).items():
         fs.write_bytes(fs.join(folder, name), data)
     return quantizer
@@ -201,7 +201,7 @@ def _queries(
     if tower is None or fixed or not len(drawn):
         return None
     encode = partial(build.encode, queries=drawn["query"].to_pylist())
-    (found,) = cluster.in_order(encode, [tower], config.resources)
+    (found,) = cluster.map_tasks_in_order(encode, [tower], config.resources)
     if found.shape[1] != layout.dim:
         log.warning("not tuned: queries have dim %d, documents %d", found.shape[1], layout.dim)
         return None
@@ -230,7 +230,7 @@ def _fill_shards(slices: Sequence[Sequence[shard.Slice]], shared: build.Shared) 
     finished = fs.list_files(shared.work("shards"))
     waiting = [number for number in range(len(slices)) if f"{number:05d}.json" not in finished]
     fill = partial(build.fill, shared=shared)
-    filled = cluster.in_order(fill, [(n, slices[n]) for n in waiting], shared.config.resources)
+    filled = cluster.map_tasks_in_order(fill, [(n, slices[n]) for n in waiting], shared.config.resources)
     for number in range(len(slices)):
         if number in waiting:
             next(filled)
@@ -249,7 +249,7 @@ def _tune(shared: build.Shared, sizes: Sequence[int]) -> tuple[shard.Layout, lis
     factors = [config.refine_factor] if config.refine_factor else tuning.factors(layout.family, layout.refine)
     asked = [(number, first[number], nprobe) for nprobe in tried for number in range(len(sizes))]
     measure = partial(build.measure, shared=shared, deepest=factors[-1])
-    found = cluster.in_order(measure, asked, config.resources)
+    found = cluster.map_tasks_in_order(measure, asked, config.resources)
     points: list[tuning.Point] = []
     for nprobe in tried:
         shares = list(islice(found, len(sizes)))
@@ -258,7 +258,7 @@ def _tune(shared: build.Shared, sizes: Sequence[int]) -> tuple[shard.Layout, lis
     curve = [point for point in points if point.refine_factor == best.refine_factor]
     largest = max(range(len(sizes)), key=sizes.__getitem__)
     time = partial(build.time_search, shared=shared, refine_factor=best.refine_factor)
-    times = cluster.in_order(time, [(largest, point.nprobe) for point in curve], config.resources)
+    times = cluster.map_tasks_in_order(time, [(largest, point.nprobe) for point in curve], config.resources)
     log.info(
         "recall@%d of %.3f on %d queries by nprobe=%d of %d lists and refine_factor=%d",
         *(exact.shape[1], best.recall, len(exact), best.nprobe, layout.nlist, best.refine_factor),
@@ -277,7 +277,7 @@ def _tune_weight(
         return layout, {}
     first = [0, *accumulate(sizes)]
     measure = partial(build.measure_both, shared=shared, layout=layout)
-    shares = [*cluster.in_order(measure, [*enumerate(first[:-1])], shared.config.resources)]
+    shares = [*cluster.map_tasks_in_order(measure, [*enumerate(first[:-1])], shared.config.resources)]
     rows = np.max([judged for _, judged in shares], axis=0)  # -1 but in the one shard that has it
     row_of = {doc_id: row for doc_id, row in zip(shared.judged, rows.tolist(), strict=True) if row >= 0}
     graded = [{row_of[i]: grade for i, grade in judged.items() if i in row_of} for judged in relevant]

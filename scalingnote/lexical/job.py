@@ -61,7 +61,7 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
     folder = draft.work()
     work = slices(source, "documents")
     buckets = max(-(-source.counts["documents"] // BUCKET_DOCUMENTS), 1)
-    do = partial(run_slices, folder=folder, each=cluster.each, room="bm25", unit="tasks")
+    do = partial(run_slices, folder=folder, each=cluster.map_tasks, room="bm25", unit="tasks")
     counted = do("count", partial(count, dataset=source, folder=folder, buckets=buckets), work)
     collection = {name: sum(record[name] for record in counted) for name in ("documents", "length")}
     if not collection["length"]:

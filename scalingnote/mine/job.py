@@ -54,7 +54,7 @@ def run(
     )
     if draft.finished:
         return draft.existing()
-    cluster.require(config.resources, knob="mine.resources")
+    cluster.check_resources(config.resources, knob="mine.resources")
     if not config.runs:
         _lay_out_pool(config, parents, draft)
     config = config.model_copy(update={"runs": runs})
@@ -97,7 +97,7 @@ def _records(config: MineConfig, parents: dict[str, Artifact], draft: Draft) -> 
                 num_cpus=config.resources.cpus_per_worker,
                 num_gpus=config.resources.gpus_per_worker or None,
             )
-            for row in cluster.rows(mined):
+            for row in cluster.dataset_rows(mined):
                 progress.advance(rows[row["name"]])
     return [json.loads(fs.read_bytes(note)) for note in notes.values()]
 

@@ -48,7 +48,7 @@ def run(config: PlannerConfig, *, dataset: str, output: str) -> Artifact:
     draft = Draft(output, kind="planner", config=config, parents={"dataset": source})
     if draft.finished:
         return draft.existing()
-    cluster.require(config.resources, knob="planner.resources")
+    cluster.check_resources(config.resources, knob="planner.resources")
     if isinstance(config, Statistics):
         counts, facts = _count(config, source, draft)
     else:
@@ -92,12 +92,12 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
     texts = 0
     total = sum(source.manifest.parts[part].rows or 0 for part in parts)
     with Progress("planner", total=total, unit=f"{config.corpus} counted") as progress:
-        for row in cluster.rows(counted):
+        for row in cluster.dataset_rows(counted):
             progress.advance(row["rows"])
             texts += row["texts"]
 
     add = ray.remote(**cluster.actor_options(config.resources))(_sum_bucket)
-    summed = [cluster.fetch(r) for r in [add.remote(target, b, config) for b in range(buckets)]]
+    summed = [cluster.task_result(r) for r in [add.remote(target, b, config) for b in range(buckets)]]
     frequent = pa.concat_tables([table for _, _, table in summed])
     kept = statistics.most_frequent(frequent, config.max_words)
     distinct, enough = (sum(row[i] for row in summed) for i in (0, 1))
@@ -176,7 +176,7 @@ def _sum_bucket(target: str, bucket: int, config: Statistics) -> tuple[int, int,
 
 def _learn(config: Learned, source: Artifact, draft: Draft) -> tuple[dict[str, int], dict[str, Any]]:
     train = ray.remote(**cluster.actor_options(config.resources))(_train)
-    counts, facts = cluster.fetch(train.remote(config, source.uri, draft.path("encoder")))
+    counts, facts = cluster.task_result(train.remote(config, source.uri, draft.path("encoder")))
     return counts, facts
 
 

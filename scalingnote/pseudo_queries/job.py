@@ -66,7 +66,7 @@ def run(config: PseudoQueriesConfig, *, dataset: str, triplets: str | None = Non
     expected = len(config.mix) * documents if config.count is None else config.count
     buckets = max(-(-expected // BUCKET_ROWS), 1)
     where: dict[str, Any] = {"folder": draft.work(), "buckets": buckets}
-    do = partial(run_slices, folder=draft.work(), each=cluster.each, room="pseudo_queries", unit="tasks")
+    do = partial(run_slices, folder=draft.work(), each=cluster.map_tasks, room="pseudo_queries", unit="tasks")
     per_document = None if config.count is None else config.count / max(documents, 1)
     drawn = do(
         "draw",

@@ -64,7 +64,7 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
         sampled = min(_sample_size(config, rows), config.documents_per_worker)
         residual_kmeans.require_sample(sampled, codes=config.codes)
     cluster.connect()
-    cluster.require(config.resources, knob="quantize.resources")
+    cluster.check_resources(config.resources, knob="quantize.resources")
 
     draft.write_bytes(CODEBOOKS, _codebooks(config, draft, source, earlier))
     _code(config, parts, rows, draft, source)
@@ -76,7 +76,7 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
         size=config.codes,
         given=earlier,
     )
-    named = naming.name(corpus, [_codes(part) for part in parts], rows, each=cluster.each)
+    named = naming.name(corpus, [_codes(part) for part in parts], rows, each=cluster.map_tasks)
     for name, part in named.parts.items():
         draft.register(name, part)
     draft.write_json(by_code.SUMMARY, named.ranges)
@@ -104,7 +104,7 @@ def sample(embeddings: Artifact, *, documents: int, seed: int) -> list[Any]:
     parts = embeddings.names("embeddings/", ".parquet")
     taken = _taken(parts, shares(part_rows(embeddings, parts), size=documents, seed=seed))
     each = len(taken) // SAMPLE_TASKS + 1
-    take, source = ray.remote(num_cpus=1, **cluster.AGAIN)(_take), ray.put(embeddings)
+    take, source = ray.remote(num_cpus=1, **cluster.RETRY_OPTIONS)(_take), ray.put(embeddings)
     return [take.remote(source, taken[at : at + each], seed) for at in range(0, len(taken), each)]
 
 
@@ -184,7 +184,7 @@ def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: 
         )
     matrices = sample(source, documents=size, seed=config.seed)
     fit = ray.remote(**cluster.actor_options(config.resources))(_fit)
-    return _dump(cluster.fetch(fit.remote(config, *matrices)))
+    return _dump(cluster.task_result(fit.remote(config, *matrices)))
 
 
 def _fit(config: QuantizeConfig, *matrices: Float[ndarray, "_ dim"]) -> Float[ndarray, "levels codes dim"]:
@@ -210,7 +210,7 @@ def _refined(
 
     def each(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
         threaded = partial(_with_threads, work=work, resources=config.resources)
-        return cluster.in_order(threaded, items, config.resources)
+        return cluster.map_tasks_in_order(threaded, items, config.resources)
 
     keep = partial(_keep, source=source, seed=config.seed, folder=folder)
     held = run_slices("sample", keep, files, folder=folder, each=each, room="quantize", unit="files")
@@ -256,7 +256,7 @@ def _code(
     )
     done = sum(rows) - sum(item["rows"] for item in items)
     with Progress("quantize", total=sum(rows), unit="documents coded", done=done) as progress:
-        for record in cluster.rows(coded):
+        for record in cluster.dataset_rows(coded):
             progress.advance(int(record["rows"]))
 
 
@@ -277,7 +277,7 @@ class _Coder:
         try:
             self._code(part, number, sampled)
         except ScalingNoteError as error:
-            return cluster.told(error)
+            return cluster.error_column(error)
         except OSError:  # one that lasts would end the stage, one that does not need not
             if not again:
                 raise

@@ -75,8 +75,8 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     draft = Draft(output, kind="dual_encoder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    cluster.foresee(config.resources, knob="train.resources")
-    prepared = prepare(config, **parents, folder=draft.work("data"), each=cluster.each)
+    cluster.check_resources_early(config.resources, knob="train.resources")
+    prepared = prepare(config, **parents, folder=draft.work("data"), each=cluster.map_tasks)
     steps = _order(config, prepared.sizes).steps(config.epochs)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
@@ -118,7 +118,7 @@ def launch(
     What :func:`train_rank` returns is an error that a restart would only meet again, and is raised here.
     """
     resources, max_failures = schedule.resources, schedule.max_failures
-    cluster.require(resources, knob=f"{room}.resources")
+    cluster.check_resources(resources, knob=f"{room}.resources")
     filesystem, path = fs.resolve(fs.join(settings["work"], "ray"))
     on_cpu = resources.gpus_per_worker == 0
     # DeepSpeed chooses its accelerator while it is imported.

@@ -268,7 +268,7 @@ def test_what_a_ranking_actor_cannot_load_is_said_plainly_and_a_killed_ranking_g
     with pytest.raises(ConfigError, match="nothing"):
         run(wrong, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "wrong"))
 
-    ranked, rows = [], cluster_of_ray.rows
+    ranked, rows = [], cluster_of_ray.dataset_rows
 
     def die_in_the_middle(done):
         for number, row in enumerate(rows(done)):

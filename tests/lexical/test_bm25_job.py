@@ -98,7 +98,7 @@ def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on
     monkeypatch.setattr("scalingnote.storage.slices.ROWS_PER_SLICE", 2)
     monkeypatch.setattr(job, "BUCKET_DOCUMENTS", 3)
     weighed: list[int] = []
-    each = cluster.each
+    each = cluster.map_tasks
 
     def killed(work: Any, items: Any) -> Any:
         for result in each(work, items):
@@ -107,10 +107,10 @@ def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on
             if len(weighed) == 9:  # 4 slices counted, 3 buckets merged, the vocabulary, 1 slice weighed
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(cluster, "each", killed)
+    monkeypatch.setattr(cluster, "map_tasks", killed)
     with pytest.raises(KeyboardInterrupt):
         job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "cut"))
-    monkeypatch.setattr(cluster, "each", each)
+    monkeypatch.setattr(cluster, "map_tasks", each)
     counted: list[int] = []
     count = job.count
     monkeypatch.setattr(job, "count", lambda *a, **k: counted.append(1) or count(*a, **k))

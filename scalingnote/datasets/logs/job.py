@@ -31,7 +31,7 @@ def run(config: Logs, *, output: str) -> Artifact:
     if draft.finished:
         return draft.existing()
     slices = plan(config)
-    cluster.require(config.resources, knob="dataset.resources")
+    cluster.check_resources(config.resources, knob="dataset.resources")
     return flow.build(config, draft, slices, each=partial(_each, resources=config.resources))
 
 
@@ -43,7 +43,7 @@ def _each(task: flow.Task, items: Sequence[Any], *, resources: Resources) -> Ite
         compute=TaskPoolStrategy(size=min(resources.workers, len(numbers))),
         num_cpus=resources.cpus_per_worker,
     )
-    for row in cluster.rows(done):
+    for row in cluster.dataset_rows(done):
         yield json.loads(row["record"])
 
 
