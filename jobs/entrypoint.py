@@ -82,7 +82,7 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
 
 
 def _ended(name: str, work: "Callable[[], tuple[str, Artifact]]") -> int:
-    """Do the work and print a JSON line about the artifact, or what is wrong with the input."""
+    """Do the work; print a JSON line about the artifact, or the error of the input."""
     from scalingnote.errors import ScalingNoteError
     from scalingnote.log import configure
 

@@ -1,7 +1,6 @@
-"""What each command of `scalingnote` does: it reads its options, and calls the room that does the work.
+"""The commands of `scalingnote`: each function takes parsed options, runs one command and returns its exit code.
 
-A function imports what it needs when it is called, so that the command line answers `--help` at once.
-Each returns the exit code.
+Imports stand inside the functions, so that `scalingnote --help` loads neither torch nor Ray.
 """
 
 import argparse
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def train(options: argparse.Namespace) -> int:
-    """Stage I, or with ``--dry-run`` what it would take."""
+    """Stage I; with ``--dry-run`` only an estimate of its memory, arithmetic and time."""
     names = ("gpu", "mfu", "network", "rows", "query_tokens", "document_tokens")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if not options.dry_run:
@@ -117,8 +116,8 @@ def distill(options: argparse.Namespace) -> int:
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
     found = agreement.compare(*(built[kind] for kind in kinds))
     rows = [list(row) for row in agreement.rows(found)]
-    told = {"cosine": found.cosine, "overlap@10": found.top10, "overlap@100": found.top100}
-    api.publish(built, Path(options.to), model=model if options.refer else None, agreement=told)
+    measured = {"cosine": found.cosine, "overlap@10": found.top10, "overlap@100": found.top100}
+    api.publish(built, Path(options.to), model=model if options.refer else None, agreement=measured)
     print(f"\n{markdown(['', options.student, 'teacher'], rows, text=1)}\n")
     print(f"on {found.queries:,} held-out texts; {built['dataset'].counts['rejected']:,} rows set aside")
     print(
@@ -129,7 +128,7 @@ def distill(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run every method, skipping what is finished, and print one table of all."""
+    """Run every method, except finished stages, and print one table of all."""
     configs = [_load(options, method) for method in options.methods]  # all checked before any is run
     from scalingnote import pipeline
     from scalingnote.evaluate.merge import merge
@@ -144,15 +143,15 @@ def compare(options: argparse.Namespace) -> int:
     merged = merge([pipeline.run(config, record=False)["report"] for config in configs])
     table = comparison_table(merged)
     run_dir = configs[0].run_dir
-    told = json.dumps(merged, indent=1, sort_keys=True)
-    fs.write_bytes(fs.join(run_dir, "compare.json"), told.encode())
+    text = json.dumps(merged, indent=1, sort_keys=True)
+    fs.write_bytes(fs.join(run_dir, "compare.json"), text.encode())
     fs.write_bytes(fs.join(run_dir, "compare.md"), f"{table}\n".encode())
     print(f"{table}\n\n{fs.join(run_dir, 'compare.md')}\n{fs.join(run_dir, 'compare.json')}")
     return 0
 
 
 def search(options: argparse.Namespace) -> int:
-    """Print the best documents for a query, and what it took."""
+    """Print the best documents for a query, with load, encode and search times."""
     if not options.query.strip() or options.k < 1:
         raise ConfigError("nothing to search: give some text and -k of at least 1")
     from scalingnote import pipeline
@@ -292,8 +291,8 @@ def experiment(options: argparse.Namespace) -> int:
 
     configure()
     made = pipeline.experiment(load(ExperimentConfig, options.config, options.overrides))
-    told = made.read_json("report.json")
-    print(f"{report.summary(told)}\n\n{report.table(told)}\n\n{report.READING}\n\n{made.uri}/report.html")
+    result = made.read_json("report.json")
+    print(f"{report.summary(result)}\n\n{report.table(result)}\n\n{report.READING}\n\n{made.uri}/report.html")
     return 0
 
 
@@ -360,7 +359,7 @@ def datasets(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what is found on this machine; exit code 1 if something stops it."""
+    """Print the state of this machine; exit code 1 if a run cannot work."""
     from scalingnote import doctor
 
     findings = doctor.examine()

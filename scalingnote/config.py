@@ -1,7 +1,7 @@
 """Configuration: frozen pydantic sections, read from YAML files laid over each other, then `--set`.
 
-A section says what a stage computes and is stored in its artifact. What only says *where* it runs, or who
-watches (:class:`Circumstances`), is left out of the artifact's identity: on four workers or forty, the same.
+A section defines the result of a stage and is stored in its artifact. Settings that cannot change the result
+(:class:`Circumstances`: workers, tracking) are not part of the artifact's identity.
 """
 
 import difflib
@@ -22,7 +22,7 @@ class Config(BaseModel):
 
 
 class Circumstances(Config):
-    """A section that changes nothing of what is computed. Never part of an artifact's identity."""
+    """A section without influence on results; never part of an artifact's identity."""
 
 
 class Resources(Circumstances):

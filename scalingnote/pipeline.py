@@ -1,8 +1,8 @@
 """A run: its stages one after another, and where each artifact lies.
 
-An artifact lies at ``{run_dir}/{stage}/{fingerprint}``: same settings and inputs, same place. So a re-run
-skips what is finished, a changed knob never overwrites old work, and methods that share a stage share
-its artifact.
+An artifact lies at ``{run_dir}/{stage}/{fingerprint}``: equal settings and inputs give the same place. So a
+second run skips finished stages, a changed knob builds a new artifact beside the old one, and methods with a
+common stage share its artifact.
 """
 
 import importlib
@@ -36,7 +36,9 @@ def run(
     chosen = stages.of(config) if chosen is None else list(chosen)
     built: dict[str, Artifact] = {}
     for number, stage in enumerate(chosen, 1):
-        if record and stage.builds == "report":  # what is served is there, even if measuring it fails
+        if (
+            record and stage.builds == "report"
+        ):  # before: a failed evaluation must not keep the index from being served
             _record(config)
         parents, uri = _place(config, stage, {})
         if _finished(uri):
@@ -118,7 +120,7 @@ def experiment(config: ExperimentConfig) -> Artifact:
 
 
 def ladder(config: RunConfig) -> Artifact:
-    """Stage I at every model and data size of `config.ladder`, and the laws fitted to what it gave.
+    """Stage I at every model and data size of `config.ladder`, and the scaling laws fitted to the results.
 
     Finished rungs are not trained again. ConfigError before any is, where one cannot be.
     """
@@ -146,9 +148,9 @@ def publish(report: Artifact, run_dir: str) -> None:
 
 
 def _newest(config: RunConfig, kind: str, built: Sequence[Stage], opened: dict[str, Artifact]) -> Artifact:
-    """What the last of the stages `built` that builds `kind` left behind.
+    """The artifact of the last of the stages `built` that builds `kind`.
 
-    `opened` remembers artifacts by stage: those of many stages have the same ancestors.
+    `opened` caches artifacts by stage: many stages share ancestors.
     """
     stage = next((stage for stage in reversed(built) if stage.builds == kind), None)
     if stage is None:

@@ -71,7 +71,7 @@ def entrypoint(
             raise ConfigError(f"{config} is not below {Path.cwd()}, which is uploaded: copy it there")
         command += ["--config", os.path.relpath(config)]
     # A job's own working directory vanishes with it, so a relative run_dir is pinned to where it is here;
-    # and a job belongs to the cluster that runs it, whatever address its config names.
+    # and a job belongs to the cluster that runs it, not to the one in its config.
     pinned = run_dir if "://" in run_dir else str(Path(run_dir).absolute())
     for override in (*overrides, f"run_dir={pinned}", "address=null"):
         command += ["--set", override]
