@@ -1,4 +1,4 @@
-"""The commands of `scalingnote`: each function takes parsed options, runs one command and returns its exit code.
+"""The commands of `scalingnote`: each takes parsed options, does its work and returns the exit code.
 
 Imports stand inside the functions, so that `scalingnote --help` loads neither torch nor Ray.
 """
