@@ -36,9 +36,7 @@ def run(
     chosen = stages.of(config) if chosen is None else list(chosen)
     built: dict[str, Artifact] = {}
     for number, stage in enumerate(chosen, 1):
-        if (
-            record and stage.builds == "report"
-        ):  # before: a failed evaluation must not keep the index from being served
+        if record and stage.builds == "report":  # before: the index can be served even if evaluation fails
             _record(config)
         parents, uri = _place(config, stage, {})
         if _finished(uri):
