@@ -8,6 +8,7 @@ import argparse
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -15,6 +16,9 @@ from pydantic.fields import FieldInfo
 
 from scalingnote import cli
 from scalingnote.config import Config
+from scalingnote.distillation.config import ScreenConfig
+from scalingnote.experiment.config import ExperimentConfig
+from scalingnote.ingest.config import IngestConfig
 from scalingnote.run_config import RunConfig
 from scalingnote.train.config import Schedule
 
@@ -22,6 +26,12 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 HEAD = ("knob", "default", "allowed", "what it does")
 # Sections that repeat the knobs of another one: these are shown there only.
 SHARED: Mapping[str, type[Config]] = {"cross_encoder": Schedule, "distill": Schedule}
+# Commands with a config of their own.
+APART: Mapping[str, type[Config]] = {
+    "experiment": ExperimentConfig,
+    "ingest": IngestConfig,
+    "screen": ScreenConfig,
+}
 TOWERS = frozenset({"student", "document", "backbone"})
 
 
@@ -80,6 +90,8 @@ def knobs_page() -> str:
                 "row below differs. Its towers have the knobs of `train.query` and `train.document`."
             )
         parts.append(table(section_rows(field, beside=SHARED.get(name))))
+    for name, section in APART.items():
+        parts += [f"## scalingnote {name}", "This command has its own config.", table(_rows(section))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -235,7 +247,14 @@ def _allowed(field: FieldInfo) -> str:
 def _word(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
-    names = {int: "whole number", float: "number", bool: "true, false", str: "text", None: "null"}
+    names = {
+        int: "whole number",
+        float: "number",
+        bool: "true, false",
+        str: "text",
+        datetime: "time",
+        None: "null",
+    }
     return names.get(kind) or ("list" if get_origin(kind) is tuple else "mapping")
 
 

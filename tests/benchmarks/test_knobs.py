@@ -31,6 +31,14 @@ def test_every_section_and_knob_of_a_run_is_on_the_page():
             assert set(section.model_fields) - first <= {"kind", "name", "document"}, (name, section)
 
 
+def test_commands_with_a_config_of_their_own_are_on_the_page():
+    page = knobs.knobs_page()
+    for name, section in knobs.APART.items():
+        table = page.partition(f"## scalingnote {name}\n")[2].partition("\n## ")[0]
+        for knob in section.model_fields:
+            assert re.search(rf"^\| `{knob}[`.]", table, flags=re.M), (name, knob)
+
+
 def test_knobs_of_train_are_named_by_their_whole_path():
     found = places("train")
     assert {"strategy.kind", "strategy(fsdp2).reshard", "query/document.lora.rank"} <= set(found)
