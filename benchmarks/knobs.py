@@ -8,10 +8,10 @@ import argparse
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from pydantic import AwareDatetime
 from pydantic.fields import FieldInfo
 
 from scalingnote import cli
@@ -252,7 +252,7 @@ def _word(kind: Any) -> str:
         float: "number",
         bool: "true, false",
         str: "text",
-        datetime: "time",
+        AwareDatetime: "time with zone",
         None: "null",
     }
     return names.get(kind) or ("list" if get_origin(kind) is tuple else "mapping")
