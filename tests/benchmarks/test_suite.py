@@ -169,7 +169,7 @@ def test_a_commit_is_called_as_git_does_and_changes_of_code_are_part_of_its_name
         suite.commit()
     git("init")
     (tmp_path / "docs").mkdir()
-    for name in ("code.py", "docs/page.md"):
+    for name in ("code.py", "docs/some.md"):
         (tmp_path / name).write_text("1")
     git("add", ".")
     git("commit", "-m", "first")
@@ -180,7 +180,7 @@ def test_a_commit_is_called_as_git_does_and_changes_of_code_are_part_of_its_name
     shutil.rmtree(tmp_path / "build")
     with pytest.raises(SystemExit, match="nowhere"):
         suite.checkout("nowhere")
-    (tmp_path / "docs/page.md").write_text("2")  # what the suite itself writes
+    (tmp_path / "docs/some.md").write_text("2")  # what the suite itself writes
     assert suite.commit() == clean
     names = {clean}
     for name, text in (("code.py", "2"), ("code.py", "3"), ("new.py", "1"), ("new.py", "2")):

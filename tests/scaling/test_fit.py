@@ -93,7 +93,7 @@ def test_intervals_of_few_runs_are_wide_enough(kind: Kind, law: PowerLaw, sizes:
 
 
 def test_a_high_r2_of_one_degree_of_freedom_is_worth_little():
-    # Entropies that only fall, by chance: docs/scaling.md says what R² they reach.
+    # Entropies that only fall, by chance: docs/guides/scaling.md says what R² they reach.
     amounts, same = np.array([896.0, 1792, 3584, 7168]), np.full(4, 1e4)
     falling = [np.sort(np.random.default_rng(seed).uniform(2, 5.5, 4))[::-1] for seed in range(50)]
     found = [fit.fit("data", Runs(same, amounts, entropy), draws=1).r2 for entropy in falling]

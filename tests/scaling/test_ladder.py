@@ -226,7 +226,7 @@ def test_the_committed_laws_are_those_of_the_committed_runs():
         for run in result["table"]
     ]
     fits = ladder.laws(ladder.to_table(rows), config=LadderConfig())
-    page = (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/scaling.md").read_text(encoding="utf-8")
     for kind, name in (("size", "model size"), ("data", "data"), ("joint", "both")):
         committed = result["laws"][kind]
         assert committed["degrees_of_freedom"] == fits[kind].freedom

@@ -1,4 +1,4 @@
-"""Examples of docs/scaling.md: run anew, and held against arithmetic done by hand."""
+"""Examples of docs/guides/scaling.md: run anew, and held against arithmetic done by hand."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ import pytest
 from scalingnote import cli
 from scalingnote.scaling.laws import PUBLISHED_DATA, PUBLISHED_JOINT, PUBLISHED_SIZE
 
-DOCS = Path(cli.__file__).parents[1] / "docs/scaling.md"
+DOCS = Path(cli.__file__).parents[1] / "docs/guides/scaling.md"
 TEXT = DOCS.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```\n\$ (scalingnote plan .*?[^\\])\n(.*?)^```$", TEXT, flags=re.M | re.S)
 COMMANDS = [shlex.split(command.replace("\\\n", " "))[1:] for command, _ in BLOCKS]

@@ -1,0 +1,83 @@
+"""Links of the documentation lead somewhere; its commands, configs and imports exist."""
+
+import ast
+import importlib
+import re
+import shlex
+import textwrap
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scalingnote import cli
+from scalingnote.config import validate
+from scalingnote.run_config import RunConfig
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted({ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")} - {ROOT / "docs/architecture.md"})
+GUIDES = sorted([ROOT / "docs/start.md", *ROOT.glob("docs/guides/*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def without_code(text: str) -> str:
+    """The text without fenced blocks and code spans, whose brackets are no links."""
+    return re.sub(r"^ *```.*?^ *```$|`[^`\n]+`(?!\])", "", text, flags=re.M | re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors as GitHub makes them from headings."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path):
+    for link in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{page}: {link}"
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"^( *)```(\w*)\n(.*?)^ *```$", text, flags=re.M | re.S)
+    return [textwrap.dedent(block) for _, language, block in found if language in languages]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_commands_have_arguments_that_exist(page: Path, capsys: pytest.CaptureFixture[str]):
+    parser = cli._parser()
+    for block in blocks(page, "bash", "sh", ""):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removeprefix("$ "), comments=True) if "scalingnote " in line else []
+            if words[:1] == ["scalingnote"] and "..." not in words and "…" not in line:
+                parser.parse_args(words[1:])
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_configs_are_valid(page: Path):
+    for block in blocks(page, "yaml"):
+        values = yaml.safe_load(block)
+        values.pop("extends", None)
+        if values.keys() <= RunConfig.model_fields.keys():
+            validate(RunConfig, {"dataset": {"name": "python_docs"}, **values}, source=f"{page}:\n{block}")
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_python_imports_what_exists(page: Path):
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("scalingnote."):
+                if node.module == "scalingnote.evaluate.mteb_model" and find_spec("mteb") is None:
+                    continue
+                module = importlib.import_module(str(node.module))
+                for name in node.names:
+                    assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), block
