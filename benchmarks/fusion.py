@@ -40,13 +40,13 @@ from scalingnote.config import validate
 from scalingnote.datasets.job import run as prepare
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.auc import auc
+from scalingnote.fuse import impressions
 from scalingnote.fuse import prepare as prepared
-from scalingnote.fuse.batching import ClickBatches
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.fuse.document_fusion import DocumentFusion
+from scalingnote.fuse.fusion import DocumentFusion, QueryFusion
 from scalingnote.fuse.job import QueryParts, build, read_queries
-from scalingnote.fuse.parts import Corpus, read_part
-from scalingnote.fuse.query_fusion import QueryFusion
+from scalingnote.fuse.objective import ClickBatches
+from scalingnote.fuse.prepare import FusedCorpus, read_part
 from scalingnote.log import configure
 from scalingnote.planner.config import Statistics
 from scalingnote.planner.job import run as plan
@@ -155,8 +155,8 @@ def fuse(
     config: FuseConfig, dataset: Artifact, built: Mapping[str, Artifact], folder: str
 ) -> tuple[QueryFusion, Float[ndarray, "docs dim"]]:
     """What the stage does, in this process: a dozen small runs would mostly wait for Ray."""
-    corpus = Corpus(dataset, built["embeddings"], built["semantic_ids"])
-    prepared.read_clicks(config, dataset, folder=folder, each=map)
+    corpus = FusedCorpus(dataset, built["embeddings"], built["semantic_ids"])
+    impressions.read_clicks(config, dataset, folder=folder, each=map)
     prepared.fit_features(config, dataset, folder=folder, each=map)
     of_queries = slices(dataset, "queries")
     words = config.query.planner.words if config.query.planner else 0

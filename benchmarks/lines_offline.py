@@ -128,7 +128,10 @@ def front_door(r: Report) -> Lines:
     sets = len({row["set"] for row in r["rows"]})
     bars = {
         "table_kept_mean": ("a table's nDCG@10 over its teacher's, without queries", 0.95),
-        "attention_or_terms_kept_mean": ("a table with rows for pairs of tokens too, over its teacher", 0.965),
+        "attention_or_terms_kept_mean": (
+            "a table with rows for pairs of tokens, over its teacher",
+            0.965,
+        ),
         "layers2_kept_mean": ("two of the teacher's layers, over all six", 0.985),
         "escalated30_kept_mean": ("a table, its teacher for 30 % of the queries, over the teacher", 0.975),
         "escalated100_kept_mean": ("a table's 100 best in the teacher's order, over the teacher", 0.995),

@@ -42,7 +42,7 @@ from scalingnote.index import job as index_job
 from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
 from scalingnote.serve import app
-from scalingnote.serve.query_encoder import Parts
+from scalingnote.serve.query_encoder import QueryPathParts
 from scalingnote.serve.settings import AppArgs
 from scalingnote.storage.artifact import Artifact
 
@@ -311,7 +311,7 @@ def _expected(index: Artifact, config: RunConfig, queries: Sequence[str]) -> lis
     """For each query, what each shard of a version finds: document -> score."""
     served = app.find(AppArgs(run_dir=config.run_dir))
     parts = served.arms[0].encoder
-    assert isinstance(parts, Parts)
+    assert isinstance(parts, QueryPathParts)
     path = parts.load()
     shards = Searcher.open(index.uri).layout.shards
     searchers = [Searcher.open(index.uri, shards=[number]) for number in range(shards)]

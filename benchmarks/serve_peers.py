@@ -29,8 +29,8 @@ def ours(args: dict[str, Any]) -> None:
 
     from scalingnote import cluster
     from scalingnote.serve import app, launch
-    from scalingnote.serve.log import SERVE
     from scalingnote.serve.settings import AppArgs
+    from scalingnote.serve.telemetry import SERVE_LOGGING
 
     api = FastAPI()
 
@@ -44,7 +44,7 @@ def ours(args: dict[str, Any]) -> None:
     cluster.connect()
     url = launch.start(app.find(AppArgs(**args)))
     noop: Any = Noop  # as its decorators leave it
-    serve.run(noop.bind(), name="noop", route_prefix="/noop", logging_config=SERVE)
+    serve.run(noop.bind(), name="noop", route_prefix="/noop", logging_config=SERVE_LOGGING)
     print(url, flush=True)
     signal.pause()
 

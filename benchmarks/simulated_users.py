@@ -15,7 +15,7 @@ from scalingnote.datasets import click_model
 from scalingnote.datasets.config import AnyClickModel, ChorusIcecat
 from scalingnote.datasets.job import run as prepare
 from scalingnote.datasets.taste import Tastes
-from scalingnote.fuse.features import User
+from scalingnote.fuse.feature_store import User
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
 

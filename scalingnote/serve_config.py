@@ -1,4 +1,4 @@
-"""Knobs of the service, read by `scalingnote serve` and the apps in serve/."""
+"""Knobs of the service, read by `scalingnote serve` and by Serve YAML files."""
 
 from typing import Literal
 
@@ -17,7 +17,7 @@ class LiveServe(LiveConfig):
     """Documents are written while they are searched (see :mod:`scalingnote.index.live`)."""
 
     folder: str = Field(description="of the logs and versions; local, or shared by all nodes with searchers")
-    refresh_s: float = Field(0.1, gt=0, description="how often searchers look for new writes")
+    refresh_s: float = Field(0.1, gt=0, description="interval at which searchers read new writes")
     deadline_s: float = Field(60.0, gt=0, description="of a request that writes: documents are encoded in it")
     encoders: int = Field(1, ge=1, description="replicas that encode new documents")
     cpus_per_encoder: float = Field(0.1, ge=0, description="CPU cores Ray reserves for each")
@@ -25,7 +25,7 @@ class LiveServe(LiveConfig):
 
 
 class Rerank(Config):
-    """A cross-encoder that scores the best results anew, where a request asks for it."""
+    """A cross-encoder that re-ranks the best results of requests that ask for it."""
 
     model: str = Field(description="a sentence-transformers cross-encoder: folder or hub id")
     most: int = Field(100, ge=1, le=1000, description="results a request may have re-ranked")
@@ -35,7 +35,7 @@ class Rerank(Config):
 
 
 class Limits(Config):
-    """What a client may ask for; beyond it requests are refused, with the reason and when to try again."""
+    """Limits of a client's requests; larger ones are refused, with the reason and when to try again."""
 
     max_k: int = Field(100, ge=1, le=1000, description="largest k")
     max_query_chars: int = Field(1000, ge=1, description="longest query")
@@ -60,15 +60,17 @@ class ServeConfig(Config):
     api_keys: str | None = Field(
         None, description="file with one API key a line; needed where host is not loopback, unless open"
     )
-    open: bool = Field(False, description="serve beyond loopback without API keys: behind a proxy that asks")
+    open: bool = Field(
+        False, description="serve beyond loopback without API keys: a proxy in front authenticates"
+    )
     ingress: Literal["auto", "haproxy", "python"] = Field(
         "auto",
-        description="auto: HAProxy, with which replicas listen on all interfaces, where there are API keys "
-        "or the service is open; else Serve's own proxy",
+        description="auto: HAProxy where there are API keys or the service is open, as replicas then listen "
+        "on all interfaces; else Serve's own proxy",
     )
     cors_origins: tuple[str, ...] = Field((), description="pages of these origins may call this service")
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: the index's own")
-    deadline_s: float = Field(2.0, gt=0, description="of a request; shards that are slower are left out")
+    deadline_s: float = Field(2.0, gt=0, description="of a request; slower shards are left out of the answer")
     query_form: Form = Field(
         "auto", description="of the query tower; auto: what `scalingnote export` made, else the tower itself"
     )
@@ -78,7 +80,8 @@ class ServeConfig(Config):
         "auto", description="auto: a lookup tower in the gateway, transformers in replicas of their own"
     )
     searchers_in: Place = Field(
-        "auto", description="auto: in the gateway where there is one and the index is small, else replicas"
+        "auto",
+        description="auto: in the gateway if it is the only one and the index is small, else in replicas",
     )
     shards_per_searcher: int = Field(4, ge=1, description="shards that one searcher process holds")
     mapped: bool = Field(
@@ -106,12 +109,12 @@ class ServeConfig(Config):
     access_log: str | None = Field(None, description="local folder for access logs; null: none")
 
     @model_validator(mode="after")
-    def _goes_together(self) -> "ServeConfig":
+    def _consistent(self) -> "ServeConfig":
         reached = f"host {self.host}" if self.host not in LOOPBACK else "grpc_port" if self.grpc_port else ""
         if reached and self.api_keys is None and not self.open:
             raise ValueError(
-                f"{reached} can be reached from elsewhere: name a file of keys in api_keys, or set open"
+                f"{reached} can be reached from other machines: name a file of keys in api_keys, or set open"
             )
         if self.mapped and self.live is not None:
-            raise ValueError("mapped is for an index that is read only: a live one adds to its vectors")
+            raise ValueError("mapped is for an index that is read only: a live index adds vectors")
         return self

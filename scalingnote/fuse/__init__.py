@@ -1,1 +1,1 @@
-"""Embeddings and everything else known of documents, queries and users, merged into the final embeddings."""
+"""Fusion: features of documents, queries and users are merged into the final embeddings."""

@@ -1,10 +1,9 @@
 """Declared features: columns of a table become indices and numbers, by what was fitted on the dataset.
 
-    column ─► observed (one slice) ─► facts (all slices) ─► indices [rows, n], numbers [rows, m]
+    column ─► observations (of a slice) ─► facts (of all slices) ─► indices [rows, n], numbers [rows, m]
 
-An index of 0 and a number that is NaN say that a value is missing: null, an empty text, not finite, of the
-wrong length, a date that no calendar has, or in no column at all. A value that is there and was not met often
-enough when the vocabulary was fitted has index 1.
+Index 0 and NaN mark missing values: null, an empty text, not finite, of the wrong length, an impossible date,
+or of a column that the table lacks. Index 1 is a value that was too rare when the vocabulary was fitted.
 """
 
 from calendar import timegm
@@ -19,21 +18,25 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Float, Float32, Int32
 from numpy import ndarray
+from pydantic import TypeAdapter
 
+from scalingnote.config import dump
 from scalingnote.errors import ConfigError
 from scalingnote.fuse.config import Bucketed, Categorical, Feature, Numeric, Vector
 
 Facts = dict[str, Any]  # JSON values
 MISSING, OTHER = 0, 1
-_SKETCH = 2048  # values that a slice sends of its numbers
-_KNOTS = 101
-_DAY = 86_400.0  # seconds
-_SPARE = 10  # times as many values as are kept are counted, so that those rare in one slice can be frequent
+SKETCH_VALUES = 2048  # of a slice's numbers: its sorted values at equal distances
+QUANTILE_KNOTS = 101
+DAY_S = 86_400.0
+COUNTED_PER_KEPT = (
+    10  # a slice counts more values than are kept: some that are rare in it are frequent overall
+)
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """The values of some rows; see the top of the file for what is missing."""
+class EncodedFeatures:
+    """Values of some rows; the module's docstring says how missing ones are marked."""
 
     indices: Int32[ndarray, "rows indices"]
     numbers: Float32[ndarray, "rows numbers"]
@@ -41,7 +44,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoding:
-    """A feature and what was fitted of it."""
+    """A feature, and the facts that were fitted for it."""
 
     feature: Feature
     facts: Facts
@@ -59,14 +62,14 @@ class Encoding:
 
     @property
     def numbers(self) -> int:
-        """How many numbers a feature is that has no table."""
+        """Numbers of a feature without a table, 0 for any other."""
         return (
             self.feature.dim if isinstance(self.feature, Vector) else int(isinstance(self.feature, Numeric))
         )
 
 
 def observe(features: Sequence[Feature], table: pa.Table) -> list[Facts]:
-    """What one slice tells of each feature. ConfigError names a column that the table lacks."""
+    """Observations of one slice for :func:`fit`. ConfigError names a column that the table lacks."""
     missing = [f.column for f in features if f.column not in table.column_names]
     if missing:
         raise ConfigError(f"no column {missing[0]!r} for a feature: the table has {table.column_names}")
@@ -74,7 +77,7 @@ def observe(features: Sequence[Feature], table: pa.Table) -> list[Facts]:
 
 
 def fit(features: Sequence[Feature], observed: Sequence[Sequence[Facts]]) -> list[Encoding]:
-    """Vocabularies and normalisers from what :func:`observe` told of every slice, in any order.
+    """Fit vocabularies and normalisers to the observations of all slices, in any order.
 
     ConfigError when a feature has no value at all.
     """
@@ -84,43 +87,56 @@ def fit(features: Sequence[Feature], observed: Sequence[Sequence[Facts]]) -> lis
     ]
 
 
-def encode(encodings: Sequence[Encoding], table: pa.Table) -> Encoded:
-    """Indices and numbers of the rows of a table, whose further columns do not matter."""
+def encode(encodings: Sequence[Encoding], table: pa.Table) -> EncodedFeatures:
+    """Encode the rows of a table; other columns are ignored."""
     nothing = pa.chunked_array([pa.nulls(len(table))])
     names = [encoding.feature.column for encoding in encodings]
     columns = [table[name] if name in table.column_names else nothing for name in names]
     return _encoded(encodings, columns, rows=len(table))
 
 
-def encode_mappings(encodings: Sequence[Encoding], rows: Sequence[Mapping[str, Any]]) -> Encoded:
-    """The same of rows that come as mappings, as an online request brings them: written by many hands.
+def encode_mappings(encodings: Sequence[Encoding], rows: Sequence[Mapping[str, Any]]) -> EncodedFeatures:
+    """Encode rows given as mappings, which online stores hold and many programs write.
 
-    A value of a kind that a feature cannot have is missing; no other row is the worse for it.
+    A value of a wrong type is missing, and does not affect the other rows.
     """
     columns = [
-        pa.chunked_array([_loose(encoding.feature, [row.get(encoding.feature.column) for row in rows])])
+        pa.chunked_array([_array_of(encoding.feature, [row.get(encoding.feature.column) for row in rows])])
         for encoding in encodings
     ]
     return _encoded(encodings, columns, rows=len(rows))
 
 
-def no_values(encodings: Sequence[Encoding], rows: int) -> Encoded:
-    """Rows of which nothing is known."""
+def no_values(encodings: Sequence[Encoding], rows: int) -> EncodedFeatures:
+    """Rows of missing values."""
     indices = np.full((rows, sum(bool(e.size) for e in encodings)), MISSING, np.int32)
-    return Encoded(indices, np.full((rows, sum(e.numbers for e in encodings)), np.nan, np.float32))
+    return EncodedFeatures(indices, np.full((rows, sum(e.numbers for e in encodings)), np.nan, np.float32))
 
 
-def _encoded(encodings: Sequence[Encoding], columns: Sequence[pa.ChunkedArray], *, rows: int) -> Encoded:
-    both = list(zip(encodings, columns, strict=True))
-    indices = [_index(encoding, column) for encoding, column in both if encoding.size]
-    numbers = [_scaled(encoding, column) for encoding, column in both if encoding.numbers]
-    return Encoded(
+def dump_encodings(encodings: Sequence[Encoding]) -> list[dict[str, Any]]:
+    """JSON values for :func:`load_encodings`."""
+    return [{"feature": dump(each.feature), "facts": each.facts} for each in encodings]
+
+
+def load_encodings(values: Sequence[Mapping[str, Any]]) -> list[Encoding]:
+    """The encodings that :func:`dump_encodings` wrote."""
+    adapter: TypeAdapter[Any] = TypeAdapter(Feature)
+    return [Encoding(adapter.validate_python(each["feature"]), each["facts"]) for each in values]
+
+
+def _encoded(
+    encodings: Sequence[Encoding], columns: Sequence[pa.ChunkedArray], *, rows: int
+) -> EncodedFeatures:
+    pairs = list(zip(encodings, columns, strict=True))
+    indices = [_indices(encoding, column) for encoding, column in pairs if encoding.size]
+    numbers = [_scaled(encoding, column) for encoding, column in pairs if encoding.numbers]
+    return EncodedFeatures(
         np.stack(indices, axis=1) if indices else np.zeros((rows, 0), np.int32),
         np.concatenate(numbers, axis=1) if numbers else np.zeros((rows, 0), np.float32),
     )
 
 
-def _loose(feature: Feature, values: Sequence[Any]) -> pa.Array:
+def _array_of(feature: Feature, values: Sequence[Any]) -> pa.Array:
     match feature:
         case Categorical():
             return pa.array([_text(value) for value in values], pa.string())
@@ -134,21 +150,20 @@ def _loose(feature: Feature, values: Sequence[Any]) -> pa.Array:
 
 
 def _text(value: Any) -> str | None:
-    """What a column's cast to texts gives; None for what no column could hold: 10**30, half a surrogate."""
+    """The cast of a value to a string; None for values that Arrow cannot hold: 10**30, a lone surrogate."""
     if not isinstance(value, str | bool | int | float):
         return None
     try:
-        found: str = pa.scalar(value).cast(pa.string()).as_py()
+        return str(pa.scalar(value).cast(pa.string()).as_py())
     except (OverflowError, ValueError):
         return None
-    return found
 
 
 def _number(value: Any) -> float | None:
-    """A number, or a date or time in days since 1970; of a text nothing."""
+    """A number, or a date or time in days since 1970; None for texts."""
     try:
         if isinstance(value, datetime):
-            return timegm(value.utctimetuple()) / _DAY
+            return timegm(value.utctimetuple()) / DAY_S
         if isinstance(value, date):
             return float((value - date(1970, 1, 1)).days)
         return float(value) if isinstance(value, int | float) else None
@@ -159,21 +174,21 @@ def _number(value: Any) -> float | None:
 def _floats(value: Any) -> list[float] | None:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return None
-    found = [_number(v) if isinstance(v, int | float) else None for v in value]
-    return None if None in found else found  # type: ignore[return-value]  # none is None
+    numbers = [_number(v) if isinstance(v, int | float) else None for v in value]
+    return None if None in numbers else numbers  # type: ignore[return-value]  # none is None
 
 
 def _observed(feature: Feature, column: pa.ChunkedArray) -> Facts:
     match feature:
         case Categorical():
             counts = pc.value_counts(_texts(column)).to_pylist()
-            found = Counter({row["values"]: row["counts"] for row in counts if row["values"]})
-            most = sorted(found.items(), key=lambda item: (-item[1], item[0]))
-            return {"counts": dict(most[: _SPARE * feature.max_values])}
+            by_value = {row["values"]: row["counts"] for row in counts if row["values"]}
+            most = sorted(by_value.items(), key=lambda item: (-item[1], item[0]))
+            return {"counts": dict(most[: COUNTED_PER_KEPT * feature.max_values])}
         case Numeric() | Bucketed():
             values = _numbers(column)
             values = np.sort(values[np.isfinite(values)])
-            spread = np.linspace(0, len(values) - 1, min(len(values), _SKETCH)).round().astype(int)
+            spread = np.linspace(0, len(values) - 1, min(len(values), SKETCH_VALUES)).round().astype(int)
             return {"count": len(values), "values": values[spread].tolist()}
         case Vector():
             return {"count": int(np.isfinite(_vectors(column, feature.dim)).all(axis=1).sum())}
@@ -204,20 +219,20 @@ def _fitted(feature: Feature, observed: Sequence[Facts]) -> Facts:
         shares = np.arange(1, feature.buckets) / feature.buckets
         return {"edges": np.unique(_quantiles(values, weights, shares)).tolist()}
     if feature.normalise == "quantile":
-        return {"knots": _quantiles(values, weights, np.linspace(0, 1, _KNOTS)).tolist()}
-    values = _logarithm(values) if feature.normalise == "log" else values
+        return {"knots": _quantiles(values, weights, np.linspace(0, 1, QUANTILE_KNOTS)).tolist()}
+    values = _signed_log(values) if feature.normalise == "log" else values
     mean = np.average(values, weights=weights)
     deviation = np.sqrt(np.average((values - mean) ** 2, weights=weights))
     return {"mean": float(mean), "deviation": float(deviation) or 1.0}
 
 
-def _index(encoding: Encoding, column: pa.ChunkedArray) -> Int32[ndarray, " rows"]:
+def _indices(encoding: Encoding, column: pa.ChunkedArray) -> Int32[ndarray, " rows"]:
     if isinstance(encoding.feature, Categorical):
         texts = _texts(column)
-        found = pc.index_in(texts, value_set=pa.array(encoding.facts["values"], pa.string()))
-        number = np.asarray(pc.fill_null(found, -1)) + 2
-        there = np.asarray(pc.fill_null(pc.not_equal(texts, ""), False))
-        return np.where(there, number, MISSING).astype(np.int32)
+        places = pc.index_in(texts, value_set=pa.array(encoding.facts["values"], pa.string()))
+        index = np.asarray(pc.fill_null(places, -1)) + 2
+        valid = np.asarray(pc.fill_null(pc.not_equal(texts, ""), False))
+        return np.where(valid, index, MISSING).astype(np.int32)
     values = _numbers(column)
     index = 2 + np.searchsorted(np.array(encoding.facts["edges"]), values, side="right")
     return np.where(np.isfinite(values), index, MISSING).astype(np.int32)
@@ -236,7 +251,7 @@ def _scaled(encoding: Encoding, column: pa.ChunkedArray) -> Float32[ndarray, "ro
         knots = np.array(facts["knots"])
         scaled = 2 * np.interp(values, knots, np.linspace(0, 1, len(knots))) - 1
     else:
-        values = _logarithm(values) if feature.normalise == "log" else values
+        values = _signed_log(values) if feature.normalise == "log" else values
         scaled = (values - facts["mean"]) / facts["deviation"]
     return np.where(np.isfinite(values), scaled, np.nan)[:, None].astype(np.float32)
 
@@ -252,23 +267,23 @@ def _numbers(column: pa.ChunkedArray) -> Float[ndarray, " rows"]:
         column = _days(_texts(column))
     elif pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         column = pc.divide(
-            column.cast(pa.timestamp("s"), safe=False).cast(pa.int64()).cast(pa.float64()), _DAY
+            column.cast(pa.timestamp("s"), safe=False).cast(pa.int64()).cast(pa.float64()), DAY_S
         )
     values = pc.fill_null(column.cast(pa.float64()), np.nan).to_numpy()
     return np.where(np.isfinite(values), values, np.nan)
 
 
 def _days(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Days since 1970 of texts that begin with a date such as 2024-01-05; null of all others."""
+    """Days since 1970 of texts that begin with an ISO date such as 2024-01-05; null for other texts."""
     named = pc.utf8_slice_codeunits(texts, 0, 10)
-    found = pc.strptime(named, "%Y-%m-%d", unit="s", error_is_null=True).cast(pa.date32())
-    # strptime reads 2024-1-5, too, and takes the 31st of February for the 2nd of March.
-    exact = pc.equal(found.cast(pa.string()), named)
-    return pc.if_else(exact, found, None).cast(pa.int32()).cast(pa.float64())
+    days = pc.strptime(named, "%Y-%m-%d", unit="s", error_is_null=True).cast(pa.date32())
+    # strptime also accepts 2024-1-5, and reads the 31st of February as the 2nd of March.
+    exact = pc.equal(days.cast(pa.string()), named)
+    return pc.if_else(exact, days, None).cast(pa.int32()).cast(pa.float64())
 
 
 def _vectors(column: pa.ChunkedArray, dim: int) -> Float[ndarray, "rows dim"]:
-    """Rows that are not `dim` finite numbers are NaN throughout."""
+    """A matrix; rows that are not `dim` finite numbers are all NaN."""
     out = np.full((len(column), dim), np.nan)
     if pa.types.is_null(column.type):
         return out
@@ -279,7 +294,7 @@ def _vectors(column: pa.ChunkedArray, dim: int) -> Float[ndarray, "rows dim"]:
     return out
 
 
-def _logarithm(values: Float[ndarray, " rows"]) -> Float[ndarray, " rows"]:
+def _signed_log(values: Float[ndarray, " rows"]) -> Float[ndarray, " rows"]:
     return np.asarray(np.sign(values) * np.log1p(np.abs(values)))
 
 

@@ -1,53 +1,381 @@
-"""The online store of users' features, opened by its URL and fed from a stream of events."""
+"""The online store of users' features: events are written, features of several users are read at once.
 
+    events stream ─write─► profile (the newest value of each column) and history (bounded, oldest first)
+    user_ids ─get_many─► User, as :class:`~scalingnote.fuse.fusion.QueryFusion` reads it
+
+Writes may be repeated and come from many processes: an event has an id, and one that was written before
+changes nothing. So a stream can be replayed from anywhere after a crash, and nothing is doubled or lost. Ids
+are remembered for `remember_s` seconds: a replay must not reach further back.
+
+    SqliteStore    one file, for the processes of one machine
+    RedisStore     Redis or Valkey, for many machines
+"""
+
+import json
+import os
+import sqlite3
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
-from scalingnote.errors import ConfigError
-from scalingnote.fuse.features import Clock, Event, FeatureStore, StoreConfig
+from pydantic import Field
+
+from scalingnote.config import Config
+from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import Progress
+from scalingnote.storage.text import storable
 
-_BATCH = 512
+Clock = Callable[[], float]  # seconds since 1970
+EVENTS_PER_WRITE = 512
+
+
+class StoreConfig(Config):
+    """Address of the store of online features, and how much of them it keeps."""
+
+    url: str = Field(
+        "sqlite:features.db", description="sqlite:PATH of an embedded database, or redis://HOST:PORT/DB"
+    )
+    history: int = Field(100, ge=1, description="documents kept of a user, the latest by time")
+    ttl_s: float = Field(
+        90 * 86_400.0, gt=0, description="seconds without an event after which a user is forgotten"
+    )
+    remember_s: float = Field(
+        7 * 86_400.0,
+        gt=0,
+        description="seconds for which the id of an event is known, so that it is not applied twice",
+    )
+
+
+@dataclass(frozen=True)
+class User:
+    """Features of a user: columns of the profile, semantic IDs of clicked documents, oldest first."""
+
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    history: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """An action of a user: a click on a document, a change of the profile, or both."""
+
+    event_id: str  # the same whenever the event is sent again
+    user_id: str
+    timestamp: float  # seconds since 1970, when it happened
+    semantic_id: str | None = None  # of the document that was clicked
+    profile: Mapping[str, Any] = field(default_factory=dict)  # JSON values
+
+
+@runtime_checkable
+class FeatureStore(Protocol):
+    """Several processes may open the same store."""
+
+    def write(self, events: Sequence[Event]) -> int:
+        """Apply events, each whole or not at all; the number of new ones.
+
+        After an error some events may have been applied: write all of them again. Events may come in any
+        order: a history is sorted by timestamp, and a profile column has the value of the latest event.
+
+        Raises:
+            DataError: an event cannot be stored; none was applied.
+        """
+        ...
+
+    def get_many(self, user_ids: Sequence[str]) -> list[User]:
+        """The features of each user, in order; an empty User for an unknown one."""
+        ...
+
+
+def check(events: Sequence[Event]) -> None:
+    """DataError when an event cannot be stored; stores call it before they write any."""
+    for event in events:
+        if not event.event_id or not event.user_id:
+            raise DataError(f"event without an id or a user id: {event}")
+        if not event.timestamp >= 0 or event.timestamp == float("inf"):
+            raise DataError(
+                f"event {event.event_id!r} happened at {event.timestamp}: give seconds since 1970"
+            )
+        for text in _texts([event.event_id, event.user_id, event.semantic_id, event.profile]):
+            if not storable(text):
+                raise DataError(
+                    f"event {event.event_id!r} of user {event.user_id!r} has {text!r}, with a lone surrogate "
+                    "(invalid UTF-8), which no store can hold: fix the producer of the events"
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)
 
 
 def open_store(config: StoreConfig, *, clock: Clock = time.time) -> FeatureStore:
-    """The store at a URL. ConfigError when there is no such kind, or its package is missing."""
-    scheme, _, place = config.url.partition(":")
-    match scheme:
-        case "sqlite" if place:
-            from scalingnote.fuse.sqlite_store import SqliteStore
+    """Open the store at a URL.
 
-            return SqliteStore(place, config, clock=clock)
+    Args:
+        config: `url` is sqlite:PATH, redis://HOST:PORT/DB, rediss:// or unix://.
+        clock: the current time, in seconds since 1970.
+
+    Raises:
+        ConfigError: the URL has another scheme, the store cannot be opened, or redis-py is not installed.
+    """
+    scheme, _, path = config.url.partition(":")
+    match scheme:
+        case "sqlite" if path:
+            return SqliteStore(path, config, clock=clock)
         case "redis" | "rediss" | "unix":
-            try:
-                from scalingnote.fuse.redis_store import RedisStore
-            except ModuleNotFoundError:
-                raise ConfigError(
-                    f"{config.url} needs redis-py: pip install 'scalingnote[redis]', or use sqlite:PATH"
-                ) from None
             return RedisStore(config, clock=clock)
         case _:
             raise ConfigError(f"no feature store at {config.url!r}: give sqlite:PATH or redis://HOST:PORT/DB")
 
 
-def consume(store: FeatureStore, events: Iterable[Event], *, batch: int = _BATCH) -> tuple[int, int]:
-    """Write a stream of events; how many were read, and how many of them were new."""
+def consume(
+    store: FeatureStore, events: Iterable[Event], *, batch: int = EVENTS_PER_WRITE
+) -> tuple[int, int]:
+    """Write a stream of events in batches; the numbers of events read and of new ones."""
     read = new = 0
-    waiting: list[Event] = []
-
-    def flush() -> None:
-        nonlocal new
-        new += store.write(waiting)
-        waiting.clear()
-
+    stream = iter(events)
     with Progress("features", total=0, unit="events") as progress:
-        for event in events:
-            waiting.append(event)
-            read += 1
-            if len(waiting) == batch:
-                flush()
-                progress.advance(batch)
-        if waiting:
-            progress.advance(len(waiting))
-            flush()
+        while some := list(islice(stream, batch)):
+            new += store.write(some)
+            read += len(some)
+            progress.advance(len(some))
     return read, new
+
+
+# --- SQLite -----------------------------------------------------------------------------------------------
+
+WRITER_TIMEOUT_S = 30.0  # for other writers
+SWEEP_INTERVAL_S = 60.0
+SQLITE_SCHEMA = """
+CREATE TABLE IF NOT EXISTS events (event_id TEXT PRIMARY KEY, taken REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS events_taken ON events (taken);
+CREATE TABLE IF NOT EXISTS users (user_id TEXT PRIMARY KEY, seen REAL NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS users_seen ON users (seen);
+CREATE TABLE IF NOT EXISTS profiles (
+  user_id TEXT, name TEXT, value TEXT NOT NULL, time REAL NOT NULL, event_id TEXT NOT NULL,
+  PRIMARY KEY (user_id, name)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS history (
+  user_id TEXT, time REAL, event_id TEXT, semantic_id TEXT NOT NULL, PRIMARY KEY (user_id, time, event_id)
+) WITHOUT ROWID;
+"""
+# Of two values with one timestamp the one of the greater event id stays, whichever arrives first.
+UPSERT_PROFILE = """
+INSERT INTO profiles VALUES (?, ?, ?, ?, ?) ON CONFLICT (user_id, name) DO UPDATE
+SET value = excluded.value, time = excluded.time, event_id = excluded.event_id
+WHERE (excluded.time, excluded.event_id) > (time, event_id)
+"""
+TRIM_HISTORY = """
+DELETE FROM history WHERE user_id = ?1 AND (time, event_id) NOT IN
+  (SELECT time, event_id FROM history WHERE user_id = ?1 ORDER BY time DESC, event_id DESC LIMIT ?2)
+"""
+
+
+class SqliteStore:
+    """A :class:`FeatureStore` in an SQLite file. Threads may share one; a forked process opens its own.
+
+    Write-ahead logging lets readers continue while one process writes; writers wait for each other. An event
+    is applied in the transaction that records its id, so a killed writer leaves all of a batch or nothing.
+    """
+
+    def __init__(self, path: str, config: StoreConfig, *, clock: Clock) -> None:
+        self._path, self._config, self._clock = path, config, clock
+        self._local, self._swept_at = threading.local(), 0.0
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._connection()
+
+    def write(self, events: Sequence[Event]) -> int:
+        """Events that are new, in one transaction."""
+        check(events)
+        now, connection = self._clock(), self._connection()
+        with connection:
+            connection.execute(
+                "BEGIN IMMEDIATE"
+            )  # upgrading a read transaction fails at once instead of waiting
+            new = [event for event in events if self._is_new(connection, event, now)]
+            for event in new:
+                self._apply(connection, event, now)
+            for user_id in {event.user_id for event in new if event.semantic_id}:
+                connection.execute(TRIM_HISTORY, (user_id, self._config.history))
+            if now - self._swept_at > SWEEP_INTERVAL_S:
+                self._sweep(connection, now)
+        return len(new)
+
+    def get_many(self, user_ids: Sequence[str]) -> list[User]:
+        """One read of each table, however many users."""
+        connection, names = self._connection(), json.dumps(list(user_ids))
+        alive = "SELECT user_id FROM users WHERE seen > ? AND user_id IN (SELECT value FROM json_each(?))"
+        known = (self._clock() - self._config.ttl_s, names)
+        profiles: dict[str, dict[str, object]] = {}
+        histories: dict[str, list[str]] = {}
+        with connection:
+            connection.execute("BEGIN")  # both tables at one moment
+            for user_id, name, value in connection.execute(
+                f"SELECT user_id, name, value FROM profiles WHERE user_id IN ({alive})", known
+            ):
+                profiles.setdefault(user_id, {})[name] = json.loads(value)
+            for user_id, semantic_id in connection.execute(
+                f"SELECT user_id, semantic_id FROM history WHERE user_id IN ({alive}) "
+                "ORDER BY user_id, time, event_id",
+                known,
+            ):
+                histories.setdefault(user_id, []).append(semantic_id)
+        return [User(profiles.get(user_id, {}), tuple(histories.get(user_id, ()))) for user_id in user_ids]
+
+    def _connection(self) -> sqlite3.Connection:
+        """The connection of this thread of this process: connections must not be used after a fork."""
+        if getattr(self._local, "process", None) != os.getpid():
+            try:
+                opened = sqlite3.connect(self._path, timeout=WRITER_TIMEOUT_S, isolation_level=None)
+                opened.execute("PRAGMA journal_mode=WAL")
+                # A crash of the machine may lose the last batches, which a replay restores; none is torn.
+                opened.execute("PRAGMA synchronous=NORMAL")
+                opened.executescript(SQLITE_SCHEMA)
+            except sqlite3.Error as error:
+                raise ConfigError(f"{self._path} is no feature store: {error}; name another file") from error
+            self._local.process, self._local.connection = os.getpid(), opened
+        connection: sqlite3.Connection = self._local.connection
+        return connection
+
+    def _is_new(self, connection: sqlite3.Connection, event: Event, now: float) -> bool:
+        inserted = connection.execute(
+            "INSERT INTO events VALUES (?, ?) ON CONFLICT (event_id) DO NOTHING", (event.event_id, now)
+        )
+        return inserted.rowcount == 1
+
+    def _apply(self, connection: sqlite3.Connection, event: Event, now: float) -> None:
+        user = event.user_id
+        expired = "SELECT 1 FROM users WHERE user_id = ? AND seen <= ?"
+        if connection.execute(expired, (user, now - self._config.ttl_s)).fetchone():
+            self._forget(connection, [user])  # not swept yet: old features must not come back
+        connection.execute("INSERT OR REPLACE INTO users VALUES (?, ?)", (user, now))
+        for name, value in event.profile.items():
+            connection.execute(
+                UPSERT_PROFILE, (user, name, json.dumps(value), event.timestamp, event.event_id)
+            )
+        if event.semantic_id:
+            row = (user, event.timestamp, event.event_id, event.semantic_id)
+            # The row may exist: a replay may reach back to before ids were forgotten.
+            connection.execute("INSERT OR REPLACE INTO history VALUES (?, ?, ?, ?)", row)
+
+    def _sweep(self, connection: sqlite3.Connection, now: float) -> None:
+        """Delete users and event ids that have expired."""
+        self._swept_at = now
+        connection.execute("DELETE FROM events WHERE taken <= ?", (now - self._config.remember_s,))
+        users = connection.execute("SELECT user_id FROM users WHERE seen <= ?", (now - self._config.ttl_s,))
+        self._forget(connection, [user_id for (user_id,) in users.fetchall()])
+
+    def _forget(self, connection: sqlite3.Connection, user_ids: Sequence[str]) -> None:
+        for table in ("profiles", "history", "users"):
+            connection.executemany(f"DELETE FROM {table} WHERE user_id = ?", [(user,) for user in user_ids])
+
+
+# --- Redis ------------------------------------------------------------------------------------------------
+
+REDIS_SEPARATOR = "\0"
+# KEYS: profile, history, events. ARGV: event id, timestamp, member or "", length of history, ttl in ms, now,
+# time before which ids are forgotten, remember in ms, then columns: name, [timestamp, event id, value], ...
+REDIS_APPLY = """
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', ARGV[7])
+if redis.call('ZADD', KEYS[3], 'NX', ARGV[6], ARGV[1]) == 0 then return 0 end
+for i = 9, #ARGV, 2 do
+  local old = redis.call('HGET', KEYS[1], ARGV[i])
+  local newer = true
+  if old then
+    local time, id = tonumber(cjson.decode(old)[1]), cjson.decode(old)[2]
+    newer = time < tonumber(ARGV[2]) or (time == tonumber(ARGV[2]) and id < ARGV[1])
+  end
+  if newer then redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+end
+if ARGV[3] ~= '' then
+  redis.call('ZADD', KEYS[2], ARGV[2], ARGV[3])
+  redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -tonumber(ARGV[4]) - 1)
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[5])
+redis.call('PEXPIRE', KEYS[2], ARGV[5])
+redis.call('PEXPIRE', KEYS[3], ARGV[8])
+return 1
+"""
+
+
+class RedisStore:
+    """A :class:`FeatureStore` in Redis (or Valkey). Threads and processes may share one.
+
+        sn:u:{user}:p   hash, column -> [timestamp, event id, value] as JSON
+        sn:u:{user}:h   sorted set by timestamp, members "event id \\0 semantic id"
+        sn:u:{user}:e   sorted set of the event ids that were applied, by the time of it
+
+    The keys of a user share a hash tag, so that they lie on one node of a cluster. One script applies one
+    event: it records the id and does the rest, or finds the id and does nothing. Ids are recorded per user,
+    as an event belongs to one. Keys that are not written to expire.
+    """
+
+    def __init__(self, config: StoreConfig, *, clock: Clock) -> None:
+        try:
+            import redis  # optional
+        except ModuleNotFoundError:
+            raise ConfigError(
+                f"{config.url} needs redis-py: pip install 'scalingnote[redis]', or use sqlite:PATH"
+            ) from None
+        self._config, self._clock = config, clock
+        self._redis: Any = redis.Redis.from_url(config.url, decode_responses=True)
+        try:
+            self._redis.ping()
+        except redis.RedisError as error:
+            raise ConfigError(f"no Redis answers at {config.url}: {error}") from error
+        self._apply = self._redis.register_script(REDIS_APPLY)
+
+    def write(self, events: Sequence[Event]) -> int:
+        """New events: one round trip, one script each.
+
+        A lost connection may have applied some of them: write all of them again.
+        """
+        check(events)
+        now = self._clock()
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for event in events:
+                arguments = self._arguments(event, now)
+                self._apply(keys=_redis_keys(event.user_id), args=arguments, client=pipeline)
+            return int(sum(pipeline.execute()))
+
+    def get_many(self, user_ids: Sequence[str]) -> list[User]:
+        """One round trip for all users."""
+        with self._redis.pipeline(transaction=False) as pipeline:
+            for user_id in user_ids:
+                profile, history, _ = _redis_keys(user_id)
+                pipeline.hgetall(profile)
+                pipeline.zrange(history, 0, -1)
+            values = pipeline.execute()
+        return [
+            User(
+                {name: json.loads(value)[2] for name, value in profile.items()},
+                tuple(member.partition(REDIS_SEPARATOR)[2] for member in history),
+            )
+            for profile, history in zip(values[::2], values[1::2], strict=True)
+        ]
+
+    def _arguments(self, event: Event, now: float) -> list[str | int | float]:
+        member = f"{event.event_id}{REDIS_SEPARATOR}{event.semantic_id}" if event.semantic_id else ""
+        ttl, remember = round(1000 * self._config.ttl_s), round(1000 * self._config.remember_s)
+        columns: list[str | int | float] = []
+        for name, value in event.profile.items():
+            columns += [name, json.dumps([event.timestamp, event.event_id, value])]
+        head = (event.event_id, repr(event.timestamp), member)
+        return [
+            *(*head, self._config.history, max(ttl, 1)),
+            *(repr(now), repr(now - self._config.remember_s), max(remember, 1)),
+            *columns,
+        ]
+
+
+def _redis_keys(user_id: str) -> list[str]:
+    return [f"sn:u:{{{user_id}}}:{part}" for part in "phe"]

@@ -1,9 +1,10 @@
-"""The fuse stage on Ray: artifacts in, networks trained on clicks and final embeddings of all documents out.
+"""The fuse stage on Ray: it trains both networks on clicks, and writes final embeddings of all documents.
 
     impressions, users, features ─prepare─► store ─Ray Train─► both networks ─Ray Data─► final embeddings
 
-What comes out has the kind and the parts of the embeddings that went in, so that whatever reads embeddings
-reads these; beside them lie ``document_fusion/`` and ``query_fusion/``, which are loaded to fuse what is new.
+The output is an artifact of the kind `embeddings` with the same parts as the input, so every reader of
+embeddings can read it. It also has ``document_fusion/`` and ``query_fusion/``, which fuse new documents and
+queries.
 """
 
 from functools import partial
@@ -21,13 +22,12 @@ from scalingnote.encode.job import beside, each_part, write_parts
 from scalingnote.encode.steps import Encoded, Steps, nothing
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.fuse import prepare
-from scalingnote.fuse.batching import ClickBatches
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.fuse.document_fusion import DocumentFusion, DocumentNetwork
-from scalingnote.fuse.objective import Stage
-from scalingnote.fuse.parts import VIEW, Corpus, read_part
-from scalingnote.fuse.query_fusion import QueryFusion, QueryNetwork, important
-from scalingnote.fuse.slots import SemanticIds
+from scalingnote.fuse.fusion import DocumentFusion, QueryFusion, important_words
+from scalingnote.fuse.impressions import read_clicks
+from scalingnote.fuse.networks import DocumentNetwork, QueryNetwork, SemanticIds
+from scalingnote.fuse.objective import ClickBatches, FusionStage
+from scalingnote.fuse.prepare import VIEW, FusedCorpus, read_part
 from scalingnote.log import get_logger
 from scalingnote.storage import exchange, vectors
 from scalingnote.storage import filesystem as fs
@@ -56,10 +56,19 @@ def run(
     student: str | None = None,
     output: str,
 ) -> Artifact:
-    """Final embeddings, as an `embeddings` artifact; killed at any moment, the next call resumes.
+    """Train fusion and write the final embeddings; a call after a killed one resumes it.
 
-    `student`, or else `dual_encoder`, is whose query tower serves. DataError when nothing was clicked,
-    ConfigError when a feature is declared that the dataset lacks.
+    Args:
+        config: features, networks and training.
+        dataset: URI of a dataset with impressions.
+        planner, embeddings: URIs.
+        semantic_ids: URI of the semantic IDs of these embeddings.
+        dual_encoder, student: URIs; the query tower that serves is the student's, if there is one.
+        output: URI of the `embeddings` artifact to write.
+
+    Raises:
+        DataError: no clicks to learn from.
+        ConfigError: the dataset lacks a declared feature, or there is no query tower.
     """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
@@ -75,11 +84,12 @@ def run(
     prepare.require_columns(config, parents["dataset"])
     cluster.check_resources_early(config.writers, beside=beside(config.writers), knob=WRITERS)
     cluster.check_resources_early(config.resources, knob="fuse.resources")
-    corpus = Corpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
+    corpus = FusedCorpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
     facts = _prepare(config, corpus, parents["planner"], tower, draft)
     steps = _order(config, facts).steps(config.epochs)
-    trained = draft.work("trained")
-    if not fs.exists(trained):
+    clicks = facts["sizes"][prepare.ROWS]
+    if not fs.exists(trained := draft.work("trained")):
+        log.info("%s clicks, %d steps", f"{clicks:,}", steps)
         settings = {
             "config": dump(config),
             "output": output,
@@ -88,11 +98,9 @@ def run(
             "semantic_ids": semantic_ids,
             "steps": steps,
         }
-        log.info("%s clicks, %d steps", f"{facts['sizes'][prepare.ROWS]:,}", steps)
         launch(_worker, settings, schedule=config, room="fuse")
         fs.write_bytes(trained, b"")
-    documents = _fuse(config, corpus, draft)
-    counts = {"documents": documents, "clicks": facts["sizes"][prepare.ROWS], "steps": steps}
+    counts = {"documents": _fuse(config, corpus, draft), "clicks": clicks, "steps": steps}
     return draft.commit(counts=counts | {"clicks_left_out": facts["left_out"]})
 
 
@@ -114,34 +122,34 @@ def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
 
 
 def _prepare(
-    config: FuseConfig, corpus: Corpus, planner: Artifact, tower: Artifact, draft: Draft
+    config: FuseConfig, corpus: FusedCorpus, planner: Artifact, tower: Artifact, draft: Draft
 ) -> dict[str, Any]:
-    """Facts of the finished store."""
+    """Write the store, unless it is finished; its facts."""
     folder = draft.work("store")
     if Store.finished(folder):
         return Store.facts_of(folder)
-    clicks = prepare.read_clicks(config, corpus.dataset, folder=folder, each=cluster.map_tasks)
+    left_out = read_clicks(config, corpus.dataset, folder=folder, each=cluster.map_tasks)
     prepare.fit_features(config, corpus.dataset, folder=folder, each=cluster.map_tasks)
-    of_queries = slices(corpus.dataset, "queries")
+    query_slices = slices(corpus.dataset, "queries")
     rows = {
         f"{prepare.QUERIES}/{number:05d}.arrow": sum(
             corpus.dataset.manifest.parts[p].rows or 0 for p in parts
         )
-        for number, parts in enumerate(of_queries)
+        for number, parts in enumerate(query_slices)
     }
-    asked = partial(read_queries, dataset=corpus.dataset, slices=of_queries, store=folder)
+    read = partial(read_queries, dataset=corpus.dataset, slices=query_slices, store=folder)
     words = config.query.planner.words if config.query.planner else 0
-    steps = Steps(asked, partial(QueryParts, tower=tower, planner=planner, words=words))
+    steps = Steps(read, partial(QueryParts, tower=tower, planner=planner, words=words))
     where = {"output": folder, "work": draft.work("queries")}
     records = each_part(steps, **where, rows=rows, resources=config.writers, unit="queries", knob=WRITERS)
     files = [(record["name"], Part(**record["part"])) for record in records if record["part"]["rows"]]
     return prepare.finish(
-        config, corpus, queries=files, folder=folder, each=cluster.map_tasks, left_out=clicks.left_out
+        config, corpus, queries=files, folder=folder, each=cluster.map_tasks, left_out=left_out
     )
 
 
-def _fuse(config: FuseConfig, corpus: Corpus, draft: Draft) -> int:
-    """Write the final embeddings, part by part; how many they are."""
+def _fuse(config: FuseConfig, corpus: FusedCorpus, draft: Draft) -> int:
+    """Write the final embeddings, part by part; their number."""
     source = corpus.embeddings
     rows = {name: source.manifest.parts[name].rows or 0 for name in source.names("embeddings/", ".parquet")}
     steps = Steps(nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
@@ -158,16 +166,16 @@ def _order(config: FuseConfig, facts: dict[str, Any]) -> Order:
 def read_queries(
     name: str, *, dataset: Artifact, slices: list[list[str]], store: str
 ) -> tuple[pa.Array, list[str]]:
-    """Training queries of a slice that were clicked for: their hashes and texts."""
-    found = pa.concat_tables(dataset.table(part) for part in slices[int(Path(name).stem)])
-    found = found.filter(pc.equal(found["split"], "train"))
-    hashes = exchange.hash_of(found["query_id"])
+    """Hashes and texts of the training queries of a slice that have clicks."""
+    queries = pa.concat_tables(dataset.table(part) for part in slices[int(Path(name).stem)])
+    queries = queries.filter(pc.equal(queries["split"], "train"))
+    hashes = exchange.hash_of(queries["query_id"])
     kept = pa.array(among(hashes, array(fs.join(store, "asked.arrow"))))
-    return pa.array(hashes).filter(kept), found["query"].filter(kept).to_pylist()
+    return pa.array(hashes).filter(kept), queries["query"].filter(kept).to_pylist()
 
 
 class QueryParts:
-    """Queries by the query tower and the planner, in a worker."""
+    """Encodes queries by the query tower and the planner, in a worker."""
 
     def __init__(self, *, tower: Artifact, planner: Artifact, words: int) -> None:
         from scalingnote.encode.query_encoder import QueryEncoder
@@ -176,23 +184,23 @@ class QueryParts:
         self._encoder = QueryEncoder.load(tower.directory("query"))
         self._planner, self._words = load(planner), words
 
-    def __call__(self, _: str, given: tuple[pa.Array, list[str]]) -> Encoded:
+    def __call__(self, _: str, hashes_and_queries: tuple[pa.Array, list[str]]) -> Encoded:
         """A part of the store."""
-        hashes, queries = given
+        hashes, queries = hashes_and_queries
         embeddings = vectors.unit(self._encoder.encode_queries(queries))
         columns = {"hash": hashes, "embedding": vectors.to_arrow(embeddings)}
         if self._words:
             terms = self._planner.term_scores(queries)
-            words = important(terms, len(queries), most=self._words)
+            words = important_words(terms, len(queries), most=self._words)
             columns["words"] = vectors.to_arrow(words.hashes)
             columns["importances"] = vectors.to_arrow(words.importances)
         return Encoded(one_chunk(columns))
 
 
 class FusedParts:
-    """Documents through the trained network, in a worker."""
+    """Fuses documents by the trained network, in a worker."""
 
-    def __init__(self, *, corpus: Corpus, output: str) -> None:
+    def __init__(self, *, corpus: FusedCorpus, output: str) -> None:
         self._corpus = corpus
         files = [f"{DOCUMENT_SIDE}/{name}" for name in fs.list_files(fs.join(output, DOCUMENT_SIDE))]
         version = "".join(fs.checksum(fs.join(output, name)) for name in files)
@@ -200,13 +208,13 @@ class FusedParts:
 
     def __call__(self, name: str, _: None) -> Encoded:
         """A part of the final embeddings."""
-        found = read_part(self._corpus, name, self._fusion.columns)
-        fused = self._fusion.fuse(found.table, found.embeddings, found.codes)
-        # Whatever else lies beside the embedding that is searched (term weights) stays as it is.
+        documents = read_part(self._corpus, name, self._fusion.columns)
+        fused = self._fusion.fuse(documents.table, documents.embeddings, documents.codes)
+        # The other columns (term weights) stay as they are.
         plain = self._corpus.embeddings.table(name)
-        at = plain.schema.get_field_index(VIEW)
+        place = plain.schema.get_field_index(VIEW)
         column = vectors.to_arrow(fused, dtype=vectors.dtype_of(plain.schema.field(VIEW)))
-        return Encoded(plain.set_column(at, plain.schema.field(VIEW), column))
+        return Encoded(plain.set_column(place, plain.schema.field(VIEW), column))
 
 
 def _worker(settings: Settings) -> dict[str, str] | None:
@@ -229,8 +237,8 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     )
 
 
-def _stage(config: FuseConfig, settings: Settings) -> Stage:
-    """Both networks with their first weights."""
+def _stage(config: FuseConfig, settings: Settings) -> FusionStage:
+    """Both networks with their initial weights."""
     ids = open_artifact(settings["semantic_ids"], kind="semantic_ids")
     codebooks = safetensors.load(fs.read_bytes(ids.file("codebooks.safetensors")))["codebooks"].float()
     encodings = prepare.encodings(settings["store"])
@@ -245,23 +253,31 @@ def build(
     documents: list[Any],
     users: list[Any],
     seen: torch.Tensor | None = None,
-) -> Stage:
-    """Both networks and their losses, from codebooks [levels, codes, dim] and fitted features."""
+) -> FusionStage:
+    """Both networks and their losses, with initial weights that follow from ``config.seed``.
+
+    Args:
+        config: of the stage.
+        codebooks: [levels, codes, dim], the initial tables of semantic IDs.
+        documents: encodings of the documents' features.
+        users: encodings of the users' profiles.
+        seen: buckets of the document ids in training; None: all.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         used = config.document.semantic_ids or config.query.history
-        # One set of tables: what a user clicked and what is found are compared in the same space.
+        # Both sides share the tables, so that histories and documents are in the same space.
         ids = SemanticIds(codebooks) if used else None
         dim = codebooks.shape[2]
         knobs: dict[str, Any] = {"dim": dim, "semantic_ids": ids, "hide": config.hide}
         prefixes = prefix_lengths(config.losses.matryoshka, dim=dim)
-        return Stage(
+        return FusionStage(
             DocumentNetwork(config.document, documents, seen=seen, **knobs),
             QueryNetwork(config.query, users, **knobs),
             config.losses.model_copy(update={"matryoshka": prefixes}),
         )
 
 
-def _save(stage: Stage, folder: Path, *, config: FuseConfig, encodings: dict[str, Any]) -> None:
+def _save(stage: FusionStage, folder: Path, *, config: FuseConfig, encodings: dict[str, Any]) -> None:
     DocumentFusion(stage.documents, config.document, encodings["documents"]).save(folder / DOCUMENT_SIDE)
     QueryFusion(stage.queries, config.query, encodings["users"]).save(folder / QUERY_SIDE)

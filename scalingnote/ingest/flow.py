@@ -29,7 +29,7 @@ from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact
 
 if TYPE_CHECKING:  # it needs torch, the writer of an index does not
-    from scalingnote.fuse.document_fusion import DocumentFusion
+    from scalingnote.fuse.fusion import DocumentFusion
 
 VIEW = "summary"  # the embedding that is searched
 
@@ -73,7 +73,7 @@ class DocumentFlow:
 
         Where these were fused, their networks are loaded too.
         """
-        from scalingnote.fuse.document_fusion import DocumentFusion
+        from scalingnote.fuse.fusion import DocumentFusion
 
         first = pq.read_schema(fs.open_input(embeddings.file(embeddings.table_parts("embeddings")[0])))
         fused = bool(embeddings.names("document_fusion/"))

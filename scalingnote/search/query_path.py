@@ -15,13 +15,13 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.fuse.features import FeatureStore
+from scalingnote.fuse.feature_store import FeatureStore
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.planner.planner import Planner
 from scalingnote.storage import vectors
 
 if TYPE_CHECKING:  # it needs torch, a lookup tower does not
-    from scalingnote.fuse.query_fusion import QueryFusion
+    from scalingnote.fuse.fusion import QueryFusion
 
 
 @dataclass(frozen=True)

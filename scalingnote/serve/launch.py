@@ -1,4 +1,4 @@
-"""From the shell to a URL: `scalingnote serve` starts the application here and takes it down again."""
+"""`scalingnote serve`: starts the application on a Ray cluster, and shuts it down on a signal."""
 
 import contextlib
 import io
@@ -24,15 +24,15 @@ from scalingnote import cluster
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.log import get_logger
 from scalingnote.serve import app
-from scalingnote.serve.app import Served
+from scalingnote.serve.app import ServedArtifacts
 from scalingnote.serve.grpc.servicer import REGISTER
-from scalingnote.serve.log import SERVE
 from scalingnote.serve.settings import HAPROXY, AppArgs
+from scalingnote.serve.telemetry import SERVE_LOGGING
 from scalingnote.serve_config import ServeConfig
 
 NAME = "scalingnote"
-PROXY_WAIT_S = 240.0  # Ray Serve gives up after 60 s: less than its processes take to start on a busy machine
-COMMANDS = ("scalingnote", "cli.py")  # programs whose arguments can be run again
+PROXY_TIMEOUT_S = 240.0  # Ray Serve's own 60 s are too few for its processes to start on a busy machine
+PROGRAMS = ("scalingnote", "cli.py")  # started by these, the command can be run again
 log = get_logger("serve")
 
 
@@ -41,7 +41,7 @@ class ProxyError(SearchError):
 
 
 def run(args: AppArgs) -> int:
-    """Serve until CTRL-C or SIGTERM, then take down what was started; returns the exit code.
+    """Serve until CTRL-C or SIGTERM, then shut down what was started; returns the exit code.
 
     If HAProxy does not start on a private cluster, the command is run again with the Python proxy.
     """
@@ -50,7 +50,7 @@ def run(args: AppArgs) -> int:
     try:
         return _serve(served)
     except ProxyError as error:
-        if not _may_change_the_proxy(served):
+        if not _may_restart_without_haproxy(served):
             raise
         log.warning("%s; starting again with serve.ingress=python", error)
     # Ray Serve reads which proxy to use once, when it is imported: only a new process can change it.
@@ -59,20 +59,20 @@ def run(args: AppArgs) -> int:
     return os.execve(sys.executable, command, environment)
 
 
-def _serve(served: Served) -> int:
+def _serve(served: ServedArtifacts) -> int:
     cluster.connect(served.address)
     try:
-        door = _door()
-        port = _port(served.config, door)
+        running = _running_proxy()
+        port = _port(served.config, running)
         served = replace(served, config=served.config.model_copy(update={"port": port}))
         try:
             print(f"{start(served)}  (CTRL-C ends it)", flush=True)
             _wait_for_a_signal()
             log.info("shutting down")
         finally:
-            # Ray prints the end of its own controller as a task that failed.
+            # Ray prints the end of its own controller as a failed task.
             with contextlib.redirect_stdout(io.StringIO()):
-                _end_service(shared=door is not None)
+                _end_service(shared=running is not None)
     finally:
         ray.shutdown()  # ends a private cluster, leaves one that was joined
     return 0
@@ -80,46 +80,46 @@ def _serve(served: Served) -> int:
 
 def _end_service(*, shared: bool) -> None:
     """Delete the application, and Ray Serve with it unless it ran on the cluster before."""
-    if _door() is None:  # it did not start
+    if _running_proxy() is None:  # Ray Serve did not start
         return
     serve.delete(NAME)  # replicas finish their requests
     if not shared:
         serve.shutdown()  # or the next application would find this one's port taken
 
 
-def _may_change_the_proxy(served: Served) -> bool:
-    """Whether this is a command that chose HAProxy by itself, on a cluster of its own."""
-    joined = served.address or os.environ.get("RAY_ADDRESS")
-    chosen = served.config.ingress == "auto" and HAPROXY.items() <= os.environ.items()
-    return chosen and not joined and Path(sys.argv[0]).name in COMMANDS
+def _may_restart_without_haproxy(served: ServedArtifacts) -> bool:
+    """Whether HAProxy was chosen by default, and the cluster is private to this command."""
+    shared_cluster = served.address or os.environ.get("RAY_ADDRESS")
+    by_default = served.config.ingress == "auto" and HAPROXY.items() <= os.environ.items()
+    return by_default and not shared_cluster and Path(sys.argv[0]).name in PROGRAMS
 
 
-def _door() -> HTTPOptions | None:
-    """Where Ray Serve listens, if it runs on this cluster already: it has one door, for all applications."""
+def _running_proxy() -> HTTPOptions | None:
+    """The address of Ray Serve if it runs on this cluster already: all applications share its proxy."""
     client = _get_global_client(raise_if_no_controller_running=False)
     return None if client is None else client.http_config
 
 
-def _port(config: ServeConfig, door: HTTPOptions | None) -> int:
-    """The port to answer at; ConfigError where it, or the whole door, is taken."""
-    if door is None:
+def _port(config: ServeConfig, running: HTTPOptions | None) -> int:
+    """The port to listen on; ConfigError when it is in use, or when a running proxy does not fit."""
+    if running is None:
         if config.grpc_port is not None:
             _free_port("0.0.0.0", config.grpc_port, knob="grpc_port")
         return _free_port(config.host, config.port)
     if NAME in serve.status().applications:
         raise ConfigError(
-            f"this cluster serves {NAME!r} already, at port {door.port}: end that first (serve shutdown)"
+            f"this cluster serves {NAME!r} already, at port {running.port}: end that first (serve shutdown)"
         )
-    if door.host != config.host:
+    if running.host != config.host:
         raise ConfigError(
-            f"Ray Serve listens on {door.host} of this cluster already, not on {config.host}: set serve.host "
-            "to that, or end it first (serve shutdown)"
+            f"Ray Serve listens on {running.host} of this cluster already, not on {config.host}: set "
+            "serve.host to that, or end it first (serve shutdown)"
         )
     log.info("Ray Serve runs on this cluster already: its port is used")
-    return int(door.port)
+    return int(running.port)
 
 
-def start(served: Served) -> str:
+def start(served: ServedArtifacts) -> str:
     """Start the application on the connected cluster; returns its URL once it answers."""
     have = ray.cluster_resources().get("CPU", 0.0)
     if served.cpus > have:
@@ -131,8 +131,8 @@ def start(served: Served) -> str:
 
 
 def launch(application: Application, config: ServeConfig) -> str:
-    """Run an application behind its doors, HTTP and gRPC; returns its URL once it answers."""
-    # Beyond its deadline a request was stuck before the gateway.
+    """Run an application behind proxies of HTTP and gRPC; returns its URL once it answers."""
+    # The gateway keeps its own deadlines: only a request that never reached it exceeds this.
     timeout_s = max(config.deadline_s, config.live.deadline_s if config.live else 0.0) + 2
     http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=timeout_s)
     grpc = None
@@ -141,12 +141,12 @@ def launch(application: Application, config: ServeConfig) -> str:
         grpc = gRPCOptions(
             port=config.grpc_port, grpc_servicer_functions=register, request_timeout_s=timeout_s
         )
-    deadline = time.monotonic() + PROXY_WAIT_S
+    deadline = time.monotonic() + PROXY_TIMEOUT_S
     _until_it_answers(
         lambda: serve.start(http_options=http, grpc_options=grpc, proxy_location="HeadOnly"), deadline
     )
     try:
-        serve.run(application, name=NAME, route_prefix="/", logging_config=SERVE)
+        serve.run(application, name=NAME, route_prefix="/", logging_config=SERVE_LOGGING)
     except RuntimeError as error:
         raise SearchError(f"Ray Serve could not start the application: {error}") from None
     except TimeoutError:  # the application runs, its proxy does not answer yet
@@ -158,7 +158,7 @@ def launch(application: Application, config: ServeConfig) -> str:
 
 
 def _until_it_answers(step: Callable[[], object], deadline: float) -> None:
-    """Repeat a step that ends when Ray Serve's proxy answers; ProxyError if it did not by the deadline.
+    """Repeat a step until Ray Serve's proxy answers; ProxyError when it does not by the deadline.
 
     A proxy that is slow to start is killed by Ray Serve's controller and started again.
     """
@@ -171,8 +171,8 @@ def _until_it_answers(step: Callable[[], object], deadline: float) -> None:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise ProxyError(
-                f"the proxy of Ray Serve did not start within {PROXY_WAIT_S:g} s ({reason}): run this again "
-                "when the machine is less busy, or with --set serve.ingress=python"
+                f"the proxy of Ray Serve did not start within {PROXY_TIMEOUT_S:g} s ({reason}): run this "
+                "again when the machine is less busy, or with --set serve.ingress=python"
             )
         log.info("waiting up to %.0f s more for the proxy of Ray Serve to start (%s)", left_s, reason)
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""What goes in and out of the gateway over HTTP: typed, bounded, and nothing unknown."""
+"""Bodies of requests and responses: every field has a type and bounds, unknown fields are refused."""
 
 from typing import Annotated, Any, Literal
 
@@ -45,22 +45,24 @@ class SearchRequest(_Request):
 
     query: StrictStr | None = Field(None, description="what to look for, in plain language")
     vector: Annotated[list[FiniteFloat], Field(min_length=1, max_length=8192)] | None = Field(
-        None, description="an embedding in place of a text, of the index's dimension"
+        None, description="an embedding instead of a text, of the index's dimension"
     )
     k: K = 10
     filter: Filter | None = None
-    user_id: Name | None = Field(None, description="who asks: for personal results, and a stable arm")
+    user_id: Name | None = Field(
+        None, description="the user: for personal results, and the same arm for all requests"
+    )
     dense_weight: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = Field(
         None, description="of embeddings against terms, where documents have terms; null: the index's own"
     )
     rerank: Annotated[int, Field(ge=1, strict=True)] | None = Field(
-        None, description="so many of the best are scored anew by the cross-encoder"
+        None, description="number of the best results that the cross-encoder re-ranks"
     )
     arm: Name | None = Field(None, description="an arm of /info; null: by the traffic split")
     nprobe: Annotated[int, Field(ge=1, strict=True)] | None = Field(
         None, description="inverted lists searched"
     )
-    explain: bool = Field(False, strict=True, description="whether each result tells its scores and shard")
+    explain: bool = Field(False, strict=True, description="whether each result has its scores and shard")
     deadline_ms: DeadlineMs = None
 
     @model_validator(mode="after")
@@ -100,7 +102,7 @@ class Document(BaseModel):
 
 
 class UpsertRequest(_Request):
-    """The body of ``POST /documents``: each in place of the one with its id, if there is one.
+    """The body of ``POST /documents``: each replaces the document with its id, if there is one.
 
     A document is ``{"doc_id", "title", "topic", "content"}`` and the features of the data set. One that is
     not is set aside with its reason; the others are written.
@@ -116,7 +118,7 @@ class DeleteRequest(_Request):
 
 
 class GetRequest(_Request):
-    """Which document is asked for over gRPC; over HTTP its path says so."""
+    """The id of a document over gRPC; over HTTP it is in the path."""
 
     doc_id: DocId
 
@@ -135,7 +137,7 @@ class ActivateRequest(_Request):
 
 
 class Explained(BaseModel):
-    """How a score came about."""
+    """The parts of a score."""
 
     dense: float | None
     sparse: float | None
@@ -188,21 +190,21 @@ class EncodeResponse(BaseModel):
 
 
 class Rejected(BaseModel):
-    """A document that was set aside, and why."""
+    """A document that was not written, and the reason."""
 
     doc_id: str
     reason: str
 
 
 class Written(BaseModel):
-    """The answer of ``POST /documents``: what is durable, and what was set aside."""
+    """The answer of ``POST /documents``: the number of documents written, and those rejected."""
 
     written: int
     rejected: list[Rejected]
 
 
 class Deleted(BaseModel):
-    """The answer of a delete: how many ids were taken; those that were not there are no error."""
+    """The answer of a delete: the number of ids; ids that are not in the index are no error."""
 
     deleted: int
 
@@ -218,14 +220,14 @@ class IndexVersion(BaseModel):
 
 
 class IndexVersions(BaseModel):
-    """The answer of ``GET /admin/index``, and of whatever changes it."""
+    """The answer of ``/admin/index`` and of the requests below it."""
 
     active: str
     versions: list[IndexVersion]
 
 
 class ArmInfo(BaseModel):
-    """A way to answer queries, that a request may name."""
+    """A way to answer queries, which a request may name."""
 
     name: str
     tower: str
@@ -233,14 +235,14 @@ class ArmInfo(BaseModel):
 
 
 class Facet(BaseModel):
-    """A value of a field, and in how many documents it is."""
+    """A value of a field, and the number of documents that have it."""
 
     value: str
     count: int
 
 
 class Info(BaseModel):
-    """The answer of ``GET /info``: what can be asked here."""
+    """The answer of ``GET /info``: arms, fields and limits of the service."""
 
     name: str
     version: str
@@ -271,7 +273,7 @@ class Health(BaseModel):
 
 
 class Problem(BaseModel):
-    """What is wrong with a request."""
+    """Why a request is refused."""
 
     code: str
     message: str
@@ -279,17 +281,17 @@ class Problem(BaseModel):
 
 
 class Refusal(BaseModel):
-    """The body of every answer that is no 2xx."""
+    """The body of every answer whose status is not 2xx."""
 
     error: Problem
     request_id: str
 
 
-def plain(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A filter as the index takes it."""
-    if wanted is None:
+def index_filter(conditions: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A request's filter in the form of :mod:`scalingnote.index.filters`."""
+    if conditions is None:
         return None
     return {
         name: condition.model_dump(exclude_none=True) if isinstance(condition, Range) else condition
-        for name, condition in wanted.items()
+        for name, condition in conditions.items()
     }

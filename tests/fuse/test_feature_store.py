@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.fuse.feature_store import consume, open_store
-from scalingnote.fuse.features import Event, FeatureStore, StoreConfig, User
+from scalingnote.fuse.feature_store import Event, FeatureStore, StoreConfig, User, consume, open_store
 
 
 def server_program() -> str | None:

@@ -13,13 +13,12 @@ from safetensors import numpy as safetensors
 import tiny
 from in_process import without_ray
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.fuse import job, prepare
+from scalingnote.fuse import impressions, job
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.fuse.document_fusion import DocumentFusion
-from scalingnote.fuse.features import User
+from scalingnote.fuse.feature_store import User
+from scalingnote.fuse.fusion import DocumentFusion, QueryFusion
 from scalingnote.fuse.impressions import SCHEMA, training_rows
-from scalingnote.fuse.parts import Corpus, read_part
-from scalingnote.fuse.query_fusion import QueryFusion
+from scalingnote.fuse.prepare import FusedCorpus, read_part
 from scalingnote.index.job import _require_same_origin
 from scalingnote.models import backbone, tower
 from scalingnote.planner.statistics import COUNTS
@@ -179,15 +178,17 @@ def test_clicks_on_held_out_documents_and_of_test_queries_are_left_out(fused: Ar
 
 def test_what_test_queries_show_is_in_no_history_and_no_share_of_clicks(inputs: Inputs, tmp_path: Path):
     source = open_artifact(inputs.uris["dataset"], kind="dataset")
-    prepare.read_clicks(config(parts=1), source, folder=str(tmp_path), each=map)
+    impressions.read_clicks(config(parts=1), source, folder=str(tmp_path), each=map)
     seen = [row for row in source.table("impressions").to_pylist() if row["doc_id"] not in ("d000", "d001")]
     usable = pa.Table.from_pylist([row for row in seen if row["query_id"] != "q1"], schema=schema.IMPRESSIONS)
     wanted = training_rows(usable.select(SCHEMA.names), last=5, skipped=2)
     rows = ["query", "user", "clicked", "history"]
-    found = [prepare.array_of(f"{tmp_path}/clicks/00000.arrow", name).tolist() for name in rows]
+    found = [impressions.read_column(f"{tmp_path}/clicks/00000.arrow", name).tolist() for name in rows]
     assert list(map(str, found)) == [str(np.asarray(wanted[name]).tolist()) for name in rows]
     documents, counts = np.unique(wanted["clicked"], return_counts=True)
-    popular, share = (prepare.array_of(f"{tmp_path}/popularity.arrow", name) for name in ("hash", "share"))
+    popular, share = (
+        impressions.read_column(f"{tmp_path}/popularity.arrow", name) for name in ("hash", "share")
+    )
     np.testing.assert_array_equal(popular, documents)
     np.testing.assert_allclose(share, counts / counts.sum())
 
@@ -307,7 +308,7 @@ def test_a_document_that_was_not_encoded_is_left_out(inputs: Inputs, tmp_path: P
     (part, *_) = source.names("embeddings/")
     table = source.table(part)
     draft.write_table(part, table.filter(pc.not_equal(table["doc_id"], "d003")))
-    corpus = Corpus(opened["dataset"], draft.commit(counts={}), opened["semantic_ids"])
+    corpus = FusedCorpus(opened["dataset"], draft.commit(counts={}), opened["semantic_ids"])
     whole, found = (read_part(c, part, ["brand"]) for c in (replace(corpus, embeddings=source), corpus))
     kept = [row for row in range(PER_PART) if row != 3]
     assert found.table.equals(whole.table.take(kept))

@@ -20,11 +20,10 @@ from scalingnote.fuse.config import (
     QuerySide,
     Vector,
 )
-from scalingnote.fuse.document_fusion import DocumentFusion, DocumentNetwork
 from scalingnote.fuse.feature_encoding import fit, observe
-from scalingnote.fuse.features import User
-from scalingnote.fuse.query_fusion import NO_WORD, QueryFusion, QueryNetwork, codes_of, important
-from scalingnote.fuse.slots import SemanticIds
+from scalingnote.fuse.feature_store import User
+from scalingnote.fuse.fusion import DocumentFusion, QueryFusion, codes_of, important_words
+from scalingnote.fuse.networks import NO_WORD, DocumentNetwork, QueryNetwork, SemanticIds
 from scalingnote.planner.terms import TermScores
 
 DIM, LEVELS, CODES, ROWS = 16, 3, 8, 40
@@ -73,10 +72,10 @@ def document_side(network: str = "mlp", **knobs) -> DocumentFusion:
     encodings = fit(FEATURES, [observe(FEATURES, products())])
     seen = torch.zeros(config.ids.buckets, dtype=torch.bool) if config.ids else None
     if seen is not None:
-        from scalingnote.fuse.document_fusion import buckets
+        from scalingnote.fuse.fusion import id_buckets
         from scalingnote.storage.exchange import hash_of
 
-        seen[buckets(hash_of(products()["doc_id"]), config)] = True
+        seen[id_buckets(hash_of(products()["doc_id"]), config)] = True
     made = DocumentNetwork(config, encodings, dim=DIM, semantic_ids=semantic_ids(), seen=seen)
     return DocumentFusion(awake(made), config, encodings)
 
@@ -268,10 +267,10 @@ def test_the_most_important_words_come_first():
     said = TermScores(
         np.array([0, 3, 3, 4]), np.array([7, 8, 9, 5], np.uint64), np.array([0.2, 0.9, 0.9, 0.1], np.float32)
     )
-    words = important(said, 3, most=2)
+    words = important_words(said, 3, most=2)
     assert words.hashes[0].tolist() == [8, 9]
     assert words.importances[1].tolist() == [NO_WORD, NO_WORD]
-    assert dataclasses.astuple(important(None, 3, most=2))[1].tolist() == [[NO_WORD] * 2] * 3
+    assert dataclasses.astuple(important_words(None, 3, most=2))[1].tolist() == [[NO_WORD] * 2] * 3
 
 
 @pytest.mark.parametrize(

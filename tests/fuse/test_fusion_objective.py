@@ -7,10 +7,9 @@ import torch.distributed as dist
 
 import ranks
 from scalingnote.fuse.config import FuseConfig, FusionLosses
-from scalingnote.fuse.document_fusion import Documents
 from scalingnote.fuse.job import build
+from scalingnote.fuse.networks import Documents, Queries
 from scalingnote.fuse.objective import Clicks, corrected_softmax, fusion_loss
-from scalingnote.fuse.query_fusion import Queries
 from scalingnote.train.distributed import rank, world_size
 
 ROWS, GROUP, DIM, LEVELS = 8, 3, 16, 2

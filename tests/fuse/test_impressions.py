@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.fuse.impressions import NOBODY, SCHEMA, training_rows
+from scalingnote.fuse.impressions import NO_HASH, SCHEMA, training_rows
 from scalingnote.storage.exchange import hash_of
 
 
@@ -69,7 +69,7 @@ def slow(table: pa.Table, *, last: int, skipped: int) -> list[tuple]:
 def test_rows_are_those_of_a_slow_reading(seed: int):
     table = log(seed)
     found = training_rows(table, last=3, skipped=2)
-    names: dict[int, str | None] = {NOBODY: None}
+    names: dict[int, str | None] = {NO_HASH: None}
     for column in ("query_id", "user_id", "doc_id"):
         known = pa.array(sorted({v for v in table[column].to_pylist() if v}))
         names |= dict(zip(hash_of(known).tolist(), known.to_pylist(), strict=True))
@@ -78,7 +78,7 @@ def test_rows_are_those_of_a_slow_reading(seed: int):
             names[row["query"]],
             names[row["user"]],
             names[row["clicked"]],
-            tuple(names[doc] for doc in row["skipped"] if doc != NOBODY),
+            tuple(names[doc] for doc in row["skipped"] if doc != NO_HASH),
             tuple(names[doc] for doc in row["history"]),
         )
         for row in found.to_pylist()
@@ -101,7 +101,7 @@ def test_what_was_clicked_is_not_passed_over_nor_what_another_query_showed():
         for position, (query, doc, clicked) in enumerate(shown, 1)
     ]
     (found,) = training_rows(pa.Table.from_pylist(rows, schema=SCHEMA), last=3, skipped=3).to_pylist()
-    assert found["skipped"] == [int(hash_of(pa.array(["b"]))[0]), NOBODY, NOBODY]
+    assert found["skipped"] == [int(hash_of(pa.array(["b"]))[0]), NO_HASH, NO_HASH]
 
 
 def test_nothing_clicked_is_no_row():

@@ -20,9 +20,9 @@ from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.encode.documents import document_prompt, document_tower
 from scalingnote.errors import DataError
 from scalingnote.fuse.config import Categorical, DocumentSide, Mlp
-from scalingnote.fuse.document_fusion import DocumentFusion, DocumentNetwork
 from scalingnote.fuse.feature_encoding import fit, observe
-from scalingnote.fuse.slots import SemanticIds
+from scalingnote.fuse.fusion import DocumentFusion
+from scalingnote.fuse.networks import DocumentNetwork, SemanticIds
 from scalingnote.ingest import job
 from scalingnote.ingest.config import IngestConfig
 from scalingnote.ingest.flow import DocumentFlow

@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 import httpx
 
-from scalingnote.serve.catalog import Catalog, Version
-from scalingnote.serve.here import Here
-from scalingnote.serve.query_encoder import Parts, QueryEncoder
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.query_encoder import ArmEncoder, QueryPathParts
 from scalingnote.serve.searcher import IndexSearcher
-from scalingnote.serve.service import Arm, Service, Writing
-from scalingnote.serve.versions import Versions
+from scalingnote.serve.service import ServedArm, Service
+from scalingnote.serve.versions import Catalog, Version, Versions
+from scalingnote.serve.writer import WriteHandles
 from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.artifact import Artifact
 
@@ -50,11 +50,11 @@ def service(
     config: ServeConfig,
     *,
     groups: int = 1,
-    writing: Writing | None = None,
+    writing: WriteHandles | None = None,
 ) -> Service:
     catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
-    encoder = Here(QueryEncoder(Parts((query_tower.uri, "student"))))
+    encoder = LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student"))))
     held = [(0, 1)] if groups == 1 else [(0,), (1,)]
-    searchers = [Here(IndexSearcher(catalog, shards=shards)) for shards in held]
-    arms = [Arm("default", encoder, "torch", False)]
+    searchers = [LocalHandle(IndexSearcher(catalog, shards=shards)) for shards in held]
+    arms = [ServedArm("default", encoder, "torch", False)]
     return Service(arms, searchers, Versions(catalog, searchers), config, writing=writing)

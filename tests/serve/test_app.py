@@ -13,7 +13,7 @@ from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
 from scalingnote.serve import app, launch, settings
-from scalingnote.serve.admission import read_keys
+from scalingnote.serve.access import read_keys
 from scalingnote.serve.settings import AppArgs
 from scalingnote.serve_config import LOOPBACK, ServeConfig
 

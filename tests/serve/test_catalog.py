@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scalingnote.errors import ConfigError, SearchError
-from scalingnote.serve.catalog import FILE, Catalog, Version
+from scalingnote.serve.versions import CATALOG_FILE, Catalog, Version
 
 
 def version(name: str, dim: int = 8) -> Version:
@@ -25,7 +25,9 @@ def test_what_was_activated_last_is_served_and_the_one_before_is_kept(tmp_path):
     ]
     assert catalog.activate(catalog.previous()).active.name == "c"
     assert catalog.previous().name == "b"
-    assert [each["name"] for each in json.loads((tmp_path / "state" / FILE).read_text())["versions"]] == [
+    assert [
+        each["name"] for each in json.loads((tmp_path / "state" / CATALOG_FILE).read_text())["versions"]
+    ] == [
         "c",
         "b",
     ]

@@ -14,12 +14,11 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_tools import protoc
 from pair import DIM
 
-from scalingnote.serve import admission, api, messages
-from scalingnote.serve.admission import Admission
+from scalingnote.serve import access, api, messages
+from scalingnote.serve.access import Admission, RefusedError
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc import translate
 from scalingnote.serve.grpc.servicer import Servicer
-from scalingnote.serve.refusals import RefusedError
 from scalingnote.serve_config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
 
@@ -181,8 +180,8 @@ def test_every_call_is_told_as_its_like_over_http_is(both):
     both.call("Search", pb.SearchRequest(query="zo", k=2), x_request_id="a")
     both.call("Get", pb.GetRequest(doc_id="no"), x_request_id="b")
     (path, state, status), refused = both.told
-    assert (path, status, state["request_id"], state["note"].query) == ("/search", 200, "a", "zo")
-    assert len(state["note"].answer["results"]) == 2
+    assert (path, status, state["request_id"], state["record"].query) == ("/search", 200, "a", "zo")
+    assert len(state["record"].response["results"]) == 2
     known = {"request_id": "b", "refused": "not_found"}
     assert refused == ("/documents/{doc_id:path}", known, 404)
 
@@ -190,7 +189,7 @@ def test_every_call_is_told_as_its_like_over_http_is(both):
 def test_who_may_come_in_is_decided_once_for_both(tmp_path):
     path = tmp_path / "keys"
     path.write_text(KEY)
-    door = Admission(Limits(rate=0.001, burst=2), admission.read_keys(str(path)))
+    door = Admission(Limits(rate=0.001, burst=2), access.read_keys(str(path)))
     servicer = Servicer(SimpleNamespace(), door)
 
     def call(**metadata: str) -> Call:
@@ -246,9 +245,9 @@ def test_a_long_message_fits_into_metadata():
 def test_documents_and_filters_come_as_json_would_bring_them():
     sent = {"price": 3, "weight": 1.5, "tags": ["a", None], "deep": {"x": True}, "huge": 1e300}
     document = pb.Document(doc_id="d", title="t", features={**sent, "doc_id": "other"})
-    body = translate.asked(pb.UpsertRequest(documents=[document]), messages.UpsertRequest)
+    body = translate.validated(pb.UpsertRequest(documents=[document]), messages.UpsertRequest)
     assert body.documents == [{**sent, "doc_id": "d", "title": "t"}]
     assert isinstance(body.documents[0]["price"], int)
     request = pb.SearchRequest(query="x", filter={"price": {"min": 3, "max": 4.5}, "topic": ["a"]})
-    asked = translate.asked(request, messages.SearchRequest)
-    assert messages.plain(asked.filter) == {"price": {"min": 3, "max": 4.5}, "topic": ["a"]}
+    asked = translate.validated(request, messages.SearchRequest)
+    assert messages.index_filter(asked.filter) == {"price": {"min": 3, "max": 4.5}, "topic": ["a"]}

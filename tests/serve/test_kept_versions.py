@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scalingnote.serve import searcher
-from scalingnote.serve.catalog import Catalog, Version
-from scalingnote.serve.searcher import LET_GO_S, OPENING_S, IndexSearcher
+from scalingnote.serve.searcher import RELEASE_AFTER_S, IndexSearcher
+from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, Version
 
 A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
 
@@ -25,7 +25,7 @@ def held_after(seconds: float, holding: IndexSearcher, clock: list[float]) -> li
     """Versions that are held after so many seconds of looking now and then."""
     for _ in range(10):
         clock[0] += seconds / 10
-        asyncio.run(holding.let_go())
+        asyncio.run(holding.release_old_versions())
     return sorted(holding._held)
 
 
@@ -38,27 +38,27 @@ def test_what_is_no_longer_kept_is_let_go_when_nobody_asks_for_it_any_more(
         asyncio.run(holding.load(version))
         catalog.activate(version)
         asyncio.run(holding.load(version))
-        asyncio.run(holding.let_go())
-    assert held_after(0.9 * LET_GO_S, holding, clock) == ["a", "b", "c"]
-    assert held_after(0.2 * LET_GO_S, holding, clock) == ["b", "c"]
-    assert held_after(10 * OPENING_S, holding, clock) == ["b", "c"]
+        asyncio.run(holding.release_old_versions())
+    assert held_after(0.9 * RELEASE_AFTER_S, holding, clock) == ["a", "b", "c"]
+    assert held_after(0.2 * RELEASE_AFTER_S, holding, clock) == ["b", "c"]
+    assert held_after(10 * OPEN_TIMEOUT_S, holding, clock) == ["b", "c"]
     asyncio.run(holding.load(A))  # by its URI, again
     catalog.activate(A)
-    asyncio.run(holding.let_go())
-    assert held_after(2 * LET_GO_S, holding, clock) == ["a", "c"]
+    asyncio.run(holding.release_old_versions())
+    assert held_after(2 * RELEASE_AFTER_S, holding, clock) == ["a", "c"]
 
 
 def test_what_is_about_to_be_activated_is_held_until_all_have_opened_it(tmp_path: Path, clock: list[float]):
     holding = IndexSearcher(Catalog(A, str(tmp_path)))
     asyncio.run(holding.load(B))
-    assert held_after(0.9 * OPENING_S, holding, clock) == ["a", "b"]
-    assert held_after(0.2 * OPENING_S, holding, clock) == ["a"]  # it was refused
+    assert held_after(0.9 * OPEN_TIMEOUT_S, holding, clock) == ["a", "b"]
+    assert held_after(0.2 * OPEN_TIMEOUT_S, holding, clock) == ["a"]  # it was refused
 
 
 def test_an_old_version_is_better_than_none(tmp_path: Path, clock: list[float]):
     catalog = Catalog(A, str(tmp_path), kept=1)
     holding = IndexSearcher(catalog)
     catalog.activate(B)
-    assert held_after(2 * OPENING_S, holding, clock) == ["a"]
+    assert held_after(2 * OPEN_TIMEOUT_S, holding, clock) == ["a"]
     asyncio.run(holding.load(B))
     assert sorted(holding._held) == ["b"]

@@ -13,9 +13,9 @@ from pair import DIM
 from schemathesis import GenerationMode, checks
 
 from scalingnote.serve import api
-from scalingnote.serve.here import Here
+from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.messages import Refusal
-from scalingnote.serve.service import Writing
+from scalingnote.serve.writer import WriteHandles
 from scalingnote.serve_config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
 
@@ -66,7 +66,7 @@ class Writer:
 @pytest.fixture(scope="module")
 def client(index: Artifact, query_tower: Artifact) -> Iterator[Client]:
     config = ServeConfig(deadline_s=60, limits=Limits(max_batch=8))
-    writing = Writing(Here(Writer()), Here(Writer()), 60.0)
+    writing = WriteHandles(LocalHandle(Writer()), LocalHandle(Writer()), 60.0)
     made = Client(api.build(service(index, query_tower, config, writing=writing), config))
     yield made
     made.close()

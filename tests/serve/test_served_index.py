@@ -123,7 +123,7 @@ sys.exit(launch.run(AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}
     command = [sys.executable, "-c", program]
     root = Path(app.__file__).parents[2]
     traced = {
-        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "scalingnote.serve.traces:otlp",
+        "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH": "scalingnote.serve.telemetry:otlp",
         "RAY_SERVE_TRACING_SAMPLING_RATIO": "0",  # but for requests that ask for it
         "OTEL_EXPORTER_OTLP_ENDPOINT": spans[0],
     }

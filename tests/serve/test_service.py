@@ -16,13 +16,12 @@ from scalingnote.experiment.config import TrafficSplit
 from scalingnote.index.shard import DOCUMENTS, Layout
 from scalingnote.search.found import Found
 from scalingnote.search.query_path import Asked
-from scalingnote.serve.catalog import Catalog, Version
-from scalingnote.serve.here import Here
+from scalingnote.serve.access import RefusedError
+from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
-from scalingnote.serve.refusals import RefusedError
-from scalingnote.serve.searcher import Answered, Described, Wanted
-from scalingnote.serve.service import Arm, Service
-from scalingnote.serve.versions import Versions
+from scalingnote.serve.searcher import ShardAnswer, ShardQuery
+from scalingnote.serve.service import ServedArm, Service
+from scalingnote.serve.versions import Catalog, Version, VersionContent, Versions
 from scalingnote.serve_config import Rerank, ServeConfig
 
 # What the query asks the fakes to do; it travels in the embedding, as the query itself would.
@@ -61,20 +60,20 @@ class Shard:
     def __init__(self, shard: int) -> None:
         self._shard = shard
 
-    async def search(self, wanted: Wanted) -> Answered:
-        behaviour = BEHAVIOURS[int(wanted.embedding[0, 0])]
+    async def search(self, query: ShardQuery) -> ShardAnswer:
+        behaviour = BEHAVIOURS[int(query.embedding[0, 0])]
         if behaviour == "one slow" and self._shard == 1:
             await asyncio.sleep(SLOW_S)
         if behaviour == "all dead" or (behaviour == "one dead" and self._shard == 1):
             raise OSError("the disk is gone")
-        rows = np.arange(10)[::-1][: wanted.k]
-        rows = rows[::2] if wanted.exact else rows
+        rows = np.arange(10)[::-1][: query.k]
+        rows = rows[::2] if query.exact else rows
         documents = [{name: f"{name} {self._shard}/{row}" for name in DOCUMENTS.names} for row in rows]
         ids, shards = 2 * rows + self._shard, np.full(len(rows), self._shard)
-        return Answered(wanted.version, Found(ids, shards, np.float32(ids), None, documents), 1)
+        return ShardAnswer(query.version, Found(ids, shards, np.float32(ids), None, documents), 1)
 
-    async def describe(self, version: str) -> Described:
-        return Described(
+    async def describe(self, version: str) -> VersionContent:
+        return VersionContent(
             LAYOUTS[version],
             1,
             pa.schema([("topic", pa.string())]),
@@ -106,16 +105,16 @@ class Reranker:
 def service() -> Service:
     config = ServeConfig(deadline_s=0.5, rerank=Rerank(model="a fake", most=8))
     version = Version("v1", "nowhere", 20, 1, "")
-    groups = [Here(Shard(number)) for number in range(2)]
-    arms = [Arm("default", Here(Encoder()), "fake", personalised=True)]
-    made = Service(arms, groups, Versions(Catalog(version), groups), config, reranker=Here(Reranker()))
+    groups = [LocalHandle(Shard(number)) for number in range(2)]
+    arms = [ServedArm("default", LocalHandle(Encoder()), "fake", personalised=True)]
+    made = Service(arms, groups, Versions(Catalog(version), groups), config, reranker=LocalHandle(Reranker()))
     asyncio.run(made.versions.start())
     return made
 
 
 def search(service: Service, query: str, **asked: Any) -> Any:
     request = SearchRequest(query=query, **asked)
-    return asyncio.run(service.search(request, "r1", service.note(request, "r1")))
+    return asyncio.run(service.search(request, "r1", service.record(request, "r1")))
 
 
 def test_results_of_all_groups_are_merged_best_first(service):
@@ -193,12 +192,12 @@ def test_facets_of_all_groups_are_counted_together(service):
 
 def test_a_canary_compares_with_the_exact_best(service, monkeypatch):
     told: list[float] = []
-    monkeypatch.setattr(service, "_recall", told.append)
+    monkeypatch.setattr(service, "_on_recall", told.append)
     monkeypatch.setattr(service, "_config", service._config.model_copy(update={"canary": 1.0}))
     request = SearchRequest(query="all well", k=4)
 
     async def ask() -> None:
-        await service.search(request, "r1", service.note(request, "r1"))
+        await service.search(request, "r1", service.record(request, "r1"))
         await asyncio.gather(*service._canaries)
 
     asyncio.run(ask())
@@ -208,10 +207,10 @@ def test_a_canary_compares_with_the_exact_best(service, monkeypatch):
 class Whole(Shard):
     """All shards of a version, however many these are."""
 
-    async def search(self, wanted: Wanted) -> Answered:
-        return replace(await super().search(wanted), shards=LAYOUTS[wanted.version].shards)
+    async def search(self, query: ShardQuery) -> ShardAnswer:
+        return (await super().search(query))._replace(shards=LAYOUTS[query.version].shards)
 
-    async def describe(self, version: str) -> Described:
+    async def describe(self, version: str) -> VersionContent:
         return replace(await super().describe(version), held=LAYOUTS[version].shards)
 
     async def ping(self, version: str) -> int:
@@ -220,9 +219,11 @@ class Whole(Shard):
 
 def test_the_number_of_shards_is_that_of_the_version_that_answers(tmp_path: Path):
     first, more = (Version(name, f"runs/{name}", 20, 1, "") for name in ("v1", "three shards"))
-    searchers = [Here(Whole(0))]
+    searchers = [LocalHandle(Whole(0))]
     versions = Versions(Catalog(first, str(tmp_path)), searchers)
-    made = Service([Arm("default", Here(Encoder()), "fake", False)], searchers, versions, ServeConfig())
+    made = Service(
+        [ServedArm("default", LocalHandle(Encoder()), "fake", False)], searchers, versions, ServeConfig()
+    )
 
     def told() -> set[tuple[int, int]]:
         answer, health = search(made, "all well"), asyncio.run(made.health())
@@ -244,7 +245,7 @@ class Pinged(Shard):
     def __init__(self) -> None:
         super().__init__(0)
 
-    async def describe(self, version: str) -> Described:
+    async def describe(self, version: str) -> VersionContent:
         return replace(await super().describe(version), held=2)
 
     async def ping(self, *version: str) -> int:
@@ -270,8 +271,8 @@ def test_the_service_is_down_when_no_query_can_be_answered(control, treated, mon
     shares = {"control": 0.5, "treated": 0.5, "monitored": 0.0}
     split = TrafficSplit(arms=tuple(Share(name=name, share=share) for name, share in shares.items()))
     encoders = dict(zip(shares, (control, treated, monitored), strict=True))
-    arms = [Arm(name, Here(encoder()), "fake", False) for name, encoder in encoders.items()]
-    groups = [Here(shard())]
+    arms = [ServedArm(name, LocalHandle(encoder()), "fake", False) for name, encoder in encoders.items()]
+    groups = [LocalHandle(shard())]
     versions = Versions(Catalog(Version("v1", "nowhere", 20, 1, "")), groups)
     asyncio.run(versions.start())
     health = asyncio.run(Service(arms, groups, versions, ServeConfig(split=split)).health())
@@ -279,32 +280,33 @@ def test_the_service_is_down_when_no_query_can_be_answered(control, treated, mon
 
 
 def test_who_names_an_arm_is_in_no_group(service):
-    by_the_split = service.note(SearchRequest(query="x", user_id="a"), "r1")
-    named = service.note(SearchRequest(query="x", user_id="a", arm="default"), "r1")
+    by_the_split = service.record(SearchRequest(query="x", user_id="a"), "r1")
+    named = service.record(SearchRequest(query="x", user_id="a", arm="default"), "r1")
     assert (by_the_split.arm, by_the_split.unit[:2]) == ("default", "u:")
     assert (named.arm, named.unit) == ("default", None)
 
 
 def test_a_vector_has_the_dimension_of_the_index_of_its_arm():
     first, wide = (Version(name, "nowhere", 20, LAYOUTS[name].dim, "") for name in ("v1", "wide"))
-    groups = [Here(Shard(number)) for number in range(2)]
+    groups = [LocalHandle(Shard(number)) for number in range(2)]
     arms = [
-        Arm(name, Here(Encoder()), "fake", False, version) for name, version in (("a", None), ("b", "wide"))
+        ServedArm(name, LocalHandle(Encoder()), "fake", False, version)
+        for name, version in (("a", None), ("b", "wide"))
     ]
     made = Service(arms, groups, Versions(Catalog(first, pinned=(wide,)), groups), ServeConfig())
     asyncio.run(made.versions.start())
     for arm, dim in (("a", 1), ("b", 3)):
         request = SearchRequest(vector=[0.1] * dim, arm=arm, k=1)
-        answer = asyncio.run(made.search(request, "r1", made.note(request, "r1")))
+        answer = asyncio.run(made.search(request, "r1", made.record(request, "r1")))
         assert answer["index_version"] == ("wide" if arm == "b" else "v1")
         request = SearchRequest(vector=[0.1] * 2, arm=arm)
         with pytest.raises(RefusedError, match=f"2 numbers, the index has embeddings of dim {dim}"):
-            asyncio.run(made.search(request, "r1", made.note(request, "r1")))
+            asyncio.run(made.search(request, "r1", made.record(request, "r1")))
 
 
 def test_an_index_of_which_shards_would_be_held_by_nobody_is_not_served(tmp_path: Path):
     first, more = (Version(name, f"runs/{name}", 20, 1, "") for name in ("v1", "three shards"))
-    groups = [Here(Shard(number)) for number in range(2)]
+    groups = [LocalHandle(Shard(number)) for number in range(2)]
     versions = Versions(Catalog(first, str(tmp_path)), groups)
 
     async def go_over() -> None:

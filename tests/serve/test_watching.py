@@ -9,9 +9,9 @@ import pytest
 import ray.serve
 import yaml
 
-from scalingnote.serve import metrics
+from scalingnote.serve import telemetry
 
-ROOT = Path(metrics.__file__).parents[2]
+ROOT = Path(telemetry.__file__).parents[2]
 BOARD = json.loads((ROOT / "configs" / "grafana" / "scalingnote.json").read_text())
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 GROUPS = yaml.safe_load((ROOT / "configs" / "prometheus" / "alerts.yaml").read_text())["groups"]
@@ -26,7 +26,7 @@ SUFFIXES = {"Counter": ("",), "Gauge": ("",), "Histogram": ("_bucket", "_sum", "
 @cache
 def exported() -> frozenset[str]:
     """Names that Ray exports: those of this service, and those that the installed Serve defines."""
-    own = Path(metrics.__file__).read_text()
+    own = Path(telemetry.__file__).read_text()
     defined = re.findall(r'metrics\.(Counter|Gauge|Histogram)\(\s*name\("(\w+)"\)', own)
     found = {f"ray_scalingnote_{name}{end}" for kind, name in defined for end in SUFFIXES[kind]}
     for path in Path(ray.serve.__file__).parent.rglob("*.py"):
@@ -83,5 +83,5 @@ def test_every_alert_says_what_is_wrong_and_has_a_runbook(name):
 
 
 def test_no_runbook_is_left_without_its_alert():
-    text = (ROOT / "docs" / "guides" / "operations.md").read_text()
+    text = (ROOT / "docs" / "operations.md").read_text()
     assert set(re.findall(r"^#+ (ScalingNote\w+)$", text, re.MULTILINE)) == set(ALERTS)

@@ -1,11 +1,14 @@
-"""Batches form of what waits, each caller gets their own answer, one bad call spoils no other."""
+"""Batches, calls with a deadline, periodic tasks: a slow or failing call costs the others nothing."""
 
 import asyncio
+import logging
 import threading
+import time
 
 import pytest
 
-from scalingnote.serve.batcher import AtOnce, Batcher
+from scalingnote.serve import concurrency
+from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time
 
 
 def test_what_arrives_during_a_batch_is_the_next_one():
@@ -19,12 +22,12 @@ def test_what_arrives_during_a_batch_is_the_next_one():
         return [10 * each for each in batch]
 
     async def crowd():
-        batcher = Batcher(work, most=3)
+        batcher = ThreadBatcher(work, max_batch=3)
         first = asyncio.create_task(batcher(0))
         await asyncio.to_thread(begun.wait, 10)
         others = [asyncio.create_task(batcher(number)) for number in range(1, 6)]
         await asyncio.sleep(0)
-        assert len(batcher) == 5
+        assert len(batcher._waiting) == 5
         go_on.set()
         return await asyncio.gather(first, *others)
 
@@ -39,7 +42,7 @@ def test_an_error_of_one_is_raised_for_it_alone_and_one_of_the_work_for_all():
         return [ValueError(each) if each == "bad" else each for each in batch]
 
     async def crowd(*asked):
-        batcher = Batcher(work, most=8)
+        batcher = ThreadBatcher(work, max_batch=8)
         return await asyncio.gather(*map(batcher, asked), return_exceptions=True)
 
     alone, good, bad = asyncio.run(crowd("x", "good", "bad"))
@@ -59,7 +62,7 @@ def test_whoever_gave_up_is_not_worked_for():
         return list(batch)
 
     async def impatient():
-        batcher = Batcher(work, most=8)
+        batcher = ThreadBatcher(work, max_batch=8)
         first = asyncio.create_task(batcher(0))
         await asyncio.to_thread(begun.wait, 10)
         with pytest.raises(TimeoutError):
@@ -75,8 +78,8 @@ def test_whoever_gave_up_is_not_worked_for():
 
 def test_other_work_takes_its_turn_between_batches():
     async def main():
-        batcher = Batcher(lambda batch: list(batch), most=8)
-        return await asyncio.gather(batcher(1), batcher.in_turn(lambda: "between"), batcher(2))
+        batcher = ThreadBatcher(lambda batch: list(batch), max_batch=8)
+        return await asyncio.gather(batcher(1), batcher.run_between_batches(lambda: "between"), batcher(2))
 
     assert asyncio.run(main()) == [1, "between", 2]
 
@@ -90,7 +93,7 @@ def test_calls_of_one_turn_of_the_loop_are_worked_on_at_once_by_the_loop_itself(
         return [ValueError(each) if each == 3 else 10 * each for each in batch]
 
     async def crowd():
-        at_once = AtOnce(work, most=3)
+        at_once = LoopBatcher(work, max_batch=3)
         gone = asyncio.create_task(at_once(9))
         tasks = [asyncio.create_task(at_once(number)) for number in range(5)]
         await asyncio.sleep(0)
@@ -111,7 +114,96 @@ def test_work_that_fails_at_once_fails_all_who_wait_for_it():
         raise OSError("the disk is gone")
 
     async def crowd():
-        at_once = AtOnce(work, most=8)
+        at_once = LoopBatcher(work, max_batch=8)
         return await asyncio.gather(at_once(1), at_once(2), return_exceptions=True)
 
     assert all(isinstance(each, OSError) for each in asyncio.run(crowd()))
+
+
+# --- calls with a deadline
+
+
+async def answer(value: int, *, after_s: float = 0.0) -> int:
+    await asyncio.sleep(after_s)
+    return value
+
+
+async def fail() -> int:
+    raise OSError("the disk is gone")
+
+
+def test_answers_keep_the_order_of_the_calls():
+    async def ask():
+        return await gather_in_time([answer(1, after_s=0.05), answer(2)], deadline_s=5)
+
+    assert asyncio.run(ask()) == [1, 2]
+
+
+def test_the_slow_and_the_broken_cost_nobody_else():
+    async def ask():
+        return await gather_in_time([answer(1), answer(2, after_s=60), fail(), answer(4)], deadline_s=0.2)
+
+    start = time.monotonic()
+    assert asyncio.run(ask()) == [1, None, None, 4]
+    assert time.monotonic() - start < 30
+
+
+def test_many_stuck_calls_wait_together_not_one_after_the_other():
+    async def ask():
+        return await gather_in_time([answer(n, after_s=600) for n in range(50)], deadline_s=0.2)
+
+    start = time.monotonic()
+    assert asyncio.run(ask()) == [None] * 50
+    assert time.monotonic() - start < 5  # 10 s, were the deadlines added up
+
+
+def test_a_call_left_out_is_cancelled():
+    cancelled = []
+
+    async def stuck():
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    asyncio.run(gather_in_time([stuck()], deadline_s=0.05))
+    assert cancelled == [True]
+
+
+def test_whoever_cancels_the_request_cancels_the_calls():
+    async def ask():
+        task = asyncio.create_task(gather_in_time([answer(1, after_s=600)], deadline_s=600))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(ask())
+
+
+# --- periodic tasks
+
+
+def test_a_lasting_failure_leaves_two_lines(caplog: pytest.LogCaptureFixture, monkeypatch):
+    monkeypatch.setattr(concurrency, "log", logging.getLogger("following"))  # Serve's has handlers of its own
+    caplog.set_level(logging.INFO)
+    turns = 0
+
+    async def step():
+        nonlocal turns
+        turns += 1
+        if 2 <= turns <= 5 or turns == 8:
+            raise OSError("the storage is away")
+
+    async def until(turn: int):
+        task = asyncio.create_task(concurrency.run_periodically(step, interval_s=0, name="looking"))
+        while turns < turn:
+            await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(until(9))
+    told = [(record.levelname, record.message) for record in caplog.records if record.name == "following"]
+    failed = ("ERROR", "looking failed; it is tried again every 0 s")
+    assert told == [failed, ("INFO", "looking works again")] * 2
+    assert "the storage is away" in caplog.text

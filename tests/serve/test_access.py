@@ -7,15 +7,14 @@ from typing import Any
 import httpx
 import pytest
 
-from scalingnote.serve.admission import Admission
-from scalingnote.serve.door import Door
+from scalingnote.serve.access import AccessMiddleware, Admission
 from scalingnote.serve_config import Limits
 
 KEY = "a key of sixteen or more"
 
 
-def application(**knobs: Any) -> tuple[Door, list[int]]:
-    """A door before an application that waits for /slow and answers everything else."""
+def application(**knobs: Any) -> tuple[AccessMiddleware, list[int]]:
+    """Access control before an application that waits for /slow and answers everything else."""
     told: list[int] = []
 
     async def api(scope, receive, send):
@@ -26,16 +25,16 @@ def application(**knobs: Any) -> tuple[Door, list[int]]:
 
     keys = frozenset({hashlib.sha256(KEY.encode()).digest()}) if knobs.pop("closed", False) else None
     is_open = knobs.pop("is_open", False)
-    door = Door(
+    middleware = AccessMiddleware(
         api,
         admission=Admission(Limits(**knobs), keys, is_open=is_open),
-        done=lambda path, note, status, seconds: told.append(status),
+        on_done=lambda path, note, status, seconds: told.append(status),
     )
-    return door, told
+    return middleware, told
 
 
 def ask(
-    door: Door,
+    middleware: AccessMiddleware,
     *paths: str,
     headers: dict[str, str] | None = None,
     client: str = "127.0.0.1",
@@ -44,7 +43,7 @@ def ask(
     """Requests at the same time."""
 
     async def all_of_them() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(door, client=(client, 1))
+        transport = httpx.ASGITransport(middleware, client=(client, 1))
         async with httpx.AsyncClient(
             transport=transport, base_url=f"http://{host}", headers=headers
         ) as client_:
@@ -62,9 +61,9 @@ def ask(
         ({"authorization": f"Bearer  {KEY} "}, 200),
     ],
 )
-def test_a_closed_door_opens_to_a_key(given, status):
-    door, told = application(closed=True)
-    (answer,) = ask(door, "/search", headers=given)
+def test_keys_are_required_and_checked(given, status):
+    middleware, told = application(closed=True)
+    (answer,) = ask(middleware, "/search", headers=given)
     assert answer.status_code == status
     assert told == [status]
     if status == 401:
@@ -74,27 +73,27 @@ def test_a_closed_door_opens_to_a_key(given, status):
 
 
 def test_the_page_and_the_health_need_no_key():
-    door, _ = application(closed=True)
-    answers = ask(door, "/", "/page/page.css", "/healthz", "/info", "/pages", "/documents/page/")
+    middleware, _ = application(closed=True)
+    answers = ask(middleware, "/", "/page/page.css", "/healthz", "/info", "/pages", "/documents/page/")
     assert [answer.status_code for answer in answers] == [200, 200, 200, 401, 401, 401]
 
 
 def test_a_client_in_excess_of_its_rate_is_told_when_to_come_back():
-    door, _ = application(rate=0.5, burst=3)
-    answers = ask(door, *["/search"] * 5)
+    middleware, _ = application(rate=0.5, burst=3)
+    answers = ask(middleware, *["/search"] * 5)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 200, 429, 429]
     refused = next(answer for answer in answers if answer.status_code == 429)
     assert 1 <= int(refused.headers["retry-after"]) <= 3
-    assert ask(door, "/healthz")[0].status_code == 200
+    assert ask(middleware, "/healthz")[0].status_code == 200
 
 
 def test_open_paths_count_for_nobody():
-    door, _ = application(rate=0.001, burst=1, closed=True)
+    middleware, _ = application(rate=0.001, burst=1, closed=True)
     key = {"authorization": f"Bearer {KEY}"}
     for headers in ({}, {"authorization": "made up"}, key):
         paths = ["/", "/page/page.js", "/page/page.css", "/openapi.json"]
-        assert {answer.status_code for answer in ask(door, *paths, headers=headers)} == {200}
-    assert [ask(door, "/search", headers=key)[0].status_code for _ in range(2)] == [200, 429]
+        assert {answer.status_code for answer in ask(middleware, *paths, headers=headers)} == {200}
+    assert [ask(middleware, "/search", headers=key)[0].status_code for _ in range(2)] == [200, 429]
 
 
 def test_a_client_with_a_key_is_remembered_by_its_digest():
@@ -106,36 +105,37 @@ def test_a_client_with_a_key_is_remembered_by_its_digest():
 
 def test_tokens_come_back_with_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("scalingnote.serve.admission.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("scalingnote.serve.access.time.monotonic", lambda: now[0])
     admission = Admission(Limits(rate=1, burst=2))
-    assert [admission._wait_of("x") for _ in range(3)] == [0, 0, 1]
-    assert admission._wait_of("y") == 0
+    assert [admission._take_token("x") for _ in range(3)] == [0, 0, 1]
+    assert admission._take_token("y") == 0
     now[0] += 1
-    assert [admission._wait_of("x"), admission._wait_of("x")] == [0, 1]
+    assert [admission._take_token("x"), admission._take_token("x")] == [0, 1]
     now[0] += 100
-    assert [admission._wait_of("x") for _ in range(3)] == [0, 0, 1]
+    assert [admission._take_token("x") for _ in range(3)] == [0, 0, 1]
 
 
 def test_more_than_there_is_room_for_is_refused_at_once():
-    door, told = application(in_flight=2)
-    answers = ask(door, *["/slow"] * 4)
+    middleware, told = application(in_flight=2)
+    answers = ask(middleware, *["/slow"] * 4)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 503, 503]
     assert told[:2] == [503, 503]  # they did not wait for the others
     assert all(answer.headers["retry-after"] == "1" for answer in answers if answer.status_code == 503)
-    assert ask(door, "/slow")[0].status_code == 200
+    assert ask(middleware, "/slow")[0].status_code == 200
 
 
 def test_a_request_that_names_itself_keeps_its_id():
-    door, _ = application()
-    (answer,) = ask(door, "/search", headers={"x-request-id": "mine"})
+    middleware, _ = application()
+    (answer,) = ask(middleware, "/search", headers={"x-request-id": "mine"})
     assert (answer.text, answer.headers["x-request-id"]) == ("mine", "mine")
 
 
 def test_a_request_that_its_client_gave_up_is_no_fault_of_the_server():
-    door, told = application()
+    middleware, told = application()
 
     async def give_up() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://test") as client:
+        transport = httpx.ASGITransport(middleware)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(client.get("/slow"), 0.01)
 
@@ -158,8 +158,8 @@ def test_a_request_that_its_client_gave_up_is_no_fault_of_the_server():
     ],
 )
 def test_admin_needs_a_key_or_this_machine(knobs, asked, status):
-    door, _ = application(**knobs)
-    answers = ask(door, "/admin/index", "/administer", **asked)
+    middleware, _ = application(**knobs)
+    answers = ask(middleware, "/admin/index", "/administer", **asked)
     assert answers[0].status_code == status
     if status == 403:
         assert answers[0].json()["error"]["code"] == "forbidden"

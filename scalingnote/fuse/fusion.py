@@ -1,0 +1,305 @@
+"""Trained fusion, ready to use: bulk jobs and ingestion fuse documents, serving fuses queries.
+
+    DocumentFusion    embedding, semantic ID, hashed id and declared features ─► final embedding
+    QueryFusion       embedding, planner's words, profile and history of the user ─► final embedding
+
+The functions between them turn tables and users into the inputs of the networks, for training and for use.
+What is not known of a document, query or user is missing, as it is now and then in training: an anonymous
+query without a planner keeps its embedding, bit for bit.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from jaxtyping import Float, Float32, Int, Int64, Integer, UInt64
+from numpy import ndarray
+from safetensors import torch as safetensors
+from torch import Tensor
+
+from scalingnote.config import Config, dump, validate
+from scalingnote.errors import ArtifactError
+from scalingnote.fuse.config import DocumentSide, QuerySide
+from scalingnote.fuse.feature_encoding import (
+    MISSING,
+    EncodedFeatures,
+    Encoding,
+    dump_encodings,
+    encode,
+    encode_mappings,
+    load_encodings,
+)
+from scalingnote.fuse.feature_store import User
+from scalingnote.fuse.networks import (
+    NO_WORD,
+    DocumentNetwork,
+    Documents,
+    Queries,
+    QueryNetwork,
+    SemanticIds,
+)
+from scalingnote.planner.terms import TermScores
+from scalingnote.storage.exchange import hash_of
+
+WEIGHTS_FILE, FACTS_FILE = "network.safetensors", "fusion.json"
+DOCUMENTS_PER_PASS = 4096
+
+
+# --- documents --------------------------------------------------------------------------------------------
+
+
+class DocumentFusion:
+    """A trained document side."""
+
+    def __init__(self, network: DocumentNetwork, config: DocumentSide, encodings: Sequence[Encoding]) -> None:
+        self._network, self._config, self._encodings = network.eval(), config, list(encodings)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the documents table that are read, each once."""
+        return list(dict.fromkeys(encoding.feature.column for encoding in self._encodings))
+
+    def fuse(
+        self,
+        documents: pa.Table,
+        embeddings: Float[ndarray, "docs dim"],
+        codes: Integer[ndarray, "docs levels"] | None = None,
+    ) -> Float32[ndarray, "docs dim"]:
+        """Final embeddings of documents, of unit length and in order.
+
+        Args:
+            documents: has a column doc_id, and the features that are known.
+            embeddings: the `summary` embeddings, of unit length.
+            codes: of the semantic IDs; -1 in a row, or None, for documents without one.
+
+        Raises:
+            ArtifactError: `codes` have another number of levels than in training.
+        """
+        if not len(embeddings):
+            return np.asarray(embeddings, np.float32)
+        tables = self._network.semantic_ids
+        levels = 0 if tables is None else tables.levels
+        if codes is None:
+            codes = np.full((len(embeddings), levels), -1)
+        elif levels and codes.shape[1] != levels:
+            raise ArtifactError(
+                f"codes have {codes.shape[1]} levels, these networks were trained with {levels}: "
+                "re-run fuse on the semantic IDs in use"
+            )
+        encoded = encode(self._encodings, documents)
+        inputs = Documents(
+            embeddings=torch.from_numpy(np.array(embeddings, np.float32)),
+            codes=torch.from_numpy(codes.astype(np.int64)),
+            buckets=torch.from_numpy(id_buckets(hash_of(documents["doc_id"]), self._config)),
+            indices=torch.from_numpy(encoded.indices),
+            numbers=torch.from_numpy(encoded.numbers),
+        )
+        fused = []
+        with torch.no_grad():
+            for start in range(0, len(embeddings), DOCUMENTS_PER_PASS):
+                rows = slice(start, start + DOCUMENTS_PER_PASS)
+                fused.append(self._network(Documents(**{n: part[rows] for n, part in vars(inputs).items()})))
+        return torch.cat(fused).numpy()
+
+    def save(self, folder: Path) -> None:
+        """Write weights and facts for :meth:`load`."""
+        _save(folder, self._network, self._config, {"features": self._encodings})
+
+    @classmethod
+    def load(cls, folder: Path) -> "DocumentFusion":
+        """The document side in a folder; ArtifactError when there is none."""
+        weights, facts = _load(folder)
+        config = validate(DocumentSide, facts["config"], source=str(folder / FACTS_FILE))
+        encodings = load_encodings(facts["features"])
+        network = DocumentNetwork(config, encodings, dim=facts["dim"], semantic_ids=_empty_tables(facts))
+        network.load_state_dict(weights)
+        return cls(network, config, encodings)
+
+
+def id_buckets(hashes: UInt64[ndarray, " docs"], config: DocumentSide) -> Int[ndarray, " docs"]:
+    """The row of each document in the table of hashed ids; 0 where the side has no such table."""
+    size = config.ids.buckets if config.ids else 1
+    return np.asarray(hashes % np.uint64(size), dtype=np.int64)
+
+
+# --- queries ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImportantWords:
+    """The most important words of each query, the most important first."""
+
+    hashes: UInt64[ndarray, "queries words"]
+    importances: Float32[ndarray, "queries words"]  # NO_WORD where there is none
+
+
+class QueryFusion:
+    """A trained query side."""
+
+    def __init__(self, network: QueryNetwork, config: QuerySide, encodings: Sequence[Encoding]) -> None:
+        self._network, self._config, self._encodings = network.eval(), config, list(encodings)
+
+    def fuse(
+        self,
+        embeddings: Float[ndarray, "queries dim"],
+        *,
+        terms: TermScores | None = None,
+        users: Sequence[User | None] | None = None,
+    ) -> Float32[ndarray, "queries dim"]:
+        """Final embeddings of queries, of unit length and in order.
+
+        Args:
+            embeddings: of the query tower, of unit length.
+            terms: the planner's, of the same queries; None: words are missing.
+            users: the user of each query, None for an unknown one.
+        """
+        rows = len(embeddings)
+        known = [user or User() for user in (users or [None] * rows)]
+        words = important_words(terms, rows, most=self._config.planner.words if self._config.planner else 0)
+        profile = encode_mappings(self._encodings, [user.profile for user in known])
+        queries = query_inputs(
+            np.array(embeddings, np.float32),
+            words,
+            profile,
+            self._histories([user.history for user in known]),
+            config=self._config,
+            encodings=self._encodings,
+        )
+        with torch.no_grad():
+            return self._network(queries).numpy()  # type: ignore[no-any-return]
+
+    def _histories(self, histories: Sequence[Sequence[str]]) -> Int64[ndarray, "queries last levels"]:
+        if self._config.history is None or self._network.semantic_ids is None:
+            return np.zeros((len(histories), 0, 0), np.int64)
+        tables = self._network.semantic_ids
+        parsed = [[codes_of(name, tables.levels, tables.codes) for name in history] for history in histories]
+        known = [[codes for codes in history if codes is not None] for history in parsed]
+        return last_codes(known, last=self._config.history.last, levels=tables.levels)
+
+    def save(self, folder: Path) -> None:
+        """Write weights and facts for :meth:`load`."""
+        _save(folder, self._network, self._config, {"profile": self._encodings})
+
+    @classmethod
+    def load(cls, folder: Path) -> "QueryFusion":
+        """The query side in a folder; ArtifactError when there is none."""
+        weights, facts = _load(folder)
+        config = validate(QuerySide, facts["config"], source=str(folder / FACTS_FILE))
+        encodings = load_encodings(facts["profile"])
+        network = QueryNetwork(config, encodings, dim=facts["dim"], semantic_ids=_empty_tables(facts))
+        network.load_state_dict(weights)
+        return cls(network, config, encodings)
+
+
+def important_words(terms: TermScores | None, rows: int, *, most: int) -> ImportantWords:
+    """The `most` important words of each query; of equal ones the first of the query."""
+    hashes, importances = np.zeros((rows, most), np.uint64), np.full((rows, most), NO_WORD, np.float32)
+    if terms is not None and most:
+        query = np.repeat(np.arange(rows), np.diff(terms.offsets))
+        order = np.lexsort((-terms.scores, query))
+        place = np.arange(len(query)) - terms.offsets[query]
+        kept = place < most
+        hashes[query[kept], place[kept]] = terms.terms[order][kept]
+        importances[query[kept], place[kept]] = terms.scores[order][kept]
+    return ImportantWords(hashes, importances)
+
+
+def query_inputs(
+    embeddings: Float32[ndarray, "queries dim"],
+    words: ImportantWords,
+    profile: EncodedFeatures,
+    history: Int64[ndarray, "queries last levels"],
+    *,
+    config: QuerySide,
+    encodings: Sequence[Encoding],
+) -> Queries:
+    """Inputs of the network, in training and in serving."""
+    size = np.uint64(config.planner.buckets if config.planner else 1)
+    discrete = [encoding.feature.column for encoding in encodings if encoding.size]
+    places = [discrete.index(column) for column in config.crosses]
+    return Queries(
+        embeddings=torch.from_numpy(embeddings),
+        words=torch.from_numpy((words.hashes % size).astype(np.int64)),
+        importances=torch.from_numpy(words.importances),
+        indices=torch.from_numpy(profile.indices),
+        numbers=torch.from_numpy(profile.numbers),
+        crosses=torch.from_numpy(_cross_buckets(words, profile.indices[:, places], config.cross_buckets)),
+        history=torch.from_numpy(history),
+    )
+
+
+def last_codes(
+    histories: Sequence[Sequence[ndarray] | ndarray], *, last: int, levels: int
+) -> Int64[ndarray, "queries last levels"]:
+    """The codes of the `last` documents of each history, the latest in the last place; -1 fills the front."""
+    out = np.full((len(histories), last, levels), -1, np.int64)
+    for row, history in enumerate(histories):
+        for place, codes in enumerate(reversed(history[-last:]), 1):
+            out[row, -place] = codes
+    return out
+
+
+def codes_of(semantic_id: str, levels: int, size: int) -> Int64[ndarray, " levels"] | None:
+    """The codes of a semantic ID "c0-c1-...-suffix"; None when it is not of these codebooks."""
+    parts = semantic_id.split("-")
+    if len(parts) != levels + 1 or not all(part.isdecimal() for part in parts):
+        return None
+    codes = np.array(parts[:levels], np.int64)
+    return codes if (codes < size).all() else None
+
+
+def _cross_buckets(
+    words: ImportantWords, indices: ndarray, buckets: int
+) -> Int64[ndarray, "queries crosses"]:
+    """A bucket for each pair of a query's most important word and a profile value; -1: one is missing."""
+    if not indices.shape[1]:
+        return np.zeros(indices.shape, np.int64)
+    # The multipliers are those of splitmix64.
+    mixed = words.hashes[:, :1] ^ (
+        (indices.astype(np.uint64) + np.arange(1, 1 + indices.shape[1], dtype=np.uint64) * np.uint64(1 << 32))
+        * np.uint64(0x9E3779B97F4A7C15)
+    )
+    mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
+    valid = (words.importances[:, :1] != NO_WORD) & (indices != MISSING)
+    return np.where(valid, (mixed >> np.uint64(20)) % np.uint64(buckets), -1).astype(np.int64)
+
+
+# --- files ------------------------------------------------------------------------------------------------
+
+
+def _save(
+    folder: Path,
+    network: DocumentNetwork | QueryNetwork,
+    config: Config,
+    encodings: dict[str, Sequence[Encoding]],
+) -> None:
+    """Write the weights of a side, its config, its fitted features, and the shape of its semantic IDs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
+    (folder / WEIGHTS_FILE).write_bytes(safetensors.save(weights))
+    ids = network.semantic_ids
+    facts = {
+        "config": dump(config),
+        "dim": network.dim,
+        "semantic_ids": None if ids is None else [ids.levels, ids.codes, ids.dim],
+        **{name: dump_encodings(fitted) for name, fitted in encodings.items()},
+    }
+    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def _load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and facts of a side; ArtifactError when there are none."""
+    if not (folder / FACTS_FILE).exists():
+        raise ArtifactError(f"{folder} holds no trained fusion: {FACTS_FILE} is missing; run the stage fuse")
+    facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
+    return safetensors.load((folder / WEIGHTS_FILE).read_bytes()), facts
+
+
+def _empty_tables(facts: dict[str, Any]) -> SemanticIds | None:
+    """Tables of semantic IDs in the shape of the weights; None where a side has none."""
+    return None if facts["semantic_ids"] is None else SemanticIds(torch.zeros(facts["semantic_ids"]))

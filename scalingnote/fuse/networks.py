@@ -1,0 +1,332 @@
+"""The networks of fusion: an embedding and features in, an embedding out that works without the features.
+
+    out = unit(embedding + gate * network(embedding, features))        gate starts at 0 (ReZero)
+
+:class:`DocumentNetwork` and :class:`QueryNetwork` give their features to :class:`ResidualFusion` as slots. A
+learnt row replaces a missing feature. Where all features are missing, the embedding is returned bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor, nn
+
+from scalingnote.fuse.config import Cross, DocumentSide, History, Mlp, Network, QuerySide, Vector
+from scalingnote.fuse.feature_encoding import MISSING, Encoding
+
+# The values of a feature, and which rows have one.
+Slot = tuple[Float[Tensor, "rows _"], Bool[Tensor, " rows"]]
+NO_WORD = -1.0  # importance in a place where a query has no further word
+WORD_STATISTICS = 4  # numbers beside the mean of a query's words, see _word_slot
+
+
+# --- inputs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Inputs of :class:`DocumentNetwork`."""
+
+    embeddings: Float[Tensor, "docs dim"]  # of unit length
+    codes: Int[Tensor, "docs levels"]  # -1 in all levels: no semantic ID
+    buckets: Int[Tensor, " docs"]  # of the hashed doc_id
+    indices: Int[Tensor, "docs indices"]  # of declared features, see feature_encoding
+    numbers: Float[Tensor, "docs numbers"]
+
+    def to(self, device: torch.device) -> "Documents":
+        """A copy on a device."""
+        return Documents(**{name: part.to(device) for name, part in vars(self).items()})
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Inputs of :class:`QueryNetwork`."""
+
+    embeddings: Float[Tensor, "queries dim"]  # of unit length
+    words: Int64[Tensor, "queries words"]  # buckets
+    importances: Float[Tensor, "queries words"]  # NO_WORD where there is no word
+    indices: Int[Tensor, "queries indices"]  # of the profile
+    numbers: Float[Tensor, "queries numbers"]
+    crosses: Int64[Tensor, "queries crosses"]  # buckets; -1 is missing
+    history: Int64[Tensor, "queries last levels"]  # codes, the latest document last; -1 is no document
+
+    def to(self, device: torch.device) -> "Queries":
+        """A copy on a device."""
+        return Queries(**{name: part.to(device) for name, part in vars(self).items()})
+
+
+# --- parts of both sides ----------------------------------------------------------------------------------
+
+
+class ResidualFusion(nn.Module):
+    """The residual network of one side; without features it is the identity.
+
+    Args:
+        config: of the network.
+        dim: of the embeddings.
+        widths: of the features.
+        hide: probability with which training replaces a feature of a row as if it were missing.
+    """
+
+    def __init__(self, config: Network, *, dim: int, widths: Sequence[int], hide: float = 0.0) -> None:
+        super().__init__()
+        self._hide = hide
+        self.missing = nn.ParameterList([nn.Parameter(torch.zeros(width)) for width in widths])
+        self.network = _network(config, width=dim + sum(widths), dim=dim) if widths else None
+        self.gate = nn.Parameter(torch.zeros(dim)) if widths else None
+
+    def forward(
+        self, embeddings: Float[Tensor, "rows dim"], features: Sequence[Slot]
+    ) -> Float[Tensor, "rows dim"]:
+        """Fused embeddings of unit length; `features` in the order of `widths`."""
+        if self.network is None or self.gate is None:
+            return embeddings
+        present = torch.stack([known for _, known in features], dim=1)
+        if self.training and self._hide:
+            present = present & (torch.rand(present.shape, device=present.device) >= self._hide)
+        slots = [
+            torch.where(known[:, None], values, missing)
+            for (values, _), known, missing in zip(features, present.unbind(1), self.missing, strict=True)
+        ]
+        # The correction is small at first: bfloat16 is exact enough for it, but not for the sum.
+        correction = self.network(torch.cat([embeddings, *slots], dim=1)).float()
+        fused = F.normalize(embeddings + self.gate * correction, dim=-1)
+        return torch.where(present.any(dim=1, keepdim=True), fused, embeddings)
+
+
+def _network(config: Network, *, width: int, dim: int) -> nn.Module:
+    """A network from `width` inputs to `dim` outputs."""
+    match config:
+        case Mlp():
+            return _layers(width, config.hidden, dim)
+        case Cross():
+            return nn.Sequential(
+                *(_CrossLayers(width, config.layers, config.rank), _layers(width, config.hidden, dim))
+            )
+
+
+def _layers(width: int, hidden: Sequence[int], dim: int) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for size in hidden:
+        parts += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    return nn.Sequential(*parts, nn.Linear(width, dim))
+
+
+class _CrossLayers(nn.Module):
+    """x' = x0 * (U V x + b) + x, the low-rank cross layer (Wang et al. 2021, Eq. 2)."""
+
+    def __init__(self, width: int, layers: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Linear(width, rank, bias=False) for _ in range(layers)])
+        self.up = nn.ModuleList([nn.Linear(rank, width) for _ in range(layers)])
+
+    def forward(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        start = x
+        for down, up in zip(self.down, self.up, strict=True):
+            x = start * up(down(x)) + x
+        return x
+
+
+class SemanticIds(nn.Module):
+    """Embeddings of semantic IDs: the sum of a row per level, from tables that start as the codebooks."""
+
+    def __init__(self, codebooks: Float[Tensor, "levels codes dim"]) -> None:
+        super().__init__()
+        self.levels, self.codes, self.dim = codebooks.shape
+        self.tables = nn.Parameter(codebooks.detach().clone().flatten(0, 1))
+
+    def forward(self, codes: Int[Tensor, "*rows levels"]) -> Float[Tensor, "*rows dim"]:
+        """The sum over levels; a code of -1 adds nothing."""
+        valid = codes >= 0
+        rows = codes.clamp(min=0) + torch.arange(self.levels, device=codes.device) * self.codes
+        return (F.embedding(rows, self.tables) * valid.unsqueeze(-1)).sum(dim=-2)
+
+
+class HashTable(nn.Module):
+    """An embedding per bucket; bucket -1 is a missing value."""
+
+    def __init__(self, buckets: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.rows = nn.Parameter(torch.randn(buckets, width) * width**-0.5)
+
+    def forward(self, bucket: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows width"]:
+        """The embedding of each bucket."""
+        return F.embedding(bucket.clamp(min=0), self.rows)
+
+
+class FeatureColumns(nn.Module):
+    """Slots of the declared features."""
+
+    def __init__(self, encodings: Sequence[Encoding]) -> None:
+        super().__init__()
+        self._sizes = [encoding.numbers for encoding in encodings if encoding.numbers]
+        self.tables = nn.ModuleList([HashTable(e.size, _width(e)) for e in encodings if e.size])
+        self.widths = [_width(e) for e in encodings if e.size] + self._sizes
+
+    def forward(
+        self, indices: Int[Tensor, "rows indices"], numbers: Float[Tensor, "rows numbers"]
+    ) -> list[Slot]:
+        """First the features with a table, then the others, both in the order of declaration."""
+        slots = [
+            (table(index), index != MISSING)
+            for table, index in zip(self.tables, indices.unbind(1), strict=True)
+        ]
+        for values in numbers.split(self._sizes, dim=1) if self._sizes else ():
+            slots.append((values.nan_to_num(), ~values.isnan().any(dim=1)))
+        return slots
+
+
+def _width(encoding: Encoding) -> int:
+    assert not isinstance(encoding.feature, Vector)
+    return int(getattr(encoding.feature, "width"))  # noqa: B009  # only the kinds with a table have it
+
+
+# --- the two sides ----------------------------------------------------------------------------------------
+
+
+class DocumentNetwork(nn.Module):
+    """Final document embeddings from embedding, semantic ID, hashed id and declared features.
+
+    Args:
+        config: features and network of the side.
+        encodings: fitted, of the declared features.
+        dim: of the embeddings.
+        semantic_ids: the tables, which the query side shares.
+        seen: buckets of the ids in training; an id in another bucket is missing, as its row is random.
+        hide: see :class:`ResidualFusion`.
+    """
+
+    seen: Bool[Tensor, " buckets"]
+
+    def __init__(
+        self,
+        config: DocumentSide,
+        encodings: Sequence[Encoding],
+        *,
+        dim: int,
+        semantic_ids: SemanticIds | None,
+        seen: Bool[Tensor, " buckets"] | None = None,
+        hide: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.semantic_ids = semantic_ids if config.semantic_ids else None
+        self.dim, widths = dim, [dim] * config.semantic_ids
+        self.ids = None
+        if config.ids:
+            self.ids = HashTable(config.ids.buckets, config.ids.width)
+            seen = torch.ones(config.ids.buckets, dtype=torch.bool) if seen is None else seen
+            widths.append(config.ids.width)
+        self.register_buffer("seen", seen if config.ids else None)
+        self.columns = FeatureColumns(encodings)
+        widths += self.columns.widths
+        self.fusion = ResidualFusion(config.network, dim=dim, widths=widths, hide=hide)
+
+    def forward(self, documents: Documents) -> Float[Tensor, "docs dim"]:
+        """Rows without any feature keep their embedding, bit for bit."""
+        slots: list[Slot] = []
+        if self.semantic_ids is not None:
+            slots.append((self.semantic_ids(documents.codes), (documents.codes >= 0).all(dim=1)))
+        if self.ids is not None:
+            slots.append((self.ids(documents.buckets), self.seen[documents.buckets]))
+        slots += self.columns(documents.indices, documents.numbers)
+        fused: Tensor = self.fusion(documents.embeddings, slots)
+        return fused
+
+
+class QueryNetwork(nn.Module):
+    """Final query embeddings from embedding, planner's words, profile, crosses and history of the user.
+
+    Args:
+        config: features and network of the side.
+        encodings: fitted, of the profile.
+        dim: of the embeddings.
+        semantic_ids: the tables, which the document side shares; needed for a history.
+        hide: see :class:`ResidualFusion`.
+    """
+
+    def __init__(
+        self,
+        config: QuerySide,
+        encodings: Sequence[Encoding],
+        *,
+        dim: int,
+        semantic_ids: SemanticIds | None,
+        hide: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.dim, widths = dim, list[int]()
+        self.words = self.semantic_ids = self.pool = self.crosses = None
+        if config.planner:
+            self.words = HashTable(config.planner.buckets, config.planner.width)
+            widths.append(config.planner.width + WORD_STATISTICS)
+        self.columns = FeatureColumns(encodings)
+        widths += self.columns.widths
+        if config.crosses:
+            self.crosses = HashTable(config.cross_buckets, config.cross_width)
+            widths += [config.cross_width] * len(config.crosses)
+        if config.history:
+            assert semantic_ids is not None, "a history needs the tables of semantic IDs"
+            self.semantic_ids, self.pool = semantic_ids, _HistoryPool(config.history, dim)
+            widths += [dim, dim]
+        self.fusion = ResidualFusion(config.network, dim=dim, widths=widths, hide=hide)
+
+    def forward(self, queries: Queries) -> Float[Tensor, "queries dim"]:
+        """Rows without any feature keep their embedding, bit for bit."""
+        slots: list[Slot] = []
+        if self.words is not None:
+            slots.append(_word_slot(self.words(queries.words), queries.importances))
+        slots += self.columns(queries.indices, queries.numbers)
+        if self.crosses is not None:
+            slots += [(self.crosses(bucket), bucket >= 0) for bucket in queries.crosses.unbind(1)]
+        if self.pool is not None and self.semantic_ids is not None:
+            valid = (queries.history >= 0).all(dim=2)
+            pooled = self.pool(queries.embeddings, self.semantic_ids(queries.history), valid)
+            # The history alone, and its product with the query: the part of it that bears on the query.
+            slots += [(value, valid.any(dim=1)) for value in (pooled, pooled * queries.embeddings)]
+        fused: Tensor = self.fusion(queries.embeddings, slots)
+        return fused
+
+
+def _word_slot(
+    words: Float[Tensor, "queries words width"], importances: Float[Tensor, "queries words"]
+) -> Slot:
+    """The words' mean, weighted by importance; their number, highest and mean importance, and its ratio."""
+    valid = importances != NO_WORD
+    weights = importances * valid
+    total, count = weights.sum(dim=1), valid.sum(dim=1)
+    top = weights.amax(dim=1)
+    mean = (words * weights.unsqueeze(2)).sum(dim=1) / total.clamp(min=1e-6).unsqueeze(1)
+    statistics = [count / valid.shape[1], top, total / count.clamp(min=1), top / total.clamp(min=1e-6)]
+    return torch.cat([mean, torch.stack(statistics, dim=1)], dim=1), count > 0
+
+
+class _HistoryPool(nn.Module):
+    """Pools the documents of a history to one vector: their mean, or attention by the query."""
+
+    def __init__(self, config: History, dim: int) -> None:
+        super().__init__()
+        self.ask = self.recent = None
+        if config.pool == "attention":
+            # Starts as the cosine of query and document: tables of semantic IDs start as the centroids.
+            self.ask = nn.Linear(dim, dim, bias=False)
+            nn.init.eye_(self.ask.weight)
+            self.recent = nn.Parameter(torch.zeros(config.last))
+
+    def forward(
+        self,
+        queries: Float[Tensor, "queries dim"],
+        documents: Float[Tensor, "queries last dim"],
+        valid: Bool[Tensor, "queries last"],
+    ) -> Float[Tensor, "queries dim"]:
+        if self.ask is None or self.recent is None:
+            weights = valid / valid.sum(dim=1, keepdim=True).clamp(min=1)
+        else:
+            scores = torch.einsum("qd,qld->ql", self.ask(queries), documents) + self.recent
+            # Not -inf, whose softmax is NaN for a user without history.
+            weights = scores.masked_fill(~valid, -1e9).softmax(dim=1) * valid
+        return torch.einsum("ql,qld->qd", weights.float(), documents)

@@ -1,0 +1,345 @@
+"""Access control of the gateway, for HTTP and gRPC alike: API keys, rate limits, limits of load and size.
+
+    request id ─► API key ─► rate of this client ─► requests in flight ─► size and type of the body ─► API
+
+A gateway replica has one :class:`Admission`, so the limits count requests of both protocols together.
+:class:`AccessMiddleware` applies it to HTTP and reports every request when it is answered. It is plain ASGI
+because it runs for every request.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from scalingnote.errors import ConfigError
+from scalingnote.serve_config import LOOPBACK, Limits
+
+Message = MutableMapping[str, Any]
+Header = tuple[bytes, bytes]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+RequestCallback = Callable[[str, Mapping[str, Any], int, float], None]  # path, state, status, seconds
+
+MAX_CLIENTS = 10_000  # clients whose rates are remembered
+MIN_KEY_CHARS = 16
+PUBLIC_PATHS = ("/", "/healthz", "/openapi.json")  # these and the page need no key: nothing in them is secret
+PAGE_PREFIX = "/page/"
+ADMIN_PREFIX = "/admin/"
+CLIENT_CLOSED_REQUEST = 499  # status of nginx and Ray Serve for a request whose client went away
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+
+class RefusedError(Exception):
+    """A request that is not answered; the client gets a :class:`~scalingnote.serve.messages.Refusal`.
+
+    Args:
+        status: of HTTP; gRPC has a code for each.
+        code: for programs, one word.
+        message: for people.
+        field: of the request, where one field is the reason.
+        retry_after_s: seconds after which the same request may succeed.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        field: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message = status, code, message
+        self.field, self.retry_after_s = field, retry_after_s
+
+
+def invalid(message: str, field: str | None = None) -> RefusedError:
+    """422: the request is wrong, and would be for any server."""
+    return RefusedError(422, "invalid", message, field)
+
+
+def not_found(message: str) -> RefusedError:
+    """404."""
+    return RefusedError(404, "not_found", message)
+
+
+def conflict(message: str) -> RefusedError:
+    """409: this server is not configured to do that."""
+    return RefusedError(409, "conflict", message)
+
+
+def unavailable(message: str) -> RefusedError:
+    """503: a later attempt may succeed."""
+    return RefusedError(503, "unavailable", message, retry_after_s=1)
+
+
+def validation_refusal(problems: Sequence[Mapping[str, Any]]) -> RefusedError:
+    """422 with the first of pydantic's `problems`; the input is left out, as JSON cannot spell NaN."""
+    first, *more = problems
+    field = ".".join(str(step) for step in first["loc"]) or None
+    return invalid(first["msg"] + (f" (and {len(more)} more)" if more else ""), field)
+
+
+def refusal_body(refused: RefusedError, request_id: str) -> dict[str, Any]:
+    """The JSON body of every refusal."""
+    problem = {"code": refused.code, "message": refused.message, "field": refused.field}
+    return {"error": problem, "request_id": request_id}
+
+
+# --- admission --------------------------------------------------------------------------------------------
+
+
+class Admission:
+    """Counts the requests in flight, and the rate of each client by a token bucket.
+
+    Args:
+        limits: of load, rate and size.
+        keys: SHA-256 digests of the API keys, see :func:`read_keys`; None: no key is needed.
+        is_open: without keys, clients on other machines are allowed (``serve.open``).
+    """
+
+    def __init__(
+        self, limits: Limits, keys: frozenset[bytes] | None = None, *, is_open: bool = False
+    ) -> None:
+        self._limits, self._keys, self._is_open = limits, keys, is_open
+        self.in_flight = 0
+        # By address or digest of the key: tokens left, and the time at which they were counted.
+        self._buckets: OrderedDict[str | bytes, tuple[float, float]] = OrderedDict()
+
+    @contextmanager
+    def count_request(self) -> Iterator[None]:
+        """Count a request as in flight."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def admit(self, authorization: bytes, address: str, *, size: int = 0, public: bool = False) -> None:
+        """Raise RefusedError unless a request is allowed.
+
+        Args:
+            authorization: the header of that name, empty without one.
+            address: of the client, without its port.
+            size: bytes of the body, as far as they are known.
+            public: no key is needed, and no rate is counted: a page is many files, and behind a proxy all
+                its readers may share one address.
+        """
+        wait_s = 0.0 if public else self._take_token(self._client(authorization, address))
+        if wait_s > 0:
+            rate = f"{self._limits.rate:g} requests a second"
+            raise RefusedError(429, "rate_limited", f"more than {rate} of one client", None, int(wait_s) + 1)
+        if self.in_flight > self._limits.in_flight:
+            raise RefusedError(503, "unavailable", "too many requests at once: try again", None, 1)
+        self.check_size(size)
+
+    def check_size(self, size: int) -> None:
+        """Raise RefusedError when a body is larger than ``limits.max_body_bytes``."""
+        limit = self._limits.max_body_bytes
+        if size > limit:
+            message = f"the body is larger than {limit:,} bytes: send less at once"
+            raise RefusedError(413, "too_large", message)
+
+    def admit_admin(self, address: str, host: bytes, origin: bytes) -> None:
+        """Raise RefusedError unless a request for ``/admin`` is allowed; called after :meth:`admit`.
+
+        A key is enough. Without keys only this machine may administer. In a browser on this machine any
+        page could send such a request: a page of another site has another `origin`, and a name that was
+        pointed to this address (DNS rebinding) is another `host`.
+        """
+        if self._keys is not None:
+            return
+        if self._is_open:
+            raise RefusedError(
+                403, "forbidden", "this service is open to others: set serve.api_keys for /admin"
+            )
+        host_name = _host_name(host)
+        if address not in LOOPBACK or host_name not in LOOPBACK:
+            source = f"from {address} for {host_name or 'no host'}"
+            message = f"without serve.api_keys /admin is for this machine alone, not {source}"
+            raise RefusedError(403, "forbidden", message)
+        if origin and origin.rpartition(b"//")[2] != host:
+            raise RefusedError(403, "forbidden", "/admin is not for pages of other sites")
+
+    def _client(self, authorization: bytes, address: str) -> str | bytes:
+        """The key of the client's rate: its API key's digest, or its address where no key is needed."""
+        if self._keys is None:
+            return address
+        digest = hashlib.sha256(authorization.removeprefix(b"Bearer ").strip()).digest()
+        if digest not in self._keys:
+            raise RefusedError(401, "unauthorized", "send an API key: Authorization: Bearer KEY")
+        return digest
+
+    def _take_token(self, client: str | bytes) -> float:
+        """Take a token of the client's bucket; seconds until there is one, 0 if one was taken."""
+        rate, burst = self._limits.rate, float(self._limits.burst)
+        if rate is None:
+            return 0.0
+        now = time.monotonic()
+        tokens, counted_at = self._buckets.pop(client, (burst, now))
+        tokens = min(burst, tokens + (now - counted_at) * rate)
+        allowed = tokens >= 1
+        self._buckets[client] = (tokens - allowed, now)
+        if len(self._buckets) > MAX_CLIENTS:
+            self._buckets.popitem(last=False)  # the client idle for longest most likely has a full bucket
+        return 0.0 if allowed else (1 - tokens) / rate
+
+
+def read_keys(path: str | None) -> frozenset[bytes] | None:
+    """Digests of the API keys in a file, one a line; ConfigError when it has none or a short one."""
+    if path is None:
+        return None
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise ConfigError(f"serve.api_keys {path} cannot be read: {error.strerror}") from None
+    if not lines or min(map(len, lines)) < MIN_KEY_CHARS:
+        raise ConfigError(
+            f"serve.api_keys {path}: write one key a line, each of {MIN_KEY_CHARS} characters or more"
+        )
+    return frozenset(hashlib.sha256(line.encode()).digest() for line in lines)
+
+
+def request_id(header: bytes) -> str:
+    """The id that a client sent, if it is short and printable; else a new one."""
+    if 0 < len(header) <= 64 and header.isascii() and header.decode().isprintable() and b" " not in header:
+        return header.decode()
+    return uuid.uuid4().hex
+
+
+def _host_name(host: bytes) -> str:
+    """The name in a Host header, without its port and without the brackets of an IPv6 address."""
+    name = host.decode("latin-1")
+    return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+
+
+# --- HTTP -------------------------------------------------------------------------------------------------
+
+
+class AccessMiddleware:
+    """ASGI middleware that admits requests; `scope["state"]` has the `request_id`, the API adds to it.
+
+    Args:
+        app: the ASGI application behind it.
+        admission: shared with the gRPC side.
+        on_done: called for each request after its answer, with the route's path and `scope["state"]`.
+        in_serve: Ray Serve writes the header ``x-request-id`` itself.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        admission: Admission,
+        on_done: RequestCallback | None = None,
+        in_serve: bool = False,
+    ) -> None:
+        self._app, self._admission, self._on_done, self._in_serve = app, admission, on_done, in_serve
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status: int | None = None  # until an answer begins
+        headers = dict(scope["headers"])
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id(headers.get(b"x-request-id", b""))
+        id_header = () if self._in_serve else ((b"x-request-id", state["request_id"].encode()),)
+        too_large: RefusedError | None = None
+        refusal_sent, received_bytes = False, 0
+
+        async def receive_limited() -> Message:  # a chunked body does not announce its length
+            nonlocal too_large, received_bytes
+            message = await receive()
+            received_bytes += len(message.get("body", b""))
+            try:
+                self._admission.check_size(received_bytes)
+            except RefusedError as refused:
+                too_large = refused
+                return {"type": "http.disconnect"}
+            return message
+
+        async def send_answer(message: Message) -> None:
+            nonlocal status
+            if too_large and not refusal_sent:  # in place of the API's answer to half a body
+                await refuse(too_large)
+            elif not too_large:
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                    message["headers"] = [*message.get("headers", ()), *id_header]
+                await send(message)
+
+        async def refuse(refused: RefusedError) -> None:
+            nonlocal status, refusal_sent
+            refusal_sent, status, state["refused"] = True, refused.status, refused.code
+            await _send_refusal(refused, state["request_id"], id_header, send)
+
+        with self._admission.count_request():
+            try:
+                self._admit(scope, headers)
+                await self._app(scope, receive_limited, send_answer)
+            except RefusedError as refused:
+                await refuse(refused)
+            except asyncio.CancelledError:
+                status = status or CLIENT_CLOSED_REQUEST
+                raise
+            finally:
+                if self._on_done is not None:
+                    # The route's pattern: paths with ids in them would be a metric label each.
+                    path = getattr(scope.get("route"), "path", "other")
+                    self._on_done(path, state, status or 500, time.perf_counter() - started)
+
+    def _admit(self, scope: Message, headers: dict[bytes, bytes]) -> None:
+        path = scope["path"]
+        if path == "/healthz":
+            return  # health checks must pass on an overloaded server, too
+        length = headers.get(b"content-length", b"")
+        address = (scope.get("client") or ("",))[0]
+        self._admission.admit(
+            headers.get(b"authorization", b""),
+            address,
+            size=int(length) if length.isdigit() else 0,
+            public=path in PUBLIC_PATHS or path.startswith(PAGE_PREFIX),
+        )
+        if path.startswith(ADMIN_PREFIX):
+            self._admission.admit_admin(address, headers.get(b"host", b""), headers.get(b"origin", b""))
+        has_body = length not in {b"", b"0"} or b"transfer-encoding" in headers
+        content_type = headers.get(b"content-type", b"of no content-type")
+        if has_body and not _is_json(content_type):
+            shown = content_type[:100].decode("latin-1")
+            message = f"the body is {shown}: send content-type: application/json"
+            raise RefusedError(415, "unsupported_media_type", message)
+
+
+def _is_json(content_type: bytes) -> bool:
+    kind = content_type.partition(b";")[0].strip().lower()
+    return kind == b"application/json" or (kind.startswith(b"application/") and kind.endswith(b"+json"))
+
+
+async def _send_refusal(
+    refused: RefusedError, request_id: str, id_header: Iterable[Header], send: Send
+) -> None:
+    body = json.dumps(refusal_body(refused, request_id)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *id_header,
+    ]
+    if refused.retry_after_s is not None:
+        headers.append((b"retry-after", str(refused.retry_after_s).encode()))
+    if refused.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

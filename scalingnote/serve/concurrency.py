@@ -1,0 +1,220 @@
+"""Asynchronous calls of the service: batches, deadlines, replicas or local objects, periodic tasks.
+
+ThreadBatcher      batches calls and works in a thread, so that the event loop stays free
+LoopBatcher        batches calls and works in the event loop: for work that is shorter than waking a
+                   thread, which then would wait for the interpreter's lock at every step
+gather_in_time     several calls at once, without those that fail or exceed the deadline
+LocalHandle        calls an object of this process the way a Ray Serve deployment is called
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+from ray.serve.handle import DeploymentHandle
+
+from scalingnote.serve.telemetry import get_logger
+
+Input = TypeVar("Input")
+Output = TypeVar("Output")
+T = TypeVar("T")
+log = get_logger()
+
+
+# --- batches ----------------------------------------------------------------------------------------------
+
+
+class ThreadBatcher(Generic[Input, Output]):
+    """Batches the calls of one event loop: those that arrive during a batch form the next one.
+
+    A single call never waits for others, and concurrent calls share one pass.
+
+    Args:
+        work: for each input of a batch its output, or the error to raise for that call alone.
+        max_batch: inputs of a batch.
+    """
+
+    def __init__(
+        self, work: Callable[[Sequence[Input]], Sequence[Output | Exception]], *, max_batch: int
+    ) -> None:
+        self._work, self._max_batch = work, max_batch
+        self._waiting: list[tuple[Input, asyncio.Future[Output]]] = []
+        self._thread = ThreadPoolExecutor(1, "batcher")
+        self._busy = False
+
+    async def __call__(self, value: Input) -> Output:
+        """The output for one input."""
+        result: asyncio.Future[Output] = asyncio.get_running_loop().create_future()
+        self._waiting.append((value, result))
+        if not self._busy:
+            self._start_batch(result.get_loop())
+        return await result
+
+    async def run_between_batches(self, work: Callable[[], T]) -> T:
+        """Run other work in the same thread, between two batches."""
+        return await asyncio.wrap_future(self._thread.submit(work))
+
+    def _start_batch(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting = [(value, result) for value, result in self._waiting if not result.done()]  # not cancelled
+        batch, self._waiting = waiting[: self._max_batch], waiting[self._max_batch :]
+        self._busy = bool(batch)
+        if batch:
+            done = self._thread.submit(self._work, [value for value, _ in batch])
+            done.add_done_callback(
+                lambda done: loop.call_soon_threadsafe(self._finish_batch, loop, [r for _, r in batch], done)
+            )
+
+    def _finish_batch(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        results: Sequence[asyncio.Future[Output]],
+        done: Future[Sequence[Output | Exception]],
+    ) -> None:
+        failed = done.exception()
+        _set_results(results, [failed] * len(results) if failed is not None else done.result())
+        self._start_batch(loop)
+
+
+class LoopBatcher(Generic[Input, Output]):
+    """Batches the calls of two turns of the event loop; a single call waits for one idle turn.
+
+    Under load two turns bring twice as many calls as one, and eight searches in one batch take two thirds of
+    the time of four and four.
+
+    Args:
+        work: for each input of a batch its output, or the error to raise for that call alone.
+        max_batch: inputs of a batch.
+    """
+
+    def __init__(
+        self, work: Callable[[Sequence[Input]], Sequence[Output | Exception]], *, max_batch: int
+    ) -> None:
+        self._work, self._max_batch = work, max_batch
+        self._waiting: list[tuple[Input, asyncio.Future[Output]]] = []
+
+    async def __call__(self, value: Input) -> Output:
+        """The output for one input."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[Output] = loop.create_future()
+        self._waiting.append((value, result))
+        if len(self._waiting) == 1:  # scheduled twice: after the rest of this turn, and after the next
+            loop.call_soon(loop.call_soon, self._run_batch, loop)
+        return await result
+
+    def _run_batch(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting = [(value, result) for value, result in self._waiting if not result.done()]
+        batch, self._waiting = waiting[: self._max_batch], waiting[self._max_batch :]
+        outputs: Sequence[Output | Exception]
+        try:
+            outputs = self._work([value for value, _ in batch])
+        except Exception as error:
+            outputs = [error] * len(batch)
+        _set_results([result for _, result in batch], outputs)
+        if self._waiting:  # other tasks get a turn between two batches
+            loop.call_soon(self._run_batch, loop)
+
+
+def _set_results(
+    results: Sequence[asyncio.Future[Output]], outputs: Sequence[Output | BaseException]
+) -> None:
+    for result, output in zip(results, outputs, strict=True):
+        if result.done():  # the caller was cancelled
+            continue
+        if isinstance(output, BaseException):
+            result.set_exception(output)
+        else:
+            result.set_result(output)
+
+
+# --- calls of replicas ------------------------------------------------------------------------------------
+
+
+class LocalHandle:
+    """Calls the asynchronous methods of a local object as ``handle.method.remote(...)``.
+
+    With it the gateway's code does not depend on whether a part runs in the gateway or in replicas.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self.target, name))
+
+
+Handle = DeploymentHandle[Any] | LocalHandle
+
+
+async def broadcast(handle: Handle, method: str, *args: Any) -> list[Any]:
+    """Call a method of every replica; all results."""
+    if isinstance(handle, LocalHandle):
+        return [await getattr(handle, method).remote(*args)]
+    return list(await asyncio.to_thread(handle.broadcast(method, *args).results))
+
+
+async def gather_in_time(calls: Sequence[Awaitable[T]], *, deadline_s: float) -> list[T | None]:
+    """Results in the order of `calls`; None where a call failed or took longer than `deadline_s`.
+
+    The calls run concurrently, so this returns after `deadline_s` at the latest.
+    """
+    if len(calls) == 1:  # without a task of its own, which would double the cost of a single call
+        return [await _in_time(0, calls[0], deadline_s)]
+    return await asyncio.gather(*(_in_time(n, call, deadline_s) for n, call in enumerate(calls)))
+
+
+async def _in_time(number: int, call: Awaitable[T], deadline_s: float) -> T | None:
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await call
+    except TimeoutError:
+        log.warning("call %d of the fan-out took longer than %.3gs and was left out", number, deadline_s)
+    except Exception:  # an error of one shard must not cost the results of the others
+        log.exception("call %d of the fan-out failed and was left out", number)
+    return None
+
+
+class RequestTimer:
+    """Times the steps of a request, and the seconds left until its deadline."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._start = self._step_start = time.perf_counter()
+        self._end = self._start + deadline_s
+
+    def step_ms(self) -> float:
+        """Milliseconds since the end of the step before."""
+        before, self._step_start = self._step_start, time.perf_counter()
+        return round(1000 * (self._step_start - before), 3)
+
+    def total_ms(self) -> float:
+        """Milliseconds since the start."""
+        return round(1000 * (time.perf_counter() - self._start), 3)
+
+    def left_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._end - time.perf_counter())
+
+
+# --- periodic tasks ---------------------------------------------------------------------------------------
+
+
+async def run_periodically(task: Callable[[], Awaitable[object]], *, interval_s: float, name: str) -> None:
+    """Run a task every `interval_s` seconds until cancelled, whether it fails or not.
+
+    A series of failures is logged once, with the first error, and once when it is over.
+    """
+    failed = False
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await task()
+        except Exception:
+            if not failed:
+                log.exception("%s failed; it is tried again every %g s", name, interval_s)
+            failed = True
+        else:
+            if failed:
+                log.info("%s works again", name)
+            failed = False

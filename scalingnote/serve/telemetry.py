@@ -1,0 +1,227 @@
+"""What the gateway records of requests: metrics, the access log, traces, and the log of replicas.
+
+Metrics go through Ray, and every node exports those of its replicas for Prometheus (prefixed with ``ray_``):
+
+    scalingnote_request_ms                path, status, arm: its count is that of requests
+    scalingnote_step_ms                   step (encode, search), arm: of one search in eight, by turns
+    scalingnote_partial_answers_total     arm
+    scalingnote_refused_total             code
+    scalingnote_in_flight                 requests that a gateway replica works on
+    scalingnote_canary_recall             share of the exact best that the index found, per query
+    scalingnote_index_documents           version
+
+Traces go through OpenTelemetry: Serve opens a span for a request, the steps of a search are its children.
+Serve's environment decides whether and how often a request is traced (docs/operations.md).
+"""
+
+import logging
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import cycle
+from typing import Any
+
+import ray
+from opentelemetry import trace
+from opentelemetry.sdk.trace import SpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from ray.serve import metrics
+from ray.serve.schema import LoggingConfig
+
+from scalingnote.experiment.access_writer import AccessWriter
+
+BUCKETS_MS = [0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 2000, 5000]
+BUCKETS_RECALL = [0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999]
+EXPORTED_PREFIXES = ("ray_scalingnote_", "ray_serve_")
+STEPS_SAMPLED_ONE_IN = 8  # searches: observing both steps takes longer than a lookup tower's encoding
+SCRAPE_TIMEOUT_S = 2.0
+# Below WARNING Serve formats a line for each request, written or not, which takes a twentieth of a search.
+# Requests are logged by ``serve.access_log``.
+SERVE_LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
+TRACED_ATTRIBUTES = ("request_id", "arm", "index_version", "personalised", "shards", "shards_answered")
+_tracer = trace.get_tracer("scalingnote")
+
+
+def get_logger() -> logging.Logger:
+    """The logger of replicas: from INFO on, into the replica's own log file, whatever Serve's level is."""
+    logger = logging.getLogger("ray.serve.scalingnote")
+    logger.setLevel(logging.INFO)
+    return logger
+
+
+# --- metrics ----------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """Metrics of a gateway replica."""
+
+    def __init__(self) -> None:
+        name, self._version = "scalingnote_{}".format, ""
+        self._samples_steps = cycle([True, *[False] * (STEPS_SAMPLED_ONE_IN - 1)])
+        self._request_ms = metrics.Histogram(
+            name("request_ms"),
+            "milliseconds of a request in the gateway",
+            boundaries=BUCKETS_MS,
+            tag_keys=("path", "status", "arm"),  # type: ignore[arg-type]  # Ray says tuple[str]
+        )
+        self._step_ms = metrics.Histogram(
+            name("step_ms"),
+            "milliseconds of a step of a search",
+            boundaries=BUCKETS_MS,
+            tag_keys=("step", "arm"),  # type: ignore[arg-type]
+        )
+        self._partial = metrics.Counter(
+            name("partial_answers_total"), "answers without some shards", tag_keys=("arm",)
+        )
+        self._refused = metrics.Counter(name("refused_total"), "requests refused", tag_keys=("code",))
+        self._in_flight = metrics.Gauge(name("in_flight"), "requests being worked on")
+        self._recall = metrics.Histogram(
+            name("canary_recall"), "share of the exact best found", boundaries=BUCKETS_RECALL
+        )
+        self._documents = metrics.Gauge(
+            name("index_documents"), "documents of the active version", tag_keys=("version",)
+        )
+
+    def observe_request(self, path: str, status: int, arm: str, seconds: float) -> None:
+        """Count an answered request; `arm` is empty where it was no search."""
+        tags = {"path": path, "status": str(status), "arm": arm}
+        self._request_ms.observe(max(1000 * seconds, 1e-3), tags=tags)
+
+    def observe_search(self, response: Mapping[str, Any]) -> None:
+        """Count an answered search, a :class:`~scalingnote.serve.messages.SearchResponse`."""
+        for step in ("encode", "search") if next(self._samples_steps) else ():
+            step_ms = max(response["timings_ms"][step], 1e-3)
+            self._step_ms.observe(step_ms, tags={"step": step, "arm": response["arm"]})
+        if response["shards_answered"] < response["shards"]:
+            self._partial.inc(tags={"arm": response["arm"]})
+
+    def count_refusal(self, code: str) -> None:
+        """Count a request that was refused."""
+        self._refused.inc(tags={"code": code})
+
+    def set_state(self, *, in_flight: int, version: str, documents: int) -> None:
+        """Set the gauges; called every now and then."""
+        self._in_flight.set(in_flight)
+        if self._version not in ("", version):  # the gauge of the version before would stay at its value
+            self._documents.set(0, tags={"version": self._version})
+        self._version = version
+        self._documents.set(documents, tags={"version": version})
+
+    def observe_recall(self, value: float) -> None:
+        """Recall of a query that was searched again exactly."""
+        self._recall.observe(max(value, 1e-6))
+
+
+def scrape() -> str:
+    """The metrics of this application and of Serve on all nodes, in Prometheus' text format."""
+    return "".join(_scraped_lines())
+
+
+def _scraped_lines() -> Iterator[str]:
+    comments: set[str] = set()
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        try:
+            with urllib.request.urlopen(address, timeout=SCRAPE_TIMEOUT_S) as answer:
+                lines = answer.read().decode().splitlines(keepends=True)
+        except OSError:
+            continue  # the node is shutting down
+        for line in lines:
+            is_comment = line.startswith("# ")  # "# HELP name ...", "# TYPE name ..."
+            name = line.split(" ", 3)[2].strip() if is_comment else line
+            # Every node repeats the comments; Prometheus accepts each once.
+            if name.startswith(EXPORTED_PREFIXES) and not (is_comment and line in comments):
+                comments.add(line)
+                yield line
+
+
+# --- the access log ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class SearchRecord:
+    """A search as the access log shows it; it is part of the request's state until the answer."""
+
+    query: str | None
+    k: int
+    filter: Mapping[str, Any] | None
+    unit: str | None  # of the traffic split; None: the request named its arm
+    arm: str
+    response: Mapping[str, Any] = field(default_factory=dict)
+
+
+class RequestObserver:
+    """Records every answered request in the metrics, and every search in the access log."""
+
+    def __init__(self, metrics: Metrics, log: AccessWriter | None = None) -> None:
+        self._metrics, self._log = metrics, log
+
+    def __call__(self, path: str, state: Mapping[str, Any], status: int, seconds: float) -> None:
+        """Record a request; one over gRPC has the `path` of the same request over HTTP."""
+        record: SearchRecord | None = state.get("record")
+        self._metrics.observe_request(path, status, record.arm if record else "", seconds)
+        if "refused" in state:
+            self._metrics.count_refusal(state["refused"])
+        if record is None:
+            return
+        if record.response:
+            self._metrics.observe_search(record.response)
+        if self._log is not None:
+            self._log.append(_log_line(path, status, seconds, record, state))
+
+
+def _log_line(
+    path: str, status: int, seconds: float, record: SearchRecord, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    response = record.response
+    results = response.get("results", ())
+    return {
+        "time": time.time(),
+        "request_id": state["request_id"],
+        "path": path,
+        "status": status,
+        "arm": record.arm,
+        "unit": record.unit,
+        "query": record.query,
+        "k": record.k,
+        "filter": record.filter,
+        "doc_ids": [hit["doc_id"] for hit in results],
+        "scores": [hit["score"] for hit in results],
+        "personalised": response.get("personalised", False),
+        "index_version": response.get("index_version"),
+        "shards": response.get("shards"),
+        "shards_answered": response.get("shards_answered"),
+        "timings_ms": response.get("timings_ms", {"total": round(1000 * seconds, 3)}),
+        "error": state.get("refused"),
+    }
+
+
+# --- traces -----------------------------------------------------------------------------------------------
+
+
+def otlp() -> list[SpanProcessor]:
+    """Send spans as OTLP over HTTP, with RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH naming this function.
+
+    The exporter reads the address from OTEL_EXPORTER_OTLP_ENDPOINT. Needs ``scalingnote[traces]``.
+    """
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return [BatchSpanProcessor(OTLPSpanExporter())]
+
+
+def trace_search(response: Mapping[str, Any]) -> None:
+    """Add the steps of a search to the span of its request, if that is recorded."""
+    span = trace.get_current_span()
+    if not span.is_recording():
+        return
+    span.set_attributes({f"scalingnote.{name}": response[name] for name in TRACED_ATTRIBUTES})
+    timings_ms = response["timings_ms"]
+    start = time.time_ns() - int(1e6 * timings_ms["total"])
+    for step in ("encode", "search", "rerank"):
+        if timings_ms[step]:
+            end = start + int(1e6 * timings_ms[step])
+            _tracer.start_span(step, start_time=start).end(end)
+            start = end
