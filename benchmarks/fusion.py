@@ -56,12 +56,11 @@ from scalingnote.quantize.job import run as quantize
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, write_table
 from scalingnote.storage.slices import slices
+from scalingnote.train import engine
 from scalingnote.train.checkpoint import Checkpoints
+from scalingnote.train.data import Order, Store
 from scalingnote.train.loop import fit
-from scalingnote.train.order import Order
-from scalingnote.train.prepare import array
-from scalingnote.train.strategies import engine
-from scalingnote.train.stream import Store
+from scalingnote.train.prepare import read_array
 
 FEATURES = [
     {"kind": "categorical", "column": "supplier"},
@@ -168,7 +167,7 @@ def fuse(
         files.append((name, write_table(f"{folder}/{name}", encode(name, asked).table)))
     facts = prepared.finish(config, corpus, queries=files, folder=folder, each=map)
     known = prepared.encodings(folder)
-    seen = torch.from_numpy(array(f"{folder}/{prepared.SEEN}").copy())
+    seen = torch.from_numpy(read_array(f"{folder}/{prepared.SEEN}").copy())
     ids = safetensors.load_file(built["semantic_ids"].file("codebooks.safetensors"))["codebooks"]
     stage = build(config, ids, **known, seen=seen)
     order = Order(facts["sizes"], global_batch=config.global_batch, seed=config.seed)

@@ -34,9 +34,10 @@ from scalingnote.models.shape import PUBLISHED, Shape, of_backbone
 from scalingnote.models.tower import collate
 from scalingnote.scaling.activations import tower_bytes
 from scalingnote.scaling.hardware import GPUS
+from scalingnote.train import engine
+from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import Losses, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.objective import StageOne, Triplets
-from scalingnote.train.strategies import engine
+from scalingnote.train.objective import StageOne
 
 LORA = Lora(rank=16)
 QUERY_TOKENS, DOCUMENT_TOKENS = 24, 256  # means

@@ -25,20 +25,18 @@ import torch
 
 from benchmarks.report import arguments, show, write
 from scalingnote.config import Config
-from scalingnote.distillation import batching
-from scalingnote.distillation.batching import Lesson, LessonBatches
+from scalingnote.distillation import prepare
 from scalingnote.distillation.config import DistillLosses
-from scalingnote.distillation.objective import StageTwo
+from scalingnote.distillation.objective import Lesson, LessonBatches, StageTwo
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import query_tower, tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TowerConfig
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.train import engine
 from scalingnote.train.config import Ranks, Schedule
-from scalingnote.train.order import Order
-from scalingnote.train.strategies import engine
-from scalingnote.train.stream import Store
+from scalingnote.train.data import Order, Store
 
 Row = dict[str, Any]
 VOCABULARY, DIM, LENGTH = 8192, 128, 64
@@ -140,7 +138,7 @@ def measure(
     made: Any, teacher: Encoder, stored: Artifact, texts: list[str], folder: str, options: Any
 ) -> Row:
     """Milliseconds per query seen of both ways, from alternating steps of one student, the first unseen."""
-    sizes = batching.prepare(stored, prompt=made.prompt, folder=folder)
+    sizes = prepare.prepare(stored, prompt=made.prompt, folder=folder)
     order = Order(sizes, global_batch=options.batch, seed=0)
     lessons = LessonBatches(Store.open(folder), order, pad=made.pad, packed=True, rank=0, world=1)
     schedule = Schedule(global_batch=options.batch, resources=Ranks(workers=1))

@@ -34,10 +34,11 @@ from scalingnote.models import dual_encoder
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.prompt import Row
 from scalingnote.models.tower import collate
+from scalingnote.train import engine
+from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import GradCache, Losses, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.grad_cache import cached_backward
-from scalingnote.train.objective import StageOne, Triplets
-from scalingnote.train.strategies import engine
+from scalingnote.train.objective import StageOne
 
 DIM, DIMS = 128, (16, 32, 64, 128)
 TEMPERATURE, RATE, CLIP, DECAY = 0.05, 1e-4, 1.0, 1e-3

@@ -115,7 +115,7 @@ def distill(options: argparse.Namespace) -> int:
     built = api.build(config)
     kinds = ("dataset", "dual_encoder", "query_embeddings", "student")
     found = agreement.compare(*(built[kind] for kind in kinds))
-    rows = [list(row) for row in agreement.rows(found)]
+    rows = [list(row) for row in agreement.comparison_rows(found)]
     measured = {"cosine": found.cosine, "overlap@10": found.top10, "overlap@100": found.top100}
     api.publish(built, Path(options.to), model=model if options.refer else None, agreement=measured)
     print(f"\n{markdown(['', options.student, 'teacher'], rows, text=1)}\n")

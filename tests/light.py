@@ -11,9 +11,9 @@ from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.config import Lora, TokenWiseConfig, TowerConfig
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.tower import collate
-from scalingnote.train.batching import padded
+from scalingnote.train.candidates import Triplets, padded
 from scalingnote.train.config import Align, Losses, Sparse
-from scalingnote.train.objective import StageOne, Triplets
+from scalingnote.train.objective import StageOne
 
 DIM = 16
 LOSSES = Losses(temperature=0.1, bidirectional=False, alpha=0, matryoshka=(4, DIM))

@@ -1,4 +1,4 @@
-"""Knobs of a dual-pooled cross-encoder (EmbedDistill, section 4.2 and appendix B)."""
+"""Settings of a dual-pooled cross-encoder (EmbedDistill, section 4.2 and appendix B)."""
 
 from typing import Literal
 
@@ -17,13 +17,13 @@ class CrossEncoderLosses(Config):
         0.0, ge=0, description="a ranking model's scores of the triplets, where collect left any (Eq. 11)"
     )
     reconstruction: float = Field(
-        1.0, ge=0, description="every token predicted from its own last state; keeps states apart"
+        1.0, ge=0, description="predict every token from its own last state, which keeps the states distinct"
     )
 
     @model_validator(mode="after")
     def _ranks(self) -> "CrossEncoderLosses":
         if not max(self.one_hot, self.teacher):
-            raise ValueError("nothing teaches the cross-encoder to rank: give one_hot or teacher a weight")
+            raise ValueError("no loss teaches the cross-encoder to rank: give one_hot or teacher a weight")
         return self
 
 
@@ -40,11 +40,11 @@ class DualPooledConfig(Schedule):
         None, ge=2, description="width of both after a projection; null: states as they are, as in the paper"
     )
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = Field(
-        "auto", description="auto: the fastest that this machine has"
+        "auto", description="auto: the fastest one available"
     )
     query_length: int = Field(32, ge=4, description="tokens of a query, [CLS] and [SEP] included")
     document_length: int = Field(96, ge=8, description="tokens of a document; content is cut first")
-    template: str = Field("{title} {topic} {content}", description="how a document is laid out")
+    template: str = Field("{title} {topic} {content}", description="layout of a document's fields")
     in_batch: int = Field(
         4, ge=0, description="positives of other queries that a query is paired with, as further negatives"
     )

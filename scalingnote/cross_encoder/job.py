@@ -1,10 +1,13 @@
-"""The cross-encoder on Ray: trained like stage I, then read for what a teacher leaves behind.
+"""The cross-encoder on Ray: trained like stage I, then used as a teacher.
 
     triplets, documents     ─run─►            cross_encoder
     triplets, documents     ─run_queries─►    query_embeddings: proxies of queries, scores of triplets
     documents               ─run_documents─►  embeddings: proxies of documents beside an empty query
 
-The last two are the artifacts that a dual encoder leaves: a student cannot tell the teachers apart.
+The last two are the artifacts that a dual encoder gives as a teacher, so a student learns from either alike.
+
+A query's proxy is that of a pair: it is read beside its first positive, and a generated query beside the
+positive of the query it was made from, which is near (EmbedDistill, sections 4.2 and 4.3).
 """
 
 from functools import partial
@@ -18,11 +21,8 @@ import torch
 
 from scalingnote import cluster
 from scalingnote.config import dump, validate
-from scalingnote.cross_encoder import queries
-from scalingnote.cross_encoder.batching import PairBatches
 from scalingnote.cross_encoder.config import DualPooledConfig
-from scalingnote.cross_encoder.encoder import PairEncoder
-from scalingnote.cross_encoder.objective import PairStage
+from scalingnote.cross_encoder.pairs import PairBatches, PairEncoder, PairStage
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import Reader
 from scalingnote.encode.job import encode_documents, write_parts
@@ -37,14 +37,16 @@ from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.exchange import hash_of
 from scalingnote.train.config import TrainConfig
+from scalingnote.train.data import Order, Store
 from scalingnote.train.job import Settings, launch, start_rank, train_rank
-from scalingnote.train.order import Order
-from scalingnote.train.prepare import array, prepare
-from scalingnote.train.stream import Store
-from scalingnote.train.tokens import MISSING, rows_of
+from scalingnote.train.prepare import prepare, read_array
+from scalingnote.train.tokens import MISSING, row_numbers
 
 log = get_logger("cross")
 MODEL = "model"
+QUERIES = pa.schema(
+    {"query_id": pa.string(), "query": pa.string(), "split": pa.string(), "positive": pa.string()}
+)
 
 
 def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
@@ -79,7 +81,15 @@ def run(config: DualPooledConfig, *, dataset: str, triplets: str, output: str) -
 def run_queries(
     config: TeacherConfig, *, dataset: str, triplets: str, cross_encoder: str, output: str
 ) -> Artifact:
-    """Proxies of training queries, also generated ones, and the scores of every triplet's documents."""
+    """Embed training queries, also generated ones, and score the documents of every triplet.
+
+    Args:
+        config: of the encoding.
+        dataset: URI of the documents.
+        triplets: URI; their queries are read.
+        cross_encoder: URI of the teacher.
+        output: URI of the query embeddings.
+    """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
         "triplets": open_artifact(triplets, kind="triplets"),
@@ -88,26 +98,26 @@ def run_queries(
     draft = Draft(output, kind="query_embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    given, teacher = parents["triplets"], parents["cross_encoder"]
-    # Documents by number, as in training: a part's pairs name them in any order.
+    source, teacher = parents["triplets"], parents["cross_encoder"]
+    # Documents are read by number, as in training: the pairs of a part name them in any order.
     prepared = prepare(
-        as_stage_one(_settings(teacher), backbone=Pretrained(path=str(teacher.directory(MODEL)))),
+        as_stage_one(_teacher_config(teacher), backbone=Pretrained(path=str(teacher.directory(MODEL)))),
         dataset=parents["dataset"],
-        triplets=given,
+        triplets=source,
         folder=draft.work("data"),
         each=cluster.map_tasks,
     )
-    names = given.table_parts("triplets")
-    counted = {name: given.manifest.parts[name].rows or 0 for name in names}
+    names = source.table_parts("triplets")
+    counted = {name: source.manifest.parts[name].rows or 0 for name in names}
     rows = {
         name.replace("triplets/", folder, 1): count
         for folder in ("embeddings/", "scores/")
         for name, count in counted.items()
     }
     encoder = partial(
-        QueryParts,
+        PairQueryParts,
         cross_encoder=teacher,
-        triplets=given,
+        triplets=source,
         store=prepared.store,
         config=config,
         teacher={next(iter(rows)): draft.path("teacher")},
@@ -121,7 +131,7 @@ def run_queries(
 
 
 def run_documents(config: EncodeConfig, *, dataset: str, cross_encoder: str, output: str) -> Artifact:
-    """Every document's proxy beside an empty query; L2-normalised, in the order and parts of the dataset."""
+    """Embed every document beside an empty query; unit vectors, in the order and parts of the dataset."""
     teacher = open_artifact(cross_encoder, kind="cross_encoder")
     return encode_documents(config, dataset, teacher, output, reader=Reader(_pair_encoder, _prompt))
 
@@ -145,8 +155,8 @@ def _prompt(teacher: Artifact) -> DocumentPrompt:
     )
 
 
-class QueryParts:
-    """Encodes the queries of whole parts of triplets, or scores their documents, in a worker."""
+class PairQueryParts:
+    """Encodes the queries of a part of triplets, or scores their documents, in a worker."""
 
     def __init__(
         self,
@@ -160,25 +170,27 @@ class QueryParts:
         self._triplets, self._beside, self._teacher = triplets, config.beside, teacher
         self._encoder = _pair_encoder(cross_encoder, config.token_budget)
         self._documents = Store.open(store)["documents"]
-        self._named, self._place = (array(fs.join(store, f"{name}.arrow")) for name in ("wanted", "place"))
+        self._named, self._place = (
+            read_array(fs.join(store, f"{name}.arrow")) for name in ("wanted", "place")
+        )
         self.peak = self._encoder.peak()
 
     def __call__(self, name: str, _: None) -> Encoded:
-        """A part of proxies, or of scores."""
+        """The embeddings of a part's queries, or the scores of its rows."""
         return (self._score if name.startswith("scores/") else self._embed)(name)
 
     def _embed(self, name: str) -> Encoded:
         part = name.replace("embeddings/", "triplets/", 1)
         beside = name.replace("embeddings/", "generated/", 1)
         generated = self._triplets.table(beside) if beside in self._triplets.manifest.parts else None
-        found = queries.distinct(self._triplets.table(part), generated)
-        documents = self._read(found["positive"]) if self._beside == "positive" else None
-        rows = self._encoder.model.query_prompt.rows(found["query"].to_pylist())
+        queries = distinct_queries(self._triplets.table(part), generated)
+        documents = self._read(queries["positive"]) if self._beside == "positive" else None
+        rows = self._encoder.model.query_prompt.rows(queries["query"].to_pylist())
         embeddings = self._encoder.queries(rows, documents or [None] * len(rows))
         cost = self._encoder.cost
         if name in self._teacher:
             self._write_vocabulary(self._teacher[name])
-        out = found.drop_columns(["positive"]).append_column(
+        out = queries.drop_columns(["positive"]).append_column(
             schema.embedding_field("embedding", self._encoder.dim), vectors.to_arrow(embeddings)
         )
         return Encoded(out, cost)
@@ -196,8 +208,8 @@ class QueryParts:
             )
         ]
         documents = self._read(pa.array([doc_id for ids in group for doc_id in ids], pa.string()))
-        asked = [row for row, ids in zip(rows, group, strict=True) for _ in ids]
-        pairs = [(q, d) for q, d in zip(asked, documents, strict=True) if d is not None]
+        repeated = [row for row, ids in zip(rows, group, strict=True) for _ in ids]
+        pairs = [(q, d) for q, d in zip(repeated, documents, strict=True) if d is not None]
         scores = np.full(len(documents), np.nan, np.float32)
         scores[[document is not None for document in documents]] = self._encoder.scores(
             [query for query, _ in pairs], [document for _, document in pairs]
@@ -209,35 +221,62 @@ class QueryParts:
 
     def _read(self, doc_ids: pa.Array | pa.ChunkedArray) -> list[Row | None]:
         """Token rows of documents; None for one that is null, or cannot be read."""
-        given = pc.fill_null(doc_ids, "")
-        rows = rows_of(hash_of(given), self._named, self._place)
+        rows = row_numbers(hash_of(pc.fill_null(doc_ids, "")), self._named, self._place)
         rows[np.asarray(pc.is_null(doc_ids))] = MISSING
         distinct = np.unique(rows[rows >= 0])
         texts = dict(zip(distinct.tolist(), self._documents.tokens(distinct), strict=True))
         return [texts.get(row) for row in rows.tolist()]
 
     def _write_vocabulary(self, folder: str) -> None:
-        """What a student may inherit (see :class:`scalingnote.encode.teacher.QueryParts`)."""
+        """Write the weights that a student may inherit (see :mod:`scalingnote.encode.teacher`)."""
         model = self._encoder.model
         size = model.query_prompt.tokenizer.get_vocab_size()
         alone = [model.query_prompt.row([token]) for token in range(size)]
-        known = {
+        weights = {
             "tokens": model.token_embeddings.weight.float().cpu().contiguous(),
             "alone": torch.from_numpy(self._encoder.queries(alone, [None] * size)),
         }
-        for name, weight in known.items():
+        for name, weight in weights.items():
             data = safetensors.torch.save({"weight": weight})
             fs.write_bytes(fs.join(folder, f"{name}.safetensors"), data)
         text = model.tokenizer.backend_tokenizer.to_str()
         fs.write_bytes(fs.join(folder, "tokenizer.json"), text.encode())
 
 
-def _settings(teacher: Artifact) -> DualPooledConfig:
+def distinct_queries(triplets: pa.Table, generated: pa.Table | None) -> pa.Table:
+    """The queries of some triplets, each once, and the document beside which each is read.
+
+    Generated queries whose source is a validation query are left out: its measure would be too good.
+
+    Returns:
+        Rows of QUERIES in their order, generated ones last; `positive` is null where there is none.
+    """
+    ids = triplets["query_id"].combine_chunks()
+    _, first = np.unique(pc.dictionary_encode(ids).indices.to_numpy(), return_index=True)
+    own = triplets.take(pa.array(np.sort(first))).select(QUERIES.names)
+    if generated is None:
+        return own.cast(QUERIES)
+    source = pc.index_in(generated["source_query_id"], value_set=own["query_id"].combine_chunks())
+    split = own["split"].take(source)
+    further = pa.table(
+        {
+            "query_id": generated["query_id"],
+            "query": generated["query"],
+            "split": pa.array(["train"] * len(generated), pa.string()),
+            "positive": own["positive"].take(source),
+        },
+        schema=QUERIES,
+    )
+    held_out = pc.fill_null(pc.equal(split, "validation"), False)
+    return pa.concat_tables([own.cast(QUERIES), further.filter(pc.invert(held_out))])
+
+
+def _teacher_config(teacher: Artifact) -> DualPooledConfig:
     return validate(DualPooledConfig, teacher.manifest.config, source=teacher.uri)
 
 
 def as_stage_one(config: DualPooledConfig, *, backbone: Backbone | None = None) -> TrainConfig:
-    """What prepares the tokens of queries and documents, which are then read as pairs."""
+    """The stage I config that prepares tokens of queries and documents, which are then read as pairs."""
     backbone = backbone or config.backbone
     document = laid_out(config.template)
     return TrainConfig(

@@ -1,8 +1,11 @@
-"""How far a student agrees with its teacher on texts that neither training nor a user's judgements have seen.
+"""How closely a student reproduces its teacher: while it trains, and when it is finished.
 
-    held-out texts -> student, teacher -> cosine; the documents that each finds
+    validator   held-out queries ─► student ─► cosine to, and squared distance from, the teacher's embeddings
+    compare     held-out texts ─► student, teacher ─► cosine, and the overlap of the documents that they find
 
-No judgement is needed: a student that finds the teacher's documents in the teacher's order has lost nothing.
+No relevance judgement is needed: a student that finds the teacher's documents in the teacher's order has lost
+nothing. ScalingNote reports the held-out distillation loss of its students (Table 6). The cosine does not
+depend on the length of embeddings, so it compares students of all losses; it chooses the best checkpoint.
 """
 
 import statistics
@@ -14,24 +17,73 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 from jaxtyping import Float
 from numpy import ndarray
 
+from scalingnote import topk
+from scalingnote.distillation.config import StudentValidation
+from scalingnote.distillation.prepare import VALIDATION
 from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.log import get_logger
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
+from scalingnote.train.collectives import broadcast_numbers
+from scalingnote.train.data import Store, permuted
+from scalingnote.train.engine import Engine
+from scalingnote.train.validation import INDEXED_VIEW, encode_rows
 
 MAX_QUERIES = 1000  # held-out texts that are compared
 MAX_DOCUMENTS = 1000  # of the corpus that are encoded to be searched: half a minute with a small teacher
 TIMED_QUERIES = 64
 
 
+def validator(
+    store: Store,
+    engine: Engine,
+    config: StudentValidation | None,
+    *,
+    pad: int,
+    packed: bool,
+    device: torch.device,
+    seed: int,
+) -> Callable[[], dict[str, float]] | None:
+    """A function that measures the student as it is when called; None without held-out queries.
+
+    Every rank must call it at the same step. `pad` is the student's pad token.
+    """
+    rows = store.tables.get(VALIDATION, ())
+    if config is None or not len(rows):
+        if config is not None:
+            get_logger("distill").info("no query has the validation split: nothing is measured in training")
+        return None
+    rows = store[VALIDATION]
+    size = min(config.queries, len(rows))
+    drawn = permuted(np.arange(size), size=len(rows), key=(seed % 2**64, 0))
+    queries, teacher = rows.tokens(drawn), rows.values("teacher", drawn)
+
+    def validate() -> dict[str, float]:
+        embeddings = encode_rows("query", queries, engine=engine, pad=pad, packed=packed, device=device)
+        return broadcast_numbers(measure_embeddings(embeddings[:, 0], teacher), device)
+
+    return validate
+
+
+def measure_embeddings(
+    student: Float[ndarray, "queries dim"], teacher: Float[ndarray, "queries dim"]
+) -> dict[str, float]:
+    """Mean cosine to the teacher's embeddings, and mean squared distance from them."""
+    cosine = (vectors.unit(student) * vectors.unit(teacher)).sum(axis=1)
+    distance = ((student - teacher) ** 2).sum(axis=1)
+    return {"cosine": float(cosine.mean()), "squared_distance": float(distance.mean())}
+
+
 @dataclass(frozen=True)
 class Agreement:
-    """A student beside its teacher."""
+    """Quality, speed and size of a student and its teacher."""
 
     queries: int
-    """Held-out texts; 0 where there are none, and the next three are then 0."""
+    """Held-out texts; without any, cosine and overlaps are 0."""
     documents: int
     """Documents searched."""
     cosine: float
@@ -40,7 +92,7 @@ class Agreement:
     """Share of the teacher's ten best documents among the student's ten best."""
     top100: float
     student_queries_per_s: float
-    """One query at a time, as this machine is loaded now."""
+    """One query at a time, on this machine under its present load."""
     teacher_queries_per_s: float
     student_bytes: int
     teacher_bytes: int
@@ -56,13 +108,13 @@ def compare(
     tower = QueryEncoder.load(student.directory("query"))
     queries = Encoder.load(dual_encoder.directory("query"))
     cosine = top10 = top100 = 0.0
-    documents = _sample(dataset)
+    documents = _sampled_documents(dataset)
     if texts:
-        found, teacher = vectors.unit(tower.encode_queries(texts)), vectors.unit(teacher)
-        pool = Encoder.load(dual_encoder.directory("document")).encode_documents(documents)
-        embedded = vectors.unit(pool.get("summary", next(iter(pool.values()))))
-        cosine = float((found * teacher).sum(axis=1).mean())
-        top10, top100 = (overlap(found @ embedded.T, teacher @ embedded.T, k=k) for k in (10, 100))
+        embeddings, teacher = vectors.unit(tower.encode_queries(texts)), vectors.unit(teacher)
+        views = Encoder.load(dual_encoder.directory("document")).encode_documents(documents)
+        searched = vectors.unit(views.get(INDEXED_VIEW, next(iter(views.values()))))
+        cosine = float((embeddings * teacher).sum(axis=1).mean())
+        top10, top100 = (neighbour_overlap(teacher, embeddings, searched, k=k) for k in (10, 100))
     timed = (texts or ["how to join two tensors"])[:TIMED_QUERIES]
     return Agreement(
         queries=len(texts),
@@ -70,30 +122,33 @@ def compare(
         cosine=cosine,
         top10=top10,
         top100=top100,
-        student_queries_per_s=_rate(tower.encode_queries, timed),
-        teacher_queries_per_s=_rate(queries.encode_queries, timed),
-        student_bytes=_size(student.directory("query")),
-        teacher_bytes=_size(dual_encoder.directory("query")),
+        student_queries_per_s=_queries_per_s(tower.encode_queries, timed),
+        teacher_queries_per_s=_queries_per_s(queries.encode_queries, timed),
+        student_bytes=_bytes_of(student.directory("query")),
+        teacher_bytes=_bytes_of(dual_encoder.directory("query")),
     )
 
 
-def overlap(
-    student: Float[ndarray, "queries docs"], teacher: Float[ndarray, "queries docs"], *, k: int
+def neighbour_overlap(
+    teacher: Float[ndarray, "texts dim"],
+    student: Float[ndarray, "texts dim"],
+    searched: Float[ndarray, "docs dim"],
+    *,
+    k: int,
 ) -> float:
-    """Mean share of the teacher's `k` best documents that are among the student's `k` best."""
-    k = min(k, teacher.shape[1])
-    ours, theirs = (np.argpartition(-scores, k - 1, axis=1)[:, :k] for scores in (student, teacher))
-    return statistics.mean(len(np.intersect1d(a, b)) / k for a, b in zip(ours, theirs, strict=True))
+    """Mean share of the teacher's `k` nearest neighbours among `searched` that are the student's as well."""
+    (_, ours), (_, theirs) = (topk.search(queries, searched, k=k) for queries in (student, teacher))
+    return float((theirs[:, :, None] == ours[:, None, :]).any(axis=2).mean())
 
 
-def rows(found: Agreement) -> list[tuple[str, ...]]:
-    """What is told of a student: a name, the student's value, the teacher's."""
-    megabytes = [f"{size / 1e6:,.1f} MB" for size in (found.student_bytes, found.teacher_bytes)]
-    rates = [f"{rate:,.0f}" for rate in (found.student_queries_per_s, found.teacher_queries_per_s)]
+def comparison_rows(agreement: Agreement) -> list[tuple[str, ...]]:
+    """Rows of a table: the name of a measure, the student's value, the teacher's."""
+    megabytes = [f"{size / 1e6:,.1f} MB" for size in (agreement.student_bytes, agreement.teacher_bytes)]
+    rates = [f"{rate:,.0f}" for rate in (agreement.student_queries_per_s, agreement.teacher_queries_per_s)]
     return [
-        ("mean cosine to the teacher", f"{found.cosine:.3f}", "1"),
-        (f"teacher's top 10 of {found.documents:,} documents", f"{found.top10:.1%}", "100 %"),
-        ("teacher's top 100", f"{found.top100:.1%}", "100 %"),
+        ("mean cosine to the teacher", f"{agreement.cosine:.3f}", "1"),
+        (f"teacher's top 10 of {agreement.documents:,} documents", f"{agreement.top10:.1%}", "100 %"),
+        ("teacher's top 100", f"{agreement.top100:.1%}", "100 %"),
         ("queries/s, one at a time", *rates),
         ("size", *megabytes),
     ]
@@ -113,8 +168,8 @@ def _held_out(query_embeddings: Artifact) -> tuple[list[str], Float[ndarray, "qu
     return texts[:MAX_QUERIES], np.concatenate(embeddings)[:MAX_QUERIES]
 
 
-def _sample(dataset: Artifact) -> pa.Table:
-    """Documents from all over the dataset."""
+def _sampled_documents(dataset: Artifact) -> pa.Table:
+    """Documents at equal distances in the dataset, at most 1,000."""
     total = dataset.counts["documents"]
     step, taken, seen = max(total // MAX_DOCUMENTS, 1), [], 0
     for batch in dataset.batches("documents", columns=["title", "topic", "content"]):
@@ -124,7 +179,7 @@ def _sample(dataset: Artifact) -> pa.Table:
     return pa.concat_tables(taken).slice(0, MAX_DOCUMENTS)
 
 
-def _rate(encode: Callable[[Sequence[str]], Any], queries: Sequence[str]) -> float:
+def _queries_per_s(encode: Callable[[Sequence[str]], Any], queries: Sequence[str]) -> float:
     rates = []
     for _ in range(3):
         start = time.perf_counter()
@@ -134,5 +189,5 @@ def _rate(encode: Callable[[Sequence[str]], Any], queries: Sequence[str]) -> flo
     return statistics.median(rates)
 
 
-def _size(folder: Path) -> int:
+def _bytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

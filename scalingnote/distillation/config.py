@@ -1,4 +1,4 @@
-"""Knobs of stage II: a cheap query tower learns from what a teacher left behind, and from labels if wanted.
+"""Settings of stage II: a cheap query tower learns from a teacher's stored embeddings, and from labels.
 
 The defaults are ScalingNote's query-based knowledge distillation (QKD, Eq. 13-15 and appendix A): queries
 only. The other losses are EmbedDistill's (section 4, appendix A); they read triplets and documents too.
@@ -14,14 +14,16 @@ from scalingnote.train.config import Optimizer, Schedule, ValidationSchedule
 
 
 class NewVocabulary(Config):
-    """Frequent words of the queries as tokens of their own: shorter rows, and a place for what they mean."""
+    """Frequent words of the queries as tokens of their own: shorter rows, and an embedding per word."""
 
-    tokens: int = Field(ge=1, description="how many; the paper's student has 84,522 in all")
+    tokens: int = Field(
+        ge=1, description="number of new tokens; the paper's student has 84,522 tokens in all"
+    )
     min_count: int = Field(5, ge=1, description="queries that must hold the word")
 
 
 class DistillLosses(Config):
-    """Weights of the losses, 0 leaves one out. Which a batch needs decides what is read."""
+    """Weights of the losses; 0 leaves one out, and the data that only it needs is not read."""
 
     qkd: float = Field(1.0, ge=0, description="||q - q'||^2 - lambda cos(q, q') (ScalingNote, Eq. 15)")
     cosine_weight: float = Field(1.0, ge=0, description="lambda of Eq. 15")
@@ -73,7 +75,7 @@ class DistillConfig(Schedule):
     )
     start: Literal["random", "teacher"] = Field(
         "random",
-        description="where a student from scratch gets its weights; teacher: copies of `backbone.layers` of "
+        description="initial weights of a student from scratch; teacher: copies of `backbone.layers` of "
         "the teacher's layers, whose kind and sizes then hold, and of all its tokens and its projection",
     )
     teacher_layers: tuple[int, ...] | None = Field(
@@ -81,8 +83,8 @@ class DistillConfig(Schedule):
     )
     inherit_tokens: bool = Field(
         True,
-        description="a student from scratch starts with the teacher's tokenizer and what that knows of each "
-        "token, whatever its own `vocabulary` says; "
+        description="a student from scratch starts with the teacher's tokenizer and token embeddings, "
+        "instead of its own `vocabulary`; "
         "false: it learns a tokenizer of its own from the training queries",
     )
     new_vocabulary: NewVocabulary | None = None
@@ -116,7 +118,7 @@ class DistillConfig(Schedule):
         if published and self.new_vocabulary is not None:
             raise ValueError("a published student reads by its own tokenizer: leave new_vocabulary out")
         if self.teacher_layers is not None and self.start != "teacher":
-            raise ValueError("distill.teacher_layers are copied by start: teacher alone")
+            raise ValueError("distill.teacher_layers is only used with distill.start=teacher")
         return self
 
 

@@ -1,7 +1,7 @@
-"""Stage II on Ray: stored teacher embeddings in, a student query tower out. No teacher is loaded.
+"""Stage II on Ray: from stored teacher embeddings to a student query tower. No teacher is loaded.
 
-Losses over documents also read triplets and the teacher's document embeddings; a student for documents, the
-documents themselves.
+Losses over documents also read triplets and the teacher's document embeddings; a student for documents also
+reads the documents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,11 @@ import safetensors.torch
 
 from scalingnote import cluster
 from scalingnote.config import dump
-from scalingnote.distillation import batching, student, validation
+from scalingnote.distillation import agreement, objective, prepare, student
 from scalingnote.distillation.config import DistillConfig
-from scalingnote.distillation.documents import VIEW, Sources
-from scalingnote.distillation.inherit import inherit
+from scalingnote.distillation.initial_weights import inherit_token_embeddings
 from scalingnote.distillation.objective import StageTwo
+from scalingnote.distillation.prepare import CandidateSources
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import tower
@@ -24,10 +24,10 @@ from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.tower import Tower
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.train import corpus, tokens
+from scalingnote.train import tokens
+from scalingnote.train.data import Order, Store
 from scalingnote.train.job import Settings, device_of, launch, start_rank, steps_made, train_rank
-from scalingnote.train.order import Order
-from scalingnote.train.stream import Store
+from scalingnote.train.validation import INDEXED_VIEW
 
 log = get_logger("distill")
 
@@ -43,20 +43,29 @@ def run(
 ) -> Artifact:
     """Train the student; killed at any moment, the next call resumes from the newest checkpoint.
 
-    ConfigError when the losses, or a student for documents, read an artifact that is not given; what they do
-    not read is no parent.
+    Args:
+        config: student, losses and schedule.
+        query_embeddings: URI of the teacher's embeddings of queries.
+        triplets: URI, for losses over documents; as are the next two. An artifact that is not read is no
+            parent.
+        embeddings: URI of the teacher's embeddings of documents.
+        dataset: URI, for a student for documents.
+        output: URI of the student.
+
+    Raises:
+        ConfigError: the losses, or a student for documents, read an artifact that is missing.
     """
-    given = {"triplets": triplets, "embeddings": embeddings, "dataset": dataset}
+    uris = {"triplets": triplets, "embeddings": embeddings, "dataset": dataset}
     parents = {"query_embeddings": open_artifact(query_embeddings, kind="query_embeddings")}
-    parents |= _opened(given, config.reads)
+    parents |= _opened(uris, config.reads)
     draft = Draft(output, kind="student", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    start = student.prepare(config, parents["query_embeddings"], folder=draft.work("start"))
+    start = student.prepare_start(config, parents["query_embeddings"], folder=draft.work("start"))
     document_tokenizer = _document_tokenizer(config, parents)
-    sizes = batching.prepare(
+    sizes = prepare.prepare(
         parents["query_embeddings"],
-        prompt=student.prompt(config, start),
+        prompt=student.build_prompt(config, start),
         folder=draft.work("rows"),
         candidates=_sources(config, parents, document_tokenizer),
         each=cluster.map_tasks,
@@ -82,27 +91,29 @@ def run(
     return draft.commit(counts={**learnt, "steps": steps_made(output, planned=steps)})
 
 
-def _opened(given: Mapping[str, str | None], kinds: Sequence[str]) -> dict[str, Artifact]:
-    missing = [kind for kind in kinds if given[kind] is None]
+def _opened(uris: Mapping[str, str | None], kinds: Sequence[str]) -> dict[str, Artifact]:
+    missing = [kind for kind in kinds if uris[kind] is None]
     if missing:
-        raise ConfigError(f"distill's losses read {', '.join(missing)}: give them, or leave these losses out")
-    return {kind: open_artifact(given[kind] or "", kind=kind) for kind in kinds}
+        raise ConfigError(f"distill's losses read {', '.join(missing)}: pass them, or leave these losses out")
+    return {kind: open_artifact(uris[kind] or "", kind=kind) for kind in kinds}
 
 
-def _sources(config: DistillConfig, parents: Mapping[str, Artifact], tokenizer: str | None) -> Sources | None:
-    """What candidates are made from, where a loss reads any."""
+def _sources(
+    config: DistillConfig, parents: Mapping[str, Artifact], tokenizer: str | None
+) -> CandidateSources | None:
+    """The artifacts that candidates come from, where a loss reads any."""
     if not config.losses.reads_documents:
         return None
     if config.document is None:
-        return Sources(parents["triplets"], parents["embeddings"])
-    prompt = corpus.prompt(config.document, role="document", tokenizer_json=tokenizer)
+        return CandidateSources(parents["triplets"], parents["embeddings"])
+    prompt = tokens.build_prompt(config.document, role="document", tokenizer_json=tokenizer)
     assert isinstance(prompt, DocumentPrompt)
-    if VIEW not in prompt.views:
+    if INDEXED_VIEW not in prompt.views:
         raise ConfigError(
-            f"distill.document.prompt gives {', '.join(prompt.views)}, but {VIEW} is what is searched: "
+            f"distill.document.prompt gives {', '.join(prompt.views)}, but {INDEXED_VIEW} is searched: "
             "end it with [EMB]"
         )
-    return Sources(parents["triplets"], parents["embeddings"], parents["dataset"], prompt)
+    return CandidateSources(parents["triplets"], parents["embeddings"], parents["dataset"], prompt)
 
 
 def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) -> str | None:
@@ -112,14 +123,16 @@ def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) 
     if config.inherit_tokens:
         return fs.read_bytes(parents["query_embeddings"].file("teacher/tokenizer.json")).decode()
     triplets, dataset = parents["triplets"], parents["dataset"]
-    named = tokens.named(triplets.batches("triplets", columns=["positive", "negatives"]))
-    learnt = corpus.tokenizers(
-        {"document": config.document}, texts=lambda: corpus.texts(triplets, dataset, named)
+    named = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
+    learnt = tokens.train_tokenizers(
+        {"document": config.document}, texts=lambda: tokens.tokenizer_texts(triplets, dataset, named)
     )
     return learnt["document"]
 
 
-def _document(config: DistillConfig, settings: Settings, *, dim: int, teacher: Artifact) -> Tower | None:
+def _document_student(
+    config: DistillConfig, settings: Settings, *, dim: int, teacher: Artifact
+) -> Tower | None:
     """The student for documents, if there is one."""
     if config.document is None:
         return None
@@ -132,7 +145,7 @@ def _document(config: DistillConfig, settings: Settings, *, dim: int, teacher: A
     )
     if config.inherit_tokens and isinstance(config.document.backbone, Scratch):
         weights = safetensors.torch.load(fs.read_bytes(teacher.file("teacher/tokens.safetensors")))
-        inherit(made.token_embeddings, weights["weight"])
+        inherit_token_embeddings(made.token_embeddings, weights["weight"])
     return made
 
 
@@ -150,15 +163,15 @@ def _worker(settings: Settings) -> dict[str, str] | None:
     """One rank of stage II."""
     config, rank, world = start_rank(DistillConfig, settings, room="distill")
     teacher = open_artifact(settings["query_embeddings"], kind="query_embeddings")
-    store, start = Store.open(settings["store"]), student.read(settings["start"])
+    store, start = Store.open(settings["store"]), student.read_start(settings["start"])
 
     def make() -> StageTwo:
-        made = student.build(config, start, teacher=teacher, dim=store.facts["dim"])
-        document = _document(config, settings, dim=store.facts["dim"], teacher=teacher)
+        made = student.build_student(config, start, teacher=teacher, dim=store.facts["dim"])
+        document = _document_student(config, settings, dim=store.facts["dim"], teacher=teacher)
         return StageTwo(made, config.losses, document)
 
     stage, packed = make(), config.memory.packing
-    batches = batching.LessonBatches(
+    batches = objective.LessonBatches(
         store,
         _order(config, store.facts["sizes"]),
         pad=stage.student.pad,
@@ -176,7 +189,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         room="distill",
         save=_save,
         validation=config.validation,
-        validate_with=lambda engine: validation.validator(
+        validate_with=lambda engine: agreement.validator(
             store,
             engine,
             config.validation,

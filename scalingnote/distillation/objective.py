@@ -1,4 +1,4 @@
-"""The stage II loss of one rank: the student against what its teacher left behind, and against labels.
+"""Stage II: a rank's batch of queries and candidates, and the loss of a student against its teacher.
 
     queries     ||q - q'||^2 - lambda cos (ScalingNote, Eq. 15) · ||q - q'|| (EmbedDistill, Eq. 7)
     documents   ||d - d'|| of a student that reads them, too (Eq. 8)
@@ -7,28 +7,152 @@
 Candidates are the documents of all ranks, positives and negatives; the student's are its own embeddings, or
 those it inherits from the teacher, which learn nothing. A score is a cosine over the temperature, as search
 compares cosines; a cross-encoder's scores are logits already, and known for a query's own documents only.
+Where a loss reads candidates, a row of a batch is a triplet, or a query without documents, and names its
+query by number.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from jaxtyping import Bool, Float, Int, Int64
+from numpy import ndarray
+from torch import Tensor
 
-from scalingnote.distillation.batching import Lesson
 from scalingnote.distillation.config import DistillLosses
-from scalingnote.distillation.documents import VIEW, Candidates
 from scalingnote.errors import TrainingError
-from scalingnote.losses import distillation, masking
-from scalingnote.losses.contrastive import info_nce
-from scalingnote.models.batch import Batch
+from scalingnote.losses import (
+    SCORE_LOSSES,
+    cosine_distance,
+    embedding_matching,
+    false_negative_documents,
+    info_nce,
+    qkd,
+)
+from scalingnote.models.batch import Batch, collate
 from scalingnote.models.lookup import LookupTower
 from scalingnote.models.tower import Tower
-from scalingnote.train.distributed import Shares, gather, shares
+from scalingnote.train.candidates import TensorRecord, padded
+from scalingnote.train.collectives import Shares, gather, shares
+from scalingnote.train.data import Order, Store
+from scalingnote.train.grad_cache import Cacheable
+from scalingnote.train.validation import INDEXED_VIEW
+
+LESSONS, ROWS, DOCUMENTS = "lessons", "rows", "documents"  # tables of the store
 
 
-class StageTwo(nn.Module):
+@dataclass(frozen=True)
+class LessonCandidates(TensorRecord):
+    """Documents that one rank's queries are scored against: of each its positive, then its negatives.
+
+    A query without documents has `weights` 0 and is not `present`; its row of `index` is meaningless.
+    """
+
+    embeddings: Float[Tensor, "docs dim"]  # the teacher's, each document once
+    index: Int[Tensor, "queries group"]  # rows of `embeddings`
+    present: Bool[Tensor, " queries"]
+    weights: Float[Tensor, " queries"]  # of each row in the losses over candidates
+    query_ids: Int[Tensor, " queries"]
+    document_ids: Int[Tensor, "queries group"]
+    known: Int[Tensor, "queries known"]  # documents known to answer the query; padded with -1
+    scores: Float[Tensor, "queries group"] | None = None  # a cross-encoder's; NaN in unscored rows
+    texts: Batch | None = None  # of the documents, in the order of `embeddings`
+
+
+class CandidateRows:
+    """Candidates of any rows of a store. `pad` is the pad token of a student for documents, if any."""
+
+    def __init__(self, store: Store, *, pad: int | None, packed: bool) -> None:
+        self._rows, self._documents = store[ROWS], store[DOCUMENTS]
+        self._known, self._scored = max(store.facts["known"], 1), store.facts["scored"]
+        sizes = store.facts["sizes"]
+        # Generated queries have no documents. The losses over candidates are means over the triplets alone:
+        # this factor makes them so in expectation, without an exchange between ranks.
+        self._share = sum(sizes.values()) / sizes["triplets"]
+        self._pad, self._packed = pad, packed
+
+    def lessons(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+        """The number of each row's query among the lessons."""
+        return self._rows.values("lesson", rows)
+
+    def weights(self, rows: Int64[ndarray, " rows"]) -> Float[Tensor, " rows"]:
+        """Weight of each row in the losses over queries."""
+        return torch.from_numpy(self._rows.values("weight", rows))
+
+    def __call__(self, rows: Int64[ndarray, " rows"]) -> LessonCandidates:
+        """Candidates of these rows' queries."""
+        documents = self._rows.values("documents", rows)
+        present = torch.from_numpy((documents >= 0).all(axis=1))
+        # Document 0 stands in for all missing ones; it is masked, and encoded once at most.
+        distinct, index = np.unique(np.maximum(documents, 0), return_inverse=True)
+        embeddings = self._documents.values("teacher", distinct)
+        texts = None
+        if self._pad is not None:
+            texts = collate(self._documents.tokens(distinct), pad=self._pad, packed=self._packed)
+        return LessonCandidates(
+            embeddings=torch.from_numpy(embeddings.astype(np.float32)),
+            index=torch.from_numpy(index.reshape(documents.shape)),
+            present=present,
+            weights=self.weights(rows) * present * self._share,
+            query_ids=torch.from_numpy(self._rows.values("query", rows)),
+            document_ids=torch.from_numpy(documents),
+            known=torch.from_numpy(padded(self._rows.lists("known", rows), width=self._known)),
+            scores=torch.from_numpy(self._rows.values("scores", rows)) if self._scored else None,
+            texts=texts,
+        )
+
+
+@dataclass(frozen=True)
+class Lesson(TensorRecord):
+    """One rank's share of a step: queries for the student, and the teacher's embeddings of them."""
+
+    queries: Batch
+    teacher: Float[Tensor, "queries dim"]
+    weights: Float[Tensor, " queries"] | None = None  # of each row in the losses over queries; None: all 1
+    candidates: LessonCandidates | None = None
+
+
+class LessonBatches:
+    """Lessons of any step, for one rank, from a store of :func:`scalingnote.distillation.prepare.prepare`.
+
+    `pad` is the pad token of the query student, `document_pad` that of a student for documents.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        order: Order,
+        *,
+        pad: int,
+        packed: bool,
+        rank: int,
+        world: int,
+        document_pad: int | None = None,
+    ) -> None:
+        self._lessons, self._order = store[LESSONS], order
+        self._candidates = None
+        if ROWS in store.tables:
+            self._candidates = CandidateRows(store, pad=document_pad, packed=packed)
+        self._pad, self._packed, self._rank, self._world = pad, packed, rank, world
+
+    def __call__(self, step: int) -> Lesson:
+        """This rank's share of a step."""
+        rows = self._order.batch(step, length_of=self._lengths)[self._rank :: self._world]
+        chosen, weights, candidates = rows, None, None
+        if self._candidates is not None:
+            chosen, weights = self._candidates.lessons(rows), self._candidates.weights(rows)
+            candidates = self._candidates(rows)
+        batch = collate(self._lessons.tokens(chosen), pad=self._pad, packed=self._packed)
+        teacher = torch.from_numpy(self._lessons.values("teacher", chosen))
+        return Lesson(batch, teacher, weights, candidates)
+
+    def _lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+        chosen = rows if self._candidates is None else self._candidates.lessons(rows)
+        return self._lessons.lengths(chosen)
+
+
+class StageTwo(Cacheable):
     """Student towers and losses as one module; what a step trains, plainly or through GradCache."""
 
     def __init__(
@@ -39,50 +163,46 @@ class StageTwo(nn.Module):
         *,
         uneven: bool = False,
     ) -> None:
-        """`document` is a student for documents, too; `uneven`: ranks may bring different numbers of rows."""
+        """`document` is a student for documents; `uneven`: ranks may bring different numbers of rows."""
         super().__init__()
         self.student: Tower | LookupTower = student
         self.document, self._losses, self._uneven = document, losses, uneven
-        self._view = None if document is None else document.views.index(VIEW)
+        self._view = None if document is None else document.views.index(INDEXED_VIEW)
 
-    def forward(self, lesson: Lesson) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Loss of this rank (its mean over ranks is the global loss) and its parts, for the log."""
-        inputs = self.inputs(lesson)
-        return self.loss({name: self.encode(name, rows) for name, rows in inputs.items()}, lesson)
-
-    def inputs(self, lesson: Lesson) -> dict[str, Batch | None]:
-        """Rows of the query student, and of the documents' where there is one."""
-        rows: dict[str, Batch | None] = {"query": lesson.queries}
+    def inputs(self, batch: Lesson) -> dict[str, Batch | None]:
+        """Rows of the query student, and of the student for documents."""
+        rows: dict[str, Batch | None] = {"query": batch.queries}
         if self.document is None:
             return rows
-        assert lesson.candidates is not None
-        return rows | {"document": lesson.candidates.texts}
+        assert batch.candidates is not None
+        return rows | {"document": batch.candidates.texts}
 
-    def encode(self, name: str, rows: Batch | None) -> Float[Tensor, "rows views dim"]:
-        """The students' embeddings of some rows, in float32; of a document the one that is searched."""
+    def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
+        """A student's embeddings of some rows, in float32, by the name of the input."""
+        assert rows is not None
+        return {name: self.embeddings(name, rows)}
+
+    def embeddings(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
+        """A student's embeddings of some rows, in float32; of a document the view that is searched."""
         if name == "query":
             return self.student(rows).float()  # type: ignore[no-any-return]
         assert self.document is not None
         return self.document(rows)[:, self._view].unsqueeze(1).float()  # type: ignore[no-any-return]
 
-    def embeddings(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
-        """The same, by the name under which validation asks for it."""
-        return self.encode(name, rows)
-
     def loss(
-        self, embeddings: dict[str, Tensor], lesson: Lesson
+        self, embeddings: dict[str, Tensor], batch: Lesson
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """This rank's loss and its parts, unweighted; like the loss, their means over ranks are global."""
         queries, losses = embeddings["query"][:, 0], self._losses
         share = shares(queries, uneven=self._uneven)
         with torch.autocast(queries.device.type, enabled=False):
-            parts = query_losses(queries, lesson, losses, share)
+            parts = query_losses(queries, batch, losses, share)
             if losses.reads_documents:
                 own = embeddings["document"][:, 0] if "document" in embeddings else None
-                parts |= candidate_losses(queries, own, lesson, losses, share)
+                parts |= candidate_losses(queries, own, batch, losses, share)
             weights = {name: getattr(losses, name) for name in parts}
             loss = sum((weights[name] * part for name, part in parts.items()), start=queries.new_zeros(()))
-            distance = (lesson.teacher - queries.detach()).pow(2).sum(-1)
+            distance = (batch.teacher - queries.detach()).pow(2).sum(-1)
             parts["squared_distance"] = share.weight * distance.mean()
         return loss, {name: part.detach() for name, part in parts.items()}
 
@@ -90,18 +210,16 @@ class StageTwo(nn.Module):
 def query_losses(
     queries: Float[Tensor, "queries dim"], lesson: Lesson, losses: DistillLosses, share: Shares
 ) -> dict[str, Tensor]:
-    """Each loss over queries alone that has a weight."""
+    """The losses over queries alone that have a weight, by name."""
     weights = queries.new_ones(len(queries)) if lesson.weights is None else lesson.weights
     weights = weights * share.weight
     parts = {}
     if losses.qkd:
-        parts["qkd"] = distillation.qkd(
-            lesson.teacher, queries, cosine_weight=losses.cosine_weight, weights=weights
-        )
+        parts["qkd"] = qkd(lesson.teacher, queries, cosine_weight=losses.cosine_weight, weights=weights)
     if losses.cosine:
-        parts["cosine"] = distillation.cosine(lesson.teacher, queries, weights=weights)
+        parts["cosine"] = cosine_distance(lesson.teacher, queries, weights=weights)
     if losses.query_matching:
-        parts["query_matching"] = distillation.matching(lesson.teacher, queries, weights=weights)
+        parts["query_matching"] = embedding_matching(lesson.teacher, queries, weights=weights)
     return parts
 
 
@@ -112,9 +230,11 @@ def candidate_losses(
     losses: DistillLosses,
     share: Shares,
 ) -> dict[str, Float[Tensor, ""]]:
-    """Each loss over candidates that has a weight; `documents` of None are inherited from the teacher."""
+    """The losses over candidates that have a weight, by name; without `documents`, the teacher's are used."""
     if lesson.candidates is None:
-        raise TrainingError("losses over documents are asked for, but the lessons hold none: prepare them")
+        raise TrainingError(
+            "losses over documents have a weight, but the lessons hold no documents: prepare them"
+        )
     candidates = lesson.candidates
     own = candidates.embeddings if documents is None else documents
     rows = {"weights": candidates.weights * share.weight}
@@ -122,66 +242,66 @@ def candidate_losses(
     if losses.document_matching:
         parts["document_matching"] = _document_matching(own, candidates, **rows)
     if losses.one_hot or (losses.scores and candidates.scores is None):
-        pool = _Pool.of(candidates, share)
+        pool = _CandidatePool.of(candidates, share)
     scaled = F.normalize(queries, dim=-1) / losses.temperature
     if losses.one_hot:
         parts["one_hot"] = info_nce(
             scaled,
-            _gathered(own, candidates, share),
+            _gathered_unit(own, candidates, share),
             positives=torch.arange(len(queries), device=queries.device) + share.start,
             temperature=1.0,
-            ignore=pool.answers | ~pool.real,
+            ignore=pool.false_negatives | ~pool.real,
             **rows,
         )
     if losses.scores and candidates.scores is None:
         teacher = F.normalize(lesson.teacher, dim=-1) / losses.temperature
-        student = scaled @ _gathered(own, candidates, share).T
-        given = teacher @ _gathered(candidates.embeddings, candidates, share).T
-        parts["scores"] = distillation.SCORES[losses.scores_kind](
-            student, given, scored=pool.real.expand_as(given), **rows
+        student = scaled @ _gathered_unit(own, candidates, share).T
+        teacher_scores = teacher @ _gathered_unit(candidates.embeddings, candidates, share).T
+        parts["scores"] = SCORE_LOSSES[losses.scores_kind](
+            student, teacher_scores, scored=pool.real.expand_as(teacher_scores), **rows
         )
     elif losses.scores:
         assert candidates.scores is not None
         student = torch.einsum("qd,qgd->qg", scaled, F.normalize(own, dim=-1)[candidates.index])
-        parts["scores"] = distillation.SCORES[losses.scores_kind](
+        parts["scores"] = SCORE_LOSSES[losses.scores_kind](
             student, candidates.scores, scored=candidates.scores.isfinite(), **rows
         )
     return parts
 
 
 @dataclass(frozen=True)
-class _Pool:
+class _CandidatePool:
     """The candidates of all ranks: positives of all queries, then all first negatives, and so on."""
 
-    real: Bool[Tensor, "1 pool"]  # not the stand-ins of queries without documents
-    answers: Bool[Tensor, "queries pool"]  # no negatives: they are known to answer the query
+    real: Bool[Tensor, "1 pool"]  # False for the stand-ins of queries without documents
+    false_negatives: Bool[Tensor, "queries pool"]  # known to answer the query
 
     @classmethod
-    def of(cls, candidates: Candidates, share: Shares) -> "_Pool":
+    def of(cls, candidates: LessonCandidates, share: Shares) -> "_CandidatePool":
         """Gathered from all ranks in one exchange."""
         ids, query_ids = candidates.document_ids, candidates.query_ids
-        everybody = gather(torch.cat([query_ids[:, None], ids], dim=1), share)
-        all_ids = everybody[:, 1:].T.flatten()
-        answers = masking.answers(
-            query_ids, ids[:, 0], candidates.known, all_query_ids=everybody[:, 0], candidate_ids=all_ids
+        gathered = gather(torch.cat([query_ids[:, None], ids], dim=1), share)
+        all_ids = gathered[:, 1:].T.flatten()
+        mask = false_negative_documents(
+            query_ids, ids[:, 0], candidates.known, all_query_ids=gathered[:, 0], candidate_ids=all_ids
         )
-        return cls((all_ids >= 0)[None], answers)
+        return cls((all_ids >= 0)[None], mask)
 
 
-def _gathered(
-    documents: Float[Tensor, "docs dim"], candidates: Candidates, share: Shares
+def _gathered_unit(
+    documents: Float[Tensor, "docs dim"], candidates: LessonCandidates, share: Shares
 ) -> Float[Tensor, "pool dim"]:
-    """Unit embeddings of all ranks' candidates, with gradients where they have any."""
+    """Unit embeddings of all ranks' candidates, with gradients."""
     groups = F.normalize(documents, dim=-1)[candidates.index]
     return gather(groups, share).transpose(0, 1).flatten(0, 1)
 
 
 def _document_matching(
-    documents: Float[Tensor, "docs dim"], candidates: Candidates, *, weights: Float[Tensor, " queries"]
+    documents: Float[Tensor, "docs dim"], candidates: LessonCandidates, *, weights: Float[Tensor, " queries"]
 ) -> Float[Tensor, ""]:
     """The mean over each row's documents, and over rows."""
     index = candidates.index
     each = weights[:, None].expand(index.shape).flatten()
-    return distillation.matching(
+    return embedding_matching(
         candidates.embeddings[index.flatten()], documents[index.flatten()], weights=each
     )

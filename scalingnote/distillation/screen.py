@@ -1,12 +1,16 @@
-"""Which teacher becomes a good table on these texts? A closed-form fit answers in minutes, without training.
+"""Screen teachers: which one becomes a good token table on given texts, by a closed-form fit in minutes.
 
     texts -> pseudo-queries -> teacher: embeddings Y [n, dim], of unit length
                             -> token shares X [n, tokens], sparse
     table W [tokens, dim]: ridge regression on the pseudo-queries of 80 % of the documents
     held-out pseudo-queries: cosine of table and teacher, share of the teacher's top 10 that the table finds
 
-A table that is trained, and on more texts, comes out better than this one. The numbers compare teachers on
-one set of texts, and say nothing between sets.
+X [texts, tokens]   sparse: each token's share of its text
+Y [texts, dim]      the teacher's embeddings
+W [tokens, dim]     argmin |X W - Y|^2 + ridge |W|^2
+
+A table that is trained on more texts is better than this one. The numbers compare teachers on one set of
+texts, and cannot be compared between sets.
 """
 
 import dataclasses
@@ -18,16 +22,18 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import scipy.linalg
+import scipy.sparse
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote import tables, topk
+from scalingnote import tables
 from scalingnote.adopt.config import AdoptConfig
 from scalingnote.adopt.job import tower
 from scalingnote.datasets.intake import subset
 from scalingnote.datasets.rows import Row
+from scalingnote.distillation.agreement import neighbour_overlap
 from scalingnote.distillation.config import ScreenConfig
-from scalingnote.distillation.ridge_table import RidgeTable, unit
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import DataError, ScalingNoteError
 from scalingnote.log import get_logger
@@ -35,24 +41,25 @@ from scalingnote.models.native import local_folder
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.pseudo_queries.sampling import Document, draw
 from scalingnote.storage.exchange import hash_of
+from scalingnote.storage.vectors import unit
 
 log = get_logger("distill")
-NEIGHBOURS = 10  # of the teacher's, that the table is to find
-LEAST_TEXTS = 100  # distinct pseudo-queries; a fit on fewer says nothing
-TIMED_TEACHER, TIMED_TABLE, WARM_UP = 50, 200, 3  # queries of which the time is the median; those before
+NEIGHBOURS = 10  # of the teacher, which the table should find
+MIN_TEXTS = 100  # distinct pseudo-queries; a fit on fewer is meaningless
+TEACHER_QUERIES, TABLE_QUERIES, WARM_UP_QUERIES = 50, 200, 3  # for the median of times
 
 
 @dataclass(frozen=True)
-class Split:
-    """Pseudo-queries to fit on and others, of other documents, to measure with."""
+class TextSplit:
+    """Pseudo-queries to fit on, and others of other documents to measure with."""
 
     train: list[str]
     held_out: list[str]
 
 
 @dataclass(frozen=True)
-class Screened:
-    """What the fit of one teacher's table says; sizes and times are the teacher's but for `table_ms`."""
+class ScreenedTeacher:
+    """Measures of one teacher's table; sizes and times are the teacher's, except `tokens` and `table_ms`."""
 
     model: str
     overlap: float
@@ -70,8 +77,8 @@ class Screened:
     """Of the whole screening of this teacher."""
 
 
-def screen(models: Sequence[str], documents: Iterable[Row], config: ScreenConfig) -> list[Screened]:
-    """Fit a table to each teacher; the one that its table follows best comes first.
+def screen(models: Sequence[str], documents: Iterable[Row], config: ScreenConfig) -> list[ScreenedTeacher]:
+    """Fit a table to each teacher; the teacher whose table reproduces it best comes first.
 
     Args:
         models: hub ids or folders of published embedding models.
@@ -79,7 +86,7 @@ def screen(models: Sequence[str], documents: Iterable[Row], config: ScreenConfig
         config: how many texts, the ridge, the seed.
 
     Raises:
-        DataError: the documents give fewer than :data:`LEAST_TEXTS` distinct pseudo-queries.
+        DataError: the documents give fewer than :data:`MIN_TEXTS` distinct pseudo-queries.
         ScalingNoteError: no model could be screened. One that cannot is logged and left out.
     """
     folders: dict[str, str] = {}
@@ -102,10 +109,10 @@ def screen(models: Sequence[str], documents: Iterable[Row], config: ScreenConfig
         log.error("%s is left out: %s", model, problem)
     if not done:
         raise next(iter(problems.values()))
-    return sorted(done, key=lambda found: -found.overlap)
+    return sorted(done, key=lambda teacher: -teacher.overlap)
 
 
-def draw_texts(documents: Iterable[Row], config: ScreenConfig) -> Split:
+def draw_texts(documents: Iterable[Row], config: ScreenConfig) -> TextSplit:
     """Distinct pseudo-queries of a sample of documents; those of some documents are held out.
 
     DataError where there are too few, or where all are of one document.
@@ -115,24 +122,24 @@ def draw_texts(documents: Iterable[Row], config: ScreenConfig) -> Split:
     last = np.random.default_rng(config.seed).permutation(len(chosen))[: round(config.held_out * len(chosen))]
     held_out = set(last.tolist())
     settings = PseudoQueriesConfig(seed=config.seed)
-    met: set[str] = set()
+    seen: set[str] = set()
     sides: tuple[list[str], list[str]] = ([], [])
     for number, (key, row) in enumerate(zip(keys, chosen, strict=True)):
         document = Document(key, row["title"], row["content"])
-        for found in draw(document, settings, per_document=config.count / len(chosen)):
-            if found.text.casefold() not in met:
-                met.add(found.text.casefold())
-                sides[number in held_out].append(found.text)
-    if len(met) < LEAST_TEXTS or not all(sides):
+        for query in draw(document, settings, per_document=config.count / len(chosen)):
+            if query.text.casefold() not in seen:
+                seen.add(query.text.casefold())
+                sides[number in held_out].append(query.text)
+    if len(seen) < MIN_TEXTS or not all(sides):
         raise DataError(
-            f"{len(chosen):,} documents give {len(met):,} distinct pseudo-queries, {len(sides[1]):,} of them "
-            f"held out: a fit needs {LEAST_TEXTS} and some held out; give more texts"
+            f"{len(chosen):,} documents give {len(seen):,} distinct pseudo-queries, {len(sides[1]):,} of "
+            f"them held out: a fit needs {MIN_TEXTS} and some held out; give more texts"
         )
-    log.info("%d pseudo-queries of %d documents, %d held out", len(met), len(chosen), len(sides[1]))
-    return Split(*sides)
+    log.info("%d pseudo-queries of %d documents, %d held out", len(seen), len(chosen), len(sides[1]))
+    return TextSplit(*sides)
 
 
-def screen_one(model: str, texts: Split, config: ScreenConfig) -> Screened:
+def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTeacher:
     """Encode the texts with a teacher as published, fit its table, and compare the two.
 
     Raises:
@@ -143,18 +150,18 @@ def screen_one(model: str, texts: Split, config: ScreenConfig) -> Screened:
     train, held_out = (unit(teacher.encode_queries(side)) for side in (texts.train, texts.held_out))
     tokens, held_out_tokens = (token_ids(teacher, side) for side in (texts.train, texts.held_out))
     table = RidgeTable.fit(tokens, train, ridge=config.ridge)
-    found = table.embed(held_out_tokens)
+    embeddings = table.embed(held_out_tokens)
     sample = texts.held_out
-    return Screened(
+    return ScreenedTeacher(
         model=model,
-        overlap=overlap(held_out, found, train),
-        cosine=float((found * held_out).sum(axis=1).mean()),
+        overlap=neighbour_overlap(held_out, embeddings, train, k=NEIGHBOURS),
+        cosine=float((embeddings * held_out).sum(axis=1).mean()),
         dimensions=train.shape[1],
         parameters=sum(parameter.numel() for parameter in teacher.tower.parameters()),
         tokens=len(table.rows),
-        teacher_ms=median_ms(lambda text: teacher.encode_queries([text]), sample, count=TIMED_TEACHER),
+        teacher_ms=median_ms(lambda text: teacher.encode_queries([text]), sample, count=TEACHER_QUERIES),
         table_ms=median_ms(
-            lambda text: table.embed_one(token_ids(teacher, [text])[0]), sample, count=TIMED_TABLE
+            lambda text: table.embed_one(token_ids(teacher, [text])[0]), sample, count=TABLE_QUERIES
         ),
         seconds=time.perf_counter() - start,
     )
@@ -166,31 +173,20 @@ def token_ids(teacher: Encoder, texts: Sequence[str]) -> list[list[int]]:
     return [row.ids for row in prompt.rows(texts)]
 
 
-def overlap(
-    teacher: Float[ndarray, "texts dim"],
-    table: Float[ndarray, "texts dim"],
-    searched: Float[ndarray, "docs dim"],
-) -> float:
-    """Mean share of the teacher's nearest neighbours among `searched` that are the table's as well."""
-    _, right = topk.search(teacher, searched, k=NEIGHBOURS)
-    _, found = topk.search(table, searched, k=NEIGHBOURS)
-    return float((right[:, :, None] == found[:, None, :]).any(axis=2).mean())
-
-
 def median_ms(function: Callable[[str], object], texts: Sequence[str], *, count: int) -> float:
     """Milliseconds of a call, one text at a time; texts are repeated where there are fewer."""
-    given = [texts[number % len(texts)] for number in range(count)]
-    for text in given[:WARM_UP]:
+    repeated = [texts[number % len(texts)] for number in range(count)]
+    for text in repeated[:WARM_UP_QUERIES]:
         function(text)
     times = []
-    for text in given:
+    for text in repeated:
         start = time.perf_counter()
         function(text)
         times.append(time.perf_counter() - start)
     return 1000 * statistics.median(times)
 
 
-def as_table(found: Sequence[Screened]) -> str:
+def as_table(screened: Sequence[ScreenedTeacher]) -> str:
     """Teachers as Markdown, in their order."""
     head = ("model", "overlap@10", "cosine", "dims", "parameters", "teacher ms", "table ms", "seconds")
     rows = [
@@ -204,6 +200,72 @@ def as_table(found: Sequence[Screened]) -> str:
             f"{one.table_ms:.3f}",
             f"{one.seconds:.0f}",
         )
-        for one in found
+        for one in screened
     ]
     return tables.markdown(head, rows)
+
+
+@dataclass(frozen=True)
+class RidgeTable:
+    """A vector per token that was seen: a text's embedding is the mean of its tokens' vectors, normalised."""
+
+    columns: ndarray
+    """Row in `rows` of each token id; -1 for a token that was not seen."""
+    rows: Float[ndarray, "tokens dim"]
+
+    @classmethod
+    def fit(
+        cls, texts: Sequence[Sequence[int]], targets: Float[ndarray, "texts dim"], *, ridge: float
+    ) -> "RidgeTable":
+        """The ridge regression from token shares to unit embeddings.
+
+        Args:
+            texts: token ids of each text, at least one each.
+            targets: the teacher's embeddings of them.
+            ridge: weight of the squared norm of the vectors.
+        """
+        seen = np.unique(np.concatenate([np.asarray(ids) for ids in texts]))
+        columns = np.full(int(seen[-1]) + 1, -1)
+        columns[seen] = np.arange(len(seen))
+        return cls(columns, ridge_fit(token_shares(texts, columns), targets, ridge=ridge).astype(np.float32))
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> Float[ndarray, "texts dim"]:
+        """Unit embeddings; 0 for a text of which no token was seen."""
+        return unit(np.asarray(token_shares(texts, self.columns) @ self.rows))
+
+    def embed_one(self, ids: Sequence[int]) -> Float[ndarray, " dim"]:
+        """The embedding of one text, without sparse arrays: the cost of a query."""
+        known = np.asarray(ids)
+        rows = self.columns[known[known < len(self.columns)]]
+        vector = self.rows[rows[rows >= 0]].sum(axis=0)
+        result: ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
+        return result
+
+
+def token_shares(texts: Sequence[Sequence[int]], columns: ndarray) -> Any:
+    """Sparse [texts, tokens seen]: each token's share of its text; tokens that were not seen have none."""
+    lengths = np.array([len(ids) for ids in texts])
+    ids = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in texts])
+    rows, values = np.repeat(np.arange(len(texts)), lengths), np.repeat(1 / np.maximum(lengths, 1), lengths)
+    rows_of_ids = np.where(ids < len(columns), columns[np.minimum(ids, len(columns) - 1)], -1)
+    known = rows_of_ids >= 0
+    shape = (len(texts), int(columns.max()) + 1)
+    return scipy.sparse.csr_array((values[known], (rows[known], rows_of_ids[known])), shape)
+
+
+def ridge_fit(
+    features: Any, targets: Float[ndarray, "texts dim"], *, ridge: float
+) -> Float[ndarray, "tokens dim"]:
+    """argmin over W of |features W - targets|^2 + ridge |W|^2, exactly, in float64.
+
+    The normal equations are solved on the smaller side: [texts, texts] or [tokens, tokens].
+    """
+    texts, tokens = features.shape
+    wanted = targets.astype(np.float64)
+    if texts < tokens:
+        gram = (features @ features.T).toarray()
+        gram[np.diag_indices(texts)] += ridge
+        return np.asarray(features.T @ scipy.linalg.solve(gram, wanted, assume_a="pos", overwrite_a=True))
+    gram = (features.T @ features).toarray()
+    gram[np.diag_indices(tokens)] += ridge
+    return np.asarray(scipy.linalg.solve(gram, features.T @ wanted, assume_a="pos", overwrite_a=True))

@@ -1,6 +1,6 @@
-"""The student of a run: what it starts from, how it reads, and the tower itself.
+"""The student of a run: its start, its prompt, and the tower itself.
 
-prepare ─► a folder: tokenizer, new words, teacher layers ─► prompt; build on every rank
+prepare_start ─► a folder: tokenizer, new words, teacher layers ─► build_prompt; build_student on every rank
 """
 
 import json
@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from scalingnote.distillation import layers, vocabulary
+from scalingnote.distillation import initial_weights
 from scalingnote.distillation.config import DistillConfig, NewVocabulary
-from scalingnote.distillation.inherit import inherit, inherit_rows
+from scalingnote.distillation.initial_weights import inherit_lookup_rows, inherit_token_embeddings
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
@@ -36,60 +36,65 @@ from scalingnote.models.table import npy_bytes
 from scalingnote.models.tower import Tower
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
-from scalingnote.train import corpus
+from scalingnote.train import tokens
 
 log = get_logger("distill")
-_START = "start.json"
-_MAX_TEXTS = 1_000_000  # that features and weights are counted in: more change them little
+_START_FILE = "start.json"
+_MAX_TEXTS = 1_000_000  # that features and weights are counted in: further ones change them little
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a student starts from; equal for all ranks."""
+class StudentStart:
+    """Tokenizer and weights that a student starts from; equal for all ranks."""
 
     tokenizer: str | None = None
     """Tokenizer JSON, without the new words, of a student that brings none."""
     words: tuple[str, ...] = ()
     """New tokens, in order."""
     backbone: Path | None = None
-    """A checkpoint made of the teacher's layers."""
+    """A checkpoint of some of the teacher's layers."""
     lookup: LookupStart | None = None
     """Features and weights of a table, from the training queries."""
 
 
-def prepare(config: DistillConfig, teacher: Artifact, *, folder: str) -> Start:
-    """Find out what the student starts from and write it to `folder`, or find it there.
+def prepare_start(config: DistillConfig, teacher: Artifact, *, folder: str) -> StudentStart:
+    """Write the start of a student to `folder`, or find it there. To be called once, before any rank starts.
 
-    To be called once, before any rank starts; `teacher` holds the embeddings of queries.
+    Args:
+        config: of the student.
+        teacher: the artifact with the embeddings of queries.
+        folder: must belong to both.
     """
-    if not fs.exists(fs.join(folder, _START)):
+    if not fs.exists(fs.join(folder, _START_FILE)):
         files: dict[str, bytes] = {}
         if config.start == "teacher":
-            _cut(config, teacher, fs.join(folder, "backbone"))
+            _copy_teacher_layers(config, teacher, fs.join(folder, "backbone"))
         elif (learnt := _tokenizer(config, teacher)) is not None:
             files["tokenizer.json"] = learnt.encode()
         if config.new_vocabulary is not None:
-            tokenizer = prompt(config, _bare(config, folder, files)).tokenizer
+            tokenizer = build_prompt(config, _start_without_words(config, folder, files)).tokenizer
             files["words.json"] = _new_words(config.new_vocabulary, teacher, tokenizer)
         if isinstance(config.student, LookupConfig):
-            files |= _of_lookup(config, config.student, teacher, _bare(config, folder, files))
+            files |= _lookup_files(
+                config, config.student, teacher, _start_without_words(config, folder, files)
+            )
         for name, data in files.items():
             fs.write_bytes(fs.join(folder, name), data)
-        _finish(folder)
-    return read(folder)
+        _write_index(folder)
+    return read_start(folder)
 
 
-def read(folder: str) -> Start:
-    """What :func:`prepare` wrote."""
-    listed = json.loads(fs.read_bytes(fs.join(folder, _START)))
+def read_start(folder: str) -> StudentStart:
+    """The start that :func:`prepare_start` wrote."""
+    listed = json.loads(fs.read_bytes(fs.join(folder, _START_FILE)))
     names = list(listed["files"])
-    # The list holds sizes: another start at the same place is another version of what was copied here.
+    # The list holds sizes: a new start at the same URI is a new version of the local copy.
     local = fs.download(folder, names, version=json.dumps(listed, sort_keys=True))
     tokenizer, words, backbone, keys, weights = (
         local / name if any(n.startswith(name) for n in names) else None
         for name in ("tokenizer.json", "words.json", "backbone", "feature_keys.npy", "weights.npy")
     )
-    return Start(
+    return StudentStart(
         None if tokenizer is None else tokenizer.read_text(encoding="utf-8"),
         () if words is None else tuple(json.loads(words.read_text(encoding="utf-8"))),
         backbone,
@@ -97,36 +102,40 @@ def read(folder: str) -> Start:
     )
 
 
-def prompt(config: DistillConfig, start: Start) -> QueryPrompt | LookupPrompt:
-    """How the student reads a query. Its weights are neither drawn nor loaded."""
-    student = _settings(config, start)
-    found = corpus.prompt(student, role="query", tokenizer_json=start.tokenizer)
-    assert isinstance(found, QueryPrompt | LookupPrompt)
-    vocabulary.extend(found.tokenizer, start.words)
-    if isinstance(found, LookupPrompt) and start.lookup is not None:
-        size = found.tokenizer.get_vocab_size()
+def build_prompt(config: DistillConfig, start: StudentStart) -> QueryPrompt | LookupPrompt:
+    """The prompt by which the student reads a query, without drawing or loading weights."""
+    student = _tower_config(config, start)
+    prompt = tokens.build_prompt(student, role="query", tokenizer_json=start.tokenizer)
+    assert isinstance(prompt, QueryPrompt | LookupPrompt)
+    initial_weights.add_words(prompt.tokenizer, start.words)
+    if isinstance(prompt, LookupPrompt) and start.lookup is not None:
+        size = prompt.tokenizer.get_vocab_size()
         features = LookupFeatures(start.lookup.feature_keys, tokens=size)
-        return LookupPrompt(found.tokenizer, max_length=student.max_length, features=features)
-    return found
+        return LookupPrompt(prompt.tokenizer, max_length=student.max_length, features=features)
+    return prompt
 
 
-def build(config: DistillConfig, start: Start, *, teacher: Artifact, dim: int) -> Tower | LookupTower:
-    """The student, ready to train; of one config and start it is the same on every rank."""
-    student = _settings(config, start)
+def build_student(
+    config: DistillConfig, start: StudentStart, *, teacher: Artifact, dim: int
+) -> Tower | LookupTower:
+    """The student, ready to train; the same on every rank, given one config and start."""
+    student = _tower_config(config, start)
     if isinstance(student, LookupConfig):
-        return _lookup(config, student, start, teacher=teacher, dim=dim)
+        return _build_lookup(config, student, start, teacher=teacher, dim=dim)
     if student.pooling != "placeholders":  # a published model, with a tokenizer and tokens of its own
         return tower.build(student, role="query", dim=dim, tokenizer_json=None, seed=config.seed)
     backbone = backbones.build(student.backbone, tokenizer_json=start.tokenizer, seed=config.seed)
     table: Any = backbone.model.get_input_embeddings()  # type: ignore[operator]
-    if inherits(config):
-        inherit(table, _of_teacher(teacher, "tokens"))
+    if inherits_tokens(config):
+        inherit_token_embeddings(table, _token_weights(teacher, "tokens"))
     if start.words:
         before = Tokenizer.from_str(backbone.raw_tokenizer.to_str())
-        vocabulary.extend(backbone.raw_tokenizer, start.words)
+        initial_weights.add_words(backbone.raw_tokenizer, start.words)
         backbones.grow(backbone)
         table = backbone.model.get_input_embeddings()  # type: ignore[operator]
-        vocabulary.fill(table.weight, start.words, before=before, after=backbone.raw_tokenizer)
+        initial_weights.initialize_word_rows(
+            table.weight, start.words, before=before, after=backbone.raw_tokenizer
+        )
     made = tower.build(
         student, role="query", dim=dim, tokenizer_json=None, seed=config.seed, backbone=backbone
     )
@@ -137,36 +146,36 @@ def build(config: DistillConfig, start: Start, *, teacher: Artifact, dim: int) -
     return made
 
 
-def inherits(config: DistillConfig) -> bool:
-    """Whether the student starts with the teacher's tokenizer and what that knows of each token."""
+def inherits_tokens(config: DistillConfig) -> bool:
+    """Whether the student starts with the teacher's tokenizer and its weights of each token."""
     student = config.student
     own = isinstance(student, TowerConfig) and isinstance(student.backbone, Pretrained)
     return config.inherit_tokens and config.start == "random" and not own
 
 
-def _lookup(
-    config: DistillConfig, student: LookupConfig, start: Start, *, teacher: Artifact, dim: int
+def _build_lookup(
+    config: DistillConfig, student: LookupConfig, start: StudentStart, *, teacher: Artifact, dim: int
 ) -> LookupTower:
-    before = Tokenizer.from_str(_given(start))
-    after = Tokenizer.from_str(_given(start))
-    vocabulary.extend(after, start.words)
+    before = Tokenizer.from_str(_tokenizer_json(start))
+    after = Tokenizer.from_str(_tokenizer_json(start))
+    initial_weights.add_words(after, start.words)
     made = lookup.build(student, dim=dim, tokenizer_json=after.to_str(), seed=config.seed, start=start.lookup)
-    if inherits(config):
-        inherit_rows(made, _of_teacher(teacher, "alone"))
-    vocabulary.fill(made.table, start.words, before=before, after=after)
+    if inherits_tokens(config):
+        inherit_lookup_rows(made, _token_weights(teacher, "alone"))
+    initial_weights.initialize_word_rows(made.table, start.words, before=before, after=after)
     made.made_from["query_embeddings"] = teacher.digest
     return made
 
 
-def _of_lookup(
-    config: DistillConfig, student: LookupConfig, teacher: Artifact, bare: Start
+def _lookup_files(
+    config: DistillConfig, student: LookupConfig, teacher: Artifact, start: StudentStart
 ) -> dict[str, bytes]:
-    """Features and starting weights of a table; no file where it starts with neither."""
+    """Files of the features and starting weights of a table, as far as it has them."""
     if not (student.bigrams or student.ends or student.start_weights == "inverse_frequency"):
         return {}
-    tokenizer, room = prompt(config, bare).tokenizer, student.max_length
+    tokenizer, length = build_prompt(config, start).tokenizer, student.max_length
     size = tokenizer.get_vocab_size()
-    rows = [ids[:room] for texts in _training_texts(teacher) for ids in tokenize(tokenizer, texts, room)]
+    rows = [ids[:length] for texts in _training_texts(teacher) for ids in tokenize(tokenizer, texts, length)]
     keys = lookup_features.learn(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
     files = {"feature_keys.npy": npy_bytes(keys)}
     if student.weighting == "learned" and student.start_weights == "inverse_frequency":
@@ -181,61 +190,61 @@ def _training_texts(teacher: Artifact) -> Iterator[list[str]]:
     """Texts of the training split, batch by batch, at most :data:`_MAX_TEXTS`."""
     count = 0
     for batch in teacher.batches("embeddings", columns=["query", "split"]):
-        found = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
-        yield found[: _MAX_TEXTS - count]
-        count += len(found)
+        texts = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
+        yield texts[: _MAX_TEXTS - count]
+        count += len(texts)
         if count >= _MAX_TEXTS:
             return
 
 
-def _settings(config: DistillConfig, start: Start) -> TowerConfig | LookupConfig:
-    """The student's config, its backbone the teacher's where layers were copied, and its pooling too."""
+def _tower_config(config: DistillConfig, start: StudentStart) -> TowerConfig | LookupConfig:
+    """The student's config; where layers were copied, with the copy as backbone and the teacher's pooling."""
     if start.backbone is None or isinstance(config.student, LookupConfig):
         return config.student
     changed: dict[str, Any] = {"backbone": Pretrained(path=str(start.backbone))}
-    if layers.is_published(start.backbone):
+    if initial_weights.is_published(start.backbone):
         changed["pooling"] = "auto"
     return config.student.model_copy(update=changed)
 
 
-def _given(start: Start) -> str:
+def _tokenizer_json(start: StudentStart) -> str:
     assert start.tokenizer is not None, "a lookup's start has a tokenizer"
     return start.tokenizer
 
 
-def _of_teacher(teacher: Artifact, name: str) -> Float[Tensor, "vocabulary width"]:
-    """What the teacher's job left of each of its tokens."""
+def _token_weights(teacher: Artifact, name: str) -> Float[Tensor, "vocabulary width"]:
+    """Weights of each of the teacher's tokens, which its job wrote: ``tokens`` or ``alone``."""
     data = fs.read_bytes(teacher.file(f"teacher/{name}.safetensors"))
     return safetensors.torch.load(data)["weight"].float()
 
 
 def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
     """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
-    if inherits(config):
+    if inherits_tokens(config):
         return fs.read_bytes(teacher.file("teacher/tokenizer.json")).decode()
-    texts = partial(corpus.distinct_queries, teacher, "embeddings")
-    return corpus.tokenizers({"student": config.student}, texts=texts).get("student")
+    texts = partial(tokens.distinct_queries, teacher, "embeddings")
+    return tokens.train_tokenizers({"student": config.student}, texts=texts).get("student")
 
 
-def _bare(config: DistillConfig, folder: str, files: dict[str, bytes]) -> Start:
-    """The start without what is mined."""
+def _start_without_words(config: DistillConfig, folder: str, files: dict[str, bytes]) -> StudentStart:
+    """The start without new words, features and weights, which are mined with its help."""
     learnt = files.get("tokenizer.json")
     where = fs.join(folder, "backbone")
     copied = fs.list_files(where) if config.start == "teacher" else {}
     local = fs.download(where, list(copied), version=json.dumps(copied)) if copied else None
-    return Start(None if learnt is None else learnt.decode(), backbone=local)
+    return StudentStart(None if learnt is None else learnt.decode(), backbone=local)
 
 
 def _new_words(knobs: NewVocabulary, teacher: Artifact, tokenizer: Tokenizer) -> bytes:
     """New words of the training queries, mined from the first million of them, as JSON."""
-    queries = corpus.distinct_queries(teacher, "embeddings")
-    words = vocabulary.mine(queries, tokenizer, tokens=knobs.tokens, min_count=knobs.min_count)
+    queries = tokens.distinct_queries(teacher, "embeddings")
+    words = initial_weights.mine_words(queries, tokenizer, tokens=knobs.tokens, min_count=knobs.min_count)
     log.info("%s new words: %s...", f"{len(words):,}", ", ".join(words[:8]))
     return json.dumps(words, ensure_ascii=False).encode()
 
 
-def _cut(config: DistillConfig, teacher: Artifact, target: str) -> None:
-    """Write a checkpoint of the teacher's layers that the student wants."""
+def _copy_teacher_layers(config: DistillConfig, teacher: Artifact, target: str) -> None:
+    """Write a checkpoint of the teacher's layers that the student asks for."""
     parent = teacher.manifest.parents.get("dual_encoder")
     if parent is None:
         raise ConfigError(
@@ -250,11 +259,11 @@ def _cut(config: DistillConfig, teacher: Artifact, target: str) -> None:
     assert isinstance(config.student.backbone, Scratch)
     wanted = config.student.backbone.layers if config.teacher_layers is None else config.teacher_layers
     with tempfile.TemporaryDirectory() as local:
-        chosen = layers.cut(towers.directory("query"), Path(local), layers=wanted)
+        chosen = initial_weights.copy_layers(towers.directory("query"), Path(local), layers=wanted)
         fs.upload(local, target)
     log.info("the student starts from the teacher's layers %s", ", ".join(map(str, chosen)))
 
 
-def _finish(folder: str) -> None:
+def _write_index(folder: str) -> None:
     listed = {name: size for name, size in fs.list_files(folder).items() if not name.endswith(".pending")}
-    fs.write_bytes(fs.join(folder, _START), json.dumps({"files": listed}).encode())
+    fs.write_bytes(fs.join(folder, _START_FILE), json.dumps({"files": listed}).encode())

@@ -19,7 +19,7 @@ from scalingnote.evaluate.lineage import Ancestor
 from scalingnote.evaluate.test_set import TestSet
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.config import Losses
-from scalingnote.train.validation import Sample, measure
+from scalingnote.train.validation import ValidationSample, measure_retrieval
 
 NAME = "contrastive_entropy"
 
@@ -104,8 +104,8 @@ def _entropies(
 ) -> Sequence[float]:
     """As in training, query by query: the first of its own documents is the positive."""
     own = np.arange(chosen.shape[1])[None]
-    sample = Sample([], [], own[0, :1], own == 0, own[:, 1:])
+    sample = ValidationSample([], [], own[0, :1], own == 0, own[:, 1:])
     return [
-        measure(query[None], documents[rows], sample, temperature=temperature)[NAME]
+        measure_retrieval(query[None], documents[rows], sample, temperature=temperature)[NAME]
         for query, rows in zip(queries, chosen, strict=True)
     ]

@@ -87,7 +87,7 @@ class ByDualPooled:
     """A cross-encoder that this system trained."""
 
     def __init__(self, config: DualPooledJudge) -> None:
-        from scalingnote.cross_encoder.encoder import PairEncoder
+        from scalingnote.cross_encoder.pairs import PairEncoder
 
         model = open_artifact(config.uri, kind="cross_encoder")
         self._encoder = PairEncoder.load(model.directory("model"), token_budget=config.token_budget)

@@ -30,8 +30,8 @@ from scalingnote.storage.artifact import Artifact, write_table
 from scalingnote.storage.exchange import hash_of
 from scalingnote.storage.schema import IMPRESSIONS
 from scalingnote.storage.slices import Each, Record, Slice, run_slices, slices
-from scalingnote.train.prepare import array, merged
-from scalingnote.train.stream import one_chunk
+from scalingnote.train.data import one_chunk
+from scalingnote.train.prepare import merge_sorted, read_array
 
 SCHEMA = pa.schema(
     IMPRESSIONS.field(name)
@@ -78,7 +78,9 @@ def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: Eac
             f"{dataset.uri} has no clicks outside the test split: fusion has nothing to learn from"
         )
     for name in ("named", "shown", "asked", "known"):
-        hashes = merged([array(fs.join(folder, f"{name}/{b:05d}.arrow")) for b in range(config.parts)])
+        hashes = merge_sorted(
+            [read_array(fs.join(folder, f"{name}/{b:05d}.arrow")) for b in range(config.parts)]
+        )
         write_table(fs.join(folder, f"{name}.arrow"), pa.table({"hash": hashes}))
     _write_popularity(config, folder)
     return sum(record["test_clicks"] for record in scattered)

@@ -34,11 +34,10 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
 from scalingnote.storage.slices import slices
 from scalingnote.train.config import prefix_lengths
-from scalingnote.train.corpus import among
+from scalingnote.train.data import Order, Store, one_chunk
 from scalingnote.train.job import Settings, launch, start_rank, train_rank
-from scalingnote.train.order import Order
-from scalingnote.train.prepare import array
-from scalingnote.train.stream import Store, one_chunk
+from scalingnote.train.prepare import read_array
+from scalingnote.train.tokens import in_sorted
 
 log = get_logger("fuse")
 WRITERS = "fuse.writers"
@@ -170,7 +169,7 @@ def read_queries(
     queries = pa.concat_tables(dataset.table(part) for part in slices[int(Path(name).stem)])
     queries = queries.filter(pc.equal(queries["split"], "train"))
     hashes = exchange.hash_of(queries["query_id"])
-    kept = pa.array(among(hashes, array(fs.join(store, "asked.arrow"))))
+    kept = pa.array(in_sorted(hashes, read_array(fs.join(store, "asked.arrow"))))
     return pa.array(hashes).filter(kept), queries["query"].filter(kept).to_pylist()
 
 
@@ -242,7 +241,7 @@ def _stage(config: FuseConfig, settings: Settings) -> FusionStage:
     ids = open_artifact(settings["semantic_ids"], kind="semantic_ids")
     codebooks = safetensors.load(fs.read_bytes(ids.file("codebooks.safetensors")))["codebooks"].float()
     encodings = prepare.encodings(settings["store"])
-    seen = torch.from_numpy(array(fs.join(settings["store"], prepare.SEEN)).copy())
+    seen = torch.from_numpy(read_array(fs.join(settings["store"], prepare.SEEN)).copy())
     return build(config, codebooks, **encodings, seen=seen)
 
 

@@ -20,11 +20,9 @@ from scalingnote.fuse.feature_encoding import EncodedFeatures, Encoding, no_valu
 from scalingnote.fuse.fusion import ImportantWords, id_buckets, last_codes, query_inputs
 from scalingnote.fuse.networks import DocumentNetwork, Documents, Queries, QueryNetwork
 from scalingnote.fuse.prepare import DOCUMENTS, QUERIES, ROWS, USERS
-from scalingnote.losses.contrastive import cross_entropy
-from scalingnote.losses.matryoshka import prefixes
-from scalingnote.train.distributed import gather, shares
-from scalingnote.train.order import Order
-from scalingnote.train.stream import Rows, Store
+from scalingnote.losses import cross_entropy, prefixes
+from scalingnote.train.collectives import gather, shares
+from scalingnote.train.data import Order, Rows, Store
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,9 @@ from scalingnote.storage import exchange, vectors
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, write_table
 from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
-from scalingnote.train.corpus import among
-from scalingnote.train.prepare import array, place_of
-from scalingnote.train.stream import Store, one_chunk
-from scalingnote.train.tokens import rows_of
+from scalingnote.train.data import Store, one_chunk
+from scalingnote.train.prepare import number_documents, read_array
+from scalingnote.train.tokens import in_sorted, row_numbers
 
 log = get_logger("fuse")
 VIEW = "summary"  # the embedding that is searched
@@ -134,7 +133,7 @@ def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: Ea
     fs.write_bytes(fs.join(folder, ENCODINGS), json.dumps(values).encode())
     ids = config.document.ids
     seen = np.zeros(ids.buckets if ids else 1, bool)
-    seen[id_buckets(array(fs.join(folder, "shown.arrow")), config.document)] = True
+    seen[id_buckets(read_array(fs.join(folder, "shown.arrow")), config.document)] = True
     write_table(fs.join(folder, SEEN), pa.table({"seen": seen}))
 
 
@@ -212,13 +211,13 @@ def _observe(item: Slice, *, dataset: Artifact, features: Sequence[Feature]) -> 
 
 
 def _documents(item: Slice, *, corpus: FusedCorpus, encodings: Sequence[Encoding], folder: str) -> Record:
-    wanted = array(fs.join(folder, "named.arrow"))
+    wanted = read_array(fs.join(folder, "named.arrow"))
     columns = list(dict.fromkeys(encoding.feature.column for encoding in encodings))
     pieces = []
     for part in item[1]:
         documents = read_part(corpus, part, columns)
         hashes = exchange.hash_of(documents.table["doc_id"])
-        kept = np.flatnonzero(among(hashes, wanted))
+        kept = np.flatnonzero(in_sorted(hashes, wanted))
         pieces.append(
             _matrices(
                 hashes[kept],
@@ -236,7 +235,7 @@ def _users(item: Slice, *, dataset: Artifact, encodings: Sequence[Encoding], fol
     columns = list(dict.fromkeys(encoding.feature.column for encoding in encodings))
     table = pa.concat_tables(dataset.table(part, ["user_id", *columns]) for part in item[1])
     hashes = exchange.hash_of(table["user_id"])
-    kept = np.flatnonzero(among(hashes, array(fs.join(folder, "known.arrow"))))
+    kept = np.flatnonzero(in_sorted(hashes, read_array(fs.join(folder, "known.arrow"))))
     users = _matrices(hashes[kept], table.take(pa.array(kept)), encodings)
     return {"files": write_tables(folder, {f"{USERS}/{item[0]:05d}.arrow": users}), "problems": {}}
 
@@ -282,12 +281,14 @@ def _rows(item: tuple[int, int], *, folder: str) -> Record:
 
 def _write_place(name: str, written: Sequence[Record], folder: str) -> None:
     """Write the row in the store of each of the hashes in ``{name}.arrow``."""
-    place = place_of(array(fs.join(folder, f"{name}.arrow")), written, folder)
+    place = number_documents(read_array(fs.join(folder, f"{name}.arrow")), written, folder)
     write_table(fs.join(folder, f"{name}-place.arrow"), pa.table({"row": place}))
 
 
 def _numbers(hashes: UInt64[ndarray, " rows"], name: str, folder: str) -> Int64[ndarray, " rows"]:
-    return rows_of(hashes, *(array(fs.join(folder, f"{file}.arrow")) for file in (name, f"{name}-place")))
+    return row_numbers(
+        hashes, *(read_array(fs.join(folder, f"{file}.arrow")) for file in (name, f"{name}-place"))
+    )
 
 
 def _matrices(

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: sharded, written in the background, whole or not there at all.
+"""Checkpoints of a run: sharded, written in the background, complete or absent.
 
     {uri}/step-000000400/shard-00001-....safetensors   one file per rank, written by torch's DCP
     {uri}/step-000000400/checkpoint.json               written last: without it there is no checkpoint
@@ -16,11 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch.distributed as dist
 from pyarrow.fs import LocalFileSystem
-from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -28,46 +27,31 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from scalingnote.errors import TrainingError
 from scalingnote.storage import filesystem as fs
-from scalingnote.train.distributed import rank
-from scalingnote.train.fetch import fetch
+from scalingnote.train.collectives import rank
+from scalingnote.train.data import local_copy
+from scalingnote.train.engine import WHOLE, Engine
 
 MARKER = "checkpoint.json"
-WHOLE = "whole"  # the layout of states that are cut anew for any number of ranks
 _ON_CPU = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
 
 
-@runtime_checkable
-class Restorable(Protocol):
-    """What can be put into a checkpoint; an :class:`~scalingnote.train.strategies.engine.Engine` can."""
-
-    layout: str
-
-    def state(self) -> dict[str, Tensor]:
-        """Tensors by name, alive: read them, or fill them in place."""
-        ...
-
-    def restored(self, state: dict[str, Tensor]) -> None:
-        """Called when they were filled."""
-        ...
-
-
 @dataclass(frozen=True)
-class Found:
-    """A whole checkpoint. `notes` is whatever its writer wants to find again."""
+class CheckpointInfo:
+    """The marker of a complete checkpoint."""
 
     step: int
-    notes: dict[str, Any]
-    layout: str
-    best: bool
-    files: dict[str, int]
+    notes: dict[str, Any]  # the loop's own state, as JSON
+    layout: str  # of the tensors, see Engine.layout
+    best: bool  # it was the best when it was written
+    files: dict[str, int]  # sizes in bytes
 
 
 class Checkpoints:
     """Checkpoints below a URI that every rank reaches: the newest `keep`, and the best one.
 
-    Every rank makes the same calls. Files of an interrupted run that are no checkpoint are cleared away.
+    Every rank makes the same calls. Incomplete checkpoints of an interrupted run are deleted first.
     """
 
     def __init__(self, uri: str, *, keep: int) -> None:
@@ -78,70 +62,77 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         if rank() == 0:
             for name in self._folders():
-                if self._whole(name) is None:
+                if self._complete(name) is None:
                     fs.delete(fs.join(uri, name))
         self._barrier()
 
-    def save(self, step: int, source: Restorable, notes: dict[str, Any], *, best: bool = False) -> None:
-        """Begin to write `step`; waits for the checkpoint before it. The `best` replaces the one so far."""
+    def save(self, step: int, source: Engine, notes: dict[str, Any], *, best: bool = False) -> None:
+        """Begin to write the checkpoint of `step`, after the one before it is written.
+
+        Args:
+            step: steps done.
+            source: its :meth:`~scalingnote.train.engine.Engine.state` is copied before this returns.
+            notes: to be returned by :meth:`restore`.
+            best: replaces the best checkpoint so far.
+        """
         self.wait()
         uri = fs.join(self.uri, _name(step))
         state = DefaultStager(_ON_CPU).stage(source.state())
         marker = {"step": step, "notes": notes, "layout": source.layout, "best": best}
-        # Not DCP's async_save: what it is done with is not yet a checkpoint of ours.
-        with self._alone():
+        # Not DCP's async_save: when that is done, our marker is still missing.
+        with self._without_dcp_warning():
             self._pending = self._thread.submit(self._write, state, uri, marker)
             if self._group is None:
                 wait([self._pending])
 
     def wait(self) -> None:
-        """Return when nothing is being written; raises what went wrong."""
+        """Return when nothing is being written; raises the error of the background thread."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
 
-    def restore(self, target: Restorable, *, best: bool = False) -> Found | None:
-        """Fill `target` from the newest (or the best) whole checkpoint; None when there is none.
+    def restore(self, target: Engine, *, best: bool = False) -> CheckpointInfo | None:
+        """Fill `target` from the newest (or the best) complete checkpoint; None when there is none.
 
-        TrainingError when it was cut for another number of ranks than can read it.
+        TrainingError when it was written in another layout, such as for another number of ranks.
         """
         self.wait()
         self._barrier()
-        found = self.best() if best else self.newest()
-        if found is None:
+        info = self.best() if best else self.newest()
+        if info is None:
             return None
-        uri = fs.join(self.uri, _name(found.step))
-        if found.layout != target.layout:
+        uri = fs.join(self.uri, _name(info.step))
+        if info.layout != target.layout:
             raise TrainingError(
-                f"{uri} was written as {found.layout!r}, this run reads {target.layout!r}: resume it with "
+                f"{uri} was written as {info.layout!r}, this run reads {target.layout!r}: resume it with "
                 "the same strategy and number of workers, or delete it to start again"
             )
-        folder = fetch(uri, self._read_here(found), version=json.dumps(found.files))
+        folder = local_copy(uri, self._files_of_rank(info), version=json.dumps(info.files))
         state = target.state()
         reader = HuggingFaceStorageReader(str(folder))
-        with self._alone():
+        with self._without_dcp_warning():
             load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         target.restored(state)
         if not isinstance(fs.resolve(uri)[0], LocalFileSystem):
             self._barrier()  # ranks of a machine share a copy
             shutil.rmtree(folder, ignore_errors=True)
-        return found
+        return info
 
-    def _read_here(self, found: Found) -> list[str]:
-        """Files that this rank reads: all where states are cut anew, else the shard that it wrote itself."""
+    def _files_of_rank(self, info: CheckpointInfo) -> list[str]:
+        """All files of the layout WHOLE, which any number of ranks reads; else the shard of this rank."""
         own = f"shard-{rank() + 1:05d}-"
-        return [name for name in found.files if found.layout == WHOLE or name.startswith(own)]
+        return [name for name in info.files if info.layout == WHOLE or name.startswith(own)]
 
-    def newest(self) -> Found | None:
-        """The whole checkpoint of the latest step."""
-        return next((f for f in map(self._whole, reversed(self._folders())) if f), None)
+    def newest(self) -> CheckpointInfo | None:
+        """The complete checkpoint of the latest step."""
+        return next((f for f in map(self._complete, reversed(self._folders())) if f), None)
 
-    def best(self) -> Found | None:
-        """The latest that was the best when it was written."""
-        return next((f for f in map(self._whole, reversed(self._folders())) if f and f.best), None)
+    def best(self) -> CheckpointInfo | None:
+        """The latest checkpoint that was the best when it was written."""
+        return next((f for f in map(self._complete, reversed(self._folders())) if f and f.best), None)
 
     def _write(self, state: Any, uri: str, marker: dict[str, Any]) -> None:
-        """Every rank its shards; when all are there, rank 0 the marker."""
+        """Every rank writes its shards; when all are there, rank 0 writes the marker."""
         filesystem, path = fs.resolve(uri)
         if isinstance(filesystem, LocalFileSystem):
             self._write_shards(state, path)
@@ -170,18 +161,19 @@ class Checkpoints:
         names = {path.partition("/")[0] for path in fs.list_files(self.uri)}
         return sorted(name for name in names if name.startswith("step-"))
 
-    def _whole(self, name: str) -> Found | None:
-        """None where a marker, a file or a part of one is missing."""
+    def _complete(self, name: str) -> CheckpointInfo | None:
+        """The marker of a folder; None where it, a file or a part of one is missing."""
         sizes = fs.list_files(fs.join(self.uri, name))
         if MARKER not in sizes:
             return None
-        found = Found(**json.loads(fs.read_bytes(fs.join(self.uri, name, MARKER))))
-        return found if all(sizes.get(file) == size for file, size in found.files.items()) else None
+        info = CheckpointInfo(**json.loads(fs.read_bytes(fs.join(self.uri, name, MARKER))))
+        return info if all(sizes.get(file) == size for file, size in info.files.items()) else None
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """A process without a group (a notebook, a test) waits for its files: DCP warns it that it is alone,
-        and filters of warnings belong to all threads.
+    def _without_dcp_warning(self) -> Iterator[None]:
+        """Silence DCP's warning that a process without a group (a notebook, a test) is alone.
+
+        Such a process waits for its files, since warning filters belong to all threads.
         """
         with warnings.catch_warnings() if self._group is None else nullcontext():
             if self._group is None:

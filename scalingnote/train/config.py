@@ -39,23 +39,23 @@ class Losses(Config):
     """L = L_con + alpha * L_hard, on every view and every Matryoshka prefix (Eq. 5-12)."""
 
     temperature: float = Field(0.05, gt=0, lt=1, description="tau; not given in the paper")
-    learn_temperature: bool = Field(False, description="temperature is where it starts")
+    learn_temperature: bool = Field(False, description="`temperature` is its initial value")
     denominator: Literal["positives_only", "positives_and_negatives"] = Field(
         "positives_and_negatives",
-        description="whether a query's softmax also sees the gathered hard negatives",
+        description="whether a query's softmax also includes the gathered hard negatives",
     )
     bidirectional: bool = Field(True, description="also document to query (Eq. 6)")
     mask_known: bool = Field(
-        True, description="duplicates and known positives of a query are no negatives of it"
+        True, description="mask duplicates and known positives of a query out of its negatives"
     )
     margin: float = Field(0.2, ge=0)
     alpha: float = Field(0.5, ge=0, description="weight of the margin loss")
     view_weights: dict[Literal["title", "content", "summary"], float] = Field(
-        {}, description="weight of a view in every loss; 1 where nothing is said"
+        {}, description="weight of a view in every loss; 1 by default"
     )
     matryoshka: tuple[int, ...] = Field(
         (16, 32, 64, 128),
-        description="prefix lengths, all weighted: those below `dim`, and `dim` itself, named or not",
+        description="prefix lengths, all weighted: those below `dim`, and always `dim` itself",
     )
     matryoshka_weights: tuple[float, ...] | None = Field(
         None, description="w^m; None means all 1. With weights, every prefix is named"
@@ -64,9 +64,9 @@ class Losses(Config):
 
 
 def prefix_lengths(named: Sequence[int], *, dim: int) -> tuple[int, ...]:
-    """Lengths that losses see of embeddings: what is `named` of them, and always the whole.
+    """Lengths of the prefixes that losses read: those `named`, and always the whole embedding.
 
-    Values behind the longest prefix would be learnt by no loss, and still be searched by.
+    Without it, dimensions behind the longest prefix would be searched although no loss trains them.
     """
     within = tuple(length for length in named if length <= dim)
     return within if dim in within else (*within, dim)
@@ -82,14 +82,14 @@ class Sparse(Config):
     query: Literal["counts", "binary"] = Field(
         "counts", description="how often a token occurs, or that it does"
     )
-    lowercase: bool = Field(False, description="queries are put into lower case first")
+    lowercase: bool = Field(False, description="lowercase queries first")
 
 
 class Align(Config):
     """KL of cheap queries' scores to those of the whole query through the whole backbone (Eq. 5).
 
-    The teacher is a transformer query tower, or a token_wise one's backbone reading the query as a text: it
-    learns by the contrastive loss at the same time, and nothing flows back to it from here.
+    The teacher is a transformer query tower, or the backbone of a token_wise one reading the query as a text.
+    It learns by the contrastive loss at the same time; the KL gives it no gradient.
     """
 
     weight: float = Field(1.0, gt=0)
@@ -151,7 +151,7 @@ class Memory(Config):
 
 
 class Batching(Config):
-    """Which rows meet in a batch; a pure function of step and seed."""
+    """Which rows form a batch; a pure function of step and seed."""
 
     sources: Literal["mixed", "homogeneous"] = Field(
         "mixed", description="homogeneous: all rows of a batch, on all ranks, are of one source and hop"
@@ -167,13 +167,13 @@ class Batching(Config):
 
 
 class ValidationSchedule(Config):
-    """When to measure on held-out queries while training, and what follows from it; for both stages."""
+    """When to measure on held-out queries while training, and how it selects weights; for both stages."""
 
     every: int = Field(200, ge=1, description="steps between measurements")
     queries: int = Field(256, ge=1, description="validation queries drawn, seeded")
     metric: str = Field(description="chooses the best checkpoint")
     patience: int | None = Field(
-        None, ge=1, description="stop after so many measurements without a better one"
+        None, ge=1, description="stop after this many measurements without a better one"
     )
     keep: Literal["last", "best"] = Field("last", description="which weights become the artifact")
 
@@ -189,14 +189,14 @@ class Validation(ValidationSchedule):
 
 
 class Tracking(Circumstances):
-    """Who else is told of the numbers; TensorBoard files are always written."""
+    """Trackers of the numbers beside TensorBoard files, which are always written."""
 
     wandb: str | None = Field(None, description="project name; needs the `track` extra")
     mlflow: str | None = Field(None, description="experiment name; needs the `track` extra")
 
 
 class Ranks(Resources):
-    """Where a training runs."""
+    """Processes of a training, and their resources."""
 
     workers: int = Field(
         2,
@@ -213,7 +213,7 @@ class Ranks(Resources):
 
 
 class Schedule(Config):
-    """How long and how carefully to train; what both stages have in common."""
+    """Optimization, memory, checkpoints and resources; common to both stages."""
 
     optimizer: Optimizer = Optimizer()
     global_batch: int = Field(
@@ -270,14 +270,14 @@ class TrainConfig(Schedule):
     @field_validator("losses")
     @classmethod
     def _see_the_whole(cls, losses: Losses, info: Any) -> Losses:  # pydantic's ValidationInfo is uncheckable
-        if "dim" not in info.data:  # is wrong itself, and told of
+        if "dim" not in info.data:  # dim itself is invalid, and pydantic reports it
             return losses
         prefixes = prefix_lengths(losses.matryoshka, dim=info.data["dim"])
         if losses.matryoshka_weights and len(losses.matryoshka_weights) != len(losses.matryoshka):
             raise ValueError("matryoshka_weights needs one weight per prefix")
         if losses.matryoshka_weights and prefixes != losses.matryoshka:
             raise ValueError(
-                f"dim {info.data['dim']} makes the prefixes {list(prefixes)}, and matryoshka_weights are of "
+                f"dim {info.data['dim']} makes the prefixes {list(prefixes)}, and matryoshka_weights has "
                 f"{list(losses.matryoshka)}: set matryoshka to {list(prefixes)}, and a weight for each"
             )
         return losses.model_copy(update={"matryoshka": prefixes})
@@ -285,7 +285,7 @@ class TrainConfig(Schedule):
     @model_validator(mode="after")
     def _fits(self) -> "TrainConfig":
         if self.align and not self.sparse and not isinstance(self.query, TokenWiseConfig):
-            raise ValueError("align has nobody to teach: set sparse, or query.kind to token_wise")
+            raise ValueError("align has no effect: it needs sparse, or query.kind=token_wise")
         if self.align and isinstance(self.query, LookupConfig):
             raise ValueError("align needs a query tower with a backbone, and a lookup has none")
         return self

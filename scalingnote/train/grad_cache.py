@@ -2,94 +2,87 @@
 
     rows -> chunks -> embeddings, no graph -> loss -> gradients of embeddings -> chunks again, with a graph
 
-The loss sees the embeddings of the whole batch; only the towers are run piece by piece, twice. Gradients are
+The loss sees the embeddings of the whole batch; only the towers run chunk by chunk, twice. Gradients equal
 those of a plain backward pass over the same chunks, dropout included. (Gao et al., 2021, Scaling deep
 contrastive learning batch size under memory limited setup.)
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from scalingnote.models.batch import Batch
+from scalingnote.train.collectives import world_size
 from scalingnote.train.config import GradCache
-from scalingnote.train.distributed import world_size
+from scalingnote.train.engine import Engine
 
 
-@runtime_checkable
-class Cacheable(Protocol):
-    """A module whose loss depends on its parameters through embeddings alone.
+class Cacheable(nn.Module):
+    """A module whose loss depends on its parameters through named embeddings alone.
 
-    Its forward pass is ``loss({name: encode(name, rows) for name, rows in inputs(batch).items()}, batch)``.
+    A parameter that the loss needs (a learnt temperature) is one of these embeddings, made from no rows: the
+    loss itself reads no parameter, or that would get no gradient.
     """
 
-    def inputs(self, batch: Any) -> dict[str, Batch | None]:
-        """This rank's rows by the name of what encodes them; None where that needs no rows."""
-        ...
+    def forward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of this rank (its mean over ranks is the global loss) and its parts, for the log."""
+        embeddings: dict[str, Tensor] = {}
+        for name, rows in self.inputs(batch).items():
+            embeddings |= self.encode(name, rows)
+        return self.loss(embeddings, batch)
 
-    def encode(self, name: str, rows: Batch | None) -> Tensor:
-        """Embeddings of some rows [rows, views, dim], in float32; what needs no rows gives one."""
-        ...
+    def inputs(self, batch: Any) -> dict[str, Batch | None]:
+        """This rank's rows by the name of the encoder that reads them; None where it needs no rows."""
+        raise NotImplementedError
+
+    def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
+        """Named embeddings of some rows, each [rows, ...], in float32; without rows, of one row."""
+        raise NotImplementedError
 
     def loss(self, embeddings: dict[str, Tensor], batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """This rank's loss (its mean over ranks is the global loss) and its parts.
-
-        It reads no parameter: what the loss learns has a name in `inputs`, or it would get no gradient.
-        """
-        ...
+        """This rank's loss and its parts, from the embeddings of all its rows."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Chunked(Protocol):
-    """What is asked here of an :class:`~scalingnote.train.strategies.engine.Engine`."""
-
-    module: nn.Module
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """The autocast that the module runs under."""
-        ...
-
-    def backward_from(self, embeddings: Tensor, gradients: Tensor, *, last: bool) -> None:
-        """Backward of one chunk; by the end of the `last` one all gradients are averaged over ranks."""
-        ...
-
-
-def cached_backward(engine: Chunked, batch: Any, *, config: GradCache) -> tuple[Tensor, dict[str, Tensor]]:
-    """Forward and backward of one step through the module of `engine`; returns loss and parts.
+def cached_backward(engine: Engine, batch: Any, *, config: GradCache) -> tuple[Tensor, dict[str, Tensor]]:
+    """Forward and backward pass of one step through the module of `engine`; returns loss and parts.
 
     Ranks run equally many chunks: those with fewer rows encode one of theirs again, with gradient 0, since
     sharded weights are gathered by all ranks together.
+
+    Args:
+        engine: its `module` is :class:`Cacheable`.
+        batch: this rank's rows.
+        config: rows of a chunk.
     """
     module = cast(Cacheable, engine.module)
     chunks = _chunks(module.inputs(batch), config)
-    states, pieces = [], []
-    # Autocast remembers weights it has cast: left and entered again between the passes, or the second would
-    # find the first one's, which have no graph.
+    states: list[_RandomState] = []
+    pieces: dict[str, list[Tensor]] = {}
+    # Autocast caches the weights that it has cast. It is left and entered again between the passes, or the
+    # second pass would use those of the first, which have no graph.
     with torch.no_grad(), engine.precision():
         for chunk in chunks:
-            states.append(_Randomness())
-            pieces.append(module.encode(chunk.name, chunk.rows).float())
-    leaves = {
-        name: torch.cat([p for p, c in zip(pieces, chunks, strict=True) if c.name == name and not c.spare])
-        for name in dict.fromkeys(chunk.name for chunk in chunks)
-    }
-    for leaf in leaves.values():
-        leaf.requires_grad_()
+            states.append(_RandomState())
+            for name, piece in module.encode(chunk.name, chunk.rows).items():
+                if not chunk.spare:
+                    pieces.setdefault(name, []).append(piece.float())
+    leaves = {name: torch.cat(parts).requires_grad_() for name, parts in pieces.items()}
     with engine.precision():
         loss, parts = module.loss(leaves, batch)
     gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     for chunk, state in zip(chunks, states, strict=True):
         with state.replayed(), engine.precision():
             embeddings = module.encode(chunk.name, chunk.rows)
-        gradient = gradients[chunk.name][chunk.start : chunk.stop]
+        own = [gradients[name][chunk.start : chunk.stop] for name in embeddings]
         if chunk.spare:
-            gradient = torch.zeros_like(gradient)
-        engine.backward_from(embeddings, gradient, last=chunk is chunks[-1])
+            own = [torch.zeros_like(gradient) for gradient in own]
+        engine.backward_from(list(embeddings.values()), own, last=chunk is chunks[-1])
     return loss.detach(), parts
 
 
@@ -119,18 +112,18 @@ def _chunks(inputs: dict[str, Batch | None], config: GradCache) -> list[_Chunk]:
 
 
 def _rounds(inputs: dict[str, Batch | None], sizes: dict[str, int]) -> list[int]:
-    """Chunks of each input, as many as the rank with most rows needs."""
+    """Number of chunks of each input that the rank with most rows needs."""
     counts = [1 if rows is None else -(-len(rows) // sizes[name]) for name, rows in inputs.items()]
     if world_size() == 1:
         return counts
     device = next(rows.ids.device for rows in inputs.values() if rows is not None)
-    most = torch.tensor(counts, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return cast(list[int], most.tolist())
+    largest = torch.tensor(counts, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return cast(list[int], largest.tolist())
 
 
-class _Randomness:
-    """The state of the generators that dropout draws from, taken when made."""
+class _RandomState:
+    """The state of the random generators that dropout draws from, at the time it is created."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
@@ -138,7 +131,7 @@ class _Randomness:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draw once more what was drawn from here on; afterwards the generators stand where they stood."""
+        """Draw the same numbers again; afterwards the generators are in the state they had before."""
         with torch.random.fork_rng([torch.cuda.current_device()] if self._cuda is not None else []):
             torch.set_rng_state(self._cpu)
             if self._cuda is not None:

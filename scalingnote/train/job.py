@@ -1,4 +1,4 @@
-"""Stage I on Ray: triplets and documents in, a dual encoder artifact out. Stage II is launched alike."""
+"""Stage I on Ray: from triplets and documents to a dual encoder; and the launch of every training stage."""
 
 import json
 import os
@@ -25,45 +25,42 @@ from scalingnote.models.precision import compute_dtype
 from scalingnote.models.token_wise import TokenWise
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.train.agreement import mean_over_ranks
-from scalingnote.train.batching import TripletBatches
+from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.checkpoint import Checkpoints
+from scalingnote.train.collectives import join_process_group, mean_over_ranks
 from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, ValidationSchedule
-from scalingnote.train.loop import Values, fit
+from scalingnote.train.data import Order, Store
+from scalingnote.train.engine import Engine, autocast, build, load_weights
+from scalingnote.train.loop import Tracker, TrainingHistory, Values, build_trackers, events_folder, fit
 from scalingnote.train.objective import StageOne
-from scalingnote.train.order import Order
-from scalingnote.train.prepare import prepare, read_of_a_row, sparse_query
-from scalingnote.train.process_group import join
-from scalingnote.train.strategies.engine import Engine, build, load_weights
-from scalingnote.train.strategies.prepare import autocast
-from scalingnote.train.stream import Store
-from scalingnote.train.tracking import Tracker, events_folder, trackers
+from scalingnote.train.prepare import mean_row, prepare, sparse_query
 from scalingnote.train.validation import validator
 
 log = get_logger("train")
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Schedule)
-Settings = dict[str, Any]  # what a rank is told: plain values
+Settings = dict[str, Any]  # of a rank: plain values, sent by the driver
 
 
 @dataclass
 class OneMachine(TorchConfig):
-    """Ranks that meet at a file in `folder`, where Ray Train's own open a port to the network."""
+    """Ranks connect through a file in `folder`; Ray Train's own config opens a port to the network."""
 
     folder: str = ""
 
     @property
     def backend_cls(self) -> type[_TorchBackend]:
-        """What Ray Train starts the ranks with."""
-        return _AtAFile
+        """The backend with which Ray Train starts the ranks."""
+        return _FileBackend
 
 
-class _AtAFile(_TorchBackend):
+class _FileBackend(_TorchBackend):
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(_set_torch_distributed_env_vars)
         ranks, store = len(worker_group), f"{backend_config.folder}/{uuid.uuid4().hex}"
-        given = (ranks, store, backend_config.backend, backend_config.timeout_s)
-        ray.get([worker_group.execute_single_async(rank, join, rank, *given) for rank in range(ranks)])
+        settings = (ranks, store, backend_config.backend, backend_config.timeout_s)
+        join = join_process_group
+        ray.get([worker_group.execute_single_async(rank, join, rank, *settings) for rank in range(ranks)])
 
 
 def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Artifact:
@@ -95,12 +92,12 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     )
     made = steps_made(output, planned=steps)
     pairs = made * config.global_batch
-    read = read_of_a_row(Store.open(prepared.store))
+    row = mean_row(Store.open(prepared.store))
     return draft.commit(
         counts={"triplets": rows, "documents": prepared.documents, "steps": made, "pairs": pairs}
-        | {"query_tokens": round(pairs * read.query_tokens)}
-        | {"document_tokens": round(pairs * read.document_tokens)}
-        | {"documents_per_pair": read.documents}
+        | {"query_tokens": round(pairs * row.query_tokens)}
+        | {"document_tokens": round(pairs * row.document_tokens)}
+        | {"documents_per_pair": row.documents}
     )
 
 
@@ -113,9 +110,17 @@ def launch(
 ) -> None:
     """Run `worker` on every rank under Ray Train and wait; a dead rank restarts the group.
 
-    Without workers, this process is the only rank (Ray Train's local mode).
-    Ray's own records go to ``settings["work"]``; the worker finds its state in its own checkpoints there.
-    What :func:`train_rank` returns is an error that a restart would only meet again, and is raised here.
+    Without workers, this process is the only rank (Ray Train's local mode). An error that :func:`train_rank`
+    returns would occur again after a restart, and is raised here.
+
+    Args:
+        worker: one rank; calls :func:`start_rank` and :func:`train_rank`.
+        settings: of the worker. Ray's own records and the checkpoints go to ``settings["work"]``.
+        schedule: resources, strategy and number of restarts.
+        room: config section of the stage, for messages.
+
+    Raises:
+        TrainingError: the restarts did not help.
     """
     resources, max_failures = schedule.resources, schedule.max_failures
     cluster.check_resources(resources, knob=f"{room}.resources")
@@ -125,11 +130,11 @@ def launch(
     variables = {"DS_ACCELERATOR": "cpu"} if isinstance(schedule.strategy, DeepSpeed) and on_cpu else {}
     if not resources.workers:
         os.environ.update(variables)
-    meeting = tempfile.TemporaryDirectory() if resources.workers and cluster.is_private() else None
+    rendezvous = tempfile.TemporaryDirectory() if resources.workers and cluster.is_private() else None
     trainer = TorchTrainer(
         worker,  # type: ignore[arg-type]
         train_loop_config=settings,
-        torch_config=OneMachine(folder=meeting.name) if meeting else None,
+        torch_config=OneMachine(folder=rendezvous.name) if rendezvous else None,
         scaling_config=ScalingConfig(
             num_workers=resources.workers,
             use_gpu=not on_cpu,
@@ -145,26 +150,26 @@ def launch(
     try:
         result = trainer.fit()
     except TrainingFailedError as error:
-        for failure in getattr(error, "worker_failures", {}).values():
-            if isinstance(failure, ScalingNoteError):
-                raise failure from None
+        for cause in getattr(error, "worker_failures", {}).values():
+            if isinstance(cause, ScalingNoteError):
+                raise cause from None
         raise TrainingError(f"training failed after {max_failures} restarts: {error}") from error
     finally:
-        if meeting:
-            meeting.cleanup()
-    met: dict[str, str] | None = result.return_value  # type: ignore[attr-defined]
-    if met:
-        raise getattr(errors, met["kind"])(met["text"])
+        if rendezvous:
+            rendezvous.cleanup()
+    failure: dict[str, str] | None = result.return_value  # type: ignore[attr-defined]
+    if failure:
+        raise getattr(errors, failure["kind"])(failure["text"])
 
 
 def start_rank(config: type[S], settings: Settings, *, room: str) -> tuple[S, int, int]:
-    """A rank's config, its number and the number of ranks; called first in a worker."""
+    """A rank's config, its number and the number of ranks; a worker calls it first."""
     context = ray.train.get_context()
     configure(rank=context.get_world_rank())
-    found = validate(config, settings["config"], source=room)
-    if found.resources.workers:
-        torch.set_num_threads(max(int(found.resources.cpus_per_worker), 1))
-    return found, context.get_world_rank(), context.get_world_size()
+    validated = validate(config, settings["config"], source=room)
+    if validated.resources.workers:
+        torch.set_num_threads(max(int(validated.resources.cpus_per_worker), 1))
+    return validated, context.get_world_rank(), context.get_world_size()
 
 
 def train_rank(
@@ -181,14 +186,26 @@ def train_rank(
 ) -> dict[str, str] | None:
     """Train one rank's module through the loop; rank 0 then saves it and the loss curve as parts.
 
-    `make` builds another `stage` from config and seed. Returns an error that all ranks
-    met together and would meet again: Ray would restart the group for one that is raised.
+    Args:
+        stage: module with the losses.
+        batches: this rank's batch of a step.
+        make: builds another `stage` from config and seed.
+        schedule: of the training.
+        settings: of this rank; ``output``, ``work`` and ``steps`` are read.
+        room: config section of the stage, for messages.
+        save: writes the trained module into a folder.
+        validation: when to measure, and which weights to keep.
+        validate_with: makes the function that measures.
+
+    Returns:
+        None, or an error that occurred on all ranks and would occur again. It is not raised, or Ray would
+        restart the group.
     """
     device = device_of(schedule)
     first = ray.train.get_context().get_world_rank() == 0
-    told, error = _trackers(schedule, settings["output"]) if first else ([], None)
+    trackers, error = _trackers(schedule, settings["output"]) if first else ([], None)
     if mean_over_ranks(torch.tensor(float(error is not None), device=device)) > 0:
-        return _told(error or ConfigError("rank 0 could not start"))
+        return _plain_error(error or ConfigError("rank 0 could not start"))
     try:
         engine = build(stage, schedule=schedule, device=device)
         history = fit(
@@ -198,51 +215,55 @@ def train_rank(
             schedule=schedule,
             checkpoints=Checkpoints(fs.join(settings["work"], "checkpoints"), keep=schedule.keep_checkpoints),
             room=room,
-            trackers=told,
+            trackers=trackers,
             validation=validation,
             validate=validate_with(engine),
             notice=lambda: ray.train.get_preemption_info() is not None,
         )
-    except (ConfigError, TrainingError) as met:
-        return _told(met)
+    except (ConfigError, TrainingError) as failure:
+        return _plain_error(failure)
     finally:
-        for tracker in told:
+        for tracker in trackers:
             tracker.close()
     weights = engine.weights()
     if weights is not None:
-        # What the engine holds may be cut in pieces, or compiled: the weights go into a module as it was.
+        # The engine's module may be sharded or compiled: the weights go into a fresh one.
         whole = make()
         load_weights(whole, weights)
-        with tempfile.TemporaryDirectory() as folder:
-            save(whole.eval(), Path(folder))
-            fs.upload(folder, settings["output"])
-        for name, value in (("curve.json", history.curve), ("validation.json", history.measured)):
-            fs.write_bytes(fs.join(settings["output"], name), json.dumps(value, indent=0).encode())
+        _write_result(lambda folder: save(whole.eval(), folder), history, settings["output"])
     ray.train.report({"step": settings["steps"]})
     return None
 
 
+def _write_result(save: Callable[[Path], None], history: TrainingHistory, output: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder))
+        fs.upload(folder, output)
+    for name, value in (("curve.json", history.curve), ("validation.json", history.measured)):
+        fs.write_bytes(fs.join(output, name), json.dumps(value, indent=0).encode())
+
+
 def steps_made(output: str, *, planned: int) -> int:
-    """Fewer than planned where validation stopped the run: the last measurement comes after the last step."""
+    """Steps of a run, fewer than planned where validation stopped it: it measures after the last step."""
     measured = json.loads(fs.read_bytes(fs.join(output, "validation.json")))
     return int(measured[-1]["step"]) if measured else planned
 
 
 def _trackers(schedule: Schedule, output: str) -> tuple[list[Tracker], ConfigError | None]:
-    """Who is told, or why nobody can be; only rank 0 finds out, and the others must not wait for it."""
+    """The trackers, or the error; only rank 0 has any, and the other ranks must not wait for it in vain."""
     name = output.rstrip("/").rpartition("/")[2]
     try:
-        return trackers(schedule.tracking, events_folder(output), name), None
+        return build_trackers(schedule.tracking, events_folder(output), name), None
     except ConfigError as error:
         return [], error
 
 
 def device_of(schedule: Schedule) -> torch.device:
-    """This rank's."""
+    """The device of this rank."""
     return get_device() if schedule.resources.workers else torch.device("cpu")
 
 
-def _told(error: ScalingNoteError) -> dict[str, str]:
+def _plain_error(error: ScalingNoteError) -> dict[str, str]:
     return {"kind": type(error).__name__, "text": str(error)}
 
 

@@ -1,50 +1,74 @@
-"""The training loop of one rank: batches by step in, a trained module out. It knows no Ray.
+"""The training loop of one rank: batches by step in, a trained module out. It does not know Ray.
 
     batch ─► loss, backward ─► mean over ranks ─► finite? ─► step ─► measure ─► checkpoint
 
-What ranks decide together (to stop, to keep the best, to save now) they decide on numbers that are equal on
-all of them. Whatever the loop remembers travels in the checkpoint's notes, so a resumed run goes on as if
-nothing had happened.
+Ranks decide together (to stop, to keep the best, to save now) on numbers that are equal on all of them. The
+loop's own state travels in the checkpoint's notes, so a resumed run continues as if it had not been
+interrupted.
+
+Rank 0 sends its numbers to trackers: TensorBoard files always, Weights & Biases and MLflow when configured.
+Event files hold times, so they are no part of an artifact: they lie beside it, in the run's ``tensorboard``
+folder, where they also outlive the work directory.
 """
 
+import importlib
 import math
+import re
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from scalingnote.errors import TrainingError
+from scalingnote.errors import ConfigError, TrainingError
 from scalingnote.log import Progress, get_logger
-from scalingnote.train.agreement import mean_over_ranks
+from scalingnote.storage import filesystem as fs
 from scalingnote.train.checkpoint import Checkpoints
-from scalingnote.train.config import Optimizer, Schedule, ValidationSchedule
-from scalingnote.train.distributed import rank
+from scalingnote.train.collectives import mean_over_ranks, rank
+from scalingnote.train.config import Optimizer, Schedule, Tracking, ValidationSchedule
+from scalingnote.train.engine import Engine
 from scalingnote.train.grad_cache import cached_backward
-from scalingnote.train.strategies.engine import Engine
-from scalingnote.train.tracking import Tracker
 from scalingnote.train.validation import better
 
-NOTE_EVERY = 10
-NOTICE_EVERY = 5.0  # seconds between questions whether this machine is about to be taken away
+EVENTS_FOLDER = "tensorboard"
+_UPLOAD_INTERVAL_S = 30.0  # a killed run loses the events since the last upload to a remote folder
+
+CURVE_INTERVAL_STEPS = 10
+NOTICE_INTERVAL_S = 5.0  # between questions whether this machine is about to be taken away
 Values = dict[str, float]
 
 
 @dataclass
-class History:
-    """What a run remembers; travels with every checkpoint."""
+class TrainingHistory:
+    """Measurements of a run so far; travels with every checkpoint."""
 
     curve: list[dict[str, Any]] = field(default_factory=list)
     """Loss, its parts, gradient norm and learning rate of every tenth step."""
     measured: list[dict[str, Any]] = field(default_factory=list)
-    """What validation found, after so many steps."""
+    """Validation metrics, each with the number of steps before it."""
     best_step: int | None = None
     best_value: float | None = None
     worse: int = 0
     """Measurements since the best one."""
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Receiver of a run's numbers."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step, by name. A resumed run sends those of the steps since its checkpoint again."""
+        ...
+
+    def close(self) -> None:
+        """Called once, after the last numbers."""
+        ...
 
 
 def fit(
@@ -59,36 +83,45 @@ def fit(
     validation: ValidationSchedule | None = None,
     validate: Callable[[], Values] | None = None,
     notice: Callable[[], bool] | None = None,
-) -> History:
-    """Train `engine` for `steps`, resuming where a run stopped; it holds the weights to keep afterwards.
+) -> TrainingHistory:
+    """Train `engine` from its newest checkpoint to `steps`; afterwards it holds the weights to keep.
 
-    Every rank calls it with its own `batch_at`. `validate` gives the same numbers on all ranks, `validation`
-    says what to make of them. `notice` is asked by all ranks together now and then: true means that this run
-    will soon be interrupted, and is answered with a checkpoint. Dropout is seeded by (seed, step, rank), so
-    a resumed run repeats what an uninterrupted one would have drawn.
+    Every rank calls it. Dropout is seeded by (seed, step, rank), so a resumed run draws the same numbers as
+    an uninterrupted one.
 
-    TrainingError on every rank when the loss or the gradient of one is not finite.
+    Args:
+        engine: the module, its optimizer and its spread over ranks.
+        batch_at: this rank's batch of a step.
+        steps: of the whole run.
+        schedule: optimizer, seed, intervals.
+        checkpoints: of this run.
+        room: name of the stage in the log.
+        trackers: receive the numbers; on rank 0 only.
+        validation: when to measure, and how measurements choose the weights to keep.
+        validate: measures; gives the same numbers on all ranks.
+        notice: whether this machine will soon be taken away; polled by all ranks together every few seconds.
+            True causes a checkpoint.
+
+    Returns:
+        The loss curve and the validation metrics.
+
+    Raises:
+        TrainingError: on every rank, when the loss or the gradient of one is not finite.
     """
-    found = checkpoints.restore(engine)
-    start, history = (found.step, History(**found.notes)) if found else (0, History())
+    restored = checkpoints.restore(engine)
+    start = restored.step if restored else 0
+    history = TrainingHistory(**restored.notes) if restored else TrainingHistory()
     if start:
         get_logger(room).info("resuming at step %d of %d", start, steps)
-    last = start if _out_of_patience(validation, history) else steps  # a notice may come as a run stops
+    last = start if _out_of_patience(validation, history) else steps  # a notice may arrive as a run stops
     run = _Run(engine, schedule, checkpoints, history, trackers, validation, validate, notice, steps)
     engine.module.train()
     rows = schedule.global_batch
-    with (
-        Progress(room, total=steps * rows, done=start * rows, unit="rows") as progress,
-        ThreadPoolExecutor(1) as ahead,
-    ):
-        following = ahead.submit(batch_at, start) if start < last else None
-        for step in range(start, last):
-            assert following is not None
-            batch = following.result()
-            following = ahead.submit(batch_at, step + 1) if step + 1 < steps else None
+    with Progress(room, total=steps * rows, done=start * rows, unit="rows") as progress:
+        for step, batch in _prefetched(batch_at, start, last):
             values = run.step(step, batch)
             progress.advance(rows, f"loss {values['loss']:.4f}")
-            if run.settle(step + 1):
+            if run.finish_step(step + 1):
                 get_logger(room).info(
                     "stopped after step %d: %d measurements without a better one", step + 1, history.worse
                 )
@@ -101,88 +134,98 @@ def fit(
     return history
 
 
+def _prefetched(batch_at: Callable[[int], Any], start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """Steps and their batches; each batch is made in a thread while the step before it runs."""
+    with ThreadPoolExecutor(1) as ahead:
+        waiting = deque([ahead.submit(batch_at, start)] if start < stop else [])
+        for step in range(start, stop):
+            batch = waiting.popleft().result()
+            if step + 1 < stop:
+                waiting.append(ahead.submit(batch_at, step + 1))
+            yield step, batch
+
+
 @dataclass
 class _Run:
-    """The parts of a loop's turn."""
+    """One run of the loop: its parts, and the methods of one turn."""
 
     engine: Engine
     schedule: Schedule
     checkpoints: Checkpoints
-    history: History
+    history: TrainingHistory
     trackers: Sequence[Tracker]
     validation: ValidationSchedule | None
     validate: Callable[[], Values] | None
     notice: Callable[[], bool] | None
     steps: int
-    _asked: float = field(default_factory=time.monotonic)
-    _due: bool = False
-    _noticed: bool = False
+    _polled_at: float = field(default_factory=time.monotonic)  # of `notice`
+    _poll_due: bool = False
+    _preempted: bool = False
 
     def step(self, step: int, batch: Any) -> Values:
-        """One optimizer step; returns its numbers, means over ranks."""
+        """One optimizer step; returns loss, parts and gradient norm as means over ranks."""
         seed = (self.schedule.seed * 1_000_003 + step) * 4_099 + rank()
-        torch.manual_seed(seed % 2**64)  # what a generator takes; a config's seed has no bound
+        torch.manual_seed(seed % 2**64)  # a generator takes 64 bits; a config's seed has no bound
         cache = self.schedule.memory.grad_cache
         if cache is not None:
             loss, parts = cached_backward(self.engine, batch, config=cache)
         else:
             loss, parts = self.engine(batch)
             self.engine.backward(loss)
-        values = self._shared({"loss": loss.detach(), **parts}, step=step)
+        values = self._means({"loss": loss.detach(), **parts}, step=step)
         rate = learning_rate(step, steps=self.steps, settings=self.schedule.optimizer)
         values["gradient_norm"] = float(self.engine.step(rate))
-        _guard(values, step=step)
-        if step % NOTE_EVERY == 0 or step + 1 == self.steps:
+        _require_finite(values, step=step)
+        if step % CURVE_INTERVAL_STEPS == 0 or step + 1 == self.steps:
             self.history.curve.append(
                 {"step": step, "lr": rate, **{name: round(value, 6) for name, value in values.items()}}
             )
             self._track(step, {"lr": rate, **values})
         return values
 
-    def settle(self, done: int) -> bool:
-        """After `done` steps: measure, save what must be saved; returns whether to stop early."""
+    def finish_step(self, done: int) -> bool:
+        """After `done` steps: measure and save a checkpoint where due; returns whether to stop early."""
         best, stop = self._measure(done)
-        noticed = self._warned()
+        preempted = self._first_notice()
         regular = done % self.schedule.checkpoint_every == 0
-        if (regular and done < self.steps and not stop) or best or noticed:
+        if (regular and done < self.steps and not stop) or best or preempted:
             self.checkpoints.save(done, self.engine, asdict(self.history), best=best)
-        if noticed:
+        if preempted:
             self.checkpoints.wait()
         return stop
 
-    def _shared(self, parts: dict[str, Tensor], *, step: int) -> Values:
-        """Means over ranks, one exchange for all; rank 0's clock travels with them."""
-        due = rank() == 0 and time.monotonic() - self._asked > NOTICE_EVERY
+    def _means(self, parts: dict[str, Tensor], *, step: int) -> Values:
+        """Means over ranks, in one exchange; in it rank 0's clock also decides whether a poll is due."""
+        due = rank() == 0 and time.monotonic() - self._polled_at > NOTICE_INTERVAL_S
         numbers = [*parts.values(), torch.tensor(float(due))]
         device = next(iter(parts.values())).device
         means = mean_over_ranks(torch.stack([n.detach().float().to(device) for n in numbers])).tolist()
-        self._due = means.pop() > 0
+        self._poll_due = means.pop() > 0
         values = dict(zip(parts, means, strict=True))
-        _guard(values, step=step)
+        _require_finite(values, step=step)
         return values
 
-    def _warned(self) -> bool:
-        """Whether this run was told for the first time that it will be interrupted."""
-        if not self._due or self.notice is None:
+    def _first_notice(self) -> bool:
+        """Whether `notice` has become true: this run will be interrupted."""
+        if not self._poll_due or self.notice is None:
             return False
-        self._asked = time.monotonic()
-        told = self.notice()
-        first = told and not self._noticed
-        self._noticed = told
-        return first
+        self._polled_at = time.monotonic()
+        before, self._preempted = self._preempted, self.notice()
+        return self._preempted and not before
 
     def _measure(self, done: int) -> tuple[bool, bool]:
-        """Whether this is the best measurement and worth a checkpoint, and whether to stop."""
+        """Validate if due; returns whether to save this as the best, and whether to stop."""
         config, history = self.validation, self.history
         if config is None or self.validate is None:
             return False, False
         if done % config.every and done < self.steps:
             return False, False
-        found = self.validate()
-        history.measured.append({"step": done, **{k: round(v, 6) for k, v in found.items()}})
-        self._track(done, {f"validation/{name}": value for name, value in found.items()})
-        if better(config.metric, found[config.metric], history.best_value):
-            history.best_step, history.best_value, history.worse = done, found[config.metric], 0
+        metrics = self.validate()
+        history.measured.append({"step": done, **{k: round(v, 6) for k, v in metrics.items()}})
+        self._track(done, {f"validation/{name}": value for name, value in metrics.items()})
+        value = metrics[config.metric]
+        if better(config.metric, value, history.best_value):
+            history.best_step, history.best_value, history.worse = done, value, 0
             return config.keep == "best" and done < self.steps, False
         history.worse += 1
         return False, _out_of_patience(config, history)
@@ -192,7 +235,7 @@ class _Run:
             tracker.log(step, values)
 
 
-def _out_of_patience(validation: ValidationSchedule | None, history: History) -> bool:
+def _out_of_patience(validation: ValidationSchedule | None, history: TrainingHistory) -> bool:
     return validation is not None and validation.patience is not None and history.worse >= validation.patience
 
 
@@ -204,10 +247,119 @@ def learning_rate(step: int, *, steps: int, settings: Optimizer) -> float:
     return settings.peak_lr * (steps - step) / max(steps - warmup, 1)
 
 
-def _guard(values: Values, *, step: int) -> None:
+def _require_finite(values: Values, *, step: int) -> None:
     if not all(map(math.isfinite, values.values())):
-        found = ", ".join(f"{name} {value:g}" for name, value in values.items())
+        listed = ", ".join(f"{name} {value:g}" for name, value in values.items())
         raise TrainingError(
-            f"step {step} is not finite ({found}): lower optimizer.peak_lr or raise losses.temperature; "
+            f"step {step} is not finite ({listed}): lower optimizer.peak_lr or raise losses.temperature; "
             "the last checkpoint before it is kept"
         )
+
+
+def events_folder(output: str) -> str:
+    """Folder for the events of the stage that builds `output`.
+
+    ``RUN/train/MARK`` gives ``RUN/tensorboard/train/MARK``, so that one TensorBoard shows a whole run.
+    """
+    run, stage, mark = output.rstrip("/").rsplit("/", 2)
+    return fs.join(run, EVENTS_FOLDER, stage, mark)
+
+
+def build_trackers(config: Tracking, folder: str, run_name: str) -> list[Tracker]:
+    """TensorBoard and the trackers that the config names. ConfigError when one lacks its package."""
+    trackers: list[Tracker] = [TensorBoard(folder)]
+    if config.wandb is not None:
+        trackers.append(WandB(config.wandb, run_name))
+    if config.mlflow is not None:
+        trackers.append(MLflow(config.mlflow, run_name))
+    return trackers
+
+
+class TensorBoard:
+    """Event files in a folder; those of a remote folder are written locally and uploaded."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._remote = "://" in folder
+        self._local = tempfile.TemporaryDirectory() if self._remote else None
+        self._writer: Any = None
+        self._uploaded = time.monotonic()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write scalars. The first call hides those that a killed run wrote from this step on."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter  # late: it takes a second to import
+
+            target = self._local.name if self._local else self._folder
+            # Events of steps from here on are those of a run that was killed after its last checkpoint.
+            self._writer = SummaryWriter(target, purge_step=step, flush_secs=10)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        if self._remote and time.monotonic() - self._uploaded > _UPLOAD_INTERVAL_S:
+            self._upload()
+
+    def close(self) -> None:
+        """Write and upload the rest."""
+        if self._writer is not None:
+            self._writer.close()
+            self._upload()
+        if self._local:
+            self._local.cleanup()
+
+    def _upload(self) -> None:
+        if self._local:
+            self._writer.flush()
+            for path in Path(self._local.name).iterdir():
+                fs.upload(path, fs.join(self._folder, path.name))
+            self._uploaded = time.monotonic()
+
+
+class WandB:
+    """A run of a Weights & Biases project; the same name continues the same run."""
+
+    def __init__(self, project: str, run_name: str) -> None:
+        wandb = _import_tracker("wandb", "tracking.wandb")
+        identity = re.sub(r"[^\w-]", "-", run_name)
+        # Without the capture of the console and the upload of code, which disturb a training rank.
+        settings = wandb.Settings(console="off", save_code=False, silent=True)
+        self._run = wandb.init(project=project, name=run_name, id=identity, resume="allow", settings=settings)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers of a step."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of an MLflow experiment, at ``MLFLOW_TRACKING_URI``; the same name continues the same run."""
+
+    def __init__(self, experiment: str, run_name: str) -> None:
+        mlflow = _import_tracker("mlflow", "tracking.mlflow")
+        self._client = mlflow.MlflowClient()
+        known = self._client.get_experiment_by_name(experiment)
+        where = known.experiment_id if known else self._client.create_experiment(experiment)
+        name = run_name.replace("'", "")
+        runs = self._client.search_runs([where], f"attributes.run_name = '{name}'", max_results=1)
+        self._run = (runs[0] if runs else self._client.create_run(where, run_name=name)).info.run_id
+        self._client.update_run(self._run, status="RUNNING")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send numbers of a step. MLflow allows no @ in the name of a metric."""
+        for name, value in values.items():
+            self._client.log_metric(self._run, name.replace("@", "_at_"), value, step=step)
+
+    def close(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._run)
+
+
+def _import_tracker(package: str, knob: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{knob} needs the package {package}: pip install 'scalingnote[track]' ({error})"
+        ) from None

@@ -1,8 +1,13 @@
-"""The stage I loss of one rank: contrastive both ways plus margin, on every view and prefix (Eq. 5-12).
+"""The stage I loss of one rank: contrastive in both directions plus margin, on every view and prefix.
 
-LightRetriever's parts join it where they are asked for: the same losses for the whole query through the
-backbone of a token_wise tower, contrastive loss and FLOPs regulariser of term weights, and the KL that aligns
-cheap scores with the whole query's.
+    L = L_con + alpha L_hard                     ScalingNote, Eq. 12, over views and Matryoshka prefixes
+      + weight L_teacher                         a ranking model's scores of each row's documents
+      + the same for the whole query             LightRetriever, for a token_wise query tower
+      + weight L_sparse + flops ramp L_flops     LightRetriever's term weights, Eq. 9
+      + weight KL(whole || cheap, sparse)        LightRetriever, Eq. 5
+
+Candidates are the documents of all ranks (:mod:`scalingnote.train.candidates`); the equations themselves
+stand in :mod:`scalingnote.losses`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,26 +15,39 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from scalingnote.errors import ConfigError
-from scalingnote.losses import sparsity
-from scalingnote.losses.alignment import align_scores
-from scalingnote.losses.contrastive import cross_entropy
-from scalingnote.losses.temperature import Temperature
+from scalingnote.errors import ConfigError, TrainingError
+from scalingnote.losses import (
+    Temperature,
+    align,
+    align_scores,
+    cross_entropy,
+    flops,
+    info_nce,
+    margin_loss,
+    prefixes,
+    quadratic_ramp,
+    teacher_kl,
+    teacher_margin_mse,
+)
 from scalingnote.models.batch import Batch
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.token_wise import TokenWise
+from scalingnote.train.candidates import (
+    GatheredCandidates,
+    Triplets,
+    gather_candidates,
+    mean_term_weights,
+    sparse_scores,
+)
+from scalingnote.train.collectives import gather
 from scalingnote.train.config import Align, Losses, Sparse
-from scalingnote.train.dense_loss import dense_alignment, dense_loss, stage_one_loss, whole_scores
-from scalingnote.train.meeting import Triplets, meet
-from scalingnote.train.sparse_scores import mean_terms, sparse_scores
-
-__all__ = ["StageOne", "Triplets", "stage_one_loss"]
+from scalingnote.train.grad_cache import Cacheable
 
 
-class StageOne(nn.Module):
-    """Dual encoder and loss as one module; what a step trains, plainly or through GradCache."""
+class StageOne(Cacheable):
+    """Dual encoder and loss as one module; a step trains it plainly or through GradCache."""
 
     def __init__(
         self,
@@ -40,115 +58,233 @@ class StageOne(nn.Module):
         align: Align | None = None,
         uneven: bool = False,
     ) -> None:
-        """`uneven`: ranks may bring different numbers of rows, and tell each other at every step."""
+        """`uneven`: ranks may bring different numbers of rows, which costs an exchange at every step."""
         super().__init__()
         self.towers, self._losses, self._uneven = towers, losses, uneven
         self._sparse, self._align = sparse, align
-        # The whole query is read beside the cheap one, which is what is kept.
-        self._twice = align is not None and isinstance(towers.query, TokenWise)
         self.temperature = Temperature(losses.temperature) if losses.learn_temperature else None
         self._view_weights = _view_weights(towers.document.views, losses.view_weights)
 
-    def forward(self, triplets: Triplets) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Loss of this rank (its mean over ranks is the global loss) and its parts, for the log."""
-        inputs = self.inputs(triplets)
-        return self.loss({name: self.encode(name, rows) for name, rows in inputs.items()}, triplets)
-
-    def inputs(self, triplets: Triplets) -> dict[str, Batch | None]:
-        """Rows of both towers; a temperature that is learnt comes from no row."""
-        rows: dict[str, Batch | None] = {"query": triplets.queries, "document": triplets.documents}
+    def inputs(self, batch: Triplets) -> dict[str, Batch | None]:
+        """Rows of both towers; a learnt temperature needs no rows."""
+        rows: dict[str, Batch | None] = {"query": batch.queries, "document": batch.documents}
         return rows if self.temperature is None else rows | {"temperature": None}
 
-    def encode(self, name: str, rows: Batch | None) -> Float[Tensor, "rows views dim"]:
-        """What the loss reads of some rows, in float32; or the temperature as the only number of one.
+    def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
+        """Embeddings of some rows, in float32, or the temperature.
 
-        Embeddings, but: an aligned query has a second view, the whole query's; a document with term
-        weights has one view, in which they stand behind all its embeddings.
+        Returns:
+            ``query`` [rows, 1, dim], and ``whole_query`` of the same shape where the backbone of a token_wise
+            tower also reads the whole text; ``document`` [rows, views, dim], and ``terms`` [rows, vocabulary]
+            with a sparse head; ``temperature`` [1].
         """
         if rows is None:
             assert self.temperature is not None
-            return self.temperature().float().view(1, 1, 1)  # type: ignore[no-any-return]
+            return {"temperature": self.temperature().float().view(1)}
         if name == "document" and self._sparse:
             embeddings, terms = self.towers.document.read(rows)
-            return torch.cat([embeddings.float().flatten(1), terms.float()], dim=1)[:, None]
-        embeddings = self.embeddings(name, rows)
+            return {"document": embeddings.float(), "terms": terms.float()}
+        encoded = {name: self.embeddings(name, rows)}
         query = self.towers.query
-        if name == "query" and self._twice:
-            assert isinstance(query, TokenWise)
-            embeddings = torch.cat([embeddings, query.contextual(rows).float()], dim=1)
-        return embeddings
+        if name == "query" and self._align and isinstance(query, TokenWise):
+            encoded["whole_query"] = query.contextual(rows).float()
+        return encoded
 
     def embeddings(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
-        """Embeddings of some rows of a tower, in float32, and nothing else."""
+        """Embeddings of some rows by one tower, in float32; for validation."""
         return self.towers.encode(name, rows).float()
 
     def loss(
-        self, embeddings: dict[str, Tensor], triplets: Triplets
+        self, embeddings: dict[str, Tensor], batch: Triplets
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """This rank's loss and its parts, and the temperature if it is learnt. Parts are of this rank alone:
-        like the loss, their means over ranks are those of the global batch.
+        """This rank's loss and its parts, and the temperature if it is learnt.
+
+        Parts are of this rank alone: like the loss, their means over ranks are those of the global batch.
         """
-        queries, documents, terms = embeddings["query"], embeddings["document"], None
-        if self._sparse:
-            views, dim = len(self._view_weights), self.towers.document.dim
-            together, vocabulary = documents[:, 0], documents.shape[2] - views * dim
-            documents, terms = together.split([views * dim, vocabulary], dim=1)
-            documents = documents.unflatten(1, (views, dim))
         learnt = embeddings.get("temperature")
         temperature = self._losses.temperature if learnt is None else learnt.squeeze()
         # bfloat16 would round cosines to 1/256, twenty times that when divided by the temperature.
-        with torch.autocast(queries.device.type, enabled=False):
-            loss, parts = self._parts(queries, documents, terms, triplets, temperature)
+        with torch.autocast(embeddings["query"].device.type, enabled=False):
+            loss, parts = self._loss_of_queries(embeddings, batch, temperature)
         if learnt is not None:
             parts["temperature"] = learnt.squeeze()
         return loss, {name: part.detach() for name, part in parts.items()}
 
-    def _parts(
+    def _loss_of_queries(
+        self, embeddings: dict[str, Tensor], triplets: Triplets, temperature: float | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        gathered = gather_candidates(triplets, embeddings["document"], self._losses, uneven=self._uneven)
+        queries = embeddings["query"][:, 0]
+        knobs: dict[str, Any] = {"temperature": temperature, "view_weights": self._view_weights}
+        parts = dense_loss(queries, gathered, self._losses, **knobs)
+        loss = _weighted_sum(parts, self._losses)
+        teacher_queries = queries
+        if "whole_query" in embeddings:
+            assert self._align is not None
+            teacher_queries = embeddings["whole_query"][:, 0]
+            parts["whole"] = _weighted_sum(
+                dense_loss(teacher_queries, gathered, self._losses, **knobs), self._losses
+            )
+            parts["align"] = dense_alignment(
+                queries, teacher_queries, gathered, self._losses, self._align, **knobs
+            )
+            loss = loss + parts["whole"] + self._align.weight * parts["align"]
+        if self._sparse:
+            sparse_loss, sparse_parts = self._sparse_loss(
+                embeddings["terms"], teacher_queries, gathered, temperature
+            )
+            loss, parts = loss + sparse_loss, parts | sparse_parts
+        return loss, parts
+
+    def _sparse_loss(
         self,
-        queries: Float[Tensor, "queries readings dim"],
-        documents: Float[Tensor, "docs views dim"],
-        terms: Float[Tensor, "docs vocabulary"] | None,
-        triplets: Triplets,
+        terms: Float[Tensor, "docs vocabulary"],
+        teacher_queries: Float[Tensor, "queries dim"],
+        gathered: GatheredCandidates,
         temperature: float | Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        losses, align, sparse = self._losses, self._align, self._sparse
-        met = meet(triplets, documents, losses, uneven=self._uneven)
-        knobs: dict[str, Any] = {"temperature": temperature, "view_weights": self._view_weights}
-        parts = dense_loss(queries[:, 0], met, losses, **knobs)
-        loss = _together(parts, losses)
-        if self._twice:
-            parts["whole"] = _together(dense_loss(queries[:, 1], met, losses, **knobs), losses)
-            loss = loss + parts["whole"]
-        if align and self._twice:
-            parts["align"] = dense_alignment(queries[:, 0], queries[:, 1], met, losses, align, **knobs)
-            loss = loss + align.weight * parts["align"]
-        if sparse:
-            assert terms is not None
-            assert triplets.terms is not None, "a sparse head was asked for, the batch has no sparse queries"
-            scores = sparse_scores(
-                terms,
-                triplets.terms,
-                share=met.share,
-                columns=met.columns,
-                binary=sparse.query == "binary",
-            )
-            scores = scores / sparse.temperature
-            parts["sparse"] = cross_entropy(
-                scores, positives=met.positives, ignore=met.not_negatives, weights=met.weights
-            )
-            parts["flops"] = sparsity.flops(mean_terms(terms, share=met.share))
-            growing = 1.0 if triplets.progress is None else sparsity.ramp(triplets.progress, sparse.ramp)
-            loss = loss + sparse.weight * parts["sparse"] + sparse.flops * growing * parts["flops"]
-            if align:
-                view = len(self._view_weights) - 1  # the last one sees what all others do
-                teacher = whole_scores(queries[:, -1], met, max(losses.matryoshka), view, temperature)
-                parts["sparse_align"] = align_scores(scores, teacher=teacher, weights=met.weights)
-                loss = loss + align.weight * parts["sparse_align"]
-            parts["terms"] = (terms > 0).sum(1).float().mean()
+        """Contrastive loss and regulariser of term weights, and their alignment with dense scores."""
+        sparse, triplets = self._sparse, gathered.triplets
+        assert sparse is not None
+        assert triplets.terms is not None, "the config has a sparse head, the batch no sparse queries"
+        scores = sparse_scores(
+            terms,
+            triplets.terms,
+            share=gathered.share,
+            columns=gathered.columns,
+            binary=sparse.query == "binary",
+        )
+        scores = scores / sparse.temperature
+        parts = {
+            "sparse": cross_entropy(
+                scores,
+                positives=gathered.positives,
+                ignore=gathered.false_negative_documents,
+                weights=gathered.weights,
+            ),
+            "flops": flops(mean_term_weights(terms, share=gathered.share)),
+        }
+        ramp = 1.0 if triplets.progress is None else quadratic_ramp(triplets.progress, sparse.ramp)
+        loss = sparse.weight * parts["sparse"] + sparse.flops * ramp * parts["flops"]
+        if self._align:
+            view = len(self._view_weights) - 1  # the last view stands behind all others in the text
+            widest = max(self._losses.matryoshka)
+            teacher = candidate_log_probabilities(teacher_queries, gathered, widest, view, temperature)
+            parts["sparse_align"] = align_scores(scores, teacher=teacher, weights=gathered.weights)
+            loss = loss + self._align.weight * parts["sparse_align"]
+        parts["terms"] = (terms > 0).sum(1).float().mean()
         return loss, parts
 
 
-def _together(parts: Mapping[str, Tensor], losses: Losses) -> Tensor:
+def dense_loss(
+    queries: Float[Tensor, "queries dim"],
+    gathered: GatheredCandidates,
+    losses: Losses,
+    *,
+    temperature: float | Float[Tensor, ""],
+    view_weights: Sequence[float],
+) -> dict[str, Float[Tensor, ""]]:
+    """L_con (Eq. 8), L_hard (Eq. 11) and the teacher's loss of this rank's queries, not yet weighted.
+
+    Args:
+        queries: of this rank.
+        gathered: its candidates.
+        losses: which losses, and their prefixes.
+        temperature: of the softmax over candidates.
+        view_weights: factor of each view of the documents. A view of weight 0 costs nothing.
+
+    Returns:
+        ``contrastive``, ``margin`` and, where the config has one, ``teacher``: sums over views and prefixes.
+    """
+    all_queries = gather(queries, gathered.share) if losses.bidirectional else queries
+    rows: dict[str, Any] = {"weights": gathered.weights}
+    softmax: dict[str, Any] = {"positives": gathered.positives, "temperature": temperature, **rows}
+    contrastive = margin = teacher = torch.zeros((), device=queries.device)
+    for prefix_weight, (q, all_q, groups, candidates) in prefixes(
+        queries,
+        all_queries,
+        gathered.groups,
+        gathered.candidates,
+        dims=losses.matryoshka,
+        weights=losses.matryoshka_weights,
+    ):
+        for view, view_weight in enumerate(view_weights):
+            if not view_weight:
+                continue
+            weight = prefix_weight * view_weight
+            loss = info_nce(q, candidates[:, view], ignore=gathered.false_negative_documents, **softmax)
+            if losses.bidirectional:
+                positives = groups[:, 0, view]
+                back = info_nce(positives, all_q, ignore=gathered.false_negative_queries, **softmax)
+                loss = (loss + back) / 2
+            contrastive = contrastive + weight * loss
+            cosines = torch.einsum("qd,qgd->qg", q, groups[:, :, view])
+            if losses.alpha and cosines.shape[1] > 1:
+                margin = margin + weight * margin_loss(cosines, margin=losses.margin, **rows)
+            if losses.teacher:
+                # The student's logits are those of its own softmax: cosines over the temperature.
+                logits = cosines / temperature
+                teacher = teacher + weight * _teacher_loss(logits, gathered.triplets, losses, rows)
+    parts = {"contrastive": contrastive, "margin": margin}
+    return parts | {"teacher": teacher} if losses.teacher else parts
+
+
+def _teacher_loss(
+    student: Float[Tensor, "queries group"], triplets: Triplets, losses: Losses, rows: dict[str, Any]
+) -> Float[Tensor, ""]:
+    assert losses.teacher is not None
+    if triplets.scores is None:
+        raise TrainingError(
+            "losses.teacher is set, but the triplets carry no scores: collect them with a ranking model, "
+            "or leave losses.teacher out"
+        )
+    if losses.teacher.kind == "kl":
+        return teacher_kl(student, triplets.scores / losses.teacher.temperature, **rows)
+    return teacher_margin_mse(student, triplets.scores, **rows)
+
+
+def dense_alignment(
+    queries: Float[Tensor, "queries dim"],
+    whole: Float[Tensor, "queries dim"],
+    gathered: GatheredCandidates,
+    losses: Losses,
+    config: Align,
+    *,
+    temperature: float | Float[Tensor, ""],
+    view_weights: Sequence[float],
+) -> Float[Tensor, ""]:
+    """KL of cheap `queries` to `whole` ones (LightRetriever, Eq. 5), weighted like the contrastive loss."""
+    total = torch.zeros((), device=queries.device)
+    dims, weights = losses.matryoshka, losses.matryoshka_weights
+    for view, view_weight in enumerate(view_weights):
+        if not view_weight:
+            continue
+        teacher_dims = [max(dims)] if config.prefix == "widest" else dims
+        teachers = {
+            dim: candidate_log_probabilities(whole, gathered, dim, view, temperature) for dim in teacher_dims
+        }
+        pairs = prefixes(queries, gathered.candidates[:, view], dims=dims, weights=weights)
+        for dim, (weight, (q, candidates)) in zip(dims, pairs, strict=True):
+            teacher = teachers[max(dims) if config.prefix == "widest" else dim]
+            loss = align(q, candidates, teacher=teacher, temperature=temperature, weights=gathered.weights)
+            total = total + weight * view_weight * loss
+    return total
+
+
+@torch.no_grad()
+def candidate_log_probabilities(
+    queries: Float[Tensor, "queries dim"],
+    gathered: GatheredCandidates,
+    prefix: int,
+    view: int,
+    temperature: float | Float[Tensor, ""],
+) -> Float[Tensor, "queries docs"]:
+    """Log softmax over the candidates of one view, by the cosines of a prefix of `queries`; no gradient."""
+    ((_, (q, candidates)),) = prefixes(queries, gathered.candidates[:, view], dims=[prefix])
+    return (q / temperature @ candidates.T).log_softmax(1)
+
+
+def _weighted_sum(parts: Mapping[str, Tensor], losses: Losses) -> Tensor:
     loss = parts["contrastive"] + losses.alpha * parts["margin"]
     return loss + losses.teacher.weight * parts["teacher"] if losses.teacher else loss
 
@@ -159,7 +295,7 @@ def _view_weights(views: Sequence[str], weights: Mapping[Any, float]) -> tuple[f
             f"losses.view_weights names {', '.join(unknown)}, but the document prompt gives "
             f"{', '.join(views)}: add the placeholder to the prompt or leave the weight out"
         )
-    found = tuple(weights.get(view, 1.0) for view in views)
-    if not any(found):
+    by_view = tuple(weights.get(view, 1.0) for view in views)
+    if not any(by_view):
         raise ConfigError("losses.view_weights leaves no view to learn from: give one a weight above 0")
-    return found
+    return by_view

@@ -1,11 +1,11 @@
-"""Preparing stage I: triplets and the documents they name become a store that every rank reads by number.
+"""Prepare stage I: write triplets and the documents they name to a store that ranks read by row number.
 
     triplets   ─► names       hashes of the documents they name
     documents  ─► documents   tokens of those, a file per slice
-    triplets   ─► rows        query tokens, row numbers of documents, what is known, a file per slice and part
+    triplets   ─► rows        query tokens, row numbers of documents, known answers; a file per slice and part
 
-Each text is tokenised once. A slice is a task: it reads some parts, writes its files, and leaves a record
-last. A killed run does again what has no record. Nothing is held whole but the names, 8 bytes a document.
+Each text is tokenised once. A slice is a task: it reads some parts, writes its files, and last of all a
+record. A killed run repeats the slices without a record. Only the hashes are held whole, 8 bytes a document.
 """
 
 import json
@@ -30,18 +30,18 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, write_table
 from scalingnote.storage.exchange import hash_of
 from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
-from scalingnote.train import corpus, tokens
+from scalingnote.train import tokens
 from scalingnote.train.config import TrainConfig
-from scalingnote.train.stream import Store
+from scalingnote.train.data import Store
 
 log = get_logger("train")
-_MERGED_AT_ONCE = 1 << 24
-_SAMPLED = 4096
+_MERGE_ELEMENTS = 1 << 24  # hashes that are merged at a time
+_SAMPLE_ROWS = 4096
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What the driver must know of a finished store."""
+class PreparedStore:
+    """Facts of a finished store that the driver needs."""
 
     store: str  # URI, for Store.open
     tokenizers: dict[str, str]  # JSON, for towers that start from scratch
@@ -50,8 +50,8 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Read:
-    """What a training row has the towers read."""
+class MeanRow:
+    """Means over training rows: what the towers read for one of them."""
 
     query_tokens: float
     document_tokens: float  # of all its documents
@@ -60,31 +60,41 @@ class Read:
 
 def prepare(
     config: TrainConfig, *, dataset: Artifact, triplets: Artifact, folder: str, each: Each = map
-) -> Prepared:
+) -> PreparedStore:
     """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
 
-    `folder` must belong to this config and these artifacts (a Draft's work directory does). TrainingError
-    when triplets name a document that the dataset lacks; DataError when two doc_ids share a hash.
+    Args:
+        config: towers, and whether there is a sparse head.
+        dataset: its documents.
+        triplets: their rows.
+        folder: must belong to this config and these artifacts, as a Draft's work directory does.
+        each: runs the tasks; on Ray, `cluster.each`.
+
+    Raises:
+        TrainingError: triplets name a document that the dataset lacks.
+        DataError: a doc_id occurs twice, or two share a hash.
     """
     if not Store.finished(folder):
-        _prepare(config, dataset, triplets, folder, each)
+        _write_store(config, dataset, triplets, folder, each)
     facts = Store.facts_of(folder)
     learnt = json.loads(fs.read_bytes(fs.join(folder, "tokenizers.json")))
-    return Prepared(folder, learnt, facts["sizes"], facts["documents"])
+    return PreparedStore(folder, learnt, facts["sizes"], facts["documents"])
 
 
-def _prepare(config: TrainConfig, dataset: Artifact, triplets: Artifact, folder: str, each: Each) -> None:
+def _write_store(config: TrainConfig, dataset: Artifact, triplets: Artifact, folder: str, each: Each) -> None:
     of_triplets = slices(triplets, "triplets")
     of_documents = slices(dataset, "documents")
     run = partial(run_slices, folder=folder, each=each, room="train")
 
-    run("names", partial(_names, triplets=triplets, folder=folder), of_triplets)
-    wanted = merged([array(fs.join(folder, _name("names", i))) for i in range(len(of_triplets))])
+    run("names", partial(_hashes_of_slice, triplets=triplets, folder=folder), of_triplets)
+    wanted = merge_sorted(
+        [read_array(fs.join(folder, _file_name("names", i))) for i in range(len(of_triplets))]
+    )
     write_table(fs.join(folder, "wanted.arrow"), pa.table({"hash": wanted}))
 
-    learnt = _tokenizers(config, dataset, triplets, wanted, folder)
-    query = corpus.prompt(config.query_tower, role="query", tokenizer_json=learnt.get("query"))
-    document = corpus.prompt(
+    learnt = _trained_tokenizers(config, dataset, triplets, wanted, folder)
+    query = tokens.build_prompt(config.query_tower, role="query", tokenizer_json=learnt.get("query"))
+    document = tokens.build_prompt(
         config.document,
         role="document",
         tokenizer_json=learnt.get("document"),
@@ -94,32 +104,36 @@ def _prepare(config: TrainConfig, dataset: Artifact, triplets: Artifact, folder:
     assert not isinstance(query, DocumentPrompt)
     terms = sparse_query(config, document.tokenizer)
     written = run(
-        "documents", partial(_documents, dataset=dataset, prompt=document, folder=folder), of_documents
+        "documents",
+        partial(_documents_of_slice, dataset=dataset, prompt=document, folder=folder),
+        of_documents,
     )
-    place = place_of(wanted, written, folder)
+    place = number_documents(wanted, written, folder)
     write_table(fs.join(folder, "place.arrow"), pa.table({"row": place}))
 
     rows = run(
-        "rows", partial(_rows, triplets=triplets, prompt=query, sparse=terms, folder=folder), of_triplets
+        "rows",
+        partial(_rows_of_slice, triplets=triplets, prompt=query, sparse=terms, folder=folder),
+        of_triplets,
     )
-    _finish(written, rows, folder)
+    _finish_store(written, rows, folder)
 
 
-def _names(item: Slice, *, triplets: Artifact, folder: str) -> Record:
-    hashes = tokens.named(corpus.read(triplets, item[1], ["positive", "negatives"]))
-    write_table(fs.join(folder, _name("names", item[0])), pa.table({"hash": hashes}))
+def _hashes_of_slice(item: Slice, *, triplets: Artifact, folder: str) -> Record:
+    hashes = tokens.document_hashes(tokens.read_columns(triplets, item[1], ["positive", "negatives"]))
+    write_table(fs.join(folder, _file_name("names", item[0])), pa.table({"hash": hashes}))
     return {}
 
 
-def _documents(item: Slice, *, dataset: Artifact, prompt: DocumentPrompt, folder: str) -> Record:
-    batches = corpus.read(dataset, item[1], corpus.COLUMNS)
-    wanted = array(fs.join(folder, "wanted.arrow"))
-    table, problems = tokens.tokenise_slice(batches, prompt=prompt, wanted=wanted)
-    return {"files": write_tables(folder, {_name("documents", item[0]): table}), "problems": problems}
+def _documents_of_slice(item: Slice, *, dataset: Artifact, prompt: DocumentPrompt, folder: str) -> Record:
+    batches = tokens.read_columns(dataset, item[1], tokens.DOCUMENT_COLUMNS)
+    wanted = read_array(fs.join(folder, "wanted.arrow"))
+    table, problems = tokens.document_rows(batches, prompt=prompt, wanted=wanted)
+    return {"files": write_tables(folder, {_file_name("documents", item[0]): table}), "problems": problems}
 
 
 def sparse_query(config: TrainConfig, tokenizer: Tokenizer) -> SparseQuery | None:
-    """How this run reads a query as terms: by the document tower's tokenizer. None without a sparse head."""
+    """The reader of queries as terms, with the document tower's tokenizer. None without a sparse head."""
     sparse = config.sparse
     if sparse is None:
         return None
@@ -131,7 +145,7 @@ def sparse_query(config: TrainConfig, tokenizer: Tokenizer) -> SparseQuery | Non
     )
 
 
-def _rows(
+def _rows_of_slice(
     item: Slice,
     *,
     triplets: Artifact,
@@ -141,14 +155,12 @@ def _rows(
 ) -> Record:
     number, parts = item
     table = pa.concat_tables(triplets.table(part) for part in parts)
-    found = [name.replace("triplets/", "answers/", 1) for name in parts]
-    answers = [triplets.table(name) for name in found if name in triplets.names("answers/")]
-    rows, left_out = tokens.triplet_slice(
+    rows, left_out = tokens.triplet_rows(
         table,
-        pa.concat_tables(answers) if answers else None,
+        tokens.read_answers(triplets, parts),
         prompt=prompt,
-        wanted=array(fs.join(folder, "wanted.arrow")),
-        place=array(fs.join(folder, "place.arrow")),
+        wanted=read_array(fs.join(folder, "wanted.arrow")),
+        place=read_array(fs.join(folder, "place.arrow")),
         sparse=sparse,
     )
     kept = rows.drop_columns(["split", "part"])
@@ -166,29 +178,27 @@ def _rows(
         "parts": files,
         "validation": write_tables(folder, {f"rows/{number:05d}-validation.arrow": validation}),
         "left_out": left_out,
-        "group": rows.schema.field("documents").type.list_size if len(rows) else None,
-        "known": pc.max(pc.list_value_length(rows["known"])).as_py() or 0,
+        **tokens.row_facts(rows),
         "terms": (pc.max(pc.list_value_length(rows["terms"])).as_py() or 0) if sparse else None,
-        "scored": not bool(pc.all(pc.is_nan(pc.list_flatten(rows["scores"]))).as_py()),
     }
 
 
-def read_of_a_row(store: Store) -> Read:
-    """What a training row has the towers read, on average; of a sample where there are many."""
+def mean_row(store: Store) -> MeanRow:
+    """Mean tokens and documents of the training rows, over a sample of at most 4,096."""
     rows = store["train"]
-    some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLED)).astype(np.int64))
+    some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLE_ROWS)).astype(np.int64))
     documents = rows.values("documents", some)
     of_documents = store["documents"].lengths(documents.ravel()).reshape(documents.shape)
-    return Read(
+    return MeanRow(
         query_tokens=float(rows.lengths(some).mean()),
         document_tokens=float(of_documents.sum(1).mean()),
         documents=documents.shape[1],
     )
 
 
-def merged(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:
-    """The union of sorted arrays, sorted, a range of values at a time."""
-    ranges = max(sum(map(len, sorted_arrays)) // _MERGED_AT_ONCE, 1)
+def merge_sorted(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:
+    """The union of sorted arrays, sorted, one range of values at a time."""
+    ranges = max(sum(map(len, sorted_arrays)) // _MERGE_ELEMENTS, 1)
     bounds = np.array([(i << 64) // ranges for i in range(1, ranges)], dtype=np.uint64)
     pieces = zip(
         *(np.split(values, np.searchsorted(values, bounds)) for values in sorted_arrays), strict=True
@@ -196,20 +206,20 @@ def merged(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:
     return np.concatenate([np.empty(0, np.uint64), *(np.unique(np.concatenate(p)) for p in pieces)])
 
 
-def place_of(
+def number_documents(
     wanted: UInt64[ndarray, " named"], written: Sequence[Record], folder: str
 ) -> Int64[ndarray, " named"]:
-    """The row number of each wanted document, or why it has none."""
+    """The row number of each wanted document, or MISSING or UNREADABLE."""
     place = np.full(len(wanted), tokens.MISSING, dtype=np.int64)
     start = 0
     for record in written:
         for doc_id in record["problems"]:
             place[np.searchsorted(wanted, hash_of(pa.array([doc_id])))] = tokens.UNREADABLE
         for name, part in listed(record["files"]):
-            at = np.searchsorted(wanted, array(fs.join(folder, name)))
+            at = np.searchsorted(wanted, read_array(fs.join(folder, name)))
             if (place[at] >= 0).any() or len(np.unique(at)) < len(at):
                 raise DataError(
-                    "a doc_id comes twice in the dataset, or two have the same 64-bit hash "
+                    "a doc_id occurs twice in the dataset, or two have the same 64-bit hash "
                     f"(found in slice {name}): rename one and re-run prepare"
                 )
             place[at] = np.arange(start, start + len(at))
@@ -217,7 +227,7 @@ def place_of(
     return place
 
 
-def _tokenizers(
+def _trained_tokenizers(
     config: TrainConfig,
     dataset: Artifact,
     triplets: Artifact,
@@ -226,16 +236,16 @@ def _tokenizers(
 ) -> dict[str, str]:
     uri = fs.join(folder, "tokenizers.json")
     if not fs.exists(uri):
-        learnt = corpus.tokenizers(
+        learnt = tokens.train_tokenizers(
             {"query": config.query_tower, "document": config.document},
-            texts=lambda: corpus.texts(triplets, dataset, wanted),
+            texts=lambda: tokens.tokenizer_texts(triplets, dataset, wanted),
         )
         fs.write_bytes(uri, json.dumps(learnt).encode())
-    found: dict[str, str] = json.loads(fs.read_bytes(uri))
-    return found
+    tokenizers: dict[str, str] = json.loads(fs.read_bytes(uri))
+    return tokenizers
 
 
-def _finish(documents: Sequence[Record], rows: Sequence[Record], folder: str) -> None:
+def _finish_store(documents: Sequence[Record], rows: Sequence[Record], folder: str) -> None:
     problems = {doc_id: reason for record in documents for doc_id, reason in record["problems"].items()}
     if problems:
         doc_id, reason = next(iter(problems.items()))
@@ -251,7 +261,7 @@ def _finish(documents: Sequence[Record], rows: Sequence[Record], folder: str) ->
     by_part = {
         part: [file for record in rows for file in listed(record["parts"].get(part, []))] for part in names
     }
-    sizes = {part: sum(found.rows or 0 for _, found in files) for part, files in by_part.items()}
+    sizes = {part: sum(file.rows or 0 for _, file in files) for part, files in by_part.items()}
     sizes = {part: count for part, count in sizes.items() if count}
     groups = sorted({record["group"] for record in rows if record["group"]})
     if len(groups) > 1:
@@ -271,12 +281,12 @@ def _finish(documents: Sequence[Record], rows: Sequence[Record], folder: str) ->
     Store.finish(folder, tables, facts)
 
 
-def _name(table: str, number: int) -> str:
+def _file_name(table: str, number: int) -> str:
     return f"{table}/{number:05d}.arrow"
 
 
-def array(uri: str) -> Shaped[ndarray, " rows"]:
-    """The first column of an Arrow file; its bytes stay on disk where that is local."""
+def read_array(uri: str) -> Shaped[ndarray, " rows"]:
+    """The first column of an Arrow file."""
     with fs.open_input(uri) as source:
         column = pa.ipc.open_file(source).read_all().column(0)
     return np.asarray(column.combine_chunks())

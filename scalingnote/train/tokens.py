@@ -1,44 +1,148 @@
-"""One slice of preparing: tables of triplets and documents come in, rows that are read by number go out.
+"""Texts to token rows: tokenizers and prompts of the towers, and one slice of documents or of triplets.
 
 A document is known by a 64-bit hash of its doc_id until it has a row number. All rows of a query lie in one
-part of a triplets artifact (collect deals queries out, mine keeps the parts), so what is known to answer a
-query is found within a slice.
+part of a triplets artifact (collect partitions by query, mine keeps the parts), so the documents known to
+answer a query are found within a slice. Tables are streamed, never held whole.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from jaxtyping import Bool, Int64, UInt64
 from numpy import ndarray
+from tokenizers import Tokenizer
 
 from scalingnote.errors import TrainingError
+from scalingnote.models import backbone as backbones
+from scalingnote.models import native_tower
+from scalingnote.models.backbone import train_tokenizer
+from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.token_rows import IDS, list_column, token_columns
+from scalingnote.models.token_wise import TokenWise
+from scalingnote.models.tower import Role, Tower
+from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.exchange import hash_of
-from scalingnote.train.corpus import among
-from scalingnote.train.stream import one_chunk
+from scalingnote.train.data import one_chunk
 
 MISSING, UNREADABLE = -1, -2  # in place of a row number
-# Known positives of a query kept for masking; more than this many are not masked.
-MAX_KNOWN_POSITIVES = 16
-_BLOCK = 8192
+MAX_KNOWN_POSITIVES = 16  # of a query, kept for masking; further ones are not masked
+_BLOCK_ROWS = 8192
+
+AnyTower = TowerConfig | LookupConfig | TokenWiseConfig
+DOCUMENT_COLUMNS = ["doc_id", "title", "topic", "content"]
+# A tokenizer learns nothing new from the far end of long documents, or from the second million of them.
+_TOKENIZER_CHARS = 2000
+_TOKENIZER_TEXTS = 1_000_000
 
 
-def named(batches: Iterable[pa.RecordBatch]) -> UInt64[ndarray, " named"]:
-    """Sorted hashes of the documents that triplets name."""
-    found = [np.empty(0, np.uint64)]
+def read_columns(artifact: Artifact, parts: Iterable[str], columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """Some columns of some parts of an artifact, in blocks of a few thousand rows."""
+    for part in parts:
+        yield from artifact.batches(part, columns=columns)
+
+
+def in_sorted(hashes: UInt64[ndarray, " rows"], wanted: UInt64[ndarray, " wanted"]) -> Bool[ndarray, " rows"]:
+    """Mask of the hashes that occur in `wanted`, which is sorted."""
+    if not len(wanted):
+        return np.zeros(len(hashes), dtype=bool)
+    place = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
+    return np.asarray(wanted[place] == hashes)
+
+
+def train_tokenizers(towers: dict[str, AnyTower], *, texts: Callable[[], Iterable[str]]) -> dict[str, str]:
+    """Tokenizer JSON for each tower that starts from scratch; towers of one vocabulary size share one.
+
+    `texts` is called once per vocabulary size, so that a stream can be read again.
+    """
+    sizes = {name: size for name, tower in towers.items() if (size := learnt_vocabulary(tower)) is not None}
+    learnt = {size: train_tokenizer(texts(), vocabulary=size) for size in sorted(set(sizes.values()))}
+    return {name: learnt[size] for name, size in sizes.items()}
+
+
+def tokenizer_texts(triplets: Artifact, dataset: Artifact, named: UInt64[ndarray, " named"]) -> Iterator[str]:
+    """Texts that a tokenizer learns from: each query once, then every field of the documents in `named`.
+
+    `named` are sorted hashes of doc_ids; of too many, the smallest ones are a fair sample.
+    """
+    yield from distinct_queries(triplets, "triplets")
+    sampled = named[:_TOKENIZER_TEXTS]
+    for batch in dataset.batches("documents", columns=DOCUMENT_COLUMNS):
+        rows = batch.filter(pa.array(in_sorted(hash_of(batch["doc_id"]), sampled)))
+        for name in ("title", "topic", "content"):
+            for text in rows[name].to_pylist():
+                yield text[:_TOKENIZER_CHARS]
+
+
+def distinct_queries(artifact: Artifact, table: str) -> Iterator[str]:
+    """The queries of a table, each once, at most the first million."""
+    seen: set[str] = set()
+    for batch in artifact.batches(table, columns=["query"]):
+        for query in pc.unique(batch["query"]).to_pylist():
+            if query not in seen:
+                seen.add(query)
+                yield query
+                if len(seen) == _TOKENIZER_TEXTS:
+                    return
+
+
+def learnt_vocabulary(config: AnyTower) -> int | None:
+    """Size of the vocabulary that a tower's tokenizer learns; None where a checkpoint brings one."""
+    if isinstance(config, LookupConfig):
+        return config.vocabulary
+    return config.backbone.vocabulary if isinstance(config.backbone, Scratch) else None
+
+
+def build_prompt(
+    config: AnyTower, *, role: Role, tokenizer_json: str | None, sparse: bool = False
+) -> QueryPrompt | DocumentPrompt | LookupPrompt:
+    """The prompt by which a tower of this config reads a text, without drawing or loading weights.
+
+    Args:
+        config: of the tower.
+        role: query or document.
+        tokenizer_json: of a tower that starts from scratch.
+        sparse: the tower has a sparse head.
+
+    Raises:
+        ConfigError: as for the tower itself.
+    """
+    if isinstance(config, LookupConfig):
+        assert tokenizer_json is not None
+        return LookupPrompt(Tokenizer.from_str(tokenizer_json), max_length=config.max_length)
+    if isinstance(config, TowerConfig) and config.pooling != "placeholders":
+        return native_tower.prompt_of(config, role=role)
+    with torch.device("meta"):
+        if isinstance(config.backbone, Scratch):
+            shell = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=0)
+        else:
+            assert config.backbone is not None, "a tower without a backbone of its own reads as another does"
+            shell = backbones.shell(config.backbone.path)
+        # LoRA and fast attention change no prompt, and may need a GPU.
+        plain = config.model_copy(update={"lora": None, "attention": "eager"})
+        if isinstance(plain, TokenWiseConfig):
+            return TokenWise(shell, plain, dim=1).prompt
+        return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt
+
+
+def document_hashes(batches: Iterable[pa.RecordBatch]) -> UInt64[ndarray, " named"]:
+    """Sorted hashes of the doc_ids of all documents that triplets name."""
+    hashes = [np.empty(0, np.uint64)]
     for batch in batches:
         ids = pa.concat_arrays([batch["positive"], pc.list_flatten(batch["negatives"])])
-        found.append(np.unique(hash_of(ids)))
-    return np.unique(np.concatenate(found))
+        hashes.append(np.unique(hash_of(ids)))
+    return np.unique(np.concatenate(hashes))
 
 
-def tokenise_slice(
+def document_rows(
     batches: Iterable[pa.RecordBatch], *, prompt: DocumentPrompt, wanted: UInt64[ndarray, " named"]
 ) -> tuple[pa.Table, dict[str, str]]:
     """Token rows of the documents whose hashes are `wanted` (sorted), and doc_id -> reason for the others.
@@ -50,21 +154,21 @@ def tokenise_slice(
 
     def blocks() -> Iterator[list[Row]]:
         for batch in batches:
-            found = hash_of(batch["doc_id"])
-            kept = among(found, wanted)
+            of_batch = hash_of(batch["doc_id"])
+            kept = in_sorted(of_batch, wanted)
             texts = batch.filter(pa.array(kept))
             rows = prompt.rows(*(texts[name].to_pylist() for name in ("title", "topic", "content")))
             readable = np.array([isinstance(row, Row) for row in rows], dtype=bool)
             for at in np.flatnonzero(~readable).tolist():
                 problems[texts["doc_id"][at].as_py()] = str(rows[at])
-            hashes.append(found[kept][readable])
+            hashes.append(of_batch[kept][readable])
             yield [row for row in rows if isinstance(row, Row)]
 
     columns = token_columns(blocks(), views=prompt.width)
     return one_chunk({"hash": pa.array(np.concatenate(hashes)), **columns}), problems
 
 
-def triplet_slice(
+def triplet_rows(
     triplets: pa.Table,
     answers: pa.Table | None,
     *,
@@ -73,7 +177,7 @@ def triplet_slice(
     place: Int64[ndarray, " named"],
     sparse: SparseQuery | None = None,
 ) -> tuple[pa.Table, int]:
-    """Rows of triplets that training can read, and how many name an unreadable document and were left out.
+    """Rows of triplets that training can read, and the number left out for an unreadable document.
 
     Columns of a row: ``ids`` and ``positions`` of its query, ``terms`` of the `sparse` one, and those of
     :func:`triplet_columns`.
@@ -81,7 +185,9 @@ def triplet_slice(
     columns, readable = triplet_columns(triplets, answers, wanted=wanted, place=place)
     texts = pc.dictionary_encode(triplets["query"].combine_chunks())
     distinct = texts.dictionary.to_pylist()
-    blocks = (prompt.rows(distinct[start : start + _BLOCK]) for start in range(0, len(distinct), _BLOCK))
+    blocks = (
+        prompt.rows(distinct[start : start + _BLOCK_ROWS]) for start in range(0, len(distinct), _BLOCK_ROWS)
+    )
     tokens = token_columns(blocks, views=len(prompt.views))
     if sparse is not None:
         terms = sparse.tokens(distinct)
@@ -98,22 +204,22 @@ def triplet_columns(
     wanted: UInt64[ndarray, " named"],
     place: Int64[ndarray, " named"],
 ) -> tuple[dict[str, pa.Array], Bool[ndarray, " rows"]]:
-    """What triplets say but for the texts, and which of them name readable documents alone.
+    """All columns of triplets but the texts, and a mask of rows whose documents are all readable.
 
-    `place` holds a row number for each of the `wanted` hashes, or why there is none. Columns of a row:
+    `place` holds a row number for each of the `wanted` hashes, or MISSING or UNREADABLE. Columns of a row:
     ``query`` (see :func:`query_number`), ``documents`` (row numbers, the positive first), ``known`` (row
     numbers of documents known to answer the query), ``weight``, ``scores`` (NaN where there are none), and
-    ``split`` and ``part`` (source/hop), by which rows are filed.
+    ``split`` and ``part`` (source/hop), by which rows are divided into tables.
     """
     group = 1 + _width(triplets["negatives"])
     ids = pa.chunked_array(
         [*triplets["positive"].chunks, *pc.list_flatten(triplets["negatives"]).chunks], pa.string()
     )
     hashes = hash_of(ids)
-    rows = rows_of(hashes, wanted, place)
+    rows = row_numbers(hashes, wanted, place)
     if (rows == MISSING).any():
-        lost = ids[int(np.flatnonzero(rows == MISSING)[0])].as_py()
-        raise TrainingError(f"triplets name document {lost!r}, which the dataset lacks: re-run collect")
+        missing = ids[int(np.flatnonzero(rows == MISSING)[0])].as_py()
+        raise TrainingError(f"triplets name document {missing!r}, which the dataset lacks: re-run collect")
     size = len(triplets)
     documents = np.concatenate([rows[:size, None], rows[size:].reshape(size, group - 1)], axis=1)
     coded = pc.dictionary_encode(triplets["query_id"].combine_chunks())
@@ -130,19 +236,35 @@ def triplet_columns(
     return columns, readable
 
 
+def read_answers(triplets: Artifact, parts: Sequence[str]) -> pa.Table | None:
+    """Documents known to answer the queries of some parts of triplets; None where the artifact has none."""
+    names = [name.replace("triplets/", "answers/", 1) for name in parts]
+    answers = [triplets.table(name) for name in names if name in triplets.names("answers/")]
+    return pa.concat_tables(answers) if answers else None
+
+
+def row_facts(rows: pa.Table) -> dict[str, Any]:
+    """Documents of each of some rows (`group`), most `known` answers, and whether any row is `scored`."""
+    return {
+        "group": rows.schema.field("documents").type.list_size if len(rows) else None,
+        "known": pc.max(pc.list_value_length(rows["known"])).as_py() or 0,
+        "scored": not bool(pc.all(pc.is_nan(pc.list_flatten(rows["scores"]))).as_py()),
+    }
+
+
 def query_number(query_ids: pa.Array | pa.ChunkedArray) -> Int64[ndarray, " rows"]:
-    """What a query is known by while training: 63 bits of a hash of its id."""
+    """Number of each query while training: 63 bits of a hash of its id."""
     numbers: ndarray = (hash_of(query_ids) >> np.uint64(1)).astype(np.int64)
     return numbers
 
 
-def rows_of(
+def row_numbers(
     hashes: UInt64[ndarray, " hashes"], wanted: UInt64[ndarray, " named"], place: Int64[ndarray, " named"]
 ) -> Int64[ndarray, " hashes"]:
-    """Row numbers of documents by the hashes of their ids, or why there is none: `place` of the `wanted`."""
-    found = among(hashes, wanted)
+    """Row numbers of documents by the hashes of their ids: `place` of the `wanted`, else MISSING."""
+    known = in_sorted(hashes, wanted)
     rows = np.full(len(hashes), MISSING, dtype=np.int64)
-    rows[found] = place[np.searchsorted(wanted, hashes[found])]
+    rows[known] = place[np.searchsorted(wanted, hashes[known])]
     return rows
 
 
@@ -180,7 +302,7 @@ def _known(
         code = pc.index_in(answers["query_id"], value_set=queries.dictionary)
         answers = answers.append_column("code", code).filter(pc.is_valid(code))
         codes.append(answers["code"].to_numpy().astype(np.int64))
-        documents.append(rows_of(hash_of(answers["positive"]), wanted, place))
+        documents.append(row_numbers(hash_of(answers["positive"]), wanted, place))
     code, document = np.concatenate(codes), np.concatenate(documents)
     code, document = code[document >= 0], document[document >= 0]
     _, first = np.unique(code * (len(place) + 1) + document, return_index=True)

@@ -1,13 +1,13 @@
-"""Measuring held-out queries while training: contrastive entropy, R@K and MRR on one small, fixed sample.
+"""Validation while training: contrastive entropy, R@K and MRR of held-out queries on one small, fixed sample.
 
-All ranks encode a share of it and gather the rest, so that each of them knows the same numbers. Training goes
-on as if nobody had looked: no gradient, no random number drawn, every module in the mode it was in.
+Each rank encodes a share of the sample and gathers the rest, so that all have the same numbers. Training is
+not affected: no gradient, no random number drawn, every module in the mode it was in.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,36 +20,36 @@ from scalingnote.log import get_logger
 from scalingnote.models.batch import collate
 from scalingnote.models.prompt import Row
 from scalingnote.storage import vectors
+from scalingnote.train.collectives import broadcast_numbers, rank, world_size
 from scalingnote.train.config import Validation
-from scalingnote.train.distributed import rank, world_size
-from scalingnote.train.order import permuted
-from scalingnote.train.stream import Rows, Store
+from scalingnote.train.data import Rows, Store, permuted
+from scalingnote.train.engine import Engine
 
 SMALLER_IS_BETTER = frozenset({"contrastive_entropy", "squared_distance"})
 INDEXED_VIEW = "summary"
 _ROWS_PER_FORWARD = 64
-_QUERIES, _DOCUMENTS, _NEGATIVES = range(3)  # what is drawn
+_QUERIES, _DOCUMENTS, _NEGATIVES = range(3)  # purpose of a permutation, part of its key
 
 
-def better(metric: str, found: float, best: float | None) -> bool:
-    """Whether `found` beats `best` (None: nothing measured so far). A NaN beats nothing."""
+def better(metric: str, value: float, best: float | None) -> bool:
+    """Whether `value` is better than `best` (None: nothing measured so far). A NaN never is."""
     if best is None:
-        return not np.isnan(found)
-    return found < best if metric in SMALLER_IS_BETTER else found > best
+        return not np.isnan(value)
+    return value < best if metric in SMALLER_IS_BETTER else value > best
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Validation queries, and a pool of documents that holds their positives and others drawn from all."""
+class ValidationSample:
+    """Validation queries, and a pool of documents: their positives and others drawn from all documents."""
 
     queries: list[Row]
     pool: list[Row]
     positives: Int64[ndarray, " queries"]  # the column of the pool that holds a query's positive
-    relevant: Bool[ndarray, "queries docs"]  # the positive, and whatever else is known to answer the query
-    negatives: Int64[ndarray, "queries negatives"]  # columns drawn from what does not answer the query
+    relevant: Bool[ndarray, "queries docs"]  # the positive, and other documents known to answer the query
+    negatives: Int64[ndarray, "queries negatives"]  # columns drawn from those not known to answer it
 
 
-def draw(store: Store, config: Validation, *, seed: int) -> Sample | None:
+def draw_sample(store: Store, config: Validation, *, seed: int) -> ValidationSample | None:
     """The sample of a store; None where its triplets have no validation split.
 
     Negatives come from the pool's random documents alone where there are enough: the positives of other
@@ -58,7 +58,7 @@ def draw(store: Store, config: Validation, *, seed: int) -> Sample | None:
     rows, documents, seed = store["validation"], store["documents"], seed % 2**64
     if not len(rows):
         return None
-    chosen = _distinct(rows, config.queries, key=(seed, _QUERIES))
+    chosen = _rows_of_distinct_queries(rows, config.queries, key=(seed, _QUERIES))
     positive = rows.values("documents", chosen)[:, 0]
     answers = np.unique(positive)
     wanted = max(config.documents - len(answers), config.negatives)
@@ -72,31 +72,33 @@ def draw(store: Store, config: Validation, *, seed: int) -> Sample | None:
     first = len(answers) if (~relevant[:, len(answers) :]).sum(1).min() >= config.negatives else 0
     width = min(config.negatives, int((~relevant[:, first:]).sum(1).min()))
     negatives = [
-        _some(first + np.flatnonzero(~row[first:]), width, key=(seed, _NEGATIVES, number))
+        _drawn(first + np.flatnonzero(~row[first:]), width, key=(seed, _NEGATIVES, number))
         for number, row in enumerate(relevant)
     ]
-    return Sample(rows.tokens(chosen), documents.tokens(pool), positives, relevant, np.stack(negatives))
+    return ValidationSample(
+        rows.tokens(chosen), documents.tokens(pool), positives, relevant, np.stack(negatives)
+    )
 
 
-def measure(
+def measure_retrieval(
     queries: Float[ndarray, "queries dim"],
     pool: Float[ndarray, "docs dim"],
-    sample: Sample,
+    sample: ValidationSample,
     *,
     temperature: float,
 ) -> dict[str, float]:
-    """Means over the queries, by cosine of embeddings of any length.
+    """Mean metrics of the queries, by cosine of embeddings of any length.
 
     ``contrastive_entropy`` is -log softmax of the positive against the negatives (the scaling laws' measure,
     ScalingNote, section 4.4). ``R@K`` and ``MRR@10`` look for the first relevant document of the pool; of
-    equal scores it comes last, so that a tower that tells nothing apart finds nothing.
+    equal scores it counts as last, so that a tower with constant embeddings has a recall of 0.
     """
     scores = vectors.unit(queries).astype(np.float64) @ vectors.unit(pool).astype(np.float64).T
     rows = np.arange(len(scores))
     right = scores[rows, sample.positives][:, None]
     others = np.take_along_axis(scores, sample.negatives, axis=1)
     logits = np.concatenate([np.zeros_like(right), (others - right) / temperature], axis=1)
-    with np.errstate(invalid="ignore"):  # a NaN is told as such
+    with np.errstate(invalid="ignore"):  # a NaN is reported as NaN
         entropy = np.logaddexp.reduce(logits, axis=1)
     best = np.where(sample.relevant, scores, -np.inf).max(axis=1, keepdims=True)
     ahead = (~(scores < best) & ~sample.relevant).sum(axis=1)
@@ -108,20 +110,9 @@ def measure(
     }
 
 
-@runtime_checkable
-class Measured(Protocol):
-    """What is needed of an engine."""
-
-    module: nn.Module  # with `embeddings(name, rows)` of its towers, as stage I has it
-
-    def precision(self) -> AbstractContextManager[Any]:
-        """The autocast of a forward pass."""
-        ...
-
-
 def validator(
     store: Store,
-    engine: Measured,
+    engine: Engine,
     config: Validation | None,
     *,
     views: Sequence[str],
@@ -131,12 +122,23 @@ def validator(
     device: torch.device,
     seed: int,
 ) -> Callable[[], dict[str, float]] | None:
-    """What measures the towers of `engine` as they are now; None where nothing is to be measured.
+    """A function that measures the towers of `engine` as they are when it is called; None without a sample.
 
-    Every rank must call it at the same step. `views` and `pads` are the towers'. `temperature` stays what it
-    is when the losses learn one, so that the numbers of all steps can be compared.
+    Every rank must call it at the same step.
+
+    Args:
+        store: of stage I.
+        engine: its module has `embeddings(name, rows)` for ``query`` and ``document``.
+        config: size of the sample; None measures nothing.
+        views: of the document tower.
+        pads: pad tokens of the query and the document tower.
+        packed: rows lie one after the other, without padding.
+        temperature: of the contrastive entropy. It stays the same when the losses learn one, so that the
+            numbers of all steps can be compared.
+        device: of the towers.
+        seed: of the sample.
     """
-    sample = draw(store, config, seed=seed) if config else None
+    sample = draw_sample(store, config, seed=seed) if config else None
     if sample is None:
         if config:
             get_logger("train").info("the triplets have no validation split: nothing is measured in training")
@@ -145,50 +147,44 @@ def validator(
 
     def validate() -> dict[str, float]:
         queries, pool = (
-            encode(name, rows, engine=engine, pad=pad, packed=packed, device=device)
+            encode_rows(name, rows, engine=engine, pad=pad, packed=packed, device=device)
             for name, rows, pad in zip(
                 ("query", "document"), (sample.queries, sample.pool), pads, strict=True
             )
         )
-        found = measure(queries[:, 0], pool[:, view], sample, temperature=temperature)
-        return agreed(found, device)
+        metrics = measure_retrieval(queries[:, 0], pool[:, view], sample, temperature=temperature)
+        return broadcast_numbers(metrics, device)
 
     return validate
 
 
-def encode(
-    name: str, rows: Sequence[Row], *, engine: Measured, pad: int, packed: bool, device: torch.device
+def encode_rows(
+    name: str, rows: Sequence[Row], *, engine: Engine, pad: int, packed: bool, device: torch.device
 ) -> Float[ndarray, "rows views dim"]:
-    """Embeddings of all rows by the tower `name` of `engine`, on every rank; training goes on undisturbed.
+    """Embeddings of all rows by the tower `name` of `engine`, on every rank; training is not affected.
 
-    Ranks make equally many forward passes: sharded weights are gathered in each.
+    Ranks make equally many forward passes, since sharded weights are gathered in each.
     """
-    with _undisturbed(engine.module, device), engine.precision():
-        return _encode(name, rows, module=engine.module, pad=pad, packed=packed, device=device)
-
-
-def _encode(
-    name: str, rows: Sequence[Row], *, module: nn.Module, pad: int, packed: bool, device: torch.device
-) -> Float[ndarray, "rows views dim"]:
     longest_first = np.argsort([-len(row.ids) for row in rows], kind="stable")
     world = world_size()
     share = -(-len(rows) // world)
-    # Dealt out in turn, so that ranks have equally long rows; the last is dealt again to make shares equal.
+    # In turn, so that ranks get equally long rows; the last row is repeated to make shares equal.
     own = longest_first[np.minimum(np.arange(share) * world + rank(), len(rows) - 1)].tolist()
-    encode = cast(Any, module).embeddings
+    encode = cast(Any, engine.module).embeddings
     parts = []
-    for start in range(0, share, _ROWS_PER_FORWARD):
-        chosen = [rows[number] for number in own[start : start + _ROWS_PER_FORWARD]]
-        parts.append(encode(name, collate(chosen, pad=pad, packed=packed).to(device)).float())
-    dealt = torch.stack(_gathered(torch.cat(parts)), dim=1).flatten(0, 1)[: len(rows)]
-    out = np.empty(tuple(dealt.shape), dtype=np.float32)
-    out[longest_first] = dealt.cpu().numpy()
+    with _evaluation_mode(engine.module, device), engine.precision():
+        for start in range(0, share, _ROWS_PER_FORWARD):
+            chosen = [rows[number] for number in own[start : start + _ROWS_PER_FORWARD]]
+            parts.append(encode(name, collate(chosen, pad=pad, packed=packed).to(device)).float())
+        sorted_rows = torch.stack(_all_gathered(torch.cat(parts)), dim=1).flatten(0, 1)[: len(rows)]
+    out = np.empty(tuple(sorted_rows.shape), dtype=np.float32)
+    out[longest_first] = sorted_rows.cpu().numpy()
     return out
 
 
 @contextmanager
-def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode and no graph; random states and modes are put back afterwards."""
+def _evaluation_mode(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode without a graph; random states and modes are restored afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         module.eval()
@@ -199,8 +195,8 @@ def _undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
                 part.training = training
 
 
-def _gathered(tensor: Tensor) -> list[Tensor]:
-    """The tensor of every rank; all are of one shape."""
+def _all_gathered(tensor: Tensor) -> list[Tensor]:
+    """The tensor of every rank; all have one shape."""
     if world_size() == 1:
         return [tensor]
     out = [torch.empty_like(tensor) for _ in range(world_size())]
@@ -208,17 +204,8 @@ def _gathered(tensor: Tensor) -> list[Tensor]:
     return out
 
 
-def agreed(found: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Rank 0's numbers: machines round differently, and ranks that disagree on when to stop would hang."""
-    if world_size() == 1:
-        return found
-    values = torch.tensor(list(found.values()), dtype=torch.float64, device=device)
-    dist.broadcast(values, src=0)
-    return dict(zip(found, values.tolist(), strict=True))
-
-
-def _distinct(rows: Rows, count: int, *, key: tuple[int, ...]) -> Int64[ndarray, " chosen"]:
-    """Rows of up to `count` different queries, drawn from all."""
+def _rows_of_distinct_queries(rows: Rows, count: int, *, key: tuple[int, ...]) -> Int64[ndarray, " chosen"]:
+    """Rows of up to `count` different queries, drawn from all rows."""
     chosen: dict[int, int] = {}
     for start in range(0, len(rows), count):
         numbers = np.arange(start, min(start + count, len(rows)))
@@ -230,9 +217,9 @@ def _distinct(rows: Rows, count: int, *, key: tuple[int, ...]) -> Int64[ndarray,
     return np.array(list(chosen.values())[:count], dtype=np.int64)
 
 
-def _some(
+def _drawn(
     numbers: Int64[ndarray, " numbers"], count: int, *, key: tuple[int, ...]
 ) -> Int64[ndarray, " count"]:
-    """`count` of some numbers, drawn without repetition."""
+    """`count` of the numbers, drawn without repetition."""
     out: ndarray = numbers[permuted(np.arange(count), size=max(len(numbers), 1), key=key)]
     return out

@@ -10,7 +10,7 @@ import safetensors.torch
 import tiny
 from in_process import without_ray
 from scalingnote.cross_encoder import job
-from scalingnote.cross_encoder.encoder import PairEncoder
+from scalingnote.cross_encoder.pairs import PairEncoder
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.errors import ConfigError
 from scalingnote.storage import vectors

@@ -12,18 +12,16 @@ from torch import Tensor
 
 import ranks
 import tiny
-from scalingnote.cross_encoder import queries
-from scalingnote.cross_encoder.batching import PairBatches
+from scalingnote.cross_encoder import job
 from scalingnote.cross_encoder.config import CrossEncoderLosses, DualPooledConfig
 from scalingnote.cross_encoder.job import as_stage_one
-from scalingnote.cross_encoder.objective import Pairs, PairStage, one_hot
+from scalingnote.cross_encoder.pairs import PairBatch, PairBatches, PairStage, one_hot
 from scalingnote.models import backbone
 from scalingnote.models.cross_encoder import CrossEncoder, pair, scores
 from scalingnote.storage.artifact import Artifact
+from scalingnote.train.data import Order, Store
 from scalingnote.train.grad_cache import Cacheable
-from scalingnote.train.order import Order
 from scalingnote.train.prepare import prepare
-from scalingnote.train.stream import Store
 
 KNOBS = {"query_length": 12, "document_length": 24, "template": "{title} {content}"}
 CONFIG = DualPooledConfig(backbone=tiny.BIDIRECTIONAL, **KNOBS)
@@ -111,7 +109,7 @@ def test_parts_add_up_and_a_teacher_is_heard(tmp_path: Path):
     losses = CrossEncoderLosses(one_hot=0.5, teacher=2.0, reconstruction=0.25)
     module, batch = stage(store, losses), batches(store)(0)
     given = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
-    loss, parts = module(Pairs(batch.pairs, batch.weights, batch.answers, given))
+    loss, parts = module(PairBatch(batch.pairs, batch.weights, batch.answers, given))
     expected = 0.5 * parts["one_hot"] + 2.0 * parts["teacher"] + 0.25 * parts["reconstruction"]
     torch.testing.assert_close(loss.detach(), expected)
     query, document = module.model.proxies(batch.pairs)
@@ -145,7 +143,7 @@ def test_a_query_is_read_beside_its_first_positive_and_a_generated_one_beside_it
             "source_query_id": ["a", "v", "without triplets"],
         }
     )
-    found = queries.distinct(triplets, generated).to_pylist()
+    found = job.distinct_queries(triplets, generated).to_pylist()
     assert [(row["query_id"], row["split"], row["positive"]) for row in found] == [
         ("b", "train", "d1"),
         ("a", "train", "d2"),
@@ -153,4 +151,4 @@ def test_a_query_is_read_beside_its_first_positive_and_a_generated_one_beside_it
         ("a~0", "train", "d2"),
         ("x~0", "train", None),
     ]
-    assert queries.distinct(triplets, None).num_rows == 3
+    assert job.distinct_queries(triplets, None).num_rows == 3

@@ -8,15 +8,14 @@ import pytest
 import torch
 
 import tiny
-from scalingnote.distillation.batching import LessonBatches, prepare
-from scalingnote.distillation.documents import Sources
+from scalingnote.distillation.objective import LessonBatches
+from scalingnote.distillation.prepare import CandidateSources, prepare
 from scalingnote.errors import ConfigError, TrainingError
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import Tower
 from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.train.order import Order
-from scalingnote.train.stream import Store
+from scalingnote.train.data import Order, Store
 
 COUNT = 24
 TEXTS = [" ".join(row.values()) for row in tiny.document_rows(COUNT)]
@@ -97,7 +96,7 @@ class Made:
             self.teacher,
             prompt=query_student().prompt,
             folder=self.store_at,
-            candidates=Sources(self.triplets, found, *more),
+            candidates=CandidateSources(self.triplets, found, *more),
         )
         self.rows = [row for row in self.triplets.table("triplets").to_pylist() if row["split"] == "train"]
 
@@ -202,10 +201,15 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path):
     title = embeddings(str(tmp_path / "title"), made.dataset, view="title")
     with pytest.raises(ConfigError, match=r"holds no view 'summary'.*encode\.views"):
         prepare(
-            made.teacher, prompt=prompt, folder=str(tmp_path / "a"), candidates=Sources(made.triplets, title)
+            made.teacher,
+            prompt=prompt,
+            folder=str(tmp_path / "a"),
+            candidates=CandidateSources(made.triplets, title),
         )
     draft = Draft(str(tmp_path / "other"), kind="query_embeddings", config=tiny.Nothing(), parents={})
     draft.write_table("embeddings/part-00000.parquet", made.teacher.table("embeddings").slice(1))
     less, whole = draft.commit(counts={}), embeddings(str(tmp_path / "whole"), made.dataset)
     with pytest.raises(TrainingError, match="not embedded: re-run teacher"):
-        prepare(less, prompt=prompt, folder=str(tmp_path / "b"), candidates=Sources(made.triplets, whole))
+        prepare(
+            less, prompt=prompt, folder=str(tmp_path / "b"), candidates=CandidateSources(made.triplets, whole)
+        )

@@ -11,12 +11,11 @@ from torch import Tensor
 
 import ranks
 import tiny
-from scalingnote.distillation.batching import Lesson
 from scalingnote.distillation.config import DistillConfig, DistillLosses
-from scalingnote.distillation.documents import Candidates
-from scalingnote.distillation.objective import StageTwo
+from scalingnote.distillation.objective import Lesson, LessonCandidates, StageTwo
 from scalingnote.models import backbone, tower
 from scalingnote.train.config import GradCache
+from scalingnote.train.engine import Engine, surrogate
 from scalingnote.train.grad_cache import Cacheable, cached_backward
 
 ROWS, DIM, TAU = 6, 8, 0.2
@@ -62,7 +61,7 @@ def lesson(made: StageTwo, rows: Sequence[int], *, scores: bool = False) -> Less
         queries=tower.collate(made.student.prompt.rows([texts[i]["content"][:20] for i in rows]), pad=0),
         teacher=teacher[list(rows)],
         weights=weights,
-        candidates=Candidates(
+        candidates=LessonCandidates(
             embeddings=documents[distinct],
             index=index,
             present=present,
@@ -123,10 +122,10 @@ def test_losses_are_those_of_each_row_alone(symmetric: bool, scores: bool):
     assert isinstance(made, Cacheable)
     given = lesson(made, range(ROWS), scores=scores)
     loss, parts = made(given)
-    queries = made.encode("query", given.queries)[:, 0].detach().double()
+    queries = made.embeddings("query", given.queries)[:, 0].detach().double()
     documents = given.candidates.embeddings
     if symmetric:
-        documents = made.encode("document", given.candidates.texts)[:, 0].detach()
+        documents = made.embeddings("document", given.candidates.texts)[:, 0].detach()
     expected = slow(queries, documents.double()[given.candidates.index], given)
     for name, part in expected.items():
         if getattr(losses, name):
@@ -169,8 +168,8 @@ def test_two_ranks_learn_what_one_process_with_all_rows_would():
                 torch.testing.assert_close(found[name], value, rtol=2e-4, atol=2e-5, msg=name)
 
 
-class Engine:
-    """What cached_backward asks for."""
+class PlainEngine(Engine):
+    """All that cached_backward needs of an engine, in plain PyTorch."""
 
     def __init__(self, module: StageTwo) -> None:
         self.module = module
@@ -178,8 +177,8 @@ class Engine:
     def precision(self) -> torch.autocast:
         return torch.autocast("cpu", enabled=False)
 
-    def backward_from(self, embeddings: Tensor, gradients: Tensor, *, last: bool) -> None:
-        (embeddings * gradients).sum().backward()
+    def backward_from(self, embeddings: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool) -> None:
+        surrogate(embeddings, gradients).backward()
 
 
 def test_grad_cache_gives_the_same_gradients():
@@ -187,7 +186,7 @@ def test_grad_cache_gives_the_same_gradients():
     loss, _ = plain(lesson(plain, range(ROWS)))
     loss.backward()
     found, _ = cached_backward(
-        Engine(cached), lesson(cached, range(ROWS)), config=GradCache(query_rows=4, document_rows=3)
+        PlainEngine(cached), lesson(cached, range(ROWS)), config=GradCache(query_rows=4, document_rows=3)
     )
     torch.testing.assert_close(found, loss.detach())
     for mine, other in zip(cached.parameters(), plain.parameters(), strict=True):

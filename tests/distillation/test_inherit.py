@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import tiny
-from scalingnote.distillation.inherit import fitted, inherit
+from scalingnote.distillation.initial_weights import fit_width, inherit_token_embeddings
 from scalingnote.models import backbone, tower
 from scalingnote.models.prompt import PLACEHOLDERS
 
@@ -16,11 +16,11 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("width", [12, 20])
 def test_a_table_as_wide_or_wider_keeps_every_inner_product(tokens: torch.Tensor, width: int):
-    torch.testing.assert_close((found := fitted(tokens, width=width)) @ found.T, tokens @ tokens.T)
+    torch.testing.assert_close((found := fit_width(tokens, width=width)) @ found.T, tokens @ tokens.T)
 
 
 def test_a_narrower_table_keeps_inner_products_as_well_as_any_matrix_of_its_rank(tokens: torch.Tensor):
-    found = fitted(tokens, width=5)
+    found = fit_width(tokens, width=5)
     left, values, right = np.linalg.svd(tokens.double().numpy())
     best = left[:, :5] * values[:5] @ right[:5]
     np.testing.assert_allclose((found @ found.T).double(), best @ best.T, rtol=1e-4, atol=1e-3)
@@ -29,7 +29,7 @@ def test_a_narrower_table_keeps_inner_products_as_well_as_any_matrix_of_its_rank
 def test_only_rows_the_teacher_has_are_filled(tokens: torch.Tensor):
     table = nn.Embedding(60, 12)
     before = table.weight.detach().clone()
-    inherit(table, tokens)
+    inherit_token_embeddings(table, tokens)
     torch.testing.assert_close(table.weight[:50], tokens)
     torch.testing.assert_close(table.weight[50:], before[50:])
 

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 import tiny
-from scalingnote.distillation.batching import LessonBatches, prepare
 from scalingnote.distillation.config import DistillLosses
-from scalingnote.distillation.objective import StageTwo
+from scalingnote.distillation.objective import LessonBatches, StageTwo
+from scalingnote.distillation.prepare import prepare
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import Tower
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.train.order import Order
-from scalingnote.train.stream import Store
+from scalingnote.train.data import Order, Store
 
 QUERIES = [row["content"] for row in tiny.document_rows(48)]
 LEARNT = backbone.train_tokenizer(QUERIES, vocabulary=400)

@@ -8,10 +8,11 @@ import pytest
 
 import published
 from scalingnote import cli
-from scalingnote.distillation import screen
+from scalingnote.distillation import agreement, screen
 from scalingnote.distillation.config import ScreenConfig
-from scalingnote.distillation.ridge_table import RidgeTable, ridge_fit, shares, unit
+from scalingnote.distillation.screen import RidgeTable, ridge_fit, token_shares
 from scalingnote.errors import ConfigError, DataError
+from scalingnote.storage.vectors import unit
 
 TEXTS = [[1, 5, 5, 2], [1, 7, 2], [1, 2], [1, 9, 5, 7, 2]]
 COLUMNS = np.array([-1, 0, 1, -1, -1, 2, -1, 3, -1, 4])
@@ -26,12 +27,15 @@ def dense(texts):
 
 
 def test_shares():
-    assert shares(TEXTS, COLUMNS).toarray().tolist() == dense(TEXTS).tolist()
+    assert token_shares(TEXTS, COLUMNS).toarray().tolist() == dense(TEXTS).tolist()
 
 
 def test_tokens_that_were_not_seen_have_no_column():
     # 3 and 8 were not seen, 12 lies behind the last that was.
-    assert shares([[1, 3, 5, 12], [8, 12]], COLUMNS).toarray().tolist() == [[0.25, 0, 0.25, 0, 0], [0] * 5]
+    assert token_shares([[1, 3, 5, 12], [8, 12]], COLUMNS).toarray().tolist() == [
+        [0.25, 0, 0.25, 0, 0],
+        [0] * 5,
+    ]
 
 
 @pytest.mark.parametrize("count", [4, 30])  # fewer texts than tokens, and more
@@ -41,7 +45,7 @@ def test_ridge_is_the_solution_of_the_normal_equations(count):
     targets = rng.normal(size=(count, 3))
     features = dense(texts)
     expected = np.linalg.inv(features.T @ features + 0.1 * np.eye(5)) @ features.T @ targets
-    found = ridge_fit(shares(texts, COLUMNS), targets, ridge=0.1)
+    found = ridge_fit(token_shares(texts, COLUMNS), targets, ridge=0.1)
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
@@ -62,9 +66,9 @@ def test_overlap():
     searched = np.eye(40)
     first = np.arange(40.0)[None] + 1  # nearest: 39 to 30
     half = np.where((np.arange(40) >= 35) | (np.arange(40) < 5), 1.0, 0.0)[None]  # nearest: 35 to 39, 0 to 4
-    assert screen.overlap(first, first, searched) == 1.0
-    assert screen.overlap(first, half, searched) == 0.5
-    assert screen.overlap(first, -first, searched) == 0.0
+    assert agreement.neighbour_overlap(first, first, searched, k=10) == 1.0
+    assert agreement.neighbour_overlap(first, half, searched, k=10) == 0.5
+    assert agreement.neighbour_overlap(first, -first, searched, k=10) == 0.0
 
 
 def documents(count):

@@ -10,9 +10,8 @@ import torch
 
 import tiny
 from scalingnote.distillation import student
-from scalingnote.distillation.batching import Lesson
 from scalingnote.distillation.config import DistillConfig, DistillLosses, NewVocabulary
-from scalingnote.distillation.objective import StageTwo
+from scalingnote.distillation.objective import Lesson, StageTwo
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, query_tower, tower
 from scalingnote.models.config import LookupConfig, Pretrained
@@ -20,9 +19,9 @@ from scalingnote.models.lookup import LookupTower
 from scalingnote.models.tower import collate
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.train import engine
 from scalingnote.train.config import GradCache, Optimizer, Ranks, Schedule
 from scalingnote.train.grad_cache import cached_backward
-from scalingnote.train.strategies import engine
 
 QUERIES = [row["content"] for row in tiny.document_rows(40)]
 LEARNT = backbone.train_tokenizer(QUERIES, vocabulary=330)
@@ -69,9 +68,9 @@ def config(**knobs: object) -> DistillConfig:
 
 
 def built(teacher: Artifact, folder: Path, wanted: DistillConfig):
-    start = student.prepare(wanted, teacher, folder=str(folder / "start"))
-    made = student.build(wanted, start, teacher=teacher, dim=DIM)
-    return made, student.prompt(wanted, start)
+    start = student.prepare_start(wanted, teacher, folder=str(folder / "start"))
+    made = student.build_student(wanted, start, teacher=teacher, dim=DIM)
+    return made, student.build_prompt(wanted, start)
 
 
 def embedded(made: object, queries: list[str] = QUERIES[:9]) -> torch.Tensor:
@@ -152,9 +151,9 @@ def test_a_pretrained_student_grows_too(teacher: Artifact, tmp_path: Path):
 def test_chunks_of_a_large_batch_give_the_plain_steps_gradients(teacher, tmp_path, kind, packed):
     """No row of Eq. 15 sees another: a batch of 40,000 is as many chunks as memory asks for."""
     wanted = config(**CASES[kind])
-    rows = student.prompt(wanted, student.prepare(wanted, teacher, folder=str(tmp_path / "start"))).rows(
-        QUERIES
-    )
+    rows = student.build_prompt(
+        wanted, student.prepare_start(wanted, teacher, folder=str(tmp_path / "start"))
+    ).rows(QUERIES)
     target = torch.from_numpy(np.array(vectors.to_numpy(teacher.table("embeddings")["embedding"])))
     lesson = Lesson(collate(rows, pad=0, packed=packed), target)
     found = []

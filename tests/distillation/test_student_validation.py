@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from in_process import without_ray
-from scalingnote.distillation import job, validation
+from scalingnote.distillation import agreement, job
 from scalingnote.distillation.config import DistillConfig, DistillLosses, StudentValidation
 from scalingnote.encode import job as encode
 from scalingnote.encode.config import Fleet, TeacherConfig
@@ -71,4 +71,4 @@ def test_cosine_and_distance_are_means_over_the_queries():
         np.array([[2.0, 0.0], [0.0, 1.0]], np.float32),
         np.array([[1.0, 0.0], [1.0, 0.0]], np.float32),
     )
-    assert validation.measure(student, teacher) == {"cosine": 0.5, "squared_distance": 1.5}
+    assert agreement.measure_embeddings(student, teacher) == {"cosine": 0.5, "squared_distance": 1.5}

@@ -10,7 +10,7 @@ import published
 import tiny
 from scalingnote.adopt import job as adopt
 from scalingnote.adopt.config import AdoptConfig
-from scalingnote.distillation import layers
+from scalingnote.distillation import initial_weights
 from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, tower
 from scalingnote.models.config import Pretrained, Scratch, TowerConfig
@@ -42,7 +42,7 @@ def hidden(made: Tower) -> torch.Tensor:
 @pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
 def test_a_student_of_all_layers_has_the_teachers_hidden_states(tmp_path: Path, scratch: Scratch):
     teacher = saved(tmp_path / "teacher", scratch)
-    assert layers.cut(tmp_path / "teacher", tmp_path / "student", layers=4) == (0, 1, 2, 3)
+    assert initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "student", layers=4) == (0, 1, 2, 3)
     made = student(tmp_path / "student")
     assert made.prompt.rows(TEXTS) == teacher.prompt.rows(TEXTS)
     torch.testing.assert_close(hidden(made), hidden(teacher))
@@ -51,7 +51,7 @@ def test_a_student_of_all_layers_has_the_teachers_hidden_states(tmp_path: Path, 
 @pytest.mark.parametrize("scratch", [tiny.CAUSAL, tiny.BIDIRECTIONAL])
 def test_chosen_layers_are_those_of_the_teacher(tmp_path: Path, scratch: Scratch):
     teacher = saved(tmp_path / "teacher", scratch)
-    assert layers.cut(tmp_path / "teacher", tmp_path / "student", layers=(1, 3)) == (1, 3)
+    assert initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "student", layers=(1, 3)) == (1, 3)
     made = student(tmp_path / "student")
     stack = (
         teacher.backbone.encoder.layer if hasattr(teacher.backbone, "encoder") else teacher.backbone.layers
@@ -66,21 +66,21 @@ def test_chosen_layers_are_those_of_the_teacher(tmp_path: Path, scratch: Scratch
 
 
 def test_layers_are_spread_evenly_with_the_last_one():
-    assert layers.spread(4, of=28) == (6, 13, 20, 27)
-    assert layers.spread(1, of=28) == (27,)
-    assert layers.spread(3, of=4) == (0, 2, 3)
+    assert initial_weights.evenly_spaced_layers(4, of=28) == (6, 13, 20, 27)
+    assert initial_weights.evenly_spaced_layers(1, of=28) == (27,)
+    assert initial_weights.evenly_spaced_layers(3, of=4) == (0, 2, 3)
     with pytest.raises(ConfigError, match="has 2"):
-        layers.spread(3, of=2)
+        initial_weights.evenly_spaced_layers(3, of=2)
 
 
 def test_layers_that_are_not_there_are_refused(tmp_path: Path):
     saved(tmp_path / "teacher", tiny.CAUSAL)
     for wrong in ((0, 4), (1, 1), ()):
         with pytest.raises(ConfigError, match="layers 0 to 3"):
-            layers.cut(tmp_path / "teacher", tmp_path / "student", layers=wrong)
+            initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "student", layers=wrong)
     (tmp_path / "teacher/model.safetensors").unlink()
     with pytest.raises(ConfigError, match="merge_adapters"):
-        layers.cut(tmp_path / "teacher", tmp_path / "student", layers=2)
+        initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "student", layers=2)
 
 
 def test_layers_of_a_published_teacher_keep_its_pooling_and_prompt(tmp_path: Path):
@@ -88,7 +88,7 @@ def test_layers_of_a_published_teacher_keep_its_pooling_and_prompt(tmp_path: Pat
     adopted = adopt.tower(AdoptConfig(path=str(path)), "query")
     adopted.save(tmp_path / "teacher")
     deep = len(adopted.backbone.encoder.layer)
-    whole = layers.cut(tmp_path / "teacher", tmp_path / "whole", layers=deep)
+    whole = initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "whole", layers=deep)
     assert whole == tuple(range(deep))
     config = TowerConfig(backbone=Pretrained(path=str(tmp_path / "whole")), pooling="auto", max_length=24)
     made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0).eval()
@@ -96,7 +96,7 @@ def test_layers_of_a_published_teacher_keep_its_pooling_and_prompt(tmp_path: Pat
     batch = collate(made.prompt.rows(TEXTS), pad=made.pad)
     with torch.no_grad():
         torch.testing.assert_close(made(batch), adopted(batch))
-    layers.cut(tmp_path / "teacher", tmp_path / "half", layers=1)
+    initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "half", layers=1)
     config = config.model_copy(update={"backbone": Pretrained(path=str(tmp_path / "half"))})
     made = tower.build(config, role="query", dim=16, tokenizer_json=None, seed=0)
     assert len(made.backbone.encoder.layer) == 1

@@ -10,7 +10,7 @@ from scalingnote.fuse.config import FuseConfig, FusionLosses
 from scalingnote.fuse.job import build
 from scalingnote.fuse.networks import Documents, Queries
 from scalingnote.fuse.objective import Clicks, corrected_softmax, fusion_loss
-from scalingnote.train.distributed import rank, world_size
+from scalingnote.train.collectives import rank, world_size
 
 ROWS, GROUP, DIM, LEVELS = 8, 3, 16, 2
 CONFIG = FuseConfig.model_validate(

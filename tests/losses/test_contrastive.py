@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scalingnote.losses.contrastive import info_nce
-from scalingnote.losses.temperature import HIGHEST, LOWEST, Temperature
+from scalingnote.losses import MAX_TEMPERATURE, MIN_TEMPERATURE, Temperature, info_nce
 
 
 def unit(rows: int, *, seed: int = 0) -> torch.Tensor:
@@ -66,7 +65,7 @@ def test_rows_with_nothing_but_their_positive_have_no_loss_and_no_gradient():
     assert temperature.grad == 0
 
 
-@pytest.mark.parametrize(("start", "expected"), [(0.05, 0.05), (0.001, LOWEST), (0.999, 0.999)])
+@pytest.mark.parametrize(("start", "expected"), [(0.05, 0.05), (0.001, MIN_TEMPERATURE), (0.999, 0.999)])
 def test_a_temperature_stays_within_bounds_and_can_come_back(start: float, expected: float):
     temperature = Temperature(start)
     assert list(temperature.state_dict()) == ["log"]
@@ -74,7 +73,7 @@ def test_a_temperature_stays_within_bounds_and_can_come_back(start: float, expec
     assert value.item() == pytest.approx(expected)
     value.backward()
     assert temperature.log.grad.item() == pytest.approx(expected)
-    assert expected < HIGHEST
+    assert expected < MAX_TEMPERATURE
 
 
 def test_a_temperature_held_in_half_precision_is_not_rounded_again():

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalingnote.losses import distillation
-from scalingnote.losses.contrastive import info_nce
+from scalingnote import losses
+from scalingnote.losses import info_nce
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_score_distillation_follows_its_equations(kind: str, seed: int, queries:
     scored = torch.tensor(rng.random((queries, documents)) < 0.7)
     teacher[~scored] = torch.nan
     student.requires_grad_()
-    found = distillation.SCORES[kind](student, teacher, scored=scored, weights=weights)
+    found = losses.SCORE_LOSSES[kind](student, teacher, scored=scored, weights=weights)
     rows = [
         w * EQUATIONS[kind](s[m].tolist(), t[m].tolist())
         for w, s, t, m in zip(weights.tolist(), student, teacher, scored, strict=True)
@@ -71,14 +71,14 @@ def test_without_a_mask_every_document_counts(kind: str):
     expected = np.mean(
         [EQUATIONS[kind](s.tolist(), t.tolist()) for s, t in zip(student, teacher, strict=True)]
     )
-    assert distillation.SCORES[kind](student, teacher).item() == pytest.approx(expected)
+    assert losses.SCORE_LOSSES[kind](student, teacher).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", EQUATIONS)
 def test_a_student_that_scores_as_its_teacher_has_nothing_to_learn(kind: str):
     teacher = drawn(0, 3, 4)
     student = teacher.clone().requires_grad_()
-    distillation.SCORES[kind](student, teacher).backward()
+    losses.SCORE_LOSSES[kind](student, teacher).backward()
     assert student.grad.abs().max() < 1e-12
 
 
@@ -88,10 +88,10 @@ def test_equations_7_and_8_are_norms_and_not_squares():
         w * math.sqrt(sum((a - b) ** 2 for a, b in zip(t, s, strict=True)))
         for w, t, s in zip(weights.tolist(), teacher.tolist(), student.tolist(), strict=True)
     ]
-    assert distillation.matching(teacher, student, weights=weights).item() == pytest.approx(sum(rows) / 5)
+    assert losses.embedding_matching(teacher, student, weights=weights).item() == pytest.approx(sum(rows) / 5)
     student[2] = teacher[2]  # where they meet, there is no direction to go
     student.requires_grad_()
-    distillation.matching(teacher, student).backward()
+    losses.embedding_matching(teacher, student).backward()
     lengths = student.grad.norm(dim=1) * 5
     assert lengths.tolist() == pytest.approx([1, 1, 0, 1, 1])
 
@@ -107,8 +107,6 @@ def test_equation_9_is_the_contrastive_loss_of_stage_one():
 
 def test_rows_of_eq_15_can_be_weighed():
     teacher, student, weights = drawn(0, 4, 3), drawn(1, 4, 3), torch.tensor([1.0, 0.0, 2.0, 1.0]).double()
-    alone = [
-        distillation.qkd(teacher[i : i + 1], student[i : i + 1], cosine_weight=0.5).item() for i in range(4)
-    ]
-    found = distillation.qkd(teacher, student, cosine_weight=0.5, weights=weights).item()
+    alone = [losses.qkd(teacher[i : i + 1], student[i : i + 1], cosine_weight=0.5).item() for i in range(4)]
+    found = losses.qkd(teacher, student, cosine_weight=0.5, weights=weights).item()
     assert found == pytest.approx(np.dot(alone, weights.tolist()) / 4)

@@ -11,15 +11,13 @@ from hypothesis import strategies as st
 from numpy import ndarray
 
 import tiny
-from scalingnote.losses.contrastive import info_nce
-from scalingnote.losses.distillation import qkd
-from scalingnote.losses.margin import margin_loss
-from scalingnote.losses.matryoshka import prefixes
+from scalingnote.losses import info_nce, margin_loss, prefixes, qkd
 from scalingnote.models import backbone as backbones
 from scalingnote.models import tower
 from scalingnote.models.batch import Batch
+from scalingnote.train.candidates import Triplets, gather_candidates
 from scalingnote.train.config import Losses, TeacherScores
-from scalingnote.train.objective import Triplets, stage_one_loss
+from scalingnote.train.objective import dense_loss
 
 TAU = 0.07
 EMPTY = Batch(*(torch.zeros(1, 1, dtype=torch.long) for _ in range(3)))
@@ -116,6 +114,12 @@ def test_equation_15_qkd():
     )
     found = qkd(torch.tensor(teacher), torch.tensor(student), cosine_weight=1.5)
     assert found.item() == pytest.approx(expected, rel=1e-12)
+
+
+def stage_one_loss(
+    queries, documents, triplets: Triplets, losses: Losses, **knobs
+) -> dict[str, torch.Tensor]:
+    return dense_loss(queries, gather_candidates(triplets, documents, losses), losses, **knobs)
 
 
 @dataclass

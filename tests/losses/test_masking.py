@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 
-from scalingnote.losses.masking import answered, answers
+from scalingnote.losses import false_negative_documents, false_negative_queries
 
 IDS = st.integers(0, 5)
 
@@ -19,7 +19,7 @@ def test_masks_equal_what_sets_say(rows, negatives, data):
     everything = (tensor(query_ids), tensor(positive_ids), tensor(known))
     own = tuple(column[start:] for column in everything)
     candidates = [*positive_ids, *negatives]
-    found = answers(*own, all_query_ids=everything[0], candidate_ids=tensor(candidates))
+    found = false_negative_documents(*own, all_query_ids=everything[0], candidate_ids=tensor(candidates))
     for i, (query_id, positive_id, others) in enumerate(rows[start:]):
         good = {positive_id, *others}
         expected = [
@@ -27,7 +27,7 @@ def test_masks_equal_what_sets_say(rows, negatives, data):
             for j, document_id in enumerate(candidates)
         ]
         assert found[i].tolist() == expected
-    found = answered(
+    found = false_negative_queries(
         *own[:2],
         all_query_ids=everything[0],
         all_positive_ids=everything[1],

@@ -2,14 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from scalingnote.losses import teacher_scores
+from scalingnote import losses
 
 
 def draw(*, seed: int) -> torch.Tensor:
     return torch.tensor(np.random.default_rng(seed).normal(size=(4, 3)))
 
 
-@pytest.mark.parametrize("loss", [teacher_scores.kl, teacher_scores.margin_mse])
+@pytest.mark.parametrize("loss", [losses.teacher_kl, losses.teacher_margin_mse])
 def test_rows_without_scores_add_nothing_and_the_mean_is_over_all_rows(loss):
     student, teacher, weights = (
         draw(seed=0).requires_grad_(),
@@ -27,7 +27,7 @@ def test_rows_without_scores_add_nothing_and_the_mean_is_over_all_rows(loss):
     assert (student.grad[scored] != 0).any(1).all()
 
 
-@pytest.mark.parametrize("loss", [teacher_scores.kl, teacher_scores.margin_mse])
+@pytest.mark.parametrize("loss", [losses.teacher_kl, losses.teacher_margin_mse])
 def test_a_student_that_ranks_as_its_teacher_has_nothing_to_learn(loss):
     teacher = draw(seed=1)
     student = (teacher + 7.0).requires_grad_()  # only differences count

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import families
 import tiny
-from scalingnote.cross_encoder.encoder import PairEncoder
+from scalingnote.cross_encoder.pairs import PairEncoder
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone
 from scalingnote.models.batch import collate

@@ -26,7 +26,7 @@ from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.library_tower import LibraryTower
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.tower import Tower, collate
-from scalingnote.train import corpus
+from scalingnote.train import tokens
 
 CLOSE = 1e-5
 DENSE = [(16, True, nn.Tanh()), (24, False, nn.Identity())]
@@ -287,7 +287,7 @@ def test_training_starts_from_the_published_model(tmp_path: Path, lora: Lora | N
     for role in ("query", "document"):
         side: Any = getattr(made, role)
         np.testing.assert_allclose(ours(side), theirs(path, role), atol=CLOSE)
-        prompt: Any = corpus.prompt(config(path), role=role, tokenizer_json=None)
+        prompt: Any = tokens.build_prompt(config(path), role=role, tokenizer_json=None)
         texts = (TITLES, ["topic"] * len(TITLES), CONTENTS) if role == "document" else (QUERIES,)
         rows = prompt.rows(*texts)
         assert rows == side.prompt.rows(*texts)

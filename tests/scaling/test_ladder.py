@@ -20,7 +20,7 @@ from scalingnote.scaling.laws import JointLaw
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import job as training
 from scalingnote.train.config import Batching, TrainConfig, Validation
-from scalingnote.train.order import Order
+from scalingnote.train.data import Order
 
 ROOT = Path(cli.__file__).parents[1]
 BACKBONES = tuple(

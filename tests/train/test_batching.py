@@ -15,11 +15,10 @@ from scalingnote.storage import schema
 from scalingnote.storage import slices as sliced
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import prepare as preparing
-from scalingnote.train.batching import TripletBatches
+from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.config import Batching, Losses, TrainConfig
-from scalingnote.train.order import Order
-from scalingnote.train.prepare import Prepared, prepare
-from scalingnote.train.stream import Store
+from scalingnote.train.data import Order, Store
+from scalingnote.train.prepare import PreparedStore, prepare
 
 CONFIG = TrainConfig(
     query=tiny.query_tower(), document=tiny.document_tower(), dim=8, losses=Losses(matryoshka=(8,))
@@ -74,13 +73,15 @@ ANSWERS = [("q007", "d001"), ("q007", "d001"), ("q008", "d002"), ("q999", "d003"
 
 
 @pytest.fixture(scope="module")
-def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> PreparedStore:
     folder = tmp_path_factory.mktemp("prepared")
     found = triplets(str(folder / "triplets"), rows(), ANSWERS)
     return prepare(CONFIG, dataset=dataset, triplets=found, folder=str(folder / "store"))
 
 
-def batches(prepared: Prepared, *, rank: int = 0, world: int = 1, batching: Batching | None = None, **kwargs):
+def batches(
+    prepared: PreparedStore, *, rank: int = 0, world: int = 1, batching: Batching | None = None, **kwargs
+):
     order = Order(prepared.sizes, global_batch=8, seed=2, batching=batching)
     defaults = {"pads": (0, 0), "packed": False}
     return TripletBatches(Store.open(prepared.store), order, rank=rank, world=world, **defaults | kwargs)
@@ -92,7 +93,7 @@ def read(batch: tower.Batch) -> list[Row]:
     return [Row(line, at) for line, at in zip(ids, batch.positions.tolist(), strict=True)]
 
 
-def test_a_batch_equals_tokenising_its_triplets_directly(prepared: Prepared):
+def test_a_batch_equals_tokenising_its_triplets_directly(prepared: PreparedStore):
     made = {
         role: tower.build(
             getattr(CONFIG, role), role=role, dim=8, tokenizer_json=prepared.tokenizers[role], seed=0
@@ -139,7 +140,7 @@ def test_a_batch_equals_tokenising_its_triplets_directly(prepared: Prepared):
     assert len(numbers) <= len(named)
 
 
-def test_known_positives_are_a_querys_own_then_its_answers(prepared: Prepared):
+def test_known_positives_are_a_querys_own_then_its_answers(prepared: PreparedStore):
     store = Store.open(prepared.store)
     everything = np.arange(len(store["train"]))
     positives = store["train"].values("documents", everything)[:, 0]
@@ -162,7 +163,9 @@ def test_known_positives_are_a_querys_own_then_its_answers(prepared: Prepared):
     "batching",
     [Batching(), Batching(length_window=3), Batching(sources="homogeneous"), Batching(ratios={"click": 1})],
 )
-def test_the_global_batch_is_the_same_set_for_any_number_of_ranks(prepared: Prepared, batching: Batching):
+def test_the_global_batch_is_the_same_set_for_any_number_of_ranks(
+    prepared: PreparedStore, batching: Batching
+):
     if batching.ratios:
         batching = Batching(ratios={"click": 0.8, "relevance": 0.2})
 
@@ -178,7 +181,7 @@ def test_the_global_batch_is_the_same_set_for_any_number_of_ranks(prepared: Prep
         assert together(step, 1) == together(step, 2) == together(step, 4)
 
 
-def test_a_restarted_worker_draws_the_same_batch(prepared: Prepared):
+def test_a_restarted_worker_draws_the_same_batch(prepared: PreparedStore):
     first = batches(prepared, batching=Batching(length_window=3))
     for step in range(5):
         expected = first(step)
@@ -187,7 +190,7 @@ def test_a_restarted_worker_draws_the_same_batch(prepared: Prepared):
     torch.testing.assert_close(found.documents.ids, expected.documents.ids)
 
 
-def test_a_homogeneous_batch_is_of_one_source_and_hop_on_all_ranks(prepared: Prepared):
+def test_a_homogeneous_batch_is_of_one_source_and_hop_on_all_ranks(prepared: PreparedStore):
     store, homogeneous = Store.open(prepared.store), Batching(sources="homogeneous")
     order = Order(prepared.sizes, global_batch=8, seed=2, batching=homogeneous)
     assert list(prepared.sizes) == ["click/multi", "click/one", "relevance/multi", "relevance/one"]
@@ -201,7 +204,7 @@ def test_a_homogeneous_batch_is_of_one_source_and_hop_on_all_ranks(prepared: Pre
         assert drawn == sorted(store["train"].values("query", chosen).tolist())
 
 
-def test_lengths_meet_within_a_window(prepared: Prepared):
+def test_lengths_meet_within_a_window(prepared: PreparedStore):
     def widths(window: int) -> int:
         source = batches(prepared, batching=Batching(length_window=window))
         return sum(source(step).documents.ids.shape[1] for step in range(12))
@@ -209,7 +212,7 @@ def test_lengths_meet_within_a_window(prepared: Prepared):
     assert widths(12) < widths(1)
 
 
-def test_packed_batches_hold_the_same_tokens(prepared: Prepared):
+def test_packed_batches_hold_the_same_tokens(prepared: PreparedStore):
     padded, packed = batches(prepared)(1), batches(prepared, packed=True)(1)
     assert packed.documents.packing is not None
     flat = [token for row in read(padded.documents) for token in row.ids]
@@ -272,7 +275,7 @@ def test_a_killed_prepare_does_the_rest_and_writes_the_same(
 
 
 def test_slices_do_not_change_what_is_prepared(
-    dataset: Artifact, prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: Artifact, prepared: PreparedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(sliced, "ROWS_PER_SLICE", 1)
     found = triplets(str(tmp_path / "triplets"), rows(), ANSWERS)
@@ -325,15 +328,15 @@ def test_a_doc_id_that_comes_twice_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(tiny, "document_rows", lambda count=tiny.DOCUMENTS: documents[:count])
     dataset = tiny.dataset(str(tmp_path / "dataset"))
     found = triplets(str(tmp_path / "triplets"), [row | {"positive": "d006"} for row in rows(20)])
-    with pytest.raises(DataError, match="a doc_id comes twice in the dataset"):
+    with pytest.raises(DataError, match="a doc_id occurs twice in the dataset"):
         prepare(CONFIG, dataset=dataset, triplets=found, folder=str(tmp_path / "store"))
 
 
 def test_sorted_names_are_merged_a_range_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preparing, "_MERGED_AT_ONCE", 10)
+    monkeypatch.setattr(preparing, "_MERGE_ELEMENTS", 10)
     rng = np.random.default_rng(0)
     arrays = [np.unique(rng.integers(0, 2**64, 30, dtype=np.uint64)) for _ in range(4)]
     arrays[1] = np.unique(np.concatenate([arrays[1], arrays[0][::3]]))
     expected = np.unique(np.concatenate(arrays))
-    assert preparing.merged(arrays).tolist() == expected.tolist()
-    assert preparing.merged([]).tolist() == []
+    assert preparing.merge_sorted(arrays).tolist() == expected.tolist()
+    assert preparing.merge_sorted([]).tolist() == []

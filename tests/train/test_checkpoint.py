@@ -11,9 +11,10 @@ from torch import Tensor
 from scalingnote.errors import TrainingError
 from scalingnote.train import checkpoint
 from scalingnote.train.checkpoint import MARKER, Checkpoints
+from scalingnote.train.engine import Engine
 
 
-class Numbers:
+class Numbers(Engine):
     """Something with a state: a matrix, a vector and a count."""
 
     def __init__(self, value: float, layout: str = "whole") -> None:

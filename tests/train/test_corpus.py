@@ -10,7 +10,7 @@ from scalingnote.models import backbone, tower
 from scalingnote.models.config import Lora, Pretrained, TowerConfig
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.exchange import hash_of
-from scalingnote.train import corpus
+from scalingnote.train import tokens
 
 DOCUMENTS = tiny.document_rows(12)
 COLUMNS = [[row[name] for row in DOCUMENTS] for name in ("title", "topic", "content")]
@@ -22,25 +22,25 @@ def test_a_prompt_without_weights_reads_as_its_tower(architecture, tmp_path: Pat
     config = tiny.document_tower(architecture)
     made = tower.build(config, role="document", dim=8, tokenizer_json=LEARNT, seed=0)
     expected = made.prompt.rows(*COLUMNS)
-    assert corpus.prompt(config, role="document", tokenizer_json=LEARNT).rows(*COLUMNS) == expected
+    assert tokens.build_prompt(config, role="document", tokenizer_json=LEARNT).rows(*COLUMNS) == expected
     made.save(tmp_path)
     config = TowerConfig(
         backbone=Pretrained(path=str(tmp_path)), max_length=40, prompt=tiny.SHORT_PROMPT, lora=Lora()
     )
-    assert corpus.prompt(config, role="document", tokenizer_json=None).rows(*COLUMNS) == expected
+    assert tokens.build_prompt(config, role="document", tokenizer_json=None).rows(*COLUMNS) == expected
 
 
 def test_a_backbone_that_is_not_there_is_named(tmp_path: Path):
     config = TowerConfig(backbone=Pretrained(path=str(tmp_path / "none")))
     with pytest.raises(ConfigError, match="cannot load a backbone from"):
-        corpus.prompt(config, role="query", tokenizer_json=None)
+        tokens.build_prompt(config, role="query", tokenizer_json=None)
 
 
 def test_a_tokenizer_reads_each_query_once_and_the_named_documents(tmp_path: Path):
     dataset = tiny.dataset(str(tmp_path / "dataset"), count=12, rows_per_part=5)
     triplets: Artifact = tiny.triplets(str(tmp_path / "triplets"), dataset)
     named = np.sort(hash_of(pa.array(["d001", "d007"])))
-    found = list(corpus.texts(triplets, dataset, named))
+    found = list(tokens.tokenizer_texts(triplets, dataset, named))
     queries = triplets.table("triplets")["query"].to_pylist()
     fields = [DOCUMENTS[i][name] for i in (1, 7) for name in ("title", "topic", "content")]
     assert found[: len(set(queries))] == list(dict.fromkeys(queries))

@@ -12,9 +12,10 @@ import ranks
 import tiny
 from scalingnote.models import backbone, tower
 from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.train.candidates import Triplets
+from scalingnote.train.collectives import Shares, gather, shares
 from scalingnote.train.config import Losses, TeacherScores
-from scalingnote.train.distributed import Shares, gather, shares
-from scalingnote.train.objective import StageOne, Triplets
+from scalingnote.train.objective import StageOne
 
 ROWS = 12
 EVEN = {2: (6, 6), 3: (4, 4, 4), 4: (3, 3, 3, 3)}

@@ -1,5 +1,6 @@
 """GradCache equals one backward pass over the same chunks, for every parameter, with dropout on."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import pytest
@@ -9,20 +10,21 @@ from torch import Tensor, nn
 
 import ranks
 import tiny
-from scalingnote.distillation.batching import Lesson
 from scalingnote.distillation.config import DistillLosses
-from scalingnote.distillation.objective import StageTwo
+from scalingnote.distillation.objective import Lesson, StageTwo
 from scalingnote.models import backbone, tower
 from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import GradCache, Losses
+from scalingnote.train.engine import Engine, surrogate
 from scalingnote.train.grad_cache import Cacheable, cached_backward
-from scalingnote.train.objective import StageOne, Triplets
+from scalingnote.train.objective import StageOne
 
 CONFIG = GradCache(query_rows=3, document_rows=4)
 Found = dict[str, Tensor]
 
 
-class PlainEngine:
+class PlainEngine(Engine):
     """All that cached_backward needs of an engine, in plain PyTorch."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
@@ -32,8 +34,8 @@ class PlainEngine:
     def precision(self) -> AbstractContextManager[None]:
         return torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32)
 
-    def backward_from(self, embeddings: Tensor, gradients: Tensor, *, last: bool) -> None:
-        (embeddings * gradients).sum().backward()
+    def backward_from(self, embeddings: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool) -> None:
+        surrogate(embeddings, gradients).backward()
         self.lasts.append(last)
 
 
@@ -74,13 +76,13 @@ def plain_backward(engine: PlainEngine, batch, *, config: GradCache) -> Tensor:
     embeddings = {}
     for name, rows in module.inputs(batch).items():
         if rows is None:
-            embeddings[name] = module.encode(name, None)
+            embeddings |= module.encode(name, None)
             continue
         size = config.query_rows if name == "query" else config.document_rows
         chunks = []
         for start in range(0, len(rows), size):
             with engine.precision():
-                chunks.append(module.encode(name, rows.rows(start, min(start + size, len(rows)))))
+                chunks.append(module.encode(name, rows.rows(start, min(start + size, len(rows))))[name])
         embeddings[name] = torch.cat(chunks)
     loss, _ = module.loss(embeddings, batch)
     loss.backward()

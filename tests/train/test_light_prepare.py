@@ -16,12 +16,11 @@ from scalingnote.models.config import LookupConfig, TokenWiseConfig
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact
-from scalingnote.train.batching import TripletBatches
+from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.config import Align, Losses, Sparse, TrainConfig
+from scalingnote.train.data import Order, Store
 from scalingnote.train.objective import StageOne
-from scalingnote.train.order import Order
-from scalingnote.train.prepare import Prepared, prepare, sparse_query
-from scalingnote.train.stream import Store
+from scalingnote.train.prepare import PreparedStore, prepare, sparse_query
 
 STEPS = 60
 CONFIG = TrainConfig(
@@ -40,13 +39,13 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 
 @pytest.fixture(scope="module")
-def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(dataset: Artifact, tmp_path_factory: pytest.TempPathFactory) -> PreparedStore:
     folder = tmp_path_factory.mktemp("prepared")
     found = tiny.triplets(str(folder / "triplets"), dataset)
     return prepare(CONFIG, dataset=dataset, triplets=found, folder=str(folder / "store"))
 
 
-def stage(prepared: Prepared, config: TrainConfig = CONFIG) -> StageOne:
+def stage(prepared: PreparedStore, config: TrainConfig = CONFIG) -> StageOne:
     towers = dual_encoder.build(
         config.query_tower,
         config.document,
@@ -61,13 +60,13 @@ def stage(prepared: Prepared, config: TrainConfig = CONFIG) -> StageOne:
     return StageOne(towers, config.losses, sparse=config.sparse, align=config.align)
 
 
-def batches(prepared: Prepared) -> TripletBatches:
+def batches(prepared: PreparedStore) -> TripletBatches:
     order = Order(prepared.sizes, global_batch=24, seed=0)
     store = Store.open(prepared.store)
     return TripletBatches(store, order, pads=(0, 0), packed=True, rank=0, world=1, steps=STEPS)
 
 
-def test_a_batch_holds_tokens_terms_and_spans(prepared: Prepared):
+def test_a_batch_holds_tokens_terms_and_spans(prepared: PreparedStore):
     made, batch = stage(prepared), batches(prepared)(3)
     assert batch.progress.item() == pytest.approx(3 / STEPS)
     ids, lengths = batch.queries.flat()
@@ -94,7 +93,7 @@ def test_a_lookup_table_may_be_trained_by_itself(dataset: Artifact, tmp_path: Pa
     assert batches(found)(0).terms is None
 
 
-def test_what_it_learns_finds_documents_by_table_and_by_counts(prepared: Prepared, tmp_path: Path):
+def test_what_it_learns_finds_documents_by_table_and_by_counts(prepared: PreparedStore, tmp_path: Path):
     torch.manual_seed(0)
     made, source = stage(prepared), batches(prepared)
     optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)

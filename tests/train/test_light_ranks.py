@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 import light
 import ranks
 from scalingnote.models.config import Lora
+from scalingnote.train.collectives import rank, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.distributed import rank, world_size
+from scalingnote.train.engine import build
 from scalingnote.train.grad_cache import cached_backward
-from scalingnote.train.strategies.engine import build
 
 ROWS = 6
 UNEVEN = (4, 2)

@@ -11,8 +11,8 @@ from scalingnote.errors import TrainingError
 from scalingnote.train import loop
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.config import Optimizer, Schedule, Validation
-from scalingnote.train.loop import History, fit
-from scalingnote.train.strategies.engine import build
+from scalingnote.train.engine import build
+from scalingnote.train.loop import TrainingHistory, fit
 
 STEPS = 12
 
@@ -57,7 +57,7 @@ def train(
     every: int = 4,
     seed: int = 3,
     **knobs: Any,
-) -> History:
+) -> TrainingHistory:
     def stop_at(step: int) -> Tensor:
         if step >= until:
             raise InterruptedError
@@ -136,7 +136,7 @@ def test_training_stops_when_nothing_gets_better_also_after_a_kill(tmp_path: Pat
     found = {2: 0.1, 4: 0.5, 6: 0.4, 8: 0.3}
     step_of = {float(batch_at(step)[0, 0]): step for step in range(STEPS)}
 
-    def run(folder: Path, *, until: int = STEPS) -> History:
+    def run(folder: Path, *, until: int = STEPS) -> TrainingHistory:
         module = Regression()
         seen: list[float] = []
         module.register_forward_pre_hook(lambda _, inputs: seen.append(float(inputs[0][0, 0])))
@@ -174,7 +174,7 @@ def test_the_weights_to_keep(tmp_path: Path, keep: str, expected: int):
 def test_a_notice_is_answered_with_one_checkpoint_at_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(loop, "NOTICE_EVERY", -1.0)
+    monkeypatch.setattr(loop, "NOTICE_INTERVAL_S", -1.0)
     answers = iter([False, False, True, True, True, *[False] * STEPS])
     seen: list[list[int]] = []
 
@@ -192,7 +192,7 @@ def test_a_notice_is_answered_with_one_checkpoint_at_the_next_step(
 def test_a_run_that_is_interrupted_as_it_stops_early_stays_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(loop, "NOTICE_EVERY", -1.0)
+    monkeypatch.setattr(loop, "NOTICE_INTERVAL_S", -1.0)
     found = iter([0.5, 0.4, 0.3])
     validation = Validation(every=2, metric="R@1", patience=2, keep="last")
     notices = iter([False] * 5 + [True])

@@ -10,8 +10,9 @@ from scalingnote.errors import ConfigError, TrainingError
 from scalingnote.models import backbone, tower
 from scalingnote.models.batch import Batch
 from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import Losses, TeacherScores
-from scalingnote.train.objective import StageOne, Triplets
+from scalingnote.train.objective import StageOne
 
 EMPTY = Batch(*(torch.zeros(1, 1, dtype=torch.long) for _ in range(3)))
 
@@ -51,7 +52,7 @@ def test_a_learnt_temperature_starts_where_the_fixed_one_stands_and_is_in_the_st
     learnt = StageOne(towers(), Losses(matryoshka=(8,), learn_temperature=True))
     assert set(learnt.state_dict()) - set(fixed.state_dict()) == {"temperature.log"}
     expected, _ = fixed.loss(embeddings, triplets)
-    loss, parts = learnt.loss(embeddings | {"temperature": learnt.encode("temperature", None)}, triplets)
+    loss, parts = learnt.loss(embeddings | learnt.encode("temperature", None), triplets)
     torch.testing.assert_close(loss, expected)
     assert parts["temperature"].item() == pytest.approx(0.05)
     loss.backward()

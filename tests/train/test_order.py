@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.train.config import Batching
-from scalingnote.train.order import Order, apportion, permuted, shares
+from scalingnote.train.data import Order, apportion, part_shares, permuted
 
 SIZES = {"click/multi": 37, "click/one": 61, "relevance/one": 22}
 STARTS = dict(zip(SIZES, np.cumsum([0, *SIZES.values()])[:-1].tolist(), strict=True))
@@ -72,24 +72,24 @@ def test_apportioning_leaves_nothing_over_and_is_off_by_less_than_one(total: int
 
 
 def test_a_sources_ratio_is_dealt_out_by_size_to_parts_without_their_own():
-    found = shares({"click": 3.0, "relevance": 1.0}, SIZES)
+    found = part_shares({"click": 3.0, "relevance": 1.0}, SIZES)
     np.testing.assert_allclose(found, [0.75 * 37 / 98, 0.75 * 61 / 98, 0.25])
-    found = shares({"click": 1.0, "click/multi": 2.0, "relevance/one": 1.0}, SIZES)
+    found = part_shares({"click": 1.0, "click/multi": 2.0, "relevance/one": 1.0}, SIZES)
     np.testing.assert_allclose(found, [0.5, 0.25, 0.25])
 
 
 @pytest.mark.parametrize(
     ("ratios", "message"),
     [
-        ({"click": 1.0}, r"nothing of relevance/one \(22 rows\): 0 leaves it out"),
-        ({"click": 1.0, "relevance": 1.0, "clicks": 1.0}, "no rows of 'clicks' here; there are click/multi"),
+        ({"click": 1.0}, r"no entry for relevance/one \(22 rows\): 0 leaves it out"),
+        ({"click": 1.0, "relevance": 1.0, "clicks": 1.0}, "no rows of 'clicks', only of click/multi"),
         ({"click": -1.0, "relevance": 1.0}, "must be 0 or more"),
         ({"click": 0.0, "relevance": 0.0}, "not all 0"),
     ],
 )
 def test_ratios_that_mean_nothing_are_refused(ratios: dict[str, float], message: str):
     with pytest.raises(ConfigError, match=message):
-        shares(ratios, SIZES)
+        part_shares(ratios, SIZES)
 
 
 # --- batches ---------------------------------------------------------------------------------------------

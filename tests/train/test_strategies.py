@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 import ranks
 import tiny
 from scalingnote.errors import ConfigError
-from scalingnote.losses.temperature import Temperature
+from scalingnote.losses import Temperature
 from scalingnote.models import backbone, dual_encoder, tower
 from scalingnote.models.config import Lora
 from scalingnote.models.tower import Batch
 from scalingnote.train.checkpoint import Checkpoints
+from scalingnote.train.collectives import gather, rank, shares, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.distributed import gather, rank, shares, world_size
-from scalingnote.train.grad_cache import cached_backward
-from scalingnote.train.strategies.engine import Engine, build, load_weights
+from scalingnote.train.engine import Engine, build, load_weights
+from scalingnote.train.grad_cache import Cacheable, cached_backward
 
 ROWS = 12  # of the global batch: divides over 2, 3 and 4 ranks
 STEPS = 2
@@ -49,7 +49,7 @@ class Pairs:
     documents: Batch
 
 
-class Contrast(nn.Module):
+class Contrast(Cacheable):
     """In-batch softmax over all ranks with a temperature that learns: all kinds of parameters.
 
     Towers of two architectures, or two LoRA towers on one base.
@@ -73,10 +73,10 @@ class Contrast(nn.Module):
     def inputs(self, pairs: Pairs) -> dict[str, Batch | None]:
         return {"query": pairs.queries, "document": pairs.documents, "temperature": None}
 
-    def encode(self, name: str, rows: Batch | None) -> Tensor:
+    def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
         if rows is None:
-            return self.temperature().view(1, 1, 1)
-        return self.towers.encode(name, rows).float()
+            return {name: self.temperature().view(1)}
+        return {name: self.towers.encode(name, rows).float()}
 
     def loss(self, embeddings: dict[str, Tensor], pairs: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
         queries, documents = embeddings["query"][:, 0], embeddings["document"].mean(1)
@@ -84,9 +84,6 @@ class Contrast(nn.Module):
         scores = queries @ gather(documents, shares(documents)).T / embeddings["temperature"].squeeze()
         loss = nn.functional.cross_entropy(scores, torch.arange(len(queries)) + rank() * len(queries))
         return loss, {"contrastive": loss.detach()}
-
-    def forward(self, pairs: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.loss({name: self.encode(name, rows) for name, rows in self.inputs(pairs).items()}, pairs)
 
 
 def share(made: Contrast, step: int) -> Pairs:
@@ -133,8 +130,8 @@ def one_step(engine: Engine, step: int, job: Job, found: dict[str, Any]) -> None
 
 def gradients(engine: Engine, job: Job) -> dict[str, Tensor]:
     """Whole gradients after the backward pass, as far as the strategy shows them."""
-    zero = job.strategy if isinstance(job.strategy, DeepSpeed) else None
-    if zero and job.memory.grad_cache and (zero.stage < 3 or zero.offload_optimizer):
+    sharded = job.strategy if isinstance(job.strategy, DeepSpeed) else None
+    if sharded and job.memory.grad_cache and (sharded.stage < 3 or sharded.offload_optimizer):
         return {}  # they settle the gradients of several backward passes within the step
     found = {}
     for name, parameter in engine.module.named_parameters():
@@ -143,7 +140,7 @@ def gradients(engine: Engine, job: Job) -> dict[str, Tensor]:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
-        elif zero:
+        elif sharded:
             from deepspeed.utils import safe_get_full_grad
 
             gradient = safe_get_full_grad(parameter).reshape(getattr(parameter, "ds_shape", parameter.shape))
@@ -297,12 +294,12 @@ def test_what_cannot_be_had_is_said():
 
 
 def test_deepspeed_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch):
-    from scalingnote.train.strategies import zero
+    from scalingnote.train import sharded
 
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     with pytest.raises(ConfigError, match="needs the environment variable DS_ACCELERATOR=cpu"):
-        zero._import(CPU)
+        sharded._import_deepspeed(CPU)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
     with pytest.raises(ConfigError, match=r"pip install 'scalingnote\[gpu\]'"):
-        zero._import(CPU)
+        sharded._import_deepspeed(CPU)

@@ -6,9 +6,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from scalingnote.errors import ConfigError
-from scalingnote.train import tracking
+from scalingnote.train import loop
 from scalingnote.train.config import Tracking
-from scalingnote.train.tracking import TensorBoard, events_folder, trackers
+from scalingnote.train.loop import TensorBoard, build_trackers, events_folder
 
 
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
@@ -22,7 +22,7 @@ def test_events_lie_beside_the_artifact_in_the_runs_folder():
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path):
-    [board] = trackers(Tracking(), str(tmp_path), "train-abc")
+    [board] = build_trackers(Tracking(), str(tmp_path), "train-abc")
     for step in range(3):
         board.log(step, {"loss": 1 / (step + 1), "R@10": 0.25})
     board.close()
@@ -44,7 +44,7 @@ def test_a_resumed_run_hides_the_steps_after_its_checkpoint(tmp_path: Path):
 def test_a_remote_folder_gets_its_files_while_training_and_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tracking, "_UPLOAD_EVERY", 0.0)
+    monkeypatch.setattr(loop, "_UPLOAD_INTERVAL_S", 0.0)
     board = TensorBoard(f"file://{tmp_path}/events")
     board.log(0, {"loss": 1.0})
     assert scalars(tmp_path / "events", "loss") == [(0, 1.0)]
@@ -69,7 +69,7 @@ def test_wandb_is_told_under_the_runs_name(tmp_path: Path, monkeypatch: pytest.M
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
-    _, told = trackers(Tracking(wandb="papers"), str(tmp_path), "train/abc")
+    _, told = build_trackers(Tracking(wandb="papers"), str(tmp_path), "train/abc")
     told.log(7, {"loss": 1.0})
     told.close()
     assert calls == [("papers", "train/abc", "train-abc", "allow"), (7, {"loss": 1.0}), ("finish",)]
@@ -117,7 +117,7 @@ def test_mlflow_goes_on_with_the_run_of_the_same_name(tmp_path: Path, monkeypatc
     CALLS.clear()
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=FakeClient))
     for step in (1, 2):
-        _, told = trackers(Tracking(mlflow="towers"), str(tmp_path), "train-abc")
+        _, told = build_trackers(Tracking(mlflow="towers"), str(tmp_path), "train-abc")
         told.log(step, {"R@10": 0.5})
         told.close()
     assert [call[0] for call in CALLS].count("run") == 1
@@ -131,4 +131,4 @@ def test_a_missing_package_is_named_with_its_remedy(
 ):
     monkeypatch.setitem(sys.modules, knob, None)
     with pytest.raises(ConfigError, match=rf"tracking.{knob} needs .* pip install 'scalingnote\[track\]'"):
-        trackers(Tracking(**{knob: "x"}), str(tmp_path), "train")
+        build_trackers(Tracking(**{knob: "x"}), str(tmp_path), "train")

@@ -15,9 +15,10 @@ from scalingnote.models.prompt import Row
 from scalingnote.models.tower import Batch
 from scalingnote.storage.artifact import Draft
 from scalingnote.train.config import Losses, TrainConfig, Validation
+from scalingnote.train.data import Store
+from scalingnote.train.engine import Engine
 from scalingnote.train.prepare import prepare
-from scalingnote.train.stream import Store
-from scalingnote.train.validation import Sample, better, draw, measure, validator
+from scalingnote.train.validation import ValidationSample, better, draw_sample, measure_retrieval, validator
 
 CONFIG = TrainConfig(
     query=tiny.query_tower(), document=tiny.document_tower(), dim=8, losses=Losses(matryoshka=(8,))
@@ -54,7 +55,8 @@ class BagOfTokens(nn.Module):
 
 
 def made(store: str, module: nn.Module, config: Validation | None = ASKED, **kwargs):
-    engine = SimpleNamespace(module=module, precision=contextlib.nullcontext)
+    engine = Engine.__new__(Engine)  # only its module and its autocast are used
+    engine.module, engine.precision = module, contextlib.nullcontext
     return validator(
         Store.open(store),
         engine,
@@ -82,8 +84,8 @@ def on_one_rank(store: str) -> tuple[dict[str, float], int]:
 
 def test_a_sample_is_fixed_by_its_seed_and_holds_what_it_must(store: str):
     opened = Store.open(store)
-    sample, again = (draw(opened, ASKED, seed=3) for _ in range(2))
-    other = draw(opened, ASKED, seed=4)
+    sample, again = (draw_sample(opened, ASKED, seed=3) for _ in range(2))
+    other = draw_sample(opened, ASKED, seed=4)
     assert sample is not None
     assert again is not None
     assert other is not None
@@ -103,7 +105,7 @@ def test_a_sample_is_fixed_by_its_seed_and_holds_what_it_must(store: str):
 
 def test_a_sample_is_as_large_as_there_is_to_draw_from(store: str):
     opened = Store.open(store)
-    sample = draw(opened, Validation(queries=500, negatives=500, documents=500), seed=0)
+    sample = draw_sample(opened, Validation(queries=500, negatives=500, documents=500), seed=0)
     assert sample is not None
     assert len(sample.queries) == len(opened["validation"]) == 8
     assert len(sample.pool) == len(opened["documents"])
@@ -121,8 +123,8 @@ def test_measures_equal_their_plain_definitions(seed: int):
     positives = rng.integers(0, 20, 5)
     relevant[np.arange(5), positives] = True
     negatives = np.stack([rng.choice(np.flatnonzero(~row), 4, replace=False) for row in relevant])
-    sample = Sample([Row([1], [0])] * 5, [Row([1], [0])] * 20, positives, relevant, negatives)
-    found = measure(queries, pool, sample, temperature=0.1)
+    sample = ValidationSample([Row([1], [0])] * 5, [Row([1], [0])] * 20, positives, relevant, negatives)
+    found = measure_retrieval(queries, pool, sample, temperature=0.1)
     entropy, one, ten, reciprocal = [], [], [], []
     for i in range(5):
         cosine = [
@@ -150,8 +152,10 @@ def test_towers_that_tell_nothing_apart_find_nothing(value: float):
     relevant = np.zeros((2, 30), dtype=bool)
     relevant[:, 0] = True
     negatives = np.tile(np.arange(1, 9), (2, 1))
-    sample = Sample([Row([1], [0])] * 2, [Row([1], [0])] * 30, np.zeros(2, np.int64), relevant, negatives)
-    found = measure(pool[:2], pool, sample, temperature=0.001)
+    sample = ValidationSample(
+        [Row([1], [0])] * 2, [Row([1], [0])] * 30, np.zeros(2, np.int64), relevant, negatives
+    )
+    found = measure_retrieval(pool[:2], pool, sample, temperature=0.001)
     assert found["R@10"] == found["MRR@10"] == 0.0
     assert np.isnan(value) or found["contrastive_entropy"] == pytest.approx(np.log(9))
 

@@ -1,0 +1,225 @@
+"""Pairs of a query and a document: batches and loss of training, and the encoder that reads pairs offline.
+
+A query's candidates are its positive, its hard negatives, and positives of the rows that follow it in the
+global batch: which these are does not depend on how rows are divided among ranks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from numpy import ndarray
+from torch import Tensor
+from torch.nn import functional as F
+
+from scalingnote.cross_encoder.config import CrossEncoderLosses
+from scalingnote.encode.batching import by_tokens
+from scalingnote.encode.tally import Cost
+from scalingnote.errors import TrainingError
+from scalingnote.losses import teacher_kl
+from scalingnote.models import cross_encoder, flops
+from scalingnote.models.batch import Batch, collate
+from scalingnote.models.cross_encoder import CrossEncoder, pair
+from scalingnote.models.precision import Precision, compute_dtype, lower, matmul_peak
+from scalingnote.models.prompt import Row
+from scalingnote.models.shape import of_model
+from scalingnote.train.candidates import TensorRecord, padded
+from scalingnote.train.collectives import shares
+from scalingnote.train.data import Order, Store
+from scalingnote.train.grad_cache import Cacheable
+
+
+@dataclass(frozen=True)
+class PairBatch(TensorRecord):
+    """One rank's share of a step: every query with its positive, hard negatives, and positives of others."""
+
+    pairs: Batch  # all queries with their positives, then all with their first negatives, and so on
+    weights: Float[Tensor, " queries"]
+    answers: Bool[Tensor, "queries group"]  # false negatives, without the positive itself
+    scores: Float[Tensor, "queries scored"] | None = None  # of a ranking model, of the first candidates
+
+
+class PairBatches:
+    """Pairs for one rank from a store that :func:`scalingnote.train.prepare.prepare` wrote."""
+
+    def __init__(
+        self, store: Store, order: Order, *, pad: int, packed: bool, in_batch: int, rank: int, world: int
+    ) -> None:
+        self._rows, self._documents, self._order = store["train"], store["documents"], order
+        self._known, self._scored = max(store.facts["known"], 1), store.facts["scored"]
+        self._pad, self._packed, self._in_batch = pad, packed, in_batch
+        self._rank, self._world = rank, world
+
+    def __call__(self, step: int) -> PairBatch:
+        """This rank's share of a step."""
+        global_batch = self._order.batch(step)
+        chosen = global_batch[self._rank :: self._world]
+        documents, answers = self._candidates(global_batch)
+        own = documents[self._rank :: self._world]
+        queries = self._rows.tokens(chosen)
+        distinct = np.unique(own)
+        texts = dict(zip(distinct.tolist(), self._documents.tokens(distinct), strict=True))
+        pairs = [
+            pair(query, texts[row])
+            for column in own.T.tolist()
+            for query, row in zip(queries, column, strict=True)
+        ]
+        return PairBatch(
+            pairs=collate(pairs, pad=self._pad, packed=self._packed),
+            weights=torch.from_numpy(self._rows.values("weight", chosen)),
+            answers=torch.from_numpy(answers[self._rank :: self._world]),
+            scores=torch.from_numpy(self._rows.values("scores", chosen)) if self._scored else None,
+        )
+
+    def _candidates(
+        self, rows: Int64[ndarray, " rows"]
+    ) -> tuple[Int64[ndarray, "rows group"], Bool[ndarray, "rows group"]]:
+        """Each row's documents, the positive first, and a mask of the others that answer its query too."""
+        own, queries = self._rows.values("documents", rows), self._rows.values("query", rows)
+        known = padded(self._rows.lists("known", rows), width=self._known)
+        shifts = range(1, min(self._in_batch, len(rows) - 1) + 1)
+        others = [np.roll(own[:, 0], -shift) for shift in shifts]
+        documents = np.column_stack([own, *others])
+        answers = (documents[:, :, None] == known[:, None, :]).any(axis=2) | (documents == own[:, :1])
+        for at, shift in enumerate(shifts, own.shape[1]):
+            answers[:, at] |= np.roll(queries, -shift) == queries
+        answers[:, 0] = False
+        return documents, answers
+
+
+class PairStage(Cacheable):
+    """Cross-encoder and losses as one module; a step trains it plainly or through GradCache."""
+
+    def __init__(self, model: CrossEncoder, losses: CrossEncoderLosses, *, uneven: bool = False) -> None:
+        """`uneven`: ranks may bring different numbers of rows, which costs an exchange at every step."""
+        super().__init__()
+        self.model, self._losses, self._uneven = model, losses, uneven
+
+    def inputs(self, batch: PairBatch) -> dict[str, Batch | None]:
+        """The pairs."""
+        return {"pair": batch.pairs}
+
+    def encode(self, name: str, rows: Batch | None) -> dict[str, Tensor]:
+        """``pair`` [pairs, 1, 2 dim + 1]: both proxies of a pair and its reconstruction loss, in float32."""
+        return {name: self.model(rows).float()}
+
+    def loss(
+        self, embeddings: dict[str, Tensor], batch: PairBatch
+    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        """This rank's loss and its parts; like the loss, their means over ranks are those of all rows."""
+        pairs, dim, losses = embeddings["pair"][:, 0], self.model.dim, self._losses
+        queries = len(batch.weights)
+        share = shares(batch.weights, uneven=self._uneven).weight
+        with torch.autocast(pairs.device.type, enabled=False):
+            logits = cross_encoder.scores(pairs[:, :dim], pairs[:, dim : 2 * dim])
+            logits = logits.unflatten(0, (-1, queries)).T
+            parts: dict[str, Tensor] = {}
+            weights = batch.weights * share
+            if losses.one_hot:
+                parts["one_hot"] = one_hot(logits, batch.answers, weights=weights)
+            if losses.teacher:
+                parts["teacher"] = _teacher_loss(logits, batch.scores, weights)
+            if losses.reconstruction:
+                parts["reconstruction"] = share * pairs[:, 2 * dim].mean()
+            loss = sum(
+                (getattr(losses, name) * part for name, part in parts.items()), start=logits.new_zeros(())
+            )
+        return loss, {name: part.detach() for name, part in parts.items()}
+
+
+def one_hot(
+    logits: Float[Tensor, "queries group"],
+    answers: Bool[Tensor, "queries group"],
+    *,
+    weights: Float[Tensor, " queries"],
+) -> Float[Tensor, ""]:
+    """Mean cross entropy of the positive, column 0, among candidates that are not `answers` (Eq. 9)."""
+    allowed = logits.masked_fill(answers, torch.finfo(logits.dtype).min)
+    first = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+    return (weights * F.cross_entropy(allowed, first, reduction="none")).mean()
+
+
+def _teacher_loss(logits: Tensor, scores: Tensor | None, weights: Tensor) -> Tensor:
+    if scores is None:
+        raise TrainingError(
+            "cross_encoder.losses.teacher is set, but the triplets carry no scores: collect them with a "
+            "ranking model, or set it to 0"
+        )
+    return teacher_kl(logits[:, : scores.shape[1]], scores, weights=weights)
+
+
+class PairEncoder:
+    """A trained cross-encoder that turns pairs into proxies and scores."""
+
+    views = ("summary",)
+    terms = None
+    top_k = 0
+
+    def __init__(
+        self,
+        model: CrossEncoder,
+        *,
+        token_budget: int = 8192,
+        precision: Precision = "auto",
+        device: torch.device | None = None,
+    ) -> None:
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device, self._budget = device, token_budget
+        self.model = model.eval().to(device)
+        lower(self.model.backbone, compute_dtype(precision, device))
+        self.model.requires_grad_(False)
+        self.dim = model.dim
+        self._shape = of_model(self.model.backbone)
+        self.cost = Cost()  # of the last call
+        (self.no_query,) = model.query_prompt.rows([""])
+        (no_document,) = model.document_prompt.rows([""], [""], [""])
+        assert isinstance(no_document, Row)
+        self.no_document = no_document
+
+    @classmethod
+    def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> "PairEncoder":
+        """The encoder of a folder that :meth:`CrossEncoder.save` wrote."""
+        return cls(CrossEncoder.load(folder), token_budget=token_budget, precision=precision)
+
+    def queries(
+        self, queries: Sequence[Row], documents: Sequence[Row | None]
+    ) -> Float[ndarray, "queries dim"]:
+        """Each query's proxy, read beside a document or beside none."""
+        rows = [pair(q, d or self.no_document) for q, d in zip(queries, documents, strict=True)]
+        return self._proxies(rows)[0]
+
+    def documents(self, documents: Sequence[Row]) -> Float[ndarray, "docs dim"]:
+        """Each document's proxy beside an empty query: its embedding for any query (section 5.3)."""
+        return self._proxies([pair(self.no_query, document) for document in documents])[1]
+
+    def encode(self, documents: Sequence[Row]) -> Float[ndarray, "docs views dim"]:
+        """The same in the shape of an encoder of documents, with a single view."""
+        return self.documents(documents)[:, None]
+
+    def scores(self, queries: Sequence[Row], documents: Sequence[Row]) -> Float[ndarray, " pairs"]:
+        """The relevance of each pair, a logit."""
+        proxies = self._proxies([pair(q, d) for q, d in zip(queries, documents, strict=True)])
+        logits: ndarray = np.einsum("pd,pd->p", *proxies) / np.sqrt(np.float32(self.dim))
+        return logits
+
+    @torch.inference_mode()
+    def _proxies(
+        self, rows: Sequence[Row]
+    ) -> tuple[Float[ndarray, "pairs dim"], Float[ndarray, "pairs dim"]]:
+        out = np.empty((2, len(rows), self.dim), dtype=np.float32)
+        lengths = [len(row.ids) for row in rows]
+        packed, padded = self.model.packs, 0
+        for chosen in by_tokens(lengths, budget=self._budget, packed=packed):
+            batch = collate([rows[i] for i in chosen], pad=self.model.pad, packed=packed)
+            padded += batch.ids.numel()
+            for side, proxies in enumerate(self.model.proxies(batch.to(self._device))):
+                out[side, chosen] = proxies.cpu().numpy()
+        self.cost = Cost(sum(lengths), padded, flops.of_rows(self._shape, lengths))
+        return out[0], out[1]
+
+    def peak(self) -> float:
+        """FLOP/s of large matrix products on this device, in this precision."""
+        return matmul_peak(self._device, next(self.model.backbone.parameters()).dtype)

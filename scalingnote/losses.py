@@ -1,0 +1,418 @@
+"""Every training loss: pure functions of tensors, each a numbered equation of a paper.
+
+    contrastive    info_nce, cross_entropy                    ScalingNote Eq. 5 and 6, EmbedDistill Eq. 9
+    views          prefixes                                   ScalingNote Eq. 7 and 10 (Matryoshka)
+    margin         margin_loss                                ScalingNote Eq. 9
+    stage II       qkd                                        ScalingNote Eq. 15
+                   cosine_distance                            LEAF, arXiv 2509.12539
+                   embedding_matching                         EmbedDistill Eq. 7 and 8
+                   softmax_scores, bce_scores, mse_scores     EmbedDistill Eq. 11-13
+    ranking model  teacher_kl, teacher_margin_mse
+    LightRetriever align, align_scores, flops                 LightRetriever Eq. 5 and 9
+
+A loss is a mean over rows, in general over queries. `weights` multiply the rows' losses before the mean,
+which is still taken over *all* rows: a row weighs the same whatever else is in its batch or on its rank. Rows
+without a teacher's score hold NaN and contribute 0.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 1.0  # scores of cosines stay between -100 and 100
+
+
+# --- contrastive -----------------------------------------------------------------------------------------
+
+
+def info_nce(
+    queries: Float[Tensor, "queries dim"],
+    candidates: Float[Tensor, "docs dim"],
+    *,
+    positives: Int[Tensor, " queries"],
+    temperature: float | Float[Tensor, ""],
+    ignore: Bool[Tensor, "queries docs"] | None = None,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean cross entropy of each query's positive against all candidates (ScalingNote, Eq. 5).
+
+    -log( exp(s(q, d+) / tau) / sum over d of exp(s(q, d) / tau) ). Eq. 6 is the same with the sides
+    exchanged.
+
+    Args:
+        queries: unit vectors, so that a product is a cosine.
+        candidates: unit vectors.
+        positives: column of each query's positive among the candidates.
+        temperature: tau; gradients flow into it where it is a tensor.
+        ignore: candidates to leave out of a row's denominator. The positive is never left out.
+        weights: factor of each row's loss.
+
+    Returns:
+        The loss, a scalar. No [queries, docs] matrix is kept for the backward pass.
+    """
+    shares = torch.ones_like(queries[:, 0]) if weights is None else weights.to(queries.dtype)
+    # Divide the small side, and before masking: -inf / temperature has no gradient.
+    scaled = queries / temperature
+    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        scaled, candidates, positives, ignore, shares / len(queries)
+    )
+    return loss
+
+
+def cross_entropy(
+    scores: Float[Tensor, "queries docs"],
+    *,
+    positives: Int[Tensor, " queries"],
+    ignore: Bool[Tensor, "queries docs"] | None = None,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """:func:`info_nce` of `scores` that are no products of embeddings, already over the temperature."""
+    own = positives[:, None]
+    if ignore is not None:
+        scores = scores.masked_fill(ignore.scatter(1, own, False), -torch.inf)
+    return _mean(-scores.log_softmax(1).gather(1, own).squeeze(1), weights)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Weighted sum of the rows' cross entropies.
+
+    It keeps the gradients of its two narrow inputs for the backward pass, never the scores between them:
+    memory stays flat over views and prefixes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, columns: Tensor, positives: Tensor, ignore: Tensor | None, weights: Tensor
+    ) -> Tensor:
+        scores = rows @ columns.T
+        own = positives[:, None]
+        if ignore is not None:
+            positive_scores = scores.gather(1, own)
+            scores.masked_fill_(ignore, -torch.inf).scatter_(1, own, positive_scores)
+        log_shares = scores.log_softmax(1)
+        loss = -(weights @ log_shares.gather(1, own).squeeze(1))
+        if any(ctx.needs_input_grad):
+            # The softmax, less 1 at the positive.
+            errors = log_shares.exp_().scatter_add_(1, own, -torch.ones_like(own, dtype=rows.dtype))
+            errors *= weights[:, None]
+            ctx.save_for_backward(errors @ columns, errors.T @ rows)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_rows, of_columns = ctx.saved_tensors
+        return grad * of_rows, grad * of_columns, None, None, None
+
+
+class Temperature(nn.Module):
+    """A temperature that is learnt: exp of one parameter, kept within bounds."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        # One element rather than none: sharding strategies cut parameters along their first axis.
+        self.log = nn.Parameter(torch.tensor([math.log(start)]))
+
+    def forward(self) -> Float[Tensor, ""]:
+        """The temperature. Its gradient passes the bounds, so that it can come back from them."""
+        log = self.log.float()  # DeepSpeed holds it in half precision
+        inside = log.clamp(math.log(MIN_TEMPERATURE), math.log(MAX_TEMPERATURE))
+        return (log + (inside - log).detach()).exp().squeeze()
+
+
+def false_negative_documents(
+    query_ids: Int[Tensor, " queries"],
+    positive_ids: Int[Tensor, " queries"],
+    known: Int[Tensor, "queries known"],
+    *,
+    all_query_ids: Int[Tensor, " all"],
+    candidate_ids: Int[Tensor, " docs"],
+) -> Bool[Tensor, "queries docs"]:
+    """Mask of candidates that answer a row's query, and so must not count as negatives of it.
+
+    Such a candidate is the row's positive again, another known positive, or the positive of another row with
+    the same query. The row's own positive is masked too; the loss takes it out of the mask.
+
+    Args:
+        query_ids: of this rank's rows, integers.
+        positive_ids: document of each row.
+        known: further documents known to answer the query, padded with -1.
+        all_query_ids: of the rows of all ranks.
+        candidate_ids: of all candidates. The first are the positives of all rows, ordered like
+            `all_query_ids`.
+    """
+    mask = positive_ids[:, None] == candidate_ids
+    # One known positive at a time: all at once would take `known` times the memory.
+    for column in known.unbind(1):
+        mask |= column[:, None] == candidate_ids
+    mask[:, : len(all_query_ids)] |= query_ids[:, None] == all_query_ids
+    return mask
+
+
+def false_negative_queries(
+    query_ids: Int[Tensor, " queries"],
+    positive_ids: Int[Tensor, " queries"],
+    *,
+    all_query_ids: Int[Tensor, " all"],
+    all_positive_ids: Int[Tensor, " all"],
+    all_known: Int[Tensor, "all known"],
+) -> Bool[Tensor, "queries all"]:
+    """Mask of queries that a row's positive answers, for the loss from document to query (Eq. 6).
+
+    Such a query is the row's own again, or one that has the document among its positives.
+    """
+    mask = query_ids[:, None] == all_query_ids
+    mask |= positive_ids[:, None] == all_positive_ids
+    for column in all_known.unbind(1):
+        mask |= positive_ids[:, None] == column
+    return mask
+
+
+# --- Matryoshka prefixes and hard negatives --------------------------------------------------------------
+
+
+def prefixes(
+    *embeddings: Float[Tensor, "..."], dims: Sequence[int], weights: Sequence[float] | None = None
+) -> Iterator[tuple[float, list[Float[Tensor, "..."]]]]:
+    """Weight w^m and the first m dimensions of each tensor at unit length, for each m (Eq. 7 and 10).
+
+    `weights` default to 1. The caller adds the weighted losses up.
+    """
+    # Adding up the products of blocks of dimensions, and dividing the sums by norms, takes half the
+    # multiplications but more passes over [queries, docs], which are what costs: 1.5 times slower.
+    for dim, weight in zip(dims, weights or [1.0] * len(dims), strict=True):
+        yield weight, [F.normalize(embedding[..., :dim], dim=-1) for embedding in embeddings]
+
+
+def margin_loss(
+    cosines: Float[Tensor, "queries group"],
+    *,
+    margin: float,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean of max(0, margin - s(q, d+) + s(q, d-)) over queries and their hard negatives (Eq. 9).
+
+    Column 0 of `cosines` is a query's positive, the others are its hard negatives, at least one.
+    """
+    losses = torch.relu(margin - cosines[:, :1] + cosines[:, 1:])
+    return (losses if weights is None else losses * weights[:, None]).mean()
+
+
+# --- distillation of embeddings --------------------------------------------------------------------------
+
+
+def qkd(
+    teacher: Float[Tensor, "queries dim"],
+    student: Float[Tensor, "queries dim"],
+    *,
+    cosine_weight: float,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Query-based knowledge distillation (ScalingNote, Eq. 15): mean of ||q - q'||^2 - lambda cos(q, q').
+
+    Neither side is normalised: the squared distance also carries the magnitude.
+    """
+    distance = (teacher - student).pow(2).sum(-1)
+    return _mean(distance - cosine_weight * F.cosine_similarity(teacher, student, dim=-1), weights)
+
+
+def cosine_distance(
+    teacher: Float[Tensor, "queries dim"],
+    student: Float[Tensor, "queries dim"],
+    *,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean of 1 - cos(t, s): half the squared distance of the unit vectors (LEAF, arXiv 2509.12539).
+
+    Suited to search by cosine, where the length of a query changes no ranking.
+    """
+    return _mean(1 - F.cosine_similarity(teacher, student, dim=-1), weights)
+
+
+def embedding_matching(
+    teacher: Float[Tensor, "rows dim"],
+    student: Float[Tensor, "rows dim"],
+    *,
+    weights: Float[Tensor, " rows"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean of ||t - s||, the norm itself and not its square (EmbedDistill, Eq. 7 of queries, 8 of documents).
+
+    Its gradient has length 1 wherever the two differ: a distant query pulls no harder than a near one.
+    """
+    return _mean(torch.linalg.vector_norm(teacher - student, dim=-1), weights)
+
+
+# --- distillation of scores ------------------------------------------------------------------------------
+
+
+def softmax_scores(
+    student: Float[Tensor, "queries docs"],
+    teacher: Float[Tensor, "queries docs"],
+    *,
+    scored: Bool[Tensor, "queries docs"] | None = None,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean cross entropy of the student's softmax over a query's documents from the teacher's (Eq. 11).
+
+    `scored` marks the documents that are candidates of a query; a query without any contributes 0.
+    """
+    if scored is None:
+        scored = torch.ones_like(student, dtype=torch.bool)
+    # Not -inf: a row of -inf alone has no softmax, and a query may lack candidates altogether.
+    lowest = torch.finfo(student.dtype).min
+    target = teacher.masked_fill(~scored, lowest).softmax(-1)
+    shares = student.masked_fill(~scored, lowest).log_softmax(-1)
+    return _mean(-(target * shares.masked_fill(~scored, 0.0)).sum(-1), weights)
+
+
+def bce_scores(
+    student: Float[Tensor, "queries docs"],
+    teacher: Float[Tensor, "queries docs"],
+    *,
+    scored: Bool[Tensor, "queries docs"] | None = None,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean over queries of the sum over documents of the binary cross entropy (EmbedDistill, Eq. 12)."""
+    target = _zero_where_not(scored, teacher).sigmoid()
+    losses = F.binary_cross_entropy_with_logits(student, target, reduction="none")
+    return _mean(_zero_where_not(scored, losses).sum(-1), weights)
+
+
+def mse_scores(
+    student: Float[Tensor, "queries docs"],
+    teacher: Float[Tensor, "queries docs"],
+    *,
+    scored: Bool[Tensor, "queries docs"] | None = None,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean over queries of the sum over documents of the squared difference (EmbedDistill, Eq. 13)."""
+    losses = (_zero_where_not(scored, teacher) - student).pow(2)
+    return _mean(_zero_where_not(scored, losses).sum(-1), weights)
+
+
+SCORE_LOSSES: Mapping[Literal["softmax", "bce", "mse"], Callable[..., Float[Tensor, ""]]] = {
+    "softmax": softmax_scores,
+    "bce": bce_scores,
+    "mse": mse_scores,
+}
+
+
+def teacher_kl(
+    student: Float[Tensor, "queries group"],
+    teacher: Float[Tensor, "queries group"],
+    *,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean of KL(softmax(teacher) || softmax(student)) over queries with a score for every document.
+
+    Both are logits of a query's positive, then of its hard negatives.
+    """
+    scored = teacher.isfinite().all(-1)
+    target = _zero_where_not(scored[:, None], teacher).log_softmax(-1)
+    losses = (target.exp() * (target - student.log_softmax(-1))).sum(-1)
+    return _mean(losses * scored, weights)
+
+
+def teacher_margin_mse(
+    student: Float[Tensor, "queries group"],
+    teacher: Float[Tensor, "queries group"],
+    *,
+    weights: Float[Tensor, " queries"] | None = None,
+) -> Float[Tensor, ""]:
+    """Mean square of the difference of margins (s+ - s-) between student and teacher, over negatives."""
+    scored = teacher.isfinite().all(-1)
+    target = _zero_where_not(scored[:, None], teacher)
+    error = (student[:, :1] - student[:, 1:]) - (target[:, :1] - target[:, 1:])
+    return _mean(error.pow(2).mean(-1) * scored, weights)
+
+
+# --- LightRetriever --------------------------------------------------------------------------------------
+
+
+def align(
+    queries: Float[Tensor, "queries dim"],
+    candidates: Float[Tensor, "docs dim"],
+    *,
+    teacher: Float[Tensor, "queries docs"],
+    temperature: float | Float[Tensor, ""],
+    weights: Float[Tensor, " queries"],
+) -> Float[Tensor, ""]:
+    """Mean of KL(teacher || softmax of the queries' cosines) over queries (LightRetriever, Eq. 5).
+
+    `teacher` holds log probabilities of the candidates; it gets no gradient.
+    """
+    scaled = queries / temperature
+    loss: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
+        scaled, candidates, teacher.detach(), weights.to(queries.dtype) / len(queries)
+    )
+    return loss
+
+
+def align_scores(
+    scores: Float[Tensor, "queries docs"],
+    *,
+    teacher: Float[Tensor, "queries docs"],
+    weights: Float[Tensor, " queries"],
+) -> Float[Tensor, ""]:
+    """:func:`align` of `scores` that are no products of embeddings, already over the temperature."""
+    target = teacher.detach()
+    return _mean((target.exp() * (target - scores.log_softmax(1))).sum(1), weights)
+
+
+class _Divergence(torch.autograd.Function):
+    """Weighted sum of the rows' divergences; keeps gradients of the narrow inputs, as _CrossEntropy does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, columns: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        log_shares = (rows @ columns.T).log_softmax(1)
+        shares = target.exp()
+        loss = weights @ (shares * (target - log_shares)).sum(1)
+        if any(ctx.needs_input_grad):
+            errors = log_shares.exp_().sub_(shares)
+            errors *= weights[:, None]
+            ctx.save_for_backward(errors @ columns, errors.T @ rows)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_rows, of_columns = ctx.saved_tensors
+        return grad * of_rows, grad * of_columns, None, None
+
+
+def flops(means: Float[Tensor, " vocabulary"]) -> Float[Tensor, ""]:
+    """Regulariser of term weights: sum of squared mean weights of the terms (LightRetriever, Eq. 9).
+
+    It estimates the multiplications of scoring two documents drawn at random, and so is largest for terms
+    that many documents have.
+    """
+    return means.square().sum()
+
+
+def quadratic_ramp(progress: float | Float[Tensor, ""], share: float) -> float | Float[Tensor, ""]:
+    """Factor of a regulariser: grows as a square from 0 to 1 over the first `share` of a run, then stays.
+
+    `progress` is the part of the run that is done. Term weights must be learnt before they are penalised.
+    """
+    if not share:
+        return 1.0
+    done = progress / share
+    return done.clamp(max=1.0).square() if isinstance(done, Tensor) else min(done, 1.0) ** 2
+
+
+# --- helpers ---------------------------------------------------------------------------------------------
+
+
+def _zero_where_not(scored: Tensor | None, values: Tensor) -> Tensor:
+    """`values` with zeros where nothing was scored: NaN times 0 is NaN, in gradients too."""
+    return values if scored is None else values.masked_fill(~scored, 0.0)
+
+
+def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
+    return (losses if weights is None else losses * weights).mean()

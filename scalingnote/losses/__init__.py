@@ -1,1 +1,0 @@
-"""Training objectives: pure functions of tensors, each a numbered equation of a paper."""

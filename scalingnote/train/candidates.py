@@ -1,0 +1,232 @@
+"""A step's triplets, and the candidates of all ranks that a loss compares its queries with.
+
+    TripletBatches   step number ─Order─► this rank's rows ─Store─► Triplets, as tensors
+    gather_candidates   Triplets of all ranks ─► positives and negatives, with masks of false negatives
+    sparse_scores       the same for term weights, which stay on their rank
+
+groups       [queries, group, views, dim]   documents of this rank's queries: the positive, its negatives
+candidates   [docs, views, dim]             of all ranks: all positives, then all first negatives, and so on
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from numpy import ndarray
+from torch import Tensor
+
+from scalingnote.losses import false_negative_documents, false_negative_queries
+from scalingnote.models.batch import Batch, collate
+from scalingnote.train.collectives import Shares, gather, shares
+from scalingnote.train.config import Losses
+from scalingnote.train.data import Order, Store
+
+R = TypeVar("R", bound="TensorRecord")
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A batch whose fields are tensors, records of tensors, or None; it moves to a device as a whole."""
+
+    def to(self: R, device: torch.device) -> R:
+        """The same record on a device."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return type(self)(**{n: None if part is None else part.to(device) for n, part in parts.items()})
+
+
+@dataclass(frozen=True)
+class Triplets(TensorRecord):
+    """One rank's share of a step. Ids are 63-bit hashes, so that ranks can compare them as integers."""
+
+    queries: Batch
+    documents: Batch  # the positives of all queries, then all first negatives, then all second ones...
+    query_ids: Int[Tensor, " queries"]
+    document_ids: Int[Tensor, " docs"]
+    known_positives: Int[Tensor, "queries known"]  # padded with -1; equally wide on all ranks
+    weights: Float[Tensor, " queries"]  # of each row in every loss
+    # A teacher's score of the positive, then of each negative; NaN in unscored rows. None: no row was scored.
+    scores: Float[Tensor, "queries group"] | None = None
+    # Terms of the sparse queries, padded with -1, equally wide on all ranks; None without a sparse head.
+    terms: Int[Tensor, "queries terms"] | None = None
+    progress: Float[Tensor, ""] | None = None  # part of the run that is done
+
+
+class TripletBatches:
+    """Triplets of any step, for one rank, from a store that :func:`scalingnote.train.prepare.prepare` wrote.
+
+    A batch is a function of the step number alone: a resumed run, or a restarted worker, sees the same rows.
+
+    Args:
+        store: tables ``train`` and ``documents``.
+        order: rows of each step's global batch.
+        pads: pad tokens of the query and the document tower.
+        packed: rows lie one after the other, without padding.
+        rank: number of this process.
+        world: number of processes.
+        steps: of the whole run; from it follows how much of the run is done.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        order: Order,
+        *,
+        pads: tuple[int, int],
+        packed: bool,
+        rank: int,
+        world: int,
+        steps: int | None = None,
+    ) -> None:
+        self._rows, self._documents = store["train"], store["documents"]
+        self._known, self._scored = max(store.facts["known"], 1), store.facts["scored"]
+        self._order, self._pads, self._packed = order, pads, packed
+        self._rank, self._world, self._steps = rank, world, steps
+        self._terms: int | None = store.facts.get("terms")
+
+    def __call__(self, step: int) -> Triplets:
+        """This rank's share of a step."""
+        rows = self._rows
+        chosen = self._order.batch(step, length_of=self._lengths)[self._rank :: self._world]
+        # Positives first, then each column of negatives: the layout that gather_candidates relies on.
+        documents = rows.values("documents", chosen).T.reshape(-1)
+        query_pad, document_pad = self._pads
+        terms = None
+        if self._terms is not None:
+            terms = torch.from_numpy(padded(rows.lists("terms", chosen), width=max(self._terms, 1)))
+        return Triplets(
+            queries=collate(rows.tokens(chosen), pad=query_pad, packed=self._packed),
+            documents=collate(self._documents.tokens(documents), pad=document_pad, packed=self._packed),
+            query_ids=torch.from_numpy(rows.values("query", chosen)),
+            document_ids=torch.from_numpy(documents),
+            known_positives=torch.from_numpy(padded(rows.lists("known", chosen), width=self._known)),
+            weights=torch.from_numpy(rows.values("weight", chosen)),
+            scores=torch.from_numpy(rows.values("scores", chosen)) if self._scored else None,
+            terms=terms,
+            progress=torch.tensor(step / self._steps) if self._steps else None,
+        )
+
+    def _lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+        """Tokens of each row's longest document: the width of a padded batch."""
+        documents = self._rows.values("documents", rows)
+        lengths = self._documents.lengths(documents.reshape(-1)).reshape(documents.shape)
+        longest: ndarray = lengths.max(axis=1)
+        return longest
+
+
+def padded(lists: Sequence[ndarray], *, width: int) -> Int64[ndarray, "rows width"]:
+    """Lists of at most `width` numbers as a table, padded with -1; equally wide on every rank."""
+    out: ndarray = np.full((len(lists), width), -1, dtype=np.int64)
+    for row, values in enumerate(lists):
+        out[row, : len(values)] = values
+    return out
+
+
+@dataclass(frozen=True)
+class GatheredCandidates:
+    """This rank's triplets, and the candidates of all ranks that its queries are compared with."""
+
+    triplets: Triplets
+    groups: Float[Tensor, "queries group views dim"]  # of this rank's queries
+    candidates: Float[Tensor, "docs views dim"]  # of all ranks
+    columns: int  # of a group that are candidates
+    share: Shares
+    positives: Int[Tensor, " queries"]  # column of each query's positive among the candidates
+    weights: Float[Tensor, " queries"]  # of the rows, times this rank's share
+    false_negative_documents: Bool[Tensor, "queries docs"] | None
+    false_negative_queries: Bool[Tensor, "queries all"] | None
+
+
+def gather_candidates(
+    triplets: Triplets, documents: Float[Tensor, "docs views dim"], losses: Losses, *, uneven: bool = False
+) -> GatheredCandidates:
+    """Gather positives and negatives of all ranks, with false-negative masks.
+
+    Args:
+        triplets: of this rank.
+        documents: embeddings of this rank's documents, in the order of `triplets.documents`.
+        losses: whether negatives are gathered too (`denominator`), and whether masks are made (`mask_known`).
+        uneven: ranks may bring different numbers of rows.
+    """
+    size, share = len(triplets.query_ids), shares(triplets.query_ids, uneven=uneven)
+    groups = documents.unflatten(0, (-1, size)).transpose(0, 1)
+    columns = 1 if losses.denominator == "positives_only" else groups.shape[1]
+    # Column by column: positives of all ranks first, then each column of negatives, or labels would shift.
+    candidates = gather(groups[:, :columns], share).transpose(0, 1).flatten(0, 1)
+    masks = _false_negatives(triplets, share, columns) if losses.mask_known else (None, None)
+    return GatheredCandidates(
+        triplets,
+        groups,
+        candidates,
+        columns,
+        share,
+        torch.arange(size, device=documents.device) + share.start,
+        triplets.weights * share.weight,
+        *masks,
+    )
+
+
+def _false_negatives(
+    triplets: Triplets, share: Shares, columns: int
+) -> tuple[Bool[Tensor, "queries docs"], Bool[Tensor, "queries all"]]:
+    """Masks of candidates that answer this rank's queries, and of queries that its positives answer."""
+    ids = triplets.document_ids.unflatten(0, (-1, len(triplets.query_ids))).T
+    query_ids, known = triplets.query_ids, triplets.known_positives
+    # One exchange for all ids.
+    gathered = gather(torch.cat([query_ids[:, None], ids[:, :columns], known], dim=1), share)
+    all_query_ids, all_ids, all_known = gathered.split([1, columns, known.shape[1]], dim=1)
+    documents = false_negative_documents(
+        query_ids, ids[:, 0], known, all_query_ids=all_query_ids[:, 0], candidate_ids=all_ids.T.flatten()
+    )
+    queries = false_negative_queries(
+        query_ids,
+        ids[:, 0],
+        all_query_ids=all_query_ids[:, 0],
+        all_positive_ids=all_ids[:, 0],
+        all_known=all_known,
+    )
+    return documents, queries
+
+
+def sparse_scores(
+    documents: Float[Tensor, "docs vocabulary"],
+    queries: Int[Tensor, "queries terms"],
+    *,
+    share: Shares,
+    columns: int,
+    binary: bool,
+) -> Float[Tensor, "queries candidates"]:
+    """Inner products of this rank's sparse queries with the candidates of all ranks, with gradients.
+
+    Each rank scores its own documents for the queries of all ranks, and the scores are gathered: gathering
+    term weights would move a vocabulary's worth of numbers for each document.
+
+    Args:
+        documents: term weights of this rank's documents: all positives, all first negatives, and so on.
+        queries: terms with repetition, padded with -1, equally wide on all ranks.
+        share: rows of all ranks.
+        columns: of a group that are candidates.
+        binary: a term counts once, however often it occurs in the query.
+    """
+    size = len(queries)
+    all_queries = gather(queries, share)
+    distinct, place = all_queries.clamp(min=0).unique(return_inverse=True)
+    values = torch.zeros(len(all_queries), len(distinct), dtype=documents.dtype, device=documents.device)
+    values.scatter_add_(1, place, (all_queries >= 0).to(values.dtype))
+    if binary:
+        values.clamp_(max=1)
+    own = documents[: columns * size, distinct] @ values.T
+    groups = own.unflatten(0, (columns, size)).transpose(0, 1)  # [queries, columns, queries of all ranks]
+    scores = gather(groups, share)[:, :, share.start : share.start + size]
+    return scores.transpose(0, 1).flatten(0, 1).T
+
+
+def mean_term_weights(
+    documents: Float[Tensor, "docs vocabulary"], *, share: Shares
+) -> Float[Tensor, " vocabulary"]:
+    """Mean term weights over the documents of all ranks; the same on each of them, with gradients."""
+    total = gather(documents.sum(0, keepdim=True), Shares((1,) * len(share.rows))).sum(0)
+    group = len(documents) // share.own
+    return total / (group * sum(share.rows))

@@ -1,0 +1,375 @@
+"""Training rows: stored on disk and read by number, in an order that is a function of step and seed.
+
+    Store   folder of Arrow files by table, memory-mapped; a row is one read through the page cache
+    Order   step ─► places in the epoch ─permuted─► slots ─► part and draw ─permuted─► rows ─► by length
+
+A random order over a hundred million rows costs no memory, and all ranks of a machine share the page cache.
+Nothing about the order is remembered: a resumed run, a restarted worker or another number of ranks sees the
+same batches.
+
+Rows are numbered part after part; a part is one source and hop. An epoch has as many slots per part as the
+part has rows, or as its ratio asks for. A part's draws pass through a fresh permutation of it again and
+again, across epochs, so a large part with a small ratio is read whole before any of its rows comes back.
+"""
+
+import fcntl
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+from jaxtyping import Float64, Int64, Shaped, UInt64
+from numpy import ndarray
+
+from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.models.prompt import Row
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Part
+from scalingnote.train.config import Batching
+
+STORE = "store.json"
+_FEISTEL_ROUNDS = 12
+_SLOTS, _PART, _WINDOW = range(3)  # purpose of a permutation, part of its key: equal keys would correlate
+LengthOf = Callable[[Int64[ndarray, " rows"]], ndarray]
+
+
+def local_copy(uri: str, files: list[str], *, version: str) -> Path:
+    """A local folder with `files` of `uri`: itself when local, else a copy that processes of a machine share.
+
+    The first process that asks for a file copies it; the others wait.
+    """
+    with _machine_lock(uri) if "://" in uri else nullcontext():
+        return fs.download(uri, files, version=version)
+
+
+@contextmanager
+def _machine_lock(uri: str) -> Iterator[None]:
+    """One process of this machine at a time."""
+    name = f"scalingnote-{hashlib.sha256(uri.encode()).hexdigest()[:24]}.lock"
+    with (Path(tempfile.gettempdir()) / name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+class Rows:
+    """Rows of Arrow files laid end to end, numbered from the first row of the first file."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._tables = [_mapped(path) for path in paths]
+        self._ends = np.cumsum([len(table) for table in self._tables], dtype=np.int64)
+        self._views: dict[tuple[int, str], tuple[ndarray | None, ndarray]] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def values(self, name: str, rows: Int64[ndarray, " rows"]) -> Shaped[ndarray, "rows ..."]:
+        """A column of fixed width."""
+        file, within = self._locate(rows)
+        first = self._view(0, name)[1]
+        out = np.empty((len(rows), *first.shape[1:]), first.dtype)
+        # File by file: one indexing of a mapped array takes many rows.
+        for number in np.unique(file).tolist():
+            chosen = file == number
+            out[chosen] = self._view(number, name)[1][within[chosen]]
+        return out
+
+    def lists(self, name: str, rows: Int64[ndarray, " rows"]) -> list[ndarray]:
+        """A column of lists."""
+        out = []
+        for number, row in zip(*(part.tolist() for part in self._locate(rows)), strict=True):
+            offsets, values = self._view(number, name)
+            assert offsets is not None, f"column {name} holds no lists"
+            out.append(values[offsets[row] : offsets[row + 1]])
+        return out
+
+    def tokens(self, rows: Int64[ndarray, " rows"]) -> list[Row]:
+        """Token rows as a prompt made them."""
+        positions = self.values("positions", rows).tolist()
+        return [Row(ids.tolist(), at) for ids, at in zip(self.lists("ids", rows), positions, strict=True)]
+
+    def lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+        """Number of tokens of each row; the tokens themselves are not read."""
+        file, within = self._locate(rows)
+        out = np.empty(len(rows), np.int64)
+        for number in np.unique(file).tolist():
+            offsets, _ = self._view(number, "ids")
+            assert offsets is not None
+            chosen = file == number
+            out[chosen] = offsets[within[chosen] + 1] - offsets[within[chosen]]
+        return out
+
+    def _locate(
+        self, rows: Int64[ndarray, " rows"]
+    ) -> tuple[Int64[ndarray, " rows"], Int64[ndarray, " rows"]]:
+        file = np.searchsorted(self._ends, rows, side="right")
+        starts = np.concatenate([[0], self._ends[:-1]])
+        return file, rows - starts[file]
+
+    def _view(self, file: int, name: str) -> tuple[ndarray | None, ndarray]:
+        """Offsets (of lists) and values of a file's column, as arrays over the mapped bytes."""
+        if (file, name) not in self._views:
+            column = self._tables[file][name].chunk(0)
+            kind = column.type
+            if pa.types.is_large_list(kind):
+                self._views[file, name] = column.offsets.to_numpy(), column.values.to_numpy()
+            elif pa.types.is_fixed_size_list(kind):
+                self._views[file, name] = None, column.flatten().to_numpy().reshape(-1, kind.list_size)
+            else:
+                self._views[file, name] = None, column.to_numpy()
+        return self._views[file, name]
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of tables open for reading, and the counts (`facts`) from when it was written.
+
+    ``store.json`` is written last and names the files of each table in order.
+    """
+
+    tables: Mapping[str, Rows]
+    facts: Mapping[str, Any]
+
+    def __getitem__(self, table: str) -> Rows:
+        return self.tables[table]
+
+    @classmethod
+    def open(cls, uri: str) -> "Store":
+        """Map a finished store; a remote one is copied to the machine once."""
+        index = json.loads(fs.read_bytes(fs.join(uri, STORE)))
+        names = [name for table in index["tables"].values() for name, _ in table]
+        # The index holds the sums of all files: a store of other contents is another version.
+        folder = local_copy(uri, names, version=json.dumps(index, sort_keys=True))
+        return cls(
+            {table: Rows([folder / name for name, _ in files]) for table, files in index["tables"].items()},
+            index["facts"],
+        )
+
+    @staticmethod
+    def finish(uri: str, tables: Mapping[str, Sequence[tuple[str, Part]]], facts: Mapping[str, Any]) -> None:
+        """Write the index of each table's files, in order; from then on the store can be opened."""
+        listed = {table: [(name, part.sha256) for name, part in files] for table, files in tables.items()}
+        text = json.dumps({"tables": listed, "facts": facts}, indent=1)
+        fs.write_bytes(fs.join(uri, STORE), text.encode())
+
+    @staticmethod
+    def facts_of(uri: str) -> dict[str, Any]:
+        """The counts of a finished store, without mapping its files."""
+        facts: dict[str, Any] = json.loads(fs.read_bytes(fs.join(uri, STORE)))["facts"]
+        return facts
+
+    @staticmethod
+    def finished(uri: str) -> bool:
+        """Whether the store at `uri` is complete."""
+        return fs.exists(fs.join(uri, STORE))
+
+
+def one_chunk(columns: Mapping[str, pa.Array]) -> pa.Table:
+    """A table of one record batch, which is what :class:`Rows` can map."""
+    return pa.table(dict(columns)).combine_chunks()
+
+
+def _mapped(path: Path) -> pa.Table:
+    try:
+        with pa.memory_map(str(path)) as source:  # closed at once: the mapping stays, the descriptor need not
+            table = pa.ipc.open_file(source).read_all()
+    except (FileNotFoundError, pa.ArrowInvalid) as error:
+        raise ArtifactError(
+            f"{path} is not a readable part of a store: {error}; delete its folder and re-run"
+        ) from None
+    assert table.column(0).num_chunks == 1, f"{path} is not one record batch"
+    return table
+
+
+class Order:
+    """The rows of every step's global batch.
+
+    Args:
+        sizes: rows of each part (``click/one``), in the order in which rows are numbered.
+        global_batch: rows of a step, over all ranks.
+        seed: of all permutations.
+        batching: ratios of parts, batches of one part or mixed, window of sorting by length.
+
+    Raises:
+        DataError: fewer rows than one global batch.
+        ConfigError: ratios that do not fit the parts, or a part too small for one batch in an epoch.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], *, global_batch: int, seed: int, batching: Batching | None = None
+    ) -> None:
+        batching = batching or Batching()
+        self._names, self._batch = list(sizes), global_batch
+        self._seed, self._window = seed % 2**64, batching.length_window
+        self._sizes = np.array(list(sizes.values()), dtype=np.int64)
+        self._homogeneous = batching.sources == "homogeneous"
+        rows = int(self._sizes.sum())
+        if rows < global_batch:
+            raise DataError(
+                f"{rows} training rows do not fill one global batch of {global_batch}: "
+                "lower global_batch or collect more"
+            )
+        weights = part_shares(batching.ratios, sizes) if batching.ratios else None
+        self.steps_per_epoch, self._quota = self._plan(rows, weights)
+        # A homogeneous batch never straddles two passes over its part, or a row could occur twice in it.
+        tail = self._sizes % global_batch if self._homogeneous else 0
+        self._pass = np.where(self._sizes < global_batch, self._sizes, self._sizes - tail)
+        self._last: tuple[tuple[int, int], Int64[ndarray, "steps batch"]] | None = None
+
+    def steps(self, epochs: float) -> int:
+        """Steps of a run."""
+        return round(self.steps_per_epoch * epochs)
+
+    def batch(self, step: int, *, length_of: LengthOf | None = None) -> Int64[ndarray, " batch"]:
+        """Row numbers of a step's global batch; `length_of` rows is called where batches are sorted."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        window, place = divmod(within, self._window)
+        if self._last is None or self._last[0] != (epoch, window):  # the last window is cached
+            self._last = (epoch, window), self._rows_of_window(epoch, window, length_of)
+        rows: Int64[ndarray, " batch"] = self._last[1][place]
+        return rows
+
+    def _plan(
+        self, rows: int, weights: Float64[ndarray, " parts"] | None
+    ) -> tuple[int, Int64[ndarray, " parts"]]:
+        """Steps of an epoch, and its slots per part: rows, or whole batches where they are homogeneous."""
+        steps = rows // self._batch
+        if weights is None:
+            quota = self._sizes // self._batch if self._homogeneous else self._sizes
+            too_small, remedy = quota == 0, "set batching.sources=mixed, or give every part a ratio"
+            steps = int(quota.sum()) if self._homogeneous else steps
+        else:
+            quota = apportion(steps if self._homogeneous else rows, weights)
+            too_small, remedy = (quota == 0) & (weights > 0), "raise its ratio or lower global_batch"
+        if too_small.any():
+            part = int(np.flatnonzero(too_small)[0])
+            raise ConfigError(
+                f"{self._names[part]} ({self._sizes[part]:,} rows) would not fill one batch of "
+                f"{self._batch} in an epoch: {remedy}"
+            )
+        return steps, quota
+
+    def _rows_of_window(
+        self, epoch: int, window: int, length_of: LengthOf | None
+    ) -> Int64[ndarray, "steps batch"]:
+        first = window * self._window
+        steps = np.arange(first, min(first + self._window, self.steps_per_epoch))
+        parts, draws = self._draws(epoch, steps)
+        rows = self._rows(parts, draws)
+        if self._window == 1 or length_of is None:
+            return rows
+        # Sort within the window, cut into batches again, and shuffle these: their order must not be by
+        # length.
+        kinds = parts[:, 0] if self._homogeneous else np.zeros(len(steps), np.int64)
+        for kind in np.unique(kinds).tolist():
+            at = np.flatnonzero(kinds == kind)
+            flat = rows[at].reshape(-1)
+            by_length = flat[np.argsort(length_of(flat), kind="stable")].reshape(len(at), -1)
+            key = (self._seed, _WINDOW, epoch, window, kind)
+            rows[at] = by_length[permuted(np.arange(len(at)), size=len(at), key=key)]
+        return rows
+
+    def _draws(
+        self, epoch: int, steps: Int64[ndarray, " steps"]
+    ) -> tuple[Int64[ndarray, "steps batch"], Int64[ndarray, "steps batch"]]:
+        """The part of every row of a batch, and which draw of that part it is, counted over all epochs."""
+        row = np.arange(self._batch)
+        places = steps[:, None] if self._homogeneous else steps[:, None] * self._batch + row
+        ends = np.cumsum(self._quota)
+        slots = permuted(places.reshape(-1), size=int(ends[-1]), key=(self._seed, _SLOTS, epoch))
+        parts = np.searchsorted(ends, slots, side="right")
+        draws = epoch * self._quota[parts] + slots - (ends - self._quota)[parts]
+        parts, draws = parts.reshape(places.shape), draws.reshape(places.shape)
+        if self._homogeneous:
+            return np.repeat(parts, self._batch, axis=1), draws * self._batch + row
+        return parts, draws
+
+    def _rows(
+        self, parts: Int64[ndarray, "steps batch"], draws: Int64[ndarray, "steps batch"]
+    ) -> Int64[ndarray, "steps batch"]:
+        starts = np.cumsum(self._sizes) - self._sizes
+        passes, within = np.divmod(draws, self._pass[parts])
+        rows = np.empty_like(draws)
+        for part, number in np.unique(np.stack([parts.ravel(), passes.ravel()]), axis=1).T.tolist():
+            chosen = (parts == part) & (passes == number)
+            key = (self._seed, _PART, part, number)
+            rows[chosen] = starts[part] + permuted(within[chosen], size=int(self._sizes[part]), key=key)
+        return rows
+
+
+def permuted(
+    numbers: Int64[ndarray, " numbers"], *, size: int, key: Sequence[int]
+) -> Int64[ndarray, " numbers"]:
+    """Images of `numbers` under the permutation of ``range(size)`` that `key` names, without a table.
+
+    A Feistel network permutes the next power of two; a number that falls outside the range is permuted again
+    until it falls inside (Black and Rogaway, 2002), at most twice on average.
+    """
+    keys = np.random.SeedSequence(list(key)).generate_state(_FEISTEL_ROUNDS, np.uint64)
+    bits = max((size - 1).bit_length(), 2)
+    out = numbers.astype(np.uint64)
+    outside = np.arange(len(out))
+    while len(outside):
+        out[outside] = _feistel(out[outside], bits=bits, keys=keys)
+        outside = outside[out[outside] >= size]
+    return np.asarray(out, dtype=np.int64)
+
+
+def part_shares(ratios: Mapping[str, float], sizes: Mapping[str, int]) -> Float64[ndarray, " parts"]:
+    """The share of each part, summing to 1, from ratios by part (``click/multi``) or source (``click``).
+
+    A source's ratio is divided by size among those of its parts that have no ratio of their own.
+    ConfigError for a negative ratio, for one without rows, and for rows without a ratio.
+    """
+    owner = {part: part if part in ratios else part.partition("/")[0] for part in sizes}
+    for name in sorted(set(ratios) - set(owner.values())):
+        raise ConfigError(f"batching.ratios: there are no rows of {name!r}, only of {', '.join(sizes)}")
+    for part in [part for part, name in owner.items() if name not in ratios]:
+        raise ConfigError(f"batching.ratios has no entry for {part} ({sizes[part]:,} rows): 0 leaves it out")
+    if min(ratios.values()) < 0 or not sum(ratios.values()) > 0:
+        raise ConfigError(f"batching.ratios must be 0 or more, and not all 0; found {dict(ratios)}")
+    rows = dict.fromkeys(ratios, 0)
+    for part, name in owner.items():
+        rows[name] += sizes[part]
+    weights = np.array([ratios[name] * sizes[part] / rows[name] for part, name in owner.items()])
+    return np.asarray(weights / weights.sum(), dtype=np.float64)
+
+
+def apportion(total: int, weights: Float64[ndarray, " parts"]) -> Int64[ndarray, " parts"]:
+    """`total` divided by `weights` (summing to 1) into whole numbers, largest remainders first."""
+    exact = total * weights
+    out: ndarray = np.floor(exact).astype(np.int64)
+    largest = np.argsort(out - exact, kind="stable")
+    out[largest[: total - int(out.sum())]] += 1
+    return out
+
+
+def _feistel(
+    numbers: UInt64[ndarray, " numbers"], *, bits: int, keys: UInt64[ndarray, " rounds"]
+) -> UInt64[ndarray, " numbers"]:
+    """A permutation of ``range(2**bits)``: each half in turn is shifted by a hash of the other."""
+    width = np.uint64(bits // 2)
+    low, high = numbers & _ones(bits // 2), numbers >> width
+    for number, key in enumerate(keys):
+        if number % 2:
+            high ^= _hash(low ^ key) & _ones(bits - bits // 2)
+        else:
+            low ^= _hash(high ^ key) & _ones(bits // 2)
+    return (high << width) | low
+
+
+def _ones(bits: int) -> np.uint64:
+    return np.uint64((1 << bits) - 1)
+
+
+def _hash(values: UInt64[ndarray, " values"]) -> UInt64[ndarray, " values"]:
+    """SplitMix64's finalizer (Steele, Lea and Flood, 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ (values >> np.uint64(31)))

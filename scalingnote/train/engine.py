@@ -1,0 +1,204 @@
+"""Engine: a module, its optimizer and the way both are spread over ranks, as the training loop sees them.
+
+The losses are such that the *mean over ranks* of the ranks' gradients is the gradient of one process that
+holds the whole batch (see :mod:`scalingnote.train.collectives`). Every engine takes that mean exactly once.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from scalingnote.models.adapters import lower_frozen
+from scalingnote.models.cross_encoder import CrossEncoder
+from scalingnote.models.precision import compute_dtype
+from scalingnote.models.token_wise import TokenWise
+from scalingnote.models.tower import Tower
+from scalingnote.train import optimizer
+from scalingnote.train.collectives import average_, rank, world_size
+from scalingnote.train.config import DeepSpeed, Fsdp2, Memory, Schedule
+
+WHOLE = "whole"  # the layout of states that are cut anew for any number of ranks
+
+
+class Engine:
+    """One optimizer step is ``loss, parts = engine(batch); engine.backward(loss); engine.step(lr)``.
+
+    Collective: every rank makes the same calls in the same order. This class holds what engines with a torch
+    optimizer over named parameters have in common; a subclass sets `_names` and `_optimizer`.
+    """
+
+    module: nn.Module
+    """The caller's own module. Its methods may be called directly, under :meth:`precision`."""
+    layout: str = WHOLE
+    """How :meth:`state` is cut. States of one layout fit each other, whatever the number of ranks."""
+    _names: dict[str, nn.Parameter]
+    _optimizer: torch.optim.Optimizer
+
+    def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
+        self.module = apply_memory_settings(module, schedule.memory)
+        self._device, self._dtype = device, compute_dtype(schedule.precision, device)
+        self._clip = schedule.optimizer.clip
+
+    def __call__(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """This rank's loss and its parts, in the configured precision."""
+        with self.precision():
+            loss, parts = self.module(batch)
+        return loss, parts
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The autocast that :meth:`__call__` runs under."""
+        return autocast(self._device, self._dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """The only backward pass of a plain step."""
+        loss.backward()
+
+    def backward_from(self, embeddings: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool) -> None:
+        """Backward pass of one GradCache chunk, from the gradients of its embeddings.
+
+        Gradients add up over chunks, and are averaged over ranks by the end of the `last` one.
+        """
+        surrogate(embeddings, gradients).backward()
+        if last:
+            self._average()
+
+    def step(self, lr: float) -> Tensor:
+        """Clip, step, clear the gradients; returns their global norm before clipping."""
+        norm = self._clip_gradients()
+        optimizer.set_learning_rate(self._optimizer, lr)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """All that a checkpoint must hold, by name; this rank's shards, alive: read or fill them in place."""
+        optimizer.initialize_state(self._optimizer)
+        weights = {name: value.detach() for name, value in self._names.items()}
+        return weights | optimizer.named_state(self._optimizer, self._names)
+
+    def restored(self, state: Mapping[str, Tensor]) -> None:
+        """To be called when the tensors that :meth:`state` gave were filled from a checkpoint."""
+        optimizer.restore_scalars(self._optimizer, self._names, state)
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """Trained parameters, whole, in float32, on the CPU of rank 0; None on other ranks."""
+        raise NotImplementedError
+
+    def _average(self) -> None:
+        """Average over ranks the gradients that no backward pass has averaged."""
+        raise NotImplementedError
+
+    def _clip_gradients(self) -> Tensor:
+        """Clip to the configured global norm; returns the norm before."""
+        raise NotImplementedError
+
+
+class DdpEngine(Engine):
+    """Every rank holds all weights in float32; gradients are averaged. One process runs plain PyTorch."""
+
+    def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
+        super().__init__(module.to(device), schedule=schedule, device=device)
+        if self._dtype != torch.float32:
+            lower_frozen(module, self._dtype)
+        self._names = trainable(self.module)
+        self._optimizer = optimizer.make([list(self._names.values())], schedule.optimizer, device=device)
+        self._wrapped: nn.Module = self.module
+        # GradCache runs many backward passes a step, past the wrapper: it averages once, after the last.
+        if world_size() > 1 and schedule.memory.grad_cache is None:
+            self._wrapped = DistributedDataParallel(
+                self.module, forward_sync_buffers=False, gradient_as_bucket_view=True
+            )
+
+    def __call__(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """As the base class; the wrapper averages gradients while they are computed."""
+        with self.precision():
+            loss, parts = self._wrapped(batch)
+        return loss, parts
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """As the base class; rank 0 holds them all."""
+        if rank() != 0:
+            return None
+        return {n: p.detach().to("cpu", torch.float32, copy=True) for n, p in self._names.items()}
+
+    def _average(self) -> None:
+        average_([p.grad for p in self._names.values() if p.grad is not None])
+
+    def _clip_gradients(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(self._names.values(), self._clip, foreach=True)
+
+
+def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Engine:
+    """Spread `module` over the ranks as the schedule says. ConfigError when its strategy lacks a package."""
+    strategy = schedule.strategy
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not isinstance(strategy, Fsdp2 | DeepSpeed):
+        return DdpEngine(module, schedule=schedule, device=device)
+    if not dist.is_initialized():  # sharding needs a process group, even of one process
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    # Late: only sharded runs wait for these imports.
+    from scalingnote.train.sharded import Fsdp2Engine, ZeroEngine
+
+    if isinstance(strategy, Fsdp2):
+        return Fsdp2Engine(module, strategy, schedule=schedule, device=device)
+    return ZeroEngine(module, strategy, schedule=schedule, device=device)
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Put what :meth:`Engine.weights` gave into a freshly built module of the same kind."""
+    # Not strict: frozen parameters have no weights here, and those that two towers share have a name in each.
+    unknown = module.load_state_dict(dict(weights), strict=False).unexpected_keys
+    assert not unknown, f"weights of another module: {unknown[:4]}"
+
+
+def apply_memory_settings(module: nn.Module, memory: Memory) -> nn.Module:
+    """Switch on gradient checkpointing and compilation where `memory` asks for them, in place."""
+    if memory.gradient_checkpointing:
+        for model in module.modules():
+            if isinstance(model, PreTrainedModel):
+                # The reentrant kind cannot see a model that is used twice in one step.
+                model.activation_checkpointing_enable({"use_reentrant": False})
+                model.config.use_cache = False
+    if memory.compile:
+        for backbone in backbones(module):
+            for layer in layers(backbone):
+                # Layers are alike: one compilation serves all. Lengths differ from batch to batch.
+                layer.compile(dynamic=True)
+    return module
+
+
+def backbones(module: nn.Module) -> list[nn.Module]:
+    """The transformers inside, each once, though two towers may share one."""
+    kinds = Tower | TokenWise | CrossEncoder
+    towers = [tower for tower in module.modules() if isinstance(tower, kinds)]
+    return list({id(tower.backbone): tower.backbone for tower in towers}.values())
+
+
+def layers(backbone: nn.Module) -> list[nn.Module]:
+    """The layers of a transformer: the members of its outermost lists of modules."""
+    if isinstance(backbone, nn.ModuleList):
+        return list(backbone)
+    return [layer for child in backbone.children() for layer in layers(child)]
+
+
+def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that learn, each once, by name. Frozen ones are rebuilt from config, never stored."""
+    return {name: value for name, value in module.named_parameters() if value.requires_grad}
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Matrix products in `dtype`; nothing changes for float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def surrogate(embeddings: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """A scalar whose gradients with regard to `embeddings` are `gradients`."""
+    products = [(one.float() * grad).sum() for one, grad in zip(embeddings, gradients, strict=True)]
+    return torch.stack(products).sum()

@@ -1,0 +1,295 @@
+"""Engines that shard weights over ranks: torch's FSDP2, and ZeRO through DeepSpeed.
+
+DeepSpeed is a late import: it is slow, and only ZeroEngine needs it. Its use here differs from the usual one:
+
+- The module is built whole and then partitioned; `zero.Init` and transformers 5 do not go together.
+- The process group is ours or Ray's. On CPUs the environment must say DS_ACCELERATOR=cpu from the start.
+- Its own checkpoints are pickles. We store the float32 partitions and moments of each rank as tensors, which
+  is the whole state; they fit the number of ranks that wrote them.
+"""
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from scalingnote.errors import ConfigError
+from scalingnote.models.tower import Tower
+from scalingnote.train import optimizer
+from scalingnote.train.collectives import average_, rank, world_size
+from scalingnote.train.config import DeepSpeed, Fsdp2, Schedule
+from scalingnote.train.engine import Engine, backbones, layers, surrogate, trainable
+
+
+class Fsdp2Engine(Engine):
+    """Weights, gradients and moments sharded over ranks: torch's `fully_shard`, layer by layer.
+
+        backbone            sharded: its embedding table and norms as one unit, each layer as another
+        projections, tau    small: whole on every rank, their gradients averaged once a step
+
+    Shards are float32, gathered in the compute dtype; gradients are reduced in float32. Nothing above a
+    backbone is sharded, so a module's methods may be called directly: only backbones gather. A checkpoint
+    knows each shard's place, and is cut anew for another number of ranks.
+
+    GradCache's chunks reduce their gradients one by one: shards add up, and no rank ever holds a whole
+    gradient for longer than a layer's backward pass.
+    """
+
+    def __init__(self, module: nn.Module, config: Fsdp2, *, schedule: Schedule, device: torch.device) -> None:
+        super().__init__(module, schedule=schedule, device=device)
+        low = self._dtype if self._dtype != torch.float32 else None
+        knobs: dict[str, Any] = {
+            "mesh": init_device_mesh(device.type, (world_size(),)),
+            "reshard_after_forward": config.reshard,
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+            ),
+        }
+        if config.offload and device.type != "cpu":
+            knobs["offload_policy"] = CPUOffloadPolicy()
+        for backbone in backbones(module):
+            for layer in layers(backbone):
+                fully_shard(layer, **knobs)
+            fully_shard(backbone, **knobs)
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
+        self._names = trainable(module)
+        sharded = [p for p in self._names.values() if isinstance(p, DTensor)]
+        self._whole = [p for p in self._names.values() if not isinstance(p, DTensor)]
+        # Two groups: a fused step takes tensors of one kind.
+        self._optimizer = optimizer.make([sharded, self._whole], schedule.optimizer, device=device)
+
+    def backward(self, loss: Tensor) -> None:
+        """As the base class; shards are reduced during the pass, whole parameters after it."""
+        loss.backward()
+        self._average()
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """As the base class; gathered one by one, so that no device holds more than one of them."""
+        weights = {}
+        for name, value in self._names.items():
+            whole = value.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.to(self._device).full_tensor()  # type: ignore[attr-defined]
+            if rank() == 0:
+                weights[name] = whole.to("cpu", torch.float32, copy=True)
+        return weights if rank() == 0 else None
+
+    def _average(self) -> None:
+        """Shards are reduced in the backward pass; parameters that every rank holds whole are not."""
+        average_([p.grad for p in self._whole if p.grad is not None])
+
+    def _clip_gradients(self) -> Tensor:
+        """The norm is over all ranks' shards and, counted once, what every rank holds."""
+        gradients = [p.grad for p in self._names.values() if p.grad is not None]
+        squares = torch.zeros(2, device=self._device)  # of whole gradients, of shards
+        for gradient in gradients:
+            square = optimizer.local_part(gradient).float().square().sum()
+            squares[int(isinstance(gradient, DTensor))] += square.to(self._device)
+        if world_size() > 1:
+            dist.all_reduce(squares[1:])
+        norm = squares.sum().sqrt()
+        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            own = optimizer.local_part(gradient)
+            own.mul_(factor.to(own.device))
+        return norm
+
+
+class ZeroEngine(Engine):
+    """ZeRO through DeepSpeed: sharded moments (stage 1), gradients too (2), weights too (3).
+
+    GradCache's chunks reach it as gradient accumulation: stage 1 reduces gradients once a step, stages 2
+    and 3 with every chunk, into this rank's partition.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: DeepSpeed, *, schedule: Schedule, device: torch.device
+    ) -> None:
+        deepspeed = _import_deepspeed(device)
+        super().__init__(module, schedule=schedule, device=device)
+        self.layout = f"zero-{config.stage} on {world_size()} ranks"
+        self._stage = config.stage
+        self._names = trainable(module)
+        self._cached = schedule.memory.grad_cache is not None
+        state_device = torch.device("cpu") if config.offload_optimizer else device
+
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            return optimizer.make([list(parameters)], schedule.optimizer, device=state_device)
+
+        if config.stage == 3:
+            # The head reads a table that another module owns: DeepSpeed must gather it there too.
+            for head, table in _tied_heads(module):
+                deepspeed.zero.register_external_parameter(head, table)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its own use of torch's older names
+            self._engine = deepspeed.initialize(
+                model=_FunctionRunner(module, self.precision),
+                model_parameters=list(self._names.values()),
+                optimizer=make,
+                config=_settings(config, schedule, low=self._dtype != torch.float32),
+                dist_init_required=False,
+            )[0]
+
+    def __call__(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """As the base class; the forward pass runs inside DeepSpeed."""
+        loss, parts = self._engine(lambda: self.module(batch))
+        return loss, parts
+
+    def backward(self, loss: Tensor) -> None:
+        """As the base class; DeepSpeed averages during or after it, depending on the stage."""
+        self._engine.backward(loss)
+
+    def backward_from(self, embeddings: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool) -> None:
+        """As the base class; gradients add up until :meth:`step`, whichever parameters a chunk reaches."""
+        del last
+        # Through the engine, so that its hooks see the output they wait for.
+        self._engine.backward(self._engine(lambda: surrogate(embeddings, gradients)))
+
+    def step(self, lr: float) -> Tensor:
+        """As the base class, on this rank's partition; DeepSpeed clips."""
+        optimizer.set_learning_rate(self._engine.optimizer, lr)
+        self._engine.step()
+        if self._cached:
+            self._clear_gradients()
+        return torch.as_tensor(self._engine.get_global_grad_norm(), device=self._device)
+
+    def state(self) -> dict[str, Tensor]:
+        """As the base class: this rank's float32 partitions and their moments."""
+        names = {f"rank-{rank()}.{number}": part for number, part in enumerate(self._partitions())}
+        weights = {name: part.detach() for name, part in names.items()}
+        zero = self._engine.optimizer
+        if self._stage == 3:  # its AdamW knows its parameters only while it steps
+            zero._set_fp32_optimizer_param_groups()
+        optimizer.initialize_state(zero.optimizer)
+        if self._stage == 3:
+            zero._clear_fp32_optimizer_param_groups()
+        return weights | optimizer.named_state(zero.optimizer, names)
+
+    def restored(self, state: Mapping[str, Tensor]) -> None:
+        """As the base class; weights in the compute dtype are copied from the partitions."""
+        names = {f"rank-{rank()}.{number}": part for number, part in enumerate(self._partitions())}
+        zero = self._engine.optimizer
+        optimizer.restore_scalars(zero.optimizer, names, state)
+        if self._stage < 3:
+            zero.update_lp_params()
+            return
+        for own, low in zip(self._partitions(), zero.fp16_partitioned_groups_flat, strict=True):
+            low.data.copy_(own.data)
+        if zero.persistent_parameters:  # small ones, whole on every rank
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+    def weights(self) -> dict[str, Tensor] | None:
+        """As the base class; gathered one by one from the float32 partitions."""
+        full = importlib.import_module("deepspeed.utils").safe_get_full_fp32_param
+        weights = {}
+        for name, parameter in self._names.items():
+            whole = full(parameter)
+            if rank() == 0:
+                weights[name] = whole.detach().reshape(_shape(parameter)).float().cpu().clone()
+        return weights if rank() == 0 else None
+
+    def _clear_gradients(self) -> None:
+        """DeepSpeed overwrites old gradients in the first backward pass of a step and adds in the others.
+
+        Parameters that only a later chunk reaches would otherwise add to those of the step before.
+        """
+        zero = self._engine.optimizer
+        buffers = [getattr(zero, "grad_partitions_flat_buffer", None)]
+        buffers += getattr(zero, "accumulated_grads_in_cpu", {}).values()
+        for buffer in buffers:
+            if buffer is not None:
+                buffer.zero_()
+
+    def _partitions(self) -> list[Tensor]:
+        """Stages 1 and 2 share an optimizer class, but stage 1 in bfloat16 has one of its own."""
+        zero = self._engine.optimizer
+        names = (
+            "fp32_partitioned_groups_flat",
+            "single_partition_of_fp32_groups",
+            "fp32_groups_flat_partition",
+        )
+        return list(next(getattr(zero, name) for name in names if hasattr(zero, name)))
+
+
+class _FunctionRunner(nn.Module):
+    """The model that DeepSpeed sees: it runs any function of the module, under our autocast.
+
+    DeepSpeed switches off an autocast around it, so ours must begin inside.
+    """
+
+    def __init__(self, module: nn.Module, precision: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.module, self._precision = module, precision
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        with self._precision():
+            return function()
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    if device.type == "cpu" and os.environ.get("DS_ACCELERATOR") != "cpu":
+        raise ConfigError(
+            "strategy deepspeed on CPUs needs the environment variable DS_ACCELERATOR=cpu before the process "
+            f"starts, found {os.environ.get('DS_ACCELERATOR')!r}"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            deepspeed: Any = importlib.import_module("deepspeed")
+    except ImportError as error:
+        raise ConfigError(
+            f"strategy deepspeed needs its package ({error}): pip install 'scalingnote[gpu]', "
+            "or choose strategy fsdp2"
+        ) from None
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # launchers set it, Ray among them
+    if device.type == "cpu":
+        # Otherwise it asks compilers which of its kernels they can build, and compiles a faster all-reduce
+        # between processes of a machine. Nothing here needs any of them.
+        deepspeed.ops.__compatible_ops__ = {}
+    return deepspeed
+
+
+def _settings(config: DeepSpeed, schedule: Schedule, *, low: bool) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": config.stage}
+    if config.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if config.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return {
+        "train_batch_size": schedule.global_batch - schedule.global_batch % world_size(),
+        "train_micro_batch_size_per_gpu": schedule.global_batch // world_size(),
+        "gradient_accumulation_steps": 1,
+        # GradCache: a step ends when step() is called, after however many backward passes.
+        "managed_gradient_accumulation": schedule.memory.grad_cache is None,
+        "gradient_clipping": schedule.optimizer.clip,
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW is as fast and needs no compiler
+        "bf16": {"enabled": low},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "steps_per_print": 1 << 62,
+    }
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _tied_heads(module: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+    """Sparse heads without weights of their own, each with the input table it reads instead."""
+    towers = [tower for tower in module.modules() if isinstance(tower, Tower) and tower.sparse]
+    return [(t.sparse, t.input_table) for t in towers if t.sparse is not None and t.sparse.own is None]
