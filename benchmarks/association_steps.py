@@ -19,17 +19,20 @@ import pyarrow.parquet as pq
 
 from benchmarks.report import peak_memory_mb
 from benchmarks.synthetic_queries import TOPIC, term_scores
-from scalingnote.collect.association import ASSOCIATIONS, join, mutual, pair_keys
-from scalingnote.collect.config import AssociationConfig
-from scalingnote.collect.term_keys import (
+from scalingnote.collect.association import (
+    ASSOCIATIONS,
     CANDIDATES,
     KINDS,
     OWN,
     KeyFilter,
     candidate_keys,
+    join,
     key_filter,
+    mutual_pairs,
     own_keys,
+    pair_keys,
 )
+from scalingnote.collect.config import AssociationConfig
 from scalingnote.planner.terms import TermScores
 from scalingnote.storage.artifact import write_table
 from scalingnote.storage.exchange import bucket_of, gather, scatter
@@ -119,7 +122,7 @@ def _join(bucket: int, folder: Path, buckets: int, config: AssociationConfig) ->
 
 
 def _mutual(bucket: int, folder: Path, buckets: int, config: AssociationConfig) -> Counts:
-    found = mutual(gather(f"{folder}/pairs", bucket, schema=ASSOCIATIONS))
+    found = mutual_pairs(gather(f"{folder}/pairs", bucket, schema=ASSOCIATIONS))
     write_table(f"{folder}/mutual-{bucket}.parquet", found)
     return _by_kind(found)
 

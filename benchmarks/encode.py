@@ -16,6 +16,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +103,16 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
     """The forward pass over rows that were tokenised, sorted and packed beforehand."""
     import torch
 
-    from scalingnote.encode.batching import by_tokens
-    from scalingnote.encode.documents import document_prompt, document_tower
-    from scalingnote.encode.tokens import tokenise
+    from scalingnote.encode.documents import load_document_encoder, load_document_prompt, tokenise
+    from scalingnote.encode.encoder import by_tokens
     from scalingnote.models.batch import collate
     from scalingnote.models.token_rows import from_columns
 
     torch.set_num_threads(1)
     made = open_artifact(towers, kind="dual_encoder")
     table = open_artifact(dataset, kind="dataset").table("documents").slice(0, most)
-    rows = from_columns(tokenise(table, document_prompt(made))[0])
-    tower = document_tower(made, budget).tower
+    rows = from_columns(tokenise(table, load_document_prompt(made))[0])
+    tower = load_document_encoder(made, budget).tower
     lengths = [len(row.ids) for row in rows]
     batches = [
         collate([rows[i] for i in chosen], pad=tower.pad, packed=tower.packs)
@@ -151,8 +151,7 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     import torch
     from sentence_transformers import SentenceTransformer
 
-    from scalingnote.encode.documents import document_prompt
-    from scalingnote.encode.tokens import tokenise
+    from scalingnote.encode.documents import load_document_prompt, tokenise
     from scalingnote.models.layout import layout
 
     torch.set_num_threads(1)
@@ -162,7 +161,7 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     model = SentenceTransformer(str(folder), device="cpu")
     written = layout(made.read_json("document/tower.json")["prompt"], causal=True)
     texts = [written.format(**row) for row in table.select(["title", "topic", "content"]).to_pylist()]
-    lengths = tokenise(table, document_prompt(made))[0]["ids"]
+    lengths = tokenise(table, load_document_prompt(made))[0]["ids"]
     model.encode(texts[:16], batch_size=batch, normalize_embeddings=True)
     start = time.perf_counter()
     model.encode(texts, batch_size=batch, normalize_embeddings=True, show_progress_bar=False)
@@ -172,18 +171,24 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
 def overhead(folder: str, size: int) -> Row:
     """Seconds of the whole call and the driver's memory; two workers, parts of 8192 documents."""
     from scalingnote import cluster
-    from scalingnote.encode import job
+    from scalingnote.encode import documents
     from scalingnote.encode.config import EncodeConfig
-    from scalingnote.encode.documents import Reader, document_prompt
+    from scalingnote.encode.documents import load_document_prompt
 
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     dataset = alone(_many, f"{folder}/many-{size}", size)
     cluster.connect()
     towers = open_artifact(f"{folder}/towers", kind="dual_encoder")
-    config, reader = EncodeConfig(), Reader(inputs.no_encoder, document_prompt)
-    job.encode_documents(config, f"{folder}/many-10", towers, f"{folder}/warm-{size}", reader=reader)
+    encode = partial(
+        documents.encode_documents,
+        EncodeConfig(),
+        towers=towers,
+        load_encoder=inputs.no_encoder,
+        load_prompt=load_document_prompt,
+    )
+    encode(f"{folder}/many-10", output=f"{folder}/warm-{size}")
     start = time.perf_counter()
-    job.encode_documents(config, dataset, towers, f"{folder}/none-{size}", reader=reader)
+    encode(dataset, output=f"{folder}/none-{size}")
     seconds = time.perf_counter() - start
     return {
         "documents": size,

@@ -14,9 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalingnote.collect.association import ASSOCIATIONS, join
+from scalingnote.collect.association import ASSOCIATIONS, CLICK, join
 from scalingnote.collect.config import AssociationConfig
-from scalingnote.collect.term_keys import CLICK
 
 Engine = Callable[[pa.Table, pa.Table, AssociationConfig], pa.Table]
 ORDER = [(name, "ascending") for name in ("kind", "query", "associate")]

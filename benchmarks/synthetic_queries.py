@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
-from scalingnote.collect.term_keys import mix
+from scalingnote.collect.association import mix_bits
 from scalingnote.planner.terms import TermScores
 
 TOPIC, INTENTS = 100, 10  # queries and intents of a topic
@@ -36,7 +36,7 @@ def term_scores(
     common = np.arange(len(rows)) >= len(own_rows)
 
     vocabulary = np.where(common, 0, 1 + (start + rows) // TOPIC).astype(np.uint64)
-    terms = mix((vocabulary << np.uint64(32)) | rank.astype(np.uint64))
+    terms = mix_bits((vocabulary << np.uint64(32)) | rank.astype(np.uint64))
     rarity = np.log(rank) / np.log(np.where(common, COMMON_WORDS, TOPIC_WORDS))
     base = np.where(common, 0.05 + 0.4 * rarity, 0.45 + 0.4 * rarity)
     scores = np.clip(base + rng.uniform(-0.15, 0.15, len(rows)), 0, 1)

@@ -296,6 +296,52 @@ def dataset_rows(dataset: Any) -> Iterator[Any]:
             yield row
 
 
+def map_with_actors(
+    items: Sequence[dict[str, Any]],
+    actor: type,
+    arguments: dict[str, Any],
+    resources: Resources,
+    *,
+    before: Callable[[Any], Any] | None = None,
+    after: Callable[[Any], Any] | None = None,
+    tasks: int = 1,
+) -> Any:
+    """A Ray Dataset of items that pass through actors, and optionally through tasks before and after them.
+
+    Args:
+        items: rows, each in a block of its own, so that each is retried alone.
+        actor: a class whose instances map a batch of one row.
+        arguments: of its constructor, by name.
+        resources: number of actors, and the CPUs and GPUs of each.
+        before: maps a batch of one row, in tasks of one CPU, before the actors.
+        after: the same after the actors.
+        tasks: maximum number of tasks of `before`, and of `after`, that run at the same time.
+    """
+    dataset: Any = ray.data.from_items(list(items), override_num_blocks=len(items))
+    around: dict[str, Any] = {"compute": ray.data.TaskPoolStrategy(size=max(tasks, 1)), "num_cpus": 1}
+    if before:
+        dataset = dataset.map_batches(before, batch_size=1, **around)
+    dataset = dataset.map_batches(
+        actor,
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(resources.workers, len(items))),
+        fn_constructor_kwargs=arguments,
+        num_cpus=resources.cpus_per_worker,
+        num_gpus=resources.gpus_per_worker or None,
+    )
+    return dataset.map_batches(after, batch_size=1, **around) if after else dataset
+
+
+def execution_errors() -> tuple[type[Exception], ...]:
+    """Exceptions by which an execution of Ray Data ends early.
+
+    Ray raises the second after half an hour without progress: no node came, or a part kills every worker.
+    """
+    from ray.data.exceptions import ExecutionTimeoutError  # late: ray.data takes a second to import
+
+    return ray.exceptions.RayError, ExecutionTimeoutError
+
+
 def error_column(error: ScalingNoteError) -> str:
     """Value of the column `error`, raised by :func:`dataset_rows`: Ray Data hides exceptions of user code."""
     return json.dumps([type(error).__name__, str(error)])

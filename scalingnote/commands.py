@@ -159,14 +159,14 @@ def search(options: argparse.Namespace) -> int:
     config = pipeline.load_run(options.run)
     index = pipeline.locate(config, "index")
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
-    from scalingnote.encode import exported
+    from scalingnote.encode import exports
     from scalingnote.encode.query_encoder import QueryEncoder
     from scalingnote.models.sparse_query import SparseQuery
     from scalingnote.search.query_path import QueryPath
     from scalingnote.search.searcher import Searcher
 
     clock = [time.perf_counter()]
-    tower = exported.find(tower, options.form, options.run)
+    tower = exports.find(tower, options.form, options.run)
     encoder = QueryEncoder.load(tower.directory("query"), options.form)
     searcher = Searcher.open(index.uri)
     source = pipeline.query_terms(config) if searcher.layout.refine != "none" else None
@@ -228,14 +228,14 @@ def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
 def export(options: argparse.Namespace) -> int:
     """Write a query tower as a graph, checked on real queries."""
     from scalingnote import pipeline
-    from scalingnote.encode import exported
+    from scalingnote.encode import exports
     from scalingnote.encode.config import ExportConfig
     from scalingnote.log import configure
 
     configure()
     config = pipeline.load_run(options.run)
     tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
-    made = exported.build(
+    made = exports.build(
         ExportConfig(form=options.form),
         tower=tower,
         dataset=pipeline.locate(config, "dataset"),

@@ -98,14 +98,14 @@ def ingest(
     if made_by.cross_encoder is not None and made_by.distill is not None and not made_by.distill.document:
         raise ConfigError("this run's documents were read by a cross-encoder: encode them anew instead")
     own = "encode_student" in [stage.name for stage in stages.of(made_by)]
-    new = job.described(path, dict(columns or {}), like=locate(made_by, "dataset"))
+    new = job.describe_file(path, dict(columns or {}), like=locate(made_by, "dataset"))
     return job.run(
         config,
         new,
         towers=locate(made_by, "student" if own else "dual_encoder"),
         semantic_ids=locate(made_by, "semantic_ids"),
         embeddings=locate(made_by, "embeddings"),
-        output=job.place(run_dir, new),
+        output=job.output_uri(run_dir, new),
     )
 
 

@@ -1,1 +1,1 @@
-"""Published embedding models taken as they are: a dual encoder without training."""
+"""Published embedding models as dual encoders, without training."""

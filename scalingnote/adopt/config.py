@@ -1,4 +1,4 @@
-"""Knobs of adopt: which published model, and what its files leave open."""
+"""Settings of adopt: the published model, and settings that its files leave open."""
 
 from pydantic import Field
 
@@ -7,26 +7,28 @@ from scalingnote.models.config import Pooling
 
 
 class AdoptConfig(Config):
-    """A published embedding model in place of stage I's training."""
+    """A published embedding model instead of training by stage I."""
 
     path: str = Field(
-        description="hub id, folder or package:NAME, e.g. BAAI/bge-small-en-v1.5; of a pair, the documents'"
+        description="hub id, folder or package:NAME, as BAAI/bge-small-en-v1.5; of a pair, that of documents"
     )
     weights_sha256: str | None = Field(
         None, description="of model.safetensors at `path`; other weights are refused. null: any"
     )
     query_path: str | None = Field(
-        None, description="of a pair of models, the queries'; null: one model reads both"
+        None, description="of a pair of models, that of queries; null: one model encodes both"
     )
     pooling: Pooling = Field(
-        "auto", description="auto: as the model's files say; a plain folder needs a name"
+        "auto", description="auto: from the model's files; a plain transformer has none, so name one"
     )
-    normalise: bool | None = Field(None, description="embeddings of length 1; null: as the model's files say")
+    normalise: bool | None = Field(None, description="embeddings of length 1; null: from the model's files")
     query_prefix: str | None = Field(
         None, description="text before every query; null: the model's own prompt"
     )
     document_prefix: str | None = Field(None, description="text before every document; null: the model's own")
     query_max_length: int | None = Field(
-        None, ge=2, description="tokens of a query; null: what the model reads"
+        None, ge=2, description="maximum tokens of a query; null: the model's maximum"
     )
-    document_max_length: int | None = Field(None, ge=2, description="tokens of a document; null: as above")
+    document_max_length: int | None = Field(
+        None, ge=2, description="maximum tokens of a document; null: as above"
+    )

@@ -1,4 +1,4 @@
-"""Knobs of triplet collection: which evidence becomes training data, and how hard its negatives are."""
+"""Settings of triplet collection: sources, negatives, association, sampling."""
 
 from typing import Annotated, Literal
 
@@ -10,14 +10,14 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class Share(Config):
-    """What becomes of one source's triplets."""
+    """Sampling and weight of one source's triplets."""
 
-    sample: float = Field(1.0, ge=0, le=1, description="share that is kept, by a seeded hash")
+    sample: float = Field(1.0, ge=0, le=1, description="share of the triplets that is kept, by a seeded hash")
     weight: float = Field(1.0, gt=0, description="of each row in the losses of stage I")
 
 
 class Mixing(Config):
-    """The four sources of ScalingNote, section 4.1: whose evidence, and whether it was lent."""
+    """The four sources of ScalingNote, section 4.1: clicks or relevance, of the query or of an associate."""
 
     click_one: Share = Share()
     click_multi: Share = Share()
@@ -40,30 +40,40 @@ class BM25Ranker(Config):
 
 
 class AssociationConfig(Config):
-    """Which queries lend each other their evidence (ScalingNote, Algorithm 1)."""
+    """Which queries are associated, so that one gets the triplets of the other (ScalingNote, Algorithm 1)."""
 
     click_threshold: float = Field(
-        0.5, ge=0, description="q1 takes q2's clicks if q2 scores q1's top 2 terms above this"
+        0.5, ge=0, description="q1 receives q2's click triplets if q2 scores q1's top 2 terms above this"
     )
     relevance_threshold: float = Field(
-        0.3, ge=0, description="q1 and q2 share rankings if each scores the other's top 4 terms above this"
+        0.3,
+        ge=0,
+        description="q1 and q2 exchange relevance triplets if each scores the other's top 4 terms above this",
     )
     max_terms: int = Field(
-        8, ge=4, le=16, description="terms above the threshold that a query answers for, the best ones"
+        8,
+        ge=4,
+        le=16,
+        description="maximum number of a query's terms above the threshold that are matched, best first",
     )
     max_associates: int = Field(
-        32, ge=1, description="queries that may lend to one query and kind, the strongest ones"
+        32,
+        ge=1,
+        description="maximum number of associates to take triplets from, per query and kind, strongest first",
     )
 
 
 class DecontaminationConfig(Config):
-    """Which training queries are too near to a test query (SimHash; LightRetriever, appendix, Table 6)."""
+    """Which queries are near duplicates of a test query (SimHash; LightRetriever, appendix, Table 6)."""
 
     max_distance: int = Field(
-        12, ge=0, le=20, description="bits of 64 by which near duplicates may differ; 3 in the literature"
+        12,
+        ge=0,
+        le=20,
+        description="bits of 64 by which fingerprints of near duplicates may differ; 3 in the literature",
     )
     extra_letters: int | None = Field(
-        3, ge=0, description="letters that near duplicates may not share; null: the bits alone decide"
+        3, ge=0, description="letters that near duplicates may not share; null: fingerprints alone decide"
     )
 
 
@@ -76,7 +86,7 @@ class CrossEncoderConfig(Config):
     max_length: int = Field(512, ge=8, description="tokens of query and document together")
     batch_size: int = Field(64, ge=1, description="pairs per forward pass")
     precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the weights; bfloat16 is faster on GPUs and scores in steps of 0.4%"
+        "float32", description="of the weights; bfloat16 is faster on GPUs, its scores have steps of 0.4%"
     )
     activation: Literal["sigmoid", "none"] = Field(
         "sigmoid", description="of the logit; scores in 0..1 can be compared as ratios"
@@ -102,7 +112,7 @@ class QueryGenerationConfig(Config):
     @model_validator(mode="after")
     def _distinct_sigmas(self) -> "QueryGenerationConfig":
         if len(set(self.sigmas)) < len(self.sigmas):
-            raise ValueError(f"sigmas={self.sigmas} repeats one: its query would be generated twice")
+            raise ValueError(f"sigmas={self.sigmas} has a duplicate: its query would be generated twice")
         return self
 
 
@@ -118,20 +128,24 @@ class CollectConfig(Config):
     num_negatives: int = Field(1, ge=1, description="hard negatives per triplet; 1 in the paper")
     min_clicks: int = Field(1, ge=1, description="satisfied clicks that make a document a query's positive")
     min_dwell_s: float = Field(
-        0.0, ge=0, description="a click satisfied when the user stayed so long, or nobody measured it"
+        0.0,
+        ge=0,
+        description="minimum dwell time of a satisfied click; an unmeasured dwell time satisfies, too",
     )
     ranker: AnyRanker | None = Field(
-        None, description="source of 'relevance'; null: the dataset's scores where it has them, else bm25"
+        None, description="ranking model of 'relevance'; null: the dataset's scores if it has any, else bm25"
     )
     top_k: int = Field(10, ge=1, description="ranks up to K are dropped as likely false negatives")
     top_t: int = Field(50, ge=2, description="hard negatives are drawn from ranks K+1 to T")
     max_negative_score_ratio: float | None = Field(
-        None, gt=0, description="a hard negative scores at most this many times what the positive does"
+        None, gt=0, description="a hard negative scores at most this many times the positive's score"
     )
     association: AssociationConfig | None = Field(
         AssociationConfig(), description="null: no multi-hop triplets"
     )
-    max_multi_hop: int = Field(4, ge=1, description="triplets a query borrows, per source; the strongest")
+    max_multi_hop: int = Field(
+        4, ge=1, description="multi-hop triplets per query and source, strongest association first"
+    )
     mixing: Mixing = Mixing()
     decontamination: DecontaminationConfig | None = Field(
         DecontaminationConfig(), description="null: training queries may repeat test queries"
@@ -140,7 +154,7 @@ class CollectConfig(Config):
         None, description="further queries for distillation (EmbedDistill, section 4.3)"
     )
     validation_fraction: float = Field(0.1, ge=0, lt=1, description="share of the queries; 9:1 in the paper")
-    parts: int = Field(8, ge=1, description="files of the artifact; a query lies in one of them, by hash")
+    parts: int = Field(8, ge=1, description="files of the artifact; the hash of a query selects one")
     seed: int = Field(0, description="of the draws and of the validation split")
     resources: Resources = Resources()
 

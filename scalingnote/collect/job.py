@@ -1,10 +1,10 @@
-"""The collect stage: a dataset's click log and rankings become triplets, on Ray.
+"""The collect stage on Ray: triplets from a dataset's click log and rankings.
 
-Each step of :mod:`scalingnote.collect.steps` is mapped over its slices or buckets; tables pass between
-steps as files in the artifact's work directory, never through the driver. Files rather than Ray Data's
-groupby: a retried task overwrites its own, and 600,000 rows on two cores took 2.5 s, against 10-16 s for
-``groupby`` of a bucket column or a keyed ``repartition``, and over 20 s for ``groupby("query_id")``, which
-calls Python once per query. A step that finished is noted; a killed run goes on with the next one.
+Each step of :mod:`scalingnote.collect.steps` is mapped over its slices or buckets. Tables pass between steps
+as files in the artifact's work directory, never through the driver, because a retried task overwrites its own
+files, and because 600,000 rows on two cores took 2.5 s: ``groupby`` of a bucket column or a keyed
+``repartition`` of Ray Data took 10-16 s, ``groupby("query_id")``, which calls Python once per query, over
+20 s. A file records that a step is done; a run that was killed continues with the next step.
 """
 
 import json
@@ -20,9 +20,9 @@ import ray
 from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
 from scalingnote import cluster
-from scalingnote.collect import actors, steps, summary
+from scalingnote.collect import steps, triplet_parts
+from scalingnote.collect.buckets import Context, Item
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
-from scalingnote.collect.steps import Context, Item
 from scalingnote.datasets.trainable import held_out_documents, queries
 from scalingnote.errors import DataError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
@@ -32,10 +32,21 @@ from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
 
 log = get_logger("collect")
 Step = Callable[[Item, Context], Any]
+Ranker = ScoreTable | BM25Ranker | CrossEncoderConfig
 
 
 def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Artifact:
-    """Build the `triplets` artifact of a dataset. DataError when it cannot give a single triplet."""
+    """Build the `triplets` artifact of a dataset.
+
+    Args:
+        config: sources, negatives, association, split.
+        dataset: URI of the dataset.
+        planner: URI of the planner whose term scores associate queries.
+        output: URI of the artifact.
+
+    Raises:
+        DataError: the dataset lacks evidence that the config asks for, or gives no triplet.
+    """
     parents = {
         "dataset": open_artifact(dataset, kind="dataset"),
         "planner": open_artifact(planner, kind="planner"),
@@ -58,15 +69,15 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     counts = _collect(context, draft, ranker)
     if not counts["triplets"]:
         raise DataError(
-            f"{dataset} gives no triplet: of {counts['queries']:,} training queries none has a positive "
+            f"{dataset} gives no triplet: none of {counts['queries']:,} training queries has a positive "
             f"and {config.num_negatives} hard negatives ({counts['without_negatives']:,} lack negatives)"
         )
-    statistics = summary.statistics(context, counts)
+    statistics = triplet_parts.statistics(context, counts)
     draft.write_json("statistics.json", statistics)
-    draft.write_bytes("statistics.md", summary.markdown(statistics).encode())
+    draft.write_bytes("statistics.md", triplet_parts.markdown(statistics).encode())
     artifact = draft.commit(
         counts=dict(sorted(counts.items())),
-        # Also where no click is a positive: clicks keep documents from being relevance negatives.
+        # Also without click positives: clicked documents are excluded from relevance negatives.
         simulated_clicks=bool(source.manifest.info.get("simulated_clicks", False)),
         ranking_model=ranker.kind if ranker else None,
     )
@@ -82,8 +93,8 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     return artifact
 
 
-def _ranker(config: CollectConfig, dataset: Artifact) -> ScoreTable | BM25Ranker | CrossEncoderConfig | None:
-    """Where relevance comes from; DataError when the dataset lacks what the config asks for."""
+def _ranker(config: CollectConfig, dataset: Artifact) -> Ranker | None:
+    """The ranking model of relevance triplets. DataError if the dataset lacks evidence for the config."""
     if "click" in config.sources and not dataset.table_parts("impressions"):
         raise DataError(f"{dataset.uri} has no impressions: set collect.sources=[relevance]")
     if "relevance" not in config.sources:
@@ -94,10 +105,8 @@ def _ranker(config: CollectConfig, dataset: Artifact) -> ScoreTable | BM25Ranker
     return config.ranker or (ScoreTable() if scored else BM25Ranker())
 
 
-def _collect(
-    context: Context, draft: Draft, ranker: ScoreTable | BM25Ranker | CrossEncoderConfig | None
-) -> Counter[str]:
-    """All steps in order; their counts, and each part registered with the draft."""
+def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[str]:
+    """Run all steps in order and register the parts with the draft; returns the counts."""
     config, dataset = context.config, context.dataset
     shared = ray.put(context)
 
@@ -114,60 +123,61 @@ def _collect(
         unit: str = "buckets",
         notes: bool = False,
     ) -> None:
-        """Run one step, unless an earlier, killed run finished it; with `notes` only what that one left."""
+        """Run a step unless an earlier, killed run finished it. `notes` records each item, for slow steps."""
         note = draft.work(f"done/{name}.json")
         if not fs.exists(note):
-            found, left = Counter[str](), items()
+            step_counts, todo = Counter[str](), items()
             if notes:
-                earlier, left = _noted(draft.work(f"done/{name}"), left)
-                found.update(earlier)
-            for result in _map(name, step, left, shared, *arguments, config=config, unit=unit):
-                found.update(result)
-            fs.write_bytes(note, json.dumps(found).encode())
+                step_counts, todo = _without_done(draft.work(f"done/{name}"), todo)
+            for result in _map(name, step, todo, shared, *arguments, config=config, unit=unit):
+                step_counts.update(result)
+            fs.write_bytes(note, json.dumps(step_counts).encode())
         counts.update(json.loads(fs.read_bytes(note)))
 
-    # Clicks matter to both sources: a clicked document is no negative of its query.
+    # Both sources need the clicks: a clicked document is no negative of its query.
     logs = ["impressions", "scores"] if isinstance(ranker, ScoreTable) else ["impressions"]
-    each("queries", actors.TakeQueries, partial(_row_groups, dataset, ["queries"]), unit="queries")
+    each("queries", steps.QuerySelection, partial(_row_groups, dataset, ["queries"]), unit="queries")
     each("evidence", steps.take_evidence, partial(_row_groups, dataset, logs), unit="rows")
     if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
         index = draft.work("bm25")
         if not fs.exists(draft.work("done/rank.json")):
             with tempfile.TemporaryDirectory() as local:
-                actors.build_index(context, ranker, local)
+                steps.build_ranking_index(context, ranker, local)
                 fs.upload(local, index)
         slices = partial(_slices, context)
-        each("rank", actors.Ranker, slices, ranker, index, draft.fingerprint, unit="queries", notes=True)
+        each("rank", steps.Ranking, slices, ranker, index, draft.fingerprint, unit="queries", notes=True)
     each("one-hop", steps.one_hop, buckets)
     if config.association:
-        each("own-keys", actors.OwnKeys, buckets)
+        each("own-keys", steps.OwnKeys, buckets)
         each("own-filter", steps.own_filter, lambda: [{}])
         each("candidates", steps.candidates, buckets)
         each("associate", steps.associate, buckets)
         each("mutual", steps.mutual, buckets)
-        each("lend", steps.lend_bucket, buckets)
+        each("transfer", steps.transfer, buckets)
     if config.query_generation:
-        each("generate", actors.Generate, buckets, config.query_generation, notes=True)
-    for result in _map("finish", steps.finish, buckets(), shared, config=config, unit="parts"):
+        each("generate", steps.QueryWriting, buckets, config.query_generation, notes=True)
+    for result in _map("finish", triplet_parts.write_part, buckets(), shared, config=config, unit="parts"):
         draft.register(result["name"], Part(**result["part"]))
         counts.update(result["counts"])
-    summary.draw_samples(context)
-    each("documents", summary.count_documents, buckets)
-    each("texts", summary.look_up, partial(_row_groups, dataset, ["documents"]), unit="documents")
+    triplet_parts.draw_samples(context)
+    each("documents", triplet_parts.count_documents, buckets)
+    each(
+        "texts", triplet_parts.read_documents, partial(_row_groups, dataset, ["documents"]), unit="documents"
+    )
     return counts
 
 
-def _noted(folder: str, items: list[Item]) -> tuple[Counter[str], list[Item]]:
-    """What the items said that have a note already, and the others, told where to leave theirs."""
+def _without_done(folder: str, items: list[Item]) -> tuple[Counter[str], list[Item]]:
+    """Counts of the items with a note in `folder`, and the other items, each with the URI of its note."""
     done = set(fs.list_files(folder))
-    found, left = Counter[str](), []
+    counts, todo = Counter[str](), []
     for item in items:
         name = "-".join(str(item[key]) for key in ("bucket", "start") if key in item) + ".json"
         if name in done:
-            found.update(json.loads(fs.read_bytes(fs.join(folder, name))))
+            counts.update(json.loads(fs.read_bytes(fs.join(folder, name))))
         else:
-            left.append(item | {"note": fs.join(folder, name)})
-    return found, left
+            todo.append(item | {"note": fs.join(folder, name)})
+    return counts, todo
 
 
 def _map(
@@ -179,7 +189,7 @@ def _map(
     config: CollectConfig,
     unit: str,
 ) -> Iterable[Any]:
-    """What `step` (a function, or a class that is loaded once per actor) says of each item, with progress."""
+    """Results of `step` for each item; a function runs in tasks, a class is loaded once per actor."""
     if not items:
         return
     workers = min(config.resources.workers, len(items))
@@ -187,7 +197,7 @@ def _map(
     options: dict[str, Any] = {"num_cpus": config.resources.cpus_per_worker}
     if isinstance(step, type):
         done = rows.map(
-            _Actor,  # type: ignore[arg-type]  # Ray's annotation forgets callable classes
+            _StepActor,  # type: ignore[arg-type]  # Ray's annotation forgets callable classes
             fn_constructor_args=(step, shared, *arguments),
             compute=ActorPoolStrategy(size=workers),
             num_gpus=config.resources.gpus_per_worker or None,
@@ -206,13 +216,13 @@ def _map(
 
 def _task(row: dict[str, str], step: Step, shared: Any) -> dict[str, Any]:
     context = ray.get(shared)
-    return _answer(row, lambda: lambda item: step(item, context))
+    return _run_step(row, lambda: lambda item: step(item, context))
 
 
-class _Actor:
-    """Holds what a step loads once: a planner, an index, a model.
+class _StepActor:
+    """Holds a step that loads a planner, an index or a model.
 
-    It loads at the first row: Ray gives an actor up that fails to start, and its reason with it.
+    It loads at the first row, because Ray drops the exception of an actor whose constructor fails.
     """
 
     def __init__(self, step: type, shared: Any, *arguments: Any) -> None:
@@ -220,7 +230,7 @@ class _Actor:
         self._step: Callable[[Item], Any] | None = None
 
     def __call__(self, row: dict[str, str]) -> dict[str, Any]:
-        return _answer(row, self._loaded)
+        return _run_step(row, self._loaded)
 
     def _loaded(self) -> Callable[[Item], Any]:
         if self._step is None:
@@ -228,7 +238,7 @@ class _Actor:
         return self._step
 
 
-def _answer(row: dict[str, str], load: Callable[[], Callable[[Item], Any]]) -> dict[str, Any]:
+def _run_step(row: dict[str, str], load: Callable[[], Callable[[Item], Any]]) -> dict[str, Any]:
     item = json.loads(row["item"])
     try:
         result = load()(item)
@@ -243,7 +253,7 @@ def _answer(row: dict[str, str], load: Callable[[], Callable[[Item], Any]]) -> d
 
 
 def _row_groups(dataset: Artifact, tables: list[str]) -> list[Item]:
-    """One item per row group of the tables' files: bounded, and enough of them to share out."""
+    """One item per row group of the tables' files: bounded in size, and many enough for all workers."""
     items: list[Item] = []
     for table in tables:
         for name in dataset.table_parts(table):
@@ -263,11 +273,11 @@ def _row_groups(dataset: Artifact, tables: list[str]) -> list[Item]:
 
 
 def _slices(context: Context) -> list[Item]:
-    """A few hundred queries of one bucket each."""
+    """Slices of at most QUERIES_PER_SLICE queries of one bucket."""
     items: list[Item] = []
     for bucket in range(context.config.parts):
         rows = exchange.rows_in(context.folder("queries"), bucket)
-        for start in range(0, rows, actors.QUERIES_PER_SLICE):
-            size = min(actors.QUERIES_PER_SLICE, rows - start)
+        for start in range(0, rows, steps.QUERIES_PER_SLICE):
+            size = min(steps.QUERIES_PER_SLICE, rows - start)
             items.append({"bucket": bucket, "start": start, "rows": size})
     return items

@@ -1,111 +1,144 @@
-"""The steps of collecting, each over one slice or one bucket; every table between them is a file.
+"""The steps of collect up to multi-hop candidates, each over one slice or one bucket.
 
-    queries ─────► TakeQueries ───by query──► one_hop ──► a bucket: its queries, triplets, what is known
-    log, scores ─► take_evidence ─by query──────┘
-    bucket ─► OwnKeys, candidates ─by key─► associate ─by pair─► mutual ─by lender─► lend_bucket ─┐
-    bucket ─────────────────────────────────────────────► finish ◄───────────────by borrower──────┘ ─► a part
+    queries ─────► QuerySelection ─by query─► one_hop ──► bucket: queries, one_hop, known
+    log, scores ─► take_evidence ──by query─────┘
+    bucket ─► OwnKeys, candidates ─by key─► associate ─by pair─► mutual ─by associate─► transfer
+    transfer ─by query─► triplet_parts.write_part
 
-A query is numbered by its bucket and its row in it, so that associating handles nothing but integers.
-Steps know neither Ray nor each other; a step that is done again writes the same files again.
+A step is a function of an item and the context, or a class where it loads something once and uses it for many
+items: an index, a planner, a model. Steps know neither Ray nor each other.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from jaxtyping import Bool, Int64, UInt64
-from numpy import ndarray
 
+from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect import association
-from scalingnote.collect.assemble import assemble
-from scalingnote.collect.config import CollectConfig
-from scalingnote.collect.evidence import EVIDENCE, exposures, rankings
-from scalingnote.collect.mixing import mix
-from scalingnote.collect.multi_hop import LOANS, borrow, lend
-from scalingnote.collect.statistics import describe, sample
-from scalingnote.collect.term_keys import (
-    CANDIDATES,
-    CLICK,
-    KINDS,
-    OWN,
-    KeyFilter,
-    candidate_keys,
-    key_filter,
+from scalingnote.collect.buckets import (
+    QUERY,
+    ROW_BITS,
+    Context,
+    Counts,
+    Item,
+    buckets_of_numbers,
+    query_numbers,
+    read_queries,
+    read_row_group,
+    read_table,
+    rows_of_numbers,
+    scatter_by,
+    scatter_evidence,
 )
-from scalingnote.collect.triplet import share
+from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig, QueryGenerationConfig
+from scalingnote.collect.decontamination import CLEAN, EXACT, NEAR, Decontaminator
+from scalingnote.collect.multi_hop import multi_hop_candidates
+from scalingnote.collect.one_hop import EVIDENCE, click_evidence, one_hop_triplets, ranking_evidence
+from scalingnote.planner.planner import load as load_planner
 from scalingnote.planner.terms import TermScores
 from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Part, write_table
-from scalingnote.storage.schema import ANSWERS, TRIPLETS
+from scalingnote.storage.artifact import write_table
 
-ROW_BITS = 40
-LENT_PER_BORROWED = 4  # a lender offers so many times what one borrower takes: some of it will be refused
-QUERY = pa.schema({"query_id": pa.string(), "query": pa.string()})
-Item = dict[str, Any]
-Counts = dict[str, int]
+QUERIES_PER_SLICE = 512  # about 0.1-0.2 s of BM25: short enough for progress, long enough for Ray's overhead
+OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected
 
 
-@dataclass(frozen=True)
-class Context:
-    """What every step may read; small, and equal for all of them."""
-
-    config: CollectConfig
-    dataset: Artifact
-    planner: Artifact
-    held_out: pa.Array  # doc_ids that training may not see
-    test_queries: pa.Array  # their texts
-    work: str
-    output: str
-
-    def folder(self, name: str) -> str:
-        """Where an exchange between two steps lies."""
-        return fs.join(self.work, name)
-
-    def bucket(self, number: int, table: str) -> str:
-        """A table of one finished bucket."""
-        return fs.join(self.work, "bucket", f"{number:05d}", f"{table}.parquet")
+# --- queries and evidence ------------------------------------------------------------------------------
 
 
-# --- from the dataset into buckets ---------------------------------------------------------------------
+class QuerySelection:
+    """Selects training queries and drops those that repeat a test query."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._decontaminate = _decontaminator(context)
+
+    def __call__(self, item: Item) -> Counts:
+        """Scatter one row group of queries by query_id."""
+        table = read_row_group(item)
+        table = table.filter(pc.equal(table["split"], "train")).select(QUERY.names)
+        counts = {"query_rows": len(table)}
+        if self._decontaminate:
+            verdict = self._decontaminate(table["query"]).verdict
+            counts["exact_duplicates"] = int((verdict == EXACT).sum())
+            counts["near_duplicates"] = int((verdict == NEAR).sum())
+            table = table.filter(pa.array(verdict == CLEAN))
+        scatter_by(table, "query_id", "queries", item["slice"], self._context)
+        return counts | {"queries": len(table)}
 
 
 def take_evidence(item: Item, context: Context) -> Counts:
-    """One row group of the click log or of the scores, less held-out documents."""
-    table = row_group(item)
+    """Scatter the evidence of one row group of the click log or of the scores."""
+    table = read_row_group(item)
     if item["table"] == "impressions":
-        table = exposures(table, min_dwell_s=context.config.min_dwell_s)
+        table = click_evidence(table, min_dwell_s=context.config.min_dwell_s)
     else:
-        table = rankings(table)
-    return keep_evidence(table, item["slice"], context) | {"evidence_rows": item["rows"]}
+        table = ranking_evidence(table)
+    return scatter_evidence(table, item["slice"], context) | {"evidence_rows": item["rows"]}
 
 
-def keep_evidence(evidence: pa.Table, name: str, context: Context) -> Counts:
-    """Scatter evidence on documents that training may see."""
-    allowed = evidence.filter(pc.invert(pc.is_in(evidence["doc_id"], value_set=context.held_out)))
-    scatter_by(allowed, "query_id", context.folder("evidence"), name, context)
-    return {"held_out_rows": len(evidence) - len(allowed)}
+def build_ranking_index(context: Context, ranker: BM25Ranker | CrossEncoderConfig, local: str) -> None:
+    """Write a BM25 index over the training documents to a folder, with their ids, and texts where needed."""
+    documents = context.dataset.table("documents", ["doc_id", "title", "topic", "content"])
+    documents = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=context.held_out)))
+    settings = ranker if isinstance(ranker, BM25Ranker) else BM25Ranker()
+    BM25.build(document_texts(documents), k1=settings.k1, b=settings.b).save(local)
+    columns = ["doc_id"] if isinstance(ranker, BM25Ranker) else documents.schema.names
+    write_table(f"{local}/documents.arrow", documents.select(columns))
 
 
-def queries_of(bucket: int, context: Context) -> pa.Table:
-    """The queries of a bucket by query_id: a query's row in it is its number."""
-    return exchange.gather(context.folder("queries"), bucket, schema=QUERY).sort_by("query_id")
+class Ranking:
+    """Ranks documents for queries; the index is memory-mapped, so the actors of a machine share it."""
 
+    def __init__(
+        self, context: Context, ranker: BM25Ranker | CrossEncoderConfig, index: str, version: str
+    ) -> None:
+        local = fs.download(index, list(fs.list_files(index)), version=version)
+        self._context, self._bm25 = context, BM25.load(local)
+        self._documents = pa.ipc.open_file(pa.memory_map(f"{local}/documents.arrow")).read_all()
+        self._depth = context.config.top_t
+        self._scorer: Any = None
+        if isinstance(ranker, CrossEncoderConfig):
+            from scalingnote.collect.transformer_models import PairScorer
 
-# --- one hop -------------------------------------------------------------------------------------------
+            self._scorer, self._depth = PairScorer(ranker), ranker.candidates
+        self._queries: tuple[int, pa.Table] = (-1, QUERY.empty_table())  # of the last bucket
+
+    def __call__(self, item: Item) -> Counts:
+        """Rank documents for one slice of a bucket's queries and scatter the best as evidence."""
+        bucket, start = item["bucket"], item["start"]
+        if self._queries[0] != bucket:
+            self._queries = (bucket, read_queries(bucket, self._context))
+        queries = self._queries[1].slice(start, QUERIES_PER_SLICE)
+        rows, scores = self._bm25.search(queries["query"].to_pylist(), self._depth)
+        which, rank = np.nonzero(rows >= 0)
+        query_rows, document_rows = pa.array(which), pa.array(rows[which, rank])
+        scored: Any = scores[which, rank]
+        if self._scorer:
+            texts = document_texts(self._documents.take(document_rows))
+            scored = self._scorer.score(queries["query"].take(query_rows).to_pylist(), texts)
+        columns = {
+            "query_id": queries["query_id"].take(query_rows),
+            "doc_id": self._documents["doc_id"].take(document_rows),
+            "score": scored,
+        }
+        evidence = ranking_evidence(pa.table(columns))
+        name = f"ranked-{bucket:05d}-{start:09d}"
+        return scatter_evidence(evidence, name, self._context) | {"ranked": len(queries)}
 
 
 def one_hop(item: Item, context: Context) -> Counts:
-    """One bucket's own triplets, and what its queries know of documents."""
+    """Write one bucket's queries, their one-hop triplets and the documents that their evidence judges."""
     bucket = item["bucket"]
-    queries = queries_of(bucket, context)
+    queries = read_queries(bucket, context)
     evidence = exchange.gather(context.folder("evidence"), bucket, schema=EVIDENCE)
     query_ids = queries["query_id"].combine_chunks()
-    triplets, known, counts = assemble(evidence, query_ids, config=context.config)
+    triplets, known, counts = one_hop_triplets(evidence, query_ids, config=context.config)
     for name, table in (("queries", queries), ("one_hop", triplets), ("known", known)):
         write_table(context.bucket(bucket, name), table)
     return counts
@@ -114,203 +147,139 @@ def one_hop(item: Item, context: Context) -> Counts:
 # --- association ---------------------------------------------------------------------------------------
 
 
+class OwnKeys:
+    """Scores the terms of a bucket's queries with the planner and scatters the keys that they own."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._planner = context, load_planner(context.planner)
+
+    def __call__(self, item: Item) -> Counts:
+        """One bucket."""
+        context, bucket = self._context, item["bucket"]
+        assert context.config.association is not None
+        queries = read_table(context.bucket(bucket, "queries"))
+        scores = self._planner.term_scores(queries["query"].to_pylist())
+        write_table(context.bucket(bucket, "terms"), scores.to_arrow(), use_dictionary=[])
+        numbers = query_numbers(bucket, len(queries))
+        own, counts = association.own_keys(scores, numbers, config=context.config.association)
+        del counts["queries"]  # QuerySelection counted them
+        scatter_by(own, "key", "own", f"{bucket:05d}", context)
+        write_table(context.bucket(bucket, "own"), own)  # also whole, for the filter: one file a bucket
+        return counts
+
+
 def own_filter(item: Item, context: Context) -> Counts:
-    """All own keys as a bit table: a key that nobody asks for need not be shuffled."""
+    """Write a filter of all own keys, so that candidate keys that no query owns are not shuffled."""
     tables = [context.bucket(bucket, "own") for bucket in range(context.config.parts)]
     keys = sum(pq.read_metadata(fs.open_input(uri)).num_rows for uri in tables)
-    found = key_filter((read(uri) for uri in tables), keys=keys)
-    fs.write_bytes(context.folder("own.bits"), found.bits.tobytes())
+    owned = association.key_filter((read_table(uri) for uri in tables), keys=keys)
+    fs.write_bytes(context.folder("own.bits"), owned.bits.tobytes())
     return {"own_keys": keys}
 
 
 def candidates(item: Item, context: Context) -> Counts:
-    """The keys that one bucket's queries answer for, of those somebody asks for."""
+    """Scatter the candidate keys of one bucket's queries."""
     config, bucket = context.config.association, item["bucket"]
     assert config is not None
     with fs.open_input(context.folder("own.bits")) as bits:
-        owned = KeyFilter(np.frombuffer(bits.read_buffer(), np.uint8))
-    scores = TermScores.from_arrow(read(context.bucket(bucket, "terms")))
-    ids = ids_of(bucket, len(scores.offsets) - 1)
-    # A query is numbered by the bucket it lies in; which of two queries is taken must not hang on that.
-    ties = exchange.hash_of(read(context.bucket(bucket, "queries"))["query_id"])
-    found, counts = candidate_keys(scores, ids, config=config, ties=ties, owned=owned)
-    # Who has no click triplet has none to lend; that an association by relevance is mutual, all must say.
-    own = read(context.bucket(bucket, "one_hop"))
-    clicked = pc.unique(own.filter(pc.equal(own["source"], "click"))["row"]).to_numpy()
-    silent = (found["kind"].to_numpy() == CLICK) & ~np.isin(row_of(found["query"]), clicked)
-    found = found.filter(pa.array(~silent))
-    scatter_by(found, "key", context.folder("candidates"), f"{bucket:05d}", context)
+        owned = association.KeyFilter(np.frombuffer(bits.read_buffer(), np.uint8))
+    scores = TermScores.from_arrow(read_table(context.bucket(bucket, "terms")))
+    numbers = query_numbers(bucket, len(scores.offsets) - 1)
+    # Numbers depend on the number of buckets; ties must not.
+    ties = exchange.hash_of(read_table(context.bucket(bucket, "queries"))["query_id"])
+    keys, counts = association.candidate_keys(scores, numbers, config=config, ties=ties, owned=owned)
+    # A query without click triplets has none to transfer by clicks. By relevance all queries must emit
+    # their keys, because an association there needs both directions.
+    one_hop = read_table(context.bucket(bucket, "one_hop"))
+    with_clicks = pc.unique(one_hop.filter(pc.equal(one_hop["source"], "click"))["row"]).to_numpy()
+    useless = (keys["kind"].to_numpy() == association.CLICK) & ~np.isin(
+        rows_of_numbers(keys["query"]), with_clicks
+    )
+    scatter_by(keys.filter(pa.array(~useless)), "key", "candidates", f"{bucket:05d}", context)
     return counts
 
 
 def associate(item: Item, context: Context) -> Counts:
-    """One bucket of keys: the pairs that are settled go to their lenders, the others meet by pair."""
+    """Join one bucket of keys: settled pairs are scattered by associate, the others by pair."""
     config, bucket = context.config.association, item["bucket"]
     assert config is not None
-    own = exchange.gather(context.folder("own"), bucket, schema=OWN)
-    answers = exchange.gather(context.folder("candidates"), bucket, schema=CANDIDATES)
-    settled, one_way, counts = association.join(own, answers, config=config)
-    _scatter_pairs(settled, f"settled-{bucket:05d}", context)
-    keys = pa.array(association.pair_keys(one_way))
-    exchange.scatter(
-        one_way,
-        exchange.bucket_of(keys, context.config.parts),
-        target=context.folder("pairs"),
-        name=f"{bucket:05d}",
-    )
-    return counts | _by_kind(settled)
+    own = exchange.gather(context.folder("own"), bucket, schema=association.OWN)
+    emitted = exchange.gather(context.folder("candidates"), bucket, schema=association.CANDIDATES)
+    settled, one_way, counts = association.join(own, emitted, config=config)
+    by_pair = exchange.bucket_of(pa.array(association.pair_keys(one_way)), context.config.parts)
+    exchange.scatter(one_way, by_pair, target=context.folder("pairs"), name=f"{bucket:05d}")
+    return counts | _scatter_pairs(settled, f"settled-{bucket:05d}", context)
 
 
 def mutual(item: Item, context: Context) -> Counts:
-    """One bucket of pairs that held one way: those that hold both ways."""
+    """Find the pairs of one bucket that exist in both directions."""
     bucket = item["bucket"]
     pairs = exchange.gather(context.folder("pairs"), bucket, schema=association.ASSOCIATIONS)
-    both = association.mutual(pairs)
-    _scatter_pairs(both, f"mutual-{bucket:05d}", context)
-    return _by_kind(both)
+    return _scatter_pairs(association.mutual_pairs(pairs), f"mutual-{bucket:05d}", context)
 
 
-def _by_kind(pairs: pa.Table) -> Counts:
+def _scatter_pairs(pairs: pa.Table, name: str, context: Context) -> Counts:
+    """Write pairs to the buckets of their associates; counts by kind."""
+    to = buckets_of_numbers(pairs["associate"])
+    exchange.scatter(pairs, to, target=context.folder("lenders"), name=name)
     kinds = pairs["kind"].to_numpy()
-    return {f"{name}_associations": int((kinds == kind).sum()) for kind, name in KINDS.items()}
+    return {
+        f"{source}_associations": int((kinds == kind).sum()) for kind, source in association.KINDS.items()
+    }
 
 
-# --- multi-hop and the end -----------------------------------------------------------------------------
+# --- multi-hop and generated queries -------------------------------------------------------------------
 
 
-def lend_bucket(item: Item, context: Context) -> Counts:
-    """What one bucket's queries lend to the queries associated with them."""
+def transfer(item: Item, context: Context) -> Counts:
+    """Scatter the triplets of one bucket's queries to the queries associated with them."""
     bucket = item["bucket"]
     pairs = exchange.gather(context.folder("lenders"), bucket, schema=association.ASSOCIATIONS)
-    triplets = read(context.bucket(bucket, "one_hop"))
-    query_ids = read(context.bucket(bucket, "queries"))["query_id"].combine_chunks()
+    triplets = read_table(context.bucket(bucket, "one_hop"))
+    query_ids = read_table(context.bucket(bucket, "queries"))["query_id"].combine_chunks()
     counts = Counter(loans=0, lent_over_cap=0)
-    for kind, source in KINDS.items():
-        mine = pairs.filter(pc.equal(pairs["kind"], kind))
-        borrower = mine["query"].to_numpy()
-        loans, over = lend(
+    for kind, source in association.KINDS.items():
+        chosen = pairs.filter(pc.equal(pairs["kind"], kind))
+        rows, left_out = multi_hop_candidates(
             triplets,
             query_ids,
             source=source,
-            lender=row_of(mine["associate"]),
-            borrower=borrower.astype(np.int64),
-            strength=mine["strength"].to_numpy(),
-            most=LENT_PER_BORROWED * context.config.max_multi_hop,
+            associates=rows_of_numbers(chosen["associate"]),
+            queries=chosen["query"].to_numpy().astype(np.int64),
+            strength=chosen["strength"].to_numpy(),
+            limit=OFFERED_PER_ACCEPTED * context.config.max_multi_hop,
             seed=context.config.seed,
         )
-        to = (loans["row"].to_numpy() >> ROW_BITS).astype(np.int64)
-        at = loans.schema.get_field_index("row")
-        rows = loans["row"].to_numpy() & ((1 << ROW_BITS) - 1)
-        loans = loans.set_column(at, "row", pa.array(rows))
-        exchange.scatter(loans, to, target=context.folder("loans"), name=f"{source}-{bucket:05d}")
-        counts.update(loans=len(loans), lent_over_cap=over)
+        to = (rows["row"].to_numpy() >> ROW_BITS).astype(np.int64)
+        at = rows.schema.get_field_index("row")
+        rows = rows.set_column(at, "row", pa.array(rows["row"].to_numpy() & ((1 << ROW_BITS) - 1)))
+        exchange.scatter(rows, to, target=context.folder("loans"), name=f"{source}-{bucket:05d}")
+        counts.update(loans=len(rows), lent_over_cap=left_out)
     return dict(counts)
 
 
-def finish(item: Item, context: Context) -> tuple[str, Part, Counts]:
-    """One part of the artifact: a bucket's own triplets and those it borrowed, mixed and split."""
-    config, bucket = context.config, item["bucket"]
-    queries = read(context.bucket(bucket, "queries"))
-    own = read(context.bucket(bucket, "one_hop"))
-    counts: Counter[str] = Counter()
-    held = _in_validation(queries["query_id"], config)
-    tables = [_triplets(own, queries, held, hop="one")]
-    known = read(context.bucket(bucket, "known"))
-    if config.association:
-        loans = exchange.gather(context.folder("loans"), bucket, schema=LOANS)
-        # Either way a loan across the split would put what is trained on among what is measured.
-        across = held[loans["row"].to_numpy()] != _in_validation(loans["via"], config)
-        loans = loans.filter(pa.array(~across))
-        counts["multi_across_split"] = int(across.sum())
-        borrowed, refused = borrow(loans, known, most=config.max_multi_hop, seed=config.seed)
-        counts.update(refused)
-        tables.append(_triplets(borrowed, queries, held, hop="multi"))
-    answers = known.filter(known["positive"])
-    write_table(fs.join(context.output, f"answers/part-{bucket:05d}.parquet"), _answers(answers, queries))
-    table, mixed = mix(pa.concat_tables(tables), config.mixing, seed=config.seed)
-    order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
-    table = table.take(pc.sort_indices(table, order)).combine_chunks()
-    counts.update(mixed)
-    counts.update({found["values"]: found["counts"] for found in pc.value_counts(table["split"]).to_pylist()})
-    counts["triplets"] = len(table)
-    counts.update(describe(table))
-    write_table(context.bucket(bucket, "sample"), sample(table, seed=config.seed))
-    documents = pc.unique(
-        pa.concat_arrays([*table["positive"].chunks, *pc.list_flatten(table["negatives"]).chunks])
-    )
-    scatter_by(
-        pa.table({"doc_id": documents}), "doc_id", context.folder("documents"), f"{bucket:05d}", context
-    )
-    name = f"triplets/part-{bucket:05d}.parquet"
-    return name, write_table(fs.join(context.output, name), table), dict(counts)
+class QueryWriting:
+    """Writes generated queries as parts of their own, without those that repeat a test query."""
+
+    def __init__(self, context: Context, config: QueryGenerationConfig) -> None:
+        from scalingnote.collect.transformer_models import QueryGenerator
+
+        self._context, self._generate = context, QueryGenerator(config)
+        self._decontaminate = _decontaminator(context)
+
+    def __call__(self, item: Item) -> Counts:
+        """All queries of one bucket, with triplets or without."""
+        context, bucket = self._context, item["bucket"]
+        generated, counts = self._generate(read_queries(bucket, context))
+        if self._decontaminate:
+            clean = self._decontaminate(generated["query"]).verdict == CLEAN
+            counts["generated_duplicates"] = int((~clean).sum())
+            generated = generated.filter(pa.array(clean))
+        write_table(fs.join(context.output, f"generated/part-{bucket:05d}.parquet"), generated)
+        return counts
 
 
-def _answers(known: pa.Table, queries: pa.Table) -> pa.Table:
-    """What answers a query, also where no triplet says so (too short a click, no negative): never mine it."""
-    columns = [queries["query_id"].take(known["row"]), known["doc_id"]]
-    return pa.table(columns, schema=ANSWERS)
-
-
-def _triplets(rows: pa.Table, queries: pa.Table, held: Bool[ndarray, " queries"], *, hop: str) -> pa.Table:
-    split = np.where(held[rows["row"].to_numpy()], "validation", "train")
-    via = rows["via"] if hop == "multi" else pa.nulls(len(rows), pa.string())
-    # What a ranking model said of a lent document, it said for the lender's query.
-    scores = rows["scores"] if hop == "one" else pa.nulls(len(rows), TRIPLETS.field("scores").type)
-    columns = {
-        "query_id": queries["query_id"].take(rows["row"]),
-        "query": queries["query"].take(rows["row"]),
-        "positive": rows["positive"],
-        "negatives": rows["negatives"],
-        "source": rows["source"],
-        "hop": pa.array([hop] * len(rows), pa.string()),
-        "via": via,
-        "weight": pa.array(np.ones(len(rows), dtype=np.float32)),
-        "scores": scores,
-        "split": pa.array(split.tolist(), pa.string()),
-    }
-    return pa.table([columns[field.name] for field in TRIPLETS], schema=TRIPLETS)
-
-
-def _in_validation(query_ids: pa.ChunkedArray, config: CollectConfig) -> Bool[ndarray, " rows"]:
-    """Whether a row's query is one of those that are measured and not trained on."""
-    coded = pc.dictionary_encode(query_ids.combine_chunks())
-    held_out = [share(q, seed=config.seed) < config.validation_fraction for q in coded.dictionary.to_pylist()]
-    found: ndarray = np.array(held_out, dtype=bool)[coded.indices.to_numpy(zero_copy_only=False)]
-    return found
-
-
-# --- files ---------------------------------------------------------------------------------------------
-
-
-def row_group(item: Item, columns: list[str] | None = None) -> pa.Table:
-    """The row group of a dataset's file that an item names."""
-    with fs.open_input(item["uri"]) as file:
-        return pq.ParquetFile(file).read_row_group(item["group"], columns=columns)
-
-
-def read(uri: str) -> pa.Table:
-    """A whole Parquet file."""
-    with fs.open_input(uri) as file:
-        return pq.read_table(file)
-
-
-def scatter_by(table: pa.Table, key: str, target: str, name: str, context: Context) -> None:
-    """Deal rows out to buckets by a column."""
-    exchange.scatter(table, exchange.bucket_of(table[key], context.config.parts), target=target, name=name)
-
-
-def _scatter_pairs(pairs: pa.Table, name: str, context: Context) -> None:
-    """To the buckets of those who lend."""
-    to = (pairs["associate"].to_numpy() >> np.uint64(ROW_BITS)).astype(np.int64)
-    exchange.scatter(pairs, to, target=context.folder("lenders"), name=name)
-
-
-def ids_of(bucket: int, rows: int) -> UInt64[ndarray, " rows"]:
-    """The numbers of a bucket's queries."""
-    return np.arange(rows, dtype=np.uint64) | np.uint64(bucket << ROW_BITS)
-
-
-def row_of(numbers: pa.ChunkedArray) -> Int64[ndarray, " rows"]:
-    """The rows, in their buckets, of numbered queries."""
-    values: UInt64[ndarray, " rows"] = numbers.to_numpy()
-    return (values & np.uint64((1 << ROW_BITS) - 1)).astype(np.int64)
+def _decontaminator(context: Context) -> Decontaminator | None:
+    if not context.config.decontamination or not len(context.test_queries):
+        return None
+    return Decontaminator(context.test_queries, context.config.decontamination)

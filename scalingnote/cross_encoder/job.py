@@ -24,9 +24,8 @@ from scalingnote.config import dump, validate
 from scalingnote.cross_encoder.config import DualPooledConfig
 from scalingnote.cross_encoder.pairs import PairBatches, PairEncoder, PairStage
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
-from scalingnote.encode.documents import Reader
-from scalingnote.encode.job import encode_documents, write_parts
-from scalingnote.encode.steps import Encoded, Steps, nothing
+from scalingnote.encode.documents import encode_documents
+from scalingnote.encode.parts import EncodedPart, Steps, read_nothing, write_parts
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Backbone, Pretrained, TowerConfig
@@ -122,7 +121,7 @@ def run_queries(
         config=config,
         teacher={next(iter(rows)): draft.path("teacher")},
     )
-    steps = Steps(nothing, encoder)
+    steps = Steps(read_nothing, encoder)
     records = write_parts(
         steps, draft, rows=rows, resources=config.resources, unit="triplets", knob="teacher.resources"
     )
@@ -133,7 +132,7 @@ def run_queries(
 def run_documents(config: EncodeConfig, *, dataset: str, cross_encoder: str, output: str) -> Artifact:
     """Embed every document beside an empty query; unit vectors, in the order and parts of the dataset."""
     teacher = open_artifact(cross_encoder, kind="cross_encoder")
-    return encode_documents(config, dataset, teacher, output, reader=Reader(_pair_encoder, _prompt))
+    return encode_documents(config, dataset, teacher, output, load_encoder=_pair_encoder, load_prompt=_prompt)
 
 
 def _pair_encoder(teacher: Artifact, token_budget: int) -> PairEncoder:
@@ -175,11 +174,11 @@ class PairQueryParts:
         )
         self.peak = self._encoder.peak()
 
-    def __call__(self, name: str, _: None) -> Encoded:
+    def __call__(self, name: str, _: None) -> EncodedPart:
         """The embeddings of a part's queries, or the scores of its rows."""
         return (self._score if name.startswith("scores/") else self._embed)(name)
 
-    def _embed(self, name: str) -> Encoded:
+    def _embed(self, name: str) -> EncodedPart:
         part = name.replace("embeddings/", "triplets/", 1)
         beside = name.replace("embeddings/", "generated/", 1)
         generated = self._triplets.table(beside) if beside in self._triplets.manifest.parts else None
@@ -193,9 +192,9 @@ class PairQueryParts:
         out = queries.drop_columns(["positive"]).append_column(
             schema.embedding_field("embedding", self._encoder.dim), vectors.to_arrow(embeddings)
         )
-        return Encoded(out, cost)
+        return EncodedPart(out, cost)
 
-    def _score(self, name: str) -> Encoded:
+    def _score(self, name: str) -> EncodedPart:
         """Scores of each row's positive and negatives, null where one of them cannot be read."""
         table = self._triplets.table(
             name.replace("scores/", "triplets/", 1), ["query", "positive", "negatives"]
@@ -217,7 +216,7 @@ class PairQueryParts:
         starts = np.cumsum([0, *map(len, group)])
         lists = [scores[start:stop].tolist() for start, stop in pairwise(starts.tolist())]
         read = [None if np.isnan(values).any() else values for values in lists]
-        return Encoded(pa.table({"scores": pa.array(read, pa.list_(pa.float32()))}), self._encoder.cost)
+        return EncodedPart(pa.table({"scores": pa.array(read, pa.list_(pa.float32()))}), self._encoder.cost)
 
     def _read(self, doc_ids: pa.Array | pa.ChunkedArray) -> list[Row | None]:
         """Token rows of documents; None for one that is null, or cannot be read."""
@@ -228,7 +227,7 @@ class PairQueryParts:
         return [texts.get(row) for row in rows.tolist()]
 
     def _write_vocabulary(self, folder: str) -> None:
-        """Write the weights that a student may inherit (see :mod:`scalingnote.encode.teacher`)."""
+        """Write the weights that a student may inherit (see :mod:`scalingnote.encode.job`)."""
         model = self._encoder.model
         size = model.query_prompt.tokenizer.get_vocab_size()
         alone = [model.query_prompt.row([token]) for token in range(size)]

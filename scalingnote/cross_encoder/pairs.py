@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from scalingnote.cross_encoder.config import CrossEncoderLosses
-from scalingnote.encode.batching import by_tokens
-from scalingnote.encode.tally import Cost
+from scalingnote.encode.cost import Cost
+from scalingnote.encode.encoder import RowEncoding, by_tokens
 from scalingnote.errors import TrainingError
 from scalingnote.losses import teacher_kl
 from scalingnote.models import cross_encoder, flops
@@ -155,8 +155,6 @@ class PairEncoder:
     """A trained cross-encoder that turns pairs into proxies and scores."""
 
     views = ("summary",)
-    terms = None
-    top_k = 0
 
     def __init__(
         self,
@@ -195,9 +193,9 @@ class PairEncoder:
         """Each document's proxy beside an empty query: its embedding for any query (section 5.3)."""
         return self._proxies([pair(self.no_query, document) for document in documents])[1]
 
-    def encode(self, documents: Sequence[Row]) -> Float[ndarray, "docs views dim"]:
-        """The same in the shape of an encoder of documents, with a single view."""
-        return self.documents(documents)[:, None]
+    def encode_with_cost(self, documents: Sequence[Row], *, top_k: int = 0) -> RowEncoding:
+        """Each document's proxy as its only view, with the interface of :class:`Encoder`; no terms."""
+        return RowEncoding(self.documents(documents)[:, None], None, self.cost)
 
     def scores(self, queries: Sequence[Row], documents: Sequence[Row]) -> Float[ndarray, " pairs"]:
         """The relevance of each pair, a logit."""

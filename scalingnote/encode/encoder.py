@@ -1,16 +1,17 @@
-"""The encoder: text in, embeddings out; one class for the offline jobs, evaluation and serving."""
+"""Encoder of texts with a transformer tower, for offline jobs, evaluation and serving."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote.encode.batching import by_tokens
-from scalingnote.encode.tally import Cost
-from scalingnote.encode.terms import Terms
+from scalingnote.encode.cost import Cost
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import flops
 from scalingnote.models.precision import Precision, compute_dtype, lower, matmul_peak
@@ -19,13 +20,52 @@ from scalingnote.models.shape import of_model
 from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower, collate
 
-# More tokens at once leave a CPU's cache: all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a second with
-# 8,192 (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are alike.
-CPU_TOKENS = 1024
+# More tokens at once exceed a CPU's cache: with 8,192, all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a
+# second (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are equal.
+MAX_CPU_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class TopTerms:
+    """Up to k terms of each row by a sparse head, in any order; a weight of 0 means no term."""
+
+    terms: Int[ndarray, "rows k"]
+    impacts: Float[ndarray, "rows k"]
+
+    @classmethod
+    def empty(cls, rows: int, k: int) -> "TopTerms":
+        """Rows without terms."""
+        return cls(np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float16))
+
+    def put(
+        self,
+        rows: Int[ndarray, " chosen"],
+        terms: Int[ndarray, "chosen k"],
+        impacts: Float[ndarray, "chosen k"],
+    ) -> None:
+        """Set the terms of some rows; fewer than k if the vocabulary is smaller."""
+        width = terms.shape[1]
+        self.terms[rows, :width], self.impacts[rows, :width] = terms, impacts
+
+    def columns(self) -> list[pa.Array]:
+        """List columns ``terms``, ascending in each row, and ``impacts``."""
+        order = np.argsort(self.terms, axis=1, kind="stable")
+        terms, impacts = (np.take_along_axis(part, order, axis=1) for part in (self.terms, self.impacts))
+        kept = impacts > 0
+        offsets = np.concatenate([[0], kept.sum(1).cumsum()]).astype(np.int32)
+        return [pa.ListArray.from_arrays(offsets, pa.array(part[kept])) for part in (terms, impacts)]
+
+
+class RowEncoding(NamedTuple):
+    """Result of :meth:`Encoder.encode_with_cost`."""
+
+    embeddings: Float[ndarray, "rows views dim"]  # not normalised
+    terms: TopTerms | None  # None for a tower without a sparse head
+    cost: Cost
 
 
 class Encoder:
-    """A trained tower, ready to encode. Weights are converted once: autocast would recast them per call."""
+    """A trained tower, ready to encode. Weights are converted once: autocast would do it in every call."""
 
     def __init__(
         self,
@@ -35,42 +75,54 @@ class Encoder:
         precision: Precision = "auto",
         device: torch.device | None = None,
     ) -> None:
-        """`token_budget` is the most tokens of a forward pass; a CPU takes :data:`CPU_TOKENS` at most."""
+        """Move a tower to its device and precision.
+
+        Args:
+            tower: the tower; changed in place.
+            token_budget: maximum tokens of a forward pass; at most MAX_CPU_TOKENS on a CPU.
+            precision: of weights and matrix products; auto is the fastest that the device supports.
+            device: by default a GPU if there is one.
+        """
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device = device
-        self._budget = min(token_budget, CPU_TOKENS) if device.type == "cpu" else token_budget
+        self._budget = min(token_budget, MAX_CPU_TOKENS) if device.type == "cpu" else token_budget
         self.tower = tower.eval().to(device)
         lower(self.tower.backbone, compute_dtype(precision, device))
         self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
         self._shape = of_model(tower.backbone)
-        self.cost = Cost()  # of the last call
-        # Of the last call's documents, `top_k` terms each, where the tower has a sparse head.
-        self.terms: Terms | None = None
-        self.top_k = 256
 
     @classmethod
     def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> "Encoder":
         """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact)."""
         return cls(Tower.load(folder), token_budget=token_budget, precision=precision)
 
+    def query_rows(self, queries: Sequence[str]) -> list[Row]:
+        """Token rows of queries. An empty query has its end token alone.
+
+        Raises:
+            ConfigError: this is a document tower.
+        """
+        return self._query_prompt().rows(queries)
+
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
-        """Query embeddings, not normalised. An empty query is a query of its end token alone."""
-        if not isinstance(self.tower.prompt, QueryPrompt):
-            raise ConfigError("this is a document tower: it cannot encode queries")
-        return self.encode(self.tower.prompt.rows(queries))[:, 0]
+        """Query embeddings, not normalised. ConfigError for a document tower."""
+        return self.encode(self.query_rows(queries))[:, 0]
 
     def encode_tokens(self) -> Float[ndarray, "vocabulary dim"]:
-        """The embedding of every token of the vocabulary asked as a query of its own, not normalised."""
-        if not isinstance(self.tower.prompt, QueryPrompt):
-            raise ConfigError("this is a document tower: it cannot encode queries")
-        size = self.tower.prompt.tokenizer.get_vocab_size()
-        return self.encode([self.tower.prompt.row([token]) for token in range(size)])[:, 0]
+        """Embeddings of queries of one token, for every token of the vocabulary; not normalised."""
+        prompt = self._query_prompt()
+        return self.encode([prompt.row([token]) for token in range(prompt.tokenizer.get_vocab_size())])[:, 0]
 
     def encode_documents(self, documents: pa.Table) -> dict[str, Float[ndarray, "docs dim"]]:
-        """View -> embeddings, not normalised, of rows with title, topic and content.
+        """Embeddings of documents by view, not normalised.
 
-        DataError when a row cannot be encoded; :meth:`encode_rows` sets such rows aside instead.
+        Args:
+            documents: a table with title, topic and content.
+
+        Raises:
+            ConfigError: this is a query tower.
+            DataError: a document cannot be encoded; :meth:`encode_rows` leaves such documents out instead.
         """
         views, problems = self.encode_rows(documents)
         if problems:
@@ -81,38 +133,87 @@ class Encoder:
     def encode_rows(
         self, documents: pa.Table
     ) -> tuple[dict[str, Float[ndarray, "docs dim"]], dict[int, str]]:
-        """Embeddings of the rows that can be encoded, in order, and row -> reason for those that cannot."""
-        if not isinstance(self.tower.prompt, DocumentPrompt):
-            raise ConfigError("this is a query tower: it cannot encode documents")
-        fields = [documents[name].to_pylist() for name in ("title", "topic", "content")]
-        rows = self.tower.prompt.rows(*fields)
+        """View -> embeddings of the documents that can be encoded, in order; row -> reason for the others."""
+        rows = self.document_rows(documents)
         problems = {i: str(row) for i, row in enumerate(rows) if not isinstance(row, Row)}
         encoded = self.encode([row for row in rows if isinstance(row, Row)])
         return {view: encoded[:, i] for i, view in enumerate(self.views)}, problems
 
-    @torch.inference_mode()
-    def encode(self, rows: Sequence[Row]) -> Float[ndarray, "rows views dim"]:
-        """Embeddings of token rows, not normalised.
+    def document_rows(self, documents: pa.Table) -> list[Row | DataError]:
+        """Token rows of documents, and errors in place of those that cannot be encoded."""
+        if not isinstance(self.tower.prompt, DocumentPrompt):
+            raise ConfigError("this is a query tower: it cannot encode documents")
+        return self.tower.prompt.rows(
+            *(documents[name].to_pylist() for name in ("title", "topic", "content"))
+        )
 
-        Nothing is waited for in between: a GPU computes while the next micro-batch is put together.
+    def encode(self, rows: Sequence[Row]) -> Float[ndarray, "rows views dim"]:
+        """Embeddings of token rows, not normalised."""
+        return self._forward(rows, None)[0]
+
+    def encode_with_cost(self, rows: Sequence[Row], *, top_k: int = 256) -> RowEncoding:
+        """Embeddings of token rows, with a sparse head their `top_k` terms of largest weight, and cost."""
+        terms = TopTerms.empty(len(rows), top_k) if self.tower.sparse else None
+        embeddings, padded = self._forward(rows, terms)
+        lengths = [len(row.ids) for row in rows]
+        return RowEncoding(embeddings, terms, Cost(sum(lengths), padded, flops.of_rows(self._shape, lengths)))
+
+    @torch.inference_mode()
+    def _forward(
+        self, rows: Sequence[Row], terms: TopTerms | None
+    ) -> tuple[Float[ndarray, "rows views dim"], int]:
+        """Embeddings and computed tokens, padding included; fills `terms` if given.
+
+        There is no synchronisation between batches: a GPU computes while the next batch is put together.
         """
         out = torch.empty(len(rows), len(self.views), self.dim, device=self._device)
-        self.terms = Terms.empty(len(rows), self.top_k) if self.tower.sparse else None
-        lengths = [len(row.ids) for row in rows]
         packed, padded = self.tower.packs, 0
-        for chosen in by_tokens(lengths, budget=self._budget, packed=packed):
+        for chosen in by_tokens([len(row.ids) for row in rows], budget=self._budget, packed=packed):
             batch = collate([rows[i] for i in chosen], pad=self.tower.pad, packed=packed)
             padded += batch.ids.numel()
             batch = batch.to(self._device)
             at = torch.from_numpy(chosen).to(self._device, non_blocking=True)
-            if self.terms is None:
+            if terms is None:
                 out[at] = self.tower(batch)
                 continue
             out[at], weights = self.tower.read(batch)
-            self.terms.put(chosen, *(found.cpu().numpy() for found in strongest(weights, self.top_k)))
-        self.cost = Cost(sum(lengths), padded, flops.of_rows(self._shape, lengths))
-        return out.cpu().numpy()
+            terms.put(chosen, *(part.cpu().numpy() for part in strongest(weights, terms.terms.shape[1])))
+        return out.cpu().numpy(), padded
 
     def peak(self) -> float:
-        """Floating-point operations a second of large matrix products on this device, in this precision."""
+        """FLOPs per second of large matrix products on this device, in this precision."""
         return matmul_peak(self._device, next(self.tower.backbone.parameters()).dtype)
+
+    def _query_prompt(self) -> QueryPrompt:
+        if not isinstance(self.tower.prompt, QueryPrompt):
+            raise ConfigError("this is a document tower: it cannot encode queries")
+        return self.tower.prompt
+
+
+def by_tokens(
+    lengths: Sequence[int], *, budget: int, packed: bool = False
+) -> Iterator[Int[ndarray, " rows"]]:
+    """Batches of rows of similar length within a token budget, so that a forward pass has little padding.
+
+    Args:
+        lengths: tokens of each row.
+        budget: maximum tokens of a batch: rows times the longest, or, if `packed`, the sum of lengths. A
+            longer row is a batch of its own.
+        packed: whether the batches have no padding.
+
+    Yields:
+        Row numbers of a batch, longest first; every row occurs once.
+    """
+    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
+    sizes = np.maximum(np.asarray(lengths, dtype=np.int64)[order], 1)
+    until = np.cumsum(sizes)
+    start = 0
+    while start < len(order):
+        if packed:
+            before = until[start - 1] if start else 0
+            size = int(np.searchsorted(until, before + budget, side="right")) - start
+        else:
+            size = budget // int(sizes[start])
+        size = max(size, 1)
+        yield order[start : start + size]
+        start += size

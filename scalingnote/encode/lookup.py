@@ -3,11 +3,11 @@
     one query     take its rows, one vector-matrix product
     a batch       take the rows of 16 queries at once, one product per query
 
-float16 rows become float32 by shifts of their bits (:func:`_widened`): numpy's own conversion takes longer
-than all the rest. Measured per query without its tokenizer, one thread, 32,000 rows of 384 in float16, 8
-tokens: 7 us alone (10 by numpy's conversion), 2.6 us in batches of 64 and 1,024; there torch's EmbeddingBag
-takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights. Tokenizing a query takes 10 to
-30 us, or 2 us from remembered words (word_tokenizer.py).
+float16 rows are converted to float32 by shifts of their bits (:func:`_widened`), because numpy's conversion
+takes longer than everything else. Measured per query without the tokenizer, one thread, 32,000 rows of 384 in
+float16, 8 tokens: 7 us alone (10 with numpy's conversion), 2.6 us in batches of 64 and 1,024; there torch's
+EmbeddingBag takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights. Tokenizing a query
+takes 10 to 30 us, or 2 us from cached words (word_tokenizer.py).
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,20 @@ from scalingnote.models import static_embedding
 from scalingnote.models.table import Table
 from scalingnote.models.word_tokenizer import WordTokenizer
 
-_QUERIES_AT_ONCE = 16  # their rows stay in a core's cache (18 tokens of 384 dimensions: 440 KB)
-_SHARES_KEPT = 128  # arrays of equal shares for queries of fewer tokens are made once
+_BATCH_QUERIES = 16  # their rows fit in a core's cache (18 tokens of 384 dimensions: 440 KB)
+_MAX_CACHED_SHARES = 128  # arrays of equal shares are made once for queries of fewer tokens
 _WIDENED_SCALE = np.float32(2.0**112)  # the exponents of float16 are biased by 15, those of float32 by 127
 _WIDENED_BITS = np.int32(-0x70002000)  # 0x8fffe000: the sign, 5 bits of the exponent, 10 of the mantissa
 
 
 class LookupEncoder:
-    """The table of a folder, ready to encode."""
+    """A lookup table, ready to encode queries."""
 
     def __init__(self, folder: Path) -> None:
         """Open a table.
 
         Args:
-            folder: a folder written by :meth:`Table.write`, or a published one whose queries pass a table.
+            folder: a folder written by :meth:`Table.write`, or a published one with a table for queries.
 
         Raises:
             ArtifactError: `folder` holds no table.
@@ -49,21 +49,21 @@ class LookupEncoder:
         tokenizer.no_truncation()
         self._tokenizer = WordTokenizer(tokenizer)
         self.dim = table.values.shape[1]
-        # The plain array behind the memory map: np.memmap makes an object of itself for every slice.
+        # The plain array behind the memory map: every slice of np.memmap creates another np.memmap.
         self._values, self._scales = np.asarray(table.values), table.scales
         self._weights, self._features = table.token_weights, table.features
         self._halves: ndarray | None = None
-        self._unit = np.float32(1)  # what `_looked_up` leaves to multiply by
+        self._unit = np.float32(1)  # factor that `_looked_up` leaves to the caller
         if self._values.dtype == np.float16:
             self._halves, self._unit = self._values.view(np.int16), _WIDENED_SCALE
-        self._equal = [np.full(n, self._unit / max(n, 1), np.float32) for n in range(_SHARES_KEPT)]
+        self._equal = [np.full(n, self._unit / max(n, 1), np.float32) for n in range(_MAX_CACHED_SHARES)]
         self._empty: ndarray | None = None if published is None else published.empty
         self._attention: tuple[ndarray, ndarray] | None = None
         if table.attention is not None:
             self._attention = (table.attention[0] / np.sqrt(np.float32(self.dim)), table.attention[1])
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
-        """Embeddings of at least one query, not normalised."""
+        """Query embeddings, not normalised, of at least one query."""
         rows = self._tokenizer.ids(queries, self._table.max_length)
         if self._features is not None:
             rows = [self._features.extend(ids) for ids in rows]
@@ -81,7 +81,7 @@ class LookupEncoder:
         if self._attention is not None:
             rows = self._rows(numbers)
             shares = shares / self._unit
-            attended: ndarray = shares @ rows + _heard(rows, shares, *self._attention)
+            attended: ndarray = shares @ rows + _attended(rows, shares, *self._attention)
             return attended
         if self._scales is not None:
             shares = shares * self._scales[numbers]
@@ -93,25 +93,25 @@ class LookupEncoder:
         numbers = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
         shares = self._batch_shares(numbers, lengths)
         ends = [0, *lengths.cumsum().tolist()]
-        found = np.zeros((len(rows), self.dim), np.float32)
-        for first in range(0, len(rows), _QUERIES_AT_ONCE):
-            last = min(first + _QUERIES_AT_ONCE, len(rows))
+        means = np.zeros((len(rows), self.dim), np.float32)
+        for first in range(0, len(rows), _BATCH_QUERIES):
+            last = min(first + _BATCH_QUERIES, len(rows))
             offset = ends[first]
             values = self._looked_up(numbers[offset : ends[last]])
             for query in range(first, last):
                 start, stop = ends[query], ends[query + 1]
-                np.dot(shares[start:stop], values[start - offset : stop - offset], out=found[query])
+                np.dot(shares[start:stop], values[start - offset : stop - offset], out=means[query])
         if not lengths.all():
-            found[lengths == 0] = self._mean_row()
-        return found
+            means[lengths == 0] = self._mean_row()
+        return means
 
     def _shares(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, " tokens"]:
-        """The factor of each token of one query in its mean, times the unit of looked up values."""
+        """The weight of each token in the mean of one query, times `_unit`."""
         if self._weights is None:
             count = len(numbers)
-            return (
-                self._equal[count] if count < _SHARES_KEPT else np.full(count, self._unit / count, np.float32)
-            )
+            if count < _MAX_CACHED_SHARES:
+                return self._equal[count]
+            return np.full(count, self._unit / count, np.float32)
         weights = self._weights[numbers]
         shares: ndarray = weights * (self._unit / weights.sum())
         return shares
@@ -119,7 +119,7 @@ class LookupEncoder:
     def _batch_shares(
         self, numbers: Int64[ndarray, " tokens"], lengths: Int64[ndarray, " queries"]
     ) -> Float32[ndarray, " tokens"]:
-        """The same for the tokens of several queries end to end; scales of integer rows included."""
+        """The same for the concatenated tokens of several queries, times the scales of integer rows."""
         shares: ndarray
         if self._weights is None:
             shares = (self._unit / np.maximum(lengths, 1)).astype(np.float32).repeat(lengths)
@@ -132,7 +132,7 @@ class LookupEncoder:
         return shares.astype(np.float32, copy=False)
 
     def _looked_up(self, numbers: Int64[ndarray, " tokens"]) -> Float32[ndarray, "tokens dim"]:
-        """Stored rows in float32: times `_unit`, and times their scales, they are the table's rows."""
+        """Stored rows in float32; the table's rows are these times `_unit` and times their scales."""
         if self._halves is not None:
             return _widened(self._halves.take(numbers, axis=0))
         return self._values.take(numbers, axis=0).astype(np.float32, copy=False)
@@ -143,7 +143,7 @@ class LookupEncoder:
         return rows if self._scales is None else rows * self._scales[numbers, np.newaxis]
 
     def _mean_row(self) -> Float32[ndarray, " dim"]:
-        """The embedding of a query without tokens; it reads the whole table, so it waits for one."""
+        """The embedding of a query without tokens; computed on demand, because it reads the whole table."""
         if self._empty is None:
             self._empty = self._table.mean_row()
         return self._empty
@@ -152,8 +152,8 @@ class LookupEncoder:
 def _widened(halves: Int16[ndarray, "tokens dim"]) -> Float32[ndarray, "tokens dim"]:
     """float16, given by their bits, as float32 / 2**112; exact for all finite values.
 
-    Sign, exponent and mantissa keep their order in the wider format: a shift by 13 bits puts the last two in
-    place, three copies of the sign beside the sign bit are erased.
+    Sign, exponent and mantissa have the same order in both formats: a shift by 13 bits moves the last two to
+    their places, and the mask clears three copies of the sign beside the sign bit.
     """
     bits = halves.astype(np.int32)
     bits <<= 13
@@ -161,15 +161,15 @@ def _widened(halves: Int16[ndarray, "tokens dim"]) -> Float32[ndarray, "tokens d
     return bits.view(np.float32)
 
 
-def _heard(
+def _attended(
     rows: Float32[ndarray, "tokens dim"],
     shares: Float32[ndarray, " tokens"],
     score: Float32[ndarray, "dim dim"],
     out: Float32[ndarray, "dim dim"],
 ) -> Float32[ndarray, " dim"]:
-    """What one query's tokens hear of each other, in the mean: only the mean goes through `out`."""
+    """Mean over one query's tokens of their self-attention output; only the mean is multiplied by `out`."""
     scores = rows @ score @ rows.T
-    attended = np.exp(scores - scores.max(axis=1, keepdims=True))
-    attended /= attended.sum(axis=1, keepdims=True)
-    heard: ndarray = shares @ attended @ rows @ out
-    return heard
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    mean: ndarray = shares @ weights @ rows @ out
+    return mean

@@ -1,15 +1,17 @@
-"""Query towers of every form behind one door: strings in, embeddings out.
+"""Query encoder: one interface to query towers in all their forms.
 
-    torch       the tower as it was trained, in the precision that the hardware multiplies fastest
+    torch       the tower as trained, in the precision that the hardware multiplies fastest
     compiled    the same through torch.compile: for GPUs, and large batches on a CPU
     onnx        its ONNX graph in float32
     onnx_int8   its ONNX graph with 8-bit products: the fastest transformer on a CPU
-    lookup      a table and a mean: no model at all
+    lookup      the mean of rows of a table: no model is run
 
-Only what a form needs is imported: a lookup needs numpy and tokenizers, no torch, no pydantic.
+Each form imports only what it needs: a lookup needs numpy and tokenizers, neither torch nor pydantic.
 """
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,6 @@ import numpy as np
 from jaxtyping import Float, Float32
 from numpy import ndarray
 
-from scalingnote.encode.cache import Cache
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import module_list
@@ -31,13 +32,42 @@ PUBLISHED = ("native", "sentence_transformers")  # kinds of towers that keep the
 Encode = Callable[[Sequence[str]], Float32[ndarray, "queries dim"]]
 
 
+class QueryCache:
+    """The embeddings of the last `size` queries (LRU): a few queries make up much of the traffic."""
+
+    def __init__(self, encode: Encode, size: int) -> None:
+        self._encode, self._size = encode, size
+        self._entries: OrderedDict[str, ndarray] = OrderedDict()
+        self._lock = threading.Lock()
+        self.hits = self.misses = 0
+
+    def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
+        """Embeddings of queries; those not in the cache are computed together, each once."""
+        with self._lock:
+            cached = {query: self._entries[query] for query in queries if query in self._entries}
+            for query in cached:
+                self._entries.move_to_end(query)
+            self.hits += sum(query in cached for query in queries)
+            self.misses += sum(query not in cached for query in queries)
+        missing = list(dict.fromkeys(query for query in queries if query not in cached))
+        if missing:  # outside the lock, so that other threads can look up meanwhile
+            new = dict(zip(missing, self._encode(missing), strict=True))
+            cached |= new
+            with self._lock:
+                # Copies: a row of a matrix would keep the whole matrix in memory.
+                self._entries.update((query, vector.copy()) for query, vector in new.items())
+                while len(self._entries) > self._size:
+                    self._entries.popitem(last=False)
+        return np.stack([cached[query] for query in queries])
+
+
 class QueryEncoder:
     """A query tower, ready to encode."""
 
     def __init__(self, encode: Encode, *, dim: int, form: str, cache: int = 0) -> None:
-        """`cache` embeddings of the queries asked last are kept."""
+        """Wrap a function that encodes queries; with `cache` > 0, that many embeddings are cached."""
         self.dim, self.form = dim, form
-        self.cache = Cache(encode, cache) if cache else None
+        self.cache = QueryCache(encode, cache) if cache else None
         self._encode = self.cache.encode if self.cache else encode
 
     @classmethod
@@ -51,17 +81,24 @@ class QueryEncoder:
         token_budget: int = 8192,
         cache: int = 0,
     ) -> "QueryEncoder":
-        """The query tower of a folder, in one of the forms that lie there.
+        """The query tower of a folder.
 
-        `auto` takes the fastest: see :func:`choose`. `threads` of a transformer, by default what
-        OMP_NUM_THREADS says; in torch's forms they are those of the whole process. `precision` and
-        `token_budget` are torch's.
-        ArtifactError when the folder does not hold the form, ConfigError when a package is missing.
+        Args:
+            folder: holds the tower in one or more forms, see :func:`forms`.
+            form: the form to load; auto takes the fastest, see :func:`choose`.
+            threads: of a transformer, by default OMP_NUM_THREADS; with torch they hold for the whole process.
+            precision: of the forms torch and compiled.
+            token_budget: maximum tokens of a forward pass, of the forms torch and compiled.
+            cache: number of query embeddings to cache; 0 for none.
+
+        Raises:
+            ArtifactError: the folder does not hold the form.
+            ConfigError: the folder cannot encode queries, or a package is missing.
         """
-        there = forms(folder)
-        form = choose(there) if form == "auto" else form
-        if form not in there:
-            raise ArtifactError(f"{folder} holds no query tower as {form!r}, it holds {', '.join(there)}")
+        available = forms(folder)
+        form = choose(available) if form == "auto" else form
+        if form not in available:
+            raise ArtifactError(f"{folder} holds no query tower as {form!r}, it holds {', '.join(available)}")
         if form == "lookup":
             table = LookupEncoder(folder)
             return cls(table.encode, dim=table.dim, form=form, cache=cache)
@@ -74,16 +111,16 @@ class QueryEncoder:
         return cls(encode, dim=dim, form=form, cache=cache)
 
     def encode_queries(self, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
-        """Query embeddings, not normalised."""
+        """Query embeddings [queries, dim], not normalised; of any number of queries, also none."""
         if not len(queries):
             return np.empty((0, self.dim), np.float32)
         return self._encode(queries)
 
 
 def forms(folder: Path) -> "list[Form]":
-    """The forms that a folder holds its query tower in: a tower's folder, or one of sentence-transformers.
+    """The forms in which a folder holds a query tower: a tower's folder, or one of sentence-transformers.
 
-    ArtifactError when it is neither, ConfigError when it cannot encode queries.
+    ArtifactError if it is neither, ConfigError if it cannot encode queries.
     """
     try:
         facts = json.loads((folder / "tower.json").read_text())
@@ -95,10 +132,10 @@ def forms(folder: Path) -> "list[Form]":
         return ["lookup"]
     from scalingnote.models.onnx import FILES
 
-    found: list[Form] = [form for form, name in FILES.items() if (folder / name).exists()]
+    available: list[Form] = [form for form, name in FILES.items() if (folder / name).exists()]
     if (folder / "projection.safetensors").exists() or facts.get("kind") in PUBLISHED:
-        found += ["torch", "compiled"]
-    return found
+        available += ["torch", "compiled"]
+    return available
 
 
 def _published_forms(folder: Path) -> "list[Form]":
@@ -110,12 +147,12 @@ def _published_forms(folder: Path) -> "list[Form]":
     return ["torch", "compiled"]
 
 
-def choose(there: "Sequence[Form]") -> "Form":
-    """The fastest of the forms in a folder: a table, else the tower itself on a GPU, else 8-bit, else any."""
-    if "torch" in there and len(there) > 2 and _has_gpu():
+def choose(available: "Sequence[Form]") -> "Form":
+    """The fastest of the forms in a folder: a table, else torch on a GPU, else 8-bit ONNX, else any."""
+    if "torch" in available and len(available) > 2 and _has_gpu():
         return "torch"
     order: tuple[Form, ...] = ("lookup", "onnx_int8", "onnx", "torch")
-    return next((form for form in order if form in there), "torch")
+    return next((form for form in order if form in available), "torch")
 
 
 def _has_gpu() -> bool:
@@ -139,7 +176,7 @@ def _torch(
     tower = Tower.load(folder) if saved else native_tower.published(folder, "query")
     encoder = Encoder(tower, token_budget=token_budget, precision=precision)
     if form == "compiled":
-        # Padded: the shapes of packed rows are never met twice.
+        # Padded, because packed batches almost never repeat a shape, and each new shape is compiled.
         encoder.tower.packs = False
         compiled: Any = torch.compile(encoder.tower.backbone, dynamic=True)
         encoder.tower.backbone = compiled

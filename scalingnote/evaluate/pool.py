@@ -115,7 +115,7 @@ def _parts(
         if terms is not None:
             rows = table
             if words is not None:
-                rows = weights.columns_of(words, name.removeprefix("embeddings/"), table["doc_id"])
+                rows = weights.read_columns(words, name.removeprefix("embeddings/"), table["doc_id"])
             sparse = exact.document_matrix(rows["terms"], rows["impacts"], vocabulary=terms)
         yield Part(dense, sparse)
         progress.advance(len(table))

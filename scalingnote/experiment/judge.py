@@ -74,9 +74,9 @@ class ByCrossEncoder:
     """A cross-encoder of sentence-transformers."""
 
     def __init__(self, config: CrossEncoderConfig) -> None:
-        from scalingnote.collect.cross_encoder import CrossEncoder  # here: seconds of imports
+        from scalingnote.collect.transformer_models import PairScorer  # here: seconds of imports
 
-        self._model = CrossEncoder(config)
+        self._model = PairScorer(config)
 
     def __call__(self, queries: Sequence[str], documents: pa.Table) -> Float32[ndarray, " pairs"]:
         """Scores as the config's `activation` gives them."""

@@ -18,8 +18,7 @@ from safetensors import torch as safetensors
 
 from scalingnote import cluster
 from scalingnote.config import dump
-from scalingnote.encode.job import beside, each_part, write_parts
-from scalingnote.encode.steps import Encoded, Steps, nothing
+from scalingnote.encode.parts import EncodedPart, Steps, encode_parts, read_nothing, reader_cpus, write_parts
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.fuse import prepare
 from scalingnote.fuse.config import FuseConfig
@@ -81,7 +80,7 @@ def run(
         return draft.existing()
     _require_same_origin(parents["embeddings"], parents["semantic_ids"])
     prepare.require_columns(config, parents["dataset"])
-    cluster.check_resources_early(config.writers, beside=beside(config.writers), knob=WRITERS)
+    cluster.check_resources_early(config.writers, beside=reader_cpus(config.writers), knob=WRITERS)
     cluster.check_resources_early(config.resources, knob="fuse.resources")
     corpus = FusedCorpus(*(parents[name] for name in ("dataset", "embeddings", "semantic_ids")))
     facts = _prepare(config, corpus, parents["planner"], tower, draft)
@@ -140,7 +139,7 @@ def _prepare(
     words = config.query.planner.words if config.query.planner else 0
     steps = Steps(read, partial(QueryParts, tower=tower, planner=planner, words=words))
     where = {"output": folder, "work": draft.work("queries")}
-    records = each_part(steps, **where, rows=rows, resources=config.writers, unit="queries", knob=WRITERS)
+    records = encode_parts(steps, **where, rows=rows, resources=config.writers, unit="queries", knob=WRITERS)
     files = [(record["name"], Part(**record["part"])) for record in records if record["part"]["rows"]]
     return prepare.finish(
         config, corpus, queries=files, folder=folder, each=cluster.map_tasks, left_out=left_out
@@ -151,7 +150,7 @@ def _fuse(config: FuseConfig, corpus: FusedCorpus, draft: Draft) -> int:
     """Write the final embeddings, part by part; their number."""
     source = corpus.embeddings
     rows = {name: source.manifest.parts[name].rows or 0 for name in source.names("embeddings/", ".parquet")}
-    steps = Steps(nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
+    steps = Steps(read_nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
     records = write_parts(
         steps, draft, rows=rows, resources=config.writers, unit="documents fused", knob=WRITERS
     )
@@ -183,7 +182,7 @@ class QueryParts:
         self._encoder = QueryEncoder.load(tower.directory("query"))
         self._planner, self._words = load(planner), words
 
-    def __call__(self, _: str, hashes_and_queries: tuple[pa.Array, list[str]]) -> Encoded:
+    def __call__(self, _: str, hashes_and_queries: tuple[pa.Array, list[str]]) -> EncodedPart:
         """A part of the store."""
         hashes, queries = hashes_and_queries
         embeddings = vectors.unit(self._encoder.encode_queries(queries))
@@ -193,7 +192,7 @@ class QueryParts:
             words = important_words(terms, len(queries), most=self._words)
             columns["words"] = vectors.to_arrow(words.hashes)
             columns["importances"] = vectors.to_arrow(words.importances)
-        return Encoded(one_chunk(columns))
+        return EncodedPart(one_chunk(columns))
 
 
 class FusedParts:
@@ -205,7 +204,7 @@ class FusedParts:
         version = "".join(fs.checksum(fs.join(output, name)) for name in files)
         self._fusion = DocumentFusion.load(fs.download(output, files, version=version) / DOCUMENT_SIDE)
 
-    def __call__(self, name: str, _: None) -> Encoded:
+    def __call__(self, name: str, _: None) -> EncodedPart:
         """A part of the final embeddings."""
         documents = read_part(self._corpus, name, self._fusion.columns)
         fused = self._fusion.fuse(documents.table, documents.embeddings, documents.codes)
@@ -213,7 +212,7 @@ class FusedParts:
         plain = self._corpus.embeddings.table(name)
         place = plain.schema.get_field_index(VIEW)
         column = vectors.to_arrow(fused, dtype=vectors.dtype_of(plain.schema.field(VIEW)))
-        return Encoded(plain.set_column(place, plain.schema.field(VIEW), column))
+        return EncodedPart(plain.set_column(place, plain.schema.field(VIEW), column))
 
 
 def _worker(settings: Settings) -> dict[str, str] | None:

@@ -90,7 +90,7 @@ def fill(item: tuple[int, Sequence[shard.Slice]], *, shared: Shared) -> None:
             rows = (
                 embeddings.table(piece.part, SPARSE.names).slice(piece.start, piece.stop - piece.start)
                 if words is None
-                else weights.columns_of(words, base, doc_ids)
+                else weights.read_columns(words, base, doc_ids)
             )
             found.append(postings.build(rows["terms"], rows["impacts"], strongest=config.terms))
         stored.append(

@@ -1,1 +1,1 @@
-"""New documents on their way to the index: the steps of the offline stages, for one document or a million."""
+"""New documents for an index: the steps of the offline stages, for one document or a million."""

@@ -1,4 +1,4 @@
-"""Knobs of taking in new documents."""
+"""Settings of ingestion."""
 
 from pydantic import Field
 

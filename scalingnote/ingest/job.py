@@ -1,6 +1,6 @@
-"""Taking in new documents: a file in, what the index of a finished run is to hold of them out.
+"""Ingest a file of new documents: encode, quantize and fuse them for the index of a finished run.
 
-file ─intake─► dataset of new documents ─flow, part by part─► ready/part-*.parquet, rejected.parquet
+file ─intake─► dataset of new documents ─DocumentFlow, part by part─► ready/part-*.parquet, rejected.parquet
 """
 
 import hashlib
@@ -14,12 +14,10 @@ from scalingnote.datasets import job as datasets
 from scalingnote.datasets.columns import TYPES
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.rows import files
-from scalingnote.encode.config import Fleet
-from scalingnote.encode.job import write_parts
-from scalingnote.encode.steps import Encoded, Steps
+from scalingnote.encode.parts import EncodedPart, Steps, write_parts
 from scalingnote.errors import DataError
 from scalingnote.ingest.config import IngestConfig
-from scalingnote.ingest.flow import DocumentFlow
+from scalingnote.ingest.new_documents import DocumentFlow
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
@@ -37,10 +35,22 @@ def run(
     embeddings: Artifact,
     output: str,
 ) -> Artifact:
-    """The new documents, ready for the index; killed at any moment, the next call resumes.
+    """Encode new documents for an index; killed at any moment, the next call resumes.
 
-    The artifact's table ``ready`` has their ids, content hashes, codes and final embeddings; ``documents``
-    lies beside it, in the data set at ``{output}/dataset``. DataError when none of them can be read.
+    Args:
+        config: token budget and workers.
+        new: the file and how it is read.
+        towers: artifact with the document tower.
+        semantic_ids: artifact with the codebooks.
+        embeddings: artifact that is indexed.
+        output: URI of a folder; the documents become the dataset at ``{output}/dataset``.
+
+    Returns:
+        The artifact at ``{output}/ready``, whose table ``ready`` has ids, content hashes, codes and final
+        embeddings.
+
+    Raises:
+        DataError: none of the documents can be read.
     """
     cluster.connect()
     dataset = datasets.take_in(new, output=f"{output}/dataset")
@@ -57,10 +67,12 @@ def run(
     rows = {name.replace("documents/", "ready/", 1): dataset.manifest.parts[name].rows or 0 for name in parts}
     steps = Steps(
         partial(read_documents, dataset=dataset),
-        partial(Flow, towers, semantic_ids, embeddings, token_budget=config.token_budget),
+        partial(NewDocumentEncoder, towers, semantic_ids, embeddings, token_budget=config.token_budget),
     )
-    fleet = few(config.resources, rows)
-    records = write_parts(steps, draft, rows=rows, resources=fleet, unit="documents", knob="resources")
+    # Not more workers than parts: new documents usually come in few parts.
+    workers = min(config.resources.workers, len(rows))
+    resources = config.resources.model_copy(update={"workers": workers})
+    records = write_parts(steps, draft, rows=rows, resources=resources, unit="documents", knob="resources")
     rejected = [row for record in records for row in record["rejected"]]
     draft.write_table("rejected.parquet", pa.Table.from_pylist(rejected, schema=schema.REJECTED))
     counts = {"documents": sum(record["part"]["rows"] for record in records)}
@@ -69,8 +81,14 @@ def run(
     return draft.commit(counts=counts | {"rejected": len(rejected)})
 
 
-def described(path: str, columns: dict[str, str], *, like: Artifact) -> NewDocuments:
-    """How a file of new documents is read: with the features that the data set `like` has."""
+def describe_file(path: str, columns: dict[str, str], *, like: Artifact) -> NewDocuments:
+    """The description of a file of new documents, with the features of the dataset `like`.
+
+    Args:
+        path: of the file.
+        columns: our name -> the file's name of a column.
+        like: the dataset of the run.
+    """
     layout = pq.read_schema(fs.open_input(like.file(like.table_parts("documents")[0])))
     kinds = {kind: name for name, kind in TYPES.items()}
     features = {
@@ -80,8 +98,8 @@ def described(path: str, columns: dict[str, str], *, like: Artifact) -> NewDocum
     return NewDocuments.model_validate({"documents": file, "features": features})
 
 
-def place(run_dir: str, new: NewDocuments) -> str:
-    """Where what becomes of these files goes: other contents, another place."""
+def output_uri(run_dir: str, new: NewDocuments) -> str:
+    """The output folder for a file of new documents; depends on the content of the file."""
     sums = "".join(fs.checksum(str(path)) for path in files(new.documents.path))
     return fs.join(fs.absolute(run_dir), "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
 
@@ -91,13 +109,8 @@ def read_documents(name: str, *, dataset: Artifact) -> pa.Table:
     return dataset.table(name.replace("ready/", "documents/", 1))
 
 
-def few(resources: Fleet, parts: dict[str, int]) -> Fleet:
-    """No more workers than there are parts: most new documents come in few."""
-    return resources.model_copy(update={"workers": min(resources.workers, len(parts))})
-
-
-class Flow:
-    """The document flow, in a worker."""
+class NewDocumentEncoder:
+    """Encodes parts of new documents, in a worker."""
 
     def __init__(
         self, towers: Artifact, semantic_ids: Artifact, embeddings: Artifact, *, token_budget: int
@@ -105,7 +118,6 @@ class Flow:
         self._flow = DocumentFlow.load(towers, semantic_ids, embeddings, token_budget=token_budget)
         self.peak = self._flow.peak()
 
-    def __call__(self, _: str, documents: pa.Table) -> Encoded:
-        """A part, ready."""
-        found = self._flow(documents)
-        return Encoded(found.table, self._flow.cost, found.rejected)
+    def __call__(self, _: str, documents: pa.Table) -> EncodedPart:
+        """One part."""
+        return self._flow(documents)

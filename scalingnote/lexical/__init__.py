@@ -1,1 +1,1 @@
-"""BM25 as sparse vectors: weighted words of documents, for hybrid search beside any dual encoder."""
+"""BM25 as sparse vectors: weighted words of documents, for hybrid search with any dual encoder."""

@@ -1,4 +1,4 @@
-"""Knobs of BM25 as sparse vectors."""
+"""Settings of BM25 as sparse vectors."""
 
 from pydantic import Field
 
@@ -6,7 +6,7 @@ from scalingnote.config import Config
 
 
 class BM25Config(Config):
-    """Term weights of documents by BM25 (Lucene's variant), which hybrid search adds to the embeddings."""
+    """Term weights of documents by BM25 (Lucene's variant), for hybrid search with embeddings."""
 
     k1: float = Field(1.2, ge=0, description="term saturation; Lucene's default")
     b: float = Field(0.75, ge=0, le=1, description="length normalisation; Lucene's default")
@@ -14,7 +14,7 @@ class BM25Config(Config):
         1_000_000,
         ge=1,
         le=1 << 24,
-        description="most frequent words that are indexed, about 100 bytes of memory each in every searcher "
-        "of queries; rarer words are not found",
+        description="number of words to index, the most frequent ones; each takes about 100 bytes of memory "
+        "in every query encoder; rarer words are not found",
     )
-    query_terms: int = Field(512, ge=1, description="terms of a query that are read; those behind are not")
+    query_terms: int = Field(512, ge=1, description="maximum terms of a query; later ones are ignored")

@@ -1,16 +1,15 @@
-"""The stage that weights words by BM25: documents in, their sparse vectors and the query side out.
+"""The bm25 stage: sparse vectors of documents, and what encodes queries for them.
 
     documents ─count─► words by bucket ─merge─► document frequencies ─► vocabulary of the most frequent words
         └──────────────────────── weight ──────────────────────────────────► terms and impacts, part by part
 
 Tasks read slices of documents and shuffle through files: memory is bounded by a slice, by a bucket of words
-and by the vocabulary, at any corpus size. Texts are split twice, so that nothing of their length is kept
+and by the vocabulary, at any corpus size. Texts are split into words twice, so that words are not stored
 between the passes.
 """
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from scalingnote.analyzer import terms
 from scalingnote.bm25 import document_texts
 from scalingnote.errors import DataError
 from scalingnote.lexical.config import BM25Config
-from scalingnote.lexical.weights import COLLECTION, VOCABULARY, WORDS, Weights
+from scalingnote.lexical.weights import COLLECTION, VOCABULARY, WORDS, BM25Weights
 from scalingnote.log import get_logger
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import exchange
@@ -34,8 +33,8 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_f
 from scalingnote.storage.slices import Record, Slice, listed, run_slices, slices
 
 log = get_logger("bm25")
-QUERY_SIDE = "sparse_query"  # the folder of a dual encoder with a sparse head has the same name
-BUCKET_DOCUMENTS = 1 << 21  # documents whose words make one bucket
+QUERY_SIDE = "sparse_query"  # same name as in a dual encoder with a sparse head
+MAX_BUCKET_DOCUMENTS = 1 << 21  # whose words make one bucket
 TEXTS = ["title", "topic", "content"]
 _ORDER = [("documents", "descending"), ("word", "ascending")]
 
@@ -60,24 +59,26 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
         return draft.existing()
     folder = draft.work()
     work = slices(source, "documents")
-    buckets = max(-(-source.counts["documents"] // BUCKET_DOCUMENTS), 1)
+    buckets = max(-(-source.counts["documents"] // MAX_BUCKET_DOCUMENTS), 1)
     do = partial(run_slices, folder=folder, each=cluster.map_tasks, room="bm25", unit="tasks")
-    counted = do("count", partial(count, dataset=source, folder=folder, buckets=buckets), work)
+    counted = do("count", partial(count_words, dataset=source, folder=folder, buckets=buckets), work)
     collection = {name: sum(record[name] for record in counted) for name in ("documents", "length")}
     if not collection["length"]:
         raise DataError(f"{source.uri}: none of {collection['documents']:,} documents has a word to index")
-    words = do("merge", partial(merge, config=config, folder=folder), range(buckets))
-    (chosen,) = do("vocabulary", partial(choose, config=config, folder=folder, output=draft.uri), [buckets])
+    words = do("merge", partial(merge_words, config=config, folder=folder), range(buckets))
+    (vocabulary,) = do(
+        "vocabulary", partial(choose_vocabulary, config=config, folder=folder, output=draft.uri), [buckets]
+    )
     draft.write_json(COLLECTION, collection)
-    task = partial(weigh, dataset=source, config=config, output=draft.uri, collection=collection)
+    task = partial(weigh_documents, dataset=source, config=config, output=draft.uri, collection=collection)
     weighed = do("weight", task, work)
-    for record in [chosen, *weighed]:
+    for record in [vocabulary, *weighed]:
         for name, part in listed(record["files"]):
             draft.register(name, part)
     counts = {
         "documents": collection["documents"],
         "words": sum(words),
-        "vocabulary": chosen["words"],
+        "vocabulary": vocabulary["words"],
         "entries": sum(record["entries"] for record in weighed),
     }
     log.info(
@@ -88,13 +89,13 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
     return draft.commit(counts=counts)
 
 
-def count(item: Slice, *, dataset: Artifact, folder: str, buckets: int) -> Record:
-    """Write the document frequencies of a slice to buckets; returns its `documents` and their `length`."""
+def count_words(item: Slice, *, dataset: Artifact, folder: str, buckets: int) -> Record:
+    """Scatter the document frequencies of a slice; returns its `documents` and their `length` in words."""
     number, parts = item
     frequencies: Counter[str] = Counter()
     documents = length = 0
-    for texts in _texts(dataset, parts):
-        for text in texts:
+    for part in parts:
+        for text in document_texts(dataset.table(part, TEXTS)):
             words = terms(text)
             frequencies.update(set(words))
             documents, length = documents + 1, length + len(words)
@@ -106,8 +107,8 @@ def count(item: Slice, *, dataset: Artifact, folder: str, buckets: int) -> Recor
     return {"documents": documents, "length": length}
 
 
-def merge(item: tuple[int, int], *, config: BM25Config, folder: str) -> int:
-    """Sum the document frequencies of a bucket and write its most frequent words; the number of all."""
+def merge_words(item: tuple[int, int], *, config: BM25Config, folder: str) -> int:
+    """Sum the document frequencies of a bucket, write its most frequent words, return the number of all."""
     bucket = item[1]
     table = exchange.gather(fs.join(folder, "counted"), bucket, schema=WORDS)
     summed = table.group_by("word", use_threads=False).aggregate([("documents", "sum")])
@@ -117,8 +118,8 @@ def merge(item: tuple[int, int], *, config: BM25Config, folder: str) -> int:
     return len(whole)
 
 
-def choose(item: tuple[int, int], *, config: BM25Config, folder: str, output: str) -> Record:
-    """Write the vocabulary and the query side; equal frequencies are in the order of their words."""
+def choose_vocabulary(item: tuple[int, int], *, config: BM25Config, folder: str, output: str) -> Record:
+    """Write the vocabulary and the query side; words of equal frequency are in alphabetical order."""
     best = WORDS.empty_table()
     for bucket in range(item[1]):
         with fs.open_input(fs.join(folder, "merged", f"{bucket:05d}.parquet")) as stream:
@@ -136,13 +137,13 @@ def choose(item: tuple[int, int], *, config: BM25Config, folder: str, output: st
     return {"files": files, "words": len(best)}
 
 
-def weigh(
+def weigh_documents(
     item: Slice, *, dataset: Artifact, config: BM25Config, output: str, collection: dict[str, int]
 ) -> Record:
-    """Write the terms and impacts of a slice, a part for each part of the documents."""
+    """Write the terms and impacts of a slice, one part for each part of the documents."""
     with fs.open_input(fs.join(output, VOCABULARY)) as stream:
         words = pq.read_table(stream)
-    weights = Weights.of(words, **collection, k1=config.k1, b=config.b)
+    weights = BM25Weights.of(words, **collection, k1=config.k1, b=config.b)
     files, entries = [], 0
     for part in item[1]:
         documents = dataset.table(part, ["doc_id", *TEXTS])
@@ -151,11 +152,6 @@ def weigh(
         files.append((name, vars(write_table(fs.join(output, name), table))))
         entries += sum(len(chunk.values) for chunk in table["terms"].chunks)
     return {"files": files, "entries": entries}
-
-
-def _texts(dataset: Artifact, parts: list[str]) -> Iterator[list[str]]:
-    for part in parts:
-        yield document_texts(dataset.table(part, TEXTS))
 
 
 def _most_frequent(words: pa.Table, config: BM25Config) -> pa.Table:

@@ -1,9 +1,9 @@
-"""BM25 impacts: texts of documents go in, their words as terms and weights come out.
+"""BM25 term weights (impacts) of documents.
 
     impact(word, document) = idf(word) * tf / (tf + k1 * (1 - b + b * length / mean length))
     idf(word)              = ln(1 + (documents - df + 0.5) / (df + 0.5))
 
-An inner product of impacts with the counts of a query's words is its BM25 score. The factor k1 + 1 of the
+The inner product of impacts and the counts of a query's words is the BM25 score. The factor k1 + 1 of the
 original formula is left out, as in Lucene: it changes no ranking.
 """
 
@@ -21,14 +21,14 @@ from scalingnote.errors import ArtifactError
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import SPARSE
 
-VOCABULARY = "vocabulary.parquet"  # words in the order of their numbers, and in how many documents each is
+VOCABULARY = "vocabulary.parquet"  # WORDS in the order of their numbers
 COLLECTION = "collection.json"
-WORDS = pa.schema({"word": pa.string(), "documents": pa.int64()})
-TEXTS_AT_ONCE = 4096
+WORDS = pa.schema({"word": pa.string(), "documents": pa.int64()})  # documents: that contain the word
+_BATCH_TEXTS = 4096
 
 
-class Weights:
-    """Statistics of a collection, and what BM25 makes of a text by them. Threads may share one."""
+class BM25Weights:
+    """Weights words by the statistics of a collection. Thread-safe."""
 
     def __init__(
         self,
@@ -39,62 +39,52 @@ class Weights:
         k1: float,
         b: float,
     ) -> None:
-        """Take the statistics.
-
-        Args:
-            vocabulary: word -> its number.
-            idf: inverse document frequency of each word, by number.
-            mean_length: mean number of words of a document; above 0.
-            k1: term saturation.
-            b: length normalisation, 0 to 1.
-        """
         self._vocabulary, self._idf = vocabulary, idf
         self._mean_length, self._k1, self._b = mean_length, k1, b
 
     @classmethod
-    def of(cls, words: pa.Table, *, documents: int, length: int, k1: float, b: float) -> "Weights":
-        """The weights by a vocabulary as WORDS has it.
+    def of(cls, words: pa.Table, *, documents: int, length: int, k1: float, b: float) -> "BM25Weights":
+        """Compute weights from the statistics of a collection.
 
         Args:
-            words: each word and in how many documents it is.
+            words: the vocabulary, of the schema WORDS.
             documents: number of documents.
-            length: number of words in all of them together.
+            length: number of words in all documents.
             k1: term saturation.
             b: length normalisation, 0 to 1.
         """
         vocabulary = {word: number for number, word in enumerate(words["word"].to_pylist())}
-        found = words["documents"].to_numpy()
-        idf = np.log1p((documents - found + 0.5) / (found + 0.5))
+        frequency = words["documents"].to_numpy()
+        idf = np.log1p((documents - frequency + 0.5) / (frequency + 0.5))
         return cls(vocabulary, idf, mean_length=length / documents, k1=k1, b=b)
 
     @classmethod
-    def load(cls, artifact: Artifact) -> "Weights":
-        """Those of an artifact `bm25_terms`; later documents are weighted by its statistics, too."""
+    def load(cls, artifact: Artifact) -> "BM25Weights":
+        """The weights of an artifact `bm25_terms`, for documents added later."""
         config = artifact.manifest.config
         words, collection = artifact.table(VOCABULARY), artifact.read_json(COLLECTION)
         return cls.of(words, **collection, k1=config["k1"], b=config["b"])
 
     def columns(self, texts: Sequence[str]) -> pa.Table:
-        """A row for each text with the columns of ``storage.schema.SPARSE``: words ascending by number.
+        """Terms and impacts of texts, in the schema SPARSE; terms ascend in each row.
 
-        Words outside of the vocabulary, and impacts that float16 rounds to 0, are left out.
+        Words outside the vocabulary, and impacts that float16 rounds to 0, are left out.
         """
         pieces = [
-            self._columns(texts[start : start + TEXTS_AT_ONCE])
-            for start in range(0, len(texts), TEXTS_AT_ONCE)
+            self._columns(texts[start : start + _BATCH_TEXTS]) for start in range(0, len(texts), _BATCH_TEXTS)
         ]
         return pa.concat_tables([SPARSE.empty_table(), *pieces]).combine_chunks()
 
     def _columns(self, texts: Sequence[str]) -> pa.Table:
-        known, lengths, found = self._vocabulary.get, [], []
+        number_of, lengths, known = self._vocabulary.get, [], []
         numbers = array("q")
         for text in texts:
             words = terms(text)
             before = len(numbers)
-            numbers.extend([number for word in words if (number := known(word)) is not None])
+            numbers.extend([number for word in words if (number := number_of(word)) is not None])
             lengths.append(len(words))
-            found.append(len(numbers) - before)
-        rows = np.repeat(np.arange(len(texts), dtype=np.int64), found)
+            known.append(len(numbers) - before)
+        rows = np.repeat(np.arange(len(texts), dtype=np.int64), known)
         entries = rows * len(self._idf) + np.frombuffer(numbers, np.int64)
         distinct, counts = np.unique(entries, return_counts=True)
         rows, words_of = np.divmod(distinct, len(self._idf))
@@ -108,16 +98,16 @@ class Weights:
         return pa.table(lists, schema=SPARSE)
 
 
-def columns_of(artifact: Artifact, part: str, doc_ids: pa.ChunkedArray) -> pa.Table:
-    """The columns of ``storage.schema.SPARSE`` for documents of one part, in the order of `doc_ids`.
+def read_columns(artifact: Artifact, part: str, doc_ids: pa.ChunkedArray) -> pa.Table:
+    """Terms and impacts of documents of one part, in the schema SPARSE and the order of `doc_ids`.
 
     Args:
         artifact: of kind `bm25_terms`.
-        part: name of the part without its folder, as that of the documents.
+        part: name of the part without its folder, the same as that of the documents.
         doc_ids: documents of this part.
 
     Raises:
-        ArtifactError: a document is not in the part, so the artifacts are of different datasets.
+        ArtifactError: a document is not in the part, so the artifacts were built from different datasets.
     """
     table = artifact.table(f"terms/{part}")
     rows = pc.index_in(doc_ids, table["doc_id"].combine_chunks())

@@ -1,1 +1,1 @@
-"""From a trained dual encoder, or any run, to fresh hard negatives for another round of stage I."""
+"""Hard negatives for another round of stage I, mined with a dual encoder or from run files."""

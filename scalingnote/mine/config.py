@@ -1,4 +1,4 @@
-"""Knobs of hard-negative mining: which ranks of which run, and what is too good to be a negative."""
+"""Settings of hard-negative mining: ranking, rank window, and the bound on a negative's score."""
 
 from pydantic import Field, model_validator
 
@@ -6,29 +6,29 @@ from scalingnote.config import Config, Resources
 
 
 class MineConfig(Config):
-    """Negatives that the last round's dual encoder, or a given run, ranks high (ANCE, Xiong et al. 2021)."""
+    """Hard negatives by the last round's dual encoder, or by run files (ANCE, Xiong et al. 2021)."""
 
     runs: tuple[str, ...] = Field(
         (),
         description="TREC run files over the training queries (dense, BM25, hybrid); "
-        "none: search with the last round's dual encoder. A finished stage knows them by their paths",
+        "none: search with the last round's dual encoder. A finished stage is recognised by their paths",
     )
     runs_sha256: tuple[str, ...] = Field(
-        (), description="filled in when the stage starts: work begun on other contents is not resumed"
+        (), description="set when the stage starts, so that work on files with other contents is not resumed"
     )
-    first_rank: int = Field(11, ge=1, description="ranks above are dropped as likely false negatives")
+    first_rank: int = Field(11, ge=1, description="ranks before it are dropped as likely false negatives")
     last_rank: int = Field(100, ge=1, description="negatives are drawn from ranks first_rank to last_rank")
     num_negatives: int = Field(1, ge=1, description="hard negatives per triplet")
     max_score_ratio: float | None = Field(
-        0.95, gt=0, description="a negative scores at most this many times what the positive does; null: any"
+        0.95, gt=0, description="a negative scores at most this many times the positive's score; null: any"
     )
     max_per_query: int | None = Field(
-        None, ge=1, description="distinct negatives one query gets over all its triplets; null: no bound"
+        None, ge=1, description="distinct negatives of a query over all its triplets; null: no bound"
     )
     max_documents: int | None = Field(
         None,
         ge=1,
-        description="search so many training documents, by a seeded hash, and the positives; null: all",
+        description="number of training documents to search, by a seeded hash, besides positives; null: all",
     )
     token_budget: int = Field(8192, ge=64, description="padded tokens per forward pass")
     seed: int = Field(0, description="of the draws")

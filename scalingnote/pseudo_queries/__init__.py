@@ -1,1 +1,1 @@
-"""Pseudo-queries: texts drawn from documents, which a teacher encodes as if users had asked them."""
+"""Pseudo-queries: texts drawn from documents, which a teacher encodes in place of users' queries."""

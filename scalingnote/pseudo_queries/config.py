@@ -1,4 +1,4 @@
-"""Knobs of pseudo-queries: how many, of which kinds, and which real queries join them."""
+"""Settings of pseudo-queries: number, kinds, and real queries to add."""
 
 from typing import Literal
 
@@ -18,8 +18,8 @@ Kind = Literal[
     "passage",
 ]
 
-# Shares of the kinds, by an ablation on three collections (docs/distillation.md): a table that learns without
-# questions, or without keywords, keeps about a point less of its teacher's nDCG@10.
+# Shares of the kinds, from an ablation on three collections (docs/distillation.md): without questions, or
+# without keywords, a lookup table keeps about a point less of its teacher's nDCG@10.
 DEFAULT_MIX: dict[Kind, float] = {
     "title": 0.05,
     "sentence": 0.15,
@@ -32,7 +32,7 @@ DEFAULT_MIX: dict[Kind, float] = {
 
 
 class PseudoQueriesConfig(Config):
-    """Training texts of a student, drawn from the documents it will search. No query log is needed."""
+    """Training texts of a student, drawn from the documents that it will search; needs no query log."""
 
     count: int | None = Field(
         40_000,
@@ -75,5 +75,5 @@ class PseudoQueriesConfig(Config):
     def _has_windows(self) -> "PseudoQueriesConfig":
         least, most = self.window_words
         if not 1 <= least <= most:
-            raise ValueError(f"window_words {least} to {most} is no range: give 1 <= least <= most")
+            raise ValueError(f"window_words {least} to {most} is not a range: give 1 <= least <= most")
         return self

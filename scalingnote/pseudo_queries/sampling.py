@@ -2,8 +2,8 @@
 
     document -> units (words; Chinese and Japanese characters) -> title, sentence, window, phrase, question...
 
-Phrases and keywords look like short queries, windows and sentences like long ones, and questions hold the
-words that documents lack ("how", "can I").
+Phrases and keywords resemble short queries, windows and sentences long ones, and questions have words that
+documents lack ("how", "can I").
 """
 
 import random
@@ -16,7 +16,7 @@ import regex  # type: ignore[import-untyped]
 
 from scalingnote.pseudo_queries.config import Kind, PseudoQueriesConfig
 
-MAX_CHARACTERS = 2048  # of a text without spaces, which would be one unit
+MAX_UNIT_CHARACTERS = 2048  # a text without spaces is one unit
 _UNIT = regex.compile(
     r"(?:[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]|[^\s\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]+)\s*"
 )
@@ -39,8 +39,8 @@ Role = Literal["query", "document"]
 
 
 @dataclass(frozen=True)
-class Document:
-    """What texts are drawn from; `key` seeds the draws."""
+class SourceDocument:
+    """A source of texts; `key` seeds the draws."""
 
     key: int
     title: str
@@ -56,7 +56,7 @@ class PseudoQuery:
 
 
 def draw(
-    document: Document, config: PseudoQueriesConfig, *, per_document: float | None
+    document: SourceDocument, config: PseudoQueriesConfig, *, per_document: float | None
 ) -> Iterator[PseudoQuery]:
     """The pseudo-queries of a document.
 
@@ -82,30 +82,30 @@ def draw(
 
 @dataclass(frozen=True)
 class _Parts:
-    """A document, cut once for all of its draws."""
+    """A document, split once for all draws."""
 
     title: str
     sentences: list[str]
     content: str
     words: list[list[str]]
-    """Units of the title and of each sentence, those without any left out."""
+    """Units of the title and of each sentence; empty lists are left out."""
 
     @classmethod
-    def of(cls, document: Document) -> "_Parts":
+    def of(cls, document: SourceDocument) -> "_Parts":
         sentences = [text for piece in _SENTENCE_END.split(document.content) if (text := piece.strip())]
-        words = [found for text in (document.title, *sentences) if (found := units(text))]
+        words = [unit for text in (document.title, *sentences) if (unit := units(text))]
         return cls(document.title.strip(), sentences, document.content, words)
 
 
 def units(text: str) -> list[str]:
-    """Words with the space behind them; of scripts without spaces, characters."""
-    return [unit[:MAX_CHARACTERS] for unit in _UNIT.findall(text)]
+    """Words with the space after them; characters in scripts without spaces."""
+    return [unit[:MAX_UNIT_CHARACTERS] for unit in _UNIT.findall(text)]
 
 
 def cut(text: str, words: int) -> str:
     """The first `words` units of a text."""
-    found = units(text)
-    return text.strip() if len(found) <= words else "".join(found[:words]).strip()
+    all_units = units(text)
+    return text.strip() if len(all_units) <= words else "".join(all_units[:words]).strip()
 
 
 def _title(parts: _Parts, config: PseudoQueriesConfig, _: random.Random) -> str:
@@ -121,7 +121,7 @@ def _sentence(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) ->
 
 
 def _window(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
-    """Consecutive units of one sentence or of the title; sentences are drawn by their length."""
+    """Consecutive units of the title or of one sentence, drawn with a probability by its length."""
     if not parts.words:
         return ""
     sentence = rng.choices(parts.words, [len(words) for words in parts.words])[0]
@@ -132,7 +132,7 @@ def _window(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> s
 
 
 def _title_window(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
-    """Part of the title beside a short window, in either order."""
+    """Part of the title and a short window, in either order."""
     words = units(parts.title)[: rng.randint(2, 10)]
     window = cut(_window(parts, config, rng), 8)
     pieces = ["".join(words).strip(), window]
@@ -144,7 +144,7 @@ def _phrase(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> s
     if not parts.words:
         return ""
     sentence = "".join(rng.choices(parts.words, [len(words) for words in parts.words])[0])
-    clauses = [found for clause in _CLAUSE_END.split(sentence) if (found := units(clause))]
+    clauses = [words for clause in _CLAUSE_END.split(sentence) if (words := units(clause))]
     if not clauses:
         return ""
     words = rng.choices(clauses, [len(clause) for clause in clauses])[0]
@@ -159,17 +159,17 @@ def _phrase(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> s
 
 
 def _keywords(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
-    """Some content words of a stretch of the document, in their order; longer words are drawn more often."""
-    found = [word for sentence in parts.words for unit in sentence for word in _WORD.findall(unit)]
-    found = [word for word in found if len(word) > 1 and word.lower() not in FUNCTION_WORDS]
-    if not found:
+    """Content words of a section of the document, in their order; longer words are drawn more often."""
+    words = [word for sentence in parts.words for unit in sentence for word in _WORD.findall(unit)]
+    words = [word for word in words if len(word) > 1 and word.lower() not in FUNCTION_WORDS]
+    if not words:
         return ""
-    start = rng.randrange(len(found))
-    found = found[start : start + _KEYWORD_SPAN]
-    count = min(rng.randint(*_KEYWORDS), len(found))
-    # Weighted draws without replacement (Efraimidis and Spirakis 2006).
-    ranks = sorted(range(len(found)), key=lambda place: rng.random() ** (1 / len(found[place])))
-    return " ".join(found[place] for place in sorted(ranks[-count:])).lower()
+    start = rng.randrange(len(words))
+    words = words[start : start + _KEYWORD_SPAN]
+    count = min(rng.randint(*_KEYWORDS), len(words))
+    # Weighted sampling without replacement (Efraimidis and Spirakis 2006).
+    ranks = sorted(range(len(words)), key=lambda i: rng.random() ** (1 / len(words[i])))
+    return " ".join(words[i] for i in sorted(ranks[-count:])).lower()
 
 
 def _question(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
@@ -184,7 +184,7 @@ def _question(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) ->
 
 
 def _question_piece(parts: _Parts, config: PseudoQueriesConfig, rng: random.Random) -> str:
-    """What stands in a template: a phrase, at times a window or the beginning of the title."""
+    """The text for a template: a phrase, sometimes a window or the beginning of the title."""
     chance = rng.random()
     if chance < 0.15 and parts.title:
         text = cut(parts.title, rng.randint(2, 8))

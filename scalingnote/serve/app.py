@@ -12,7 +12,7 @@ from ray.serve import Application, Deployment, deployment
 from ray.serve.handle import DeploymentHandle
 
 from scalingnote import pipeline, stages
-from scalingnote.encode import exported, query_encoder
+from scalingnote.encode import exports, query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.run_config import RunConfig
@@ -101,7 +101,7 @@ def find(args: AppArgs) -> ServedArtifacts:
     if embeddings.names("query_fusion/"):
         planner = _location(pipeline.locate(run, "planner"))
         parts = replace(parts, fusion=_location(embeddings), planner=planner)
-    served = _served(index, exported.find(tower, config.query_form, run.run_dir), parts, config)
+    served = _served(index, exports.find(tower, config.query_form, run.run_dir), parts, config)
     documents = None if config.live is None else _document_path(run, index)
     return replace(served, documents=documents, address=run.address)
 

@@ -16,8 +16,7 @@ from pydantic import ValidationError
 
 from scalingnote.index.live.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
-from scalingnote.ingest.flow import DocumentFlow
-from scalingnote.ingest.rows import IndexRows, index_rows
+from scalingnote.ingest.new_documents import DocumentFlow, IndexRows, index_rows
 from scalingnote.serve import messages
 from scalingnote.serve.access import conflict, invalid, unavailable
 from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, gather_in_time

@@ -66,7 +66,7 @@ def test_a_pair_has_two_models_of_one_width(tmp_path: Path):
     assert made.query.native.pooling == ("cls",)
     assert made.document.native.pooling == ("mean",)
     config = AdoptConfig(path=str(small), query_path=str(wide))
-    with pytest.raises(ConfigError, match="a pair has one space"):
+    with pytest.raises(ConfigError, match="same dimensions"):
         job.run(config, output=str(tmp_path / "unequal"))
 
 

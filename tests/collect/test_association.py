@@ -10,17 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.algorithm_one import all_above, every_pair, top
-from scalingnote.collect.association import ASSOCIATIONS, associations, join, mutual, pair_keys
-from scalingnote.collect.config import AssociationConfig
-from scalingnote.collect.term_keys import (
+from scalingnote.collect.association import (
+    ASSOCIATIONS,
     CANDIDATES,
     KINDS,
     OWN,
+    associations,
     candidate_keys,
+    join,
     key_filter,
-    mix,
+    mix_bits,
+    mutual_pairs,
     own_keys,
+    pair_keys,
 )
+from scalingnote.collect.config import AssociationConfig
 from scalingnote.errors import DataError
 from scalingnote.planner.terms import TermScores
 from scalingnote.storage.exchange import bucket_of, gather, scatter
@@ -129,7 +133,7 @@ def test_caps_keep_the_strongest_and_count_the_rest(queries, threshold, max_asso
         max_associates=max_associates,
     )
     found, counts = associations(term_scores(queries), ids, config=config)
-    expected, expected_counts = _capped(queries, mix(ids), threshold, max_associates, max_terms)
+    expected, expected_counts = _capped(queries, mix_bits(ids), threshold, max_associates, max_terms)
     assert triples(found, ids) == expected
     assert expected <= every_pair(queries, threshold, threshold)
     assert {name: counts[name] for name in expected_counts} == expected_counts
@@ -197,7 +201,9 @@ def in_steps(folder, queries, ids, config, *, slices, buckets, order=1):
         found.append(settled)
         by_pair = bucket_of(pa.array(pair_keys(one_way)), buckets)
         scatter(one_way, by_pair, target=f"{folder}/pairs", name=f"{bucket}")
-    found += [mutual(gather(f"{folder}/pairs", bucket, schema=ASSOCIATIONS)) for bucket in range(buckets)]
+    found += [
+        mutual_pairs(gather(f"{folder}/pairs", bucket, schema=ASSOCIATIONS)) for bucket in range(buckets)
+    ]
     table = pa.concat_tables(found)
     return table.sort_by([(name, "ascending") for name in ("kind", "query", "associate")]), counts
 
@@ -238,7 +244,7 @@ def test_ties_are_broken_by_what_a_query_is_not_by_where_it_lies():
     count = 30
     scores = term_scores([{"red": 1.0, "shoes": 1.0, "for": 0.9, "men": 0.9}] * count)
     config = AssociationConfig(max_associates=3)
-    ties = mix(np.arange(count, dtype=np.uint64))
+    ties = mix_bits(np.arange(count, dtype=np.uint64))
     found = []
     for ids in (numbered(count), np.arange(count, dtype=np.uint64)):
         own, _ = own_keys(scores, ids, config=config)

@@ -7,11 +7,9 @@ import pytest
 
 from in_process import without_ray
 from scalingnote import cluster as cluster_of_ray
-from scalingnote.collect.assemble import assemble
 from scalingnote.collect.config import AssociationConfig, CollectConfig, CrossEncoderConfig, ScoreTable
-from scalingnote.collect.evidence import exposures, rankings
 from scalingnote.collect.job import run
-from scalingnote.collect.triplet import share
+from scalingnote.collect.one_hop import click_evidence, hash_fraction, one_hop_triplets, ranking_evidence
 from scalingnote.config import Config, Resources
 from scalingnote.datasets.trainable import held_out_documents, queries
 from scalingnote.errors import ConfigError, DataError
@@ -204,7 +202,7 @@ def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
         assert own[row["via"], row["source"], row["positive"]] == row["negatives"]
         assert row["positive"] not in clicked[row["query_id"]]
         # What is measured was not trained on, nor the other way round.
-        lenders = "validation" if share(row["via"], seed=CONFIG.seed) < 0.3 else "train"
+        lenders = "validation" if hash_fraction(row["via"], seed=CONFIG.seed) < 0.3 else "train"
         assert row["split"] == lenders
     assert artifact.counts["multi_across_split"] > 0
     assert len(lent) == artifact.counts["click_multi"] + artifact.counts["relevance_multi"]
@@ -219,7 +217,7 @@ def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
     # Killed near the end; what the steps before it wrote is kept, and gives the same triplets.
     without_ray(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("scalingnote.collect.summary.draw_samples", die)
+        patch.setattr("scalingnote.collect.triplet_parts.draw_samples", die)
         with pytest.raises(KeyboardInterrupt):
             run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
     again = run(CONFIG, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
@@ -312,7 +310,9 @@ def test_assemble_counts_what_lacks_negatives_and_what_nobody_asked():
         ],
     )  # fmt: skip
     config = CollectConfig(sources=("click",), validation_fraction=0)
-    triplets, known, counts = assemble(exposures(log, min_dwell_s=5.0), pa.array(["q", "r"]), config=config)
+    triplets, known, counts = one_hop_triplets(
+        click_evidence(log, min_dwell_s=5.0), pa.array(["q", "r"]), config=config
+    )
     assert triplets.to_pylist() == [
         {"row": 0, "positive": "a", "negatives": ["b"], "source": "click", "scores": None}
     ]
@@ -325,10 +325,10 @@ def test_assemble_counts_what_lacks_negatives_and_what_nobody_asked():
 def test_rankings_without_a_score_say_nothing():
     scores = pa.table({"query_id": ["q"] * 3, "doc_id": list("abc"), "score": [1.0, None, float("nan")]})
     scores = scores.set_column(2, "score", scores["score"].cast(pa.float32()))
-    assert rankings(scores)["doc_id"].to_pylist() == ["a"]
+    assert ranking_evidence(scores)["doc_id"].to_pylist() == ["a"]
 
 
 def test_assemble_of_no_evidence_is_an_empty_part():
-    nothing = exposures(table(IMPRESSIONS, []), min_dwell_s=0.0)
-    triplets, known, counts = assemble(nothing, pa.array([], pa.string()), config=CollectConfig())
+    nothing = click_evidence(table(IMPRESSIONS, []), min_dwell_s=0.0)
+    triplets, known, counts = one_hop_triplets(nothing, pa.array([], pa.string()), config=CollectConfig())
     assert (len(triplets), len(known), counts) == (0, 0, {"ignored_rows": 0})

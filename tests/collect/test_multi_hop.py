@@ -5,8 +5,8 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.collect.multi_hop import KNOWN, LOANS, ONE_HOP, borrow, lend
-from scalingnote.collect.triplet import share
+from scalingnote.collect.multi_hop import MULTI_HOP, multi_hop_candidates, select_multi_hop
+from scalingnote.collect.one_hop import KNOWN, ONE_HOP, hash_fraction
 
 DOCS = st.sampled_from("abcdef")
 LOAN = st.tuples(
@@ -25,7 +25,7 @@ def table(schema: pa.Schema, rows: list[tuple]) -> pa.Table:
 
 
 def _drawn(loan: tuple) -> float:
-    return share(f"borrow {loan[1]} {loan[3]}", seed=5)
+    return hash_fraction(f"borrow {loan[1]} {loan[3]}", seed=5)
 
 
 def slow_borrow(loans: list[tuple], known: dict[tuple[int, str], bool], most: int) -> list[tuple]:
@@ -47,10 +47,10 @@ def slow_borrow(loans: list[tuple], known: dict[tuple[int, str], bool], most: in
     st.randoms(),
 )
 def test_borrowing_equals_its_transcription(loans, known, most, random):
-    found, counts = borrow(
-        table(LOANS, random.sample(loans, len(loans))),
+    found, counts = select_multi_hop(
+        table(MULTI_HOP, random.sample(loans, len(loans))),
         table(KNOWN, [(row, doc, positive) for (row, doc), positive in known.items()]),
-        most=most,
+        limit=most,
         seed=5,
     )
     assert [tuple(row.values()) for row in found.to_pylist()] == slow_borrow(loans, known, most)
@@ -59,7 +59,7 @@ def test_borrowing_equals_its_transcription(loans, known, most, random):
 
 def test_a_document_that_answers_the_borrower_is_never_lent_as_a_negative():
     loans = [(0, "q7", 0.9, "a", ["b"], "click"), (0, "q8", 0.8, "b", ["c"], "click")]
-    found, counts = borrow(table(LOANS, loans), table(KNOWN, []), most=4, seed=0)
+    found, counts = select_multi_hop(table(MULTI_HOP, loans), table(KNOWN, []), limit=4, seed=0)
     assert found["positive"].to_pylist() == ["b"]
     assert counts["multi_negative_is_positive"] == 1
 
@@ -69,14 +69,14 @@ def test_lenders_give_their_triplets_of_the_source_to_every_borrower():
     triplets = [(*row, None) for row in [*triplets, (5, "d", ["w"], "relevance")]]
 
     def lent(most: int) -> tuple[list[tuple], int]:
-        found, over = lend(
+        found, over = multi_hop_candidates(
             table(ONE_HOP, triplets),
             pa.array([f"q{i}" for i in range(6)]),
             source="click",
-            lender=np.array([5, 2, 5, 3]),
-            borrower=np.array([10, 11, 12, 13]),
+            associates=np.array([5, 2, 5, 3]),
+            queries=np.array([10, 11, 12, 13]),
             strength=np.array([0.5, 0.75, 0.25, 1.0], dtype=np.float32),
-            most=most,
+            limit=most,
             seed=0,
         )
         names = ("row", "via", "strength", "positive", "negatives")

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from scalingnote.collect.config import QueryGenerationConfig
-from scalingnote.collect.query_generation import GENERATED, QueryGenerator
+from scalingnote.collect.transformer_models import GENERATED, QueryGenerator
 from scalingnote.errors import ConfigError
 from scalingnote.models.backbone import train_tokenizer
 
@@ -227,5 +227,5 @@ def test_checkpoints_that_cannot_generate_are_refused(tmp_path):
 
 
 def test_sigmas_are_distinct():
-    with pytest.raises(ValidationError, match="repeats one"):
+    with pytest.raises(ValidationError, match="has a duplicate"):
         QueryGenerationConfig(sigmas=(0.1, 0.1))

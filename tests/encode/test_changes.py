@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from scalingnote.encode import changes
-from scalingnote.encode.tokens import content_hashes
+from scalingnote.encode.changes import content_hashes
 from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.slices import slices
@@ -50,10 +50,10 @@ def test_what_is_the_same_is_copied_and_the_rest_is_told(
     for _ in range(2):  # whatever is done again changes nothing
         for artifact, table in ((base, "embeddings"), (source, "documents")):
             for item in enumerate(slices(artifact, table, rows=13)):
-                changes.deal(item, artifact=artifact, table=table, folder=folder, buckets=buckets)
-        settled = [changes.settle((b, b), folder=folder, output=output) for b in range(buckets)]
-        groups = changes.groups(len(source.table_parts("documents")))
-        copied = sum(changes.sort((group, group), folder=folder) for group in groups)
+                changes.scatter_hashes(item, artifact=artifact, table=table, folder=folder, buckets=buckets)
+        settled = [changes.compare_bucket((b, b), folder=folder, output=output) for b in range(buckets)]
+        groups = range(-(-len(source.table_parts("documents")) // 3))
+        copied = sum(changes.write_copies((group, group), folder=folder) for group in groups)
 
     texts = {row["doc_id"]: [row[name] for name in ("title", "topic", "content")] for row in before}
     kinds = {}
@@ -73,7 +73,7 @@ def test_what_is_the_same_is_copied_and_the_rest_is_told(
 
     for number, start in enumerate(range(0, len(now), rows_per_part)):
         part = now[start : start + rows_per_part]
-        got = changes.copied(number, folder=folder, base=base)
+        got = changes.read_copies(number, folder=folder, base=base)
         assert [part[row]["doc_id"] for row in got["row"].to_pylist()] == got["doc_id"].to_pylist()
         assert got["doc_id"].to_pylist() == [r["doc_id"] for r in part if kinds[r["doc_id"]] == "same"]
         values = vectors.to_numpy(got["summary"])[:, 0].tolist()

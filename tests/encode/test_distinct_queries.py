@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
-from scalingnote.encode import queries
+from scalingnote.encode import job
 from scalingnote.storage import slices
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -31,7 +31,10 @@ def written(uri: Path, *, rows_per_part: int, generated: bool = True) -> Artifac
         for i in (0, 1)
     ]
     draft = Draft(str(uri), kind="triplets", config=tiny.Nothing(), parents={})
-    for table, schema, found in (("triplets", queries.QUERY, rows), ("generated", queries.GENERATED, near)):
+    for table, schema, found in (
+        ("triplets", job.QUERY, rows),
+        ("generated", job.GENERATED, near),
+    ):
         if table == "generated" and not generated:
             continue
         for start in range(0, len(found), rows_per_part):
@@ -53,12 +56,12 @@ def twin(triplets: Artifact) -> dict[str, tuple[str, str]]:
 
 
 def settled(triplets: Artifact, folder: Path, *, buckets: int, rows_per_piece: int) -> list[pa.Table]:
-    for item in enumerate(slices.slices(triplets, *queries.TABLES)):
-        queries.deal(item, triplets=triplets, folder=str(folder), buckets=buckets)
+    for item in enumerate(slices.slices(triplets, *job.TABLES)):
+        job.scatter_queries(item, triplets=triplets, folder=str(folder), buckets=buckets)
     tables = []
     for bucket in range(buckets):
-        for piece in queries.settle(bucket, folder=str(folder), rows_per_piece=rows_per_piece):
-            tables.append(pq.read_table(queries.piece_uri(str(folder), piece["name"])))
+        for piece in job.merge_bucket((bucket, bucket), folder=str(folder), rows_per_piece=rows_per_piece):
+            tables.append(pq.read_table(job.piece_uri(str(folder), piece["name"])))
             assert len(tables[-1]) == piece["rows"] <= rows_per_piece
     return tables
 
@@ -84,12 +87,12 @@ def test_a_step_done_again_changes_nothing(tmp_path):
 
 def test_slices_and_buckets_follow_the_number_of_rows(tmp_path, monkeypatch):
     triplets = written(tmp_path / "triplets", rows_per_part=50)
-    assert len(slices.slices(triplets, *queries.TABLES)) == queries.buckets(triplets) == 1
+    assert len(slices.slices(triplets, *job.TABLES)) == job.bucket_count(triplets) == 1
     monkeypatch.setattr(slices, "ROWS_PER_SLICE", 100)
-    monkeypatch.setattr(queries, "BUCKET_ROWS", 100)
-    found = slices.slices(triplets, *queries.TABLES)
+    monkeypatch.setattr(job, "MAX_BUCKET_ROWS", 100)
+    found = slices.slices(triplets, *job.TABLES)
     assert sorted(part for parts in found for part in parts) == sorted(
         [*triplets.names("triplets/"), *triplets.names("generated/")]
     )
     assert max(len(parts) for parts in found) <= 3
-    assert queries.buckets(triplets) == 5  # 300 rows, and two of every query
+    assert job.bucket_count(triplets) == 5  # 300 rows, and two of every query

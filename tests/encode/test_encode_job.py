@@ -10,9 +10,9 @@ from ray.data.exceptions import ExecutionTimeoutError
 
 import tiny
 from in_process import without_ray
-from scalingnote.encode import job
+from scalingnote.encode import documents, parts
 from scalingnote.encode.config import EncodeConfig, Fleet
-from scalingnote.encode.documents import TOWER, Reader, document_prompt, document_tower
+from scalingnote.encode.documents import load_document_encoder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, EncodingError
 from scalingnote.models import backbone, tower
@@ -57,16 +57,16 @@ def directly(towers: Artifact, rows: list[dict[str, str]]) -> np.ndarray:
 
 def flaky_tower(towers: Artifact, token_budget: int) -> Encoder:
     """Breaks down once, as a node does: with an error that is none of ours."""
-    encoder, mark = document_tower(towers, token_budget), Path(towers.uri + "-broke")
-    encode, calls = encoder.encode, itertools.count()
+    encoder, mark = load_document_encoder(towers, token_budget), Path(towers.uri + "-broke")
+    encode, calls = encoder.encode_with_cost, itertools.count()
 
-    def breaks(rows):
+    def breaks(rows, **options):
         if next(calls) == 1 and not mark.exists():
             mark.touch()
             raise OSError("the network is gone")
-        return encode(rows)
+        return encode(rows, **options)
 
-    encoder.encode = breaks
+    encoder.encode_with_cost = breaks
     return encoder
 
 
@@ -83,8 +83,10 @@ def encodable(rows: list[dict[str, str]]) -> list[dict[str, str]]:
 
 def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, rows, tmp_path, monkeypatch):
     without_ray(monkeypatch)
-    source, flaky = corpus(tmp_path / "before", rows), Reader(flaky_tower, document_prompt)
-    first = job.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "first"), reader=flaky)
+    source = corpus(tmp_path / "before", rows)
+    first = documents.encode_documents(
+        CONFIG, source.uri, towers, str(tmp_path / "first"), load_encoder=flaky_tower
+    )
     assert Path(towers.uri + "-broke").exists()
     doc_ids, found = read(first)
     assert doc_ids == [row["doc_id"] for row in encodable(rows)]
@@ -100,7 +102,7 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, ro
     changed.insert(5, {**rows[0], "doc_id": "new"})
     newer = corpus(tmp_path / "now", changed)
     update = CONFIG.model_copy(update={"base": first.uri})
-    brought = job.encode_documents(update, newer.uri, towers, str(tmp_path / "brought"))
+    brought = documents.encode_documents(update, newer.uri, towers, str(tmp_path / "brought"))
     counts = {name: brought.counts[name] for name in ("added", "changed", "deleted", "copied", "rejected")}
     # The document that could not be read was never encoded: it is new, and set aside again.
     assert counts == {"added": 2, "changed": 1, "deleted": 3, "copied": 43, "rejected": 1}
@@ -112,14 +114,14 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, ro
 
     other = CONFIG.model_copy(update={"base": first.uri, "dtype": "float16"})
     with pytest.raises(ArtifactError, match="'dtype': 'float32'"):
-        job.encode_documents(other, newer.uri, towers, str(tmp_path / "refused"))
+        documents.encode_documents(other, newer.uri, towers, str(tmp_path / "refused"))
 
 
 def test_a_wave_that_stands_still_is_followed_by_another(towers, rows, tmp_path, monkeypatch, caplog):
     without_ray(monkeypatch)
     waves = []
 
-    def wave(*given, run=job._run_wave, **where):
+    def wave(*given, run=parts._run_wave, **where):
         waves.append(given[1])
         found = run(*given, **where)
         yield next(found)
@@ -128,9 +130,9 @@ def test_a_wave_that_stands_still_is_followed_by_another(towers, rows, tmp_path,
             raise ExecutionTimeoutError("no progress for 1800 s")
         yield from found
 
-    monkeypatch.setattr(job, "_run_wave", wave)
+    monkeypatch.setattr(parts, "_run_wave", wave)
     source = corpus(tmp_path / "source", rows)
-    made = job.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "made"))
+    made = documents.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "made"))
     assert [len(parts) for parts in waves] == [3, 1]
     assert read(made)[0] == [row["doc_id"] for row in encodable(rows)]
 
@@ -139,13 +141,13 @@ def test_what_fails_again_and_again_ends_the_run(towers, rows, tmp_path, monkeyp
     without_ray(monkeypatch)
 
     def broken(towers: Artifact, token_budget: int) -> Encoder:
-        encoder = document_tower(towers, token_budget)
-        encoder.encode = lambda rows: 1 // 0
+        encoder = load_document_encoder(towers, token_budget)
+        encoder.encode_with_cost = lambda rows, top_k: 1 // 0
         return encoder
 
     source, output = corpus(tmp_path / "source", rows), str(tmp_path / "output")
     with pytest.raises(EncodingError, match=r"none of 3 parts could be encoded: (?s:.*)ZeroDivisionError"):
-        job.encode_documents(CONFIG, source.uri, towers, output, reader=Reader(broken, document_prompt))
+        documents.encode_documents(CONFIG, source.uri, towers, output, load_encoder=broken)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -154,7 +156,7 @@ def test_tasks_that_read_ahead_and_write_behind_leave_the_same_artifact(
 ):
     source = corpus(tmp_path / "source", rows)
     ahead = CONFIG.model_copy(update={"resources": Fleet(workers=1, readers=1, price_per_hour=2.0)})
-    found = job.encode_documents(ahead, source.uri, towers, str(tmp_path / "ahead"), reader=TOWER)
+    found = documents.encode_documents(ahead, source.uri, towers, str(tmp_path / "ahead"))
     without_ray(monkeypatch)
-    alone = job.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "alone"))
+    alone = documents.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "alone"))
     assert found.digest == alone.digest

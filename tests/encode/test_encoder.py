@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import tiny
-from scalingnote.encode.batching import by_tokens
-from scalingnote.encode.encoder import Encoder
+from scalingnote.encode.encoder import Encoder, by_tokens
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import Tower, collate

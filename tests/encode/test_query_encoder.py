@@ -10,13 +10,12 @@ import torch
 from tokenizers import Tokenizer
 
 import tiny
-from scalingnote.encode import exported, query_encoder
+from scalingnote.encode import exports, query_encoder
 from scalingnote.encode import lookup as lookup_encoder
-from scalingnote.encode.cache import Cache
 from scalingnote.encode.config import ExportConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.lookup import LookupEncoder
-from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.encode.query_encoder import QueryCache, QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone, lookup, onnx, tower
 from scalingnote.models.config import LookupConfig
@@ -183,7 +182,7 @@ class Counting:
 
 def test_a_cache_computes_what_it_does_not_hold_once():
     encode = Counting()
-    cache = Cache(encode, 3)
+    cache = QueryCache(encode, 3)
     np.testing.assert_array_equal(cache.encode(["a", "bb", "a"])[:, 0], [1, 2, 1])
     np.testing.assert_array_equal(cache.encode(["bb", "ccc", "a"])[:, 0], [2, 3, 1])
     assert encode.asked == [["a", "bb"], ["ccc"]]
@@ -192,7 +191,7 @@ def test_a_cache_computes_what_it_does_not_hold_once():
 
 def test_a_full_cache_forgets_what_was_asked_longest_ago():
     encode = Counting()
-    cache = Cache(encode, 2)
+    cache = QueryCache(encode, 2)
     for query in ("a", "bb", "a", "ccc", "a", "bb"):
         cache.encode([query])
     assert encode.asked == [["a"], ["bb"], ["ccc"], ["bb"]]
@@ -219,17 +218,17 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
 
 def test_an_export_is_an_artifact_that_is_found_again(student: Artifact, tmp_path: Path):
     run_dir = str(tmp_path / "run")
-    assert exported.find(student, "auto", run_dir).digest == student.digest
+    assert exports.find(student, "auto", run_dir).digest == student.digest
     with pytest.raises(ArtifactError, match=r"scalingnote export --run .* --form onnx_int8"):
-        exported.find(student, "onnx_int8", run_dir)
+        exports.find(student, "onnx_int8", run_dir)
     dataset = tiny.dataset(str(tmp_path / "dataset"))
-    made = exported.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
+    made = exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
     assert made.manifest.info["least_cosine"] > onnx.COSINE
-    assert made.counts["golden"] == tiny.DOCUMENTS < exported.GOLDEN  # a query each: all that there are
+    assert made.counts["golden"] == tiny.DOCUMENTS < exports.GOLDEN_QUERIES  # all of them
     for form in ("auto", "onnx_int8"):
-        found = exported.find(student, form, run_dir)
+        found = exports.find(student, form, run_dir)
         assert (found.digest, found.manifest.kind) == (made.digest, "query_encoder")
         assert QueryEncoder.load(found.directory("query"), form).form == "onnx_int8"
-    assert exported.find(student, "torch", run_dir).digest == student.digest
-    again = exported.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
+    assert exports.find(student, "torch", run_dir).digest == student.digest
+    again = exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
     assert again.digest == made.digest

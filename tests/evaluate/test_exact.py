@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from scalingnote import hybrid, topk
-from scalingnote.encode.terms import Terms
+from scalingnote.encode.encoder import TopTerms
 from scalingnote.evaluate import exact, pool
 from scalingnote.evaluate.exact import Part
 from scalingnote.models.sparse_query import SparseRows
@@ -41,7 +41,7 @@ def sparse_rows(counts: np.ndarray) -> SparseRows:
 
 
 def columns(weights: np.ndarray) -> list[pa.Array]:
-    terms = Terms.empty(len(weights), VOCABULARY + 3)
+    terms = TopTerms.empty(len(weights), VOCABULARY + 3)
     order = np.argsort(-weights, axis=1)
     terms.put(np.arange(len(weights)), order, np.take_along_axis(weights, order, axis=1))
     return terms.columns()

@@ -17,7 +17,7 @@ from scalingnote.config import load
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig, Fleet
-from scalingnote.encode.documents import document_prompt, document_tower
+from scalingnote.encode.documents import load_document_encoder, load_document_prompt
 from scalingnote.errors import DataError
 from scalingnote.fuse.config import Categorical, DocumentSide, Mlp
 from scalingnote.fuse.feature_encoding import fit, observe
@@ -25,7 +25,7 @@ from scalingnote.fuse.fusion import DocumentFusion
 from scalingnote.fuse.networks import DocumentNetwork, SemanticIds
 from scalingnote.ingest import job
 from scalingnote.ingest.config import IngestConfig
-from scalingnote.ingest.flow import DocumentFlow
+from scalingnote.ingest.new_documents import DocumentFlow
 from scalingnote.models import backbone, tower
 from scalingnote.quantize import residual_kmeans
 from scalingnote.run_config import RunConfig
@@ -116,23 +116,27 @@ def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypat
     rows[3]["title"] = "word " * 90  # more than the model reads, less than the intake cuts off
     lines = [*(json.dumps(row) for row in rows), "{not json", json.dumps({"doc_id": "empty"})]
     (tmp_path / "new.jsonl").write_text("\n".join(lines))
-    new = job.described(str(tmp_path / "new.jsonl"), {}, like=tiny.dataset(str(tmp_path / "like"), count=8))
+    new = job.describe_file(
+        str(tmp_path / "new.jsonl"), {}, like=tiny.dataset(str(tmp_path / "like"), count=8)
+    )
     new = new.model_copy(update={"documents_per_part": 8})
     config = IngestConfig(resources=Fleet(workers=2))
     ready = job.run(config, new, **run, output=str(tmp_path / "taken"))
     assert ready.counts == {"documents": 19, "rejected": 1}
     assert ready.table("rejected")["row"].to_pylist() == [rows[3]["doc_id"]]
     flow = DocumentFlow(
-        document_tower(run["towers"], 8192), document_prompt(run["towers"]), np.zeros((1, 2, DIM), np.float32)
+        load_document_encoder(run["towers"], 8192),
+        load_document_prompt(run["towers"]),
+        np.zeros((1, 2, DIM), np.float32),
     )
     expected = flow(pa.Table.from_pylist([row for row in rows if len(row["title"]) < 90])).table
     assert ready.table("ready")["doc_id"].to_pylist() == expected["doc_id"].to_pylist()
     found = vectors.to_numpy(ready.table("ready")["summary"])
     np.testing.assert_allclose(found, vectors.to_numpy(expected["summary"]), **CLOSE)
     assert job.run(config, new, **run, output=str(tmp_path / "taken")).digest == ready.digest
-    before = job.place("runs/x", new)
+    before = job.output_uri("runs/x", new)
     (tmp_path / "new.jsonl").write_text(lines[0])
-    assert job.place("runs/x", new) != before
+    assert job.output_uri("runs/x", new) != before
 
     (tmp_path / "bad.jsonl").write_text(json.dumps(rows[3]))
     bad = NewDocuments(documents=TableFile(path=str(tmp_path / "bad.jsonl")))

@@ -16,7 +16,7 @@ from scalingnote.errors import ArtifactError, DataError
 from scalingnote.evaluate import exact
 from scalingnote.lexical import job
 from scalingnote.lexical.config import BM25Config
-from scalingnote.lexical.weights import Weights, columns_of
+from scalingnote.lexical.weights import BM25Weights, read_columns
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run_config import RunConfig
 from scalingnote.storage import schema
@@ -76,7 +76,7 @@ def test_scores_are_those_of_bm25_on_english_chinese_and_code(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("scalingnote.storage.slices.ROWS_PER_SLICE", rows_per_slice)
-    monkeypatch.setattr(job, "BUCKET_DOCUMENTS", documents_per_bucket)
+    monkeypatch.setattr(job, "MAX_BUCKET_DOCUMENTS", documents_per_bucket)
     config = BM25Config(k1=1.5, b=0.6)
     found = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
     twin = BM25.build(document_texts(dataset.table("documents")), k1=1.5, b=0.6)
@@ -96,7 +96,7 @@ def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on
 ):
     whole = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "whole"))
     monkeypatch.setattr("scalingnote.storage.slices.ROWS_PER_SLICE", 2)
-    monkeypatch.setattr(job, "BUCKET_DOCUMENTS", 3)
+    monkeypatch.setattr(job, "MAX_BUCKET_DOCUMENTS", 3)
     weighed: list[int] = []
     each = cluster.map_tasks
 
@@ -112,8 +112,8 @@ def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on
         job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "cut"))
     monkeypatch.setattr(cluster, "map_tasks", each)
     counted: list[int] = []
-    count = job.count
-    monkeypatch.setattr(job, "count", lambda *a, **k: counted.append(1) or count(*a, **k))
+    count = job.count_words
+    monkeypatch.setattr(job, "count_words", lambda *a, **k: counted.append(1) or count(*a, **k))
     cut = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "cut"))
     assert cut.manifest.parts == whole.manifest.parts
     assert not counted
@@ -135,16 +135,16 @@ def test_the_most_frequent_words_are_kept_and_lengths_count_all(dataset: Artifac
 
 def test_a_document_that_comes_later_is_weighted_by_the_same_statistics(dataset: Artifact, tmp_path: Path):
     found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "out"))
-    again = Weights.load(found).columns(document_texts(dataset.table("documents")))
+    again = BM25Weights.load(found).columns(document_texts(dataset.table("documents")))
     assert again == found.table("terms").select(schema.SPARSE.names).combine_chunks()
 
 
 def test_documents_of_another_dataset_are_refused(dataset: Artifact, tmp_path: Path):
     found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "out"))
-    rows = columns_of(found, "part-00000.parquet", pa.chunked_array([["d1", "d0"]]))
+    rows = read_columns(found, "part-00000.parquet", pa.chunked_array([["d1", "d0"]]))
     assert rows["terms"].to_pylist() == found.table("terms")["terms"].to_pylist()[1::-1]
     with pytest.raises(ArtifactError, match="no terms of 1 documents, first 'd9'"):
-        columns_of(found, "part-00000.parquet", pa.chunked_array([["d0", "d9"]]))
+        read_columns(found, "part-00000.parquet", pa.chunked_array([["d0", "d9"]]))
 
 
 def test_documents_without_words_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

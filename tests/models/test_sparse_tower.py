@@ -85,12 +85,10 @@ def test_a_saved_tower_encodes_its_strongest_terms(tmp_path: Path):
     made = tower.build(config, role="document", dim=16, tokenizer_json=learnt, seed=0, sparse=True)
     made.save(tmp_path)
     encoder = Encoder.load(tmp_path, token_budget=100, precision="float32")
-    encoder.top_k = 5
     documents = tiny.document_rows(7)
-    views, problems = encoder.encode_rows(pa.Table.from_pylist(documents))
-    assert not problems
-    assert len(views["summary"]) == 7
-    terms, impacts = (column.to_pylist() for column in encoder.terms.columns())
+    encoding = encoder.encode_with_cost(encoder.document_rows(pa.Table.from_pylist(documents)), top_k=5)
+    assert len(encoding.embeddings) == 7
+    terms, impacts = (column.to_pylist() for column in encoding.terms.columns())
     columns = ([row[name] for row in documents] for name in ("title", "topic", "content"))
     with torch.inference_mode():
         _, weights = made.eval().read(collate(made.prompt.rows(*columns), pad=made.pad))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import families
 import tiny
-from scalingnote.encode.batching import by_tokens
+from scalingnote.encode.encoder import by_tokens
 from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, query_tower, token_wise
 from scalingnote.models.batch import Batch, collate

@@ -78,7 +78,7 @@ def test_each_text_occurs_once_and_none_that_is_held_out(
     monkeypatch,
 ):
     monkeypatch.setattr("scalingnote.storage.slices.ROWS_PER_SLICE", rows_per_slice)
-    monkeypatch.setattr(job, "BUCKET_ROWS", rows_per_bucket)
+    monkeypatch.setattr(job, "MAX_BUCKET_TEXTS", rows_per_bucket)
     found = job.run(ONE_EACH, dataset=dataset.uri, triplets=triplets.uri, output=str(tmp_path / "out"))
     assert texts(found) == dict.fromkeys(
         (
@@ -173,7 +173,7 @@ def test_a_run_with_a_published_model_and_pseudo_queries_reads_no_triplets():
     ("wrong", "message"),
     [
         ({"mix": {"window": 0}}, "shares must be above 0: remove window"),
-        ({"window_words": [5, 2]}, "no range"),
+        ({"window_words": [5, 2]}, "is not a range"),
         ({"mix": {"windows": 1}}, "window"),
     ],
 )

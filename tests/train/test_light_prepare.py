@@ -108,13 +108,14 @@ def test_what_it_learns_finds_documents_by_table_and_by_counts(prepared: Prepare
     made.eval().towers.save(tmp_path)
     documents = tiny.document_rows()
     encoder = Encoder.load(tmp_path / "document", precision="float32")
-    embeddings = vectors.unit(encoder.encode_documents(pa.Table.from_pylist(documents))["summary"])
+    encoding = encoder.encode_with_cost(encoder.document_rows(pa.Table.from_pylist(documents)))
+    embeddings = vectors.unit(encoding.embeddings[:, encoder.views.index("summary")])
     texts = [row["title"] for row in documents]
     cheap = vectors.unit(QueryEncoder.load(tmp_path / "query").encode_queries(texts))
     by_table = np.argsort(-(cheap @ embeddings.T), axis=1)[:, :10]
     terms = [
         dict(zip(t, i, strict=True))
-        for t, i in zip(*(c.to_pylist() for c in encoder.terms.columns()), strict=True)
+        for t, i in zip(*(c.to_pylist() for c in encoding.terms.columns()), strict=True)
     ]
     counted = SparseQuery.load(tmp_path / "sparse_query").tokens(texts)
     scores = np.array([[sum(doc.get(t, 0.0) for t in row) for doc in terms] for row in counted])

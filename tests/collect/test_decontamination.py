@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scalingnote.collect.config import DecontaminationConfig
-from scalingnote.collect.decontaminate import (
+from scalingnote.collect.decontamination import (
     CLEAN,
     EXACT,
     NEAR,

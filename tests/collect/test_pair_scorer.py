@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from scalingnote.collect.config import CrossEncoderConfig
-from scalingnote.collect.cross_encoder import CrossEncoder
+from scalingnote.collect.transformer_models import PairScorer
 from scalingnote.errors import ConfigError
 from scalingnote.models.backbone import train_tokenizer
 
@@ -83,13 +83,13 @@ def test_scores_equal_plain_transformers_one_pair_at_a_time(checkpoint, batch_si
         config = CrossEncoderConfig(
             path=checkpoint, batch_size=batch_size, max_length=max_length, activation=activation
         )
-        scores = CrossEncoder(config, device="cpu").score(QUERIES, DOCUMENTS)
+        scores = PairScorer(config, device="cpu").score(QUERIES, DOCUMENTS)
         assert scores.dtype == np.float32
         np.testing.assert_allclose(scores, twin, atol=1e-5)
 
 
 def test_order_of_arrival_changes_no_bit(checkpoint):
-    model = CrossEncoder(CrossEncoderConfig(path=checkpoint, batch_size=2, max_length=48), device="cpu")
+    model = PairScorer(CrossEncoderConfig(path=checkpoint, batch_size=2, max_length=48), device="cpu")
     scores = model.score(QUERIES, DOCUMENTS)
     assert scores[0] == scores[5]  # the same pair
     assert (model.score(QUERIES[::-1], DOCUMENTS[::-1]) == scores[::-1]).all()
@@ -97,33 +97,33 @@ def test_order_of_arrival_changes_no_bit(checkpoint):
 
 
 def test_a_text_may_be_longer_than_the_model_reads(checkpoint):
-    model = CrossEncoder(CrossEncoderConfig(path=checkpoint, max_length=512), device="cpu")
+    model = PairScorer(CrossEncoderConfig(path=checkpoint, max_length=512), device="cpu")
     assert np.isfinite(model.score(["asthma " * 100], ["lungs " * 100])).all()
 
 
 @pytest.mark.parametrize("path", ["no/such-model", "/no/such/folder"])
 def test_a_missing_model_is_named(path):
     with pytest.raises(ConfigError, match=f"cannot load a cross-encoder from '{path}'"):
-        CrossEncoder(CrossEncoderConfig(path=path))
+        PairScorer(CrossEncoderConfig(path=path))
 
 
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(ConfigError, match="cannot load a cross-encoder"):
-        CrossEncoder(CrossEncoderConfig(path=str(tmp_path)))
+        PairScorer(CrossEncoderConfig(path=str(tmp_path)))
 
 
 def test_a_model_without_a_trained_score_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is BertModel, which has no trained score"):
-        CrossEncoder(CrossEncoderConfig(path=save(tmp_path, BertModel)), device="cpu")
+        PairScorer(CrossEncoderConfig(path=save(tmp_path, BertModel)), device="cpu")
 
 
 def test_a_classifier_of_several_labels_is_refused(tmp_path):
     path = save(tmp_path, BertForSequenceClassification, num_labels=3)
-    with pytest.raises(ConfigError, match="tells 3 labels apart"):
-        CrossEncoder(CrossEncoderConfig(path=path), device="cpu")
+    with pytest.raises(ConfigError, match="has 3 labels"):
+        PairScorer(CrossEncoderConfig(path=path), device="cpu")
 
 
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ConfigError, match="pip install sentence-transformers"):
-        CrossEncoder(CrossEncoderConfig(path="any"))
+        PairScorer(CrossEncoderConfig(path="any"))

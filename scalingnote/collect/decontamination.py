@@ -1,8 +1,8 @@
-"""Test queries on one side, training queries streaming by on the other: which of these repeat one of those.
+"""Training queries that repeat a test query, exactly or nearly.
 
 Exact: equal after normalisation. Near: 64-bit SimHash fingerprints (Charikar 2002; Manku et al. 2007) within
-a Hamming distance, confirmed by the words themselves. One slip in a short query turns over ten bits, and so
-does another disease in the same question: fingerprints alone can be lenient or precise, not both.
+a Hamming distance, confirmed by a comparison of words. A typing error in a short query changes more than ten
+bits, and so does the name of another disease in the same question: fingerprints alone cannot tell them apart.
 """
 
 import re
@@ -17,25 +17,25 @@ import pyarrow.compute as pc
 from jaxtyping import Int, UInt64
 from numpy import ndarray
 
+from scalingnote.collect.association import mix_bits
 from scalingnote.collect.config import DecontaminationConfig
-from scalingnote.collect.term_keys import mix
 from scalingnote.datasets.letters import folded, visible
 
 CLEAN, EXACT, NEAR = 0, 1, 2
 
 # Han and kana: scripts without spaces between words.
-_RANGES = [(0x3005, 0x3007), (0x3040, 0x30FF), (0x31F0, 0x31FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF)]
-_RANGES += [(0x20000, 0x3FFFF)]
-_CJK = "".join(f"{chr(first)}-{chr(last)}" for first, last in _RANGES)
+_CJK_RANGES = [(0x3005, 0x3007), (0x3040, 0x30FF), (0x31F0, 0x31FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF)]
+_CJK_RANGES += [(0x20000, 0x3FFFF)]
+_CJK = "".join(f"{chr(first)}-{chr(last)}" for first, last in _CJK_RANGES)
 _WORD = re.compile(rf"[{_CJK}]|[^\s{_CJK}]+")
-_MISSPELT = 5  # letters a word needs for one slip to be a slip: `ileum` and `ilium`, but not `men` and `hen`
+_MIN_MISSPELT_LETTERS = 5  # in shorter words one letter makes another word: `ileum`, `ilium`; `men`, `hen`
 _SPACE = np.uint64(ord(" "))
-_SLICE = 1 << 14  # queries per pass: bounds the memory of their features
+_SLICE_QUERIES = 1 << 14  # bounds the memory of features
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What each training query repeats."""
+    """The test query that each training query repeats."""
 
     verdict: Int[ndarray, " queries"]  # CLEAN, EXACT or NEAR
     test_row: Int[ndarray, " queries"]  # the test query it repeats, -1 where clean
@@ -43,43 +43,47 @@ class Overlap:
 
 
 class Decontaminator:
-    """Holds the test queries; called with batches of training queries, in any order and of any size."""
+    """Finds training queries that repeat one of the test queries."""
 
     def __init__(self, test_queries: pa.Array | pa.ChunkedArray, config: DecontaminationConfig) -> None:
-        """Queries without a letter, digit or symbol match nothing, on either side."""
+        """Index the test queries. Queries without a letter, digit or symbol never match."""
         self._config = config
         self._texts = normalise(test_queries)
         self._rows = np.flatnonzero(pc.not_equal(self._texts, "").to_numpy(zero_copy_only=False))
-        # Flat, not hashed: for the dozen bits that short queries need, multi-index hashing looks through most
-        # of its buckets. Against 20,000 test queries, 100,000 took flat 1.4 s and hashed 6 s or more.
+        # A flat index, because at a distance of 12 bits multi-index hashing visits most of its buckets:
+        # 100,000 queries against 20,000 test queries took 1.4 s flat, 6 s or more hashed.
         self._index = faiss.IndexBinaryFlat(64)
         self._index.add(_bytes(fingerprints(self._texts.take(pa.array(self._rows)))))
 
     def __call__(self, queries: pa.Array | pa.ChunkedArray) -> Overlap:
-        """Exact beats near; among near ones the closest fingerprint, then the first test row."""
+        """What a batch of training queries repeats.
+
+        An exact match is preferred to a near one, then the closest fingerprint, then the first test row.
+        """
         texts = normalise(queries)
         filled = pc.not_equal(texts, "")
-        found = pc.if_else(filled, pc.index_in(texts, value_set=self._texts), None)
-        test_row = pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+        equal = pc.if_else(filled, pc.index_in(texts, value_set=self._texts), None)
+        test_row = pc.fill_null(equal, -1).to_numpy(zero_copy_only=False).astype(np.int64)
         verdict = np.where(test_row >= 0, EXACT, CLEAN)
         distance = np.where(test_row >= 0, 0, -1)
         rest = np.flatnonzero(filled.to_numpy(zero_copy_only=False) & (test_row < 0))
-        for row, match, bits in self._near(texts.take(pa.array(rest))):
+        for row, match, bits in self._near_duplicates(texts.take(pa.array(rest))):
             verdict[rest[row]], test_row[rest[row]], distance[rest[row]] = NEAR, match, bits
         return Overlap(verdict, test_row, distance)
 
-    def _near(self, texts: pa.Array) -> Iterator[tuple[int, int, int]]:
+    def _near_duplicates(self, texts: pa.Array) -> Iterator[tuple[int, int, int]]:
+        """(row, test row, distance) of each text that has one."""
         if not len(texts) or not self._index.ntotal:
             return
-        # Faiss's radius is the first distance that is too far.
-        limits, bits, found = self._index.range_search(
+        # Faiss excludes the radius itself.
+        limits, bits, matches = self._index.range_search(
             _bytes(fingerprints(texts)), self._config.max_distance + 1
         )
         extra = self._config.extra_letters
         for row in np.flatnonzero(np.diff(limits.astype(np.int64))).tolist():
-            mine = slice(int(limits[row]), int(limits[row + 1]))
+            span = slice(int(limits[row]), int(limits[row + 1]))
             text = texts[row].as_py()
-            for distance, test_row in sorted(zip(bits[mine], self._rows[found[mine]], strict=True)):
+            for distance, test_row in sorted(zip(bits[span], self._rows[matches[span]], strict=True)):
                 if extra is None or same_words(text, self._texts[test_row].as_py(), extra=extra):
                     yield row, int(test_row), int(distance)
                     break
@@ -88,8 +92,8 @@ class Decontaminator:
 def normalise(queries: pa.Array | pa.ChunkedArray) -> pa.Array:
     """NFKC, lower case, one space for a run of spaces and punctuation, none beside Han or kana; null is "".
 
-    Apostrophes vanish (`what's` is `whats`), and so does what nobody sees (zero-width spaces, soft hyphens).
-    Symbols stay, and # % & @ with them: `c#` is not `c`.
+    Apostrophes (`what's` is `whats`) and invisible characters (zero-width spaces, soft hyphens) are removed.
+    Symbols stay, also # % & @: `c#` is not `c`.
     """
     texts = pc.fill_null(queries.cast(pa.string()), "")
     texts = pc.replace_substring_regex(texts, "['’‘ʼ`´]", "")
@@ -102,38 +106,40 @@ def normalise(queries: pa.Array | pa.ChunkedArray) -> pa.Array:
 
 
 def fingerprints(texts: pa.Array) -> UInt64[ndarray, " queries"]:
-    """SimHash of normalised texts; the same text has the same fingerprint everywhere.
+    """SimHash of normalised texts, equal on every machine.
 
-    A word of a spaced script gives its character trigrams with a space at both ends, Han and kana their
-    characters and pairs of neighbours; the order of words does not count. A hash of the numbers is mixed in:
-    queries that name other numbers (`type 1`, `type 2`) are as far apart as strangers.
+    Features are the character trigrams of words with a space at both ends, and of Han and kana the characters
+    and pairs of neighbours; the order of words does not count. A hash of the numbers is mixed in, so that
+    queries with other numbers (`type 1`, `type 2`) are as far apart as unrelated ones.
     """
-    slices = [_fingerprints(texts.slice(start, _SLICE)) for start in range(0, len(texts), _SLICE)]
+    slices = [
+        _fingerprints(texts.slice(start, _SLICE_QUERIES)) for start in range(0, len(texts), _SLICE_QUERIES)
+    ]
     return np.concatenate(slices) if slices else np.empty(0, np.uint64)
 
 
 def same_words(one: str, other: str, *, extra: int) -> bool:
     """Whether one normalised text has all words of the other, in any order, and at most `extra` more letters.
 
-    A Han or kana character is a word. Letters run together or apart are the same, and so are long words one
-    slip apart: a letter too few, too many, wrong, or swapped with its neighbour.
+    A Han or kana character is a word. Spacing is ignored, and so is one typing error in a long word: a letter
+    missing, added, wrong, or swapped with its neighbour.
     """
     if one.replace(" ", "") == other.replace(" ", ""):
         return True
     a, b = Counter(_WORD.findall(one)), Counter(_WORD.findall(other))
     fewer, more = sorted([sorted((a - b).elements()), sorted((b - a).elements())], key=len)
     for word in fewer:
-        twin = next((candidate for candidate in more if _one_slip(word, candidate)), None)
-        if twin is None:
+        match = next((candidate for candidate in more if _one_typing_error(word, candidate)), None)
+        if match is None:
             return False
-        more.remove(twin)
+        more.remove(match)
     return sum(map(len, more)) <= extra
 
 
 def _fingerprints(texts: pa.Array) -> UInt64[ndarray, " queries"]:
     codes, owners = _code_points(texts)
     keys, texts_of_keys = _features(codes, owners)
-    hashes = _mix(keys)
+    hashes = _splitmix(keys)
     out = _numbers(codes, owners, texts=len(texts))
     starts = np.flatnonzero(np.diff(texts_of_keys, prepend=-1))
     if len(starts):
@@ -145,7 +151,7 @@ def _fingerprints(texts: pa.Array) -> UInt64[ndarray, " queries"]:
 
 
 def _code_points(texts: pa.Array) -> tuple[UInt64[ndarray, " chars"], Int[ndarray, " chars"]]:
-    """All texts in a row, a space before and after each, and the text each character is of."""
+    """All texts concatenated, a space before and after each, and the row of each character's text."""
     joined = f" {' '.join(texts.to_pylist())} ".encode("utf-32-le")
     owners = np.repeat(np.arange(len(texts)), pc.utf8_length(texts).to_numpy() + 1)
     return np.frombuffer(joined, np.uint32).astype(np.uint64), np.append(0, owners)
@@ -154,13 +160,13 @@ def _code_points(texts: pa.Array) -> tuple[UInt64[ndarray, " chars"], Int[ndarra
 def _features(
     codes: UInt64[ndarray, " chars"], owners: Int[ndarray, " chars"]
 ) -> tuple[UInt64[ndarray, " features"], Int[ndarray, " features"]]:
-    """A key for each feature, and the text it is of, in order."""
+    """A key for each feature and the row of its text, in order."""
     cjk = np.zeros(len(codes), bool)
-    for first, last in _RANGES:
+    for first, last in _CJK_RANGES:
         cjk |= (codes >= first) & (codes <= last)
     letters = np.where(cjk, _SPACE, codes)  # a Han neighbour ends a word as a space does
     before, letter, after = letters[:-2], letters[1:-1], letters[2:]
-    bits = np.uint64(21)  # of a code point: one, two or three of them never make the same key
+    bits = np.uint64(21)  # of a code point: features of one, two and three of them have distinct keys
     keys = [before << bits << bits | letter << bits | after, codes[1:-1], codes[1:-1] << bits | codes[2:]]
     present = np.stack([letter != _SPACE, cjk[1:-1], cjk[1:-1] & cjk[2:]], axis=1)
     return np.stack(keys, axis=1)[present], np.repeat(owners[1:-1], present.sum(axis=1))
@@ -169,24 +175,24 @@ def _features(
 def _numbers(
     codes: UInt64[ndarray, " chars"], owners: Int[ndarray, " chars"], *, texts: int
 ) -> UInt64[ndarray, " texts"]:
-    """A hash of the numbers in each text, whatever their order; 0 where there are none."""
+    """A hash of the numbers in each text, in any order; 0 if there are none."""
     out = np.zeros(texts, np.uint64)
     at = np.flatnonzero((codes >= ord("0")) & (codes <= ord("9")))
     if len(at):
         starts = np.flatnonzero(np.diff(at, prepend=-2) > 1)
-        place = at - np.repeat(at[starts], np.diff(starts, append=len(at)))
-        numbers = np.add.reduceat(_mix(codes[at] | place.astype(np.uint64) << np.uint64(8)), starts)
-        np.add.at(out, owners[at[starts]], _mix(numbers))
+        position = at - np.repeat(at[starts], np.diff(starts, append=len(at)))
+        numbers = np.add.reduceat(_splitmix(codes[at] | position.astype(np.uint64) << np.uint64(8)), starts)
+        np.add.at(out, owners[at[starts]], _splitmix(numbers))
     return out
 
 
-def _mix(keys: UInt64[ndarray, " keys"]) -> UInt64[ndarray, " keys"]:
-    """SplitMix64: neighbouring keys, 0 too, become unrelated bits."""
-    return mix(keys + np.uint64(0x9E3779B97F4A7C15))
+def _splitmix(keys: UInt64[ndarray, " keys"]) -> UInt64[ndarray, " keys"]:
+    """SplitMix64: neighbouring keys, also 0, become unrelated bits."""
+    return mix_bits(keys + np.uint64(0x9E3779B97F4A7C15))
 
 
-def _one_slip(one: str, other: str) -> bool:
-    if min(len(one), len(other)) < _MISSPELT or abs(len(one) - len(other)) > 1:
+def _one_typing_error(one: str, other: str) -> bool:
+    if min(len(one), len(other)) < _MIN_MISSPELT_LETTERS or abs(len(one) - len(other)) > 1:
         return False
     start = next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), len(other))
     one, other = one[start:], other[start:]

@@ -1,9 +1,9 @@
-"""Exported query towers: an artifact of their own beside the run's, found again by what it was made from.
+"""ONNX exports of query towers: artifacts of their own, located by a fingerprint of tower and form.
 
     {run_dir}/export/{fingerprint}/query/     tower.json, tokenizer.json, the graph, golden queries
 
-A committed artifact never changes, so a graph cannot be put into its tower's. And distillation does not make
-one: most towers are measured and never served.
+A committed artifact never changes, so a graph cannot be added to the tower's artifact. Distillation does not
+export, because most towers are evaluated and never served.
 """
 
 from pathlib import Path
@@ -16,19 +16,26 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import MANIFEST, Artifact, Draft, fingerprint, open_artifact
 
 KIND = "query_encoder"
-GOLDEN = 256  # queries that a graph must encode as its tower does
+GOLDEN_QUERIES = 256  # which the graph must encode as the tower does
 
 
 def build(config: ExportConfig, *, tower: Artifact, dataset: Artifact, run_dir: str) -> Artifact:
-    """Export the query tower of an artifact, checked on queries of the dataset.
+    """Export the query tower of an artifact as an ONNX graph.
 
-    ConfigError when it is a table already, or when its graph would not give its embeddings.
+    Args:
+        config: the form.
+        tower: artifact with the folder ``query/``.
+        dataset: artifact whose queries check the graph.
+        run_dir: folder of the run; see :func:`place`.
+
+    Raises:
+        ConfigError: the tower is a table, or its graph does not reproduce its embeddings.
     """
     kind = tower.manifest.kind
     draft = Draft(place(config, tower, run_dir), kind=KIND, config=config, parents={kind: tower})
     if draft.finished:
         return draft.existing()
-    queries = _spread(dataset)
+    queries = _golden_queries(dataset)
     with TemporaryDirectory() as folder:
         cosine = onnx.export(tower.directory("query"), Path(folder), queries=queries, form=config.form)
         fs.upload(folder, draft.path("query"))
@@ -36,9 +43,9 @@ def build(config: ExportConfig, *, tower: Artifact, dataset: Artifact, run_dir: 
 
 
 def find(tower: Artifact, form: Form, run_dir: str) -> Artifact:
-    """The artifact to load `form` from: an export where there is one and it is wanted, else the tower's own.
+    """The artifact to load `form` from: an export if there is one of this form (auto: of any), else `tower`.
 
-    ArtifactError when a graph is asked for by name and was not exported.
+    ArtifactError if `form` is a graph that was not exported.
     """
     wanted: tuple[Form, ...] = ("onnx_int8", "onnx") if form == "auto" else (form,)
     for graph in wanted:
@@ -54,15 +61,15 @@ def find(tower: Artifact, form: Form, run_dir: str) -> Artifact:
 
 
 def place(config: ExportConfig, tower: Artifact, run_dir: str) -> str:
-    """Where the export of a tower lies."""
-    mark = fingerprint(KIND, config, {tower.manifest.kind: tower})
-    return fs.absolute(fs.join(run_dir, "export", mark[:12]))
+    """The URI of a tower's export."""
+    digest = fingerprint(KIND, config, {tower.manifest.kind: tower})
+    return fs.absolute(fs.join(run_dir, "export", digest[:12]))
 
 
-def _spread(dataset: Artifact) -> list[str]:
-    """Queries of the dataset, taken evenly from the first few thousand."""
+def _golden_queries(dataset: Artifact) -> list[str]:
+    """Queries of the dataset at equal intervals in its first batch."""
     first = next(dataset.batches("queries", columns=["query"]), None)
     queries = [] if first is None else [query for query in first["query"].to_pylist() if query.strip()]
     if not queries:
         raise ConfigError(f"{dataset.uri} has no queries to check an export against")
-    return queries[:: max(len(queries) // GOLDEN, 1)][:GOLDEN]
+    return queries[:: max(len(queries) // GOLDEN_QUERIES, 1)][:GOLDEN_QUERIES]

@@ -1,4 +1,4 @@
-"""What encoding costs as it goes: tokens a second, padding, the share of the hardware's peak, money."""
+"""Cost of encoding, measured while it runs: tokens per second, padding, share of peak arithmetic, money."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -8,22 +8,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cost:
-    """What encoding computed: tokens, padding left out and counted in, and floating-point operations."""
+    """Work of a forward pass."""
 
-    tokens: int = 0
-    padded: int = 0
-    flops: float = 0.0  # 0 where the architecture's shape is not known
+    tokens: int = 0  # without padding
+    padded: int = 0  # with padding
+    flops: float = 0.0  # 0 if the shape of the architecture is unknown
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.tokens + other.tokens, self.padded + other.padded, self.flops + other.flops)
 
 
 def totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """What an artifact says of its making.
+    """Sums over the records of parts, for the manifest.
 
-    ``worker_seconds`` (of all workers, waiting counted in), ``tokens`` (padding left out), ``padding`` (its
-    share of all tokens computed) and ``of_peak`` (the model's arithmetic over that of equally long matrix
-    products: MFU).
+    Args:
+        records: of parts, with the fields of :class:`Cost`, ``seconds`` and ``peak`` (FLOPs per second).
+
+    Returns:
+        ``worker_seconds`` (of all workers, waiting included), ``tokens`` (without padding), ``padding`` (its
+        share of all computed tokens) and ``of_peak`` (model FLOPs utilisation, MFU: the model's arithmetic
+        over what matrix products achieve in the same time).
     """
     sums = dict.fromkeys(("tokens", "padded", "flops", "seconds", "possible"), 0.0)
     for record in records:
@@ -38,8 +42,8 @@ def totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-class Tally:
-    """The same as it grows, over what this run encodes; as a string, what progress shows of it."""
+class EncodingTally:
+    """Running totals of the parts that this run encodes; `str` of it is the note of the progress line."""
 
     def __init__(self, *, price_per_hour: float) -> None:
         """`price_per_hour` is that of all workers together."""
@@ -52,8 +56,8 @@ class Tally:
 
     def __str__(self) -> str:
         elapsed = max(time.monotonic() - self._start, 1e-9)
-        found = totals(self._records)
-        text = f"{found['tokens'] / elapsed:,.0f} tokens/s  padding {found['padding']:.1%}"
-        if found["of_peak"]:
-            text += f"  {found['of_peak']:.0%} of peak"
+        sums = totals(self._records)
+        text = f"{sums['tokens'] / elapsed:,.0f} tokens/s  padding {sums['padding']:.1%}"
+        if sums["of_peak"]:
+            text += f"  {sums['of_peak']:.0%} of peak"
         return text + (f"  cost {elapsed / 3600 * self._price:,.2f}" if self._price else "")

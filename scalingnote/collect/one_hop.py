@@ -1,0 +1,248 @@
+"""One-hop triplets (query, positive, hard negatives) from a query's own clicks and ranking.
+
+    click log, rankings ─► EVIDENCE ─► one_hop_triplets ─► ONE_HOP triplets, KNOWN documents
+
+As in ScalingNote, section 4.1. All choices are made by seeded hashes.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from scalingnote.collect.config import CollectConfig
+
+EVIDENCE = pa.schema(
+    {
+        "query_id": pa.string(),
+        "doc_id": pa.string(),
+        "clicks": pa.int64(),  # set where users were shown the document
+        "satisfied": pa.int64(),  # clicks with a dwell time that counts for a positive
+        "score": pa.float32(),  # set where a ranking model scored the document
+    }
+)
+# Queries of a bucket are numbered by their row in it.
+ONE_HOP = pa.schema(
+    {
+        "row": pa.int64(),  # of the query
+        "positive": pa.string(),
+        "negatives": pa.list_(pa.string()),
+        "source": pa.string(),  # click or relevance
+        "scores": pa.list_(pa.float32()),  # of positive and negatives, if a ranking model scored all of them
+    }
+)
+# Documents that a query's own evidence judges.
+KNOWN = pa.schema({"row": pa.int64(), "doc_id": pa.string(), "positive": pa.bool_()})
+
+
+class Triplet(NamedTuple):
+    """Training target of one query: rank `positive` above each of `negatives` (doc_ids)."""
+
+    positive: str
+    negatives: list[str]
+
+
+# --- seeded choices ------------------------------------------------------------------------------------
+
+
+def draw(candidates: Iterable[str], count: int, *, seed: int, key: str) -> list[str]:
+    """A uniform sample of up to `count` candidates: those whose hash with `key` is smallest.
+
+    A hash instead of a generator, so that a sample depends neither on the order of the candidates nor on
+    earlier samples, on any machine.
+    """
+    return sorted(set(candidates), key=lambda candidate: _hash(seed, key, candidate))[:count]
+
+
+def hash_fraction(key: str, *, seed: int) -> float:
+    """A number in [0, 1) determined by `key` and `seed`; uniform over keys."""
+    return int.from_bytes(_hash(seed, key)) / 2**64
+
+
+def _hash(*parts: object) -> bytes:
+    return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+
+
+# --- evidence ------------------------------------------------------------------------------------------
+
+
+def click_evidence(impressions: pa.Table, *, min_dwell_s: float) -> pa.Table:
+    """EVIDENCE of a click log; a click satisfies with a dwell time of `min_dwell_s`, or an unknown one."""
+    clicked = pc.fill_null(impressions["clicked"], False)
+    long_enough = pc.fill_null(pc.greater_equal(impressions["dwell_s"], min_dwell_s), True)
+    shown = pa.table(
+        {
+            "query_id": impressions["query_id"],
+            "doc_id": impressions["doc_id"],
+            "clicks": clicked.cast(pa.int64()),
+            "satisfied": pc.and_(clicked, long_enough).cast(pa.int64()),
+        }
+    )
+    # A head query shows its first document a million times: aggregate before the shuffle.
+    pairs = shown.group_by(["query_id", "doc_id"], use_threads=False)
+    counted = pairs.aggregate([("clicks", "sum"), ("satisfied", "sum")])
+    return _evidence(counted, clicks=counted["clicks_sum"], satisfied=counted["satisfied_sum"])
+
+
+def ranking_evidence(scores: pa.Table) -> pa.Table:
+    """EVIDENCE of a ranking model; rows without a finite score are left out."""
+    scores = scores.filter(pc.is_finite(pc.fill_null(scores["score"], float("nan"))))
+    return _evidence(scores, score=scores["score"])
+
+
+def _evidence(table: pa.Table, **columns: pa.ChunkedArray) -> pa.Table:
+    columns |= {"query_id": table["query_id"], "doc_id": table["doc_id"]}
+    return pa.table(
+        [columns.get(field.name, pa.nulls(len(table), field.type)) for field in EVIDENCE], schema=EVIDENCE
+    )
+
+
+# --- one hop -------------------------------------------------------------------------------------------
+
+
+def click_triplets(
+    query_id: str,
+    exposures: Iterable[tuple[str, int, int]],
+    *,
+    num_negatives: int,
+    min_clicks: int = 1,
+    seed: int = 0,
+) -> list[Triplet]:
+    """One triplet per clicked document, sorted by doc_id; hard negatives were exposed and never clicked.
+
+    `exposures` are (doc_id, clicks, satisfied clicks) over all sessions of the query, in any number of rows.
+    A positive has `min_clicks` satisfied clicks; a document with fewer clicks is no negative either. Nor is a
+    document that was not exposed, because no user rejected it (ScalingNote, section 4.1). So a triplet may
+    have fewer than `num_negatives` negatives.
+    """
+    clicks: Counter[str] = Counter()
+    satisfied: Counter[str] = Counter()
+    for doc_id, clicked, satisfied_clicks in exposures:
+        clicks[doc_id] += clicked
+        satisfied[doc_id] += satisfied_clicks
+    rejected = {doc_id for doc_id, count in clicks.items() if not count}
+    return [
+        Triplet(doc_id, draw(rejected, num_negatives, seed=seed, key=f"click {query_id} {doc_id}"))
+        for doc_id in sorted(clicks.keys() - rejected)
+        if satisfied[doc_id] >= min_clicks
+    ]
+
+
+def relevance_triplet(
+    query_id: str,
+    ranking: Sequence[tuple[str, float]],
+    *,
+    clicked: Collection[str] = (),
+    top_k: int,
+    top_t: int,
+    num_negatives: int,
+    max_score_ratio: float | None = None,
+    seed: int = 0,
+) -> Triplet | None:
+    """The best of `ranking` (doc_id, score; best first) against random ones of ranks `top_k` + 1 to `top_t`.
+
+    Ranks 2 to `top_k` are left out: many of them are relevant, and the model cannot tell which (ScalingNote,
+    section 4.1). A negative is not in `clicked`, and scores at most `max_score_ratio` times the positive's
+    score if that is above 0. Returns None for an empty ranking; a short one gives fewer negatives.
+    """
+    if not ranking:
+        return None
+    positive, best = ranking[0]
+    limit = best * max_score_ratio if max_score_ratio is not None and best > 0 else float("inf")
+    candidates = {doc_id for doc_id, score in ranking[top_k:top_t] if score <= limit}
+    candidates -= {*clicked, positive}
+    return Triplet(positive, draw(candidates, num_negatives, seed=seed, key=f"relevance {query_id}"))
+
+
+def one_hop_triplets(
+    evidence: pa.Table, query_ids: pa.Array, *, config: CollectConfig
+) -> tuple[pa.Table, pa.Table, dict[str, int]]:
+    """ONE_HOP triplets and KNOWN documents of the queries in `query_ids`, and counts.
+
+    Evidence of other queries is left out and counted (``ignored_rows``), and so is a triplet with fewer than
+    ``num_negatives`` negatives (``without_negatives``): a training row has exactly that many.
+    """
+    row_of = pc.index_in(evidence["query_id"], value_set=query_ids)
+    evidence = evidence.append_column("row", row_of.cast(pa.int64())).filter(pc.is_valid(row_of))
+    counts = Counter(ignored_rows=len(row_of) - len(evidence))
+    order = [("row", "ascending"), ("score", "descending"), ("doc_id", "ascending")]
+    evidence = evidence.take(pc.sort_indices(evidence, order))
+    rows = evidence["row"].to_numpy()
+    columns = [evidence[name].to_pylist() for name in ("doc_id", "clicks", "satisfied", "score")]
+    triplets: list[dict[str, object]] = []
+    known: list[dict[str, object]] = []
+    for start, stop in pairwise([0, *(np.flatnonzero(np.diff(rows)) + 1).tolist(), len(rows)]):
+        if start == stop:
+            break
+        number = int(rows[start])
+        exposures, ranking = _exposures_and_ranking(*(column[start:stop] for column in columns))
+        positives = {doc_id for doc_id, clicks, _ in exposures if clicks}
+        rejected = {doc_id for doc_id, clicks, _ in exposures if not clicks}
+        for source, triplet in _query_triplets(query_ids[number].as_py(), exposures, ranking, config):
+            positives.add(triplet.positive)
+            rejected.update(triplet.negatives)
+            if len(triplet.negatives) < config.num_negatives:
+                counts["without_negatives"] += 1
+            else:
+                scores = [ranking.get(doc_id) for doc_id in (triplet.positive, *triplet.negatives)]
+                row = {"row": number, "source": source, "scores": None if None in scores else scores}
+                triplets.append(row | triplet._asdict())
+        known += [{"row": number, "doc_id": doc_id, "positive": True} for doc_id in sorted(positives)]
+        judged = sorted(rejected - positives)
+        known += [{"row": number, "doc_id": doc_id, "positive": False} for doc_id in judged]
+    known_table = pa.Table.from_pylist(known, schema=KNOWN)
+    return pa.Table.from_pylist(triplets, schema=ONE_HOP), known_table, dict(counts)
+
+
+def _exposures_and_ranking(
+    doc_ids: list[str], clicks: list[int | None], satisfied: list[int | None], scores: list[float | None]
+) -> tuple[list[tuple[str, int, int]], dict[str, float]]:
+    """Evidence rows of one query, best score first, as exposures and as doc_id -> score."""
+    exposures = [
+        (doc_id, count, satisfying or 0)
+        for doc_id, count, satisfying in zip(doc_ids, clicks, satisfied, strict=True)
+        if count is not None
+    ]
+    ranking: dict[str, float] = {}
+    for doc_id, score in zip(doc_ids, scores, strict=True):
+        if score is not None:
+            ranking.setdefault(doc_id, score)  # a document scored twice keeps its better rank
+    return exposures, ranking
+
+
+def _query_triplets(
+    query_id: str, exposures: list[tuple[str, int, int]], ranking: dict[str, float], config: CollectConfig
+) -> list[tuple[str, Triplet]]:
+    """(source, triplet) of one query."""
+    triplets: list[tuple[str, Triplet]] = []
+    if "relevance" in config.sources:
+        triplet = relevance_triplet(
+            query_id,
+            list(ranking.items()),
+            clicked={doc_id for doc_id, clicks, _ in exposures if clicks},
+            top_k=config.top_k,
+            top_t=config.top_t,
+            num_negatives=config.num_negatives,
+            max_score_ratio=config.max_negative_score_ratio,
+            seed=config.seed,
+        )
+        triplets += [("relevance", triplet)] if triplet else []
+    if "click" in config.sources:
+        # The positive of the ranking is no click negative, although users passed it over.
+        best = {triplet.positive for _, triplet in triplets}
+        triplets += [
+            ("click", triplet)
+            for triplet in click_triplets(
+                query_id,
+                [row for row in exposures if row[1] or row[0] not in best],
+                num_negatives=config.num_negatives,
+                min_clicks=config.min_clicks,
+                seed=config.seed,
+            )
+        ]
+    return triplets

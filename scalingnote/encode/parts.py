@@ -1,0 +1,256 @@
+"""Part-wise work on Ray Data: immutable parts in, one committed file for each part out.
+
+    name ─read─► input of a part ─encode─► table ─commit─► a file, then its record
+
+A part is the unit of work, of resumption and of identity. Its file has a name that depends on the part
+alone, and its record, written last, holds the file's checksum. A run that continues after a crash does only
+the parts without a record, and a part done twice gives the same file: readers see every row encoded exactly
+once. A worker does all three steps, or tasks on other CPUs read ahead of it and write behind it.
+
+Only workers import torch: the driver and the tasks start in a fraction of the time.
+"""
+
+import json
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from scalingnote import cluster
+from scalingnote.encode.config import Fleet
+from scalingnote.encode.cost import Cost, EncodingTally
+from scalingnote.errors import EncodingError, ScalingNoteError
+from scalingnote.log import Progress, get_logger
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Draft, Part, write_table
+
+log = get_logger("encode")
+PartRecord = dict[str, Any]  # JSON values: name, part, rejected, fields of Cost, seconds, peak
+Rejected = list[dict[str, str]]  # rows of storage.schema.REJECTED
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """A part to be written, with its cost and the rows left out."""
+
+    table: pa.Table
+    cost: Cost = field(default_factory=Cost)
+    rejected: Rejected = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The two steps of a stage that works on parts.
+
+    Attributes:
+        read: input of a part from its name; runs in any process. :func:`read_nothing` if the encoder reads.
+        encoder: makes, once in each worker, a function of a part's name and input.
+    """
+
+    read: Callable[[str], Any]
+    encoder: Callable[..., Callable[[str, Any], EncodedPart]]
+
+
+def read_nothing(_: str) -> None:
+    """The first step of a stage whose encoder reads its parts itself."""
+
+
+def reader_cpus(resources: Fleet) -> int:
+    """CPUs needed for tasks beside the workers, at least."""
+    return min(resources.readers, 1)
+
+
+def write_parts(steps: Steps, draft: Draft, **options: Any) -> list[PartRecord]:
+    """Encode the parts of an artifact by :func:`encode_parts` and register them with its draft."""
+    records = encode_parts(steps, output=draft.uri, work=draft.work("parts"), **options)
+    for record in records:
+        draft.register(record["name"], Part(**record["part"]))
+    return records
+
+
+def encode_parts(
+    steps: Steps,
+    *,
+    output: str,
+    work: str,
+    rows: dict[str, int],
+    resources: Fleet,
+    unit: str,
+    knob: str = "encode.resources",
+) -> list[PartRecord]:
+    """Encode parts into files. A part that fails is tried again after the others.
+
+    Args:
+        steps: how a part is read and encoded.
+        output: URI of the folder that the names of parts are relative to.
+        work: URI of the folder for records; records of a killed run there are reused.
+        rows: name -> number of rows of each part.
+        resources: workers and readers.
+        unit: what rows are, for progress lines.
+        knob: config key of `resources`, for error messages.
+
+    Returns:
+        The records of the parts, in the order of `rows`.
+
+    Raises:
+        EncodingError: two waves in a row finished no part.
+        ConfigError: the cluster lacks the resources.
+    """
+    cluster.check_resources(resources, knob=knob, beside=reader_cpus(resources))
+    records = read_records(work, set(rows))
+    if records:
+        log.info("resuming: %d of %d parts are done", len(records), len(rows))
+    tally = EncodingTally(price_per_hour=resources.price_per_hour * resources.workers)
+    done, wave_failed = sum(rows[name] for name in records), False
+    with Progress("encode", total=sum(rows.values()), done=done, unit=unit) as progress:
+        while todo := [name for name in rows if name not in records][: resources.parts_per_wave]:
+            wave: dict[str, PartRecord] = {}
+            failure = ""
+            for record, reason in _wave_results(steps, todo, resources, output=output, work=work):
+                failure = failure or reason
+                if record:
+                    wave[record["name"]] = record
+                    tally.add(record)
+                    progress.advance(rows[record["name"]], note=tally)
+            left, previous_wave_failed, wave_failed = len(todo) - len(wave), wave_failed, not wave
+            if wave_failed and previous_wave_failed:
+                raise EncodingError(f"none of {left} parts could be encoded: {failure}")
+            if left:
+                log.warning("%d parts of %d are left, trying again: %s", left, len(todo), failure)
+            records |= wave
+            _merge_records(work, wave)
+    log.info("%s %s: %s -> %s", f"{sum(rows.values()):,}", unit, tally, output)
+    return [records[name] for name in rows]
+
+
+def _wave_results(
+    steps: Steps, todo: Sequence[str], resources: Fleet, *, output: str, work: str
+) -> Iterator[tuple[PartRecord | None, str]]:
+    """The record of each part that is done, or the reason of a failure."""
+    reported = set()
+    try:
+        for row in _run_wave(steps, todo, resources, output=output, work=work):
+            record = json.loads(row["record"]) if row["record"] else None
+            reported.add(record["name"] if record else None)
+            yield record, row["failure"]
+    except cluster.execution_errors() as error:
+        # Ray may have ended before it reported parts that are done.
+        for name, record in read_records(work, set(todo)).items():
+            if name not in reported:
+                yield record, ""
+        yield None, str(error)
+
+
+def _run_wave(steps: Steps, todo: Sequence[str], resources: Fleet, **where: str) -> Iterator[dict[str, str]]:
+    """One execution of Ray Data. Yields per part its ``record`` as JSON or a ``failure``."""
+    options = {"steps": steps, "threads": resources.cpus_per_worker}
+    yield from cluster.dataset_rows(
+        cluster.map_with_actors(
+            [{"name": name} for name in todo],
+            EncodeParts,
+            options | {"commit": None if resources.readers else where},
+            resources,
+            before=partial(read_part, steps=steps) if resources.readers else None,
+            after=partial(write_part, **where) if resources.readers else None,
+            tasks=resources.readers,
+        )
+    )
+
+
+class _Result(NamedTuple):
+    """Value of a step, or why there is none. As values, because Ray Data loses the type of exceptions."""
+
+    value: Any = None
+    error: str = ""  # a ScalingNoteError: ends the run
+    failure: str = ""  # traceback of another exception: the part is tried again, the others go on
+
+
+def _attempt(step: Callable[..., Any], *arguments: Any, **options: Any) -> _Result:
+    try:
+        return _Result(step(*arguments, **options))
+    except ScalingNoteError as error:
+        return _Result(error=cluster.error_column(error))
+    except Exception:
+        return _Result(failure=traceback.format_exc())
+
+
+# Ray's dashboard shows the names of the three functions and classes below.
+
+
+def read_part(batch: Any, *, steps: Steps) -> Any:
+    """Task: read the input of a part."""
+    (name,) = batch["name"]
+    return {"name": [name], "input": [pickle.dumps(_attempt(steps.read, name))]}
+
+
+class EncodeParts:
+    """Actor: encodes parts, and reads and writes them too if `commit` says where."""
+
+    def __init__(self, *, steps: Steps, threads: float, commit: dict[str, str] | None) -> None:
+        import torch
+
+        torch.set_num_threads(max(int(threads), 1))
+        self._read, self._commit, self._encode = steps.read, commit, steps.encoder()
+        self._since = time.monotonic()
+
+    def __call__(self, batch: Any) -> Any:
+        """Encode one part, given its name, or its name and what :func:`read_part` gave."""
+        (name,) = batch["name"]
+        read = pickle.loads(batch["input"][0]) if "input" in batch else _attempt(self._read, name)
+        result = read if read.error or read.failure else _attempt(self._timed, name, read.value)
+        if self._commit is None:
+            return {"name": [name], "result": [pickle.dumps(result)]}
+        return _commit(name, result, **self._commit)
+
+    def _timed(self, name: str, part: Any) -> tuple[EncodedPart, dict[str, float]]:
+        """A part encoded, and the seconds since the previous one, which include waiting for input."""
+        encoded = self._encode(name, part)
+        now = time.monotonic()
+        self._since, seconds = now, now - self._since
+        return encoded, {"seconds": seconds, "peak": getattr(self._encode, "peak", 0.0)}
+
+
+def write_part(batch: Any, *, output: str, work: str) -> Any:
+    """Task: write a part, then its record."""
+    return _commit(batch["name"][0], pickle.loads(batch["result"][0]), output=output, work=work)
+
+
+def _commit(name: str, result: _Result, *, output: str, work: str) -> Any:
+    if not (result.error or result.failure):
+        result = _attempt(_write, name, *result.value, output=output, work=work)
+    return {"record": [result.value or ""], "error": [result.error], "failure": [result.failure]}
+
+
+def _write(name: str, encoded: EncodedPart, timing: dict[str, float], *, output: str, work: str) -> str:
+    """Write a part, and only then its record; returns the record as JSON."""
+    part = write_table(fs.join(output, name), encoded.table)
+    record: PartRecord = {"name": name, "part": asdict(part), "rejected": encoded.rejected}
+    text = json.dumps(record | asdict(encoded.cost) | timing)
+    fs.write_bytes(fs.join(work, _record_name(name)), text.encode())
+    return text
+
+
+def read_records(work: str, names: set[str]) -> dict[str, PartRecord]:
+    """Records of parts in a work folder, by name: one file per finished wave, else one file per part."""
+    uris = [fs.join(work, name) for name in fs.list_files(work) if name.endswith(".json")]
+    entries = [json.loads(fs.read_bytes(uri)) for uri in uris]
+    records = [record for entry in entries for record in (entry if isinstance(entry, list) else [entry])]
+    return {record["name"]: record for record in records if record["name"] in names}
+
+
+def _merge_records(work: str, wave: dict[str, PartRecord]) -> None:
+    """Replace the records of a wave by one file, so that resuming a run of 100,000 parts reads few files."""
+    if wave:
+        name = _record_name(min(wave)).replace(".json", "-wave.json")
+        fs.write_bytes(fs.join(work, name), json.dumps(list(wave.values())).encode())
+        for part in wave:
+            fs.delete(fs.join(work, _record_name(part)))
+
+
+def _record_name(name: str) -> str:
+    return name.replace("/", "-") + ".json"

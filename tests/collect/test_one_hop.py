@@ -1,0 +1,130 @@
+"""One-hop triplets by clicks and by relevance, and the seeded draws behind them."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scalingnote.collect.one_hop import Triplet, click_triplets, draw, hash_fraction, relevance_triplet
+
+DOCS = st.sampled_from("abcdefgh")
+
+
+def seen(*log: tuple[str, bool]) -> list[tuple[str, bool, bool]]:
+    """Impressions whose every click satisfied."""
+    return [(doc, clicked, clicked) for doc, clicked in log]
+
+
+def test_clicked_is_positive_and_the_only_unclicked_exposure_its_negative():
+    log = seen(("a", False), ("b", True))
+    assert click_triplets("q", log, num_negatives=1) == [Triplet("b", ["a"])]
+
+
+def test_a_click_in_another_session_forbids_a_negative():
+    log = seen(("a", False), ("b", True), ("c", False), ("a", True))
+    assert click_triplets("q", log, num_negatives=2) == [Triplet("a", ["c"]), Triplet("b", ["c"])]
+
+
+def test_min_clicks_keeps_a_rarely_clicked_document_out_of_both_roles():
+    log = seen(("a", True), ("a", True), ("b", True), ("c", False))
+    assert click_triplets("q", log, num_negatives=3, min_clicks=2) == [Triplet("a", ["c"])]
+
+
+def test_a_click_that_did_not_satisfy_makes_neither_a_positive_nor_a_negative():
+    log = [("a", True, False), ("b", True, True), ("c", False, False)]
+    assert click_triplets("q", log, num_negatives=3) == [Triplet("b", ["c"])]
+
+
+def test_nothing_is_drawn_from_outside_of_the_exposures():
+    assert click_triplets("q", seen(("a", True)), num_negatives=1) == [Triplet("a", [])]
+    assert click_triplets("q", seen(("a", False)), num_negatives=1) == []
+    assert click_triplets("q", [], num_negatives=1) == []
+
+
+def test_the_draw_depends_on_query_and_seed():
+    log = seen(("p", True), *((f"n{i}", False) for i in range(40)))
+    drawn = {
+        click_triplets(q, log, num_negatives=1, seed=s)[0].negatives[0] for q in "abcd" for s in range(4)
+    }
+    assert len(drawn) > 8
+
+
+@given(
+    st.lists(st.tuples(DOCS, st.booleans(), st.booleans())),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.randoms(),
+)
+def test_click_triplets_invariants(log, num_negatives, min_clicks, random):
+    log = [(doc, click, click and satisfied) for doc, click, satisfied in log]
+    triplets = click_triplets("q", log, num_negatives=num_negatives, min_clicks=min_clicks)
+    clicked = {doc for doc, click, _ in log if click}
+    for positive, negatives in triplets:
+        assert sum(satisfied for doc, _, satisfied in log if doc == positive) >= min_clicks
+        assert not clicked & set(negatives)
+        exposed = {doc for doc, _, _ in log}
+        assert set(negatives) <= exposed
+        assert len(negatives) == len(set(negatives)) == min(num_negatives, len(exposed - clicked))
+    shuffled = random.sample(log, len(log))
+    assert click_triplets("q", shuffled, num_negatives=num_negatives, min_clicks=min_clicks) == triplets
+
+
+def ranked(doc_ids: Iterable[str]) -> list[tuple[str, float]]:
+    return [(doc_id, 1.0 - rank / 100) for rank, doc_id in enumerate(doc_ids)]
+
+
+def test_best_is_positive_and_the_only_rank_between_k_and_t_is_negative():
+    triplet = relevance_triplet("q", ranked("abcde"), top_k=3, top_t=4, num_negatives=1)
+    assert triplet == Triplet("a", ["d"])
+
+
+def test_a_clicked_document_is_no_negative():
+    triplet = relevance_triplet("q", ranked("abcde"), clicked={"d"}, top_k=3, top_t=5, num_negatives=2)
+    assert triplet == Triplet("a", ["e"])
+
+
+def test_what_scores_nearly_as_well_as_the_positive_is_no_negative():
+    ranking = [("a", 0.8), ("b", 0.7), ("c", 0.5), ("d", 0.4)]
+    triplet = relevance_triplet("q", ranking, top_k=1, top_t=4, num_negatives=3, max_score_ratio=0.625)
+    assert triplet == Triplet("a", sorted(["c", "d"], key=triplet.negatives.index))
+    below_zero = [("a", -1.0), ("b", -2.0)]  # a ratio of negative scores says nothing
+    triplet = relevance_triplet("q", below_zero, top_k=1, top_t=2, num_negatives=1, max_score_ratio=0.5)
+    assert triplet == Triplet("a", ["b"])
+
+
+def test_short_rankings():
+    assert relevance_triplet("q", [], top_k=1, top_t=2, num_negatives=1) is None
+    assert relevance_triplet("q", ranked("ab"), top_k=2, top_t=9, num_negatives=1) == Triplet("a", [])
+
+
+@given(
+    st.lists(st.text("abcdefghij", min_size=1, max_size=2), unique=True),
+    st.sets(st.text("abcdefghij", min_size=1, max_size=2)),
+    st.integers(1, 5),
+    st.integers(1, 10),
+    st.integers(1, 4),
+)
+def test_relevance_triplet_invariants(ranking, clicked, top_k, width, num_negatives):
+    triplet = relevance_triplet(
+        "q", ranked(ranking), clicked=clicked, top_k=top_k, top_t=top_k + width, num_negatives=num_negatives
+    )
+    if triplet is None:
+        assert not ranking
+        return
+    assert triplet.positive == ranking[0]
+    assert triplet.positive not in triplet.negatives
+    assert not clicked & set(triplet.negatives)
+    assert all(top_k <= ranking.index(doc) < top_k + width for doc in triplet.negatives)
+    assert len(triplet.negatives) == len(set(triplet.negatives)) <= num_negatives
+
+
+def test_draws_are_uniform_over_candidates():
+    drawn = Counter(draw("abcde", 1, seed=0, key=str(i))[0] for i in range(5000))
+    assert all(abs(drawn[doc] - 1000) < 150 for doc in "abcde")  # five standard deviations
+
+
+def test_shares_are_spread_evenly():
+    keys = [f"q{i}" for i in range(5000)]
+    assert abs(sum(hash_fraction(key, seed=3) < 0.1 for key in keys) - 500) < 110
+    assert hash_fraction("q", seed=1) != hash_fraction("q", seed=2)
