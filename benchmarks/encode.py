@@ -152,14 +152,14 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     from sentence_transformers import SentenceTransformer
 
     from scalingnote.encode.documents import load_document_prompt, tokenise
-    from scalingnote.models.layout import layout
+    from scalingnote.models.library_export import document_layout
 
     torch.set_num_threads(1)
     made = open_artifact(towers, kind="dual_encoder")
     table = open_artifact(dataset, kind="dataset").table("documents").slice(0, most)
     folder = made.directory("document")
     model = SentenceTransformer(str(folder), device="cpu")
-    written = layout(made.read_json("document/tower.json")["prompt"], causal=True)
+    written = document_layout(made.read_json("document/tower.json")["prompt"], causal=True)
     texts = [written.format(**row) for row in table.select(["title", "topic", "content"]).to_pylist()]
     lengths = tokenise(table, load_document_prompt(made))[0]["ids"]
     model.encode(texts[:16], batch_size=batch, normalize_embeddings=True)

@@ -27,11 +27,11 @@ from benchmarks.gpu_towers import DIM, TINY, Figures, any_tokenizer, forget, llm
 from benchmarks.report import arguments, show, write
 from scalingnote.models import adapters, backbone, flops
 from scalingnote.models.backbone import Backbone
+from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Scratch
 from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.models.flops import PUBLISHED, Shape, backbone_shape
 from scalingnote.models.prompt import Row
-from scalingnote.models.shape import PUBLISHED, Shape, of_backbone
-from scalingnote.models.tower import collate
 from scalingnote.scaling.activations import tower_bytes
 from scalingnote.scaling.hardware import GPUS
 from scalingnote.train import engine
@@ -112,7 +112,7 @@ def _encode(shape: Shape, device: torch.device, *, packed: bool, seconds: float,
 
 def _train_lora(shape: Shape, device: torch.device, **settings: Any) -> Figures:
     first = llm(shape, device)
-    second = Backbone(adapters.twin(first.model), first.tokenizer, first.causal)
+    second = Backbone(adapters.share_weights(first.model), first.tokenizer, first.causal)
     towers = DualEncoder(
         random_tower(first, role="query", lora=LORA), random_tower(second, role="document", lora=LORA)
     )
@@ -125,7 +125,7 @@ def _train_full(shape: Shape, device: torch.device, **settings: Any) -> Figures:
     )
     query = backbone.build(small, tokenizer_json=any_tokenizer().backend_tokenizer.to_str(), seed=0)
     towers = DualEncoder(random_tower(query, role="query"), random_tower(llm(shape, device), role="document"))
-    return _train(towers, (of_backbone(small), shape), device, lora=None, **settings)
+    return _train(towers, (backbone_shape(small), shape), device, lora=None, **settings)
 
 
 def _train(

@@ -16,9 +16,10 @@ from transformers import BertConfig, BertModel
 
 from benchmarks.gpu_towers import DIM, TINY, Figures, any_tokenizer, forget, llm, random_tower, timed
 from scalingnote.models.backbone import Backbone
+from scalingnote.models.batch import collate
+from scalingnote.models.flops import Shape
 from scalingnote.models.prompt import Row
-from scalingnote.models.shape import Shape
-from scalingnote.models.tower import Tower, collate
+from scalingnote.models.tower import Tower
 
 TOKENS = 16
 BATCHES = (1, 64, 500)

@@ -140,7 +140,7 @@ def _ours(path: str) -> dict[str, Callable[[Sequence[str]], ndarray]]:
     from scalingnote.encode.encoder import Encoder
 
     config = AdoptConfig(path=path)
-    both = (towers.published_tower(config, role) for role in job.ROLES)
+    both = (towers.open_tower(config, role) for role in job.ROLES)
     query, document = (Encoder(tower, precision="float32") for tower in both)
 
     def of_documents(given: Sequence[str]) -> ndarray:

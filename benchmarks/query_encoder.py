@@ -80,7 +80,7 @@ def build(folder: Path, options: Namespace) -> list[str]:
     config = TowerConfig(backbone=shape, max_length=32)
     tower.build(config, role="query", dim=DIM, tokenizer_json=learnt, seed=0).save(folder / "torch")
     for form in onnx.FILES:
-        onnx.export(folder / "torch", folder / form, queries=queries[:COMPARED], form=form)
+        onnx.export_graph(folder / "torch", folder / form, queries=queries[:COMPARED], form=form)
     tokenizer = Tokenizer.from_str(learnt)
     rows = np.random.default_rng(0).standard_normal((tokenizer.get_vocab_size(), DIM)).astype(np.float32)
     lookup.from_table(rows, tokenizer, max_length=32, storage="float16").save(folder / "lookup")
@@ -218,7 +218,7 @@ def _sums(folder: Path, queries: Sequence[str]) -> Any:
     """Means of table rows in float64, token by token."""
     from tokenizers import Tokenizer
 
-    from scalingnote.models.table import Table
+    from scalingnote.models.lookup_table import Table
 
     table = Table.read(folder)
     rows = table.rows().astype(np.float64)

@@ -29,7 +29,7 @@ from scalingnote.distillation import prepare
 from scalingnote.distillation.config import DistillLosses
 from scalingnote.distillation.objective import Lesson, LessonBatches, StageTwo
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import query_tower, tower
+from scalingnote.models import dual_encoder, tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TowerConfig
 from scalingnote.storage import vectors
@@ -115,7 +115,7 @@ def students(shape: tuple[int, ...], tokenizer: str) -> dict[str, torch.nn.Modul
     lookup = LookupConfig(max_length=LENGTH)
     return {
         f"bert {shape[0]} x {shape[1]}": _tower("bert", shape, tokenizer),
-        "lookup": query_tower.build(lookup, dim=DIM, tokenizer_json=tokenizer, seed=0),
+        "lookup": dual_encoder.build_query_tower(lookup, dim=DIM, tokenizer_json=tokenizer, seed=0),
     }
 
 

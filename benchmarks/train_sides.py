@@ -31,9 +31,9 @@ from transformers import (
 
 from benchmarks.report import peak_memory_mb
 from scalingnote.models import dual_encoder
+from scalingnote.models.batch import collate
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.prompt import Row
-from scalingnote.models.tower import collate
 from scalingnote.train import engine
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import GradCache, Losses, Memory, Optimizer, Ranks, Schedule

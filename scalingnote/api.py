@@ -159,7 +159,7 @@ def publish(
     `model` refers to the document side by its name; None copies it. The model card tells of `agreement`.
     """
     from scalingnote.models.card import CardFacts
-    from scalingnote.models.router import write_router
+    from scalingnote.models.publish import write_router
 
     path = built["dual_encoder"].manifest.config["path"]
     is_hub_id = not Path(path).exists() and ":" not in path

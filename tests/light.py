@@ -8,9 +8,9 @@ import torch
 
 import tiny
 from scalingnote.models import backbone, dual_encoder
+from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, TokenWiseConfig, TowerConfig
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.models.tower import collate
 from scalingnote.train.candidates import Triplets, padded
 from scalingnote.train.config import Align, Losses, Sparse
 from scalingnote.train.objective import StageOne

@@ -9,11 +9,11 @@ import tempfile
 from pathlib import Path
 
 from scalingnote.adopt.config import AdoptConfig
-from scalingnote.adopt.towers import model_path, published_tower, weight_checksums
+from scalingnote.adopt.towers import model_path, open_tower, weight_checksums
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
-from scalingnote.models import native
-from scalingnote.models.module_list import Role
+from scalingnote.models import published_model
+from scalingnote.models.library_folder import Role
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -39,8 +39,8 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
     _check_weights(config)
     dims, parameters, weights = {}, 0, {}
     for role in ROLES:
-        path, tower = model_path(config, role), published_tower(config, role)
-        weights[role] = weight_checksums(native.local_folder(path))
+        path, tower = model_path(config, role), open_tower(config, role)
+        weights[role] = weight_checksums(published_model.local_folder(path))
         dims[role] = tower.dim
         parameters += sum(parameter.numel() for parameter in tower.parameters())
         log.info("%s: %s, %d dimensions, %d tokens", role, path, tower.dim, tower.config.max_length)
@@ -58,7 +58,7 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
 
 
 def _check_weights(config: AdoptConfig) -> None:
-    folder = native.local_folder(config.path)
+    folder = published_model.local_folder(config.path)
     checksum = weight_checksums(folder).get("model.safetensors")
     if config.weights_sha256 not in (None, checksum):
         raise ConfigError(

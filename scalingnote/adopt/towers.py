@@ -5,16 +5,16 @@ from pathlib import Path
 
 from scalingnote.adopt.config import AdoptConfig
 from scalingnote.errors import ConfigError
-from scalingnote.models import native, native_tower
+from scalingnote.models import published_model, published_tower
 from scalingnote.models.config import Pretrained, TowerConfig
-from scalingnote.models.library_tower import LibraryTower
-from scalingnote.models.module_list import Role
+from scalingnote.models.library_folder import Role
+from scalingnote.models.published_tower import LibraryTower
 from scalingnote.models.tower import Tower
 
 _BLOCK_BYTES = 1 << 24  # hashed at once
 
 
-def published_tower(config: AdoptConfig, role: Role) -> Tower:
+def open_tower(config: AdoptConfig, role: Role) -> Tower:
     """One tower of a published model, in float32.
 
     Args:
@@ -36,11 +36,11 @@ def published_tower(config: AdoptConfig, role: Role) -> Tower:
         normalise=config.normalise,
         prefix=prefix,
     )
-    model = native.of_config(settings, role)
-    length = length or native_tower.longest(model)
+    model = published_model.of_config(settings, role)
+    length = length or published_tower.token_limit(model)
     if not model.unknown:
         settings = settings.model_copy(update={"max_length": length})
-        return native_tower.build(settings, role=role, dim=None).eval()
+        return published_tower.build(settings, role=role, dim=None).eval()
     if config.pooling != "auto" or config.normalise is not None:
         raise ConfigError(
             f"{model.unknown} of {model.source} is not known to scalingnote, and sentence-transformers "

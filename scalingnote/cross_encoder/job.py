@@ -29,7 +29,7 @@ from scalingnote.encode.parts import EncodedPart, Steps, read_nothing, write_par
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Backbone, Pretrained, TowerConfig
-from scalingnote.models.cross_encoder import FACTS, CrossEncoder, laid_out
+from scalingnote.models.cross_encoder import FACTS, CrossEncoder, with_placeholder
 from scalingnote.models.prompt import DocumentPrompt, Row
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, vectors
@@ -144,7 +144,7 @@ def _prompt(teacher: Artifact) -> DocumentPrompt:
     return DocumentPrompt.restore(
         {
             "special": facts["special"],
-            "prompt": laid_out(facts["template"]),
+            "prompt": with_placeholder(facts["template"]),
             "max_length": facts["document_length"],
             "causal": False,
             "max_positions": None,
@@ -277,7 +277,7 @@ def _teacher_config(teacher: Artifact) -> DualPooledConfig:
 def as_stage_one(config: DualPooledConfig, *, backbone: Backbone | None = None) -> TrainConfig:
     """The stage I config that prepares tokens of queries and documents, which are then read as pairs."""
     backbone = backbone or config.backbone
-    document = laid_out(config.template)
+    document = with_placeholder(config.template)
     return TrainConfig(
         query=TowerConfig(backbone=backbone, max_length=config.query_length),
         document=TowerConfig(backbone=backbone, max_length=config.document_length, prompt=document),

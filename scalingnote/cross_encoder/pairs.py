@@ -23,9 +23,9 @@ from scalingnote.losses import teacher_kl
 from scalingnote.models import cross_encoder, flops
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.cross_encoder import CrossEncoder, pair
-from scalingnote.models.precision import Precision, compute_dtype, lower, matmul_peak
+from scalingnote.models.flops import model_shape
+from scalingnote.models.precision import Precision, cast_parameters, compute_dtype, matmul_peak
 from scalingnote.models.prompt import Row
-from scalingnote.models.shape import of_model
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.collectives import shares
 from scalingnote.train.data import Order, Store
@@ -167,10 +167,10 @@ class PairEncoder:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._device, self._budget = device, token_budget
         self.model = model.eval().to(device)
-        lower(self.model.backbone, compute_dtype(precision, device))
+        cast_parameters(self.model.backbone, compute_dtype(precision, device))
         self.model.requires_grad_(False)
         self.dim = model.dim
-        self._shape = of_model(self.model.backbone)
+        self._shape = model_shape(self.model.backbone)
         self.cost = Cost()  # of the last call
         (self.no_query,) = model.query_prompt.rows([""])
         (no_document,) = model.document_prompt.rows([""], [""], [""])

@@ -29,7 +29,7 @@ from numpy import ndarray
 
 from scalingnote import tables
 from scalingnote.adopt.config import AdoptConfig
-from scalingnote.adopt.towers import published_tower
+from scalingnote.adopt.towers import open_tower
 from scalingnote.datasets.intake import subset
 from scalingnote.datasets.rows import Row
 from scalingnote.distillation.agreement import neighbour_overlap
@@ -37,7 +37,7 @@ from scalingnote.distillation.config import ScreenConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import DataError, ScalingNoteError
 from scalingnote.log import get_logger
-from scalingnote.models.native import local_folder
+from scalingnote.models.published_model import local_folder
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.pseudo_queries.sampling import SourceDocument, draw
 from scalingnote.storage.exchange import hash_of
@@ -146,7 +146,7 @@ def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTe
         ConfigError: the model cannot be read.
     """
     start = time.perf_counter()
-    teacher = Encoder(published_tower(AdoptConfig(path=model), "query"))
+    teacher = Encoder(open_tower(AdoptConfig(path=model), "query"))
     train, held_out = (unit(teacher.encode_queries(side)) for side in (texts.train, texts.held_out))
     tokens, held_out_tokens = (token_ids(teacher, side) for side in (texts.train, texts.held_out))
     table = RidgeTable.fit(tokens, train, ridge=config.ridge)

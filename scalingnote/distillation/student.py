@@ -27,12 +27,11 @@ from scalingnote.distillation.initial_weights import inherit_lookup_rows, inheri
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import backbone as backbones
-from scalingnote.models import lookup, lookup_features, tower
+from scalingnote.models import lookup, lookup_table, tower
 from scalingnote.models.config import LookupConfig, Pretrained, Scratch, TowerConfig
 from scalingnote.models.lookup import LookupPrompt, LookupStart, LookupTower
-from scalingnote.models.lookup_features import LookupFeatures
+from scalingnote.models.lookup_table import LookupFeatures, npy_bytes
 from scalingnote.models.prompt import QueryPrompt, tokenize
-from scalingnote.models.table import npy_bytes
 from scalingnote.models.tower import Tower
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
@@ -176,12 +175,12 @@ def _lookup_files(
     tokenizer, length = build_prompt(config, start).tokenizer, student.max_length
     size = tokenizer.get_vocab_size()
     rows = [ids[:length] for texts in _training_texts(teacher) for ids in tokenize(tokenizer, texts, length)]
-    keys = lookup_features.learn(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
+    keys = lookup_table.frequent_features(rows, tokens=size, bigrams=student.bigrams, ends=student.ends)
     files = {"feature_keys.npy": npy_bytes(keys)}
     if student.weighting == "learned" and student.start_weights == "inverse_frequency":
         counts = np.bincount(np.fromiter(chain.from_iterable(rows), np.int64), minlength=size)
         features = LookupFeatures(keys, tokens=size)
-        files["weights.npy"] = npy_bytes(lookup_features.start_weights(counts, features))
+        files["weights.npy"] = npy_bytes(lookup_table.start_weights(counts, features))
     log.info("the table has rows for %s tokens and %s features", f"{size:,}", f"{len(keys):,}")
     return files
 

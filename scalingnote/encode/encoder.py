@@ -14,11 +14,12 @@ from numpy import ndarray
 from scalingnote.encode.cost import Cost
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import flops
-from scalingnote.models.precision import Precision, compute_dtype, lower, matmul_peak
+from scalingnote.models.batch import collate
+from scalingnote.models.flops import model_shape
+from scalingnote.models.heads import strongest
+from scalingnote.models.precision import Precision, cast_parameters, compute_dtype, matmul_peak
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
-from scalingnote.models.shape import of_model
-from scalingnote.models.sparse_head import strongest
-from scalingnote.models.tower import Tower, collate
+from scalingnote.models.tower import Tower
 
 # More tokens at once exceed a CPU's cache: with 8,192, all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a
 # second (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are equal.
@@ -87,10 +88,10 @@ class Encoder:
         self._device = device
         self._budget = min(token_budget, MAX_CPU_TOKENS) if device.type == "cpu" else token_budget
         self.tower = tower.eval().to(device)
-        lower(self.tower.backbone, compute_dtype(precision, device))
+        cast_parameters(self.tower.backbone, compute_dtype(precision, device))
         self.tower.requires_grad_(False)
         self.dim, self.views = tower.dim, tower.views
-        self._shape = of_model(tower.backbone)
+        self._shape = model_shape(tower.backbone)
 
     @classmethod
     def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> "Encoder":

@@ -37,7 +37,7 @@ def build(config: ExportConfig, *, tower: Artifact, dataset: Artifact, run_dir: 
         return draft.existing()
     queries = _golden_queries(dataset)
     with TemporaryDirectory() as folder:
-        cosine = onnx.export(tower.directory("query"), Path(folder), queries=queries, form=config.form)
+        cosine = onnx.export_graph(tower.directory("query"), Path(folder), queries=queries, form=config.form)
         fs.upload(folder, draft.path("query"))
     return draft.commit(counts={"golden": len(queries)}, least_cosine=cosine)
 

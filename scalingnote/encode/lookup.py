@@ -19,9 +19,8 @@ from jaxtyping import Float32, Int16, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.models import static_embedding
-from scalingnote.models.table import Table
-from scalingnote.models.word_tokenizer import WordTokenizer
+from scalingnote.models import library_folder
+from scalingnote.models.lookup_table import Table, WordTokenizer
 
 _BATCH_QUERIES = 16  # their rows fit in a core's cache (18 tokens of 384 dimensions: 440 KB)
 _MAX_CACHED_SHARES = 128  # arrays of equal shares are made once for queries of fewer tokens
@@ -42,7 +41,7 @@ class LookupEncoder:
             ArtifactError: `folder` holds no table.
             ConfigError: its table cannot be read alone (:func:`static_embedding.read`).
         """
-        published = None if (folder / "tower.json").exists() else static_embedding.read(folder)
+        published = None if (folder / "tower.json").exists() else library_folder.read_table(folder)
         self._table = table = Table.read(folder) if published is None else published.table
         tokenizer = Tokenizer.from_str(table.tokenizer_json)
         tokenizer.no_padding()

@@ -22,7 +22,7 @@ from numpy import ndarray
 
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import module_list
+from scalingnote.models import library_folder
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
@@ -139,10 +139,10 @@ def forms(folder: Path) -> "list[Form]":
 
 
 def _published_forms(folder: Path) -> "list[Form]":
-    modules = module_list.read(folder, "query")
+    modules = library_folder.read_modules(folder, "query")
     if modules is None:
         raise ArtifactError(f"{folder} is not a tower: tower.json and modules.json are missing")
-    if modules[0].name in module_list.TABLES:
+    if modules[0].name in library_folder.TABLES:
         return ["lookup"]
     return ["torch", "compiled"]
 
@@ -167,13 +167,13 @@ def _torch(
     import torch
 
     from scalingnote.encode.encoder import Encoder
-    from scalingnote.models import native_tower
+    from scalingnote.models import published_tower
     from scalingnote.models.tower import Tower
 
     if threads is not None:
         torch.set_num_threads(threads)
     saved = (folder / "tower.json").exists()
-    tower = Tower.load(folder) if saved else native_tower.published(folder, "query")
+    tower = Tower.load(folder) if saved else published_tower.open_published(folder, "query")
     encoder = Encoder(tower, token_budget=token_budget, precision=precision)
     if form == "compiled":
         # Padded, because packed batches almost never repeat a shape, and each new shape is compiled.

@@ -1,8 +1,8 @@
-"""Low-rank adapters on a frozen backbone (LoRA, DoRA), through peft; and rows for new tokens that learn.
+"""Low-rank adapters on a frozen backbone (LoRA, DoRA) through peft, and trainable rows for new tokens.
 
-Two towers may stand on one backbone. They are then two trees of modules over the same frozen tensors,
-each with an adapter of its own, so that no adapter is ever switched: not between the towers of a step, not
-in the second pass of GradCache, not when a checkpointed layer is computed again in the backward pass.
+Two towers can share one backbone. They are then two module trees over the same frozen tensors, each with its
+own adapter. So the active adapter is never switched: not between the towers of a step, not in the second pass
+of GradCache, and not when gradient checkpointing recomputes a layer.
 """
 
 import copy
@@ -21,26 +21,26 @@ from transformers.utils.hub import cached_file
 
 from scalingnote.errors import ConfigError
 from scalingnote.models.config import Lora
-from scalingnote.models.precision import lower
+from scalingnote.models.precision import cast_parameters
 
 _WEIGHTS = "adapter_model.safetensors"
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """A second tree of modules over the same tensors: the weights are held once.
+def share_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of the module tree over the same tensors, so that weights are in memory once.
 
-    Under fsdp2 each tree has shards of its own: twice the frozen weights, divided by the ranks.
+    With fsdp2 each tree has its own shards: twice the frozen weights, divided by the number of ranks.
     """
     tensors = (*model.parameters(), *model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def add(model: nn.Module, lora: Lora, *, name: str, tokens: Sequence[int], seed: int) -> None:
-    """Freeze `model` and put adapter `name` in it; the embeddings of `tokens` learn as well."""
+    """Freeze `model`, add adapter `name` to it, and make the embeddings of `tokens` trainable."""
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
     settings = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a fraction serves as well
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft accepts fractions
         lora_dropout=lora.dropout,
         use_dora=lora.dora,
         target_modules=targets,
@@ -55,10 +55,10 @@ def add(model: nn.Module, lora: Lora, *, name: str, tokens: Sequence[int], seed:
 
 
 class NewTokens(nn.Module):
-    """A frozen table of token embeddings with a few rows that learn.
+    """A frozen table of token embeddings with a few trainable rows.
 
-    peft has the same (`trainable_token_indices`), but it copies the whole table in every forward pass:
-    2 GB for a vocabulary of 152,000 and 3,584 hidden.
+    peft has the same (`trainable_token_indices`), but copies the whole table in every forward pass: 2 GB for
+    a vocabulary of 152,000 and a hidden size of 3,584.
     """
 
     def __init__(self, table: nn.Embedding, tokens: Sequence[int]) -> None:
@@ -70,42 +70,37 @@ class NewTokens(nn.Module):
 
     @property
     def weight(self) -> Float[Tensor, "vocabulary hidden"]:
-        """The table with the new rows in it, a copy."""
-        found = self.table.weight.detach().clone()
-        found[self.tokens] = self.rows.detach().to(found.dtype)
-        return found
+        """A copy of the table that contains the new rows."""
+        weight = self.table.weight.detach().clone()
+        weight[self.tokens] = self.rows.detach().to(weight.dtype)
+        return weight
 
     def forward(self, ids: Int[Tensor, "lines tokens"]) -> Float[Tensor, "lines tokens hidden"]:
-        """Token embeddings."""
+        """Return token embeddings."""
         embeddings: Tensor = self.table(ids)
         hits = ids[..., None] == self.tokens
-        scale = getattr(self.table, "embed_scale", 1.0)  # Gemma's tables scale what they give
+        scale = getattr(self.table, "embed_scale", 1.0)  # Gemma's tables scale their output
         rows = (hits.to(self.rows.dtype) @ self.rows) * scale
         return torch.where(hits.any(-1, keepdim=True), rows.to(embeddings.dtype), embeddings)
 
 
 def lower_frozen(module: nn.Module, dtype: torch.dtype) -> None:
-    """Hold frozen linear weights in the format they are multiplied in: half the memory, no cast per call.
+    """Store frozen linear weights in the format of their products: half the memory, no cast per call.
 
-    For training under autocast to `dtype`; weights that learn, norms and embeddings stay as they are.
+    For training under autocast to `dtype`. Trainable weights, norms and embeddings keep their format.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:
-            lower(layer, dtype)
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Whether `model` holds an adapter."""
-    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+            cast_parameters(layer, dtype)
 
 
 def merged(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the backbone alone, adapters worked into its weights; the model stays as it is.
+    """Return the backbone's state with adapters merged into its weights; `model` is not changed.
 
-    One layer is merged at a time, in float32: an update is too small for half precision to keep.
+    One layer is merged at a time, in float32: half precision would lose the small updates.
     """
     state: dict[str, Tensor] = {}
-    inside = []
+    replaced = []
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             layer: Any = copy.deepcopy(module)
@@ -116,14 +111,15 @@ def merged(model: nn.Module) -> dict[str, Tensor]:
             tensors = {"weight": module.weight}
         else:
             continue
-        inside.append(f"{name}.")
+        replaced.append(f"{name}.")
         state |= {f"{name}.{key}": value for key, value in tensors.items()}
-    rest = {key: value for key, value in model.state_dict().items() if not key.startswith(tuple(inside))}
+    prefixes = tuple(replaced)
+    rest = {key: value for key, value in model.state_dict().items() if not key.startswith(prefixes)}
     return rest | state
 
 
 def save(model: nn.Module, folder: Path, *, name: str, base: str) -> None:
-    """Write adapter `name` as peft does, so that any tool finds it on top of the backbone at `base`."""
+    """Write adapter `name` in peft's format, as an adapter of the backbone at path `base`."""
     settings: Any = copy.copy(model.peft_config[name])  # type: ignore[index]
     settings.base_model_name_or_path, settings.inference_mode = base, True
     weights = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
@@ -141,9 +137,9 @@ def save(model: nn.Module, folder: Path, *, name: str, base: str) -> None:
 
 
 def load_merged(model: nn.Module, path: str | Path) -> nn.Module:
-    """`model` with the adapter at `path`, a folder or hub id that peft reads, worked into its weights.
+    """Return `model` with the adapter at `path`, a folder or hub id that peft reads, merged into its weights.
 
-    ConfigError where they are no safetensors: peft would read a pickle.
+    Raises ConfigError if the adapter is not in safetensors: peft would read a pickle.
     """
     if cached_file(str(path), _WEIGHTS, _raise_exceptions_for_missing_entries=False) is None:
         raise ConfigError(f"{str(path)!r} has no {_WEIGHTS}: save the adapter anew, pickles are not read")

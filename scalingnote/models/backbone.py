@@ -1,7 +1,6 @@
-"""Backbones: any Hugging Face model, or a small one of a known architecture with random weights.
+"""Backbones: any Hugging Face model, or a small model from scratch with random weights.
 
-Both end as the same thing: a transformer without a language-model head, its tokenizer, and whether a
-token sees only what stands before it.
+A backbone is a transformer without a language-model head, its tokenizer, and whether attention is causal.
 """
 
 import inspect
@@ -32,20 +31,21 @@ from transformers.utils.hub import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from scalingnote.errors import ConfigError
-from scalingnote.models.attention import first_position
+from scalingnote.models.batch import first_position
 from scalingnote.models.config import Pretrained, Scratch
 from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens
 
-logging.disable_progress_bar()  # one bar per small file would drown our own progress lines
+logging.disable_progress_bar()  # one bar per small file would hide our own progress lines
 
-_MAYBE = {"_raise_exceptions_for_missing_entries": False}
-_LAYERS = {"distilbert": "transformer.layer", "gpt2": "h"}  # where they keep them, unlike all others we cut
+_OPTIONAL_FILE = {"_raise_exceptions_for_missing_entries": False}
+# Names of the layer stack in families that use neither "layers" nor "encoder.layer".
+_LAYER_STACKS = {"distilbert": "transformer.layer", "gpt2": "h"}
 _SCRATCH_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
 
 
 @dataclass
 class Backbone:
-    """A transformer and what is needed to feed it."""
+    """A transformer and its tokenizer."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerFast
@@ -58,16 +58,16 @@ class Backbone:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest input in tokens, where the architecture has such a bound."""
+        """Longest input in tokens; None if the architecture has no such bound."""
         bound = getattr(_text_config(self.model.config), "max_position_embeddings", None)
         return None if bound is None else int(bound) - first_position(self.model)
 
     @property
     def special(self) -> SpecialTokens:
-        """Ids put around text: encoders use [CLS] and [SEP], decoders the end-of-sequence token.
+        """Ids around text: encoders use [CLS] and [SEP], decoders the end-of-sequence token.
 
-        A decoder whose tokenizer starts every text with a token (Llama's and Gemma's do) was trained on
-        it, and gets it.
+        A decoder whose tokenizer begins every text with a token (Llama's and Gemma's do) was trained with it
+        and gets it.
         """
         tokenizer = self.tokenizer
         end = tokenizer.eos_token_id if self.causal else tokenizer.sep_token_id
@@ -90,7 +90,7 @@ class Backbone:
 
 
 def train_tokenizer(texts: Iterable[str], *, vocabulary: int) -> str:
-    """Byte-level BPE learnt from `texts`, as tokenizer JSON; the same texts give the same JSON."""
+    """Train byte-level BPE on `texts`; equal texts give equal tokenizer JSON."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("_", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -107,12 +107,18 @@ def train_tokenizer(texts: Iterable[str], *, vocabulary: int) -> str:
 
 
 def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int) -> Backbone:
-    """A backbone ready to train, with the placeholders in its vocabulary.
+    """Build a backbone that is ready to train, with the placeholders in its vocabulary.
 
-    ConfigError when a pretrained path is not a model, or a scratch one comes without its tokenizer.
+    Args:
+        config: which model.
+        tokenizer_json: tokenizer of a model from scratch.
+        seed: new weights and new token embeddings depend on it alone.
+
+    Raises:
+        ConfigError: a pretrained path is no model, or a model from scratch has no tokenizer.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # new weights and new token embeddings are drawn from this alone
+        torch.manual_seed(seed)
         match config:
             case Scratch():
                 if tokenizer_json is None:
@@ -124,26 +130,30 @@ def build(config: Pretrained | Scratch, *, tokenizer_json: str | None, seed: int
         backbone.tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
         _grow(backbone.model, len(backbone.tokenizer))
         if isinstance(config, Pretrained) and not backbone.causal:
-            _pooled_as_the_first(backbone, new)
+            _start_as_first_token(backbone, new)
     return backbone
 
 
 def grow(backbone: Backbone) -> None:
-    """Give every token of the tokenizer a row in the model's table; new rows are for the caller to fill."""
+    """Add rows to the model's table for new tokens of the tokenizer; the caller sets their values."""
     with torch.random.fork_rng(devices=[]):
         _grow(backbone.model, len(backbone.tokenizer))
 
 
 def load(path: str | Path, *, layers: int | None = None) -> Backbone:
-    """A backbone from a hub id or a folder; any head the checkpoint carries is left out.
+    """Load a backbone in float32, without the checkpoint's head.
 
-    The path of a peft adapter gives its base with the adapter worked in. Weights come in float32, whatever
-    they are stored in. ConfigError when `path` is no model, lacks weights, has fewer than `layers`, or
-    keeps its layers where we do not know to cut them.
+    Args:
+        path: a hub id or folder. A peft adapter gives its base model with the adapter merged.
+        layers: keep only the first layers; None keeps all.
+
+    Raises:
+        ConfigError: `path` is no model, lacks weights, has fewer than `layers` layers, or has an architecture
+            whose layers cannot be removed.
     """
     base, settings, tokenizer = _described(path)
     try:
-        with _silent():
+        with _without_load_report():
             model, report = AutoModel.from_pretrained(
                 base,
                 config=settings,
@@ -166,16 +176,15 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
         model = adapters.load_merged(model, path)
     causal = is_causal(settings)
     if not causal:
-        for (
-            module
-        ) in model.modules():  # attention of a causal family whose config says that it reads both ways
+        # Attention modules of a causal family stay causal even if the config asks for bidirectional ones.
+        for module in model.modules():
             if getattr(module, "is_causal", False):
                 module.is_causal = False
     return Backbone(model, tokenizer, causal=causal)
 
 
 def shell(path: str | Path) -> Backbone:
-    """The backbone at `path` as a module without weights: enough to know how it reads, in milliseconds."""
+    """Return the backbone at `path` without weights, in milliseconds: its tokenizer, sizes and causality."""
     _, settings, tokenizer = _described(path)
     tokenizer.add_special_tokens({"additional_special_tokens": list(PLACEHOLDERS)})
     with torch.device("meta"):
@@ -184,27 +193,27 @@ def shell(path: str | Path) -> Backbone:
 
 
 def output_head(path: str) -> Tensor | None:
-    """The language-model head that lies beside the weights of :func:`load`, [vocabulary, hidden] in float32.
+    """Return the checkpoint's language-model head, [vocabulary, hidden] in float32.
 
-    None where the checkpoint has none, or its input table is its head.
+    None if the checkpoint has none or uses its input table.
     """
     base, settings, _ = _described(path)
     if getattr(_text_config(settings), "tie_word_embeddings", True):
         return None
     name = "lm_head.weight"
-    index = cached_file(base, "model.safetensors.index.json", **_MAYBE)
+    index = cached_file(base, "model.safetensors.index.json", **_OPTIONAL_FILE)
     files = json.loads(Path(index).read_text())["weight_map"] if index else {name: "model.safetensors"}
-    found = cached_file(base, files[name], **_MAYBE) if name in files else None
-    if found is None:
+    path_of_head = cached_file(base, files[name], **_OPTIONAL_FILE) if name in files else None
+    if path_of_head is None:
         return None
-    with safe_open(found, "pt") as weights:
+    with safe_open(path_of_head, "pt") as weights:
         return weights.get_tensor(name).float() if name in weights.keys() else None  # noqa: SIM118
 
 
 def is_causal(settings: Any) -> bool:
-    """Whether a token sees only what stands before it, by the config's own flag where it has one.
+    """Return whether attention is causal, by the config's own flag if it has one.
 
-    Else an architecture that transformers gives a masked-language-model head reads both ways.
+    Without a flag, architectures with a masked-language-model head in transformers are bidirectional.
     """
     text = _text_config(settings)
     both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
@@ -246,9 +255,9 @@ def _from_scratch(config: Scratch, tokenizer_json: str) -> Backbone:
         model = AutoModel.from_config(settings, dtype=torch.float32)
     else:
         settings = BertConfig(
-            # The default, 0.02, is made for a width of 768 and more. In a narrow model it leaves all
-            # [CLS] states alike, and in-batch softmax has nothing to pull apart: TwinBERT's R@50 on
-            # medquad was 0.23 instead of 0.95.
+            # The default, 0.02, suits a width of 768 and more. In a narrow model all [CLS] states are
+            # then nearly equal and in-batch softmax has no gradient: TwinBERT's R@50 on medquad was
+            # 0.23 instead of 0.95.
             initializer_range=config.hidden**-0.5,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
@@ -259,12 +268,12 @@ def _from_scratch(config: Scratch, tokenizer_json: str) -> Backbone:
 
 
 def _described(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
-    """Where the weights at `path` are (elsewhere, if it is an adapter), their config, and the tokenizer."""
+    """Return the path of the weights (that of the base model for an adapter), their config, the tokenizer."""
     try:
         adapter = find_adapter_config_file(str(path))
         base = json.loads(Path(adapter).read_text())["base_model_name_or_path"] if adapter else str(path)
         settings = AutoConfig.from_pretrained(base, trust_remote_code=False)
-        own = adapter is None or cached_file(str(path), "tokenizer.json", **_MAYBE) is not None
+        own = adapter is None or cached_file(str(path), "tokenizer.json", **_OPTIONAL_FILE) is not None
         tokenizer = _tokenizer(str(path) if own else base)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load a backbone from {str(path)!r}: {error}") from None
@@ -274,10 +283,10 @@ def _described(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
 
 
 def _tokenizer(path: str) -> Any:
-    """The tokenizer at `path`; one that says it is nothing but its tokenizer.json is read from there.
+    """Load the tokenizer at `path`; one whose class is the generic fast tokenizer is read from its file.
 
-    AutoTokenizer goes by the model instead: in a Qwen2 folder it splits words as Qwen2's does, whatever the
-    file says, and a tokenizer trained with other splits then gives other tokens than in training.
+    AutoTokenizer chooses by the model instead: in a Qwen2 folder it splits words as Qwen2's tokenizer does,
+    whatever tokenizer.json says. A tokenizer trained with other splits then gives wrong tokens.
     """
     declared = get_tokenizer_config(path).get("tokenizer_class")
     plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -289,11 +298,10 @@ def _grow(model: Any, tokens: int) -> None:
         model.resize_token_embeddings(tokens, mean_resizing=False)
 
 
-def _pooled_as_the_first(backbone: Backbone, tokens: Sequence[str]) -> None:
-    """Placeholders read in place begin as the token that a pretrained encoder is read at: [CLS].
+def _start_as_first_token(backbone: Backbone, tokens: Sequence[str]) -> None:
+    """Start the placeholders of a pretrained encoder as copies of [CLS], the token that it is pooled at.
 
-    all-MiniLM-L6-v2 then finds 97 % of the documents of medquad among its first ten before any training, with
-    placeholders drawn at random 37 %.
+    all-MiniLM-L6-v2 then has R@10 0.97 on medquad before any training; with random placeholders 0.37.
     """
     first = backbone.special.first
     if first is None or not tokens:
@@ -304,15 +312,15 @@ def _pooled_as_the_first(backbone: Backbone, tokens: Sequence[str]) -> None:
 
 
 def _without_pooler(settings: Any) -> dict[str, bool]:
-    """A pooler that nothing reads would be weights without gradients."""
+    """Return arguments that leave out the pooler, whose weights would get no gradients."""
     known: Any = MODEL_MAPPING.get(type(settings), None)
     optional = known is not None and "add_pooling_layer" in inspect.signature(known).parameters
     return {"add_pooling_layer": False} if optional else {}
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
-    """Without transformers' table of weights that were not asked for; those that are missing we report."""
+def _without_load_report() -> Iterator[None]:
+    """Suppress transformers' report on unused weights; missing weights are reported by the caller."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -323,7 +331,7 @@ def _silent() -> Iterator[None]:
 
 def _keep_layers(model: nn.Module, layers: int) -> None:
     kind = str(model.config.model_type)  # type: ignore[union-attr]
-    name = _LAYERS.get(kind, "encoder.layer" if hasattr(model, "encoder") else "layers")
+    name = _LAYER_STACKS.get(kind, "encoder.layer" if hasattr(model, "encoder") else "layers")
     stack: Any = dict(model.named_modules()).get(name)
     if stack is None:
         raise ConfigError(f"layers cannot be cut of {kind}: leave backbone.layers out")
@@ -333,7 +341,7 @@ def _keep_layers(model: nn.Module, layers: int) -> None:
     settings = _text_config(model.config)
     settings.num_hidden_layers = layers
     kinds = getattr(settings, "layer_types", None)
-    if kinds is not None:  # a config that lists more layers than there are cannot be saved
+    if kinds is not None:  # transformers does not save a config that lists more layers than the model has
         settings.layer_types = kinds[:layers]
 
 

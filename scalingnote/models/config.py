@@ -1,4 +1,4 @@
-"""Knobs of a tower: which backbone, how long its input, how wide its embedding."""
+"""Configuration of towers: backbone, adapters, prompt, pooling, lengths and storage."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,13 +1,14 @@
-"""A cross-encoder with two pooled states, the proxies of a query's and a document's embedding.
+"""A cross-encoder with two pooled states: proxies of the query's and the document's embedding.
 
-    [CLS] query [SEP] document [SEP]       one row, read both ways
+    [CLS] query [SEP] document [SEP]       one row, bidirectional attention
     special    query: the state at [CLS]; document: at the [SEP] between them       (EmbedDistill, Eq. 14)
-    segments   sum of the states of a segment's tokens, by 1 / sqrt(how many)       (Eq. 15)
+    segments   sum of the states of a segment's tokens / sqrt(number of tokens)     (Eq. 15)
     score      <query, document> / sqrt(dim)
 
-The root keeps scores of wide models where a softmax can move, and changes no ranking. A row may lack its
-query or its document: a document's proxy beside an empty query is its embedding, whatever it is asked. An
-empty segment's proxy is zero under `segments`, and means nothing.
+The factor 1 / sqrt(dim) keeps the scores of wide models in a range in which a softmax has gradients; it
+changes no ranking. The query or the document of a row may be empty: the document's proxy beside an empty
+query is a query-independent embedding. The proxy of an empty segment is zero with `segments` and has no
+meaning.
 """
 
 import json
@@ -25,21 +26,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import attention
 from scalingnote.models import backbone as backbones
-from scalingnote.models.attention import Attention
 from scalingnote.models.backbone import Backbone
-from scalingnote.models.batch import Batch
-from scalingnote.models.projection import Projection
+from scalingnote.models.batch import Attention, Batch, attention_arguments, choose_attention
+from scalingnote.models.heads import Projection, draw_weights
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
 
 FACTS = "cross_encoder.json"
-_TOKENS_AT_ONCE = 2048  # rows of [tokens, vocabulary] that exist at a time
+_CHUNK_TOKENS = 2048  # of the logits [tokens, vocabulary] that are in memory at a time
 Pooling = Literal["special", "segments"]
 
 
 class CrossEncoder(nn.Module):
-    """One bidirectional transformer over pairs."""
+    """A bidirectional transformer over pairs of a query and a document."""
 
     def __init__(
         self,
@@ -54,7 +53,22 @@ class CrossEncoder(nn.Module):
         reconstruct: bool = False,
         seed: int = 0,
     ) -> None:
-        """`dim` of None leaves states as they are; `reconstruct` adds what predicts tokens from states."""
+        """Build a cross-encoder on `backbone`.
+
+        Args:
+            backbone: a bidirectional model with [CLS] and [SEP] tokens.
+            pooling: how proxies are pooled (see the module's docstring).
+            dim: width of the proxies; None: that of the states, without projections.
+            query_length: tokens of a query, with [CLS] and [SEP].
+            document_length: tokens of a document, counted likewise.
+            template: document template of title, topic and content, without placeholders.
+            attend: attention implementation.
+            reconstruct: whether to add a decoder that predicts each token from its state, as an extra loss.
+            seed: of the projections.
+
+        Raises:
+            ConfigError: the backbone is causal, lacks the tokens, or reads fewer tokens than a pair has.
+        """
         super().__init__()
         if backbone.causal or backbone.special.first is None or backbone.special.end is None:
             raise ConfigError("a cross-encoder needs a bidirectional backbone with [CLS] and [SEP] tokens")
@@ -66,7 +80,7 @@ class CrossEncoder(nn.Module):
             )
         self.backbone, self.tokenizer, self.pad = backbone.model, backbone.tokenizer, backbone.special.pad
         self.pooling, self.dim = pooling, dim or backbone.hidden
-        self.packs = attention.choose(backbone.model, attend)
+        self.packs = choose_attention(backbone.model, attend)
         self._lengths, self._template = (query_length, document_length), template
         self._special = backbone.special
         self._typed = getattr(backbone.model.config, "type_vocab_size", 0) > 1
@@ -77,7 +91,11 @@ class CrossEncoder(nn.Module):
         tokens.no_truncation()
         self.query_prompt = QueryPrompt(tokens, backbone.special, max_length=query_length, causal=False)
         self.document_prompt = DocumentPrompt(
-            tokens, backbone.special, template=laid_out(template), max_length=document_length, causal=False
+            tokens,
+            backbone.special,
+            template=with_placeholder(template),
+            max_length=document_length,
+            causal=False,
         )
 
     @property
@@ -88,80 +106,63 @@ class CrossEncoder(nn.Module):
         return table
 
     def forward(self, batch: Batch) -> Float[Tensor, "pairs 1 width"]:
-        """Query proxy, document proxy and, where tokens are predicted, their mean loss: side by side."""
-        batch, back = self._readable(batch)
+        """Return query proxy, document proxy and, with `reconstruct`, the token loss, concatenated."""
+        batch, order = batch.for_model(pad=self.pad, packed=self.packs)
         states = self._states(batch)
-        found = [*self._pooled(states, batch)]
+        columns = [*self._proxies(states, batch)]
         if self.decoder is not None:
-            found.append(self._reconstruction(states, batch)[:, None])
-        return torch.cat(found, dim=1)[back, None]
+            columns.append(self._reconstruction_losses(states, batch)[:, None])
+        return torch.cat(columns, dim=1)[order, None]
 
     def proxies(self, batch: Batch) -> tuple[Float[Tensor, "pairs dim"], Float[Tensor, "pairs dim"]]:
-        """Query and document proxies in float32, not normalised."""
-        batch, back = self._readable(batch)
-        query, document = self._pooled(self._states(batch), batch)
-        return query[back], document[back]
-
-    def _readable(self, batch: Batch) -> tuple[Batch, Tensor | slice]:
-        """The batch in the form that is read fastest, and how its rows come back into their order."""
-        if batch.packing is None or not self.packs:
-            return batch.padded(self.pad), slice(None)
-        return batch.by_length()
+        """Return query and document proxies in float32, not normalised."""
+        batch, order = batch.for_model(pad=self.pad, packed=self.packs)
+        query, document = self._proxies(self._states(batch), batch)
+        return query[order], document[order]
 
     def _states(self, batch: Batch) -> Float[Tensor, "tokens hidden"]:
-        """The last states of all tokens, row after row."""
-        kwargs: dict[str, Any] = attention.arguments(self.backbone, batch, causal=False)
+        """Return the last hidden states of all tokens, row after row, without padding."""
+        kwargs: dict[str, Any] = attention_arguments(self.backbone, batch, causal=False)
         if self._typed:
-            kwargs["token_type_ids"] = _segments(batch)
-        hidden: Tensor = self.backbone(input_ids=batch.ids, **kwargs).last_hidden_state
-        if batch.packing is not None:
-            return hidden[0]
-        assert batch.mask is not None
-        return hidden[batch.mask.bool()]
+            kwargs["token_type_ids"] = _token_types(batch)
+        return batch.flatten(self.backbone(input_ids=batch.ids, **kwargs).last_hidden_state)
 
-    def _pooled(
+    def _proxies(
         self, states: Float[Tensor, "tokens hidden"], batch: Batch
     ) -> tuple[Float[Tensor, "pairs dim"], Float[Tensor, "pairs dim"]]:
-        # Autocast would round the proxies, which all losses compare.
+        # Autocast would round the proxies, and losses compare small differences.
         with torch.autocast(states.device.type, enabled=False):
             if self.pooling == "special":
-                _, lengths = batch.flat()
+                lengths = batch.row_lengths
                 first = lengths.cumsum(0) - lengths
-                pooled = [states[first + place].float() for place in batch.positions.unbind(1)]
+                query, document = (states[first + place].float() for place in batch.positions.unbind(1))
             else:
-                row, inside = _places(batch)
-                pooled = [_by_root(states[at], row[at], len(batch)) for at in inside]
-            query, document = pooled
+                row, segments = _segment_tokens(batch)
+                query, document = (_sqrt_mean(states[at], row[at], len(batch)) for at in segments)
             return self.query(query), self.document(document)
 
-    def _reconstruction(
+    def _reconstruction_losses(
         self, states: Float[Tensor, "tokens hidden"], batch: Batch
     ) -> Float[Tensor, " pairs"]:
-        """Each row's mean negative log likelihood of its words, each predicted from its own state."""
-        row, inside = _places(batch)
-        at = torch.cat([part.nonzero()[:, 0] for part in inside])
-        ids = batch.flat()[0][at]
-        pieces = range(0, len(at), _TOKENS_AT_ONCE)
+        """Return each row's mean negative log likelihood of its words, each predicted from its own state."""
+        row, segments = _segment_tokens(batch)
+        at = torch.cat([segment.nonzero()[:, 0] for segment in segments])
+        ids = batch.flatten(batch.ids)[at]
         chunks = [
-            # Scores of a whole vocabulary are made again in the backward pass rather than kept.
-            checkpoint(
-                self._unlikelihood,
-                states[at[i : i + _TOKENS_AT_ONCE]],
-                ids[i : i + _TOKENS_AT_ONCE],
-                use_reentrant=False,
-            )
-            for i in pieces
+            # Logits over the vocabulary are recomputed in the backward pass: they are too large to store.
+            checkpoint(self._token_losses, states[chunk], chunk_ids, use_reentrant=False)
+            for chunk, chunk_ids in zip(at.split(_CHUNK_TOKENS), ids.split(_CHUNK_TOKENS), strict=True)
         ]
         losses = torch.cat([states.new_zeros(0, dtype=torch.float32), *chunks])
         total = losses.new_zeros(len(batch)).index_add(0, row[at], losses)
         return total / torch.bincount(row[at], minlength=len(batch)).clamp(min=1)
 
-    def _unlikelihood(self, states: Tensor, ids: Tensor) -> Tensor:
+    def _token_losses(self, states: Tensor, ids: Tensor) -> Tensor:
         assert self.decoder is not None
         return F.cross_entropy(self.decoder(states).float(), ids, reduction="none")
 
     def save(self, folder: Path) -> None:
-        """Write a folder that :meth:`load` reads; what predicts tokens has done its work and is left out."""
+        """Write a folder that :meth:`load` reads. The decoder is only used in training and is left out."""
         folder.mkdir(parents=True, exist_ok=True)
         self.backbone.save_pretrained(folder)  # type: ignore[operator]
         self.tokenizer.save_pretrained(folder)
@@ -192,23 +193,23 @@ class CrossEncoder(nn.Module):
         backbone = backbones.load(folder)
         backbone.causal = False
         del facts["special"]
-        made = cls(backbone, **facts)
+        model = cls(backbone, **facts)
         if facts["dim"] is not None:
             weights = load_file(folder / "projections.safetensors")
             with torch.no_grad():
-                for name, layer in (("query", made.query), ("document", made.document)):
+                for name, layer in (("query", model.query), ("document", model.document)):
                     assert isinstance(layer, nn.Linear)
                     layer.weight.copy_(weights[name])
-        return made.eval()
+        return model.eval()
 
 
-def laid_out(template: str) -> str:
-    """A template as a document prompt reads it: with a placeholder, which :func:`pair` drops."""
+def with_placeholder(template: str) -> str:
+    """Return the template with the placeholder that document prompts need; :func:`pair` drops its token."""
     return f"{template}[EMB]"
 
 
 def pair(query: Row, document: Row) -> Row:
-    """One row of a query's row and a document's, and where its [CLS] and the [SEP] between them stand."""
+    """Join a query's row and a document's; the positions are those of [CLS] and the [SEP] between them."""
     body = [id for at, id in enumerate(document.ids) if at and at not in document.positions]
     return Row([*query.ids, *body], [0, len(query.ids) - 1])
 
@@ -216,28 +217,28 @@ def pair(query: Row, document: Row) -> Row:
 def scores(
     queries: Float[Tensor, "pairs dim"], documents: Float[Tensor, "pairs dim"]
 ) -> Float[Tensor, " pairs"]:
-    """The relevance of each pair, a logit."""
+    """Return the relevance of each pair as a logit: <query, document> / sqrt(dim)."""
     return (queries * documents).sum(-1) / math.sqrt(queries.shape[-1])
 
 
-def _places(batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
-    """The row of every token, and which tokens are a query's words, and which a document's."""
-    _, lengths = batch.flat()
+def _segment_tokens(batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+    """Return the row of every token, and two masks: of the query's words and of the document's."""
+    lengths = batch.row_lengths
     row = torch.repeat_interleave(torch.arange(len(batch), device=lengths.device), lengths)
     at = torch.arange(len(row), device=lengths.device) - (lengths.cumsum(0) - lengths)[row]
     between = batch.positions[:, 1][row]
     return row, ((at > 0) & (at < between), (at > between) & (at < lengths[row] - 1))
 
 
-def _segments(batch: Batch) -> Tensor:
-    """1 for tokens behind the [SEP] between query and document, as models of two segments are trained."""
+def _token_types(batch: Batch) -> Tensor:
+    """Return 0 for the query with its [CLS] and [SEP] and 1 for the document, as BERT is pretrained."""
     if batch.packing is None:
         return (torch.arange(batch.ids.shape[1], device=batch.ids.device) > batch.positions[:, 1:2]).long()
-    row, _ = _places(batch)
+    row, _ = _segment_tokens(batch)
     return (batch.packing.position_ids[0] > batch.positions[:, 1][row])[None].long()
 
 
-def _by_root(states: Tensor, row: Tensor, rows: int) -> Float[Tensor, "rows hidden"]:
+def _sqrt_mean(states: Tensor, row: Tensor, rows: int) -> Float[Tensor, "rows hidden"]:
     total = torch.zeros(rows, states.shape[1], device=states.device).index_add(0, row, states.float())
     count = torch.bincount(row, minlength=rows).clamp(min=1)
     return total / count.sqrt()[:, None]
@@ -246,16 +247,18 @@ def _by_root(states: Tensor, row: Tensor, rows: int) -> Float[Tensor, "rows hidd
 def _projection(hidden: int, dim: int | None, *, seed: int) -> nn.Module:
     if dim is None:
         return nn.Identity()
-    made = Projection(hidden, dim)
-    with torch.no_grad():
-        made.weight.normal_(0.0, hidden**-0.5, generator=torch.Generator().manual_seed(seed))
-    return made
+    projection = Projection(hidden, dim)
+    draw_weights(projection, seed)
+    return projection
 
 
 def _decoder(model: Any) -> nn.Linear:
-    """Starts as the input table, but is not tied to it: sharding strategies gather a module's own weights."""
+    """Return a token predictor that starts as a copy of the input table.
+
+    It is not tied to the table: sharding strategies gather the weights of one module at a time.
+    """
     table = model.get_input_embeddings().weight
-    made = nn.Linear(table.shape[1], table.shape[0], bias=False)
+    decoder = nn.Linear(table.shape[1], table.shape[0], bias=False)
     with torch.no_grad():
-        made.weight.copy_(table)
-    return made
+        decoder.weight.copy_(table)
+    return decoder

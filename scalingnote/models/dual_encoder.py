@@ -1,30 +1,33 @@
-"""The dual encoder: a query tower of any kind and a document tower that meet in one embedding space.
+"""The dual encoder: a query tower of any kind and a document tower with one embedding space.
 
-Saved, it is a folder of folders: ``query``, ``document``, and ``sparse_query`` where documents have terms.
+A saved dual encoder has the folders ``query``, ``document``, and ``sparse_query`` if documents have terms.
 """
 
 import copy
+import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from scalingnote.errors import ConfigError
+from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone as backbones
-from scalingnote.models import native_tower, query_tower, tower
+from scalingnote.models import lookup, published_tower, token_wise, tower
 from scalingnote.models.backbone import Backbone
+from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig, TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupTower
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.token_wise import TokenWise
-from scalingnote.models.tower import Batch, Tower
+from scalingnote.models.tower import Tower
 
 QueryConfig = TowerConfig | LookupConfig | TokenWiseConfig
 
 
 class DualEncoder(nn.Module):
-    """Two towers, encoded together so that data-parallel wrappers see one forward pass."""
+    """A query tower and a document tower. One module, so that data-parallel wrappers see one forward pass."""
 
     def __init__(
         self,
@@ -38,16 +41,16 @@ class DualEncoder(nn.Module):
     def forward(
         self, queries: Batch, documents: Batch
     ) -> tuple[Float[Tensor, "queries dim"], Float[Tensor, "docs views dim"]]:
-        """Query embeddings and document embeddings per view, not normalised."""
+        """Return query embeddings and document embeddings per view, not normalised."""
         return self.encode("query", queries)[:, 0], self.encode("document", documents)
 
     def encode(self, name: str, rows: Batch) -> Float[Tensor, "rows views dim"]:
-        """Embeddings of some rows of the tower `name` (query: one view), float32, not normalised."""
-        chosen: nn.Module = {"query": self.query, "document": self.document}[name]
-        return chosen(rows)  # type: ignore[no-any-return]
+        """Return float32 embeddings of rows by the tower `name`, not normalised. Queries have one view."""
+        tower: nn.Module = {"query": self.query, "document": self.document}[name]
+        return tower(rows)  # type: ignore[no-any-return]
 
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write both towers below `folder`; a token_wise query tower becomes a table there."""
+        """Write both towers below `folder`; a token_wise query tower is saved as a lookup table."""
         self.query.save(folder / "query", merge_adapters=merge_adapters)
         self.document.save(folder / "document", merge_adapters=merge_adapters)
         if self.sparse_query is not None:
@@ -55,10 +58,10 @@ class DualEncoder(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> "DualEncoder":
-        """Read both towers."""
+        """Read a folder written by :meth:`save`; ArtifactError if it holds no dual encoder."""
         document = Tower.load(folder / "document")
         sparse = SparseQuery.load(folder / "sparse_query") if document.sparse else None
-        return cls(query_tower.load(folder / "query"), document, sparse)
+        return cls(load_query_tower(folder / "query"), document, sparse)
 
 
 def build(
@@ -72,50 +75,99 @@ def build(
     share_backbone: bool = False,
     sparse: bool = False,
 ) -> DualEncoder:
-    """Both towers, ready to train; `tokenizers` holds tokenizer JSON of those that start from scratch.
+    """Build both towers, ready to train.
 
-    With `share_base`, two towers with adapters on equal backbones hold its frozen weights once; with
-    `share_backbone` a token_wise query tower reads by the document tower's, adapter included. `sparse` gives
-    the document tower a sparse head.
+    Args:
+        query: the query tower.
+        document: the document tower.
+        dim: width of the embeddings.
+        tokenizers: tokenizer JSON by "query" and "document", of the towers that start from scratch.
+        seed: of new weights.
+        share_base: whether two towers with adapters on equal backbones hold the frozen weights once.
+        share_backbone: whether a token_wise query tower uses the document tower's backbone with its adapter.
+        sparse: whether the document tower gets a sparse head.
+
+    Raises:
+        ConfigError: the configs do not fit together, or a model cannot be loaded.
     """
-    learnt = {name: tokenizers.get(name) for name in ("query", "document")}
-    of_query = partial(query_tower.build, query, dim=dim, seed=seed)
-    of_document = partial(tower.build, document, role="document", dim=dim, seed=seed, sparse=sparse)
-    same = learnt["query"] == learnt["document"]
+    query_json, document_json = tokenizers.get("query"), tokenizers.get("document")
+    query_tower = partial(build_query_tower, query, dim=dim, seed=seed)
+    document_tower = partial(tower.build, document, role="document", dim=dim, seed=seed, sparse=sparse)
     if share_backbone:
-        assert same
+        assert query_json == document_json
         assert isinstance(query, TokenWiseConfig)
         if document.attention == "flash_attention_2":
             raise ConfigError(
                 "flash_attention_2 takes no mask of blocks: leave document.attention at auto, or give the "
                 "token_wise query tower a backbone of its own"
             )
-        whole = of_document(tokenizer_json=learnt["document"])
-        shared = Backbone(whole.backbone, copy.deepcopy(whole.tokenizer), whole.causal)
-        return DualEncoder(of_query(tokenizer_json=None, backbone=shared, adapter="document"), whole)
-    if not (share_base and same and shares_base(query, document)):
+        built = document_tower(tokenizer_json=document_json)
+        # Each tower changes the padding and truncation of its tokenizer: both need their own.
+        shared = Backbone(built.backbone, copy.deepcopy(built.tokenizer), built.causal)
+        return DualEncoder(query_tower(tokenizer_json=None, backbone=shared, adapter="document"), built)
+    if not (share_base and query_json == document_json and shares_base(query, document)):
         return DualEncoder(
-            of_query(tokenizer_json=learnt["query"]), of_document(tokenizer_json=learnt["document"])
+            query_tower(tokenizer_json=query_json), document_tower(tokenizer_json=document_json)
         )
-    from scalingnote.models import adapters  # late: peft is slow to import, and few need it
+    from scalingnote.models import adapters  # late: peft is slow to import, and few runs need it
 
     if document.pooling == "placeholders":
-        first = backbones.build(document.backbone, tokenizer_json=learnt["document"], seed=seed)
+        first = backbones.build(document.backbone, tokenizer_json=document_json, seed=seed)
     else:
-        first = native_tower.backbone_of(document, "document")
-    second = Backbone(adapters.twin(first.model), copy.deepcopy(first.tokenizer), first.causal)
+        first = published_tower.backbone_of(document, "document")
+    second = Backbone(adapters.share_weights(first.model), copy.deepcopy(first.tokenizer), first.causal)
     return DualEncoder(
-        of_query(tokenizer_json=None, backbone=first), of_document(tokenizer_json=None, backbone=second)
+        query_tower(tokenizer_json=None, backbone=first),
+        document_tower(tokenizer_json=None, backbone=second),
     )
 
 
 def shares_base(query: QueryConfig, document: TowerConfig) -> bool:
-    """Whether two towers could stand on one frozen backbone: the same one, and both with an adapter."""
+    """Return whether two towers can share a frozen backbone: equal backbones, and both have an adapter."""
     if isinstance(query, LookupConfig):
         return False
     poolings = [
         tower.pooling if isinstance(tower, TowerConfig) else "placeholders" for tower in (query, document)
     ]
-    if poolings.count("placeholders") == 1:  # for these its table has rows that the other's has not
+    if poolings.count("placeholders") == 1:  # its table has rows for placeholders, the other's has none
         return False
     return query.backbone == document.backbone and None not in (query.lora, document.lora)
+
+
+def build_query_tower(
+    config: TowerConfig | LookupConfig | TokenWiseConfig,
+    *,
+    dim: int,
+    tokenizer_json: str | None,
+    seed: int,
+    backbone: Backbone | None = None,
+    adapter: str | None = None,
+) -> Tower | LookupTower | TokenWise:
+    """Build a query tower of any kind, ready to train.
+
+    Args:
+        config: its class determines the kind of tower.
+        dim: width of the embeddings.
+        tokenizer_json: tokenizer of a tower from scratch.
+        seed: of new weights.
+        backbone: used instead of the config's; a lookup tower has none.
+        adapter: name of the adapter that `backbone` already has.
+
+    Raises:
+        ConfigError: something that the kind of tower needs is missing.
+    """
+    if isinstance(config, LookupConfig):
+        return lookup.build(config, dim=dim, tokenizer_json=tokenizer_json, seed=seed)
+    parts: dict[str, Any] = {"tokenizer_json": tokenizer_json, "backbone": backbone, "adapter": adapter}
+    if isinstance(config, TokenWiseConfig):
+        return token_wise.build(config, dim=dim, seed=seed, **parts)
+    return tower.build(config, role="query", dim=dim, seed=seed, **parts)
+
+
+def load_query_tower(folder: Path) -> Tower | LookupTower:
+    """Read a saved query tower of any kind; ArtifactError if the folder holds none."""
+    try:
+        facts = json.loads((folder / "tower.json").read_text())
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{folder} is not a tower: {error.filename} is missing") from None
+    return LookupTower.load(folder) if facts.get("kind") == "lookup" else Tower.load(folder)

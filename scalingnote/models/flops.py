@@ -1,20 +1,259 @@
-"""Arithmetic of a training step: floating-point operations of both towers and of the loss.
+"""Parameters and floating-point operations of transformers, from the few numbers that define their shape.
 
-A multiplication with an addition counts as two. Only matrix products count; norms, activations and the
-softmax are below a hundredth of them. What the graph is worked out for, and what is done anew only to save
-memory, are kept apart: utilisation is told of the first (MFU) or of both (HFU).
+    config.json, a scratch backbone or a published name -> Shape -> parameters
+    Shape, tokens, LoRA, recomputation -> Work of a training step
+
+No model is built and torch is not imported, so sizing a 7B model takes microseconds. Parameter counts are
+exact. A multiply-add counts as two operations. Only matrix products count: norms, activations and softmax are
+below a hundredth of them. Recomputation that only saves memory is counted separately, so that utilisation can
+be reported without it (MFU) or with it (HFU).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from scalingnote.models.config import Lora
-from scalingnote.models.shape import Shape, adapter_parameters
+from huggingface_hub import try_to_load_from_cache
+
+from scalingnote.errors import ConfigError
+from scalingnote.models.config import Lora, Pretrained, Scratch
+
+PLACEHOLDER_TOKENS = 3  # added to the vocabulary of a backbone from scratch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a transformer without a head."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    causal: bool = True
+    gated: bool = True  # three feed-forward matrices (SwiGLU), not two
+    qkv_bias: bool = False
+    other_bias: tuple[bool, bool] = (False, False)  # of attention's output, of the feed-forward part
+    qk_norm: bool = False
+    layer_norm: bool = False  # LayerNorm has a bias, RMSNorm none
+    positions: int = 0  # rows of a learned position table
+    token_types: int = 0
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.kv_heads * self.head_dim
+
+    def matrices(self) -> dict[str, tuple[int, int, bool]]:
+        """Return the linear maps of one layer by name: input width, output width, whether it has a bias."""
+        h, q, kv, i = self.hidden, self.query_width, self.kv_width, self.intermediate
+        out_bias, ff_bias = self.other_bias
+        if not self.gated:
+            return {
+                "attention.self.query": (h, q, self.qkv_bias),
+                "attention.self.key": (h, kv, self.qkv_bias),
+                "attention.self.value": (h, kv, self.qkv_bias),
+                "attention.output.dense": (q, h, out_bias),
+                "intermediate.dense": (h, i, ff_bias),
+                "output.dense": (i, h, ff_bias),
+            }
+        return {
+            "self_attn.q_proj": (h, q, self.qkv_bias),
+            "self_attn.k_proj": (h, kv, self.qkv_bias),
+            "self_attn.v_proj": (h, kv, self.qkv_bias),
+            "self_attn.o_proj": (q, h, out_bias),
+            "mlp.gate_proj": (h, i, ff_bias),
+            "mlp.up_proj": (h, i, ff_bias),
+            "mlp.down_proj": (i, h, ff_bias),
+        }
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of one layer that every token is multiplied with."""
+        return sum(wide * out for wide, out, _ in self.matrices().values())
+
+    @property
+    def layer_parameters(self) -> int:
+        """All parameters of one layer: weights, biases, norms."""
+        biases = sum(out for _, out, bias in self.matrices().values() if bias)
+        norms = 2 * self._norm + (2 * self.head_dim if self.qk_norm else 0)
+        return self.layer_weights + biases + norms
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Rows of the token, position and token type tables."""
+        return (self.vocabulary + self.positions + self.token_types) * self.hidden
+
+    @property
+    def non_embedding_parameters(self) -> int:
+        """Parameters outside of the tables, the N of scaling laws."""
+        return self.layers * self.layer_parameters + self._norm  # one norm before or after all layers
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.embedding_parameters + self.non_embedding_parameters
+
+    @property
+    def _norm(self) -> int:
+        return self.hidden * (2 if self.layer_norm else 1)
+
+
+def adapter_parameters(shape: Shape, lora: Lora) -> int:
+    """Return the LoRA parameters of one tower; ConfigError if `targets` names no layer."""
+    per_layer = 0
+    for name, (wide, out, _) in shape.matrices().items():
+        if lora.targets == "all-linear" or any(f".{name}".endswith(f".{end}") for end in lora.targets):
+            per_layer += lora.rank * (wide + out) + (out if lora.dora else 0)
+    if not per_layer:
+        names = ", ".join(name.rpartition(".")[2] for name in shape.matrices())
+        raise ConfigError(f"lora.targets {list(lora.targets)} names no layer; there are {names}")
+    return shape.layers * per_layer
+
+
+def backbone_shape(backbone: Pretrained | Scratch) -> Shape:
+    """Return the shape of a tower's backbone without downloading it.
+
+    Args:
+        backbone: its config. For a pretrained one, config.json is looked for in its folder, then in Hugging
+            Face's cache, then the shape in :data:`PUBLISHED`.
+
+    Raises:
+        ConfigError: the shape is in none of these places, or the architecture is not supported.
+    """
+    if isinstance(backbone, Scratch):
+        size = (backbone.layers, backbone.hidden, backbone.heads, backbone.heads, backbone.intermediate)
+        vocabulary = backbone.vocabulary + PLACEHOLDER_TOKENS
+        return _shape(backbone.architecture, *size, vocabulary, positions=backbone.max_positions)
+    shape = _pretrained(backbone.path)
+    return replace(shape, layers=backbone.layers) if backbone.layers else shape
+
+
+def model_shape(model: Any) -> Shape | None:
+    """Return the shape of a loaded transformer; None if its architecture is not supported."""
+    try:
+        return settings_shape(model.config.to_dict(), source=type(model).__name__)
+    except ConfigError:
+        return None
+
+
+def settings_shape(settings: Mapping[str, Any], *, source: str) -> Shape:
+    """Return the shape that a Hugging Face ``config.json`` describes.
+
+    Args:
+        settings: content of the file.
+        source: where it is from, for error messages.
+
+    Raises:
+        ConfigError: a number is missing, or the architecture is not supported.
+    """
+    kind = settings.get("model_type")
+    try:
+        heads = settings["num_attention_heads"]
+        size: dict[str, Any] = {
+            "layers": settings["num_hidden_layers"],
+            "hidden": settings["hidden_size"],
+            "heads": heads,
+            "kv_heads": settings.get("num_key_value_heads") or heads,
+            "head_dim": settings.get("head_dim") or settings["hidden_size"] // heads,
+            "intermediate": settings["intermediate_size"],
+            "vocabulary": settings["vocab_size"],
+        }
+        if kind in _ENCODERS:
+            return Shape(
+                **size | {"kv_heads": heads, "head_dim": settings["hidden_size"] // heads},
+                **_BERT,
+                positions=settings["max_position_embeddings"],
+                token_types=settings["type_vocab_size"],
+            )
+    except KeyError as error:
+        raise ConfigError(f"{source}: no {error} in the model's config") from None
+    if kind not in _DECODERS:
+        known = ", ".join(sorted(_DECODERS | _ENCODERS))
+        raise ConfigError(f"{source}: the shape of {kind!r} is not known here, only {known}")
+    attention_bias = bool(settings.get("attention_bias"))
+    return Shape(
+        **size,
+        qkv_bias=kind == "qwen2" or attention_bias,
+        other_bias=(attention_bias, bool(settings.get("mlp_bias"))),
+        qk_norm=kind == "qwen3",
+    )
+
+
+def _pretrained(path: str) -> Shape:
+    file = Path(path) / "config.json"
+    if not file.is_file() and not Path(path).is_absolute() and path.count("/") == 1:
+        cached = try_to_load_from_cache(path, "config.json")
+        file = Path(cached) if isinstance(cached, str) else file
+    if file.is_file():
+        try:
+            return settings_shape(json.loads(file.read_text(encoding="utf-8")), source=str(file))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{file} is not JSON: {error}") from None
+    if path in PUBLISHED:
+        return PUBLISHED[path]
+    known = ", ".join(sorted(name for name in PUBLISHED if not name.endswith("-Instruct")))
+    raise ConfigError(
+        f"the shape of {path!r} is not known without its config.json: `hf download {path} config.json` once, "
+        f"or give a folder that holds one (a dry run reads nothing else of it); known offline: {known}"
+    )
+
+
+def _shape(
+    kind: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    vocabulary: int,
+    *,
+    positions: int = 512,
+) -> Shape:
+    """Return the shape of a "qwen2" or "bert" model; `positions` is BERT's."""
+    size = (layers, hidden, heads, kv_heads, hidden // heads, intermediate, vocabulary)
+    if kind == "bert":
+        return Shape(*size, **_BERT, positions=positions, token_types=2)
+    return Shape(*size, qkv_bias=True)
+
+
+_DECODERS = {"qwen2", "qwen3", "llama", "mistral"}
+_ENCODERS = {"bert", "roberta", "xlm-roberta"}
+_BERT: dict[str, Any] = {
+    "causal": False,
+    "gated": False,
+    "qkv_bias": True,
+    "other_bias": (True, True),
+    "layer_norm": True,
+}
+_QWEN2_5 = {
+    "0.5B": (24, 896, 14, 2, 4864, 151_936),
+    "1.5B": (28, 1536, 12, 2, 8960, 151_936),
+    "3B": (36, 2048, 16, 2, 11_008, 151_936),
+    "7B": (28, 3584, 28, 4, 18_944, 152_064),
+    "14B": (48, 5120, 40, 8, 13_824, 152_064),
+    "32B": (64, 5120, 40, 8, 27_648, 152_064),
+}
+PUBLISHED: dict[str, Shape] = {
+    **{f"Qwen/Qwen2.5-{name}": _shape("qwen2", *size) for name, size in _QWEN2_5.items()},
+    **{f"Qwen/Qwen2.5-{name}-Instruct": _shape("qwen2", *size) for name, size in _QWEN2_5.items()},
+    "google-bert/bert-base-uncased": _shape("bert", 12, 768, 12, 12, 3072, 30_522),
+    "google-bert/bert-base-chinese": _shape("bert", 12, 768, 12, 12, 3072, 21_128),
+}
 
 
 @dataclass(frozen=True)
 class Work:
-    """Operations of one training step, or of a part of it."""
+    """Floating-point operations of a training step, or of a part of it."""
 
     forward: float
     backward: float
@@ -24,31 +263,31 @@ class Work:
         return Work(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
 
     def times(self, count: int) -> "Work":
-        """So many of it."""
+        """Return `count` times the work."""
         return Work(count * self.forward, count * self.backward, count * self.again)
 
     @property
     def model(self) -> float:
-        """What the gradient needs."""
+        """Operations that the gradient needs: the numerator of MFU."""
         return self.forward + self.backward
 
     @property
     def total(self) -> float:
-        """What the hardware does."""
+        """Operations that the hardware does: the numerator of HFU."""
         return self.model + self.again
 
 
 def forward(shape: Shape, *, tokens: float) -> float:
-    """One row of `tokens` tokens through all layers."""
+    """Return the operations of one row of `tokens` tokens in all layers."""
     return _linear(shape, tokens) + _attention(shape, tokens)
 
 
 def of_rows(shape: Shape | None, lengths: Sequence[int]) -> float:
-    """Rows of so many tokens through all layers; 0 for a shape that is not known."""
+    """Return the operations of rows of these lengths in all layers; 0 for an unknown shape."""
     if shape is None:
         return 0.0
-    known = {length: forward(shape, tokens=float(length)) for length in set(lengths)}
-    return sum((known[length] for length in lengths), 0.0)
+    of_length = {length: forward(shape, tokens=float(length)) for length in set(lengths)}
+    return sum((of_length[length] for length in lengths), 0.0)
 
 
 def row(
@@ -61,27 +300,42 @@ def row(
     checkpointing: bool = False,
     grad_cache: bool = False,
 ) -> Work:
-    """One row through one tower: layers, then the projection of its `pooled` states to `dim` widths.
+    """Return the work of training on one row of one tower.
 
-    A matrix costs as much again for its input's gradient and once more for its own; frozen ones under an
-    adapter spare the latter. Attention has no weights, but two inputs to each product.
+    Args:
+        shape: of the backbone.
+        tokens: of the row.
+        pooled: number of states that are projected.
+        dim: width of the embeddings.
+        lora: adapters, if only these are trained.
+        checkpointing: whether layers are recomputed in the backward pass.
+        grad_cache: whether the row is encoded twice.
     """
     linear, attention = _linear(shape, tokens), _attention(shape, tokens)
     adapters = 2 * tokens * adapter_parameters(shape, lora) if lora else 0.0
     projection = 2.0 * pooled * shape.hidden * dim
-    there = linear + attention + adapters + projection
-    back = (1 if lora else 2) * linear + 2 * (attention + adapters + projection)
-    # Recomputation stops at the last tensor that is needed: a decoder's layer ends in a product that is not.
+    once = linear + attention + adapters + projection
+    # Each product has two gradients. A frozen matrix needs only its input's; attention has two inputs.
+    backward = (1 if lora else 2) * linear + 2 * (attention + adapters + projection)
+    # Recomputation stops at the last tensor that is needed: a decoder layer ends in a product that is not.
     last = 2.0 * tokens * shape.layers * shape.intermediate * shape.hidden if shape.causal else 0.0
-    layers = linear + attention + adapters - last
-    return Work(there, back, (layers if checkpointing else 0.0) + (there if grad_cache else 0.0))
+    recomputed = linear + attention + adapters - last if checkpointing else 0.0
+    return Work(once, backward, recomputed + (once if grad_cache else 0.0))
 
 
 def loss(*, rows: int, columns: int, views: int, prefixes: tuple[int, ...], bidirectional: bool) -> Work:
-    """Scores of a global batch: queries against all candidates, and positives against all queries."""
+    """Return the work of the scores of a global batch.
+
+    Args:
+        rows: queries of the batch.
+        columns: candidates per query that the batch adds: its positive and its negatives.
+        views: embeddings per document.
+        prefixes: Matryoshka dimensions, each scored.
+        bidirectional: whether positives are also scored against all queries.
+    """
     pairs = rows * rows * (columns + (1 if bidirectional else 0))
-    there = 2.0 * views * sum(prefixes) * pairs
-    return Work(there, 2 * there)
+    once = 2.0 * views * sum(prefixes) * pairs
+    return Work(once, 2 * once)
 
 
 def _linear(shape: Shape, tokens: float) -> float:
@@ -89,6 +343,6 @@ def _linear(shape: Shape, tokens: float) -> float:
 
 
 def _attention(shape: Shape, tokens: float) -> float:
-    """Scores and weighted values: two products, of which a causal model needs a half."""
+    """Scores and weighted values: two products, of which a causal model needs half."""
     full = 4.0 * tokens * tokens * shape.layers * shape.query_width
     return full / 2 if shape.causal else full

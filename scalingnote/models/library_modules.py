@@ -1,11 +1,12 @@
-"""Modules that sentence-transformers loads by their dotted path: what its own modules cannot do.
+"""Modules for sentence-transformers, which loads them by their dotted path.
 
-    LookupTable       a lookup table with attention, or with rows for pairs and end tokens
-    ReferencedModel   a published model by its name, in place of a copy of its weights
+    LookupTable       a lookup table with attention, or with rows for token pairs and end tokens
+    ReferencedModel   a published model by its name, without a copy of its weights
 
-sentence-transformers imports a class from outside of its own package only with `trust_remote_code=True`, for
-folders and for the hub alike. The code that runs is this file, as it is installed: none comes with the model.
-Only folders that name these classes import this file, so sentence-transformers stays an optional dependency.
+Published folders contain the dotted paths of these classes: neither this file nor the classes can be renamed.
+sentence-transformers imports a class of another package only with `trust_remote_code=True`. The code that
+runs is this installed file; no code comes with a model. Only loading such a folder imports this file, so
+sentence-transformers stays an optional dependency.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -21,7 +22,7 @@ from scalingnote.models.lookup import LookupTower
 
 
 class LookupTable(InputModule):
-    """A :class:`LookupTower` as a module. Its folder is the tower's own."""
+    """A :class:`LookupTower` as a module; its folder is that of the tower."""
 
     save_in_root = False
 
@@ -32,7 +33,7 @@ class LookupTable(InputModule):
     def preprocess(
         self, inputs: Sequence[str], prompt: str | None = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Row numbers of all texts end to end (`input_ids`), and how many each text has (`lengths`)."""
+        """Return the row numbers of all texts end to end (`input_ids`) and their count per text."""
         texts = [f"{prompt or ''}{text}" for text in inputs]
         rows = [row.ids for row in self.tower.prompt.rows(texts)]
         return {
@@ -52,20 +53,20 @@ class LookupTable(InputModule):
         return self.tower.dim
 
     def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
-        """Write the table's folder, in the storage that it was read in."""
+        """Write the table's folder in the number format that it was read in."""
         self.tower.save(Path(output_path))
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> "LookupTable":
-        """Read what :meth:`save` wrote, from a folder or from the hub."""
-        found = cls.load_dir_path(model_name_or_path, subfolder=subfolder, **_hub(kwargs))
-        return cls(LookupTower.load(Path(found)))
+        """Read a module written by :meth:`save`, from a folder or from the hub."""
+        folder = cls.load_dir_path(model_name_or_path, subfolder=subfolder, **_hub_arguments(kwargs))
+        return cls(LookupTower.load(Path(folder)))
 
 
 class ReferencedModel(InputModule):
-    """A published model that is loaded by its name: all its modules, documents' where it tells roles apart.
+    """A published model that is loaded by its name; of a Router, the modules of documents.
 
-    Code of the named model's own is never run.
+    Code in that model's folder is never run.
     """
 
     save_in_root = False
@@ -79,22 +80,22 @@ class ReferencedModel(InputModule):
     def preprocess(
         self, inputs: Sequence[str], prompt: str | None = None, **kwargs: Any
     ) -> MutableMapping[str, Any]:
-        """Features as the named model makes them of documents."""
-        found: MutableMapping[str, Any] = self.library.preprocess(
+        """Return the named model's features of documents."""
+        features: MutableMapping[str, Any] = self.library.preprocess(
             inputs, prompt=prompt, **kwargs | {"task": "document"}
         )
-        return found
+        return features
 
     def forward(self, features: MutableMapping[str, Any], **kwargs: Any) -> MutableMapping[str, Any]:
-        """Features behind all modules of the named model; `sentence_embedding` is [texts, dim]."""
-        found: MutableMapping[str, Any] = self.library(features, task="document")
-        return found
+        """Return the output of the named model; `sentence_embedding` is [texts, dim]."""
+        output: MutableMapping[str, Any] = self.library(features, task="document")
+        return output
 
     @property
     def max_seq_length(self) -> int | None:
         """Tokens read of a document."""
-        found: int | None = self.library.max_seq_length
-        return found
+        tokens: int | None = self.library.max_seq_length
+        return tokens
 
     @max_seq_length.setter
     def max_seq_length(self, tokens: int) -> None:
@@ -102,8 +103,8 @@ class ReferencedModel(InputModule):
 
     def get_embedding_dimension(self) -> int | None:
         """Width of an embedding, before the outer model truncates it."""
-        found: int | None = self.library.get_embedding_dimension()
-        return found
+        dim: int | None = self.library.get_embedding_dimension()
+        return dim
 
     def save(self, output_path: str, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> None:
         """Write the name and the revision, no weights."""
@@ -112,7 +113,7 @@ class ReferencedModel(InputModule):
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> "ReferencedModel":
         """Load the model that the folder's config.json names."""
-        named = cls.load_config(model_name_or_path, subfolder=subfolder, **_hub(kwargs))
+        named = cls.load_config(model_name_or_path, subfolder=subfolder, **_hub_arguments(kwargs))
         revision = named.get("revision")
         library = SentenceTransformer(
             named["model"],
@@ -121,14 +122,14 @@ class ReferencedModel(InputModule):
             model_kwargs={**(kwargs.get("model_kwargs") or {}), "use_safetensors": True},
             processor_kwargs=kwargs.get("processor_kwargs"),
             config_kwargs=kwargs.get("config_kwargs"),
-            **_hub(kwargs) | {"revision": revision},
+            **_hub_arguments(kwargs) | {"revision": revision},
         )
         if named.get("max_seq_length") is not None:
             library.max_seq_length = named["max_seq_length"]
         return cls(named["model"], revision, library)
 
 
-def _hub(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that say how files are fetched."""
+def _hub_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that control downloads."""
     names = ("token", "cache_folder", "revision", "local_files_only")
     return {name: kwargs[name] for name in names if name in kwargs}

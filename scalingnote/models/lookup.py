@@ -1,11 +1,11 @@
-"""A lookup tower: a query's embedding is the mean of its tokens' rows in one table. There is no model.
+"""A lookup tower: the embedding of a query is the mean of its tokens' rows in one table, without a model.
 
-    ids        token numbers, no special tokens; perhaps those of features (lookup_features.py) behind them
-    rows       [tokens, dim]      looked up; perhaps each with what it hears of the others by attention
-    embedding  [queries, 1, dim]  (sum of weight x row) / sum of weights
+    ids        token ids without special tokens, then row numbers of features (LookupFeatures), if any
+    rows       [tokens, dim]      looked up; with one head of attention over them, if configured
+    embedding  [queries, 1, dim]  sum(weight x row) / sum(weight)
 
-What every option adds starts at nothing: attention adds 0, rows of features are 0, and weights are 1 unless
-they are given. A query without tokens gets the mean of the tokens' rows. On disk it is a :class:`Table`.
+Every option starts without effect: attention adds 0, rows of features are 0, and weights are 1 unless start
+weights are given. A query without tokens gets the mean of the token rows. On disk it is a :class:`Table`.
 """
 
 import math
@@ -25,11 +25,10 @@ from torch.nn import functional as F
 from scalingnote.errors import ConfigError
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig
-from scalingnote.models.lookup_features import LookupFeatures, is_bigram
+from scalingnote.models.lookup_table import LookupFeatures, Storage, Table, is_bigram, quantize_rows
 from scalingnote.models.prompt import Row, tokenize
-from scalingnote.models.table import Storage, Table, stored
 
-# Learning rates under RowAdam, over that of token rows (docs/distillation.md): pairs are many and rare.
+# Learning rates under RowAdam relative to token rows (docs/distillation.md); pairs are many and rare.
 BIGRAM_RATE = 0.25
 END_RATE = 0.5
 WEIGHT_RATE = 2.5
@@ -37,14 +36,14 @@ WEIGHT_RATE = 2.5
 
 @dataclass(frozen=True)
 class LookupStart:
-    """What is known of a table before it learns, from the texts it will learn from."""
+    """Statistics of the training texts that a table starts from."""
 
     feature_keys: Int64[ndarray, " features"]
     weights: Float32[ndarray, " rows"] | None = None  # of tokens, then of features
 
 
 class LookupPrompt:
-    """A query as a lookup tower reads it: its tokens, and nothing around them."""
+    """Queries as token rows without special tokens."""
 
     views = ("query",)
 
@@ -54,16 +53,15 @@ class LookupPrompt:
         self.tokenizer, self._max_length, self._features = tokenizer, max_length, features
 
     def rows(self, queries: Sequence[str]) -> list[Row]:
-        """One row per query, cut at `max_length` tokens, features behind them; its position says nothing."""
-        room = self._max_length
-        found = [ids[:room] for ids in tokenize(self.tokenizer, queries, room)]
+        """Return a row per query: at most `max_length` tokens, then features. Its position is not used."""
+        rows = [ids[: self._max_length] for ids in tokenize(self.tokenizer, queries, self._max_length)]
         if self._features is not None:
-            found = [self._features.extend(ids) for ids in found]
-        return [Row(ids, [0]) for ids in found]
+            rows = [self._features.extend(ids) for ids in rows]
+        return [Row(ids, [0]) for ids in rows]
 
 
 class LookupTower(nn.Module):
-    """The query side of a dual encoder as a table that learns."""
+    """A query tower whose only weights are a table of rows."""
 
     role, views, packs, pad = "query", ("query",), True, 0
 
@@ -80,7 +78,22 @@ class LookupTower(nn.Module):
         features: LookupFeatures | None = None,
         made_from: Mapping[str, str] | None = None,
     ) -> None:
-        """`table` has a row for each token, then for each feature; `storage` is that of the saved table."""
+        """Make a tower of a table.
+
+        Args:
+            table: a row for each token, then for each feature.
+            tokenizer: splits queries; its ids are row numbers.
+            max_length: tokens read of a query.
+            weighting: "learned" adds a weight per row.
+            attention: whether a head of attention runs over the rows of a query.
+            storage: number format of the saved table.
+            seed: of the attention.
+            features: token pairs and end tokens that have rows.
+            made_from: digests of what the rows were computed from.
+
+        Raises:
+            ConfigError: the tokenizer has more tokens than the table has rows.
+        """
         super().__init__()
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -95,7 +108,7 @@ class LookupTower(nn.Module):
             )
         self._storage, self.made_from = storage, dict(made_from or {})
         self.table = nn.Parameter(table.detach().float().clone())
-        # Its logarithm, so that a weight stays above 0 and their sum can be divided by.
+        # Logarithms, so that weights stay positive and their sum is a valid divisor.
         learned = weighting == "learned"
         self.log_weights = nn.Parameter(torch.zeros(len(table))) if learned else None
         if features is not None:  # read by train/strategies/row_adam.py
@@ -104,16 +117,16 @@ class LookupTower(nn.Module):
             self.table.row_rates = rates  # type: ignore[attr-defined]
         if self.log_weights is not None:
             self.log_weights.row_rates = torch.full((len(table),), WEIGHT_RATE)  # type: ignore[attr-defined]
-        self.attention = Attention(self.dim, seed=seed) if attention else None
+        self.attention = RowAttention(self.dim, seed=seed) if attention else None
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
-        """Embeddings in float32, not normalised; of padded or of packed rows."""
+        """Return float32 embeddings, not normalised, of padded or packed rows."""
         with torch.autocast(batch.ids.device.type, enabled=False):
             return self._embeddings(batch)[:, None]
 
     def _embeddings(self, batch: Batch) -> Float[Tensor, "rows dim"]:
         ids, lengths = batch.flat()
-        ids = ids.long()  # of a batch without any token, they come as floats
+        ids = ids.long()  # a batch without any token has ids of type float
         row = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths)
         weights = None if self.log_weights is None else self.log_weights[ids].exp()
         if self.attention is None:
@@ -124,19 +137,19 @@ class LookupTower(nn.Module):
             values = self._attended(ids, lengths, self.attention)
             values = values if weights is None else values * weights[:, None]
             total = values.new_zeros(len(lengths), self.dim).index_add(0, row, values)
-        shares = lengths.float()
+        weight_sums = lengths.float()
         if weights is not None:
-            shares = torch.zeros_like(shares).index_add(0, row, weights)
-        found: Tensor = total / shares.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+            weight_sums = torch.zeros_like(weight_sums).index_add(0, row, weights)
+        embeddings: Tensor = total / weight_sums.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         empty = lengths == 0
         if empty.any():
-            found = torch.where(empty[:, None], self.table[: self.tokens].mean(0), found)
-        return found
+            embeddings = torch.where(empty[:, None], self.table[: self.tokens].mean(0), embeddings)
+        return embeddings
 
     def _attended(
         self, ids: Int[Tensor, " tokens"], lengths: Int[Tensor, " rows"], attention: nn.Module
     ) -> Tensor:
-        """Rows of all tokens after attention, still laid end to end."""
+        """Return the rows of all tokens after attention, end to end."""
         mask = torch.arange(max(int(lengths.max()), 1), device=ids.device) < lengths[:, None]
         lines = torch.zeros(mask.shape, dtype=ids.dtype, device=ids.device).masked_scatter(mask, ids)
         looked_up = F.embedding(lines, self.table) * mask[..., None]
@@ -144,9 +157,9 @@ class LookupTower(nn.Module):
         return attended[mask]
 
     def truncated(self, dim: int) -> "LookupTower":
-        """The tower of the first `dim` values of every row (Matryoshka).
+        """Return the tower of the first `dim` values of every row (Matryoshka).
 
-        ConfigError where attention, which reads whole rows, would have to be cut too.
+        Raises ConfigError for a tower with attention, whose matrices are trained for whole rows.
         """
         if self.attention is not None:
             raise ConfigError(f"attention over whole rows cannot be cut to {dim} values")
@@ -168,9 +181,9 @@ class LookupTower(nn.Module):
     def save(
         self, folder: Path, *, storage: Storage | None = None, merge_adapters: bool | None = None
     ) -> None:
-        """Write the tower's folder, in its own storage unless another is given; a table has no adapters."""
+        """Write the tower's folder, in `storage` or the tower's own; a table has no adapters to merge."""
         del merge_adapters
-        values, scales = stored(self.table.detach().cpu().numpy(), storage or self._storage)
+        values, scales = quantize_rows(self.table.detach().cpu().numpy(), storage or self._storage)
         weights = None if self.log_weights is None else self.log_weights.detach().exp().cpu().numpy()
         Table(
             values,
@@ -185,7 +198,7 @@ class LookupTower(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> "LookupTower":
-        """Read a folder written by :meth:`save`; ArtifactError when it is not one."""
+        """Read a folder written by :meth:`save`; ArtifactError if it is none."""
         table = Table.read(folder)
         tower = cls(
             torch.from_numpy(np.array(table.rows())),
@@ -212,7 +225,7 @@ def from_table(
     storage: Storage = "float16",
     made_from: Mapping[str, str] | None = None,
 ) -> LookupTower:
-    """The tower of a finished table, a row per token; `made_from` are digests of what the rows depend on."""
+    """Return the tower of a computed table with one row per token; for `made_from` see :class:`Table`."""
     return LookupTower(
         torch.from_numpy(table), tokenizer, max_length=max_length, storage=storage, made_from=made_from
     ).eval()
@@ -226,9 +239,14 @@ def build(
     seed: int,
     start: LookupStart | None = None,
 ) -> LookupTower:
-    """A tower ready to train, its rows of tokens drawn at random from `seed`, those of features 0.
+    """Build a tower that is ready to train; rows of tokens are random, those of features 0.
 
-    ConfigError when it lacks a tokenizer.
+    Args:
+        config: options of the tower.
+        dim: width of the rows.
+        tokenizer_json: its tokenizer; ConfigError if there is none.
+        seed: of the rows and of attention.
+        start: features and start weights; None: no features, equal weights.
     """
     if tokenizer_json is None:
         raise ConfigError("a lookup tower needs a tokenizer trained on the corpus, or its teacher's")
@@ -239,7 +257,7 @@ def build(
     if start is not None and len(start.feature_keys):
         features = LookupFeatures(start.feature_keys, tokens=len(rows))
         rows = torch.cat([rows, torch.zeros(len(features), dim)])
-    made = LookupTower(
+    tower = LookupTower(
         rows,
         tokenizer,
         max_length=config.max_length,
@@ -249,15 +267,16 @@ def build(
         seed=seed,
         features=features,
     )
-    if start is not None and start.weights is not None and made.log_weights is not None:
-        made.log_weights.data.copy_(torch.from_numpy(start.weights).log())
-    return made
+    if start is not None and start.weights is not None and tower.log_weights is not None:
+        tower.log_weights.data.copy_(torch.from_numpy(start.weights).log())
+    return tower
 
 
-class Attention(nn.Module):
-    """rows + softmax(rows A rows' / sqrt(dim)) rows B: it hears which tokens stand together, not their order.
+class RowAttention(nn.Module):
+    """One head of attention over rows: rows + softmax(rows A rows^T / sqrt(dim)) rows B.
 
-    One head: A stands for its query and key matrices multiplied, B, 0 in the beginning, for value and output.
+    A is the product of the query and key matrices, B of the value and output matrices; B starts at 0. The
+    result depends on which tokens occur together, not on their order.
     """
 
     def __init__(self, dim: int, *, seed: int) -> None:
@@ -270,16 +289,16 @@ class Attention(nn.Module):
     def forward(
         self, rows: Float[Tensor, "lines tokens dim"], mask: Tensor
     ) -> Float[Tensor, "lines tokens dim"]:
-        """No token attends to one beyond its line's end (where `mask` is false)."""
+        """Return the rows with attention added; `mask` is false at pads, which no token attends to."""
         scores = self.score(rows) @ rows.transpose(1, 2) / math.sqrt(rows.shape[-1])
         shares = scores.masked_fill(~mask[:, None], torch.finfo(scores.dtype).min).softmax(-1)
         return rows + self.out(shares @ rows)  # type: ignore[no-any-return]
 
     def matrices(self) -> Float32[ndarray, "2 dim dim"]:
-        """A and B, as rows are multiplied by them."""
+        """Return A and B, which rows are multiplied by from the right."""
         return np.stack([layer.weight.detach().cpu().numpy().T for layer in (self.score, self.out)])
 
     def copy(self, matrices: Float32[ndarray, "2 dim dim"]) -> None:
-        """Take over what :meth:`matrices` gave."""
+        """Copy the result of :meth:`matrices` of another head."""
         for layer, matrix in zip((self.score, self.out), matrices, strict=True):
             layer.weight.data.copy_(torch.from_numpy(matrix.T.copy()))

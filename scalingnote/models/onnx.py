@@ -1,12 +1,12 @@
-"""A query tower as an ONNX graph: token ids and mask in, embedding out, the projection included.
+"""A query tower as an ONNX graph from token ids and mask to embeddings, with the projection.
 
     model.onnx        float32
-    model_int8.onnx   8-bit weights, a scale per column; activations are scaled as they come ("dynamic")
-    onnx.json         special tokens and lengths: with tokenizer.json all that reading needs, without torch
+    model_int8.onnx   8-bit weights with a scale per column; activations are quantized dynamically
+    onnx.json         special tokens and lengths; with tokenizer.json, all settings that reading needs
     golden.json, golden.npy   real queries and the tower's own embeddings of them
 
-What a graph gives for the golden queries is compared with the tower when it is written and whenever it is
-loaded: 8-bit products differ between CPUs, and a graph that is wrong gives no error by itself.
+Reading needs no torch. The embeddings of the golden queries are compared with the tower's when a graph is
+written and whenever it is loaded: 8-bit products differ between CPUs, and a wrong graph raises no error.
 """
 
 import json
@@ -14,11 +14,10 @@ import logging
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Float32, Int
@@ -29,27 +28,25 @@ from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models.prompt import QueryPrompt, Row, SpecialTokens
 
-if TYPE_CHECKING:
-    from scalingnote.models.tower import Tower
-
 OnnxForm = Literal["onnx", "onnx_int8"]
 FILES: dict[OnnxForm, str] = {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}
-COSINE = 0.999  # the least that a graph's embedding may have with the tower's own, for every golden query
-_LARGEST = 1 << 31  # bytes of a protobuf message
-_GOLDEN_ALONE, _GOLDEN_AGAIN = 16, 64  # asked one by one; asked whenever a graph is loaded
-_BUDGET = 1024  # tokens of a batch
-# Tried in this order until the golden queries agree: each is slower or larger than the one before. Signed
-# weights need VNNI: without it, products are added in 16 bits and may overflow. Tables of token
-# embeddings have one scale for all tokens, which an outlier can spoil.
-_LADDER = (("QInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul",)))
+MIN_COSINE = 0.999  # of a graph's embedding and the tower's own, for every golden query
+_MAX_GRAPH_BYTES = 1 << 31  # the limit of a protobuf message
+_GOLDEN_SINGLE = 16  # golden queries that are encoded one by one
+_GOLDEN_AT_LOAD = 64  # golden queries that are encoded when a graph is loaded
+_MAX_BATCH_TOKENS = 1024
+# Tried in this order until the golden queries agree; each is slower or larger than the previous one. Signed
+# weights need VNNI: without it, products are accumulated in 16 bits and may overflow. The table of token
+# embeddings has one scale for all tokens, so that an outlier reduces the precision of all.
+_QUANTIZATIONS = (("QInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul",)))
 log = get_logger("models")
 
 
 class OnnxTower:
-    """A query tower's graph, ready to run."""
+    """A query tower's graph in an onnxruntime session."""
 
     def __init__(self, folder: Path, form: OnnxForm, *, threads: int | None = None) -> None:
-        """Read what :func:`export` wrote, unchecked; ArtifactError when `folder` holds no such graph."""
+        """Read a folder written by :func:`export_graph` unchecked; ArtifactError if it has no such graph."""
         try:
             facts = json.loads((folder / "onnx.json").read_text())
             tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
@@ -70,52 +67,73 @@ class OnnxTower:
 
     @classmethod
     def load(cls, folder: Path, form: OnnxForm, *, threads: int | None = None) -> "OnnxTower":
-        """Read what :func:`export` wrote; ArtifactError also when it does not give the golden embeddings."""
+        """Read a folder written by :func:`export_graph` and check the graph.
+
+        Args:
+            folder: of the graph.
+            form: which of its graphs.
+            threads: of a query; None: OMP_NUM_THREADS, else one per core.
+
+        Raises:
+            ArtifactError: the folder has no such graph, or a golden query gets another embedding.
+        """
         tower = cls(folder, form, threads=threads)
-        worst = tower.agreement(most=_GOLDEN_AGAIN)
-        if worst < COSINE:
+        least = tower.agreement(limit=_GOLDEN_AT_LOAD)
+        if least < MIN_COSINE:
             raise ArtifactError(
                 f"{folder / FILES[form]} gives a golden query another embedding than its tower, cosine "
-                f"{worst:.4f}, less than {COSINE}: its 8-bit products differ on this CPU from those where it "
-                "was exported, or a file is another's; export it here, or use another form"
+                f"{least:.4f}, less than {MIN_COSINE}: its 8-bit products differ on this CPU from those "
+                "where it was exported, or a file is another's; export it here, or use another form"
             )
         return tower
 
     def encode(self, queries: Sequence[str]) -> Float32[ndarray, "queries dim"]:
-        """Embeddings, not normalised."""
+        """Return embeddings of queries, not normalised."""
         rows = self._prompt.rows(queries)
         if len(rows) == 1:
             return self.run(*_padded(rows, self._pad))
         out = np.empty((len(rows), self.dim), np.float32)
-        # Nothing is gained by large batches on a CPU, and pads cost: rows of like length, a few at a time.
+        # Large batches gain nothing on a CPU, and pads cost time: small batches of similar lengths.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
-        for chosen in _cut(order, [len(row.ids) for row in rows], _BUDGET):
+        for chosen in _batches(order, [len(row.ids) for row in rows]):
             out[chosen] = self.run(*_padded([rows[i] for i in chosen], self._pad))
         return out
 
     def run(
         self, ids: Int[ndarray, "rows tokens"], mask: Int[ndarray, "rows tokens"]
     ) -> Float32[ndarray, "rows dim"]:
-        """The graph itself. Rows must be padded on the right: positions are counted from the left."""
+        """Run the graph. Rows must be padded on the right: positions are counted from the left."""
         if not (mask[:, :1].all() and (mask[:, 1:] <= mask[:, :-1]).all()):
             raise ValueError("rows must start with a token and have their pads on the right")
-        found: ndarray = self._session.run(None, {"ids": ids, "mask": mask})[0]
-        return found
+        embeddings: ndarray = self._session.run(None, {"ids": ids, "mask": mask})[0]
+        return embeddings
 
-    def agreement(self, *, most: int | None = None) -> float:
-        """The least cosine to the tower over golden queries, asked one by one and many at once."""
-        queries, expected = self._queries[:most], self._expected[:most]
-        some = queries[:_GOLDEN_ALONE]
-        alone = np.concatenate([self.encode([query]) for query in some])
-        together = self.encode(queries)
-        return min(_least_cosine(alone, expected[: len(some)]), _least_cosine(together, expected))
+    def agreement(self, *, limit: int | None = None) -> float:
+        """Return the least cosine to the tower's embeddings over the first `limit` golden queries.
+
+        Queries are encoded one by one and in batches: an error may depend on padding.
+        """
+        queries, expected = self._queries[:limit], self._expected[:limit]
+        single = np.concatenate([self.encode([query]) for query in queries[:_GOLDEN_SINGLE]])
+        batched = self.encode(queries)
+        return min(_least_cosine(single, expected[: len(single)]), _least_cosine(batched, expected))
 
 
-def export(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm = "onnx_int8") -> float:
-    """Write the tower at `folder` as a graph below `into`; returns the least cosine over `queries`.
+def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm = "onnx_int8") -> float:
+    """Write the query tower at `folder` as a graph; nothing is written if it fails.
 
-    ConfigError when a package is missing, the tower is a lookup tower or too large, or the graph's
-    embeddings of `queries`, which should be real ones, differ from the tower's: then nothing is left behind.
+    Args:
+        folder: of the tower.
+        into: where to write; graphs of another form there are kept.
+        queries: real queries, which the graph is checked with.
+        form: number format of the graph.
+
+    Returns:
+        The least cosine of the graph's and the tower's embeddings of `queries`.
+
+    Raises:
+        ConfigError: a package is missing, the tower has no transformer or is too large, or the embeddings
+            of the graph differ from the tower's.
     """
     _require("onnx", "onnxruntime")
     if not queries:
@@ -125,119 +143,69 @@ def export(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm =
         raise ConfigError(
             f"{folder} holds no query tower with a transformer and a projection: there is no graph to export"
         )
-    from scalingnote.models.tower import Tower  # late: reading a graph needs no torch
+    # Late: the graph of a served tower is read without torch.
+    from scalingnote.models import onnx_graph
+    from scalingnote.models.tower import Tower
 
     tower = Tower.load(folder)
     size = sum(parameter.nbytes for parameter in tower.parameters())
-    if size >= _LARGEST:
+    if size >= _MAX_GRAPH_BYTES:
         raise ConfigError(
             f"{folder} has {size / 2**30:.1f} GiB of weights, an ONNX file takes 2: distil it first"
         )
     into.mkdir(parents=True, exist_ok=True)
-    # Beside what is there already, the graph of another form it may be, until all of it is known to be good.
-    fresh = Path(tempfile.mkdtemp(prefix=".export-", dir=into))
+    # Files move to `into` only after the check: it may hold a graph of another form.
+    temporary = Path(tempfile.mkdtemp(prefix=".export-", dir=into))
     try:
-        _describe(tower, fresh, queries)
-        shutil.copyfile(folder / "tokenizer.json", fresh / "tokenizer.json")
-        shutil.copyfile(folder / "tower.json", fresh / "tower.json")
-        worst = _graph(tower, fresh, form)
-        for path in sorted(fresh.iterdir()):
+        onnx_graph.write_references(tower, temporary, queries)
+        for name in ("tokenizer.json", "tower.json"):
+            shutil.copyfile(folder / name, temporary / name)
+        onnx_graph.write_float32_graph(tower, temporary / FILES["onnx"])
+        least = _check(temporary, form) if form == "onnx" else _quantize_exactly(temporary)
+        for path in sorted(temporary.iterdir()):
             path.replace(into / path.name)
     finally:
-        shutil.rmtree(fresh)
-    return worst
+        shutil.rmtree(temporary)
+    return least
 
 
-def _graph(tower: "Tower", into: Path, form: OnnxForm) -> float:
-    """Write the graph of this form and no other; its least cosine. ConfigError when that is too low."""
-    whole = into / FILES["onnx"]
-    _trace(tower, whole)
-    if form == "onnx":
-        return _checked(into, form)
-    for number, (weights, operators) in enumerate(_LADDER, 1):
-        _quantise(whole, into / FILES[form], weights=weights, operators=operators)
+def _quantize_exactly(folder: Path) -> float:
+    """Replace the float32 graph by the fastest exact 8-bit graph; ConfigError if none is exact."""
+    for weights, operators in _QUANTIZATIONS:
+        _quantize(folder, weights=weights, operators=operators)
         try:
-            worst = _checked(into, form)
-        except ConfigError:
-            if number == len(_LADDER):
-                raise
+            least = _check(folder, "onnx_int8")
+        except ConfigError as error:
             log.info("8-bit %s of %s are not exact enough here", weights, " and ".join(operators))
+            too_low = error
         else:
-            whole.unlink()
-            return worst
-    raise AssertionError("the ladder has a last rung")
+            (folder / FILES["onnx"]).unlink()
+            return least
+    raise too_low
 
 
-def _checked(into: Path, form: OnnxForm) -> float:
-    """The least cosine of a graph; ConfigError when it is too low."""
-    worst = OnnxTower(into, form).agreement()
-    if worst < COSINE:
+def _check(folder: Path, form: OnnxForm) -> float:
+    """Return the least cosine of a graph; ConfigError if it is too low."""
+    least = OnnxTower(folder, form).agreement()
+    if least < MIN_COSINE:
         raise ConfigError(
-            f"{form} gives a query another embedding than the tower, cosine {worst:.4f}, less than {COSINE}: "
-            "not exported; take form onnx, or torch"
+            f"{form} gives a query another embedding than the tower, cosine {least:.4f}, less than "
+            f"{MIN_COSINE}: not exported; take form onnx, or torch"
         )
-    return worst
+    return least
 
 
-def _describe(tower: "Tower", into: Path, queries: Sequence[str]) -> None:
-    """Everything beside the graph; the golden embeddings are the tower's in float32, one query at a time."""
-    import torch
+def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
+    """Write the graph with 8-bit weights per column.
 
-    from scalingnote.models.tower import collate
-
-    facts = {
-        "dim": tower.dim,
-        "max_length": tower.config.max_length,
-        "causal": tower.causal,
-        "pad": tower.special.pad,
-        "end": tower.special.end,
-        "first": tower.special.first,
-    }
-    assert isinstance(tower.prompt, QueryPrompt)
-    rows = tower.prompt.rows(queries)
-    with torch.inference_mode():
-        expected = torch.cat([tower(collate([row], pad=tower.pad))[:, 0] for row in rows]).numpy()
-    (into / "onnx.json").write_text(json.dumps(facts, indent=1) + "\n")
-    (into / "golden.json").write_text(json.dumps(list(queries), indent=1, ensure_ascii=False) + "\n")
-    np.save(into / "golden.npy", expected, allow_pickle=False)
-
-
-def _trace(tower: "Tower", path: Path) -> None:
-    """Write the float32 graph.
-
-    By the older of torch's two exporters, which follows one run of the model: 0.3 s for a tiny BERT and 4 s
-    for 4 layers of 768, where the newer one took 37 s and 13 s and wants two more packages.
+    The graph is not optimised first: fused operators would lose the types of their weights.
     """
-    import torch
-
-    from scalingnote.models.graph import QueryGraph
-
-    ids = torch.full((3, min(7, tower.config.max_length)), tower.special.pad)
-    mask = torch.ones_like(ids)
-    mask[1, ids.shape[1] // 2 :] = 0
-    axes = {0: "rows", 1: "tokens"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is the older one, and what it takes for constant
-        torch.onnx.export(
-            QueryGraph(tower).eval(),
-            (ids, mask),
-            str(path),
-            input_names=["ids", "mask"],
-            output_names=["embeddings"],
-            dynamic_axes={"ids": axes, "mask": axes, "embeddings": {0: "rows"}},
-            opset_version=17,
-            dynamo=False,
-        )
-
-
-def _quantise(whole: Path, path: Path, *, weights: str, operators: Sequence[str]) -> None:
-    """8-bit weights per column. Of the graph as it is: fused operators would lose their weights' types."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    with _quiet():
+    with _without_warnings():
         quantize_dynamic(
-            whole,
-            path,
+            folder / FILES["onnx"],
+            folder / FILES["onnx_int8"],
             op_types_to_quantize=list(operators),
             per_channel=True,
             weight_type=QuantType[weights],
@@ -249,10 +217,10 @@ def _session(path: Path, threads: int | None) -> Any:
     if not path.exists():
         raise ArtifactError(f"no graph at {path}: export it with `scalingnote export`")
     options = runtime.SessionOptions()
-    # 0: as many as there are cores. Ray sets OMP_NUM_THREADS to what a replica reserves.
+    # 0: one per core. Ray sets OMP_NUM_THREADS to the CPUs that a replica reserves.
     options.intra_op_num_threads = threads or int(os.environ.get("OMP_NUM_THREADS", 0))
     options.inter_op_num_threads = 1
-    # Threads that wait in a loop for the next operator take the cores from all other replicas.
+    # Threads that spin while they wait for the next operator take the cores from other replicas.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
     return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -268,11 +236,11 @@ def _padded(rows: Sequence[Row], pad: int) -> tuple[Int[ndarray, "rows tokens"],
     return ids, mask
 
 
-def _cut(order: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Runs of `order`, which goes by length, that stay below `budget` tokens with their pads."""
+def _batches(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Split `order`, sorted by length, into batches of at most _MAX_BATCH_TOKENS tokens with pads."""
     chosen: list[int] = []
     for i in order:
-        if chosen and (len(chosen) + 1) * lengths[i] > budget:
+        if chosen and (len(chosen) + 1) * lengths[i] > _MAX_BATCH_TOKENS:
             yield chosen
             chosen = []
         chosen.append(i)
@@ -280,14 +248,14 @@ def _cut(order: Sequence[int], lengths: Sequence[int], budget: int) -> Iterator[
         yield chosen
 
 
-def _least_cosine(found: Float[ndarray, "rows dim"], expected: Float[ndarray, "rows dim"]) -> float:
-    lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
-    cosines = (found * expected).sum(axis=1) / np.maximum(lengths, 1e-12)
+def _least_cosine(actual: Float[ndarray, "rows dim"], expected: Float[ndarray, "rows dim"]) -> float:
+    lengths = np.linalg.norm(actual, axis=1) * np.linalg.norm(expected, axis=1)
+    cosines = (actual * expected).sum(axis=1) / np.maximum(lengths, 1e-12)
     return float(np.nan_to_num(cosines, nan=-1.0).min())
 
 
 def _require(*names: str) -> list[Any]:
-    """The packages of the extra `onnx`."""
+    """Import packages of the extra `onnx`; ConfigError if one is missing."""
     import importlib
 
     try:
@@ -297,8 +265,8 @@ def _require(*names: str) -> list[Any]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the advice that onnxruntime writes to the root logger."""
+def _without_warnings() -> Iterator[None]:
+    """Suppress the advice that onnxruntime writes to the root logger."""
     logging.disable(logging.WARNING)
     try:
         yield

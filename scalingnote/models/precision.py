@@ -1,4 +1,4 @@
-"""Which number format the hardware multiplies fastest without losing the result."""
+"""The number format of matrix products: bfloat16 if the hardware is faster with it, else float32."""
 
 import functools
 import os
@@ -11,31 +11,31 @@ from torch import nn
 from scalingnote.errors import ConfigError
 
 Precision = Literal["auto", "float32", "bfloat16"]
-MIN_CPU_GAIN = 1.5  # of bfloat16 products over those of float32, for `auto` to choose them on a CPU
+MIN_CPU_SPEEDUP = 1.5  # of bfloat16 products over float32, for `auto` to choose bfloat16 on a CPU
 
 
 def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
-    """bfloat16 where asked for, or where `auto` finds matrix units for it; float32 otherwise.
+    """Return the dtype of products; `auto` is bfloat16 if the device has fast bfloat16 units, else float32.
 
-    Of CPUs with AVX-512 BF16 and without AMX, some gain nothing and others encode three times as many texts a
-    second, so `auto` measures. Where results are to be the same on all machines, SCALINGNOTE_PRECISION says
-    what `auto` is.
+    Of the CPUs with AVX-512 BF16 and without AMX, some gain nothing and others encode three times as many
+    texts a second, so `auto` measures it. The environment variable SCALINGNOTE_PRECISION replaces `auto`, for
+    equal results on different machines.
     """
-    if precision == "auto" and (said := os.environ.get("SCALINGNOTE_PRECISION")):
-        if said not in get_args(Precision):
-            raise ConfigError(f"SCALINGNOTE_PRECISION is {said!r}: give one of {get_args(Precision)}")
-        precision = cast("Precision", said)
+    if precision == "auto" and (override := os.environ.get("SCALINGNOTE_PRECISION")):
+        if override not in get_args(Precision):
+            raise ConfigError(f"SCALINGNOTE_PRECISION is {override!r}: give one of {get_args(Precision)}")
+        precision = cast("Precision", override)
     if precision != "auto":
         return getattr(torch, precision)  # type: ignore[no-any-return]
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported()
     else:
-        fast = _cpu_gains()
+        fast = _is_cpu_faster_in_bfloat16()
     return torch.bfloat16 if fast else torch.float32
 
 
 @functools.cache
-def _cpu_gains() -> bool:
+def _is_cpu_faster_in_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32; measured once, in a fifth of a second."""
     if torch.cpu._is_amx_tile_supported():
         return True
@@ -43,23 +43,23 @@ def _cpu_gains() -> bool:
         return False
     device = torch.device("cpu")
     half, full = (matmul_peak(device, dtype) for dtype in (torch.bfloat16, torch.float32))
-    return half > MIN_CPU_GAIN * full
+    return half > MIN_CPU_SPEEDUP * full
 
 
-def lower(module: nn.Module, dtype: torch.dtype) -> None:
-    """Hold the parameters of `module` in `dtype`, in place; its buffers stay as they are, as in training.
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters of `module` to `dtype` in place, but not its buffers.
 
     Rotary frequencies are buffers, and an angle is a frequency times a position: at a base of 10^6 and heads
-    of 128, bfloat16 puts tokens 512 apart 0.6 radians off.
+    of 128, bfloat16 frequencies are off by 0.6 radians between tokens 512 apart.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of large matrix products here: what a model can be compared with.
+    """Measure the floating-point operations a second of large matrix products, the best of three runs.
 
-    The best of three; 0.1 s on a CPU's core.
+    It is the peak that a model's utilisation is compared with. Takes 0.1 s on one CPU core.
     """
     size = 8192 if device.type == "cuda" else 768
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

@@ -1,7 +1,7 @@
-"""Text to token rows: the document prompt with its views, the query with its end token.
+"""Text to token rows: documents through a prompt with placeholders, queries with their special tokens.
 
-A row knows where its embeddings are read. A causal model predicts a placeholder from the state *before*
-it, so that is the position pooled, and nothing from the last placeholder on is fed. A bidirectional
+A row contains the positions whose states become embeddings. A causal model predicts a placeholder from the
+state *before* it: that position is pooled, and the row ends before the last placeholder. A bidirectional
 model fills a placeholder in place: the state *at* it is pooled (ScalingNote, section 3.2).
 """
 
@@ -18,17 +18,17 @@ PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]":
 FIELDS = ("{title}", "{topic}", "{content}")
 VIEWS = tuple(PLACEHOLDERS.values())
 _PIECE = re.compile(r"(\{title\}|\{topic\}|\{content\}|\[TITLE_QUERY\]|\[CONTENT_QUERY\]|\[EMB\])")
-# Tokenising 20,000 characters to keep 60 tokens is wasted: no tokenizer packs more than this on average.
-_CHARS_PER_TOKEN = 16
-# The same where a text that is cut too short is tokenised again, so that what most texts need is enough.
-_CHARS_PER_TEXT_TOKEN = 8
+# Long texts are cut before they are tokenized: no tokenizer averages more characters per token.
+_MAX_CHARACTERS_PER_TOKEN = 16
+# A tighter cut, for prompts that tokenize a text again if the cut left too few tokens.
+_USUAL_CHARACTERS_PER_TOKEN = 8
 
 
 @dataclass(frozen=True)
 class Row:
     """Token ids of one input and the positions whose hidden states are pooled, one per view.
 
-    A document prompt with `spans` adds where title, topic and content start and stop: six more positions.
+    A document prompt with `spans` adds six positions: start and stop of title, topic and content.
     """
 
     ids: list[int]
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids a tower adds around text; None where its tokenizer has no such token."""
+    """Ids that a tower adds around text; None if its tokenizer has no such token."""
 
     pad: int
     end: int | None
@@ -45,7 +45,7 @@ class SpecialTokens:
 
 
 class QueryPrompt:
-    """A query as the tower reads it, ``first text end``: pooled at the end if causal, at the first if not.
+    """Queries as rows ``first text end``, pooled at the end token if causal, else at the first token.
 
     Most causal models have no first token.
     """
@@ -63,18 +63,18 @@ class QueryPrompt:
         self._causal = causal
 
     def rows(self, queries: Sequence[str]) -> list[Row]:
-        """One row per query; a query longer than `max_length` loses its end, never its end token."""
+        """Return one row per query; a long query is truncated before its end token."""
         room = self._max_length - len(self._head) - len(self._tail)
         return [self.row(ids[:room]) for ids in tokenize(self.tokenizer, queries, room)]
 
     def row(self, ids: Sequence[int]) -> Row:
-        """The row of a query of these tokens."""
+        """Return the row of a query with these tokens."""
         row = [*self._head, *ids, *self._tail]
         return Row(row, [len(row) - 1 if self._causal else 0])
 
 
 class DocumentPrompt:
-    """A document laid out by a template of literals, fields and placeholders."""
+    """Documents as rows of a template with literals, fields and placeholders (ScalingNote, section 3.2)."""
 
     def __init__(
         self,
@@ -87,6 +87,20 @@ class DocumentPrompt:
         max_positions: int | None = None,
         spans: bool = False,
     ):
+        """Make the prompt of a tower.
+
+        Args:
+            tokenizer: without padding and truncation; it has the placeholders.
+            special: ids around a document.
+            template: text with {title}, {topic}, {content} and the keys of :data:`PLACEHOLDERS`.
+            max_length: tokens of a row; a longer title still gives a longer row.
+            causal: whether placeholders are predicted from the state before them.
+            max_positions: rows longer than this are errors.
+            spans: whether rows contain the spans of the fields, which a sparse head needs.
+
+        Raises:
+            ConfigError: the template has no placeholder, or is as long as `max_length` itself.
+        """
         self.tokenizer, self._max_length, self._causal = tokenizer, max_length, causal
         self._max_positions, self._spans = max_positions, spans
         pieces = [plain(piece) for piece in split(template)]
@@ -117,7 +131,7 @@ class DocumentPrompt:
 
     @classmethod
     def restore(cls, facts: Mapping[str, Any], tokenizer_json: str) -> "DocumentPrompt":
-        """A saved tower's prompt, from its ``tower.json`` and ``tokenizer.json``: no weights, no torch."""
+        """Return a saved tower's prompt from its ``tower.json`` and ``tokenizer.json``, without torch."""
         if "text" in facts:  # of a published model
             return TextDocuments(Tokenizer.from_str(tokenizer_json), **facts["text"])
         if "special" not in facts:
@@ -139,20 +153,20 @@ class DocumentPrompt:
 
     @property
     def width(self) -> int:
-        """How many positions a row has."""
+        """Number of positions of a row."""
         return len(self.views) + 2 * len(FIELDS) * self._spans
 
     def rows(
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
     ) -> list[Row | DataError]:
-        """One row per document; content is cut first, then topic, never the title or a placeholder.
+        """Return one row per document, and a DataError for one that exceeds the model's positions.
 
-        A title so long that the row exceeds the model's positions gives a DataError in its place.
+        Content is truncated first, then topic, but neither title nor placeholders.
         """
         room = self._max_length
         fields = {"title": titles, "topic": topics, "content": contents}
         columns = [
-            # A field that the template leaves out must not take room from the others.
+            # A field that is not in the template takes no room from the others.
             tokenize(self.tokenizer, texts if name in self._pieces else [""] * len(texts), room)
             for name, texts in fields.items()
         ]
@@ -172,7 +186,7 @@ class DocumentPrompt:
                 spans[piece] = (len(ids), len(ids) + len(fields[piece]))
             ids.extend(fields[piece] if isinstance(piece, str) else piece)
         if self._causal:
-            ids.pop()  # the last placeholder is predicted, never read
+            ids.pop()  # the last placeholder is predicted, not read
         ids.extend(self._tail)
         if self._max_positions is not None and len(ids) > self._max_positions:
             return DataError(
@@ -182,25 +196,31 @@ class DocumentPrompt:
 
 
 class TextPrompt:
-    """A text as a published model reads it: a prefix, and what the tokenizer's post-processor adds.
+    """Texts of a published model: a prefix, the text, and the special tokens of the post-processor.
 
-    A long text loses its end, never a special token, as under sentence-transformers.
+    A long text is truncated, but not its special tokens, as in sentence-transformers.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, *, prefix: str, max_length: int, keeps: str = "left", empty: int = 0
     ) -> None:
-        """`keeps` is the side of a long text that is read; `tokenizer` is copied.
+        """Make the prompt of a published tower.
 
-        A text without any token, such as an empty one to which nothing is added, is read as token `empty`.
+        Args:
+            tokenizer: with its post-processor; it is copied.
+            prefix: text before every text.
+            max_length: tokens of a row.
+            keeps: side of a long text that is read, "left" or "right".
+            empty: token of a row that has no other, such as that of an empty text without special tokens.
 
-        ConfigError when the prefix alone fills `max_length`.
+        Raises:
+            ConfigError: the prefix alone fills `max_length`.
         """
         self.tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self.tokenizer.no_padding()
         self._prefix, self._max_length, self._keeps, self._empty = prefix, max_length, keeps, empty
         self.tokenizer.no_truncation()
-        self._head, self._tail = self._around(self.tokenizer.encode("a").ids)
+        self._head, self._tail = self._special_tokens()
         fixed = len(self.tokenizer.encode(prefix).ids)
         if fixed >= max_length:
             raise ConfigError(
@@ -212,7 +232,7 @@ class TextPrompt:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What makes this prompt again, beside the tokenizer."""
+        """Arguments that make this prompt again, without the tokenizer."""
         return {
             "prefix": self._prefix,
             "max_length": self._max_length,
@@ -221,26 +241,26 @@ class TextPrompt:
         }
 
     def texts(self, texts: Sequence[str]) -> list[Row]:
-        """One row per text. Its position counts for nothing: pooling reads all states of a row."""
-        given = [self._prefix + text for text in texts]
-        cut = [self._shortened(text) for text in given]
+        """Return one row per text. Its position is not used: pooling reads all states of a row."""
+        whole = [self._prefix + text for text in texts]
+        cut = [self._shorten(text) for text in whole]
         rows = self._encode(cut)
-        # Few characters may be many tokens, but a text of long words may need more of them than were read.
+        # A cut text of long words may have fewer tokens than a row has room for: it is tokenized as a whole.
         again = [
-            i for i, ids in enumerate(rows) if len(cut[i]) < len(given[i]) and len(ids) < self._max_length
+            i for i, ids in enumerate(rows) if len(cut[i]) < len(whole[i]) and len(ids) < self._max_length
         ]
-        for i, ids in zip(again, self._encode([given[i] for i in again]), strict=True):
+        for i, ids in zip(again, self._encode([whole[i] for i in again]), strict=True):
             rows[i] = ids
         return [Row(ids or [self._empty], [0]) for ids in rows]
 
     def row(self, ids: Sequence[int]) -> Row:
-        """The row of a text of these tokens."""
+        """Return the row of a text with these tokens."""
         prefix = self.tokenizer.encode(self._prefix, add_special_tokens=False).ids
         return Row([*self._head, *prefix, *ids, *self._tail], [0])
 
-    def _shortened(self, text: str) -> str:
-        """Its beginning, up to a space: tokenising what no row has room for is wasted."""
-        longest = self._max_length * _CHARS_PER_TEXT_TOKEN
+    def _shorten(self, text: str) -> str:
+        """Cut a long text at a space, since a row has no room for all of its tokens."""
+        longest = self._max_length * _USUAL_CHARACTERS_PER_TOKEN
         if self._keeps != "left" or len(text) <= longest:
             return text
         end = text.rfind(" ", 0, longest)
@@ -251,8 +271,9 @@ class TextPrompt:
             return [self.tokenizer.encode(texts[0]).ids]
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(list(texts))]
 
-    def _around(self, ids: list[int]) -> tuple[list[int], list[int]]:
-        """Special tokens before and behind a text, from the row of the text "a"."""
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens before and after a text, from the row of the text "a"."""
+        ids = self.tokenizer.encode("a").ids
         bare = self.tokenizer.encode("a", add_special_tokens=False).ids
         start = next((i for i in range(len(ids)) if ids[i : i + len(bare)] == bare), 0)
         return ids[:start], ids[start + len(bare) :]
@@ -262,49 +283,49 @@ class TextQueries(TextPrompt, QueryPrompt):
     """Queries of a published model."""
 
     def rows(self, queries: Sequence[str]) -> list[Row]:
-        """One row per query."""
+        """Return one row per query."""
         return self.texts(queries)
 
 
 class TextDocuments(TextPrompt, DocumentPrompt):
-    """Documents of a published model, ``title content`` as in BEIR; it reads no topic."""
+    """Documents of a published model as ``title content``, as in BEIR; the topic is not read."""
 
     views, width = ("summary",), 1
 
     def rows(
         self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
     ) -> list[Row | DataError]:
-        """One row per document; whatever its length, it can be read."""
+        """Return one row per document; long documents are truncated, so there are no errors."""
         texts = [f"{title} {content}".strip() for title, content in zip(titles, contents, strict=True)]
         return [*self.texts(texts)]
 
 
 def split(template: str) -> list[str]:
-    """Literals (braces still doubled), fields and placeholders of a template, in order."""
+    """Return literals (braces still doubled), fields and placeholders of a template, in order."""
     return [piece for piece in _PIECE.split(template) if piece]
 
 
 def plain(piece: str) -> str:
-    """A literal as it is read."""
+    """Return the text of a literal: doubled braces become single ones."""
     return piece.replace("{{", "{").replace("}}", "}")
 
 
 def _placeholder_id(tokenizer: Tokenizer, token: str) -> int:
-    found: int | None = tokenizer.token_to_id(token)
-    if found is None:
+    number: int | None = tokenizer.token_to_id(token)
+    if number is None:
         raise ConfigError(f"the tokenizer has no token {token}; towers add it when they are built")
-    return found
+    return number
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> list[list[int]]:
-    """Tokens of each text without special ones; at least the first `room` of them."""
+    """Return the tokens of each text, at least the first `room`, without special tokens."""
     cut = [cut_characters(text, room) for text in texts]
     if len(cut) == 1:
-        # Batches let other threads run meanwhile: where one searches, a query would wait to go on.
+        # A batch releases the GIL: beside a thread that searches, a single query would wait to get it back.
         return [tokenizer.encode(cut[0], add_special_tokens=False).ids]
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(cut, add_special_tokens=False)]
 
 
 def cut_characters(text: str, room: int) -> str:
-    """As many characters as `room` tokens have at most."""
-    return text[: room * _CHARS_PER_TOKEN]
+    """Return the beginning of a text that has at least `room` tokens, or the whole text."""
+    return text[: room * _MAX_CHARACTERS_PER_TOKEN]

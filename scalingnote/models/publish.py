@@ -1,35 +1,278 @@
-"""Towers to hand on: each tower of an artifact as a folder of its own, with a model card.
+"""Publish towers: each tower of an artifact as a folder, or a student and its teacher as one Router folder.
 
-The folder is what the artifact holds, readable by transformers, sentence-transformers and this package. The
-card says what the manifests say: base model, data, losses, sizes; and whether clicks were simulated.
+A Router folder is loaded by `SentenceTransformer(folder)`; queries pass the student, documents the teacher:
+
+    modules.json                        Router, then Normalize
+    router_config.json                  the modules of both routes
+    query_0_StaticEmbedding/, ...       the student, in float32
+    document_0_Transformer/, ...        the teacher: a copy, or `document_0_ReferencedModel/`, its name alone
+    config_sentence_transformers.json   the prompt of each route
+    README.md                           model card (models/card.py)
+
+`encode_query` and `encode_document` return the embeddings of our encoders, normalised. `encode` without a
+role takes the document route with its prompt: documents encoded by the student would stay in an index, while
+queries encoded by the teacher are only slower.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scalingnote.errors import ArtifactError
-from scalingnote.models.card import described_table
-from scalingnote.models.layout import BOUNDARY, layout
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models import library_export, library_folder
+from scalingnote.models.card import CardFacts, router_card, tower_card
+from scalingnote.models.library_folder import LOOKUP_TABLE, REFERENCED_MODEL, Module, Role
+from scalingnote.models.lookup_table import Table
 from scalingnote.storage.artifact import Artifact, Manifest, open_artifact
 
-_PAPER = "ScalingNote (arXiv 2411.15766)"
-_TAUGHT = {
-    "qkd": "squared distance and cosine (weight {cosine}) to the teacher's query embeddings",
-    "cosine": "1 - cosine to the teacher's query embeddings",
-    "query_matching": "distance to the teacher's query embeddings",
-    "document_matching": "distance to the teacher's document embeddings",
-    "one_hot": "cross entropy of labels",
-    "scores": "cross entropy with the teacher's scores",
+_BASE = "sentence_transformers.base.modules"
+_STATIC_EMBEDDING = "sentence_transformers.sentence_transformer.modules.static_embedding.StaticEmbedding"
+# A module in its model's root folder has files with these suffixes, except those of the model and of ours.
+_MODULE_SUFFIXES = {".json", ".txt", ".model", ".safetensors", ".jinja"}
+_NOT_OF_A_MODULE = {
+    *("modules.json", "config_sentence_transformers.json", "router_config.json", "model_index.json"),
+    *("tower.json", "onnx.json", "golden.json", "projection.safetensors", "sparse_head.safetensors"),
 }
 
 
-def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:
-    """Copy every tower of a dual encoder, or a student, below `folder`; returns their folders.
+@dataclass(frozen=True)
+class _Side:
+    """Settings of a tower's folder beside its modules."""
 
-    `metrics`, if known, are printed in the cards. ArtifactError when `artifact` holds no tower.
+    dim: int | None  # of an embedding, truncated; None: unknown
+    prompt: str
+    truncated: bool  # whether the model truncates its embeddings
+
+
+def write_router(
+    query: Path,
+    document: Path,
+    folder: Path,
+    *,
+    document_reference: str | None = None,
+    facts: CardFacts | None = None,
+) -> None:
+    """Write a student and its teacher as one model of sentence-transformers.
+
+    Args:
+        query: the student's folder, `query/` of an artifact: a lookup table, or a transformer whose folder
+            sentence-transformers reads.
+        document: the teacher's folder: `document/` of an artifact, or a published model's.
+        folder: where to write. Route folders of an earlier call are replaced, other files are kept.
+        document_reference: a hub id, "id@revision", or a folder. Documents are then encoded by the model of
+            this name, loaded where the router is loaded; nothing of `document` is copied.
+        facts: what the model card says beyond the folders.
+
+    Raises:
+        ConfigError: the towers' dimensions differ, a folder has no modules.json or holds adapters alone, a
+            module needs code of its own, or `folder` holds another model.
+    """
+    sides: dict[Role, _Side] = {"query": _side(query, "query"), "document": _side(document, "document")}
+    dims = {role: side.dim for role, side in sides.items() if side.dim is not None}
+    if len(set(dims.values())) > 1:
+        raise ConfigError(
+            f"the query tower gives embeddings of {dims['query']} dimensions, the document tower of "
+            f"{dims['document']}: both routes need the same"
+        )
+    query_modules = [] if _is_table(query) else _modules(query, "query")
+    document_modules = _modules(document, "document")
+    if document_reference is not None:
+        _check_reference(document_reference, document)
+    _clear(folder)
+    types = {
+        "query": _copy(query, query_modules, folder, "query")
+        if query_modules
+        else _write_table(query, folder),
+        "document": _copy(document, document_modules, folder, "document")
+        if document_reference is None
+        else _write_reference(document_reference, document, folder),
+    }
+    _write_lists(folder, types)
+    dim = next(iter(dims.values()), None)
+    library_export.write_settings(
+        folder,
+        {role: side.prompt for role, side in sides.items()},
+        default="document" if sides["document"].prompt else None,
+        truncate_dim=dim if any(side.truncated for side in sides.values()) else None,
+    )
+    text = router_card(folder, teacher=document, reference=document_reference, facts=facts or CardFacts())
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+def split_reference(reference: str) -> tuple[str, str | None]:
+    """Split "id@revision" into hub id and revision; a folder, which may contain an @, has no revision."""
+    if Path(reference).is_dir():
+        return str(Path(reference).resolve()), None
+    model, _, revision = reference.partition("@")
+    return model, revision or None
+
+
+def _is_table(folder: Path) -> bool:
+    return (library_folder.read_json(folder / "tower.json") or {}).get("kind") == "lookup"
+
+
+def _side(folder: Path, role: Role) -> _Side:
+    tower: dict[str, Any] = library_folder.read_json(folder / "tower.json") or {}
+    if tower.get("role", role) != role:
+        raise ConfigError(f"{folder} holds a {tower['role']} tower, not a {role} tower")
+    if tower.get("kind") == "lookup":
+        return _Side(tower["dim"], "", truncated=False)
+    keep = library_folder.model_settings(folder).get("truncate_dim")
+    dim = tower.get("dim") or _dim(_modules(folder, role))
+    return _Side(
+        dim if keep is None or dim is None else min(dim, keep),
+        library_folder.role_prompt(folder, role),
+        keep is not None,
+    )
+
+
+def _dim(modules: Sequence[Module]) -> int | None:
+    """Return the width of a published model's embeddings by its modules' configs; None if not stated."""
+    dim = None
+    for module in modules:
+        config = library_folder.read_json(module.folder / "config.json") or {}
+        match module.name:
+            case "Transformer":
+                dim = config.get("hidden_size") or config.get("text_config", {}).get("hidden_size")
+            case "Pooling":
+                modes = config.get("pooling_mode")
+                count = len(modes) if isinstance(modes, list) else 1
+                legacy = sum(bool(value) for key, value in config.items() if key.startswith("pooling_mode_"))
+                dim = None if dim is None else dim * max(count, legacy)
+            case "Dense":
+                dim = config.get("out_features")
+    return dim
+
+
+def _modules(folder: Path, role: Role) -> list[Module]:
+    """Return the modules to copy; ConfigError if sentence-transformers could not load the copy."""
+    modules = library_folder.read_modules(folder, role)
+    if not modules:
+        raise ConfigError(
+            f"{folder} has no modules.json, so sentence-transformers cannot load it: adopt the model, or "
+            "save the tower with its adapters merged"
+        )
+    for module in modules:
+        ours = module.type in (LOOKUP_TABLE, REFERENCED_MODEL)
+        if not ours and not module.type.startswith("sentence_transformers."):
+            raise ConfigError(
+                f"{folder}: the module {module.type} needs code of its own, which is not copied"
+            )
+        if module.kwargs:
+            raise ConfigError(
+                f"{folder}: {module.name} takes {', '.join(module.kwargs)} from `encode`, which a Router "
+                "does not pass on"
+            )
+        if (module.folder / "adapter_config.json").exists():
+            raise ConfigError(f"{folder} holds adapters alone: save the tower with its adapters merged")
+        if module.name == "Transformer" and not any(module.folder.glob("*.safetensors")):
+            raise ConfigError(f"{module.folder} has no safetensors: convert its weights first")
+    return modules
+
+
+def _check_reference(reference: str, document: Path) -> None:
+    """Raise ConfigError if a referenced folder has other modules than the document tower."""
+    model, _ = split_reference(reference)
+    if not Path(model).is_dir():
+        return
+    referenced, taught = (
+        [
+            module.name
+            for module in library_folder.read_modules(folder, "document") or ()
+            if module.name != "Normalize"
+        ]
+        for folder in (Path(model), document)
+    )
+    if referenced != taught:
+        raise ConfigError(
+            f"{model} has the modules {', '.join(referenced) or 'none'}, the document tower {document} has "
+            f"{', '.join(taught)}: write a copy, without document_reference"
+        )
+
+
+def _clear(folder: Path) -> None:
+    """Make the folder, or remove the routes of an earlier call."""
+    earlier = library_folder.read_json(folder / "router_config.json")
+    others = [name for name in ("modules.json", "config.json", "tower.json") if (folder / name).exists()]
+    if earlier is None and others:
+        raise ConfigError(f"{folder} holds another model ({', '.join(others)}): give a new folder")
+    for name in (earlier or {}).get("types", {}):
+        if Path(name).name == name:
+            shutil.rmtree(folder / name, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _write_table(source: Path, folder: Path) -> dict[str, str]:
+    table = Table.read(source)
+    if library_folder.is_static(table):
+        embedding, dense = "query_0_StaticEmbedding", "query_1_Dense"
+        library_folder.write_table(table, folder / embedding, folder / dense)
+        return {embedding: _STATIC_EMBEDDING, dense: f"{_BASE}.dense.Dense"}
+    table.write(folder / "query_0_LookupTable")
+    return {"query_0_LookupTable": LOOKUP_TABLE}
+
+
+def _write_reference(reference: str, document: Path, folder: Path) -> dict[str, str]:
+    model, revision = split_reference(reference)
+    tower: dict[str, Any] = library_folder.read_json(document / "tower.json") or {}
+    name = "document_0_ReferencedModel"
+    (folder / name).mkdir()
+    named = {"model": model, "revision": revision, "max_seq_length": tower.get("max_length")}
+    library_export.write_json(folder / name / "config.json", named)
+    return {name: REFERENCED_MODEL}
+
+
+def _copy(source: Path, modules: Sequence[Module], folder: Path, role: Role) -> dict[str, str]:
+    """Copy the modules of a route; returns their types by folder name, in order."""
+    types = {}
+    for number, module in enumerate(modules):
+        name = f"{role}_{number}_{module.type.rpartition('.')[2]}"
+        types[name] = module.type
+        if module.folder.resolve() != source.resolve():
+            if module.folder.exists():  # old models have no folder for modules without settings
+                shutil.copytree(module.folder, folder / name)
+            continue
+        (folder / name).mkdir()
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.suffix in _MODULE_SUFFIXES and path.name not in _NOT_OF_A_MODULE:
+                shutil.copyfile(path, folder / name / path.name)
+    return types
+
+
+def _write_lists(folder: Path, types: dict[str, dict[str, str]]) -> None:
+    library_export.write_json(
+        folder / "router_config.json",
+        {
+            "types": {name: each for route in types.values() for name, each in route.items()},
+            "structure": {role: [*route] for role, route in types.items()},
+            "parameters": {"default_route": "document", "allow_empty_key": True, "route_mappings": {}},
+        },
+    )
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": f"{_BASE}.router.Router"},
+        {"idx": 1, "name": "1", "path": "1_Normalize", "type": f"{_BASE}.normalize.Normalize"},
+    ]
+    library_export.write_json(folder / "modules.json", modules)
+    (folder / "1_Normalize").mkdir(exist_ok=True)
+    library_export.write_json(folder / "1_Normalize" / "config.json", {})
+
+
+def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | None = None) -> list[Path]:
+    """Copy every tower of an artifact, with a model card, to a folder of its own.
+
+    Args:
+        artifact: a dual encoder or a student.
+        folder: the towers are copied below it.
+        metrics: measured quality, printed in the cards.
+
+    Returns:
+        The towers' folders, readable by transformers, sentence-transformers and this package.
+
+    Raises:
+        ArtifactError: `artifact` holds no tower.
     """
     names = [name.split("/")[0] for name in artifact.names(suffix="/tower.json")]
     if not names:
@@ -38,205 +281,22 @@ def publish(artifact: Artifact, folder: Path, *, metrics: Mapping[str, float] | 
         shutil.copytree(artifact.directory(name), folder / name, dirs_exist_ok=True)
         facts = json.loads((folder / name / "tower.json").read_text())
         facts["whole"] = (folder / name / "modules.json").exists()
-        card = model_card(artifact.manifest, facts, ancestors=_ancestors(artifact), metrics=metrics)
-        (folder / name / "README.md").write_text(card)
+        text = tower_card(artifact.manifest, facts, ancestors=_ancestors(artifact), metrics=metrics)
+        (folder / name / "README.md").write_text(text)
     return [folder / name for name in names]
 
 
-def model_card(
-    manifest: Manifest,
-    facts: Mapping[str, Any],
-    *,
-    ancestors: Mapping[str, Manifest],
-    metrics: Mapping[str, float] | None = None,
-) -> str:
-    """Markdown of one tower: `facts` is its tower.json, `ancestors` are manifests by kind, those found."""
-    config, role = manifest.config, facts["role"]
-    if "losses" not in config:
-        return _adopted_card(manifest, facts)
-    settings = config["student" if "student" in config and role == "query" else role]
-    if settings.get("kind") == "token_wise" and settings["backbone"] is None:
-        settings = {**settings, **{name: config["document"][name] for name in ("backbone", "lora")}}
-    stage = "distilled from a teacher query tower" if "student" in config else "contrastive, both towers"
-    created = manifest.info.get("created", "at an unknown time")
-    dataset = ancestors.get("dataset")
-    table = facts.get("kind") == "lookup"
-    others = "" if table else "sentence-transformers, "
-    lines = [
-        "---",
-        *([] if table else ["library_name: sentence-transformers"]),
-        "pipeline_tag: sentence-similarity",
-        *_base_line(settings.get("backbone")),
-        f"tags: [{others}feature-extraction, dense-retrieval, scalingnote]",
-        "---",
-        f"# {role.capitalize()} tower, {facts['dim']} dimensions",
-        "",
-        f"One side of a dual encoder trained with ScalingNote, after {_PAPER}. Its embeddings are not "
-        "normalised; compare them by cosine. "
-        f"{'Queries' if role == 'query' else 'Documents'} are read up to {facts['max_length']} tokens.",
-        "",
-        "## Use",
-        "",
-        *_use(facts),
-        "",
-        "## Training",
-        "",
-        f"- Stage: {stage}",
-        f"- Backbone: {_backbone(settings) if 'backbone' in settings else 'none'}",
-        *([f"- Table: {described_table(facts)}"] if table else []),
-        f"- Losses: {_losses(config)}",
-        f"- Batch {config['global_batch']}, {config['epochs']:g} epochs, peak learning rate "
-        f"{config['optimizer']['peak_lr']:g}, seed {config['seed']}",
-        f"- Data: {', '.join(f'{count:,} {name}' for name, count in manifest.counts.items())}",
-    ]
-    if dataset is not None:
-        about = dataset.info.get("description") or dataset.config.get("name") or "see the dataset artifact"
-        lines += [f"- Dataset: {about} (licence: {dataset.info.get('licence') or 'not stated'})"]
-        clicks = "simulated from judged data" if dataset.info.get("simulated_clicks") else "as logged"
-        lines += [f"- Clicks: {clicks}"]
-    else:
-        lines += ["- Dataset: its artifact was not there when this card was written"]
-    if metrics:
-        lines += ["", "## Measured", "", "| measure | value |", "|---|---|"]
-        lines += [f"| {name} | {value:.4f} |" for name, value in metrics.items()]
-    lines += [
-        "",
-        f"Artifact digest `{manifest.digest[:16]}`, built {created}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _adopted_card(manifest: Manifest, facts: Mapping[str, Any]) -> str:
-    """Markdown of a published model's tower, which nothing was trained of."""
-    role, config = facts["role"], manifest.config
-    path = config.get("query_path") or config["path"] if role == "query" else config["path"]
-    example = '["how to join two tensors"]' if role == "query" else '["Title Text of the document"]'
-    weights = manifest.info.get("weights_sha256", {}).get(role, {})
-    read = "Queries are" if role == "query" else "Documents are"
-    created = manifest.info.get("created", "at an unknown time")
-    lines = [
-        "---",
-        "library_name: sentence-transformers",
-        "pipeline_tag: sentence-similarity",
-        f"base_model: {json.dumps(path)}",
-        "tags: [sentence-transformers, feature-extraction, dense-retrieval, scalingnote]",
-        "---",
-        f"# {role.capitalize()} tower, {facts['dim']} dimensions",
-        "",
-        f"`{path}` as published: ScalingNote trained nothing of it. "
-        f"{read} read up to {facts['max_length']} tokens, behind "
-        f"the prompt {json.dumps(facts['prompt'], ensure_ascii=False)}.",
-        "",
-        "## Use",
-        "",
-        "```python",
-        "from sentence_transformers import SentenceTransformer",
-        "",
-        "model = SentenceTransformer(PATH)",
-        f"model.encode_{role}({example})",
-        "```",
-        "",
-        *(f"- `{name}`: sha256 `{digest}`" for name, digest in weights.items()),
-        "",
-        f"Artifact digest `{manifest.digest[:16]}`, built {created}.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _use(facts: Mapping[str, Any]) -> list[str]:
-    query = facts["role"] == "query"
-    if facts.get("kind") == "lookup":
-        return [
-            "A query is the mean of its tokens' rows; no model is run:",
-            "",
-            "```python",
-            "from pathlib import Path",
-            "from scalingnote.encode.query_encoder import QueryEncoder",
-            "",
-            'QueryEncoder.load(Path(PATH)).encode_queries(["how to join two tensors"])',
-            "```",
-        ]
-    if not facts.get("whole", True):
-        method = 'encode_queries(["..."])' if query else "encode_documents(table)"
-        return [
-            "This folder holds an adapter and the path of its backbone; this package loads both:",
-            "",
-            "```python",
-            "from pathlib import Path",
-            "from scalingnote.encode.encoder import Encoder",
-            "",
-            f"Encoder.load(Path(PATH)).{method}",
-            "```",
-        ]
-    code = ["from sentence_transformers import SentenceTransformer", "", "model = SentenceTransformer(PATH)"]
-    if query:
-        return ["```python", *code, 'model.encode(["how to join two tensors"])', "```"]
-    if facts.get("kind") == "native":
-        return ["```python", *code, 'model.encode_document(["Title Text of the document"])', "```"]
-    written = json.dumps(layout(facts["prompt"], causal=facts["causal"]), ensure_ascii=False)
-    return [
-        "```python",
-        *code,
-        f"LAYOUT = {written}",
-        'model.encode([LAYOUT.format(title="Title", topic="", content="Text of the document")])',
-        "```",
-        "",
-        f"`{BOUNDARY}` keeps the parts of the prompt apart and is not read; the rest of the prompt is added "
-        "by the tokenizer. The embedding is that of the indexed view; others need this package's `Encoder`. "
-        "A title that leaves the prompt no room is cut here, and never by `Encoder`.",
-    ]
-
-
-def _base_line(backbone: Mapping[str, Any] | None) -> list[str]:
-    pretrained = backbone is not None and backbone["kind"] == "pretrained"
-    return [f"base_model: {json.dumps(backbone['path'])}"] if backbone and pretrained else []
-
-
-def _backbone(tower: Mapping[str, Any]) -> str:
-    backbone, lora = tower["backbone"], tower.get("lora")
-    if backbone["kind"] == "pretrained":
-        cut = f", first {backbone['layers']} layers" if backbone.get("layers") else ""
-        named = f"{backbone['path']}{cut}"
-    else:
-        sizes = f"{backbone['layers']} layers of {backbone['hidden']}"
-        named = f"{backbone['architecture']} from scratch, {sizes}"
-    if lora is None:
-        return f"{named}, all weights trained"
-    return f"{named}, {'DoRA' if lora['dora'] else 'LoRA'} of rank {lora['rank']}, alpha {lora['alpha']:g}"
-
-
-def _losses(config: Mapping[str, Any]) -> str:
-    if "student" in config:
-        weights = {name: weight for name, weight in config["losses"].items() if name in _TAUGHT and weight}
-        named = [f"{weight:g} x {_TAUGHT[name]}" for name, weight in weights.items()]
-        return " + ".join(named).format(cosine=f"{config['losses']['cosine_weight']:g}")
-    losses = config["losses"]
-    return (
-        f"contrastive (temperature {losses['temperature']:g}, {losses['denominator'].replace('_', ' ')}) "
-        f"+ {losses['alpha']:g} x margin ({losses['margin']:g}), "
-        f"Matryoshka prefixes {', '.join(map(str, losses['matryoshka']))}{_beside(config)}"
-    )
-
-
-def _beside(config: Mapping[str, Any]) -> str:
-    """What LightRetriever adds; cards of older artifacts have none of it."""
-    sparse, align = config.get("sparse"), config.get("align")
-    terms = f"; term weights: contrastive (temperature {sparse['temperature']:g})" if sparse else ""
-    flops = f" + {sparse['flops']:g} x FLOPs regulariser" if sparse else ""
-    return terms + flops + (f"; {align['weight']:g} x KL to the whole query's scores" if align else "")
-
-
 def _ancestors(artifact: Artifact) -> dict[str, Manifest]:
-    """Manifests of all that `artifact` rests on, by kind; the nearest where there are several."""
-    found: dict[str, Manifest] = {}
-    waiting = [artifact]
-    while waiting:
-        for kind, parent in waiting.pop(0).manifest.parents.items():
+    """Return the manifests of all existing ancestors by kind; of several, the nearest."""
+    manifests: dict[str, Manifest] = {}
+    queue = [artifact]
+    while queue:
+        for kind, reference in queue.pop(0).manifest.parents.items():
             try:
-                opened = open_artifact(parent["uri"], kind=kind)
+                parent = open_artifact(reference["uri"], kind=kind)
             except ArtifactError:
                 continue
-            if opened.digest == parent["digest"] and kind not in found:
-                found[kind] = opened.manifest
-                waiting.append(opened)
-    return found
+            if parent.digest == reference["digest"] and kind not in manifests:
+                manifests[kind] = parent.manifest
+                queue.append(parent)
+    return manifests

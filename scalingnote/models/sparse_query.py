@@ -1,9 +1,9 @@
-"""Queries as sparse vectors without a model: which tokens occur, and how often (LightRetriever, Eq. 7).
+"""Queries as sparse vectors of token counts, without a model (LightRetriever, Eq. 7).
 
-    text ─► tokens of the document tower's vocabulary ─► one row of a sparse matrix per query
+    text -> tokens of the document tower's vocabulary -> one row of a sparse matrix per query
 
-For BM25 a term is a word: the analyzer splits the text, and words outside of the vocabulary are dropped.
-Saved, it is a folder: ``sparse_query.json`` and ``tokenizer.json``. No weights, and no torch to read it.
+For BM25 a term is a word: the analyzer splits the text, and words outside of the vocabulary are dropped. A
+saved SparseQuery is a folder of ``sparse_query.json`` and ``tokenizer.json``; reading needs no torch.
 """
 
 import json
@@ -24,7 +24,7 @@ from scalingnote.models.prompt import tokenize
 
 SETTINGS = "sparse_query.json"
 Weighting = Literal["counts", "binary"]
-# What splits a text: the tokenizer, or scalingnote.analyzer, whose terms are then looked up in the tokenizer.
+# The tokenizer splits a text, or scalingnote.analyzer does and its terms are looked up in the tokenizer.
 Analysis = Literal["tokenizer", "words"]
 
 
@@ -38,7 +38,7 @@ class SparseRows:
 
 
 class SparseQuery:
-    """What turns a query into terms and their weights."""
+    """Converts queries to terms and their weights."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class SparseQuery:
         lowercase: bool = False,
         analysis: Analysis = "tokenizer",
     ) -> None:
-        """Make the query side of a vocabulary.
+        """Make a converter.
 
         Args:
-            tokenizer: holds the vocabulary, and splits texts where `analysis` says so.
-            max_length: terms of a query that are read; those behind it are not.
-            weighting: a term's value is its count, or 1.
+            tokenizer: holds the vocabulary, and splits texts if `analysis` is "tokenizer".
+            max_length: terms read of a query; later ones are dropped.
+            weighting: the value of a term: its count, or 1.
             lowercase: whether texts are lower-cased first; the analyzer always does so.
-            analysis: what splits a text.
+            analysis: what splits a text into terms.
         """
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -65,23 +65,23 @@ class SparseQuery:
 
     @property
     def vocabulary(self) -> int:
-        """How many terms there are."""
+        """Number of terms."""
         return self._tokenizer.get_vocab_size()
 
     def tokens(self, queries: Sequence[str]) -> list[list[int]]:
-        """Terms of each query in their order, with repetition; those behind `max_length` are not read."""
+        """Return the first `max_length` terms of each query in order, with repetitions."""
         if self._analysis == "words":
             return [self._words(query) for query in queries]
         texts = [query.lower() for query in queries] if self._lowercase else queries
         return [ids[: self._max_length] for ids in tokenize(self._tokenizer, texts, self._max_length)]
 
     def encode(self, queries: Sequence[str]) -> SparseRows:
-        """One row per query; that of an empty query has no entry."""
-        found = [np.unique(np.array(ids, np.int32), return_counts=True) for ids in self.tokens(queries)]
-        terms = np.concatenate([np.empty(0, np.int32), *(terms for terms, _ in found)])
-        counts = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in found)])
+        """Return one row per query; the row of an empty query has no entry."""
+        counted = [np.unique(np.array(ids, np.int32), return_counts=True) for ids in self.tokens(queries)]
+        terms = np.concatenate([np.empty(0, np.int32), *(terms for terms, _ in counted)])
+        counts = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in counted)])
         values = counts if self._weighting == "counts" else np.ones_like(counts)
-        offsets = np.array([0, *accumulate(len(terms) for terms, _ in found)], dtype=np.int64)
+        offsets = np.array([0, *accumulate(len(terms) for terms, _ in counted)], dtype=np.int64)
         return SparseRows(offsets, terms, values.astype(np.float32))
 
     def save(self, folder: Path) -> None:
@@ -98,7 +98,7 @@ class SparseQuery:
 
     @classmethod
     def load(cls, folder: Path) -> "SparseQuery":
-        """Read a folder written by :meth:`save`; ArtifactError when it is not one."""
+        """Read a folder written by :meth:`save`; ArtifactError if it is none."""
         try:
             facts = json.loads((folder / SETTINGS).read_text())
             tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
@@ -107,6 +107,6 @@ class SparseQuery:
         return cls(Tokenizer.from_str(tokenizer), **facts)
 
     def _words(self, query: str) -> list[int]:
-        """Known words of a query."""
-        found = map(self._tokenizer.token_to_id, terms(query)[: self._max_length])
-        return [word for word in found if word is not None]
+        """Return the ids of a query's words that the vocabulary has."""
+        ids = map(self._tokenizer.token_to_id, terms(query)[: self._max_length])
+        return [word for word in ids if word is not None]

@@ -1,4 +1,4 @@
-"""Token rows as Arrow columns, and back."""
+"""Token rows as Arrow columns. A file of its own: readers need no torch, the query path no pyarrow."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -10,12 +10,12 @@ from numpy import ndarray
 
 from scalingnote.models.prompt import Row
 
-# 64-bit offsets: a long part of long documents has more tokens than 32 bits count.
+# 64-bit offsets: a large part of long documents can have more than 2^31 tokens.
 IDS = pa.large_list(pa.int32())
 
 
 def token_columns(rows: Iterable[Sequence[Row]], *, views: int) -> dict[str, pa.Array]:
-    """Columns ``ids`` and ``positions`` of token rows that come block by block."""
+    """Return columns ``ids`` and ``positions`` of blocks of token rows with `views` positions each."""
     ids: list[ndarray] = [np.empty(0, np.int32)]
     positions: list[ndarray] = [np.empty(0, np.int32)]
     lengths = [0]
@@ -30,13 +30,13 @@ def token_columns(rows: Iterable[Sequence[Row]], *, views: int) -> dict[str, pa.
 
 
 def list_column(values: Shaped[ndarray, " values"], offsets: Sequence[int], kind: pa.DataType) -> pa.Array:
-    """A column of lists with 64-bit offsets."""
+    """Return a column of lists with 64-bit offsets; list i has values offsets[i] to offsets[i + 1]."""
     starts = pa.array(np.asarray(offsets, dtype=np.int64))
     return pa.LargeListArray.from_arrays(starts, pa.array(values, kind.value_type))
 
 
 def from_columns(table: pa.Table) -> list[Row]:
-    """The rows of columns ``ids`` and ``positions``, as :func:`token_columns` makes them."""
+    """Return the rows of columns ``ids`` and ``positions`` from :func:`token_columns`."""
     if not len(table):
         return []
     ids = table["ids"].combine_chunks()

@@ -1,12 +1,12 @@
-"""LightRetriever's dense query side: every token is read alone behind an instruction, and the mean taken.
+"""LightRetriever's dense query side: each token is encoded alone after an instruction, then averaged.
 
     line        [instruction | token end | token end | ...]   the instruction once, then blocks
-    mask        a block sees the instruction and itself       (appendix A.5), positions restart in each
+    mask        a block sees the instruction and itself       (appendix A.5); positions restart in each block
     vectors     [tokens, dim]     states at the end tokens, projected (Eq. 3)
     embedding   [queries, 1, dim] their mean over a query's tokens (Eq. 4)
 
-What a token gives depends on nothing else in its query. So a batch reads each of its distinct tokens once,
-whole lines of them, and reading the whole vocabulary gives the table that is saved: a lookup tower (Eq. 6).
+The vector of a token does not depend on the rest of its query. So a batch encodes each distinct token once,
+many per line, and encoding the whole vocabulary gives the table that is saved: a lookup tower (Eq. 6).
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalingnote.errors import ConfigError
-from scalingnote.models import attention, lookup
 from scalingnote.models import backbone as backbones
+from scalingnote.models import lookup
 from scalingnote.models.backbone import Backbone
-from scalingnote.models.batch import Batch
+from scalingnote.models.batch import Batch, attention_arguments, choose_attention, first_position
 from scalingnote.models.config import TokenWiseConfig
+from scalingnote.models.heads import Projection, draw_weights
 from scalingnote.models.lookup import LookupPrompt, LookupTower
-from scalingnote.models.projection import Projection
 
-BLOCKS = 32  # of a line: twice as many tokens as most instructions have, so that these cost little
-_LINES = 64  # at once, when the table is made
-_INSTRUCTION = -1  # in place of a block's number
+BLOCKS = 32  # per line: 64 tokens, about twice an instruction, so that the instruction costs little
+_TABLE_LINES = 64  # per forward pass, when the table is computed
+_INSTRUCTION = -1  # the block number of the instruction's tokens
 
 
 class TokenWise(nn.Module):
-    """The query side of a dual encoder while it learns; :meth:`save` leaves no model behind."""
+    """The query tower during training; :meth:`save` writes a lookup table without the model."""
 
     role, views, packs = "query", ("query",), True
 
@@ -44,7 +44,7 @@ class TokenWise(nn.Module):
         self.backbone, self.tokenizer, self.causal = backbone.model, backbone.tokenizer, backbone.causal
         self.projection = Projection(backbone.hidden, dim)
         self.config, self.dim, self.pad = config, dim, backbone.special.pad
-        attention.choose(backbone.model, config.attention)
+        choose_attention(backbone.model, config.attention)
         tokens = backbone.raw_tokenizer
         tokens.no_padding()
         tokens.no_truncation()
@@ -62,19 +62,19 @@ class TokenWise(nn.Module):
         self.register_buffer("instruction", torch.tensor(instruction, dtype=torch.long), persistent=False)
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
-        """Embeddings in float32, not normalised; of padded or of packed rows. A row without tokens gets 0."""
+        """Return float32 embeddings, not normalised, of padded or packed rows; 0 for a row without tokens."""
         ids, lengths = batch.flat()
-        # Half of a batch's tokens and more stand in it twice: each is read once.
+        # More than half of a batch's tokens are repeated: each distinct one is encoded once.
         distinct, place = ids.unique(return_inverse=True)
-        if not len(distinct):  # every rank must read something: sharded weights are gathered by all together
+        if not len(distinct):  # every rank needs a forward pass: gathering sharded weights is collective
             distinct = self.instruction.new_tensor([self.end])
         vectors = self.token_vectors(distinct)
         return F.embedding_bag(place, vectors, lengths.cumsum(0) - lengths, mode="mean")[:, None]
 
     def contextual(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
-        """Embeddings of whole queries by the same backbone, ``instruction query end``: the full-sized side.
+        """Return embeddings of whole queries by the same backbone, read as ``instruction query end``.
 
-        This is the symmetric retriever that a cheap query is aligned with (Eq. 5).
+        This is the symmetric retriever that the token-wise query is aligned with (Eq. 5).
         """
         padded = batch.padded(self.pad)
         assert padded.mask is not None
@@ -85,14 +85,14 @@ class TokenWise(nn.Module):
         ends = (start + lengths)[:, None]
         ids = ids.scatter(1, ends, self.end)
         whole = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
-        states = self._states(ids, **attention.arguments(self.backbone, whole, causal=True))
+        states = self._states(ids, **attention_arguments(self.backbone, whole, causal=True))
         return self._project(states[torch.arange(rows, device=ids.device)[:, None], ends])
 
     def token_vectors(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
-        """What each token gives, read alone; as many lines as are needed, in one forward pass."""
+        """Return the vector of each token from one forward pass over as many lines as needed."""
         lines = -(-len(ids) // BLOCKS)
         blocks, start = -(-len(ids) // lines), len(self.instruction)
-        # The last line is filled up with tokens read for nothing: no row is padded, no position unseen.
+        # The last line is filled with repeated tokens, so that no line has pads and one mask serves all.
         filled = torch.cat([ids, ids[-1:].expand(lines * blocks - len(ids))]).view(lines, blocks)
         pairs = torch.stack([filled, torch.full_like(filled, self.end)], dim=2).flatten(1)
         device = ids.device
@@ -101,12 +101,12 @@ class TokenWise(nn.Module):
         states = self._states(
             torch.cat([self.instruction.expand(lines, -1), pairs], dim=1),
             attention_mask=self._mask(blocks),
-            position_ids=positions + attention.first_position(self.backbone),
+            position_ids=positions + first_position(self.backbone),
         )
         return self._project(states[:, start + 1 :: 2].flatten(0, 1)[: len(ids)])
 
     def _mask(self, blocks: int) -> Tensor:
-        """Which token of a line sees which, as the backbone's attention wants to be told."""
+        """Return the block mask in the form of the backbone's attention: boolean, or added to the scores."""
         sees = block_mask(len(self.instruction), blocks, self.instruction.device)[None, None]
         if self.backbone.config._attn_implementation != "eager":  # type: ignore[union-attr]
             return sees
@@ -121,21 +121,21 @@ class TokenWise(nn.Module):
         return self.backbone(input_ids=ids, use_cache=False, **kwargs).last_hidden_state  # type: ignore[no-any-return]
 
     def _project(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
-        # Autocast would round the embeddings that all losses compare.
+        # Autocast would round the embeddings, and losses compare small differences.
         with torch.autocast(states.device.type, enabled=False):
             return self.projection(states)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def table(self) -> Float32[ndarray, "vocabulary dim"]:
-        """What every token of the vocabulary gives."""
+        """Return the vector of every token of the vocabulary."""
         tokens = torch.arange(
             self.tokenizer.backend_tokenizer.get_vocab_size(), device=self.instruction.device
         )
-        pieces = [self.token_vectors(ids).cpu().numpy() for ids in tokens.split(BLOCKS * _LINES)]
+        pieces = [self.token_vectors(ids).cpu().numpy() for ids in tokens.split(BLOCKS * _TABLE_LINES)]
         return np.concatenate(pieces)
 
     def lookup(self) -> LookupTower:
-        """The lookup tower that gives the same embeddings, but for an empty query's (the table's mean)."""
+        """Return the lookup tower with the same embeddings, but an empty query gets the table's mean."""
         return lookup.from_table(
             self.table(),
             self.tokenizer.backend_tokenizer,
@@ -145,12 +145,12 @@ class TokenWise(nn.Module):
         )
 
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write the folder of :meth:`lookup`; an adapter is worked into its rows in any case."""
+        """Write the folder of :meth:`lookup`; its rows contain the adapter in any case."""
         del merge_adapters
         self.lookup().save(folder)
 
     def _digests(self) -> dict[str, str]:
-        """Of all that a token's row depends on, but for the tokenizer, which the table adds."""
+        """Return digests of everything that a row depends on but the tokenizer, which the table adds."""
         state = self.state_dict()
         adapter = {name for name in state if "lora_" in name}
         return {
@@ -163,8 +163,9 @@ class TokenWise(nn.Module):
 def block_mask(
     instruction: int, blocks: int, device: torch.device | None = None
 ) -> Bool[Tensor, "tokens tokens"]:
-    """Who (first axis) sees whom: all see the instruction before them, and what stands before them in their
-    block of two tokens; itself always (appendix A.5).
+    """Return which token (row) sees which (column) in a line (appendix A.5).
+
+    A token sees itself and the earlier tokens of the instruction and of its own block of two tokens.
     """
     block = torch.arange(blocks, device=device).repeat_interleave(2)
     block = torch.cat([block.new_full((instruction,), _INSTRUCTION), block])
@@ -182,26 +183,26 @@ def build(
     backbone: Backbone | None = None,
     adapter: str | None = None,
 ) -> TokenWise:
-    """A tower ready to train, on `backbone` where one is given, else on what the config says.
+    """Build a tower that is ready to train, on `backbone` if given, else on the config's.
 
-    A `backbone` that brings its `adapter` gets no other.
+    A `backbone` that already has `adapter` gets no other.
     """
     if backbone is None:
-        assert config.backbone is not None, "a token_wise tower without a backbone of its own needs one given"
+        assert config.backbone is not None, (
+            "a token_wise tower without a backbone of its own needs the document tower's"
+        )
         backbone = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
     if config.lora is not None and adapter is None:
         from scalingnote.models import adapters  # late: peft is slow to import, and few need it
 
         adapters.add(backbone.model, config.lora, name="query", tokens=[], seed=seed)
     tower = TokenWise(backbone, config, dim=dim)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        tower.projection.weight.normal_(0.0, backbone.hidden**-0.5, generator=generator)
+    draw_weights(tower.projection, seed)
     return tower
 
 
 def _check_room(tokens: int, backbone: Backbone) -> None:
-    """ConfigError when the instruction and a block are more than the backbone sees at once."""
+    """Raise ConfigError if the instruction and a block exceed the backbone's positions or window."""
     if backbone.max_positions is not None and tokens > backbone.max_positions:
         raise ConfigError(
             f"the instruction takes {tokens - 2} tokens, the backbone reads {backbone.max_positions}: "
@@ -216,8 +217,8 @@ def _check_room(tokens: int, backbone: Backbone) -> None:
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

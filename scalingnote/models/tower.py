@@ -4,17 +4,16 @@
     hidden     [rows, tokens, hidden]     backbone
     pooled     [rows, views, hidden]      states at each row's positions
     embeddings [rows, views, dim]         W, no bias (ScalingNote, Eq. 3, 4, 14); not normalised
-    terms      [rows, vocabulary]         of a document tower with a sparse head: the same states, of title,
-                                          topic and content alone (models/sparse_head.py)
+    terms      [rows, vocabulary]         of a document tower with a sparse head: from the states of title,
+                                          topic and content (heads.SparseHead)
 
-A saved tower is a folder: the Hugging Face model and tokenizer, ``projection.safetensors`` and
-``tower.json`` (role, prompt, lengths), all that is needed to encode with it anywhere.
+A saved tower is a folder with the Hugging Face model and tokenizer, ``projection.safetensors`` and
+``tower.json`` (role, prompt, lengths). Nothing else is needed to encode with it.
 """
 
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -23,18 +22,16 @@ from torch import Tensor, nn
 
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import get_logger
-from scalingnote.models import attention, export, layout
 from scalingnote.models import backbone as backbones
+from scalingnote.models import library_export
 from scalingnote.models.backbone import Backbone
-from scalingnote.models.batch import Batch, collate
+from scalingnote.models.batch import Batch, attention_arguments, choose_attention
 from scalingnote.models.config import Pretrained, TowerConfig
-from scalingnote.models.projection import Projection
+from scalingnote.models.heads import Projection, SparseHead, draw_weights
+from scalingnote.models.library_folder import Role
 from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt
-from scalingnote.models.sparse_head import SparseHead
 
 log = get_logger("models")
-__all__ = ["Batch", "Role", "Tower", "build", "collate"]
-Role = Literal["query", "document"]
 
 
 class Tower(nn.Module):
@@ -50,28 +47,27 @@ class Tower(nn.Module):
         sparse: SparseHead | None = None,
         adapter: str | None = None,
     ) -> None:
-        """`adapter` is the name of the tower's LoRA weights in its backbone: its role, if nothing is said.
+        """Build a tower on `backbone`.
 
-        ConfigError when the tower is to read more tokens than its backbone can.
+        Args:
+            backbone: transformer and tokenizer; the tower takes them over.
+            config: prompt, lengths and attention of the tower.
+            role: which texts the tower reads.
+            dim: width of the embeddings.
+            sparse: computes term weights of documents; None: the tower has none.
+            adapter: name of the tower's LoRA weights in the backbone; None: the role.
+
+        Raises:
+            ConfigError: `config.max_length` exceeds what the backbone reads.
         """
         super().__init__()
-        positions = backbone.max_positions
-        if positions is not None and config.max_length > positions:
-            raise ConfigError(
-                f"the {role} tower has max_length={config.max_length}, but its backbone reads {positions} "
-                "tokens: lower it"
-            )
-        self.backbone, self.sparse = backbone.model, sparse
-        self.projection = Projection(backbone.hidden, dim)
-        self.tokenizer, self.causal = backbone.tokenizer, backbone.causal
-        self.config, self.role, self.dim = config, role, dim
-        self._adapter, self._max_positions = adapter or role, positions
+        self._set_backbone(backbone, config, role=role, adapter=adapter)
+        self.projection, self.sparse, self.dim = Projection(backbone.hidden, dim), sparse, dim
         self.special, self.pad = backbone.special, backbone.special.pad
-        self.packs = attention.choose(backbone.model, config.attention)
         tokens = backbone.raw_tokenizer
         tokens.no_padding()
         tokens.no_truncation()
-        layout.separate(tokens)
+        library_export.split_at_boundary(tokens)
         self.prompt: QueryPrompt | DocumentPrompt
         if role == "query":
             self.prompt = QueryPrompt(
@@ -88,82 +84,89 @@ class Tower(nn.Module):
                 spans=sparse is not None,
             )
 
+    def _set_backbone(
+        self, backbone: Backbone, config: TowerConfig, *, role: Role, adapter: str | None
+    ) -> None:
+        positions = backbone.max_positions
+        if positions is not None and config.max_length > positions:
+            raise ConfigError(
+                f"the {role} tower has max_length={config.max_length}, but its backbone reads {positions} "
+                "tokens: lower it"
+            )
+        self.backbone, self.tokenizer, self.causal = backbone.model, backbone.tokenizer, backbone.causal
+        self.config, self.role = config, role
+        self._adapter, self._max_positions = adapter or role, positions
+        self.packs = choose_attention(backbone.model, config.attention)
+
     @property
     def views(self) -> tuple[str, ...]:
-        """Names of the embeddings a row gives, in order."""
+        """Names of the embeddings of a row, in order."""
         return self.prompt.views
 
     @property
     def token_embeddings(self) -> nn.Embedding:
-        """The backbone's input table, a row per token of the vocabulary (not that of an adapted tower)."""
+        """The backbone's input table, one row per token. Not available in a tower with adapters."""
         table = self.backbone.get_input_embeddings()  # type: ignore[operator]
         assert isinstance(table, nn.Embedding)
         return table
 
     def forward(self, batch: Batch) -> Float[Tensor, "rows views dim"]:
-        """Embeddings in float32, not normalised; of padded or of packed rows."""
+        """Return float32 embeddings, not normalised, of padded or packed rows."""
         return self._read(batch, terms=False)[0]
 
     def read(self, batch: Batch) -> tuple[Float[Tensor, "rows views dim"], Float[Tensor, "rows vocabulary"]]:
-        """Embeddings, and term weights by the sparse head, from one forward pass."""
+        """Return embeddings and the sparse head's term weights from one forward pass."""
         embeddings, terms = self._read(batch, terms=True)
         assert terms is not None
         return embeddings, terms
 
     def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
-        back: Tensor | slice = slice(None)
-        if batch.packing is None or not self.packs:
-            batch = batch.padded(self.pad)
-        else:
-            batch, back = batch.by_length()  # where attention goes by runs of equal length, there are fewer
-        kwargs = attention.arguments(self.backbone, batch, causal=self.causal)
-        if self.causal:
-            kwargs["use_cache"] = False
-        hidden = self.backbone(input_ids=batch.ids, **kwargs).last_hidden_state.flatten(0, 1)
-        first = _first_tokens(batch)[:, None]
-        embeddings = self._project(hidden[first + batch.positions[:, : len(self.views)]][back])
+        batch, order = batch.for_model(pad=self.pad, packed=self.packs)
+        hidden = self._hidden_states(batch, causal=self.causal).flatten(0, 1)
+        first = _row_starts(batch)[:, None]
+        embeddings = self._project(hidden[first + batch.positions[:, : len(self.views)]][order])
         if not terms:
             return embeddings, None
         assert self.sparse is not None, "this tower has no sparse head"
-        return embeddings, self.sparse(hidden, self._places(batch), self.input_table)[back]
+        return embeddings, self.sparse(hidden, self._field_tokens(batch), self.input_table)[order]
 
-    def _places(self, batch: Batch) -> Int[Tensor, "rows longest"]:
-        """Where in a batch the tokens of title, topic and content stand, row by row; -1 elsewhere."""
+    def _hidden_states(self, batch: Batch, *, causal: bool) -> Float[Tensor, "lines tokens hidden"]:
+        """Return the last hidden states; `causal` leaves out the mask that padded rows do not need then."""
+        kwargs = attention_arguments(self.backbone, batch, causal=causal)
+        if self.causal:
+            kwargs["use_cache"] = False
+        return self.backbone(input_ids=batch.ids, **kwargs).last_hidden_state  # type: ignore[no-any-return]
+
+    def _field_tokens(self, batch: Batch) -> Int[Tensor, "rows longest"]:
+        """Return the flat indices of the tokens of title, topic and content of each row; -1 elsewhere."""
         longest = batch.packing.longest if batch.packing else batch.ids.shape[1]
         place = torch.arange(longest, device=batch.ids.device)
         spans = batch.positions[:, len(self.views) :].unflatten(1, (-1, 2))[:, :, :, None]
         inside = ((place >= spans[:, :, 0]) & (place < spans[:, :, 1])).any(1)
-        return torch.where(inside, _first_tokens(batch)[:, None] + place, -1)
+        return torch.where(inside, _row_starts(batch)[:, None] + place, -1)
 
     @property
     def input_table(self) -> nn.Parameter:
-        """The weights of the backbone's token embeddings, those of an adapted tower's new tokens aside."""
+        """Weights of the backbone's token embeddings, without an adapted tower's rows for new tokens."""
         table = self.backbone.get_input_embeddings()  # type: ignore[operator]
         return getattr(table, "table", table).weight  # type: ignore[no-any-return]
 
     def _project(self, pooled: Float[Tensor, "rows views hidden"]) -> Float[Tensor, "rows views dim"]:
-        # Autocast would round the embeddings that all losses compare.
+        # Autocast would round the embeddings, and losses compare small differences.
         with torch.autocast(pooled.device.type, enabled=False):
             return self.projection(pooled)  # type: ignore[no-any-return]
 
     def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write the tower's folder.
+        """Write the tower's folder, readable by :meth:`load`.
 
-        Adapters are worked into the weights, or kept: then the folder holds the adapter alone, and the
-        path of its backbone. A backbone from scratch lies nowhere else, so there they are always worked in.
+        Args:
+            folder: created if missing.
+            merge_adapters: whether LoRA updates are merged into the weights. If not, the folder holds the
+                adapter and the path of its backbone. Adapters of a backbone from scratch are always merged,
+                since its weights are stored nowhere else.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        source = self.config.backbone
-        adapted = self.config.lora is not None
-        kept = source if adapted and not merge_adapters and isinstance(source, Pretrained) else None
-        if adapted:
-            from scalingnote.models import adapters  # late: peft is slow to import, and few need it
-        if kept is not None:
-            adapters.save(self.backbone, folder, name=self._adapter, base=kept.path)
-        else:
-            state = adapters.merged(self.backbone) if adapted else None
-            self.backbone.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
-        self._save_tokenizer(folder, whole=kept is None)
+        base_config = self._save_backbone(folder, merge_adapters=merge_adapters)
+        self._save_tokenizer(folder, whole=base_config is None)
         save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
         own = None if self.sparse is None else self.sparse.own
         if own is not None:
@@ -177,36 +180,62 @@ class Tower(nn.Module):
             "prompt": self.config.prompt,
             "special": asdict(self.special),
             "max_positions": self._max_positions,
-            "layers": None if kept is None else kept.layers,
+            "layers": None if base_config is None else base_config.layers,
             "sparse": None if self.sparse is None else ("tied" if own is None else "own"),
         }
         (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
+    def _save_backbone(
+        self, folder: Path, *, merge_adapters: bool, base: str | None = None
+    ) -> Pretrained | None:
+        """Write the backbone, or its adapter alone; returns the config of the base model in that case.
+
+        `base` is the base model's path in the adapter's config; None: the path of the tower's config.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        source, adapted = self.config.backbone, self.config.lora is not None
+        if adapted:
+            from scalingnote.models import adapters  # late: peft is slow to import, and few runs need it
+        if adapted and not merge_adapters and isinstance(source, Pretrained):
+            adapters.save(self.backbone, folder, name=self._adapter, base=base or source.path)
+            return source
+        state = adapters.merged(self.backbone) if adapted else None
+        self.backbone.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
+        return None
+
     def _save_tokenizer(self, folder: Path, *, whole: bool) -> None:
-        """The tokenizer; beside a whole model also the files that sentence-transformers wants."""
+        """Write the tokenizer and, beside a whole model, the files of sentence-transformers."""
         causal, length = self.causal, self.config.max_length
         document = self.prompt if isinstance(self.prompt, DocumentPrompt) else None
         template = self.config.prompt if document else None
         if document and causal:
-            length -= layout.unseen(document)
-        made = layout.tokenizer_for(template, self.tokenizer, self.special, causal=causal, max_length=length)
-        made.save_pretrained(folder)
-        if document and not layout.agrees(made, document, self.config.prompt, causal=causal):
-            log.warning("its tokenizer joins what the prompt keeps apart: no files for sentence-transformers")
+            length -= library_export.unread_tokens(document)
+        tokenizer = library_export.export_tokenizer(
+            template, self.tokenizer, self.special, causal=causal, max_length=length
+        )
+        tokenizer.save_pretrained(folder)
+        if document and not library_export.layout_agrees(
+            tokenizer, document, self.config.prompt, causal=causal
+        ):
+            log.warning(
+                "its tokenizer joins pieces that the prompt keeps apart: no files for sentence-transformers"
+            )
         elif whole:
-            export.write(folder, made, self.projection.weight, template=template, causal=causal)
+            library_export.write_trained(
+                folder, tokenizer, self.projection.weight, template=template, causal=causal
+            )
 
     @classmethod
     def load(cls, folder: Path) -> "Tower":
-        """Read a folder written by :meth:`save`; ArtifactError when it is not one."""
+        """Read a folder written by :meth:`save`, of any transformer tower; ArtifactError if it is none."""
         try:
             facts = json.loads((folder / "tower.json").read_text())
             if facts.get("kind") == "native":
-                from scalingnote.models import native_tower  # late: it extends this class
+                from scalingnote.models import published_tower  # late: it extends this class
 
-                return native_tower.load(folder, facts)
+                return published_tower.load(folder, facts)
             if facts.get("kind") == "sentence_transformers":
-                from scalingnote.models.library_tower import LibraryTower  # late, and a large import
+                from scalingnote.models.published_tower import LibraryTower  # late, and a large import
 
                 return LibraryTower.load(folder)
             weight = load_file(folder / "projection.safetensors")["weight"]
@@ -236,43 +265,53 @@ def build(
     sparse: bool = False,
     adapter: str | None = None,
 ) -> Tower:
-    """A tower ready to train, on `backbone` where one is given, else on what the config says.
+    """Build a tower that is ready to train; a published model's if pooling is not "placeholders".
 
-    Two towers of one config and seed start from the same backbone weights. With `sparse` it has a sparse
-    head: the checkpoint's own language-model head, or the input table's rows. A `backbone` that
-    brings its adapter tells its name. With a pooling other than "placeholders" it is a published model's.
+    Args:
+        config: the tower. Two towers of one config and seed start from the same backbone weights.
+        role: which texts the tower reads.
+        dim: width of the embeddings.
+        tokenizer_json: tokenizer of a backbone from scratch.
+        seed: of new weights.
+        backbone: used instead of the config's.
+        sparse: whether the tower gets a sparse head: the checkpoint's own language-model head, or the rows
+            of the input table.
+        adapter: name of the adapter that `backbone` already has.
+
+    Raises:
+        ConfigError: the parts do not fit together, or a model cannot be loaded.
     """
     if config.pooling != "placeholders":
-        from scalingnote.models import native_tower  # late: it extends Tower
+        from scalingnote.models import published_tower  # late: it extends Tower
 
         if sparse:
             raise ConfigError("term weights need a document prompt: set document.pooling to placeholders")
-        return native_tower.build(config, role=role, dim=dim, seed=seed, backbone=backbone, adapter=adapter)
+        return published_tower.build(
+            config, role=role, dim=dim, seed=seed, backbone=backbone, adapter=adapter
+        )
     backbone = backbone or backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
     head = _sparse_head(config) if sparse else None
     if config.lora is not None and adapter is None:
         from scalingnote.models import adapters  # late, as above
 
-        # Queries are read without placeholders: there is nothing for new rows to learn.
+        # Queries contain no placeholders, so their new rows would have nothing to learn from.
         ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
         tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
         adapters.add(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
     tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        tower.projection.weight.normal_(0.0, backbone.hidden**-0.5, generator=generator)
+    draw_weights(tower.projection, seed)
     return tower
 
 
 def _sparse_head(config: TowerConfig) -> SparseHead:
     source = config.backbone
     head = SparseHead(backbones.output_head(source.path) if isinstance(source, Pretrained) else None)
-    head.requires_grad_(config.lora is None)  # adapters leave the head as it is
+    head.requires_grad_(config.lora is None)  # LoRA trains no head
     return head
 
 
-def _first_tokens(batch: Batch) -> Int[Tensor, " rows"]:
-    """Where each row begins when all lines of a batch are laid end to end."""
+def _row_starts(batch: Batch) -> Int[Tensor, " rows"]:
+    """Return the flat index of each row's first token: lines of the batch, pads included, end to end."""
     if batch.packing is not None:
         return batch.packing.offsets[:-1].long()
     lines, longest = batch.ids.shape

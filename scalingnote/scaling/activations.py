@@ -6,7 +6,7 @@ what autograd really saves). Dropout masks and adapters' low-rank states, a few 
 
 from typing import Literal
 
-from scalingnote.models.shape import Shape
+from scalingnote.models.flops import Shape
 
 # autocast: float32 weights, cast for every product. bfloat16: weights and residual stream alike.
 Numbers = Literal["float32", "autocast", "bfloat16"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from scalingnote.models import flops as tower_flops
 from scalingnote.models.config import Lora, Pretrained, Scratch
-from scalingnote.models.shape import Shape, adapter_parameters, of_backbone
+from scalingnote.models.flops import Shape, adapter_parameters, backbone_shape
 from scalingnote.scaling import constants, fleet, flops, memory
 from scalingnote.scaling.config import PlanConfig
 from scalingnote.scaling.constants import Constant, Stated
@@ -72,7 +72,9 @@ class Plan:
 def plan(config: PlanConfig) -> Plan:
     """Work it out; ConfigError when the model's shape is not known here."""
     folder = Path(config.model)
-    shape = of_backbone(Pretrained(path=str(folder.parent) if folder.name == "config.json" else config.model))
+    shape = backbone_shape(
+        Pretrained(path=str(folder.parent) if folder.name == "config.json" else config.model)
+    )
     ledger = Ledger()
     phases = _phases(ledger, config, shape)
     stored = tuple(_stored(ledger, config, dim) for dim in config.dims)
@@ -122,7 +124,7 @@ def _phases(ledger: Ledger, config: PlanConfig, shape: Shape) -> tuple[Phase, ..
     )
     distil = pairs * taught
     if config.query_tower != "lookup":  # a table has no products to speak of
-        student = of_backbone(STUDENT)
+        student = backbone_shape(STUDENT)
         step = tower_flops.row(student, tokens=config.query_tokens, pooled=1, dim=config.dims[-1])
         learnt_once = _counted(
             "operations of a student's query",

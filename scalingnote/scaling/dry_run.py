@@ -8,10 +8,9 @@ from math import ceil
 
 from scalingnote.errors import ConfigError
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
-from scalingnote.models.flops import Work
+from scalingnote.models.flops import Shape, Work, adapter_parameters, backbone_shape
 from scalingnote.models.flops import loss as loss_work
 from scalingnote.models.prompt import PLACEHOLDERS
-from scalingnote.models.shape import Shape, adapter_parameters, of_backbone
 from scalingnote.scaling import flops, memory
 from scalingnote.scaling.activations import Numbers, tower_bytes
 from scalingnote.scaling.config import Assumptions
@@ -197,7 +196,7 @@ def _tower(name: str, config: TrainConfig, assumed: Assumptions) -> Tower:
     settings = _settings(name, config)
     backbone = settings.backbone
     assert backbone is not None
-    shape = of_backbone(backbone)
+    shape = backbone_shape(backbone)
     projection = shape.hidden * config.dim
     rows = config.global_batch // config.ranks
     mean = assumed.query_tokens if name == "query" else assumed.document_tokens

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from scalingnote.models import flops
 from scalingnote.models.config import Lora
-from scalingnote.models.flops import Work
-from scalingnote.models.shape import Shape
+from scalingnote.models.flops import Shape, Work
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from scalingnote.config import validate
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.models.config import TowerConfig
-from scalingnote.models.shape import of_backbone
+from scalingnote.models.flops import backbone_shape
 from scalingnote.scaling import fit, flops
 from scalingnote.scaling.config import LadderConfig
 from scalingnote.scaling.fit import Fit, Interval, Kind
@@ -65,14 +65,14 @@ def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainC
             f"ladder.pairs holds {same}: in batches of {batch} they are one run of {steps} steps, and would "
             f"count as {times}; leave one"
         )
-    narrowest = min(of_backbone(backbone).hidden for backbone in config.backbones)
+    narrowest = min(backbone_shape(backbone).hidden for backbone in config.backbones)
     made = []
     for backbone, pairs, seed in product(config.backbones, sorted(config.pairs), config.seeds):
         towers = {
             name: getattr(train, name).model_copy(update={"backbone": backbone})
             for name in ("query", "document")
         }
-        slower = (narrowest / of_backbone(backbone).hidden) ** config.lr_by_width
+        slower = (narrowest / backbone_shape(backbone).hidden) ** config.lr_by_width
         optimizer = train.optimizer.model_copy(update={"peak_lr": train.optimizer.peak_lr * slower})
         run = {"epochs": pairs // batch / per_epoch, "seed": seed, "optimizer": optimizer}
         made.append(train.model_copy(update=towers | run))
@@ -92,8 +92,10 @@ def row(trained: Artifact) -> dict[str, Any]:
             "delete it and train it again"
         )
     pairs, documents = counts["pairs"], counts["documents_per_pair"]
-    shape = of_backbone(config.document.backbone)
-    query = Side(of_backbone(config.query.backbone), counts["query_tokens"] / pairs, lora=config.query.lora)
+    shape = backbone_shape(config.document.backbone)
+    query = Side(
+        backbone_shape(config.query.backbone), counts["query_tokens"] / pairs, lora=config.query.lora
+    )
     document = Side(
         shape,
         counts["document_tokens"] / pairs / documents,
@@ -193,4 +195,4 @@ def _values(interval: Interval) -> list[float]:
 
 
 def _parameters(train: TrainConfig) -> int:
-    return of_backbone(train.document.backbone).non_embedding_parameters
+    return backbone_shape(train.document.backbone).non_embedding_parameters

@@ -19,16 +19,17 @@ from tokenizers import Tokenizer
 
 from scalingnote.errors import TrainingError
 from scalingnote.models import backbone as backbones
-from scalingnote.models import native_tower
+from scalingnote.models import published_tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
+from scalingnote.models.heads import SparseHead
+from scalingnote.models.library_folder import Role
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
-from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.token_rows import IDS, list_column, token_columns
 from scalingnote.models.token_wise import TokenWise
-from scalingnote.models.tower import Role, Tower
+from scalingnote.models.tower import Tower
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.exchange import hash_of
 from scalingnote.train.data import one_chunk
@@ -119,7 +120,7 @@ def build_prompt(
         assert tokenizer_json is not None
         return LookupPrompt(Tokenizer.from_str(tokenizer_json), max_length=config.max_length)
     if isinstance(config, TowerConfig) and config.pooling != "placeholders":
-        return native_tower.prompt_of(config, role=role)
+        return published_tower.prompt_of(config, role=role)
     with torch.device("meta"):
         if isinstance(config.backbone, Scratch):
             shell = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=0)

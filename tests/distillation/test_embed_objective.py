@@ -13,7 +13,7 @@ import ranks
 import tiny
 from scalingnote.distillation.config import DistillConfig, DistillLosses
 from scalingnote.distillation.objective import Lesson, LessonCandidates, StageTwo
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, batch, tower
 from scalingnote.train.config import GradCache
 from scalingnote.train.engine import Engine, surrogate
 from scalingnote.train.grad_cache import Cacheable, cached_backward
@@ -52,13 +52,13 @@ def lesson(made: StageTwo, rows: Sequence[int], *, scores: bool = False) -> Less
     if made.document is not None:
         chosen = [texts[i] for i in distinct.tolist()]
         columns = ([row[name] for row in chosen] for name in ("title", "topic", "content"))
-        read = tower.collate(made.document.prompt.rows(*columns), pad=0)
+        read = batch.collate(made.document.prompt.rows(*columns), pad=0)
     present = ids[:, 0] >= 0
     weights = torch.tensor([WEIGHTS[i] for i in rows])
     given = torch.randn(ROWS, 2, generator=draw)
     given[4], given[1] = torch.nan, torch.nan
     return Lesson(
-        queries=tower.collate(made.student.prompt.rows([texts[i]["content"][:20] for i in rows]), pad=0),
+        queries=batch.collate(made.student.prompt.rows([texts[i]["content"][:20] for i in rows]), pad=0),
         teacher=teacher[list(rows)],
         weights=weights,
         candidates=LessonCandidates(

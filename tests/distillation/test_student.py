@@ -13,10 +13,10 @@ from scalingnote.distillation import student
 from scalingnote.distillation.config import DistillConfig, DistillLosses, NewVocabulary
 from scalingnote.distillation.objective import Lesson, StageTwo
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import backbone, query_tower, tower
+from scalingnote.models import backbone, dual_encoder, tower
+from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig, Pretrained
 from scalingnote.models.lookup import LookupTower
-from scalingnote.models.tower import collate
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import engine
@@ -98,7 +98,7 @@ def test_a_student_reads_as_its_prompt_and_is_saved_whole(teacher: Artifact, tmp
     made, prompt = built(teacher, tmp_path, config(**knobs))
     assert made.prompt.rows(QUERIES) == prompt.rows(QUERIES)
     made.save(tmp_path / "query")
-    again = query_tower.load(tmp_path / "query")
+    again = dual_encoder.load_query_tower(tmp_path / "query")
     assert type(again) is type(made)
     assert again.prompt.rows(QUERIES) == prompt.rows(QUERIES)
     near = 2e-3 if isinstance(made, LookupTower) else 1e-6  # tables are stored as float16
@@ -143,7 +143,7 @@ def test_a_pretrained_student_grows_too(teacher: Artifact, tmp_path: Path):
     assert made.backbone.config.num_hidden_layers == 2
     assert len(made.token_embeddings.weight) == len(base.tokenizer) + WORDS.tokens
     made.save(tmp_path / "query")
-    assert query_tower.load(tmp_path / "query").prompt.rows(QUERIES) == prompt.rows(QUERIES)
+    assert dual_encoder.load_query_tower(tmp_path / "query").prompt.rows(QUERIES) == prompt.rows(QUERIES)
 
 
 @pytest.mark.parametrize("packed", [False, True])

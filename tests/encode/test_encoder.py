@@ -10,7 +10,8 @@ import tiny
 from scalingnote.encode.encoder import Encoder, by_tokens
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import backbone, tower
-from scalingnote.models.tower import Tower, collate
+from scalingnote.models.batch import collate
+from scalingnote.models.tower import Tower
 from scalingnote.storage import vectors
 
 

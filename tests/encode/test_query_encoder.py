@@ -18,10 +18,10 @@ from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.encode.query_encoder import QueryCache, QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone, lookup, onnx, tower
+from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupStart, LookupTower
-from scalingnote.models.lookup_features import learn
-from scalingnote.models.tower import collate
+from scalingnote.models.lookup_table import frequent_features
 from scalingnote.storage.artifact import Artifact, Draft
 
 TEXTS = [row["content"] for row in tiny.document_rows()]
@@ -45,7 +45,7 @@ def table(folder: Path, *, storage: str = "float32", features: bool = False, **k
 def feature_keys() -> np.ndarray:
     tokenizer = Tokenizer.from_str(LEARNT)
     texts = [tokenizer.encode(query, add_special_tokens=False).ids for query in QUERIES]
-    return learn(texts, tokens=tokenizer.get_vocab_size(), bigrams=9, ends=True)
+    return frequent_features(texts, tokens=tokenizer.get_vocab_size(), bigrams=9, ends=True)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny.query_tower(tiny.BIDIRECTIONAL)
     tower.build(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0).save(path)
     for form in ("onnx", "onnx_int8"):
-        onnx.export(path, path.parent / form, queries=QUERIES, form=form)
+        onnx.export_graph(path, path.parent / form, queries=QUERIES, form=form)
         for file in (path.parent / form).iterdir():
             (path / file.name).write_bytes(file.read_bytes())
     return path
@@ -223,7 +223,7 @@ def test_an_export_is_an_artifact_that_is_found_again(student: Artifact, tmp_pat
         exports.find(student, "onnx_int8", run_dir)
     dataset = tiny.dataset(str(tmp_path / "dataset"))
     made = exports.build(ExportConfig(), tower=student, dataset=dataset, run_dir=run_dir)
-    assert made.manifest.info["least_cosine"] > onnx.COSINE
+    assert made.manifest.info["least_cosine"] > onnx.MIN_COSINE
     assert made.counts["golden"] == tiny.DOCUMENTS < exports.GOLDEN_QUERIES  # all of them
     for form in ("auto", "onnx_int8"):
         found = exports.find(student, form, run_dir)

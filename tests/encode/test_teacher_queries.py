@@ -14,7 +14,7 @@ from scalingnote.encode import job
 from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower
-from scalingnote.models.tower import collate
+from scalingnote.models.batch import collate
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Draft
 

@@ -13,7 +13,7 @@ from numpy import ndarray
 import tiny
 from scalingnote.losses import info_nce, margin_loss, prefixes, qkd
 from scalingnote.models import backbone as backbones
-from scalingnote.models import tower
+from scalingnote.models import batch, tower
 from scalingnote.models.batch import Batch
 from scalingnote.train.candidates import Triplets, gather_candidates
 from scalingnote.train.config import Losses, TeacherScores
@@ -46,7 +46,7 @@ def test_equations_1_to_4_13_and_14_project_the_states_at_a_rows_positions(role,
     made = tower.build(config, role=role, dim=5, tokenizer_json=learnt, seed=0).eval()
     rows = made.prompt.rows(*([["words", "some words to learn"]] * (1 if role == "query" else 3)))
     made.projection.to(held_in)  # what is rounded is the weight, not the embeddings
-    found = made(tower.collate(rows, pad=made.pad)).detach().numpy()
+    found = made(batch.collate(rows, pad=made.pad)).detach().numpy()
     matrix = made.projection.weight.detach().double().numpy()
     for i, row in enumerate(rows):
         hidden = (

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModel
 
 from scalingnote.models import flops
 from scalingnote.models.config import Lora
-from scalingnote.models.shape import Shape, adapter_parameters, of_settings
+from scalingnote.models.flops import Shape, adapter_parameters, settings_shape
 
 SETTINGS = {
     "vocab_size": 40,
@@ -33,7 +33,7 @@ def test_work_is_what_torch_counts(kind: str, checkpointing: bool):
     with FlopCounterMode(display=False) as counter:
         hidden = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
         (hidden[:, :2] @ torch.zeros(32, 16, requires_grad=True)).sum().backward()
-    shape = of_settings(settings.to_dict(), source=kind)
+    shape = settings_shape(settings.to_dict(), source=kind)
     work = flops.row(shape, tokens=TOKENS, pooled=2, dim=16, checkpointing=checkpointing)
     expected = 3 * work.total
     if shape.causal:  # torch computes the half that is masked, too

@@ -12,12 +12,13 @@ from tokenizers import Tokenizer
 
 import tiny
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import backbone, lookup, query_tower
+from scalingnote.models import backbone, dual_encoder, lookup
+from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupTower
+from scalingnote.models.lookup_table import Table, dequantize_rows, quantize_rows
 from scalingnote.models.prompt import Row
-from scalingnote.models.table import Table, restored, stored
-from scalingnote.models.tower import Tower, collate
+from scalingnote.models.tower import Tower
 
 TEXTS = [row["content"] for row in tiny.document_rows()]
 LEARNT = backbone.train_tokenizer(TEXTS, vocabulary=400)
@@ -28,7 +29,7 @@ DIM = 8
 def build(seed: int = 0, **knobs: object) -> LookupTower:
     """A tower whose options all do something."""
     config = LookupConfig(max_length=16, **knobs)
-    made = query_tower.build(config, dim=DIM, tokenizer_json=LEARNT, seed=seed)
+    made = dual_encoder.build_query_tower(config, dim=DIM, tokenizer_json=LEARNT, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, value in made.named_parameters():
@@ -99,7 +100,7 @@ def test_attention_is_the_formula_it_names():
 def test_a_saved_tower_encodes_the_same(tmp_path: Path, attention: bool):
     made = build(weighting="learned", attention=attention)
     made.save(tmp_path / "query", storage="float32")
-    again = query_tower.load(tmp_path / "query")
+    again = dual_encoder.load_query_tower(tmp_path / "query")
     assert isinstance(again, LookupTower)
     assert again.prompt.rows(QUERIES) == made.prompt.rows(QUERIES)
     torch.testing.assert_close(encoded(again, QUERIES), encoded(made, QUERIES))
@@ -115,9 +116,9 @@ def test_a_saved_tower_encodes_the_same(tmp_path: Path, attention: bool):
 def test_integers_are_off_by_half_a_scale_at_most(seed: int, size: float):
     rows = np.random.default_rng(seed).normal(0, size, (5, 16)).astype(np.float32)
     rows[3] = 0
-    values, scales = stored(rows, "int8")
+    values, scales = quantize_rows(rows, "int8")
     assert values.dtype == np.int8
-    error = np.abs(restored(values, scales) - rows)
+    error = np.abs(dequantize_rows(values, scales) - rows)
     assert (error <= 0.5001 * scales[:, None] + 1e-30).all()
     np.testing.assert_allclose(scales * 127, np.abs(rows).max(1), rtol=1e-5)
 
@@ -125,9 +126,9 @@ def test_integers_are_off_by_half_a_scale_at_most(seed: int, size: float):
 def test_rows_beyond_float16_are_refused_with_what_to_set():
     rows = np.array([[7e4, 1.0]], np.float32)
     with pytest.raises(ConfigError, match=r"rows of the lookup table reach 7e.04, float16 holds 65504: set"):
-        stored(rows, "float16")
-    assert stored(rows, "float32")[0].max() == rows.max()
-    assert stored(-rows / 2, "float16")[0].min() == -35_008
+        quantize_rows(rows, "float16")
+    assert quantize_rows(rows, "float32")[0].max() == rows.max()
+    assert quantize_rows(-rows / 2, "float16")[0].min() == -35_008
 
 
 @pytest.mark.parametrize("storage", ["float32", "float16", "int8"])
@@ -148,7 +149,7 @@ def test_a_truncated_tower_gives_the_first_values(tmp_path: Path):
     cut = made.truncated(3)
     torch.testing.assert_close(encoded(cut, QUERIES), encoded(made, QUERIES)[:, :3])
     cut.save(tmp_path / "query")
-    assert query_tower.load(tmp_path / "query").dim == 3
+    assert dual_encoder.load_query_tower(tmp_path / "query").dim == 3
     with pytest.raises(ConfigError, match="cannot be cut"):
         build(attention=True).truncated(3)
 
@@ -167,11 +168,11 @@ def test_what_does_not_fit_says_so(tmp_path: Path):
     with pytest.raises(ConfigError, match="made for another"):
         lookup.from_table(np.zeros((3, 4), np.float32), Tokenizer.from_str(LEARNT), max_length=8)
     with pytest.raises(ArtifactError, match="is not a tower"):
-        query_tower.load(tmp_path)
+        dual_encoder.load_query_tower(tmp_path)
     build().save(tmp_path / "query")
     (tmp_path / "query" / "tokenizer.json").write_text(backbone.train_tokenizer(TEXTS[:3], vocabulary=300))
     with pytest.raises(ArtifactError, match="is not the one"):
-        query_tower.load(tmp_path / "query")
+        dual_encoder.load_query_tower(tmp_path / "query")
 
 
 def test_a_table_of_another_version_is_told_from_a_broken_one(tmp_path: Path):
@@ -180,8 +181,8 @@ def test_a_table_of_another_version_is_told_from_a_broken_one(tmp_path: Path):
     facts = json.loads((tmp_path / "tower.json").read_text())
     (tmp_path / "tower.json").write_text(json.dumps({k: v for k, v in facts.items() if k != "attention"}))
     with pytest.raises(ArtifactError, match=r"does not say 'attention': another version wrote it"):
-        query_tower.load(tmp_path)
+        dual_encoder.load_query_tower(tmp_path)
     (tmp_path / "tower.json").write_text(json.dumps(facts))
     np.save(tmp_path / "table.npy", np.zeros((made.tokens + 1, DIM), np.float16))
     with pytest.raises(ArtifactError, match=r"rows for .* tokens and features: another version wrote it"):
-        query_tower.load(tmp_path)
+        dual_encoder.load_query_tower(tmp_path)

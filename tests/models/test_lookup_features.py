@@ -8,11 +8,11 @@ from tokenizers import Tokenizer
 
 import tiny
 from scalingnote.encode.lookup import LookupEncoder
-from scalingnote.models import backbone, lookup_features
+from scalingnote.models import backbone, lookup_table
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupStart, LookupTower, build
-from scalingnote.models.lookup_features import LookupFeatures
+from scalingnote.models.lookup_table import LookupFeatures
 
 TEXTS = [row["content"] for row in tiny.document_rows(40)]
 LEARNT = backbone.train_tokenizer(TEXTS, vocabulary=400)
@@ -25,15 +25,15 @@ def ids_of(texts: list[str]) -> list[list[int]]:
 
 def test_frequent_pairs_and_ends_are_learnt_and_found_again():
     texts = [[1, 2, 3], [1, 2, 4], [5], [1, 2]]
-    pairs = LookupFeatures(lookup_features.learn(texts, tokens=10, bigrams=5, ends=False), tokens=10)
+    pairs = LookupFeatures(lookup_table.frequent_features(texts, tokens=10, bigrams=5, ends=False), tokens=10)
     assert len(pairs) == 1  # (1, 2) alone occurs twice
     assert pairs.extend([1, 2, 1, 2]) == [1, 2, 1, 2, 10, 10]
     assert pairs.extend([2, 1]) == [2, 1]
-    both = LookupFeatures(lookup_features.learn(texts, tokens=10, bigrams=5, ends=True), tokens=10)
+    both = LookupFeatures(lookup_table.frequent_features(texts, tokens=10, bigrams=5, ends=True), tokens=10)
     # The pair; 1 as the first token and as the last but one, 2 as the second.
     assert sorted(both.extend([1, 2, 3])[3:]) == [10, 11, 12, 13][: len(both)]
     assert both.extend([]) == []
-    none = lookup_features.learn(texts, tokens=10, bigrams=0, ends=False)
+    none = lookup_table.frequent_features(texts, tokens=10, bigrams=0, ends=False)
     assert LookupFeatures(none, tokens=10).extend([1, 2]) == [1, 2]
 
 
@@ -41,10 +41,10 @@ def tower(*, attention: bool = False) -> LookupTower:
     config = LookupConfig(
         weighting="learned", attention=attention, bigrams=50, ends=True, start_weights="inverse_frequency"
     )
-    keys = lookup_features.learn(ids_of(TEXTS), tokens=TOKENS, bigrams=50, ends=True)
+    keys = lookup_table.frequent_features(ids_of(TEXTS), tokens=TOKENS, bigrams=50, ends=True)
     features = LookupFeatures(keys, tokens=TOKENS)
     counts = np.bincount([token for ids in ids_of(TEXTS) for token in ids], minlength=TOKENS)
-    weights = lookup_features.start_weights(counts, features)
+    weights = lookup_table.start_weights(counts, features)
     made = build(config, dim=16, tokenizer_json=LEARNT, seed=0, start=LookupStart(keys, weights))
     with torch.no_grad():
         made.table[TOKENS:] = torch.randn(len(keys), 16, generator=torch.Generator().manual_seed(1))
@@ -59,7 +59,7 @@ def test_features_start_at_nothing_and_rare_tokens_weigh_most():
     common, rare = int(counts.argmax()), int(np.flatnonzero(counts == 1)[0])
     assert weights[common] < weights[rare] < 1
     config = LookupConfig(bigrams=50)
-    keys = lookup_features.learn(ids, tokens=TOKENS, bigrams=50, ends=False)
+    keys = lookup_table.frequent_features(ids, tokens=TOKENS, bigrams=50, ends=False)
     plain = build(config, dim=16, tokenizer_json=LEARNT, seed=0)
     started = build(config, dim=16, tokenizer_json=LEARNT, seed=0, start=LookupStart(keys))
     assert not started.table[TOKENS:].any()

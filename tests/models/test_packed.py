@@ -9,7 +9,7 @@ from torch import Tensor
 import families
 import tiny
 from scalingnote.errors import ConfigError
-from scalingnote.models import attention, backbone, tower
+from scalingnote.models import backbone, batch, tower
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.prompt import Row
 from scalingnote.models.tower import Tower
@@ -88,7 +88,7 @@ def test_no_mask_of_the_whole_line_is_ever_built(document: Tower, monkeypatch: p
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a [total, total] mask")
 
-    monkeypatch.setitem(attention.AttentionMaskInterface._global_mapping, attention.NAME, refuse)
+    monkeypatch.setitem(batch.AttentionMaskInterface._global_mapping, batch.ATTENTION_NAME, refuse)
     document(collate(rows_of(document), pad=document.pad, packed=True))
 
 
@@ -125,7 +125,7 @@ def test_a_tower_that_cannot_pack_pads_the_rows_itself():
 
 def test_positions_of_roberta_leave_room_for_where_it_starts_to_count(tmp_path: Path):
     loaded = backbone.load(families.folder(tmp_path, "roberta"))
-    assert attention.first_position(loaded.model) == 2
+    assert batch.first_position(loaded.model) == 2
     assert loaded.max_positions == 62
 
 
@@ -162,11 +162,11 @@ def varlen_twin(
 def test_the_kernel_of_gpus_is_given_what_it_documents(document: Tower, monkeypatch: pytest.MonkeyPatch):
     rows = collate(rows_of(document), pad=document.pad, packed=True)
     expected = document(rows)
-    monkeypatch.setattr(attention, "_half", lambda query: torch.float32)
-    monkeypatch.setattr(attention, "varlen_attn", varlen_twin)
+    monkeypatch.setattr(batch, "_half_precision", lambda query: torch.float32)
+    monkeypatch.setattr(batch, "varlen_attn", varlen_twin)
     torch.testing.assert_close(document(rows), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_flash_attention_that_is_not_installed_says_so(document: Tower):
     with pytest.raises(ConfigError, match="needs an NVIDIA GPU and the package flash-attn"):
-        attention.choose(document.backbone, "flash_attention_2")
+        batch.choose_attention(document.backbone, "flash_attention_2")

@@ -23,12 +23,12 @@ from published import CONTENTS, HIDDEN, PROMPTS, QUERIES, TEXTS, TITLES, folder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import lookup, module_list, native, native_tower, tower
+from scalingnote.models import library_folder, lookup, published_model, published_tower, tower
 from scalingnote.models.card import CardFacts
 from scalingnote.models.config import LookupConfig, Lora, Pretrained, TowerConfig
 from scalingnote.models.lookup import LookupStart
-from scalingnote.models.lookup_features import learn
-from scalingnote.models.router import split_reference, write_router
+from scalingnote.models.lookup_table import frequent_features
+from scalingnote.models.publish import split_reference, write_router
 
 CLOSE = 1e-5
 TABLES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def table(path: Path, *, storage: str = "float32", max_length: int = 9, **knobs:
     config = LookupConfig(max_length=max_length, storage=storage, **knobs)
     learnt = families.tokenizer().backend_tokenizer
     ids = [learnt.encode(query, add_special_tokens=False).ids for query in [*ASKED, *ASKED]]
-    keys = learn(ids, tokens=learnt.get_vocab_size(), bigrams=config.bigrams, ends=config.ends)
+    keys = frequent_features(ids, tokens=learnt.get_vocab_size(), bigrams=config.bigrams, ends=config.ends)
     made = lookup.build(config, dim=HIDDEN, tokenizer_json=learnt.to_str(), seed=0, start=LookupStart(keys))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -57,8 +57,8 @@ def table(path: Path, *, storage: str = "float32", max_length: int = 9, **knobs:
     return path
 
 
-def adopted(path: Path, role: native.Role, to: Path) -> Path:
-    native_tower.published(path, role).save(to)
+def adopted(path: Path, role: published_model.Role, to: Path) -> Path:
+    published_tower.open_published(path, role).save(to)
     return to
 
 
@@ -89,7 +89,7 @@ def check(path: Path, query: Path, document: Path) -> SentenceTransformer:
         encoder = QueryEncoder.load(source, precision="float32")
         np.testing.assert_allclose(asked, unit(encoder.encode_queries(ASKED)), atol=CLOSE)
     answered = model.encode_document(TEXTS)
-    for made in (tower.Tower.load(document), native_tower.published(path, "document")):
+    for made in (tower.Tower.load(document), published_tower.open_published(path, "document")):
         np.testing.assert_allclose(answered, unit(documents(made)), atol=CLOSE)
     np.testing.assert_array_equal(model.encode(TEXTS), answered)
     assert model.similarity_fn_name == "cosine"
@@ -137,11 +137,11 @@ def test_layers_of_a_teacher_keep_its_pooling_and_prompts(
 ):
     path = folder(tmp_path / "published", prompts=prompts, include_prompt=include_prompt)
     config = TowerConfig(backbone=Pretrained(path=str(path), layers=1), pooling="auto", max_length=12)
-    native_tower.build(config, role="query", dim=None).save(tmp_path / "query")
+    published_tower.build(config, role="query", dim=None).save(tmp_path / "query")
     document = adopted(path, "document", tmp_path / "document")
     write_router(tmp_path / "query", document, tmp_path / "router")
     check(tmp_path / "router", tmp_path / "query", document)
-    settings = module_list.settings_of(tmp_path / "router")
+    settings = library_folder.model_settings(tmp_path / "router")
     assert settings["prompts"] == (prompts or {"query": "", "document": ""})
 
 
@@ -161,7 +161,7 @@ def test_documents_may_be_encoded_by_reference(kind: str, published: Path, teach
 
 def test_a_referenced_model_reads_as_many_tokens_as_the_tower(published: Path, tmp_path: Path):
     config = TowerConfig(backbone=Pretrained(path=str(published)), pooling="auto", max_length=12)
-    native_tower.build(config, role="document", dim=None).save(tmp_path / "document")
+    published_tower.build(config, role="document", dim=None).save(tmp_path / "document")
     query = table(tmp_path / "query")
     write_router(query, tmp_path / "document", tmp_path / "router", document_reference=str(published))
     check(tmp_path / "router", query, tmp_path / "document")
@@ -196,7 +196,7 @@ def test_towers_that_scalingnote_trained_are_routes_too(tmp_path: Path):
     columns = pa.table({"title": [""] * 2, "topic": [""] * 2, "content": CONTENTS[:2]})
     found = Encoder.load(tmp_path / "document", precision="float32").encode_documents(columns)["summary"]
     np.testing.assert_allclose(model.encode_document(CONTENTS[:2]), unit(found), atol=CLOSE)
-    assert "native_tower" not in (tmp_path / "router/README.md").read_text()
+    assert "published_tower" not in (tmp_path / "router/README.md").read_text()
 
 
 def test_truncated_embeddings_stay_truncated(tmp_path: Path):
@@ -271,8 +271,8 @@ def test_tables_that_cannot_be_read_alone_are_errors(tmp_path: Path):
 def test_a_table_is_no_transformer_of_the_query_role(teacher: Path, tmp_path: Path):
     write_router(table(tmp_path / "query"), teacher, tmp_path / "router")
     with pytest.raises(ConfigError, match=r"query role of .* is a table .*QueryEncoder\.load"):
-        native.read(tmp_path / "router", "query")
-    assert native.read(tmp_path / "router", "document").prefix == PROMPTS["document"]
+        published_model.read(tmp_path / "router", "query")
+    assert published_model.read(tmp_path / "router", "document").prefix == PROMPTS["document"]
 
 
 def test_an_earlier_router_is_replaced_and_nothing_else(teacher: Path, tmp_path: Path):
@@ -302,7 +302,7 @@ def test_what_cannot_be_a_route_is_an_error(published: Path, teacher: Path, tmp_
     config = TowerConfig(
         backbone=Pretrained(path=str(published)), pooling="auto", max_length=24, lora=Lora(rank=2)
     )
-    adapted = native_tower.build(config, role="document", dim=None)
+    adapted = published_tower.build(config, role="document", dim=None)
     adapted.save(tmp_path / "adapters", merge_adapters=False)
     with pytest.raises(ConfigError, match="adapters alone"):
         write_router(query, tmp_path / "adapters", out)
@@ -333,11 +333,11 @@ def test_a_referenced_model_that_only_its_library_runs_is_not_read_by_us(publish
     found = load(tmp_path / "router").encode_document(TEXTS)
     np.testing.assert_allclose(found, model.encode_document(TEXTS), atol=CLOSE)
     with pytest.raises(ConfigError, match=r"LayerNorm of .* is not known"):
-        native.read(tmp_path / "router", "document")
+        published_model.read(tmp_path / "router", "document")
     edited(tmp_path / "router/document_0_ReferencedModel/config.json", model=None)
     (tmp_path / "router/document_0_ReferencedModel/config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no model"):
-        native.read(tmp_path / "router", "document")
+        published_model.read(tmp_path / "router", "document")
 
 
 FACTS = CardFacts(

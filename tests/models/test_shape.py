@@ -10,7 +10,7 @@ import tiny
 from scalingnote.errors import ConfigError
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Lora, Pretrained, Scratch
-from scalingnote.models.shape import PUBLISHED, adapter_parameters, of_backbone, of_settings
+from scalingnote.models.flops import PUBLISHED, adapter_parameters, backbone_shape, settings_shape
 
 DECODER = {
     "vocab_size": 40,
@@ -51,7 +51,7 @@ def model_of(kind: str, **more: object) -> torch.nn.Module:
 )
 def test_parameters_are_those_of_the_model(kind: str, more: dict[str, bool]):
     model = model_of(kind, **more)
-    shape = of_settings(model.config.to_dict(), source=kind)
+    shape = settings_shape(model.config.to_dict(), source=kind)
     parameters = {name: p.numel() for name, p in model.named_parameters()}
     assert shape.parameters == sum(parameters.values())
     tables = sum(n for name, n in parameters.items() if "embed" in name and "LayerNorm" not in name)
@@ -60,7 +60,7 @@ def test_parameters_are_those_of_the_model(kind: str, more: dict[str, bool]):
 
 def test_linear_maps_are_those_of_a_layer():
     for kind in ("qwen3", "bert"):
-        shape = of_settings({**KINDS[kind], "model_type": kind, "type_vocab_size": 2}, source=kind)
+        shape = settings_shape({**KINDS[kind], "model_type": kind, "type_vocab_size": 2}, source=kind)
         model = model_of(kind, type_vocab_size=2)
         layer = (model.layers if kind == "qwen3" else model.encoder.layer)[0]
         found = {
@@ -79,7 +79,7 @@ def test_a_scratch_backbone_is_what_is_built(architecture: str):
     learnt = backbones.train_tokenizer(texts, vocabulary=scratch.vocabulary)
     model = backbones.build(scratch, tokenizer_json=learnt, seed=0).model
     size = model.get_input_embeddings().num_embeddings
-    shape = of_backbone(scratch.model_copy(update={"vocabulary": size - 3}))
+    shape = backbone_shape(scratch.model_copy(update={"vocabulary": size - 3}))
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.causal == (architecture == "qwen2")
 
@@ -121,19 +121,19 @@ def test_adapters_are_those_of_peft(kind: str, targets, dora: bool):
         model, peft.LoraConfig(r=3, target_modules=chosen, use_dora=dora, task_type="FEATURE_EXTRACTION")
     )
     trained, _ = wrapped.get_nb_trainable_parameters()
-    shape = of_settings(settings.to_dict(), source=kind)
+    shape = settings_shape(settings.to_dict(), source=kind)
     assert adapter_parameters(shape, Lora(rank=3, targets=targets, dora=dora)) == trained
 
 
 def test_targets_that_name_nothing_are_refused():
-    shape = of_backbone(Scratch())
+    shape = backbone_shape(Scratch())
     with pytest.raises(ConfigError, match=r"names no layer; there are q_proj"):
         adapter_parameters(shape, Lora(targets=("query",)))
 
 
 def test_a_folder_with_a_config_is_enough(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({**DECODER, "model_type": "qwen2"}))
-    assert of_backbone(Pretrained(path=str(tmp_path), layers=2)).layers == 2
+    assert backbone_shape(Pretrained(path=str(tmp_path), layers=2)).layers == 2
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_a_folder_with_a_config_is_enough(tmp_path: Path):
 def test_a_config_that_says_no_shape_is_refused(tmp_path: Path, written: str, message: str):
     (tmp_path / "config.json").write_text(written)
     with pytest.raises(ConfigError, match=message):
-        of_backbone(Pretrained(path=str(tmp_path)))
+        backbone_shape(Pretrained(path=str(tmp_path)))
 
 
 def test_an_unknown_name_says_how_to_make_it_known():
     with pytest.raises(ConfigError, match=r"hf download no/where config.json"):
-        of_backbone(Pretrained(path="no/where"))
+        backbone_shape(Pretrained(path="no/where"))

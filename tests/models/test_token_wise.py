@@ -13,7 +13,7 @@ import families
 import tiny
 from scalingnote.encode.encoder import by_tokens
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, query_tower, token_wise
+from scalingnote.models import backbone, dual_encoder, token_wise
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig
 from scalingnote.models.token_wise import BLOCKS, TokenWise, block_mask
@@ -119,7 +119,7 @@ def test_the_mask_is_that_of_the_paper(instruction: int, blocks: int):
 
 def test_the_saved_table_gives_what_the_whole_model_gives(scratch: TokenWise, tmp_path: Path):
     scratch.save(tmp_path)
-    table = query_tower.load(tmp_path)
+    table = dual_encoder.load_query_tower(tmp_path)
     whole = scratch(batch_of(scratch, QUERIES, packed=True))
     assert table.prompt.rows(QUERIES) == scratch.prompt.rows(QUERIES)
     torch.testing.assert_close(table(batch_of(table, QUERIES, packed=True)), whole, **TIGHT)
@@ -131,7 +131,7 @@ def test_the_saved_table_gives_what_the_whole_model_gives(scratch: TokenWise, tm
 @pytest.mark.parametrize(("storage", "error"), [("float16", 1e-3), ("int8", 2e-2)])
 def test_smaller_tables_are_close(scratch: TokenWise, tmp_path: Path, storage: str, error: float):
     scratch.lookup().save(tmp_path, storage=storage)
-    found = query_tower.load(tmp_path)(batch_of(scratch, QUERIES, packed=True))[:, 0]
+    found = dual_encoder.load_query_tower(tmp_path)(batch_of(scratch, QUERIES, packed=True))[:, 0]
     expected = scratch(batch_of(scratch, QUERIES, packed=True))[:, 0]
     assert (1 - torch.cosine_similarity(found, expected)).max() < error
     assert np.load(tmp_path / "table.npy").dtype == storage

@@ -10,9 +10,10 @@ import families
 import tiny
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone, tower
+from scalingnote.models.batch import collate
 from scalingnote.models.config import Pretrained, Scratch, TowerConfig
 from scalingnote.models.prompt import PLACEHOLDERS, Row
-from scalingnote.models.tower import Tower, collate
+from scalingnote.models.tower import Tower
 
 DOCUMENTS = (["torch stack", "numpy"], ["torch function", ""], ["joins tensors along a new axis", "arrays"])
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from scalingnote.models import word_tokenizer
-from scalingnote.models.word_tokenizer import WordTokenizer
+from scalingnote.models import lookup_table
+from scalingnote.models.lookup_table import WordTokenizer
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", *"abcdé?!'中[]ß", *(f"##{letter}" for letter in "abcdé"), "ab", "##cd"]
 TEXT = st.text(alphabet="abcdABÉéx ?!'[]中ß\t\u00a0\u0301\u2003\x00", max_size=40)
@@ -42,7 +42,7 @@ def test_a_word_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_dictionary_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_tokenizer, "MAX_WORDS", 2)
+    monkeypatch.setattr(lookup_table, "MAX_WORDS", 2)
     tokens = WordTokenizer(BERT)
     text = "a b c d ab a"
     assert tokens.ids([text], 20) == [BERT.encode(text, add_special_tokens=False).ids]
@@ -63,4 +63,4 @@ def test_other_tokenizers_read_whole_texts() -> None:
 
 def test_a_marker_is_looked_for_in_both_cases() -> None:
     facts = json.loads(BERT.to_str())
-    assert word_tokenizer._markers(facts) == ("[",)
+    assert lookup_table._markers(facts) == ("[",)

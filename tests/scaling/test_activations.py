@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from scalingnote.models.shape import of_settings
+from scalingnote.models.flops import settings_shape
 from scalingnote.scaling.activations import layer_bytes, tower_bytes
 
 ROWS, TOKENS = 3, 29  # their product divides no width of the models below
@@ -59,10 +59,10 @@ def test_a_layer_keeps_what_is_counted(kind: str, kv_heads: int, head_dim: int, 
     )
     autocast = numbers == "autocast"
     more = round(saved_bytes(two, autocast=autocast) - saved_bytes(one, autocast=autocast), 3)
-    assert layer_bytes(of_settings(one.config.to_dict(), source=kind), numbers) == more
+    assert layer_bytes(settings_shape(one.config.to_dict(), source=kind), numbers) == more
 
 
 def test_checkpointing_keeps_layer_inputs_and_one_layer():
-    shape = of_settings(model_of("qwen2", layers=30, kv_heads=2, head_dim=16).config.to_dict(), source="")
+    shape = settings_shape(model_of("qwen2", layers=30, kv_heads=2, head_dim=16).config.to_dict(), source="")
     plain, little = (tower_bytes(shape, "bfloat16", checkpointing=on) for on in (False, True))
     assert plain - little == 29 * layer_bytes(shape, "bfloat16") - 30 * 2 * shape.hidden

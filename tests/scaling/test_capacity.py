@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalingnote import cli
-from scalingnote.models.shape import PUBLISHED
+from scalingnote.models.flops import PUBLISHED
 from scalingnote.scaling import capacity, constants, plan_table, quantity
 from scalingnote.scaling.capacity import Plan
 from scalingnote.scaling.config import PlanConfig

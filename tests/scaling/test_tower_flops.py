@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from scalingnote.models import flops as tower_flops
-from scalingnote.models.shape import PUBLISHED
+from scalingnote.models.flops import PUBLISHED
 from scalingnote.scaling import flops
 from scalingnote.scaling.flops import Side
 

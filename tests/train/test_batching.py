@@ -8,9 +8,9 @@ import torch
 
 import tiny
 from scalingnote.errors import DataError, TrainingError
-from scalingnote.models import tower
+from scalingnote.models import batch, tower
+from scalingnote.models.batch import collate
 from scalingnote.models.prompt import Row
-from scalingnote.models.tower import collate
 from scalingnote.storage import schema
 from scalingnote.storage import slices as sliced
 from scalingnote.storage.artifact import Artifact, Draft
@@ -87,7 +87,7 @@ def batches(
     return TripletBatches(Store.open(prepared.store), order, rank=rank, world=world, **defaults | kwargs)
 
 
-def read(batch: tower.Batch) -> list[Row]:
+def read(batch: batch.Batch) -> list[Row]:
     assert batch.mask is not None
     ids = [line[mask.bool()].tolist() for line, mask in zip(batch.ids, batch.mask, strict=True)]
     return [Row(line, at) for line, at in zip(ids, batch.positions.tolist(), strict=True)]

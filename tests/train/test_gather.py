@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ranks
 import tiny
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, batch, tower
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.collectives import Shares, gather, shares
@@ -42,8 +42,8 @@ def triplets(made: StageOne, rows: Sequence[int]) -> Triplets:
     scores = torch.stack([own * 0.3, 1.0 - own * 0.1], dim=1)
     scores[own % 3 == 1] = torch.nan
     return Triplets(
-        queries=tower.collate(made.towers.query.prompt.rows([texts[i]["content"][:20] for i in rows]), pad=0),
-        documents=tower.collate(made.towers.document.prompt.rows(*columns), pad=0),
+        queries=batch.collate(made.towers.query.prompt.rows([texts[i]["content"][:20] for i in rows]), pad=0),
+        documents=batch.collate(made.towers.document.prompt.rows(*columns), pad=0),
         query_ids=ids,
         document_ids=torch.cat([ids, own + 1000]),
         known_positives=torch.stack([ids, (ids + 5) % 17], dim=1),

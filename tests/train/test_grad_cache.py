@@ -12,7 +12,7 @@ import ranks
 import tiny
 from scalingnote.distillation.config import DistillLosses
 from scalingnote.distillation.objective import Lesson, StageTwo
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, batch, tower
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import GradCache, Losses
@@ -57,8 +57,8 @@ def triplets(made: StageOne, rows: int, *, packed: bool = False) -> Triplets:
     columns = ([row[name] for row in texts] for name in ("title", "topic", "content"))
     queries = made.towers.query.prompt.rows([row["content"][:20] for row in texts[:rows]])
     return Triplets(
-        queries=tower.collate(queries, pad=0, packed=packed),
-        documents=tower.collate(made.towers.document.prompt.rows(*columns), pad=0, packed=packed),
+        queries=batch.collate(queries, pad=0, packed=packed),
+        documents=batch.collate(made.towers.document.prompt.rows(*columns), pad=0, packed=packed),
         query_ids=torch.arange(rows),
         document_ids=torch.arange(2 * rows),
         known_positives=torch.arange(rows)[:, None],

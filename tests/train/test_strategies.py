@@ -15,9 +15,9 @@ import ranks
 import tiny
 from scalingnote.errors import ConfigError
 from scalingnote.losses import Temperature
-from scalingnote.models import backbone, dual_encoder, tower
+from scalingnote.models import backbone, batch, dual_encoder
+from scalingnote.models.batch import Batch
 from scalingnote.models.config import Lora
-from scalingnote.models.tower import Batch
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import gather, rank, shares, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
@@ -95,8 +95,8 @@ def share(made: Contrast, step: int) -> Pairs:
     queries = made.towers.query.prompt.rows([row["content"][:20] for row in documents])
     encoded = made.towers.document.prompt.rows(*columns)
     return Pairs(
-        tower.collate(queries, pad=made.towers.query.pad),
-        tower.collate(encoded, pad=made.towers.document.pad),
+        batch.collate(queries, pad=made.towers.query.pad),
+        batch.collate(encoded, pad=made.towers.document.pad),
     )
 
 

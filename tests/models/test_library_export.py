@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import families
 import tiny
 from scalingnote.encode.encoder import Encoder
-from scalingnote.models import layout, tower
+from scalingnote.models import library_export, tower
 from scalingnote.models.config import PAPER_PROMPT, Lora
 from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, SpecialTokens
 
@@ -40,7 +40,7 @@ def saved(path: Path, family: str, role: str, **more: object) -> Path:
 
 def texts(folder: Path) -> list[str]:
     facts = json.loads((folder / "tower.json").read_text())
-    written = layout.layout(facts["prompt"], causal=facts["causal"])
+    written = library_export.document_layout(facts["prompt"], causal=facts["causal"])
     return [written.format(**row) for row in pa.table(ROWS).to_pylist()]
 
 
@@ -132,18 +132,18 @@ def sentencepiece_like(scheme: str) -> Tokenizer:
 @pytest.mark.parametrize("scheme", ["prepend", "first", "always", "never"])
 def test_tokenizers_that_mark_words_read_a_layout_as_the_prompt_does(scheme: str, causal: bool):
     raw = sentencepiece_like(scheme)
-    layout.separate(raw)
-    layout.separate(raw)
+    library_export.split_at_boundary(raw)
+    library_export.split_at_boundary(raw)
     special = SpecialTokens(pad=0, end=2, first=1)
     prompt = DocumentPrompt(raw, special, template=PAPER_PROMPT, max_length=300, causal=causal)
-    made = layout.tokenizer_for(
+    made = library_export.export_tokenizer(
         PAPER_PROMPT,
         PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", bos_token="<s>"),
         special,
         causal=causal,
         max_length=300,
     )
-    assert layout.agrees(made, prompt, PAPER_PROMPT, causal=causal)
+    assert library_export.layout_agrees(made, prompt, PAPER_PROMPT, causal=causal)
 
 
 def test_a_tokenizer_that_joins_the_pieces_is_noticed():
@@ -151,5 +151,5 @@ def test_a_tokenizer_that_joins_the_pieces_is_noticed():
     special = SpecialTokens(pad=0, end=2, first=None)
     prompt = DocumentPrompt(raw, special, template=PAPER_PROMPT, max_length=300, causal=True)
     plain = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>")
-    made = layout.tokenizer_for(PAPER_PROMPT, plain, special, causal=True, max_length=300)
-    assert not layout.agrees(made, prompt, PAPER_PROMPT, causal=True)
+    made = library_export.export_tokenizer(PAPER_PROMPT, plain, special, causal=True, max_length=300)
+    assert not library_export.layout_agrees(made, prompt, PAPER_PROMPT, causal=True)

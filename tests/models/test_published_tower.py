@@ -20,12 +20,13 @@ import families
 from published import CONTENTS, PROMPTS, QUERIES, TEXTS, TITLES, folder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
-from scalingnote.models import dual_encoder, native, native_tower, tower
+from scalingnote.models import dual_encoder, published_model, published_tower, tower
+from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Pretrained, Scratch, TowerConfig
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.library_tower import LibraryTower
 from scalingnote.models.prompt import DocumentPrompt
-from scalingnote.models.tower import Tower, collate
+from scalingnote.models.published_tower import LibraryTower
+from scalingnote.models.tower import Tower
 from scalingnote.train import tokens
 
 CLOSE = 1e-5
@@ -58,9 +59,9 @@ def config(path: Path, **more: Any) -> TowerConfig:
     return TowerConfig(backbone=Pretrained(path=str(path)), pooling="auto", max_length=24, **more)
 
 
-def build(path: Path, role: native.Role, **more: Any) -> Tower:
-    length = native_tower.longest(native.read(path, role))
-    return native_tower.build(
+def build(path: Path, role: published_model.Role, **more: Any) -> Tower:
+    length = published_tower.token_limit(published_model.read(path, role))
+    return published_tower.build(
         config(path, **more).model_copy(update={"max_length": length}), role=role, dim=None
     )
 
@@ -73,14 +74,14 @@ def ours(made: Any) -> ndarray:
     return encoder.encode_documents(pa.table(columns))["summary"]
 
 
-def theirs(path: Path, role: native.Role) -> ndarray:
+def theirs(path: Path, role: published_model.Role) -> ndarray:
     model = SentenceTransformer(str(path), device="cpu")
     return model.encode_query(QUERIES) if role == "query" else model.encode_document(TEXTS)
 
 
 @pytest.mark.parametrize("role", ["query", "document"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_embeddings_are_those_of_sentence_transformers(kind: str, role: native.Role, tmp_path: Path):
+def test_embeddings_are_those_of_sentence_transformers(kind: str, role: published_model.Role, tmp_path: Path):
     path = folder(tmp_path, **KINDS[kind])
     expected = theirs(path, role)
     tower = build(path, role)
@@ -134,7 +135,7 @@ def test_a_module_that_is_not_known_is_run_by_its_library(tmp_path: Path, caplog
     model = SentenceTransformer(str(path), device="cpu")
     model.insert(2, LayerNorm(32))
     model.save(str(tmp_path / "odd"), create_model_card=False)
-    found = native.read(tmp_path / "odd", "document")
+    found = published_model.read(tmp_path / "odd", "document")
     assert found.unknown == "LayerNorm"
     with pytest.raises(ConfigError, match="cannot be trained"):
         build(tmp_path / "odd", "document")
@@ -150,7 +151,7 @@ def test_a_module_that_is_not_known_is_run_by_its_library(tmp_path: Path, caplog
 def test_a_plain_folder_needs_a_pooling(tmp_path: Path):
     path = families.folder(tmp_path / "plain", "bert")
     with pytest.raises(ConfigError, match=r"no modules\.json.*set pooling to one of cls, mean"):
-        native.read(path, "query")
+        published_model.read(path, "query")
     tower = build_named(path, "mean", normalise=True)
     assert tower.native.pooling == ("mean",)
     assert np.allclose(np.linalg.norm(ours(tower), axis=1), 1, atol=CLOSE)
@@ -158,7 +159,7 @@ def test_a_plain_folder_needs_a_pooling(tmp_path: Path):
 
 def build_named(path: Path, pooling: str, **more: Any) -> Any:
     made = TowerConfig(backbone=Pretrained(path=str(path)), pooling=pooling, max_length=24, **more)  # type: ignore[arg-type]
-    return native_tower.build(made, role="query", dim=None)
+    return published_tower.build(made, role="query", dim=None)
 
 
 def test_a_config_goes_before_the_files(tmp_path: Path):
@@ -168,7 +169,7 @@ def test_a_config_goes_before_the_files(tmp_path: Path):
     model = SentenceTransformer(str(path), device="cpu")
     tokens = model.encode(["ask: tensors"], output_value="token_embeddings")[0]
     np.testing.assert_allclose(ours(tower)[-1], tokens[0].numpy(), atol=CLOSE)
-    drawn = native_tower.build(config(path, projection="random"), role="query", dim=12)
+    drawn = published_tower.build(config(path, projection="random"), role="query", dim=12)
     assert ours(drawn).shape == (len(QUERIES), 12)
 
 
@@ -255,15 +256,15 @@ def test_what_cannot_be_honoured_is_an_error(spoil: Any, complaint: str, tmp_pat
 def test_errors_name_the_knob(tmp_path: Path):
     path = folder(tmp_path)
     with pytest.raises(ConfigError, match="neither a folder nor a model"):
-        native.read(tmp_path / "nowhere", "query")
+        published_model.read(tmp_path / "nowhere", "query")
     with pytest.raises(ConfigError, match=r"32 dimensions, but 128 are wanted: set train\.dim to 32"):
-        native_tower.build(config(path), role="query", dim=128)
+        published_tower.build(config(path), role="query", dim=128)
     with pytest.raises(ConfigError, match="lower it"):
-        native_tower.build(config(path).model_copy(update={"max_length": 100}), role="query", dim=None)
+        published_tower.build(config(path).model_copy(update={"max_length": 100}), role="query", dim=None)
     with pytest.raises(ConfigError, match="alone takes"):
-        native_tower.build(config(path, prefix="word " * 40), role="query", dim=None)
+        published_tower.build(config(path, prefix="word " * 40), role="query", dim=None)
     with pytest.raises(ConfigError, match=r"set query\.backbone\.kind to pretrained"):
-        native.of_config(TowerConfig(backbone=Scratch(), pooling="auto"), "query")
+        published_model.of_config(TowerConfig(backbone=Scratch(), pooling="auto"), "query")
     with pytest.raises(ValueError, match="need a published model"):
         TowerConfig(prefix="query: ")
 

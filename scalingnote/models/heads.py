@@ -1,0 +1,354 @@
+"""From hidden states to outputs: pooling, projections, a published model's layers, and term weights.
+
+    pooling      flat [tokens, hidden], lengths [rows]    -> [rows, width]
+    Projection   [..., hidden]                            -> [..., dim]        W, no bias
+    Head         pooled [rows, width] -> dense layers, activations, normalisation -> [rows, dim]
+    SparseHead   hidden [tokens, hidden]                  -> [rows, vocabulary]
+
+Everything but the logits of the sparse head is computed in float32, whatever the weights are stored in.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn import functional as F
+
+from scalingnote.errors import ConfigError
+from scalingnote.models.published_model import Step
+
+
+class Projection(nn.Linear):
+    """The linear map W without bias from pooled states to embeddings (ScalingNote, Eq. 3, 4, 14).
+
+    The result is float32 whatever the weight is stored in, because losses compare small differences. The
+    weight is cast in this forward pass and not by the caller: ZeRO-3 gathers it for this pass only.
+    """
+
+    def __init__(self, hidden: int, dim: int) -> None:
+        super().__init__(hidden, dim, bias=False)
+
+    def forward(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
+        """Return float32 embeddings. Callers disable autocast, which would round them to half precision."""
+        return F.linear(states.float(), self.weight.float())
+
+
+def draw_weights(layer: nn.Linear, seed: int) -> None:
+    """Draw the weight from N(0, 1 / in_features) with `seed` alone, so that other layers have no effect."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        layer.weight.normal_(0.0, layer.in_features**-0.5, generator=generator)
+
+
+def pool(
+    states: Float[Tensor, "tokens hidden"],
+    lengths: Int[Tensor, " rows"],
+    modes: Sequence[str],
+    *,
+    skip: int = 0,
+) -> Float[Tensor, "rows width"]:
+    """Pool the states of each row, as sentence-transformers' Pooling does; sums are in float32.
+
+    Args:
+        states: hidden states of all rows end to end, without padding.
+        lengths: number of tokens of each row.
+        modes: names of :data:`scalingnote.models.published_model.MODES`. Results of several modes are
+            concatenated: width = modes x hidden.
+        skip: tokens at the start of each row, those of its prefix, that all modes but "last" ignore.
+    """
+    ends = lengths.cumsum(0)
+    starts = ends - lengths
+    first, last = states[starts + torch.where(lengths > skip, skip, 0)].float(), states[ends - 1].float()
+    if set(modes) <= {"cls", "last"}:
+        return torch.cat([last if mode == "last" else first for mode in modes], dim=1)
+    row = torch.arange(len(lengths), device=states.device).repeat_interleave(lengths)
+    position = torch.arange(len(states), device=states.device) - starts[row]
+    states, counts = states.float(), lengths
+    if skip:
+        kept = position >= skip
+        states, row, position = states[kept], row[kept], position[kept]
+        counts = (lengths - skip).clamp(min=0)
+    divisors = counts.clamp(min=1)[:, None]
+    pooled = []
+    for mode in modes:
+        match mode:
+            case "last":
+                pooled.append(last)
+            case "cls":
+                pooled.append(first)
+            case "mean":
+                pooled.append(_row_sums(states, row, counts) / divisors)
+            case "mean_sqrt_length":
+                pooled.append(_row_sums(states, row, counts) / divisors.sqrt())
+            case "weighted_mean":  # weights are positions, counted from 1
+                weights = (position + 1).float()[:, None]
+                total = _row_sums(weights, row, counts).clamp(min=1e-9)
+                pooled.append(_row_sums(states * weights, row, counts) / total)
+            case "max":
+                pooled.append(torch.segment_reduce(states, "max", lengths=counts))
+            case _:
+                raise ValueError(f"unknown pooling mode {mode!r}")
+    return torch.cat(pooled, dim=1)
+
+
+def _row_sums(
+    values: Float[Tensor, "tokens width"], row: Int[Tensor, " tokens"], lengths: Int[Tensor, " rows"]
+) -> Float[Tensor, "rows width"]:
+    if values.is_cuda:  # index_add is not deterministic there
+        return torch.segment_reduce(values, "sum", lengths=lengths)
+    # Six times as fast as segment_reduce on a CPU (8,192 tokens of 384, one thread).
+    return torch.zeros(len(lengths), values.shape[1]).index_add(0, row, values)
+
+
+# Activations without parameters, by the last part of the dotted name in a Dense module's config.
+_ACTIVATIONS = {
+    name: getattr(nn, name) for name in ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReLU")
+}
+
+
+class Dense(nn.Linear):
+    """A Dense module of sentence-transformers: a linear layer, an activation, an optional residual."""
+
+    def __init__(self, settings: dict[str, Any], *, residual: bool = False) -> None:
+        """`settings` is the module's config.json; ConfigError if the activation is not supported."""
+        super().__init__(settings["in_features"], settings["out_features"], bias=settings.get("bias", True))
+        name = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+        if not name.startswith("torch.nn.") or name.rpartition(".")[2] not in _ACTIVATIONS:
+            raise ConfigError(
+                f"a dense layer's activation is {name}, which is none of torch.nn's {', '.join(_ACTIVATIONS)}"
+            )
+        self.activation: nn.Module = _ACTIVATIONS[name.rpartition(".")[2]]()
+        self.settings = settings
+        self.residual = nn.Linear(self.in_features, self.out_features, bias=False) if residual else None
+
+    def forward(self, states: Float[Tensor, "... in"]) -> Float[Tensor, "... out"]:
+        """Return float32 embeddings of pooled states."""
+        bias = None if self.bias is None else self.bias.float()
+        out: Tensor = self.activation(F.linear(states.float(), self.weight.float(), bias))
+        if self.settings.get("use_residual"):
+            out = out + (states if self.residual is None else self.residual(states))
+        return out
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights under the names of a Dense module's file."""
+        names = {"weight": "linear.weight", "bias": "linear.bias", "residual.weight": "residual.weight"}
+        return {names[name]: value.detach().contiguous() for name, value in self.state_dict().items()}
+
+
+class Normalise(nn.Module):
+    """L2 normalisation of embeddings."""
+
+    def forward(self, states: Float[Tensor, "... dim"]) -> Float[Tensor, "... dim"]:
+        """Divide each row by its length."""
+        return F.normalize(states, dim=-1)
+
+
+class Head(nn.Sequential):
+    """The dense layers and normalisations of a published model, in its order."""
+
+    def __init__(self, layers: Sequence[nn.Module], *, hidden: int, keep: int | None = None) -> None:
+        """`hidden` is the width of pooled states; `keep` the number of leading dimensions kept, or None."""
+        super().__init__(*layers)
+        dense = [layer for layer in layers if isinstance(layer, Dense)]
+        self.hidden, self.keep, self.dim = hidden, keep, dense[-1].out_features if dense else hidden
+        if dense and dense[0].in_features != hidden:
+            raise ConfigError(
+                f"pooled states have {hidden} dimensions, but the model's dense layer reads "
+                f"{dense[0].in_features}: leave pooling at auto, or set projection to none"
+            )
+        if keep is not None:
+            self.dim = min(self.dim, keep)
+
+    def forward(self, pooled: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
+        """Return float32 embeddings. Callers disable autocast, which would round them to half precision."""
+        out = pooled.float()
+        for layer in self:
+            out = layer(out)
+        return out if self.keep is None else out[..., : self.keep]
+
+
+def read_head(steps: Sequence[Step], *, hidden: int, keep: int | None = None) -> Head:
+    """Read the head of a published model; ConfigError if a dense layer's files are missing or mismatched."""
+    return Head([_read_layer(step) for step in steps], hidden=hidden, keep=keep)
+
+
+def random_dense(hidden: int, dim: int, *, seed: int) -> Dense:
+    """Return a dense layer without bias and activation, with random weights."""
+    settings = {
+        "in_features": hidden,
+        "out_features": dim,
+        "bias": False,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }
+    dense = Dense(settings)
+    draw_weights(dense, seed)
+    return dense
+
+
+def _read_layer(step: Step) -> nn.Module:
+    if step.folder is None:
+        return Normalise()
+    path = step.folder / "model.safetensors"
+    try:
+        settings = json.loads((step.folder / "config.json").read_text(encoding="utf-8"))
+        weights = load_file(path)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{step.folder} is a dense layer without {Path(error.filename or path).name}: weights are read "
+            "from safetensors only, so fetch the model anew, or convert it"
+        ) from None
+    dense = Dense(settings, residual="residual.weight" in weights)
+    try:
+        dense.load_state_dict({name.removeprefix("linear."): value for name, value in weights.items()})
+    except RuntimeError as error:
+        raise ConfigError(f"{path} does not hold the weights of its config.json: {error}") from None
+    return dense
+
+
+MAX_LOGITS = 1 << 23  # numbers in a chunk of logits: 32 MB in float32
+_CHUNK_TOKENS, _CHUNK_POSITIONS = 2048, 256  # large enough for a matrix product at full speed
+_CHUNK_COLUMNS = 16_384  # terms per chunk of the backward pass
+
+
+class SparseHead(nn.Module):
+    """Term weights of documents from a language-model head (LightRetriever, section 2.3).
+
+        weight[row, term] = log(1 + relu(max over the row's places of logit[place, term]))
+
+    The head is the checkpoint's own, or the rows of the input table. The maximum is taken before relu and
+    log, which are monotonic (Eq. 12 of its appendix A.5), and is fused with the projection: the full
+    [tokens, vocabulary] logits are never in memory.
+    """
+
+    def __init__(self, own: Float[Tensor, "vocabulary hidden"] | None) -> None:
+        super().__init__()
+        self.own: nn.Linear | None = None
+        if own is not None:
+            self.own = nn.Linear(own.shape[1], own.shape[0], bias=False, device="meta")
+            self.own.weight = nn.Parameter(own)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        places: Int[Tensor, "rows longest"],
+        table: nn.Parameter,
+    ) -> Float[Tensor, "rows vocabulary"]:
+        """Return non-negative term weights; a row without places has none.
+
+        Args:
+            hidden: states of all rows end to end.
+            places: indices into `hidden` of the tokens that count in each row; -1 is no token.
+            table: the backbone's input table, the head if there is no own one.
+        """
+        weight = _full_tensor(table if self.own is None else self.own.weight)
+        return torch.log1p(torch.relu(project_then_max(hidden, places, weight)))
+
+
+def project_then_max(
+    hidden: Float[Tensor, "tokens hidden"],
+    places: Int[Tensor, "rows longest"],
+    weight: Float[Tensor, "vocabulary hidden"],
+    *,
+    max_logits: int = MAX_LOGITS,
+) -> Float[Tensor, "rows vocabulary"]:
+    """Return the maximum of each logit over a row's places, at least in float32; -inf for no places.
+
+    Among equal logits the first place wins and alone gets the gradient.
+
+    Args:
+        hidden: states of all rows end to end.
+        places: indices into `hidden`; -1 is no token.
+        weight: rows of the language-model head.
+        max_logits: size of the chunks in which logits are computed.
+    """
+    out: Tensor = _ProjectThenMax.apply(hidden, places, weight, max_logits)  # type: ignore[no-untyped-call]
+    return out
+
+
+def strongest(
+    weights: Float[Tensor, "rows vocabulary"], k: int
+) -> tuple[Int[Tensor, "rows k"], Float[Tensor, "rows k"]]:
+    """Return the k terms of largest weight of each row and their weights, of which some may be 0."""
+    top = weights.topk(min(k, weights.shape[1]), dim=1)
+    return top.indices, top.values
+
+
+class _ProjectThenMax(torch.autograd.Function):
+    """Stores the winning place of each term (2 or 4 bytes); the backward pass is two sparse products."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, places: Tensor, weight: Tensor, max_logits: int) -> Tensor:
+        device = hidden.device.type
+        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        (rows, longest), vocabulary = places.shape, len(weight)
+        best = torch.full((rows, vocabulary), -torch.inf, dtype=wide, device=hidden.device)
+        small = torch.int16 if longest <= torch.iinfo(torch.int16).max else torch.int32
+        winner = torch.zeros((rows, vocabulary), dtype=small, device=hidden.device)
+        span = min(longest, _CHUNK_POSITIONS)
+        height = max(_CHUNK_TOKENS // span, 1)
+        width = max(max_logits // (height * span), 1)
+        for left in range(0, vocabulary, width):
+            part = slice(left, left + width)
+            columns = weight[part].to(low).T
+            for top in range(0, rows, height):
+                for first in range(0, longest, span):
+                    chosen = places[top : top + height, first : first + span]
+                    logits = hidden[chosen.clamp(min=0)].to(low) @ columns
+                    logits.masked_fill_((chosen < 0)[:, :, None], -torch.inf)
+                    values, at = logits.max(dim=1)
+                    block = (slice(top, top + height), part)
+                    better = values > best[block]
+                    best[block] = torch.where(better, values.to(wide), best[block])
+                    winner[block] = torch.where(better, (at + first).to(small), winner[block])
+        ctx.save_for_backward(hidden, places, weight, winner)
+        return best
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, places, weight, winner = ctx.saved_tensors
+        of_hidden, of_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
+        with torch.autocast(hidden.device.type, enabled=False):
+            states = hidden.to(grad.dtype)
+            to_hidden = torch.zeros_like(states) if of_hidden else None
+            to_weight = torch.zeros(weight.shape, dtype=grad.dtype, device=grad.device) if of_weight else None
+            for left in range(0, len(weight), _CHUNK_COLUMNS):
+                part = slice(left, left + _CHUNK_COLUMNS)
+                piece = grad[:, part]
+                row, column = piece.nonzero(as_tuple=True)
+                token = places[row, winner[:, part][row, column].long()]
+                kept = token >= 0
+                row, column, token = row[kept], column[kept], token[kept]
+                # index_add_ of rows of [terms, hidden] was 14 times slower (two cores).
+                shares = torch.sparse_coo_tensor(
+                    torch.stack([token, column]),
+                    piece[row, column],
+                    (len(states), piece.shape[1]),
+                    check_invariants=False,
+                )
+                if to_hidden is not None:
+                    to_hidden += torch.sparse.mm(shares, weight[part].to(grad.dtype))
+                if to_weight is not None:
+                    to_weight[part] = torch.sparse.mm(shares.t(), states)
+        return (
+            None if to_hidden is None else to_hidden.to(hidden.dtype),
+            None,
+            None if to_weight is None else to_weight.to(weight.dtype),
+            None,
+        )
+
+
+def _full_tensor(weight: Tensor) -> Tensor:
+    """Gather a weight that fsdp2 shards; its gradient is averaged over ranks like that of other weights."""
+    if not isinstance(weight, DTensor):
+        return weight
+    full: Tensor = weight.full_tensor(grad_placements=[Partial("avg")])
+    return full

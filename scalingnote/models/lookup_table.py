@@ -1,0 +1,366 @@
+"""A lookup table on disk, its rows for token features, and the word tokenizer of queries. Needs no torch.
+
+    tower.json         settings: dim, tokens, storage, weighting, digests of what the rows were computed from
+    tokenizer.json     text -> token ids, which are row numbers
+    table.npy          [tokens + features, dim], memory-mapped
+    scales.npy         [tokens + features], of int8 storage: the factor of each row
+    token_weights.npy  [tokens + features], if weights were learnt
+    feature_keys.npy   [features], if token pairs or end tokens have rows
+    attention.npy      [2, dim, dim], if rows attend to each other: the score and the output matrix
+
+The embedding of a query is sum(weight x row) / sum(weight) over its tokens and features. The embedding of a
+query without tokens is the mean of the token rows.
+
+Features: a mean of token rows contains neither word order nor position. Rows for "how to", or for "who" as
+the first token, add both at the cost of a few more rows per query. Only features that occur in the training
+texts have rows, so an unseen pair changes nothing.
+"""
+
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Float32, Int, Int64, Shaped
+from numpy import ndarray
+from tokenizers import Tokenizer
+
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models.prompt import cut_characters, tokenize
+
+MIN_FEATURE_TEXTS = 2  # training texts that a feature must occur in
+FREQUENCY_SMOOTHING = 3e-4  # share of all tokens at which a start weight is one half (Arora et al. 2017, SIF)
+FEATURE_WEIGHT = 0.5  # start weight of features
+
+
+class LookupFeatures:
+    """Token pairs and end tokens that have rows, in the order of their rows."""
+
+    ENDS = 4  # end tokens of a query at most: first, second, last but one and last
+
+    def __init__(self, keys: Int64[ndarray, " features"], *, tokens: int) -> None:
+        """`keys` are of :func:`frequent_features`; row `tokens + i` of the table belongs to ``keys[i]``."""
+        self.keys, self.tokens = keys, tokens
+        self._rows = {key: tokens + row for row, key in enumerate(keys.tolist())}
+        # A kind of feature without any row is not looked up.
+        self._bigrams = bool(len(keys)) and int(keys.min()) < tokens * tokens
+        self._ends = bool(len(keys)) and int(keys.max()) >= tokens * tokens
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def extend(self, ids: Sequence[int]) -> list[int]:
+        """Return token ids followed by the row numbers of their features."""
+        extended = [*ids]
+        rows, tokens = self._rows, self.tokens
+        if self._bigrams:
+            for first, second in pairwise(ids):
+                row = rows.get(first * tokens + second)
+                if row is not None:
+                    extended.append(row)
+        if self._ends:
+            for key in _end_keys(ids, tokens):
+                row = rows.get(key)
+                if row is not None:
+                    extended.append(row)
+        return extended
+
+
+def frequent_features(
+    texts: Iterable[Sequence[int]], *, tokens: int, bigrams: int, ends: bool
+) -> Int64[ndarray, " features"]:
+    """Return the keys of features in at least :data:`MIN_FEATURE_TEXTS` texts, most frequent first.
+
+    Args:
+        texts: token ids of each text.
+        tokens: size of the vocabulary.
+        bigrams: largest number of pairs.
+        ends: whether end tokens are features.
+    """
+    pairs: Counter[int] = Counter()
+    at_ends: Counter[int] = Counter()
+    for ids in texts:
+        if bigrams:
+            pairs.update({first * tokens + second for first, second in pairwise(ids)})
+        if ends:
+            at_ends.update(set(_end_keys(ids, tokens)))
+    return np.array([*_most_frequent(pairs)[:bigrams], *_most_frequent(at_ends)], np.int64)
+
+
+def start_weights(counts: Int64[ndarray, " tokens"], features: LookupFeatures) -> Float32[ndarray, " rows"]:
+    """Return the start weights of rows: smoothed inverse frequencies of tokens, then FEATURE_WEIGHT.
+
+    Args:
+        counts: occurrences of each token in the training texts.
+        features: their rows follow those of the tokens.
+    """
+    weights = FREQUENCY_SMOOTHING / (FREQUENCY_SMOOTHING + counts / max(int(counts.sum()), 1))
+    return np.concatenate([weights, np.full(len(features), FEATURE_WEIGHT)]).astype(np.float32)
+
+
+def is_bigram(keys: Int64[ndarray, " features"], *, tokens: int) -> ndarray:
+    """Return which features are pairs; the others are end tokens."""
+    pairs: ndarray = keys < tokens * tokens
+    return pairs
+
+
+def _end_keys(ids: Sequence[int], tokens: int) -> list[int]:
+    """Return the keys of end tokens, which are larger than those of all pairs.
+
+    They are the first and last token, and of two or more tokens also the second and the last but one.
+    """
+    if not ids:
+        return []
+    base = tokens * tokens
+    keys = [base + ids[0], base + tokens + ids[-1]]
+    if len(ids) > 1:
+        keys += [base + 2 * tokens + ids[1], base + 3 * tokens + ids[-2]]
+    return keys
+
+
+def _most_frequent(counts: Counter[int]) -> list[int]:
+    """Return keys by falling count, then by key, so that the order does not depend on the input order."""
+    kept = [(-count, key) for key, count in counts.items() if count >= MIN_FEATURE_TEXTS]
+    return [key for _, key in sorted(kept)]
+
+
+Storage = Literal["float32", "float16", "int8"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The content of a lookup tower's folder."""
+
+    values: Shaped[ndarray, "rows dim"]
+    tokenizer_json: str
+    max_length: int
+    scales: Float32[ndarray, " rows"] | None = None
+    token_weights: Float32[ndarray, " rows"] | None = None
+    attention: Float32[ndarray, "2 dim dim"] | None = None
+    feature_keys: Int64[ndarray, " features"] | None = None
+    made_from: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the rows were computed from (weights, adapter, instruction...) but the tokenizer."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens; each has a row."""
+        return len(self.values) - (0 if self.feature_keys is None else len(self.feature_keys))
+
+    @property
+    def features(self) -> LookupFeatures | None:
+        """Features with rows after those of the tokens; None: there are none."""
+        return None if self.feature_keys is None else LookupFeatures(self.feature_keys, tokens=self.tokens)
+
+    def mean_row(self) -> Float32[ndarray, " dim"]:
+        """Return the embedding of a query without tokens; all rows of tokens are read."""
+        mean: ndarray = self.rows(slice(self.tokens)).mean(axis=0)
+        return mean
+
+    def rows(self, numbers: Int[ndarray, "..."] | slice = slice(None)) -> Float32[ndarray, "... dim"]:
+        """Return rows in float32."""
+        return dequantize_rows(self.values[numbers], None if self.scales is None else self.scales[numbers])
+
+    def write(self, folder: Path) -> None:
+        """Write the folder; equal tables give equal bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = {
+            "table": self.values,
+            "scales": self.scales,
+            "token_weights": self.token_weights,
+            "attention": self.attention,
+            "feature_keys": self.feature_keys,
+        }
+        for name, array in arrays.items():
+            if array is not None:
+                (folder / f"{name}.npy").write_bytes(npy_bytes(array))
+        (folder / "tokenizer.json").write_text(self.tokenizer_json, encoding="utf-8")
+        facts = {
+            "kind": "lookup",
+            "role": "query",
+            "dim": self.values.shape[1],
+            "views": ["query"],
+            "max_length": self.max_length,
+            "tokens": self.tokens,
+            "storage": str(self.values.dtype),
+            "weighting": "mean" if self.token_weights is None else "learned",
+            "attention": self.attention is not None,
+            "features": 0 if self.feature_keys is None else len(self.feature_keys),
+            "digest_of": {"tokenizer": _sha256(self.tokenizer_json.encode()), **self.made_from},
+        }
+        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Table":
+        """Read a folder, its rows memory-mapped.
+
+        Raises ArtifactError if it holds no table, or one that does not match its other files.
+        """
+        try:
+            facts: dict[str, Any] = json.loads((folder / "tower.json").read_text())
+            if facts.get("kind") != "lookup":
+                raise ArtifactError(f"{folder} is no lookup tower but a {facts.get('kind', 'transformer')}")
+            tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            values = np.load(folder / "table.npy", mmap_mode="r", allow_pickle=False)
+            optional = {
+                name: np.load(folder / f"{name}.npy", allow_pickle=False)
+                for name, exists in (
+                    ("scales", facts["storage"] == "int8"),
+                    ("token_weights", facts["weighting"] == "learned"),
+                    ("attention", facts["attention"]),
+                    ("feature_keys", facts.get("features")),
+                )
+                if exists
+            }
+        except FileNotFoundError as error:
+            raise ArtifactError(f"{folder} is not a lookup tower: {error.filename} is missing") from None
+        except KeyError as error:
+            raise ArtifactError(
+                f"{folder}/tower.json does not say {error}: another version wrote it, make the tower anew"
+            ) from None
+        rows = facts["tokens"] + facts.get("features", 0)
+        if len(values) != rows:
+            raise ArtifactError(
+                f"{folder}/table.npy has {len(values):,} rows for {rows:,} tokens and features: "
+                "another version wrote it, make the tower anew"
+            )
+        if _sha256(tokenizer.encode()) != facts["digest_of"]["tokenizer"]:
+            raise ArtifactError(f"{folder}: tokenizer.json is not the one the table was made for: restore it")
+        return cls(
+            values,
+            tokenizer,
+            facts["max_length"],
+            made_from={name: value for name, value in facts["digest_of"].items() if name != "tokenizer"},
+            **optional,
+        )
+
+
+def quantize_rows(
+    rows: Float[ndarray, "rows dim"], storage: Storage
+) -> tuple[Shaped[ndarray, "rows dim"], Float32[ndarray, " rows"] | None]:
+    """Convert rows to the number format in which they are stored.
+
+    Args:
+        rows: float rows.
+        storage: the number format. int8 scales a row so that its largest magnitude is 127: a value is off by
+            half a scale at most.
+
+    Returns:
+        The stored rows, and of int8 the scale of each row.
+
+    Raises:
+        ConfigError: a finite value is too large for float16.
+    """
+    largest, limit = np.abs(rows).max(initial=0.0), float(np.finfo(np.float16).max)
+    if storage == "float16" and limit < largest < np.inf:
+        raise ConfigError(
+            f"rows of the lookup table reach {largest:.3g}, float16 holds {limit:.0f}: set storage to "
+            "float32 where the tower is configured (train.query.storage, distill.student.storage)"
+        )
+    if storage != "int8":
+        return np.ascontiguousarray(rows, dtype=storage), None
+    scales = (np.abs(rows).max(axis=1, initial=0.0) / 127).astype(np.float32)
+    values = np.rint(rows / np.where(scales > 0, scales, 1)[:, None])
+    return values.clip(-127, 127).astype(np.int8), scales
+
+
+def dequantize_rows(
+    values: Shaped[ndarray, "... dim"], scales: Float32[ndarray, "..."] | None
+) -> Float32[ndarray, "... dim"]:
+    """Return the result of :func:`quantize_rows` in float32."""
+    rows = np.asarray(values, dtype=np.float32)
+    return rows if scales is None else rows * scales[..., None]
+
+
+def npy_bytes(array: ndarray) -> bytes:
+    """Return an array as the content of a .npy file; equal arrays give equal bytes."""
+    out = io.BytesIO()
+    np.save(out, np.ascontiguousarray(array), allow_pickle=False)
+    return out.getvalue()
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+MAX_WORDS = 65_536  # cached words, about 15 MB; a full cache is emptied
+MAX_WORD_CHARACTERS = 40  # longer words are rare and rarely repeated
+MAX_MARKERS = 4  # first characters of added tokens; every text is searched for each
+_NORMALIZERS = ("BertNormalizer", "Lowercase", "NFD", "NFC", "NFKD", "NFKC", "StripAccents")
+_PRE_TOKENIZERS = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
+
+
+class WordTokenizer:
+    """Tokenizes text word by word with a cache: most words cost a dictionary lookup.
+
+    A BERT tokenizer never looks across a space: the tokens of a text are those of its words, end to end. If
+    that does not hold (another kind of tokenizer, an added token in the text, white space other than the
+    space), the text is tokenized as a whole. The tokens are the same in every case.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """`tokenizer` must neither pad nor truncate."""
+        self._tokenizer = tokenizer
+        self._words: dict[str, list[int]] = {}
+        self._markers = _markers(json.loads(tokenizer.to_str()))
+
+    def ids(self, texts: Sequence[str], room: int) -> list[list[int]]:
+        """Return the first `room` token ids of each text, without special tokens."""
+        if self._markers is None:
+            return [ids[:room] for ids in tokenize(self._tokenizer, texts, room)]
+        rows: list[list[int]] = []
+        others: list[int] = []
+        for number, text in enumerate(texts):
+            ids = self._of_words(cut_characters(text, room))
+            if ids is None:
+                others.append(number)
+            rows.append([] if ids is None else ids[:room])
+        if others:
+            missing = tokenize(self._tokenizer, [texts[number] for number in others], room)
+            for number, ids in zip(others, missing, strict=True):
+                rows[number] = ids[:room]
+        return rows
+
+    def _of_words(self, text: str) -> list[int] | None:
+        """Return the ids of all words; None if the text must be tokenized as a whole."""
+        # The space is the only printable character that is white space.
+        if not text.isprintable():
+            return None
+        for marker in self._markers or ():
+            if marker in text:
+                return None
+        text_ids: list[int] = []
+        words = self._words
+        for word in text.split(" "):
+            ids = words.get(word)
+            if ids is None:
+                ids = self._tokenizer.encode(word, add_special_tokens=False).ids
+                if len(word) <= MAX_WORD_CHARACTERS:
+                    if len(words) >= MAX_WORDS:
+                        words.clear()
+                    words[word] = ids
+            text_ids += ids
+        return text_ids
+
+
+def _markers(facts: dict) -> tuple[str, ...] | None:  # type: ignore[type-arg]  # JSON of a tokenizer
+    """Return the first characters of added tokens; None if words cannot be tokenized separately."""
+    normalizer = facts["normalizer"]
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    pre_tokenizer = facts["pre_tokenizer"]
+    if (
+        facts["model"]["type"] != "WordPiece"
+        or pre_tokenizer is None
+        or pre_tokenizer["type"] not in _PRE_TOKENIZERS
+        or any(step["type"] not in _NORMALIZERS for step in steps)
+    ):
+        return None
+    markers = {token["content"][0] for token in facts["added_tokens"]}
+    markers |= {character for marker in markers for character in (marker.lower(), marker.upper())}
+    plain = all(len(marker) == 1 and not marker.isalnum() for marker in markers)
+    return tuple(sorted(markers)) if plain and len(markers) <= MAX_MARKERS else None

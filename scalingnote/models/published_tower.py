@@ -1,0 +1,344 @@
+"""Published embedding models as towers, with their own pooling, dense layers, normalisation and prompt.
+
+    ids        [rows, tokens]        prefix and text, and the special tokens of the tokenizer's post-processor
+    hidden     [tokens, hidden]      backbone, packed if the model family allows it
+    pooled     [rows, width]         heads.pool
+    embeddings [rows, 1, dim]        heads.Head; of length 1 if the model normalises
+
+PublishedTower runs and trains a model itself. LibraryTower lets sentence-transformers run a model with
+settings that this package does not implement; it only encodes. A saved PublishedTower is a
+sentence-transformers folder with the same settings and a ``tower.json``.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, normalizers
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from scalingnote.errors import ConfigError
+from scalingnote.log import get_logger
+from scalingnote.models import backbone as backbones
+from scalingnote.models import library_export, published_model
+from scalingnote.models.backbone import Backbone
+from scalingnote.models.batch import Batch
+from scalingnote.models.config import Pretrained, TowerConfig
+from scalingnote.models.heads import Head, Normalise, pool, random_dense, read_head
+from scalingnote.models.library_folder import Role
+from scalingnote.models.prompt import TextDocuments, TextQueries
+from scalingnote.models.published_model import PublishedModel
+from scalingnote.models.tower import Tower
+
+log = get_logger("models")
+
+
+class PublishedTower(Tower):
+    """A published model as a query or document tower that this package runs and trains."""
+
+    projection: Head  # type: ignore[assignment]
+    prompt: TextQueries | TextDocuments
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        config: TowerConfig,
+        model: PublishedModel,
+        layers: Head,
+        *,
+        role: Role,
+        adapter: str | None = None,
+    ) -> None:
+        """Build a tower on `backbone`; ConfigError if it reads fewer tokens than `config.max_length`.
+
+        Args:
+            backbone: the model's transformer and tokenizer.
+            config: lengths, attention and adapters.
+            model: settings from the published files.
+            layers: the model's layers behind pooling.
+            role: which texts the tower reads.
+            adapter: name of the tower's LoRA weights in the backbone; None: the role.
+        """
+        nn.Module.__init__(self)
+        self._set_backbone(backbone, config, role=role, adapter=adapter)
+        self.projection, self.sparse, self.native, self.dim = layers, None, model, layers.dim
+        self.pad = self.tokenizer.pad_token_id or 0
+        self.prompt = make_prompt(self.tokenizer, model, role, max_length=config.max_length)
+        self._skip = 0 if model.include_prompt else prefix_length(self.tokenizer, model.prefix)
+
+    def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
+        assert not terms, "a published model has no sparse head"
+        batch, order = batch.for_model(pad=self.pad, packed=self.packs)
+        # The mask stays, unlike in our own causal towers: some published decoders attend both ways.
+        states = batch.flatten(self._hidden_states(batch, causal=False))
+        pooled = pool(states, batch.row_lengths, self.native.pooling, skip=self._skip)
+        return self._project(pooled[:, None])[order], None
+
+    def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
+        """Write the tower's folder, which sentence-transformers reads like the published model.
+
+        Adapters are merged or kept as by :meth:`Tower.save`.
+        """
+        base_config = self._save_backbone(folder, merge_adapters=merge_adapters, base=str(self.native.folder))
+        self.tokenizer.save_pretrained(folder)
+        library_export.write_published(
+            folder, self.native, self.projection, role=self.role, max_length=self.config.max_length
+        )
+        facts = {
+            "kind": "native",
+            "role": self.role,
+            "dim": self.dim,
+            "causal": self.causal,
+            "views": list(self.views),
+            "max_length": self.config.max_length,
+            "prompt": self.native.prefix,
+            "pooling": list(self.native.pooling),
+            "normalised": any(isinstance(layer, Normalise) for layer in self.projection),
+            "text": self.prompt.facts,
+            "layers": None if base_config is None else base_config.layers,
+            "sparse": None,
+        }
+        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+
+
+def build(
+    config: TowerConfig,
+    *,
+    role: Role,
+    dim: int | None,
+    seed: int = 0,
+    backbone: Backbone | None = None,
+    adapter: str | None = None,
+) -> Tower:
+    """Build the tower of a published model, ready to train.
+
+    Args:
+        config: names the model and overrides its settings.
+        role: which texts the tower reads.
+        dim: width of the other tower's embeddings; None: the model's own.
+        seed: of a new projection and of adapters.
+        backbone: the model's transformer, if it is already loaded.
+        adapter: name of the adapter that `backbone` already has.
+
+    Raises:
+        ConfigError: the model's width is not `dim`, a setting is missing, or only sentence-transformers can
+            run the model.
+    """
+    model = published_model.of_config(config, role)
+    if model.unknown:
+        raise ConfigError(
+            f"{model.unknown} of {model.source} is not known to scalingnote, so the model cannot be trained: "
+            "the stage adopt encodes with it"
+        )
+    assert isinstance(config.backbone, Pretrained)
+    backbone = backbone or _backbone(model, layers=config.backbone.layers)
+    backbone.tokenizer = tokenizer_of(model)
+    layers = _head(config, model, hidden=backbone.hidden, dim=dim, seed=seed)
+    if dim is not None and layers.dim != dim:
+        raise ConfigError(
+            f"{model.source} gives embeddings of {layers.dim} dimensions, but {dim} are wanted: set "
+            f"train.dim to {layers.dim}, or {role}.projection to random"
+        )
+    if config.lora is not None and adapter is None:
+        from scalingnote.models import adapters  # late, as above
+
+        adapters.add(backbone.model, config.lora, name=role, tokens=[], seed=seed)
+        layers.requires_grad_(config.projection == "random")
+    return PublishedTower(backbone, config, model, layers, role=role, adapter=adapter)
+
+
+def backbone_of(config: TowerConfig, role: Role) -> Backbone:
+    """Load the transformer of a published model, for towers that share it; ConfigError as :func:`build`."""
+    assert isinstance(config.backbone, Pretrained)
+    return _backbone(published_model.of_config(config, role), layers=config.backbone.layers)
+
+
+def load(folder: Path, facts: dict[str, Any]) -> Tower:
+    """Read a folder written by :meth:`PublishedTower.save`; `facts` is its tower.json."""
+    role: Role = facts["role"]
+    model = published_model.read(folder, role)
+    backbone = backbones.load(folder, layers=facts.get("layers"))
+    backbone.causal, backbone.tokenizer = facts["causal"], tokenizer_of(model)
+    config = TowerConfig(
+        backbone=Pretrained(path=str(folder)), pooling="auto", max_length=facts["max_length"]
+    )
+    layers = read_head(model.steps, hidden=backbone.hidden * len(model.pooling), keep=model.truncate_dim)
+    return PublishedTower(backbone, config, model, layers, role=role).eval()
+
+
+def open_published(folder: Path, role: Role) -> Tower:
+    """Load one role of a published model, ready to encode. A folder that we saved is read by :func:`load`.
+
+    Args:
+        folder: a folder that sentence-transformers reads, of a Router or of one model for both roles.
+        role: which texts the tower reads.
+
+    Raises:
+        ConfigError: as :func:`build`, or no file states how many tokens the model reads.
+    """
+    tokens = token_limit(published_model.read(folder, role))
+    config = TowerConfig(backbone=Pretrained(path=str(folder)), pooling="auto", max_length=tokens)
+    return build(config, role=role, dim=None).eval()
+
+
+def prompt_of(config: TowerConfig, *, role: Role) -> TextQueries | TextDocuments:
+    """Return the prompt of a tower of this config without loading weights; ConfigError as :func:`build`."""
+    model = published_model.of_config(config, role)
+    return make_prompt(tokenizer_of(model), model, role, max_length=config.max_length)
+
+
+def token_limit(model: PublishedModel) -> int:
+    """Return how many tokens a published model reads of a text; ConfigError if no file states it."""
+    shell = backbones.shell(model.folder)
+    tokens = model.max_length or tokenizer_of(model).model_max_length
+    tokens = min(tokens, shell.max_positions or tokens)
+    if tokens > 1 << 24:  # transformers' number for "not stated"
+        raise ConfigError(f"no file of {model.source} says how many tokens it reads: set max_length")
+    return int(tokens)
+
+
+def tokenizer_of(model: PublishedModel) -> Any:
+    """Load the tokenizer of a published model with its post-processor, as sentence-transformers does."""
+    kind = {} if model.tokenizer_type is None else {"tokenizer_type": model.tokenizer_type}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.folder, trust_remote_code=False, **kind)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load the tokenizer of {str(model.folder)!r}: {error}") from None
+    if not tokenizer.is_fast:
+        raise ConfigError(f"{str(model.folder)!r} has no fast tokenizer (tokenizer.json): convert it first")
+    raw: Tokenizer = tokenizer.backend_tokenizer
+    if model.lower_case and "Lowercase(" not in repr(raw.normalizer):
+        others = [] if raw.normalizer is None else [raw.normalizer]
+        raw.normalizer = normalizers.Sequence([normalizers.Lowercase(), *others])
+    return tokenizer
+
+
+def make_prompt(
+    tokenizer: Any, model: PublishedModel, role: Role, *, max_length: int
+) -> TextQueries | TextDocuments:
+    """Return the prompt of `role` for a tokenizer; ConfigError if the prefix alone fills `max_length`."""
+    keeps = "left" if tokenizer.truncation_side == "right" else "right"
+    kind: type[TextQueries] | type[TextDocuments] = TextQueries if role == "query" else TextDocuments
+    return kind(
+        tokenizer.backend_tokenizer,
+        prefix=model.prefix,
+        max_length=max_length,
+        keeps=keeps,
+        empty=tokenizer.pad_token_id or 0,
+    )
+
+
+def prefix_length(tokenizer: Any, prefix: str) -> int:
+    """Return how many tokens pooling skips if it skips the prefix.
+
+    As in sentence-transformers: the tokens of the prefix as a text, without the special token at its end.
+    """
+    ids = tokenizer(prefix).input_ids if prefix else []
+    return len(ids) - bool(ids and ids[-1] in tokenizer.all_special_ids)
+
+
+def _backbone(model: PublishedModel, *, layers: int | None) -> Backbone:
+    if not any(model.folder.glob("*.safetensors")):
+        raise ConfigError(
+            f"{model.folder} has no safetensors: weights are read from nothing else, so convert them first"
+        )
+    return backbones.load(model.folder, layers=layers)
+
+
+def _head(config: TowerConfig, model: PublishedModel, *, hidden: int, dim: int | None, seed: int) -> Head:
+    hidden *= len(model.pooling)
+    if config.projection != "random":
+        return read_head(model.steps, hidden=hidden, keep=model.truncate_dim)
+    if dim is None:
+        raise ConfigError("projection=random makes embeddings of any width: give dim")
+    first = random_dense(hidden, dim, seed=seed)
+    return Head([first, *read_head(model.steps, hidden=dim)], hidden=hidden)
+
+
+log = get_logger("models")
+
+
+class LibraryTower(Tower):
+    """A published model as a query or document tower that sentence-transformers runs. It is not trained."""
+
+    prompt: TextQueries | TextDocuments
+
+    def __init__(self, model: PublishedModel, *, role: Role, max_length: int) -> None:
+        """Load `model`, read up to `max_length` tokens; ConfigError if the library cannot load it."""
+        nn.Module.__init__(self)
+        self.library: Any = _library(model)
+        first = self.library[0]
+        self.backbone = (first.sub_modules[role] if hasattr(first, "sub_modules") else self.library)[0].model
+        self.tokenizer, self.native, self.role = tokenizer_of(model), model, role
+        self.config = TowerConfig(
+            backbone=Pretrained(path=str(model.source)), pooling="auto", max_length=max_length
+        )
+        self.sparse, self.packs, self.causal = None, False, False
+        self.pad = self.tokenizer.pad_token_id or 0
+        self.prompt = make_prompt(self.tokenizer, model, role, max_length=max_length)
+        self._skip = prefix_length(self.tokenizer, model.prefix)
+        with torch.inference_mode():
+            row = torch.tensor([self.prompt.row([]).ids or [self.pad]])
+            self.dim = int(self._embed(row, torch.ones_like(row)).shape[1])
+
+    def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
+        assert not terms, "a published model has no sparse head"
+        batch = batch.padded(self.pad)
+        assert batch.mask is not None
+        return self._embed(batch.ids, batch.mask)[:, None].float(), None
+
+    def _embed(self, ids: Tensor, mask: Tensor) -> Tensor:
+        features: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "modality": "text"}
+        if self._skip:
+            features["prompt_length"] = self._skip
+        embeddings: Tensor = self.library(features, task=self.role)["sentence_embedding"]
+        return embeddings[:, : self.native.truncate_dim]  # None keeps all dimensions
+
+    def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
+        """Write the model with its library; both roles get this role's prompt."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.library.prompts = {"query": self.native.prefix, "document": self.native.prefix}
+        self.library.default_prompt_name = self.role if self.native.prefix else None
+        self.library.save(str(folder), create_model_card=False)
+        facts = {
+            "kind": "sentence_transformers",
+            "role": self.role,
+            "dim": self.dim,
+            "views": list(self.views),
+            "max_length": self.config.max_length,
+            "prompt": self.native.prefix,
+            "unknown": self.native.unknown,
+            "text": self.prompt.facts,
+            "sparse": None,
+        }
+        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+        if not (folder / "tokenizer.json").exists():
+            self.tokenizer.save_pretrained(folder)  # the modules of a Router have their own
+
+    @classmethod
+    def load(cls, folder: Path) -> "LibraryTower":
+        """Read a folder written by :meth:`save`."""
+        facts = json.loads((folder / "tower.json").read_text())
+        model = published_model.read(folder, facts["role"])
+        return cls(model, role=facts["role"], max_length=facts["max_length"]).eval()
+
+
+def _library(model: PublishedModel) -> Any:
+    from sentence_transformers import SentenceTransformer  # late: takes seconds, and few models need it
+
+    log.warning(
+        "%s of %s is not known to scalingnote; sentence-transformers encodes it, without packing",
+        model.unknown,
+        model.source,
+    )
+    try:
+        return SentenceTransformer(
+            str(model.source),
+            device="cpu",
+            trust_remote_code=False,
+            model_kwargs={"dtype": torch.float32, "use_safetensors": True},
+        ).eval()
+    except (OSError, ValueError, ImportError, TypeError) as error:
+        raise ConfigError(f"sentence-transformers cannot load {str(model.source)!r}: {error}") from None
