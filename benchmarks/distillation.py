@@ -25,7 +25,7 @@ from benchmarks import teacher
 from benchmarks.report import alone, show, write
 from benchmarks.trial import Outcome, Side, Trial
 from benchmarks.trials import given, require, run_given
-from scalingnote.evaluate.significance import paired_t_test
+from scalingnote.evaluate.measures import paired_t_test
 from scalingnote.log import configure
 
 METHODS = (

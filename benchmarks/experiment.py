@@ -42,9 +42,8 @@ from scalingnote.datasets.user_model import browse, by_grade
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.experiment import job, report
 from scalingnote.experiment.access_writer import AccessWriter
-from scalingnote.experiment.assignment import arm_of, unit_of
 from scalingnote.experiment.comparison import Report
-from scalingnote.experiment.config import Arm, ExperimentConfig, TrafficSplit
+from scalingnote.experiment.config import Arm, ExperimentConfig, TrafficSplit, arm_of, unit_of
 from scalingnote.log import configure, get_logger
 from scalingnote.models import lookup
 from scalingnote.storage import vectors
@@ -86,7 +85,7 @@ def main() -> None:
         told = made.read_json("report.json")
         if options.report:
             options.report.write_text(report.markdown(told))
-    print(report.summary(told), *told["warnings"], "", report.table(told), sep="\n")
+    print(report.summary(told), *told["warnings"], "", report.comparison_table(told), sep="\n")
     rows = [
         {"arm": name, "stage": s, **dict(zip(("p50", "p90", "p99"), ms, strict=True))}
         for name, s, ms in times(told)

@@ -39,7 +39,7 @@ from scalingnote import cluster
 from scalingnote.config import validate
 from scalingnote.datasets.job import run as prepare
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate.auc import auc
+from scalingnote.evaluate.measures import auc
 from scalingnote.fuse import impressions
 from scalingnote.fuse import prepare as prepared
 from scalingnote.fuse.config import FuseConfig

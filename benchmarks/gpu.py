@@ -32,8 +32,7 @@ from scalingnote.models.config import Lora, Scratch
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.flops import PUBLISHED, Shape, backbone_shape
 from scalingnote.models.prompt import Row
-from scalingnote.scaling.activations import tower_bytes
-from scalingnote.scaling.hardware import GPUS
+from scalingnote.scaling.training_cost import GPUS, tower_bytes
 from scalingnote.train import engine
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import Losses, Memory, Optimizer, Ranks, Schedule

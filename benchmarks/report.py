@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from scalingnote.log import environment
-from scalingnote.tables import markdown
+from scalingnote.reports import markdown
 
 T = TypeVar("T")
 # Options that say where something is written or kept; --set run_dir=... is another.

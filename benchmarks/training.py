@@ -6,7 +6,7 @@ from typing import Any
 
 from scalingnote import pipeline, stages, topk
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.measures import measure
 from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.run_config import RunConfig
 from scalingnote.storage import vectors

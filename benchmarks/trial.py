@@ -15,13 +15,12 @@ from benchmarks import minilm, training
 from scalingnote import pipeline, stages
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate import retrieve, taught
-from scalingnote.evaluate.encoded import Encoded
-from scalingnote.evaluate.given import judged
+from scalingnote.evaluate import retrieval_methods, teacher_distance
+from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import lineage
-from scalingnote.evaluate.pairs import aucs
-from scalingnote.evaluate.retrieval import per_query
+from scalingnote.evaluate.measures import per_query
 from scalingnote.evaluate.test_set import load_test_set
+from scalingnote.evaluate.user_files import auc_section, test_set_pairs
 from scalingnote.log import environment
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run_config import RunConfig
@@ -132,28 +131,36 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
     """Every query side but a student's teacher, which has a trial of its own, and BM25 beside stage I."""
     parents = {kind: artifact for kind, artifact in built.items() if kind in READ}
     test = load_test_set(parents["dataset"])
-    teacher = taught.sample(lineage(parents.values()), queries=TAUGHT, seed=0) if "student" in parents else {}
+    teacher = (
+        teacher_distance.sample_teacher_queries(lineage(parents.values()), queries=TAUGHT, seed=0)
+        if "student" in parents
+        else {}
+    )
     texts = list(
         dict.fromkeys([*test.queries, *(query for one in teacher.values() for query in one.queries)])
     )
     encoded = {}
-    for name, kind in retrieve.towers(config.evaluate, parents).items():
+    for name, kind in retrieval_methods.tower_kinds(config.evaluate, parents).items():
         tower = QueryEncoder.load(parents[kind].directory("query"), threads=1)
-        encoded[name] = Encoded(texts, tower.encode_queries(texts))
-    bm25 = retrieve.Words.build(config.evaluate, parents) if config.distill is None else None
-    pairs = judged(test)
+        encoded[name] = QueryEmbeddings(texts, tower.encode_queries(texts))
+    bm25 = retrieval_methods.Bm25Pool.build(config.evaluate, parents) if config.distill is None else None
+    pairs = test_set_pairs(test)
     graded = (
-        aucs(pairs, retrieve.scorers(config.evaluate, parents, encoded, bm25))["methods"] if pairs else {}
+        auc_section(pairs, retrieval_methods.scorers(config.evaluate, parents, encoded, bm25))["methods"]
+        if pairs
+        else {}
     )
     found = {}
-    for name, ranked in retrieve.retrieve(config.evaluate, parents, encoded, bm25, test=test).items():
+    for name, ranked in retrieval_methods.retrieve(
+        config.evaluate, parents, encoded, bm25, test=test
+    ).items():
         if config.distill is not None and name == config.evaluate.names.dual_encoder:
             continue
         rankings = {query: [doc for doc, _ in results] for query, results in ranked.items()}
         values = per_query(rankings, test.qrels, recall_at=DEPTHS, mrr_at=10, map_at=100, ndcg_at=10)
         measures = {measure: float(each.mean()) for measure, each in values.items()} | graded.get(name, {})
         if teacher and name == config.evaluate.names.student:
-            for split, told in taught.told(teacher, encoded[name])["splits"].items():
+            for split, told in teacher_distance.distance_section(teacher, encoded[name])["splits"].items():
                 measures[f"distance {split}"] = told["mean"]
         measures = {measure: round(value, 5) for measure, value in measures.items() if value is not None}
         speed = None if name == "bm25" else _speed(config, name, parents, test.queries)
@@ -164,7 +171,7 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
 def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], queries: Sequence[str]) -> float:
     """Queries per processor second of this thread, one at a time: string in, embedding and terms out."""
     tower, _, how = name.partition(" ")
-    kind = retrieve.towers(config.evaluate, parents)[tower]
+    kind = retrieval_methods.tower_kinds(config.evaluate, parents)[tower]
     ways: list[Callable[[list[str]], Any]] = []
     if how != "(sparse)":
         ways.append(QueryEncoder.load(parents[kind].directory("query"), threads=1).encode_queries)

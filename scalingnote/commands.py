@@ -36,10 +36,9 @@ def run(options: argparse.Namespace) -> int:
     chosen = stages.select(config, only=options.only, start=options.start, until=options.until)
     built = pipeline.run(config, chosen)
     if "report" in built:
-        from scalingnote.evaluate.merge import merge
-        from scalingnote.evaluate.report import comparison_table
+        from scalingnote.evaluate.report import comparison_table, merge_artifacts
 
-        print(comparison_table(merge([built["report"]])))
+        print(comparison_table(merge_artifacts([built["report"]])))
     width = max(len(kind) for kind in built)
     for kind, artifact in built.items():
         print(f"{kind:<{width}}  {artifact.uri}")
@@ -60,7 +59,7 @@ def train(options: argparse.Namespace) -> int:
         options.overrides = [*options.overrides, f"train.resources.workers={options.gpus}"]
     config = _load(options)
     from scalingnote.config import validate
-    from scalingnote.scaling import dry_run, table
+    from scalingnote.scaling import dry_run
     from scalingnote.scaling.config import Assumptions
 
     # A round of stage I after the first learns from mined negatives.
@@ -68,7 +67,7 @@ def train(options: argparse.Namespace) -> int:
     assumed = validate(Assumptions, given, source="--dry-run")
     if assumed.rows is None:
         assumed = assumed.model_copy(update={"rows": _training_rows(config)})
-    print(table.text(dry_run.estimate(config.train, assumed)))
+    print(dry_run.as_text(dry_run.estimate(config.train, assumed)))
     return 0
 
 
@@ -97,7 +96,7 @@ def distill(options: argparse.Namespace) -> int:
     from scalingnote import api
     from scalingnote.distillation import agreement
     from scalingnote.log import configure
-    from scalingnote.tables import markdown
+    from scalingnote.reports import markdown
 
     configure()
     (model,) = options.config
@@ -131,8 +130,7 @@ def compare(options: argparse.Namespace) -> int:
     """Run every method, except finished stages, and print one table of all."""
     configs = [_load(options, method) for method in options.methods]  # all checked before any is run
     from scalingnote import pipeline
-    from scalingnote.evaluate.merge import merge
-    from scalingnote.evaluate.report import comparison_table
+    from scalingnote.evaluate.report import comparison_table, merge_artifacts
     from scalingnote.storage import filesystem as fs
 
     places = {config.run_dir for config in configs}
@@ -140,13 +138,13 @@ def compare(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"methods name different run_dirs {sorted(places)}: give one with --set run_dir=..."
         )
-    merged = merge([pipeline.run(config, record=False)["report"] for config in configs])
-    table = comparison_table(merged)
+    merged = merge_artifacts([pipeline.run(config, record=False)["report"] for config in configs])
+    comparison = comparison_table(merged)
     run_dir = configs[0].run_dir
     text = json.dumps(merged, indent=1, sort_keys=True)
     fs.write_bytes(fs.join(run_dir, "compare.json"), text.encode())
-    fs.write_bytes(fs.join(run_dir, "compare.md"), f"{table}\n".encode())
-    print(f"{table}\n\n{fs.join(run_dir, 'compare.md')}\n{fs.join(run_dir, 'compare.json')}")
+    fs.write_bytes(fs.join(run_dir, "compare.md"), f"{comparison}\n".encode())
+    print(f"{comparison}\n\n{fs.join(run_dir, 'compare.md')}\n{fs.join(run_dir, 'compare.json')}")
     return 0
 
 
@@ -292,7 +290,9 @@ def experiment(options: argparse.Namespace) -> int:
     configure()
     made = pipeline.experiment(load(ExperimentConfig, options.config, options.overrides))
     result = made.read_json("report.json")
-    print(f"{report.summary(result)}\n\n{report.table(result)}\n\n{report.READING}\n\n{made.uri}/report.html")
+    print(
+        f"{report.summary(result)}\n\n{report.comparison_table(result)}\n\n{report.READING}\n\n{made.uri}/report.html"
+    )
     return 0
 
 

@@ -123,7 +123,7 @@ def ladder(config: RunConfig) -> Artifact:
     Finished rungs are not trained again. ConfigError before any is, where one cannot be.
     """
     from scalingnote.scaling import job  # late, as above
-    from scalingnote.scaling.ladder import rungs
+    from scalingnote.scaling.ladder import rung_configs
 
     if config.cross_encoder is not None or config.rounds > 1:
         raise ConfigError("a ladder is of one round of stage I: leave cross_encoder and rounds out")
@@ -131,7 +131,8 @@ def ladder(config: RunConfig) -> Artifact:
     rows = locate(config, "triplets").counts["train"]
     trained = []
     sized = [
-        config.model_copy(update={"train": train}) for train in rungs(config.ladder, config.train, rows=rows)
+        config.model_copy(update={"train": train})
+        for train in rung_configs(config.ladder, config.train, rows=rows)
     ]
     for number, one in enumerate(sized, 1):
         log.info("rung %d/%d", number, len(sized))

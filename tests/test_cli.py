@@ -204,7 +204,7 @@ def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monk
         pipeline, "run", lambda config, record: {"report": reports[config.evaluate.names.student]}
     )
     monkeypatch.setattr(
-        "scalingnote.evaluate.merge.merge",
+        "scalingnote.evaluate.report.merge_artifacts",
         lambda all_: {"merged": [one.read_json("report.json") for one in all_]},
     )
     monkeypatch.setattr(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalingnote import hybrid, topk
-from scalingnote.evaluate import retrieval
+from scalingnote.evaluate import measures
 from scalingnote.hybrid import Both
 
 
@@ -192,7 +192,7 @@ def test_the_weight_is_the_best_of_the_grid(measure: str):
     for weight, value in tuned.curve.items():
         ids = hybrid.by_score(both, dense_weight=weight, background=0.3, depth=3)[1]
         run = {f"q{n}": [f"d{i}" for i in row if i >= 0] for n, row in enumerate(ids.tolist())}
-        found = retrieval.measure(run, qrels, recall_at=[3], ndcg_at=3)
+        found = measures.measure(run, qrels, recall_at=[3], ndcg_at=3)
         assert value == pytest.approx(found["nDCG@3" if measure == "ndcg" else "R@3"])
     best = [weight for weight, value in tuned.curve.items() if value == max(tuned.curve.values())]
     assert tuned.dense_weight == best[len(best) // 2]

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from jaxtyping import Bool
 from numpy import ndarray
 
-from scalingnote import tables
+from scalingnote import reports
 from scalingnote.collect.association import KINDS
 from scalingnote.collect.buckets import Context, Counts, Item, read_row_group, read_table, scatter_by
 from scalingnote.collect.config import CollectConfig, Mixing, Share
@@ -256,7 +256,7 @@ def markdown(page: dict[str, Any]) -> str:
         *([f"avg. words per {name}", str(value)] for name, value in page["words"].items()),
         ["pairs that clicks and ranking agree on", f"{page['pairs_of_both_sources']:,}"],
     ]
-    lines += [tables.markdown(["statistic", "value"], facts), ""]
+    lines += [reports.markdown(["statistic", "value"], facts), ""]
     lines += [f"Words of documents: mean over {page['documents_measured']:,} of them.", ""]
     for title, key in (
         ("Positives per query (the last: or more)", "positives_per_query"),
@@ -264,13 +264,13 @@ def markdown(page: dict[str, Any]) -> str:
         ("Association", "association"),
     ):
         counts = [[name.replace("_", " "), f"{count:,}"] for name, count in page[key].items()]
-        lines += [f"## {title}", "", tables.markdown(["", "count"], counts), ""]
+        lines += [f"## {title}", "", reports.markdown(["", "count"], counts), ""]
     sources = [[name, f"{c['offered']:,}", f"{c['kept']:,}"] for name, c in page["sources"].items()]
-    lines += ["## Sources", "", tables.markdown(["source", "offered", "kept"], sources), ""]
+    lines += ["## Sources", "", reports.markdown(["source", "offered", "kept"], sources), ""]
     for name, rows in page["samples"].items():
         cells = [[_cell(row[key]) for key in ("query", "positive", "negative", "via")] for row in rows]
         head = ["query", "positive", "first negative", "via"]
-        lines += [f"## Rows of {name}", "", tables.markdown(head, cells, text=len(head)), ""]
+        lines += [f"## Rows of {name}", "", reports.markdown(head, cells, text=len(head)), ""]
     return "\n".join(lines)
 
 

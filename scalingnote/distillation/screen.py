@@ -27,7 +27,7 @@ import scipy.sparse
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote import tables
+from scalingnote import reports
 from scalingnote.adopt.config import AdoptConfig
 from scalingnote.adopt.towers import open_tower
 from scalingnote.datasets.intake import subset
@@ -202,7 +202,7 @@ def as_table(screened: Sequence[ScreenedTeacher]) -> str:
         )
         for one in screened
     ]
-    return tables.markdown(head, rows)
+    return reports.markdown(head, rows)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Knobs of the report: which measures at which depth, what beside, and what the methods are called."""
+"""Settings of the report: measures and their depths, methods and their names, files of the user."""
 
 import re
 from typing import Annotated, Literal
@@ -12,7 +12,7 @@ Depth = Annotated[int, Field(ge=1, le=1000)]  # 1000 is the deepest an index is 
 
 
 class MethodNames(Config):
-    """What the report calls each query tower, e.g. the names of the literature."""
+    """Names of the query towers in the report, for example those of the literature."""
 
     dual_encoder: str = Field("scalingdual", min_length=1, description="stage I's own query tower")
     student: str = Field("scalingnote", min_length=1, description="the distilled query tower")
@@ -30,17 +30,20 @@ class MethodNames(Config):
 
 
 class Hybrid(Config):
-    """How dense and sparse retrieval are joined, where documents have term weights."""
+    """Combination of dense and sparse retrieval, if documents have term weights."""
 
     kind: Literal["interpolation", "reciprocal_rank"] = Field(
-        "interpolation", description="of scores, each on [0, 1] over a query's whole pool; or of ranks (RRF)"
+        "interpolation",
+        description="of scores, each mapped to [0, 1] over a query's whole pool; or of ranks (RRF)",
     )
-    dense_weight: float = Field(0.5, ge=0, le=1, description="of dense scores; sparse ones have the rest")
-    k: int = Field(60, ge=0, description="of reciprocal ranks: 1 / (k + rank)")
+    dense_weight: float = Field(
+        0.5, ge=0, le=1, description="weight of dense scores; sparse scores have the rest"
+    )
+    k: int = Field(60, ge=0, description="constant of reciprocal ranks: 1 / (k + rank)")
 
 
 class Judgements(Config):
-    """Judged pairs of a query and a document, beside the dataset's own (ScalingNote's Manual test set)."""
+    """Judged pairs that replace the dataset's own (ScalingNote's Manual test set)."""
 
     path: str = Field(description="file or glob; .jsonl or .parquet")
     columns: dict[str, str] = Field(
@@ -65,49 +68,56 @@ class EvaluateConfig(Config):
     )
     names: MethodNames = MethodNames()
     hybrid: Hybrid = Hybrid()
-    bm25: bool = Field(True, description="show BM25 over the same pool beside the towers")
+    bm25: bool = Field(True, description="compare with BM25 over the same pool")
     bm25_documents: int = Field(
         2_000_000,
         ge=0,
-        description="a larger pool goes without BM25, which holds all documents in the driver's memory",
+        description="maximum pool for BM25, which holds all documents in the driver's memory",
     )
     bm25_k1: float = Field(1.2, ge=0, description="BM25's term saturation")
     bm25_b: float = Field(0.75, ge=0, le=1, description="BM25's length normalisation")
     baseline: str | None = Field(
-        None, description="method that all others are compared with; null: the first, stage I's query tower"
+        None,
+        description="method that all others are compared with; null: the first one, stage I's query tower",
     )
-    alpha: float = Field(0.05, gt=0, lt=1, description="a corrected p-value below it is marked")
-    bootstrap: int = Field(1000, ge=100, description="resamples of an interval")
+    alpha: float = Field(
+        0.05, gt=0, lt=1, description="corrected p-values below it are marked as significant"
+    )
+    bootstrap: int = Field(1000, ge=100, description="bootstrap resamples of an interval")
     typos: float = Field(
-        0.2, ge=0, le=1, description="share of words mistyped when all is asked again; 0: is not"
+        0.2,
+        ge=0,
+        le=1,
+        description="share of mistyped words in a second pass over all queries; 0: no second pass",
     )
-    topics: int = Field(10, ge=0, description="most frequent topics that have a slice of their own")
+    topics: int = Field(10, ge=0, description="number of most frequent topics with their own slice")
     entropy_negatives: int = Field(
         256,
         ge=0,
         le=10_000,
-        description="documents drawn from the pool, against which contrastive entropy is taken; 0: is not",
+        description="sampled documents of contrastive entropy; 0: do not measure it",
     )
     distances: int = Field(
-        1000, ge=0, le=5000, description="queries of each split, on which student and teacher are compared"
+        1000, ge=0, le=5000, description="queries of each split on which student and teacher are compared"
     )
     qrels: str | None = Field(
-        None, description="a TREC file with judgements of test queries, in place of the dataset's own"
+        None, description="a TREC file with judgements of test queries that replaces the dataset's own"
     )
     judgements: Judgements | None = Field(
-        None, description="pairs for AUC; null: the test queries' own judgements, where these differ"
+        None, description="pairs for AUC; null: the test queries' own judgements, if their grades differ"
     )
     candidates: str | None = Field(
         None,
-        description="a TREC run of test queries, to be re-ranked (EmbedDistill: a given top 1,000)",
+        description="a TREC run of test queries to re-rank (EmbedDistill: a given top 1,000)",
     )
     answers: TableFile | None = Field(
-        None, description="query_id, answers: documents that contain one count as found (relaxed R@K)"
+        None,
+        description="query_id, answers: documents that contain an answer count as relevant (relaxed R@K)",
     )
     examples: int = Field(
         8,
         ge=0,
-        description="test queries shown with their top results: where methods differ from the baseline",
+        description="test queries to show, those with the largest differences from the baseline",
     )
-    seed: int = Field(0, description="of examples that differ equally, resamples, negatives and typos")
+    seed: int = Field(0, description="of examples with equal differences, resamples, negatives and typos")
     resources: Resources = Resources()

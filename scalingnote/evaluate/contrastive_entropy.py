@@ -1,7 +1,7 @@
-"""Contrastive entropy of test queries: embeddings and pools come in, a value per query and tower goes out.
+"""Contrastive entropy of test queries per query tower.
 
-What validates training, asked of the test queries: -log softmax of a query's positive against documents that
-are drawn from the pool (ScalingNote, section 4.4). Smaller is better.
+It is the validation measure of training: -log softmax of a query's positive against documents sampled from
+the pool (ScalingNote, section 4.4). Smaller is better.
 """
 
 import math
@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Float, Int64
 from numpy import ndarray
 
-from scalingnote.evaluate import pool as pools
-from scalingnote.evaluate.encoded import Encoded
+from scalingnote.evaluate import exact_search
+from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
 from scalingnote.evaluate.test_set import TestSet
 from scalingnote.storage.artifact import Artifact
@@ -26,14 +26,16 @@ NAME = "contrastive_entropy"
 
 @dataclass(frozen=True)
 class Entropies:
-    """Of every tower, over the same queries and the same negatives."""
+    """Contrastive entropy of every tower over the same queries and negatives."""
 
-    values: dict[str, Float[ndarray, " queries"]]  # NaN where a query's positive is in no pool
+    values: dict[
+        str, Float[ndarray, " queries"]
+    ]  # tower -> per query; NaN if its positive is not in all pools
     negatives: int
     temperature: float
 
-    def told(self) -> dict[str, Any]:
-        """The report's part."""
+    def section(self) -> dict[str, Any]:
+        """The section of report.json."""
         known = np.isfinite(next(iter(self.values.values())))
         return {
             "queries": int(known.sum()),
@@ -44,7 +46,7 @@ class Entropies:
 
 
 def temperature_of(ancestors: Iterable[Ancestor]) -> float:
-    """The one that the towers of a lineage were trained with; where they are gone, the default of stage I."""
+    """The temperature that the towers were trained with; stage I's default if their artifact is gone."""
     towers = [a.artifact for a in ancestors if a.kind == "dual_encoder" and a.artifact]
     losses = (towers[-1].manifest.config.get("losses") or {}) if towers else {}
     return float(losses.get("temperature", Losses().temperature))
@@ -52,47 +54,62 @@ def temperature_of(ancestors: Iterable[Ancestor]) -> float:
 
 def entropies(
     embeddings: Mapping[str, Artifact],
-    encoded: Mapping[str, Encoded],
+    encoded: Mapping[str, QueryEmbeddings],
     *,
     test: TestSet,
     negatives: int,
     temperature: float,
     seed: int,
 ) -> Entropies | None:
-    """Tower -> each test query's; `embeddings` are the documents that it is searched in.
+    """Contrastive entropy of every test query and tower.
 
-    The positive is the document judged best. `negatives` are drawn once, for all queries and towers, and
-    those that are relevant for a query are none of its own; fewer where the pool is small. None where no
-    positive is in all pools, or nothing else is.
+    The positive of a query is the document judged best. Negatives are sampled once for all queries and
+    towers; those that are relevant to a query are not used for it.
+
+    Args:
+        embeddings: tower -> the document embeddings it is searched in.
+        encoded: tower -> the test queries' embeddings.
+        test: test queries and judgements.
+        negatives: per query; fewer if the pool is small.
+        temperature: of the softmax.
+        seed: of the sample.
+
+    Returns:
+        None if no positive or no negative is in all pools.
     """
     relevant = [{doc for doc, grade in judged.items() if grade > 0} for judged in test.qrels.values()]
-    drawn = _drawn(next(iter(embeddings.values())), negatives + max(map(len, relevant)), seed=seed)
+    sampled = _sample_documents(
+        next(iter(embeddings.values())), negatives + max(map(len, relevant)), seed=seed
+    )
     positives = list(dict.fromkeys(test.documents))
-    found = {name: pools.gather(artifact, positives + drawn) for name, artifact in embeddings.items()}
-    known = np.all([there for _, there in found.values()], axis=0)
+    found = {
+        name: exact_search.gather_embeddings(artifact, positives + sampled)
+        for name, artifact in embeddings.items()
+    }
+    known = np.all([in_pool for _, in_pool in found.values()], axis=0)
     row = {doc: i for i, doc in enumerate(positives) if known[i]}
-    others = {doc: i for i, doc in enumerate(drawn, len(positives)) if known[i]}
+    others = {doc: i for i, doc in enumerate(sampled, len(positives)) if known[i]}
     rows = [[i for doc, i in others.items() if doc not in own][:negatives] for own in relevant]
     width = min(map(len, rows))
     if not row or not width:
         return None
-    asked = [number for number, doc in enumerate(test.documents) if doc in row]
-    chosen = np.array([[row[test.documents[n]], *rows[n][:width]] for n in asked], np.int64)
+    usable = [number for number, doc in enumerate(test.documents) if doc in row]
+    chosen = np.array([[row[test.documents[n]], *rows[n][:width]] for n in usable], np.int64)
     values = {}
     for name, (documents, _) in found.items():
         values[name] = np.full(len(test.queries), math.nan)
-        queries = encoded[name].of([test.queries[n] for n in asked])
-        values[name][asked] = _entropies(queries, documents, chosen, temperature=temperature)
+        queries = encoded[name].of([test.queries[n] for n in usable])
+        values[name][usable] = _entropies(queries, documents, chosen, temperature=temperature)
     return Entropies(values, width, temperature)
 
 
-def _drawn(embeddings: Artifact, number: int, *, seed: int) -> list[str]:
-    """Ids of some documents of a pool, in the order in which they are drawn."""
+def _sample_documents(embeddings: Artifact, number: int, *, seed: int) -> list[str]:
+    """Ids of random documents of a pool, in random order."""
     total = embeddings.counts["documents"]
     rows = np.random.default_rng(seed).choice(total, min(number, total), replace=False)
-    wanted, doc_ids = pools.named(embeddings, rows[None])
-    found: list[str] = doc_ids.take(np.searchsorted(wanted, rows)).to_pylist()
-    return found
+    ascending, doc_ids = exact_search.document_ids(embeddings, rows[None])
+    sampled: list[str] = doc_ids.take(np.searchsorted(ascending, rows)).to_pylist()
+    return sampled
 
 
 def _entropies(
@@ -102,7 +119,7 @@ def _entropies(
     *,
     temperature: float,
 ) -> Sequence[float]:
-    """As in training, query by query: the first of its own documents is the positive."""
+    """The validation measure of training per query; the first of its chosen documents is the positive."""
     own = np.arange(chosen.shape[1])[None]
     sample = ValidationSample([], [], own[0, :1], own == 0, own[:, 1:])
     return [

@@ -1,4 +1,4 @@
-"""Lineage: an artifact's manifest names its parents; following them gives every stage it rests on."""
+"""Lineage: all artifacts behind an artifact, found by following the parents in manifests."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ STAGE_OF = {
     "index": "index",
     "report": "evaluate",
 }
-# What a stage calls an artifact that it reads beside another one of the same kind.
+# Names of parents that differ from their kind, because a stage reads two artifacts of that kind.
 KIND_OF = {"teacher_embeddings": "embeddings", "codebooks": "semantic_ids"}
 
 
 @dataclass(frozen=True)
 class Ancestor:
-    """One artifact of a lineage. Without `artifact` it is gone, or was replaced by another since."""
+    """One artifact of a lineage; `artifact` is None if it was deleted or replaced since."""
 
     kind: str
     uri: str
@@ -34,13 +34,9 @@ class Ancestor:
 
     @property
     def stage(self) -> str:
-        """The stage that builds artifacts of this kind.
-
-        A dual encoder that names the weights of a published model was adopted.
-        Triplets that rest on towers were mined with them; embeddings that rest on semantic IDs are fused, and
-        others that rest on a student are its own.
-        """
+        """The stage that built the artifact, by its kind and its parents."""
         parents = self.artifact.manifest.parents if self.artifact else {}
+        # Adopted dual encoders record the checksum of the published weights.
         if self.kind == "dual_encoder" and self.artifact and "weights_sha256" in self.artifact.manifest.info:
             return "adopt"
         if self.kind == "triplets" and "dual_encoder" in parents:
@@ -53,42 +49,42 @@ class Ancestor:
 
     @property
     def seconds(self) -> float | None:
-        """How long its stage took, all attempts but the last left out."""
+        """Time of the last attempt of its stage."""
         return self.artifact.manifest.info.get("seconds") if self.artifact else None
 
 
 def lineage(artifacts: Iterable[Artifact]) -> list[Ancestor]:
-    """`artifacts` and all they rest on, each once, none before what it rests on."""
-    found: dict[str, Ancestor] = {}
+    """The artifacts and all their ancestors in topological order: parents come first."""
+    ancestors: dict[str, Ancestor] = {}
     for ancestor in _in_order(Ancestor(a.manifest.kind, a.uri, a.digest, a) for a in artifacts):
-        _add(ancestor, found)
-    return list(found.values())
+        _add(ancestor, ancestors)
+    return list(ancestors.values())
 
 
-def _add(ancestor: Ancestor, found: dict[str, Ancestor]) -> None:
-    if ancestor.digest in found:
+def _add(ancestor: Ancestor, known: dict[str, Ancestor]) -> None:
+    if ancestor.digest in known:
         return
     parents = ancestor.artifact.manifest.parents if ancestor.artifact else {}
-    new = {name: parent for name, parent in parents.items() if parent["digest"] not in found}
+    new = {name: parent for name, parent in parents.items() if parent["digest"] not in known}
     opened = (_open(KIND_OF.get(name, name), parent["uri"], parent["digest"]) for name, parent in new.items())
     for parent in _in_order(opened):
-        _add(parent, found)
-    found[ancestor.digest] = ancestor
+        _add(parent, known)
+    known[ancestor.digest] = ancestor
 
 
 def _in_order(ancestors: Iterable[Ancestor]) -> list[Ancestor]:
-    """In the order of the stages that build their kinds."""
+    """Sorted by the order of the stages."""
     order = {kind: i for i, kind in enumerate(STAGE_OF)}
     return sorted(ancestors, key=lambda a: (order.get(a.kind, len(order)), a.kind, a.digest))
 
 
 def seconds(ancestors: Iterable[Ancestor]) -> dict[str, float]:
-    """Stage -> seconds over all its rounds, of the artifacts that are still there."""
-    found: dict[str, float] = {}
+    """Stage -> seconds over all its rounds, of the artifacts that still exist."""
+    by_stage: dict[str, float] = {}
     for ancestor in ancestors:
         if ancestor.seconds is not None:
-            found[ancestor.stage] = round(found.get(ancestor.stage, 0.0) + ancestor.seconds, 3)
-    return found
+            by_stage[ancestor.stage] = round(by_stage.get(ancestor.stage, 0.0) + ancestor.seconds, 3)
+    return by_stage
 
 
 def _open(kind: str, uri: str, digest: str) -> Ancestor:

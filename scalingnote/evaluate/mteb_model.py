@@ -1,10 +1,10 @@
-"""Our towers as mteb's evaluators call a model: batches of queries or documents in, embeddings out.
+"""Adapter of our towers to mteb's model interface.
 
     model = MtebModel.load("towers/query", "towers/document", name="ours/scalingnote-medquad")
     mteb.evaluate(model, mteb.get_tasks(tasks=["SciFact"]))
 
-The interface is EncoderProtocol of mteb 2 (`pip install scalingnote[mteb]`); nothing here needs the package
-but :attr:`MtebModel.mteb_model_meta`.
+The interface is EncoderProtocol of mteb 2 (`pip install scalingnote[mteb]`). Only
+:attr:`MtebModel.mteb_model_meta` imports the package.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from numpy import ndarray
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError
-from scalingnote.evaluate.pool import INDEXED_VIEW
+from scalingnote.evaluate.exact_search import INDEXED_VIEW
 from scalingnote.log import get_logger
 from scalingnote.storage import vectors
 
@@ -27,10 +27,18 @@ log = get_logger("evaluate")
 
 
 class MtebModel:
-    """A query tower in any form and a document tower. Embeddings have length 1; scores are cosines."""
+    """A query tower and a document tower. Embeddings have length 1; scores are cosines."""
 
     def __init__(self, query: QueryEncoder, document: Encoder, *, name: str, revision: str = "local") -> None:
-        """`name` is ORGANISATION/MODEL, as results are filed under."""
+        """Args:
+            query: the query tower.
+            document: a document tower of the same dimension.
+            name: ORGANISATION/MODEL, under which mteb stores results.
+            revision: of the model.
+
+        Raises:
+            ConfigError: the dimensions differ.
+        """
         if query.dim != document.dim:
             raise ConfigError(
                 f"the query tower gives {query.dim} dimensions, the document tower {document.dim}: take two "
@@ -40,7 +48,7 @@ class MtebModel:
 
     @classmethod
     def load(cls, query: str | Path, document: str | Path, *, name: str) -> "MtebModel":
-        """From folders of towers, as artifacts hold them and `scalingnote publish` copies them out."""
+        """Load towers from folders of artifacts, or from those `scalingnote publish` writes."""
         return cls(QueryEncoder.load(Path(query)), Encoder.load(Path(document)), name=name)
 
     def encode(
@@ -53,10 +61,10 @@ class MtebModel:
         prompt_type: Any = None,
         **_: Any,
     ) -> Float[ndarray, "texts dim"]:
-        """Embeddings of all batches' texts; those of a task without roles are queries.
+        """Embeddings of the texts of all batches; texts of tasks without roles are queries.
 
-        A batch of documents has `text`, or `title` and `body`. A document that cannot be encoded gets zeros,
-        so that it is found last, and is logged.
+        A batch of documents has `text`, or `title` and `body`. A document that cannot be encoded is logged
+        and gets zeros, so that it ranks last.
         """
         documents = getattr(prompt_type, "value", prompt_type) == "document"
         parts = [self._documents(batch) if documents else self._queries(batch) for batch in inputs]
@@ -76,7 +84,7 @@ class MtebModel:
 
     @property
     def mteb_model_meta(self) -> Any:
-        """What mteb files results under."""
+        """Metadata that mteb stores with results."""
         from mteb.models.model_meta import ModelMeta, ScoringFunction
 
         about = {
@@ -105,5 +113,5 @@ class MtebModel:
 
 
 def _matrix(embeddings: Any) -> Float[ndarray, "rows dim"]:
-    """Arrays and tensors, also a single embedding, as a matrix."""
+    """An array or tensor as a matrix; a single embedding becomes one row."""
     return np.atleast_2d(np.asarray(embeddings, np.float32))

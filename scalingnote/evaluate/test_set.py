@@ -1,48 +1,70 @@
-"""What is asked: test queries that have a relevant document, and the judgements of each."""
+"""Test queries: their judgements, the same queries with typos, and slices of them."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import regex  # type: ignore[import-untyped]
 
 from scalingnote.datasets import trainable
 from scalingnote.errors import DataError
-from scalingnote.evaluate.typos import with_typos
+from scalingnote.evaluate import measures
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.measures import MeasureValues
+from scalingnote.planner.words import words
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
 
-_MISTYPED = "\n"  # no id of a dataset has a new line at its end
+MAX_COUNTED_QUERIES = 200_000  # training queries whose words are counted: a few seconds
+_TYPO_ID_SUFFIX = "\n"  # no id of a dataset ends with a newline
+# A word is a run of letters; in scripts without blanks between words, two characters count as one.
+_WORD = regex.compile(
+    r"[\p{Han}\p{Hiragana}\p{Katakana}]{2}|[\p{L}--[\p{Han}\p{Hiragana}\p{Katakana}]]{3,}", regex.V1
+)
+Slice = dict[str, Any]  # "label", "queries" (their number), "methods": method -> measure -> mean
 
 
 @dataclass(frozen=True)
 class TestSet:
-    """Test queries that have a relevant document, and the judgements of each."""
+    """Test queries that have a relevant document, with their judgements."""
 
     query_ids: list[str]
     queries: list[str]
     qrels: trec.Qrels
-    without_relevant: int  # test queries left out
+    without_relevant: int  # number of test queries left out
 
     @property
     def documents(self) -> list[str]:
-        """The document that answers each query best; of equal grades the first by its id."""
+        """The document with the highest grade for each query; of equal grades the first by its id."""
         return [max(sorted(judged), key=judged.__getitem__) for judged in self.qrels.values()]
 
-    def mistyped(self, *, share: float, seed: int) -> "TestSet":
-        """The same queries with typos, under ids of their own."""
-        ids = {query_id: f"{query_id}{_MISTYPED}" for query_id in self.query_ids}
-        queries = [with_typos(query, share=share, seed=seed) for query in self.queries]
+    def with_typos(self, *, share: float, seed: int) -> "TestSet":
+        """The same queries with typos, under different ids."""
+        ids = {query_id: f"{query_id}{_TYPO_ID_SUFFIX}" for query_id in self.query_ids}
+        queries = [add_typos(query, share=share, seed=seed) for query in self.queries]
         qrels = {ids[query_id]: judged for query_id, judged in self.qrels.items()}
         return TestSet(list(ids.values()), queries, qrels, self.without_relevant)
 
-    def and_also(self, other: "TestSet") -> "TestSet":
-        """Both asked at once."""
+    def together_with(self, other: "TestSet") -> "TestSet":
+        """The queries of both sets."""
         ids, queries = self.query_ids + other.query_ids, self.queries + other.queries
         return TestSet(ids, queries, self.qrels | other.qrels, self.without_relevant)
 
 
 def load_test_set(dataset: Artifact, *, judgements: str | None = None) -> TestSet:
-    """Queries of the test split, in the order of their ids.
+    """Queries of the test split in the order of their ids.
 
-    `judgements` is a TREC file that is taken in place of the dataset's own. DataError when no query has a
-    relevant document.
+    Args:
+        dataset: artifact with queries and judgements.
+        judgements: a TREC file that replaces the dataset's own judgements.
+
+    Raises:
+        DataError: no query has a relevant document.
     """
     queries = trainable.queries(dataset, "test").sort_by("query_id")
     text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
@@ -60,3 +82,148 @@ def load_test_set(dataset: Artifact, *, judgements: str | None = None) -> TestSe
             "query ids"
         )
     return TestSet(usable, [text[q] for q in usable], {q: qrels[q] for q in usable}, len(text) - len(usable))
+
+
+def add_typos(query: str, *, share: float, seed: int) -> str:
+    """The query with one letter dropped, doubled or swapped with the next in a `share` of its words.
+
+    At least one word of three letters or more gets a typo. A query's typos do not depend on other queries.
+    """
+    matches = list(_WORD.finditer(query))
+    if not matches:
+        return query
+    rng = np.random.default_rng([seed, *query.encode()])
+    number = max(1, round(share * len(matches)))
+    out = query
+    # From the last to the first, so that earlier positions stay valid.
+    for i in sorted(rng.choice(len(matches), size=number, replace=False).tolist(), reverse=True):
+        start, end = matches[i].span()
+        out = out[:start] + _typo(out[start:end], rng) + out[end:]
+    return out
+
+
+def _typo(word: str, rng: np.random.Generator) -> str:
+    at = int(rng.integers(len(word) - 1))
+    kinds = ["drop", "double"] + ["swap"] * (word[at] != word[at + 1])
+    match kinds[int(rng.integers(len(kinds)))]:
+        case "drop":
+            return word[:at] + word[at + 1 :]
+        case "double":
+            return word[: at + 1] + word[at:]
+        case _:
+            return word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+
+
+def slice_means(
+    labels: Sequence[str], methods: Mapping[str, MeasureValues], *, order: Sequence[str]
+) -> list[Slice]:
+    """Means of every measure over the queries of each label, in the order of `order`."""
+    label_of = np.array(labels)
+    return [
+        {
+            "label": label,
+            "queries": int(mine.sum()),
+            "methods": {
+                name: {measure: float(values[mine].mean()) for measure, values in row.items()}
+                for name, row in methods.items()
+            },
+        }
+        for label in order
+        if (mine := label_of == label).any()
+    ]
+
+
+def by_length(queries: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A label per query, and the order of labels: thirds by the number of words."""
+    lengths = [len(words(query)) for query in queries]
+    low, high = np.quantile(lengths, [1 / 3, 2 / 3], method="lower").astype(int).tolist()
+    order = [f"short (≤ {low} words)", f"middle ({_span(low + 1, high)} words)", f"long (> {high} words)"]
+    return [order[(length > low) + (length > high)] for length in lengths], order
+
+
+def by_topic(topics: Sequence[str], *, most: int) -> tuple[list[str], list[str]]:
+    """A label per query, and the order of labels: the `most` frequent topics, and one for all others."""
+    counted = Counter(topic for topic in topics if topic)
+    frequent = sorted(counted, key=lambda topic: (-counted[topic], topic))[:most]
+    rest = "other"  # unless that is a topic
+    while rest in frequent:
+        rest = f"any {rest}"
+    return [topic if topic in frequent else rest for topic in topics], [*frequent, rest]
+
+
+def by_frequency(counts: Sequence[int]) -> tuple[list[str], list[str]]:
+    """A label per query, and the order of labels: head and tail by the median of the positive counts.
+
+    Args:
+        counts: how many training queries contain each query's rarest word.
+    """
+    met = [count for count in counts if count]
+    median = int(np.quantile(met, 0.5, method="lower")) if met else 0
+    order = [f"head (word met > {median} times)", f"tail ({_span(1, median)} times)", "word never met"]
+    return [order[2 if not count else 0 if count > median else 1] for count in counts], order
+
+
+def _span(first: int, last: int) -> str:
+    return f"{first}–{last}" if first < last else str(first)
+
+
+def slice_queries(
+    config: EvaluateConfig,
+    dataset: Artifact,
+    values: Mapping[str, MeasureValues],
+    *,
+    test: TestSet,
+) -> dict[str, list[Slice]]:
+    """Slicing -> its slices; slicings with a single slice are left out."""
+    documents = test.documents
+    topics = _topics_of(dataset, documents) if config.topics else {}
+    slicings = {
+        "length": by_length(test.queries),
+        "frequency": by_frequency(_training_frequency(dataset, test.queries)),
+    }
+    if topics:
+        slicings["topic"] = by_topic([topics.get(d, "") for d in documents], most=config.topics)
+    slices = {name: slice_means(labels, values, order=order) for name, (labels, order) in slicings.items()}
+    return {name: parts for name, parts in slices.items() if len(parts) > 1}
+
+
+def typo_slices(
+    config: EvaluateConfig,
+    runs: Mapping[str, trec.Run],
+    values: Mapping[str, MeasureValues],
+    *,
+    with_typos: TestSet,
+) -> list[Slice]:
+    """Measures of the test queries as written, which are `values`, and with typos."""
+    query_ids = with_typos.query_ids
+    rankings = {name: {q: [doc for doc, _ in run[q]] for q in query_ids} for name, run in runs.items()}
+    typo_values = measures.measure_methods(config, rankings, qrels=with_typos.qrels)
+    return [
+        {"label": label, "queries": len(query_ids), "methods": measures.means(one)}
+        for label, one in (("as written", values), ("with typos", typo_values))
+    ]
+
+
+def _topics_of(dataset: Artifact, documents: Sequence[str]) -> dict[str, str]:
+    doc_ids = pa.array(sorted(set(documents)), pa.string())
+    topics: dict[str, str] = {}
+    for batch in dataset.batches("documents", columns=["doc_id", "topic"]):
+        batch = batch.filter(pc.is_in(batch["doc_id"], value_set=doc_ids))
+        topics.update(zip(batch["doc_id"].to_pylist(), batch["topic"].to_pylist(), strict=True))
+    return {doc_id: topic for doc_id, topic in topics.items() if topic}
+
+
+def _training_frequency(dataset: Artifact, queries: Sequence[str]) -> list[int]:
+    """The number of training queries that contain each query's rarest word, in an even sample of them.
+
+    The frequency of a query's document would say nothing: documents of test queries are held out of training.
+    """
+    words_of = [set(words(query)) for query in queries]
+    vocabulary = set().union(*words_of)
+    step = max(1, ceil(dataset.counts.get("queries", 0) / MAX_COUNTED_QUERIES))
+    frequency: Counter[str] = Counter()
+    for batch in dataset.batches("queries", columns=["query", "split"]):
+        texts = batch.filter(pc.equal(batch["split"], "train"))["query"]
+        for text in texts.take(pa.array(range(0, len(texts), step), pa.int64())).to_pylist():
+            frequency.update(vocabulary.intersection(words(text)))
+    return [min((frequency[word] for word in own), default=0) for own in words_of]

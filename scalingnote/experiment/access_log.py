@@ -1,22 +1,34 @@
-"""The access log: JSON lines of gateway replicas come in, checked Arrow batches of requests go out.
+"""Access logs: reading their requests, and selecting and sampling those of an experiment.
 
-A line that cannot be used costs itself alone: it is counted by reason and set aside. The last line of a
-killed process is such a line, unless it was whole.
+    JSON lines of gateway replicas ─read_requests─► batches of REQUESTS ─RequestFilter─► requests by arm
+
+A line that cannot be used is counted by reason and set aside; the last line of a killed process may be one.
+
+Only assignments by the split itself are compared. A request that named its arm, or was answered under other
+shares, is recognized because its arm differs from that of its unit: the split is computed again for every
+unit.
 """
 
 import glob
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from jaxtyping import Bool
+from numpy import ndarray
 
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.errors import DataError
+from scalingnote.experiment.config import TrafficSplit, arm_of
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage.exchange import hash_of
 
 STAGES = ("encode", "search", "rerank", "total")
 REQUESTS = pa.schema(
@@ -25,9 +37,9 @@ REQUESTS = pa.schema(
         "request_id": pa.string(),
         "path": pa.string(),
         "status": pa.int32(),
-        "arm": pa.string(),  # null, as all below, where a request came not so far
-        "unit": pa.string(),  # what the split hashed
-        "query": pa.string(),  # also null where the query was a vector
+        "arm": pa.string(),  # null, like all below, if the request failed before it was known
+        "unit": pa.string(),  # what the split hashes
+        "query": pa.string(),  # also null if the query was a vector
         "k": pa.int32(),
         "filter": pa.string(),  # as JSON
         "doc_ids": pa.list_(pa.string()),  # best first
@@ -41,25 +53,33 @@ REQUESTS = pa.schema(
     }
 )
 REQUIRED = ("time", "request_id", "path", "status")
-TABLE = "access log"  # in the quarantine
-_MOST, _LARGEST = 2**31 - 1, float(np.finfo(np.float32).max)
-_LATEST = 1e11  # seconds since 1970: milliseconds are beyond it
+TABLE = "access log"  # name in the quarantine
+_MAX_INT, _MAX_FLOAT = 2**31 - 1, float(np.finfo(np.float32).max)
+_MAX_TIME_S = 1e11  # since 1970; times in milliseconds are larger
+# Integers become floats here, because Arrow rejects those that a float cannot represent exactly.
+_TO_FLOAT: dict[pa.DataType, Callable[[Any], Any]] = {
+    pa.float64(): float,
+    pa.float32(): float,
+    pa.list_(pa.float32()): lambda value: [float(number) for number in value],
+}
+SEARCH_PATH = "/search"
+MAX_CACHED_UNITS = 1 << 20
 
 
-def find(patterns: Sequence[str]) -> list[str]:
-    """Files that paths, folders, globs or URIs name, each once; DataError for one that names none."""
-    found: dict[str, None] = {}
+def find_logs(patterns: Sequence[str]) -> list[str]:
+    """Distinct files of paths, folders, globs or URIs; DataError for one without files."""
+    logs: dict[str, None] = {}
     for pattern in patterns:
         places = [pattern] if "://" in pattern else sorted(glob.glob(pattern))
-        named = [uri for place in places for uri in _files(place)]
-        if not named:
+        files = [uri for place in places for uri in _files(place)]
+        if not files:
             raise DataError(f"no access log at {pattern}: name a file, or a folder of access-*.jsonl")
-        found |= dict.fromkeys(map(fs.absolute, named))
-    return list(found)
+        logs |= dict.fromkeys(map(fs.absolute, files))
+    return list(logs)
 
 
 def _files(place: str) -> list[str]:
-    """The file at a place, or the logs below a folder."""
+    """The file at a URI, or the logs below a folder."""
     filesystem, path = fs.resolve(place)
     if filesystem.get_file_info(path).is_file:
         return [place]
@@ -67,29 +87,40 @@ def _files(place: str) -> list[str]:
     return [fs.join(place, str(name)) for name in names if name.match("access-*.jsonl*")]
 
 
-def read(files: Iterable[str], quarantine: Quarantine, *, rows: int = 8192) -> Iterator[pa.RecordBatch]:
-    """Requests of log files as batches of REQUESTS, one in memory at a time; `.gz` files are unpacked.
+def read_requests(
+    files: Iterable[str], quarantine: Quarantine, *, rows: int = 8192
+) -> Iterator[pa.RecordBatch]:
+    """Requests of log files, with one batch in memory at a time; `.gz` files are unpacked.
 
-    Fields that are not of REQUESTS are ignored. DataError when a file is not there.
+    Args:
+        files: URIs.
+        quarantine: receives lines that cannot be used.
+        rows: of a batch.
+
+    Yields:
+        Batches of schema REQUESTS; other fields of a line are ignored.
+
+    Raises:
+        DataError: a file does not exist.
     """
     for uri in files:
-        waiting: list[dict[str, Any]] = []
+        requests: list[dict[str, Any]] = []
         for line in _lines(uri, quarantine):
             try:
-                waiting.append(_request(_parsed(line)))
+                requests.append(_request(_parsed(line)))
             except ValueError as error:
                 whole = line.endswith(b"\n")
                 reason = str(error) if whole else "torn: the file ends within the line"
                 quarantine.reject(TABLE, line.decode("utf-8", "backslashreplace").rstrip(), reason)
-            if len(waiting) == rows:
-                yield _batch(waiting, quarantine)
-                waiting = []
-        if waiting:
-            yield _batch(waiting, quarantine)
+            if len(requests) == rows:
+                yield _batch(requests, quarantine)
+                requests = []
+        if requests:
+            yield _batch(requests, quarantine)
 
 
 def _lines(uri: str, quarantine: Quarantine) -> Iterator[bytes]:
-    """Lines that are not empty; a compressed file that ends too early is set aside from there on."""
+    """Lines that are not empty; the rest of a truncated compressed file is set aside."""
     filesystem, path = fs.resolve(uri)
     try:
         stream = filesystem.open_input_stream(path)
@@ -104,7 +135,7 @@ def _lines(uri: str, quarantine: Quarantine) -> Iterator[bytes]:
 
 def _parsed(line: bytes) -> Mapping[str, Any]:
     try:
-        value = json.loads(line, parse_constant=_refuse)
+        value = json.loads(line, parse_constant=_reject_constant)
     except UnicodeDecodeError:
         raise ValueError("invalid UTF-8") from None
     except RecursionError:
@@ -116,47 +147,41 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
     return value
 
 
-def _refuse(_: str) -> None:
+def _reject_constant(_: str) -> None:
     raise ValueError("constant")
 
 
-def _request(value: Mapping[str, Any]) -> dict[str, Any]:
+def _request(line: Mapping[str, Any]) -> dict[str, Any]:
     """A row of REQUESTS; ValueError says which field is wrong."""
-    timings = value.get("timings_ms") or {}
+    timings = line.get("timings_ms") or {}
     if not isinstance(timings, dict):
         raise ValueError("timings_ms is not an object")
-    fields = {**value, **{f"{stage}_ms": timings.get(stage) for stage in STAGES}}
+    fields = {**line, **{f"{stage}_ms": timings.get(stage) for stage in STAGES}}
     if fields.get("filter") is not None:
         fields["filter"] = json.dumps(fields["filter"], ensure_ascii=False, sort_keys=True)
     row: dict[str, Any] = {}
     for field in REQUESTS:
-        found = fields.get(field.name)
-        if found is None and field.name in REQUIRED:
+        value = fields.get(field.name)
+        if value is None and field.name in REQUIRED:
             raise ValueError(f"{field.name} is missing")
-        if found is not None and not _FITS[field.type](found):
+        if value is not None and not _FITS[field.type](value):
             raise ValueError(f"{field.name} is not of type {field.type}")
-        real = _REAL.get(field.type)
-        row[field.name] = real(found) if real and found is not None else found
-    if not 0 <= row["time"] < _LATEST:
+        convert = _TO_FLOAT.get(field.type)
+        row[field.name] = convert(value) if convert and value is not None else value
+    if not 0 <= row["time"] < _MAX_TIME_S:
         raise ValueError("time is not in seconds since 1970")
     return row
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT
 
 
-# Integers are made floats here: Arrow refuses those that a float does not hold to the last digit.
-_REAL: dict[pa.DataType, Callable[[Any], Any]] = {
-    pa.float64(): float,
-    pa.float32(): float,
-    pa.list_(pa.float32()): lambda value: [float(number) for number in value],
-}
-# What a JSON value must be to go into a column of this type.
+# Whether a JSON value fits into a column of this type.
 _FITS: dict[pa.DataType, Callable[[Any], bool]] = {
     pa.float64(): _number,
     pa.float32(): _number,
-    pa.int32(): lambda value: type(value) is int and 0 <= value <= _MOST,
+    pa.int32(): lambda value: type(value) is int and 0 <= value <= _MAX_INT,
     pa.bool_(): lambda value: isinstance(value, bool),
     pa.string(): lambda value: isinstance(value, str),
     pa.list_(pa.string()): lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value),
@@ -167,12 +192,101 @@ _FITS: dict[pa.DataType, Callable[[Any], bool]] = {
 def _batch(rows: list[dict[str, Any]], quarantine: Quarantine) -> pa.RecordBatch:
     try:
         return pa.RecordBatch.from_pylist(rows, schema=REQUESTS)
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell and Arrow cannot hold
-        kept = []
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can express and Arrow cannot
+        valid = []
         for row in rows:
             try:
                 pa.RecordBatch.from_pylist([row], schema=REQUESTS)
-                kept.append(row)
+                valid.append(row)
             except UnicodeEncodeError:
                 quarantine.reject(TABLE, row["request_id"], "not valid Unicode")
-        return pa.RecordBatch.from_pylist(kept, schema=REQUESTS)
+        return pa.RecordBatch.from_pylist(valid, schema=REQUESTS)
+
+
+class RequestFilter:
+    """Selects the requests of one experiment; `left_out` counts the others by reason."""
+
+    def __init__(self, split: TrafficSplit, *, start: float | None = None, end: float | None = None) -> None:
+        """Args:
+        split: as it was served.
+        start: first second since 1970; None: no limit.
+        end: first second after the experiment; None: no limit.
+        """
+        self.left_out: Counter[str] = Counter()
+        self.first, self.last = float("inf"), float("-inf")  # times of its requests
+        self._start, self._end = start, end
+        self._arm: Callable[[str], str] = lru_cache(MAX_CACHED_UNITS)(lambda unit: arm_of(unit, split).name)
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.Table:
+        """The requests of a batch that belong to the experiment, with the `arm` of their unit."""
+        table = pa.Table.from_batches([batch])
+        table = self._keep(table, pc.equal(table["path"], SEARCH_PATH), "not a search")
+        time = table["time"].to_numpy()
+        inside = np.ones(len(table), bool)
+        if self._start is not None:
+            inside &= time >= self._start
+        if self._end is not None:
+            inside &= time < self._end
+        table = self._keep(table, inside, "outside of start and end")
+        status = table["status"].to_numpy()
+        table = self._keep(table, (status < 400) | (status >= 500), "refused (4xx)")
+        table = self._keep(table, pc.is_valid(table["unit"]), "without a unit")
+        units = pc.dictionary_encode(table["unit"].combine_chunks())
+        assigned = pa.array(map(self._arm, units.dictionary.to_pylist()), pa.string()).take(units.indices)
+        table = table.append_column("assigned", assigned)
+        # A request that failed early has no arm in the log, but its unit determines one.
+        by_split = pc.fill_null(pc.equal(table["arm"], table["assigned"]), True)
+        table = self._keep(table, by_split, "not by this split")
+        if len(table):
+            times = table["time"].to_numpy()
+            self.first, self.last = min(self.first, times.min()), max(self.last, times.max())
+        assigned = table["assigned"]
+        return table.drop_columns(["assigned"]).set_column(
+            table.schema.get_field_index("arm"), "arm", assigned
+        )
+
+    def _keep(
+        self, table: pa.Table, which: Bool[ndarray, " rows"] | pa.ChunkedArray, reason: str
+    ) -> pa.Table:
+        kept = table.filter(pa.array(which) if isinstance(which, ndarray) else which)
+        if len(kept) < len(table):
+            self.left_out[reason] += len(table) - len(kept)
+        return kept
+
+
+class RequestSample:
+    """A uniform sample of answered text queries per arm: those with the smallest hashes."""
+
+    columns = ("request_id", "arm", "unit", "query", "doc_ids")
+
+    def __init__(self, per_arm: int, *, depth: int, seed: int) -> None:
+        """Args:
+        per_arm: requests to keep.
+        depth: documents to keep of each answer.
+        seed: of the hash.
+        """
+        self._per_arm, self._depth, self._seed = per_arm, depth, seed
+        self._kept: dict[str, pa.Table] = {}
+
+    def add(self, requests: pa.Table) -> None:
+        """Offer requests of the experiment."""
+        answered = pc.and_(pc.less(requests["status"], 400), pc.is_valid(requests["query"]))
+        table = requests.filter(pc.and_(answered, pc.is_valid(requests["doc_ids"])))
+        # The time is hashed too, because a client may give all its requests the same id.
+        parts = (table["request_id"], pc.cast(table["time"], pa.string()), str(self._seed))
+        hashes = hash_of(pc.binary_join_element_wise(*parts, "\x1f"))
+        table = table.select(self.columns).append_column("drawn", pa.array(hashes))
+        for arm in pc.unique(table["arm"]).to_pylist():
+            of_arm = table.filter(pc.equal(table["arm"], arm))
+            candidates = pa.concat_tables([self._kept[arm], of_arm]) if arm in self._kept else of_arm
+            self._kept[arm] = candidates.sort_by("drawn").slice(0, self._per_arm).combine_chunks()
+
+    def table(self) -> pa.Table:
+        """The sampled requests with `columns`."""
+        tables = [self._kept[arm].select(self.columns) for arm in sorted(self._kept)]
+        if not tables:
+            texts = {name: pa.string() for name in self.columns[:-1]}
+            return pa.schema({**texts, "doc_ids": pa.list_(pa.string())}).empty_table()
+        table = pa.concat_tables(tables)
+        best = pc.list_slice(table["doc_ids"], 0, self._depth)
+        return table.set_column(len(self.columns) - 1, "doc_ids", pc.cast(best, pa.list_(pa.string())))

@@ -1,7 +1,7 @@
-"""The access log's writer: a gateway replica hands over records, a thread writes them as JSON lines.
+"""The writer of access logs: a thread of a gateway replica writes records as JSON lines.
 
-Handing over is an append to a queue in memory, so an event loop never waits for a disk. What is lost when the
-process is killed is at most what came since the last flush; what was flushed is synced, line by whole line.
+Appending only adds to a queue in memory, so an event loop never waits for a disk. A killed process loses at
+most the records since the last flush; flushed lines are whole and synced.
 """
 
 import atexit
@@ -36,10 +36,19 @@ class AccessWriter:
         keep: int | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`replica` must differ between writers of a folder: ConfigError where a live one has the file.
+        """Open the file and start the thread.
 
-        `max_bytes` bounds a file, `keep` the number of full ones (the newest; None: all). Records beyond
-        `max_waiting` are dropped and counted while a disk does not keep up.
+        Args:
+            folder: of the files; created if missing.
+            replica: name of the writer, unique within the folder.
+            flush_s: seconds between writes.
+            max_bytes: of a file.
+            max_waiting: records in memory; more are dropped and counted if a disk does not keep up.
+            keep: full files to keep, the newest ones; None: all.
+            clock_ns: for names of full files.
+
+        Raises:
+            ConfigError: another running process writes the file.
         """
         self.dropped = 0  # records that were never written
         name = re.sub(r"[^A-Za-z0-9_-]", "_", replica)
@@ -57,31 +66,31 @@ class AccessWriter:
 
     @property
     def path(self) -> Path:
-        """The file that is written now."""
+        """The current file."""
         return self._stem.with_name(f"{self._stem.name}.jsonl")
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Take a record, which the caller does not change any more. Never waits, never raises."""
+        """Queue a record, which the caller must not change afterwards. Never waits or raises."""
         if len(self._waiting) >= self._max_waiting or self._stop.is_set():
             self.dropped += 1
         else:
             self._waiting.append(record)
 
     def flush(self) -> None:
-        """Write and sync what waits now. Not for an event loop."""
+        """Write and sync all queued records. It blocks, so do not call it in an event loop."""
         with self._writing:
             records = [self._waiting.popleft() for _ in range(len(self._waiting))]
             lines = self._unwritten + [line for record in records if (line := self._line(record))]
             try:
                 self._write(lines)
-            except OSError as error:  # a full disk, say: what is left is tried again with the next flush
+            except OSError as error:  # such as a full disk: the next flush tries again
                 if not self._unwritten:
                     log.warning("%s takes no lines (%s): they are kept and tried again", self.path, error)
             self.dropped += max(len(lines) - self._max_waiting, 0)
             self._unwritten = lines[: self._max_waiting]
 
     def close(self) -> None:
-        """Flush and end; nothing happens if it is closed."""
+        """Flush and stop; closing again does nothing."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -104,11 +113,11 @@ class AccessWriter:
             self.dropped += 1
             log.warning("a record is no JSON and was dropped: %s", error)
             return b""
-        # Half of a surrogate pair becomes its escape, which is JSON.
+        # Half of a surrogate pair becomes its escape sequence, which is valid JSON.
         return text.encode("utf-8", "backslashreplace") + b"\n"
 
     def _write(self, lines: list[bytes]) -> None:
-        """Write lines in as few calls as files allow, taking from the list what is written."""
+        """Write lines with one call per file, and remove from the list those that are written."""
         written = False
         while lines:
             stop, size = 0, self._size
@@ -125,7 +134,7 @@ class AccessWriter:
             os.fsync(self._file)
 
     def _append(self, data: bytes) -> None:
-        """All of `data`, or nothing: a write that fails half-way is taken back."""
+        """Write all of `data` or nothing: a partial write is truncated."""
         rest = memoryview(data)
         try:
             while rest:
@@ -146,7 +155,7 @@ class AccessWriter:
             ) from None
         self._file, self._size = file, os.fstat(file).st_size
         if self._size and os.pread(file, 1, self._size - 1) != b"\n":
-            self._append(b"\n")  # a killed process may have torn its last line: the next is not to touch it
+            self._append(b"\n")  # end the torn last line of a killed process
 
     def _rotate(self) -> None:
         os.fsync(self._file)
@@ -154,15 +163,15 @@ class AccessWriter:
         while (full := self._stem.with_name(f"{self._stem.name}.{moment}.jsonl")).exists():
             moment += 1
         self.path.rename(full)
-        before = self._file
+        full_file = self._file
         try:
             self._open()
         except OSError:
             full.rename(self.path)
             raise
-        os.close(before)
+        os.close(full_file)
         if self._keep is not None:
-            found = self._stem.parent.glob(f"{self._stem.name}.*.jsonl")
-            files = sorted(found, key=lambda path: int(path.suffixes[0][1:]))
+            full_files = self._stem.parent.glob(f"{self._stem.name}.*.jsonl")
+            files = sorted(full_files, key=lambda path: int(path.suffixes[0][1:]))
             for old in files[: max(len(files) - self._keep, 0)]:
                 old.unlink(missing_ok=True)

@@ -1,6 +1,20 @@
-"""Knobs of online experiments: the arms that traffic is split between, and how their logs are compared."""
+"""Settings of online experiments, and which unit of traffic sees which arm.
+
+Assignment needs no state: any process, Python release or reader of the log computes the same arm. Each arm
+draws an exponential waiting time from a hash of (experiment, arm, unit), at the rate of its share, and the
+shortest wins (weighted rendezvous hashing). So an arm wins with the probability of its share, independently
+of the order of arms. When shares change,
+
+- between any two arms units move only to the one whose share grew by the larger factor;
+- with two arms, or if one arm grows at the cost of all others in proportion (a new one, for example), the
+minimal
+  share of units moves;
+- otherwise at most 2d / (1 + d) move where d must. In the worst case no rule that sees only the present
+  shares moves fewer (correlated sampling; Bavarian et al., 2016, "The optimality of correlated sampling").
+"""
 
 import math
+from hashlib import blake2b
 from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field, model_validator
@@ -12,21 +26,27 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
 class Arm(Config):
-    """One way of answering: what serves a share of the traffic."""
+    """A variant of the system that serves a share of the traffic."""
 
-    name: str = Field("default", pattern=NAME, description="in answers, logs and reports")
+    name: str = Field("default", pattern=NAME, description="name in answers, logs and reports")
     query_tower: str | None = Field(
         None, min_length=1, description="URI of a student, dual_encoder or query_encoder; null: the run's own"
     )
-    index: str | None = Field(None, min_length=1, description="URI of an index; null: whichever is active")
-    personalised: bool = Field(True, description="fuse what is known of the user into the query, if one can")
-    share: float = Field(1.0, ge=0, le=1, description="of the traffic; 0: only requests that name the arm")
+    index: str | None = Field(None, min_length=1, description="URI of an index; null: the active one")
+    personalised: bool = Field(
+        True, description="fuse features of the user into the query, if the run has a fusion model"
+    )
+    share: float = Field(
+        1.0, ge=0, le=1, description="share of the traffic; 0: only requests that name the arm"
+    )
 
 
 class TrafficSplit(Config):
-    """Arms and their shares; the first is the control, which the others are compared with."""
+    """Arms and their shares; the first is the control."""
 
-    name: str = Field("default", pattern=NAME, description="salts the split: another name, other groups")
+    name: str = Field(
+        "default", pattern=NAME, description="seed of the split: another name gives other groups"
+    )
     arms: tuple[Arm, ...] = Field((Arm(),), min_length=1)
 
     @model_validator(mode="after")
@@ -55,18 +75,17 @@ AnyJudge = Annotated[BM25Ranker | CrossEncoderConfig | DualPooledJudge, Field(di
 
 
 class Relevance(Config):
-    """What a ranking model thinks of the results (ScalingNote, section 4.6)."""
+    """Results judged by a ranking model (ScalingNote, section 4.6)."""
 
     judge: AnyJudge = Field(
-        BM25Ranker(), description="bm25 is the last resort: its score as a share of the query's best document"
+        BM25Ranker(),
+        description="ranking model; bm25, the fallback, scores a document relative to the query's best one",
     )
-    irrelevant_below: float = Field(
-        0.5, description="score of the judge under which a document is irrelevant"
-    )
+    irrelevant_below: float = Field(0.5, description="documents with a lower score are irrelevant")
     depths: tuple[Annotated[int, Field(ge=1, le=1000)], ...] = Field(
         (4, 20), min_length=1, description="the share of irrelevant documents is measured in the top K"
     )
-    requests_per_arm: int = Field(1000, ge=2, description="logged queries that are judged, drawn at random")
+    requests_per_arm: int = Field(1000, ge=2, description="random sample of logged queries to judge")
 
 
 class ExperimentConfig(Config):
@@ -78,7 +97,7 @@ class ExperimentConfig(Config):
     start: AwareDatetime | None = Field(None, description="earlier requests are left out; with a time zone")
     end: AwareDatetime | None = Field(None, description="requests from then on are left out")
     relevance: Relevance | None = Field(Relevance(), description="null: results are not judged")
-    few_results: int = Field(5, ge=1, description="an answer with fewer documents is one too few")
+    few_results: int = Field(5, ge=1, description="an answer with fewer documents counts as too short")
     feedback: str | None = Field(
         None, description=".jsonl, .csv or .parquet of request_id, satisfied (true/false, or 0 to 1)"
     )
@@ -88,9 +107,9 @@ class ExperimentConfig(Config):
         0.001, gt=0, lt=0.5, description="p below which the groups' sizes are a sample ratio mismatch"
     )
     bootstrap: int = Field(2000, ge=100, description="resamples behind each bootstrap interval")
-    seed: int = Field(0, description="of the sample that is judged and of the bootstrap")
+    seed: int = Field(0, description="of the judged sample and of the bootstrap")
     inputs_sha256: tuple[str, ...] = Field(
-        (), description="filled in when it starts: other contents of the files are another report"
+        (), description="set at the start: a report belongs to the contents of its input files"
     )
     resources: Resources = Resources()
 
@@ -103,3 +122,33 @@ class ExperimentConfig(Config):
         if self.start and self.end and self.start >= self.end:
             raise ValueError(f"start={self.start} is not before end={self.end}: swap them")
         return self
+
+
+def unit_of(user_id: str | None, request_id: str, *, secret: str = "") -> str:
+    """The unit that is assigned and logged: ``u:`` and a hash of the user's id, or ``r:`` and a request id.
+
+    Args:
+        user_id: None or empty for anonymous requests.
+        request_id: of the request.
+        secret: key of the hash, equal in all gateways during an experiment. Without it a hash is not
+            anonymous, because ids can be guessed.
+    """
+    if not user_id:
+        return f"r:{request_id}"
+    key = blake2b(secret.encode()).digest()
+    return f"u:{blake2b(user_id.encode('utf-8', 'surrogatepass'), digest_size=16, key=key).hexdigest()}"
+
+
+def arm_of(unit: str, split: TrafficSplit) -> Arm:
+    """The arm of a unit in an experiment; independent between experiments of different names."""
+    if len(split.arms) == 1:
+        return split.arms[0]
+    with_traffic = (arm for arm in split.arms if arm.share > 0)
+    return min(with_traffic, key=lambda arm: (_waiting(split.name, arm.name, unit) / arm.share, arm.name))
+
+
+def _waiting(*parts: str) -> float:
+    """A pseudo-random number from the exponential distribution of mean 1, determined by `parts`."""
+    text = "\x1f".join(parts).encode("utf-8", "surrogatepass")
+    uniform = int.from_bytes(blake2b(text, digest_size=8).digest(), "big") >> 11  # a float has 53 bits
+    return -math.log((uniform + 0.5) / 2**53)

@@ -1,9 +1,9 @@
-"""The report on an experiment: access logs, and what users said and did, in; an `experiment` artifact out.
+"""The report on an experiment from access logs, user feedback and clicks, as an `experiment` artifact.
 
     logs ─► requests of the experiment ─► sums per unit ─────────────────┐
                      └─► a sample ─► pairs ─judge, on Ray─► sums per unit ─┴─► comparisons ─► report
 
-Logs are streamed: what stays in memory is a row per unit, a latency per request and the sample.
+Logs are streamed; a row per unit, a latency per request and the sample stay in memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,26 +21,32 @@ from scalingnote.config import Resources
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.datasets.rows import files as local_files
 from scalingnote.errors import ConfigError, DataError, ScalingNoteError
-from scalingnote.experiment import access_log, comparison, judge, outcomes, relevance, report, signals
+from scalingnote.experiment import access_log, comparison, outcomes, relevance, report
+from scalingnote.experiment.access_log import RequestFilter, RequestSample
 from scalingnote.experiment.config import AnyJudge, DualPooledJudge, ExperimentConfig, Relevance
-from scalingnote.experiment.page import page
-from scalingnote.experiment.requests import Sample, Selection
+from scalingnote.experiment.outcomes import Outcomes
 from scalingnote.log import Progress, environment, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, fingerprint, open_artifact, write_table
 
 log = get_logger("compare")
 PAIRS_PER_BLOCK = 2048
-Read = tuple[outcomes.Outcomes, Sample | None, dict[str, Any]]  # the last is part of the report
 
 
 def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
-    """Build the artifact below the folder `output`, named by config and contents of the logs.
+    """Build the artifact.
 
-    DataError when the log has no request of the experiment, or a file is missing.
+    Args:
+        config: split, logs and judge.
+        dataset: URI of the documents, for the judge.
+        output: folder of the artifact, whose name is a hash of config and contents of the logs.
+
+    Raises:
+        DataError: the log has no request of the experiment, or a file is missing.
+        ConfigError: the judge does not fit in memory.
     """
     parents = {"dataset": open_artifact(dataset, kind="dataset")}
-    logs = _checked(config, parents["dataset"])
+    logs = _check_inputs(config, parents["dataset"])
     config = config.model_copy(update={"inputs_sha256": _checksums(config, logs)})
     place = fs.absolute(fs.join(output, fingerprint("experiment", config, parents)[:12]))
     draft = Draft(place, kind="experiment", config=config, parents=parents)
@@ -51,18 +57,18 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
         cluster.connect()
         cluster.check_resources_early(config.resources.model_copy(update={"workers": 1}), knob="resources")
     quarantine = Quarantine()
-    found, sample, requests = _read(config, logs, quarantine)
-    units = found.units()
-    judged: dict[str, Any] | None = None
+    totals, sample, requests = _read_logs(config, logs, quarantine)
+    units = totals.units()
+    judge_section: dict[str, Any] | None = None
     if sample is not None and config.relevance is not None:
-        drawn = sample.table()
-        scores = _judge(config, drawn, parents["dataset"], draft)
-        by_unit = relevance.by_unit(
-            drawn, scores, below=config.relevance.irrelevant_below, depths=config.relevance.depths
+        sampled = sample.table()
+        scores = _judge(config, sampled, parents["dataset"], draft)
+        irrelevant = relevance.irrelevant_by_unit(
+            sampled, scores, below=config.relevance.irrelevant_below, depths=config.relevance.depths
         )
-        units = outcomes.joined(units, by_unit)
-        judged = _told(config.relevance, drawn, scores)
-        draft.write_table("sample.parquet", drawn)
+        units = outcomes.join_by_unit(units, irrelevant)
+        judge_section = _judge_section(config.relevance, sampled, scores)
+        draft.write_table("sample.parquet", sampled)
         draft.write_table("judged.parquet", scores)
     measures = outcomes.measures(
         few_results=config.few_results,
@@ -70,97 +76,99 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
         satisfaction=config.feedback is not None,
         clicks=config.clicks is not None,
     )
-    told = comparison.compared(config, units, measures) | requests | {"judge": judged}
-    for name, arm in told["arms"].items():
-        arm["latency_ms"] = found.percentiles(name, report.PERCENTILES)
-    told["warnings"] = comparison.warnings(config, told)
-    told["environment"] = environment()
-    for text in told["warnings"]:
+    result = comparison.compare_arms(config, units, measures) | requests | {"judge": judge_section}
+    for name, arm in result["arms"].items():
+        arm["latency_ms"] = totals.percentiles(name, report.PERCENTILES)
+    result["warnings"] = comparison.warnings(config, result)
+    result["environment"] = environment()
+    for text in result["warnings"]:
         log.warning("%s", text)
     draft.write_table("units.parquet", units)
     draft.write_table("rejected.parquet", quarantine.table())
-    draft.write_json("report.json", told)
-    draft.write_bytes("report.md", report.markdown(told).encode())
-    draft.write_bytes("report.html", page(told).encode())
-    counts = {"requests": found.requests, "units": len(units), "rejected": sum(quarantine.rejected.values())}
-    log.info("%s", report.summary(told))
+    draft.write_json("report.json", result)
+    draft.write_bytes("report.md", report.markdown(result).encode())
+    draft.write_bytes("report.html", report.page(result).encode())
+    counts = {"requests": totals.requests, "units": len(units), "rejected": sum(quarantine.rejected.values())}
+    log.info("%s", report.summary(result))
     return draft.commit(counts=counts, rejected_by_reason=dict(sorted(quarantine.rejected.items())))
 
 
-def _checked(config: ExperimentConfig, dataset: Artifact) -> list[str]:
-    """The log files; what is missing, cannot be read or would not fit is refused before anything is."""
-    logs = access_log.find(config.logs)
+def _check_inputs(config: ExperimentConfig, dataset: Artifact) -> list[str]:
+    """The log files, after checking early that all inputs exist and the judge fits in memory."""
+    logs = access_log.find_logs(config.logs)
     for pattern in (config.feedback, config.clicks):
         if pattern is not None:
-            signals.check(pattern)
+            outcomes.check_files(pattern)
     if config.relevance and isinstance(config.relevance.judge, DualPooledJudge):
         open_artifact(config.relevance.judge.uri, kind="cross_encoder")
     documents = dataset.counts["documents"]
     if (
         config.relevance
         and isinstance(config.relevance.judge, BM25Ranker)
-        and documents > judge.BM25_DOCUMENTS
+        and documents > relevance.MAX_BM25_DOCUMENTS
     ):
         raise ConfigError(
             f"BM25 as a judge holds all documents in memory, and {documents:,} are more than "
-            f"{judge.BM25_DOCUMENTS:,}: set relevance.judge to a cross-encoder, or relevance to null"
+            f"{relevance.MAX_BM25_DOCUMENTS:,}: set relevance.judge to a cross-encoder, or relevance to null"
         )
     return logs
 
 
 def _checksums(config: ExperimentConfig, logs: Sequence[str]) -> tuple[str, ...]:
-    """Of every file that is read: logs grow, and then the report is another."""
-    given = [p for pattern in (config.feedback, config.clicks) if pattern for p in local_files(pattern)]
-    return tuple(fs.checksum(uri) for uri in (*logs, *map(str, given)))
+    """Checksums of every input file, because a report belongs to the contents of growing logs."""
+    further = [p for pattern in (config.feedback, config.clicks) if pattern for p in local_files(pattern)]
+    return tuple(fs.checksum(uri) for uri in (*logs, *map(str, further)))
 
 
-def _read(config: ExperimentConfig, logs: Sequence[str], quarantine: Quarantine) -> Read:
-    """Everything that comes of one pass over the logs."""
-    satisfied = signals.feedback(config.feedback, quarantine) if config.feedback else None
-    clicked = signals.clicks(config.clicks, quarantine) if config.clicks else None
+def _read_logs(
+    config: ExperimentConfig, logs: Sequence[str], quarantine: Quarantine
+) -> tuple[Outcomes, RequestSample | None, dict[str, Any]]:
+    """One pass over the logs: sums per unit, the sample to judge, and the report's part on requests."""
+    satisfied = outcomes.read_feedback(config.feedback, quarantine) if config.feedback else None
+    clicked = outcomes.read_clicks(config.clicks, quarantine) if config.clicks else None
     start, end = (moment.timestamp() if moment else None for moment in (config.start, config.end))
-    selection = Selection(config.split, start=start, end=end)
-    found = outcomes.Outcomes(few_results=config.few_results, satisfied=satisfied, clicked=clicked)
+    selection = RequestFilter(config.split, start=start, end=end)
+    totals = Outcomes(few_results=config.few_results, satisfied=satisfied, clicked=clicked)
     sample = None
     if config.relevance:
         depth = max(config.relevance.depths)
-        sample = Sample(config.relevance.requests_per_arm, depth=depth, seed=config.seed)
+        sample = RequestSample(config.relevance.requests_per_arm, depth=depth, seed=config.seed)
     read = 0
     with Progress("compare", total=len(logs), unit="log files") as progress:
         for uri in logs:
-            for batch in access_log.read([uri], quarantine):
+            for batch in access_log.read_requests([uri], quarantine):
                 read += len(batch)
                 progress.advance(0, f"{read:,} lines")
                 if len(requests := selection(batch)):
-                    found.add(requests)
+                    totals.add(requests)
                     if sample is not None:
                         sample.add(requests)
             progress.advance(1)
-    if not found.requests:
+    if not totals.requests:
         left = ", ".join(f"{count:,} {reason}" for reason, count in selection.left_out.items())
         raise DataError(
             f"no request of experiment {config.split.name!r} in {len(logs)} files of {read:,} lines"
             + (f" ({left})" if left else "")
             + ": check split, start and end against what was served"
         )
-    refused = sum(n for reason, n in quarantine.rejected.items() if reason.startswith(access_log.TABLE))
+    rejected = sum(n for reason, n in quarantine.rejected.items() if reason.startswith(access_log.TABLE))
     ends = (selection.first, selection.last)
     first, last = (datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds") for moment in ends)
-    signal_counts = {"rated": found.rated} if satisfied is not None else {}
-    signal_counts |= {"clicked": found.clicks} if clicked is not None else {}
-    counts = {"read": read + refused, "rejected": refused, "used": found.requests, **signal_counts}
-    told = {"first": first, "last": last, "days": (selection.last - selection.first) / 86_400}
-    return found, sample, told | {"requests": {**counts, "left_out": dict(selection.left_out)}}
+    signal_counts = {"rated": totals.rated} if satisfied is not None else {}
+    signal_counts |= {"clicked": totals.clicks} if clicked is not None else {}
+    counts = {"read": read + rejected, "rejected": rejected, "used": totals.requests, **signal_counts}
+    period = {"first": first, "last": last, "days": (selection.last - selection.first) / 86_400}
+    return totals, sample, period | {"requests": {**counts, "left_out": dict(selection.left_out)}}
 
 
-def _judge(config: ExperimentConfig, drawn: pa.Table, dataset: Artifact, draft: Draft) -> pa.Table:
-    """The pairs of the sample with their scores, a block per task; finished blocks survive a kill."""
+def _judge(config: ExperimentConfig, sampled: pa.Table, dataset: Artifact, draft: Draft) -> pa.Table:
+    """The pairs of the sample with their scores. Blocks are tasks, and finished ones survive a killed run."""
     assert config.relevance is not None
-    pairs = relevance.pairs(drawn)
+    pairs = relevance.pairs_to_judge(sampled)
     starts = range(0, len(pairs), PAIRS_PER_BLOCK)
     blocks = [draft.work(f"judged/{number:05d}.parquet") for number in range(len(starts))]
     todo = [number for number, uri in enumerate(blocks) if not fs.exists(uri)]
-    # BM25 indexes the whole data set once, not once in every actor.
+    # Every BM25 actor would index the whole dataset, so there is one.
     workers = 1 if isinstance(config.relevance.judge, BM25Ranker) else config.resources.workers
     size = [min(PAIRS_PER_BLOCK, len(pairs) - start) for start in starts]
     for number in todo:
@@ -168,23 +176,27 @@ def _judge(config: ExperimentConfig, drawn: pa.Table, dataset: Artifact, draft: 
         write_table(draft.work(f"pairs/{number:05d}.parquet"), block)
     done = len(pairs) - sum(size[number] for number in todo)
     resources = config.resources.model_copy(update={"workers": min(workers, len(todo))})
-    if todo and not fs.exists(draft.work(judge.DOCUMENTS)):  # one pass over the corpus, not one a block
-        write_table(draft.work(judge.DOCUMENTS), judge.texts(dataset, pc.unique(pairs["doc_id"])))
+    if todo and not fs.exists(
+        draft.work(relevance.DOCUMENTS_FILE)
+    ):  # one pass over the corpus for all blocks
+        write_table(
+            draft.work(relevance.DOCUMENTS_FILE), relevance.document_rows(dataset, pc.unique(pairs["doc_id"]))
+        )
     with Progress("compare", total=len(pairs), done=done, unit="pairs judged") as progress:
         for number in (
-            _on_ray(todo, (config.relevance.judge, dataset, draft.work()), resources) if todo else ()
+            _judge_blocks(todo, (config.relevance.judge, dataset, draft.work()), resources) if todo else ()
         ):
             progress.advance(size[number])
     tables = [pq.read_table(fs.open_input(uri)) for uri in blocks]
     return pa.concat_tables([relevance.JUDGED.empty_table(), *tables])
 
 
-def _on_ray(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resources) -> Iterator[int]:
-    """Blocks as they are judged, by actors of :class:`Judging`."""
+def _judge_blocks(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resources) -> Iterator[int]:
+    """Judge blocks in a Ray actor pool; yields their numbers as they finish."""
     cluster.check_resources(resources, knob="resources")
     blocks = ray.data.from_items([{"number": number} for number in todo], override_num_blocks=len(todo))
     judged = blocks.map_batches(
-        Judging,
+        JudgeActor,
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=resources.workers),
         fn_constructor_args=arguments,
@@ -195,35 +207,35 @@ def _on_ray(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resource
         yield int(row["number"])
 
 
-class Judging:
-    """Actor: judges blocks of pairs. It loads at the first: Ray hides why an actor could not start."""
+class JudgeActor:
+    """Ray actor that judges blocks of pairs. Its model loads late: Ray hides errors of constructors."""
 
     def __init__(self, config: AnyJudge, dataset: Artifact, work: str) -> None:
         self._config, self._dataset, self._work = config, dataset, work
-        self._judge: judge.Judge | None = None
+        self._judge: relevance.Judge | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The number of a block, once its scores are written; or what went wrong."""
+        """Write the scores of a block; returns its number, or the error."""
         number = int(batch["number"][0])
         try:
-            self._judge = self._judge or judge.load(self._config, self._dataset)
+            self._judge = self._judge or relevance.load_judge(self._config, self._dataset)
             pairs, documents = (
                 pq.read_table(fs.open_input(fs.join(self._work, name)))
-                for name in (f"pairs/{number:05d}.parquet", judge.DOCUMENTS)
+                for name in (f"pairs/{number:05d}.parquet", relevance.DOCUMENTS_FILE)
             )
-            scored = judge.judge_pairs(self._judge, pairs, documents)
+            scored = relevance.judge_pairs(self._judge, pairs, documents)
             write_table(fs.join(self._work, f"judged/{number:05d}.parquet"), scored)
             return {"number": [number], "error": [""]}
         except ScalingNoteError as error:
             return {"number": [number], "error": [cluster.error_column(error)]}
 
 
-def _told(config: Relevance, drawn: pa.Table, scores: pa.Table) -> dict[str, Any]:
-    """What the report says of the judge."""
+def _judge_section(config: Relevance, sampled: pa.Table, scores: pa.Table) -> dict[str, Any]:
+    """The report's section on the judge."""
     return {
         "kind": config.judge.kind,
         "irrelevant_below": config.irrelevant_below,
-        "requests": len(drawn),
+        "requests": len(sampled),
         "pairs": len(scores),
         "unknown": scores["score"].null_count,
     }

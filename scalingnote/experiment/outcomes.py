@@ -1,29 +1,41 @@
-"""What came of an arm's requests: each measure's sum and count per unit, and latencies.
+"""Outcomes of requests: sums and counts of each measure per unit, latencies, and what users said and clicked.
 
-A measure is a mean over requests, or over documents: its count says over how many, its sum what they add up
-to. Whoever has none of them (a user whose answers were never rated) has count 0 and is no observation.
+A measure is a mean over requests or documents: its count is their number, its sum what they add up to. A
+unit with count 0 (a user whose answers were never rated) is no observation.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from jaxtyping import Float, Float32
 from numpy import ndarray
 
+from scalingnote.datasets.quarantine import Quarantine
+from scalingnote.datasets.rows import Row, Unreadable, files, json_lines, parquet, quoted
+from scalingnote.errors import DataError
 from scalingnote.experiment.access_log import STAGES
-from scalingnote.experiment.statistics import Sums
 
 KEYS = ["arm", "unit"]
 _Numbers = Float[ndarray, " rows"]
-_NONE = np.empty(0, np.float32)
-PIECES = 64  # per-batch sums that are held before they are added up
+_NO_TIMES = np.empty(0, np.float32)
+MAX_PARTIAL_SUMS = 64  # of batches in memory, before they are added up
+_READERS: dict[str, Callable[[Path], Iterable[Row | Unreadable]]] = {
+    ".jsonl": json_lines,
+    ".csv": quoted,
+    ".parquet": parquet,
+}
+_SATISFIED = {"true": 1.0, "false": 0.0}
 
 
 class Measure(NamedTuple):
-    """What a number means; `better` is the side that is wished for."""
+    """Name and meaning of a measure; `better` is the desired direction."""
 
     name: str
     text: str
@@ -32,18 +44,18 @@ class Measure(NamedTuple):
 
 def measures(*, few_results: int, depths: Sequence[int], satisfaction: bool, clicks: bool) -> list[Measure]:
     """The measures of a report, in its order."""
-    found = [
+    result = [
         Measure(f"irrelevant@{k}", f"share of irrelevant documents in the top {k}", "lower") for k in depths
     ]
     if satisfaction:
-        found.append(Measure("satisfaction", "mean satisfaction, where it is known", "higher"))
-    found.append(
+        result.append(Measure("satisfaction", "mean satisfaction, where it is known", "higher"))
+    result.append(
         Measure(f"fewer_than_{few_results}", f"share of answers with fewer than {few_results}", "lower")
     )
     if clicks:
-        found.append(Measure("click_through", "share of answers with a click", "higher"))
+        result.append(Measure("click_through", "share of answers with a click", "higher"))
     return [
-        *found,
+        *result,
         Measure("latency_ms", "mean time of an answer, in ms", "lower"),
         Measure("partial", "share of answers without all shards", "lower"),
         Measure("errors", "share of requests that failed (5xx)", "lower"),
@@ -51,7 +63,7 @@ def measures(*, few_results: int, depths: Sequence[int], satisfaction: bool, cli
 
 
 class Outcomes:
-    """Adds up requests of the experiment, batch after batch; a row per unit stays in memory."""
+    """Sums over the requests of an experiment; a row per unit stays in memory."""
 
     def __init__(
         self,
@@ -60,44 +72,48 @@ class Outcomes:
         satisfied: Mapping[str, float] | None = None,
         clicked: Mapping[str, frozenset[str]] | None = None,
     ) -> None:
-        """`satisfied` and `clicked` (documents) by request_id."""
+        """Args:
+        few_results: an answer with fewer documents counts as too short.
+        satisfied: request_id -> satisfaction from 0 to 1; None: not measured.
+        clicked: request_id -> clicked documents; None: not measured.
+        """
         self._few, self._satisfied, self._clicked = few_results, satisfied, clicked
         self._pieces: list[pa.Table] = []
         self._latency: dict[tuple[str, str], list[Float32[ndarray, " requests"]]] = {}
         self.requests = 0
         self.rated = 0  # requests with feedback
-        self.clicks = 0  # requests with a click on a document that they showed
+        self.clicks = 0  # requests with a click on one of their documents
 
     def add(self, requests: pa.Table) -> None:
-        """Requests as :class:`scalingnote.experiment.requests.Selection` gives them."""
+        """Add requests that :class:`scalingnote.experiment.access_log.RequestFilter` selected."""
         self.requests += len(requests)
         columns = {name: requests[name] for name in KEYS}
         for name, (total, count) in self._measured(requests):
             columns[f"{name}.sum"], columns[f"{name}.count"] = pa.array(total), pa.array(count)
-        self._pieces.append(added(pa.table(columns)))
-        if len(self._pieces) == PIECES:
-            self._pieces = [added(pa.concat_tables(self._pieces))]
+        self._pieces.append(sum_by_unit(pa.table(columns)))
+        if len(self._pieces) == MAX_PARTIAL_SUMS:
+            self._pieces = [sum_by_unit(pa.concat_tables(self._pieces))]
         answered = requests.filter(pc.less(requests["status"], 400))
         for arm in pc.unique(answered["arm"]).to_pylist():
-            mine = answered.filter(pc.equal(answered["arm"], arm))
+            of_arm = answered.filter(pc.equal(answered["arm"], arm))
             for stage in STAGES:
-                times = mine[f"{stage}_ms"].drop_null().to_numpy()
+                times = of_arm[f"{stage}_ms"].drop_null().to_numpy()
                 self._latency.setdefault((arm, stage), []).append(times)
 
     def units(self) -> pa.Table:
         """A row per unit: `arm`, `unit`, and each measure's ``.sum`` and ``.count``."""
-        return added(pa.concat_tables(self._pieces))
+        return sum_by_unit(pa.concat_tables(self._pieces))
 
     def percentiles(self, arm: str, at: Sequence[int]) -> dict[str, list[float]]:
-        """Stage -> milliseconds at each of these percentiles, over the arm's answers."""
-        known = {stage: np.concatenate(self._latency.get((arm, stage), [_NONE])) for stage in STAGES}
+        """Stage -> milliseconds at the percentiles `at`, over the arm's answers."""
+        known = {stage: np.concatenate(self._latency.get((arm, stage), [_NO_TIMES])) for stage in STAGES}
         return {stage: np.percentile(times, at).tolist() for stage, times in known.items() if len(times)}
 
     def _measured(self, requests: pa.Table) -> Iterator[tuple[str, tuple[_Numbers, _Numbers]]]:
         answered = requests["status"].to_numpy() < 400
         results = pc.fill_null(pc.list_value_length(requests["doc_ids"]), 0).to_numpy()
-        asked = pc.fill_null(requests["k"], self._few).to_numpy() >= self._few
-        yield f"fewer_than_{self._few}", _share(results < self._few, of=answered & asked)
+        enough_asked = pc.fill_null(requests["k"], self._few).to_numpy() >= self._few
+        yield f"fewer_than_{self._few}", _share(results < self._few, of=answered & enough_asked)
         if self._satisfied is not None:
             known = _values(self._satisfied, requests["request_id"], of=answered)
             self.rated += int(np.isfinite(known).sum())
@@ -109,20 +125,20 @@ class Outcomes:
         total = requests["total_ms"].to_numpy().astype(float)  # null: NaN
         yield "latency_ms", (np.where(answered, np.nan_to_num(total), 0), (answered & ~np.isnan(total)) * 1.0)
         missing = pc.less(requests["shards_answered"], requests["shards"])
-        told = answered & pc.is_valid(missing).to_numpy()
-        yield "partial", _share(pc.fill_null(missing, False).to_numpy(), of=told)
+        shards_known = answered & pc.is_valid(missing).to_numpy()
+        yield "partial", _share(pc.fill_null(missing, False).to_numpy(), of=shards_known)
         yield "errors", _share(~answered, of=np.ones(len(requests), bool))
 
 
-def added(table: pa.Table) -> pa.Table:
-    """One row per arm and unit: everything else summed."""
+def sum_by_unit(table: pa.Table) -> pa.Table:
+    """One row per arm and unit, with sums of all other columns."""
     names = [name for name in table.column_names if name not in KEYS]
     summed = table.group_by(KEYS, use_threads=False).aggregate([(name, "sum") for name in names])
     return summed.rename_columns([*KEYS, *names])
 
 
-def joined(units: pa.Table, further: pa.Table) -> pa.Table:
-    """Per-unit sums of two kinds in one table; units that one of them lacks have zeros there."""
+def join_by_unit(units: pa.Table, further: pa.Table) -> pa.Table:
+    """Join the per-unit sums of two tables; units missing in one of them get zeros."""
     both = units.join(further, keys=KEYS, join_type="full outer").combine_chunks()
     columns = [
         pc.fill_null(both[name], 0.0) if name not in KEYS else both[name] for name in both.column_names
@@ -130,24 +146,17 @@ def joined(units: pa.Table, further: pa.Table) -> pa.Table:
     return pa.table(columns, names=both.column_names).sort_by([(key, "ascending") for key in KEYS])
 
 
-def sums(units: pa.Table, arm: str, measure: str) -> Sums:
-    """What one arm's units did in one measure."""
-    mine = units.filter(pc.equal(units["arm"], arm))
-    total, count = (mine[f"{measure}.{name}"].to_numpy() for name in ("sum", "count"))
-    return Sums(total[count > 0], count[count > 0])
-
-
 def _share(which: ndarray, *, of: ndarray) -> tuple[_Numbers, _Numbers]:
     return (which & of).astype(float), of.astype(float)
 
 
 def _values(known: Mapping[str, float], request_ids: pa.ChunkedArray, *, of: ndarray) -> _Numbers:
-    found = [known.get(request_id, np.nan) for request_id in request_ids.to_pylist()]
-    return np.where(of, np.array(found, float), np.nan)
+    values = [known.get(request_id, np.nan) for request_id in request_ids.to_pylist()]
+    return np.where(of, np.array(values, float), np.nan)
 
 
 def _clicked(known: Mapping[str, frozenset[str]], requests: pa.Table) -> ndarray:
-    """Whether a document that a request showed was clicked; clicks on others are no clicks on its answer."""
+    """Whether one of the shown documents was clicked; clicks on other documents do not count."""
     request_ids = requests["request_id"].to_pylist()
     out = np.zeros(len(request_ids), bool)
     rows = [row for row, request_id in enumerate(request_ids) if request_id in known]
@@ -156,3 +165,64 @@ def _clicked(known: Mapping[str, frozenset[str]], requests: pa.Table) -> ndarray
     ):
         out[row] = not known[request_ids[row]].isdisjoint(shown or ())
     return out
+
+
+def read_feedback(pattern: str, quarantine: Quarantine) -> dict[str, float]:
+    """request_id -> satisfaction from 0 to 1; the last rating of a request counts."""
+    satisfaction: dict[str, float] = {}
+    for row in _rows(pattern, ("request_id", "satisfied"), quarantine, table="feedback"):
+        value = _satisfaction(row["satisfied"])
+        if value is None:
+            quarantine.reject("feedback", row, "satisfied is neither true nor false nor from 0 to 1")
+        else:
+            satisfaction[row["request_id"]] = value
+    return satisfaction
+
+
+def read_clicks(pattern: str, quarantine: Quarantine) -> dict[str, frozenset[str]]:
+    """request_id -> clicked documents."""
+    clicked: defaultdict[str, set[str]] = defaultdict(set)
+    for row in _rows(pattern, ("request_id", "doc_id"), quarantine, table="clicks"):
+        if isinstance(row["doc_id"], str):
+            clicked[row["request_id"]].add(row["doc_id"])
+        else:
+            quarantine.reject("clicks", row, "doc_id is no text")
+    return {request_id: frozenset(doc_ids) for request_id, doc_ids in clicked.items()}
+
+
+def check_files(pattern: str) -> None:
+    """Raise DataError if files are missing or have an unknown format, without reading them."""
+    for path in files(pattern):
+        if path.suffix not in _READERS:
+            raise DataError(f"{path} is none of {', '.join(_READERS)}: convert it or rename it")
+
+
+def _rows(pattern: str, names: tuple[str, str], quarantine: Quarantine, *, table: str) -> Iterable[Row]:
+    """Rows with both columns and a textual request_id; DataError if no row has them."""
+    usable = False
+    for path in files(pattern):
+        if path.suffix == ".parquet" and (lacking := sorted({*names} - {*pq.read_schema(path).names})):
+            raise DataError(f"{path} has no column {lacking[0]!r}: it needs {' and '.join(names)}")
+        for row in _READERS[path.suffix](path):
+            if isinstance(row, Unreadable):
+                quarantine.reject(table, row.row, row.reason)
+            elif lacking := [name for name in names if row.get(name) is None]:
+                quarantine.reject(table, row, f"{lacking[0]} is missing")
+            elif not isinstance(row["request_id"], str):
+                quarantine.reject(table, row, "request_id is no text")
+            else:
+                usable = True
+                yield row
+    if not usable:
+        raise DataError(f"no row of {pattern} has {' and '.join(names)}: check its columns")
+
+
+def _satisfaction(value: Any) -> float | None:
+    """A number from 0 to 1; in CSV numbers and booleans are text."""
+    if isinstance(value, str):
+        value = _SATISFIED.get(value.strip().lower(), value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) and 0 <= number <= 1 else None

@@ -1,39 +1,38 @@
-"""The plan of a whole system: a corpus and its traffic go in, GPU hours, bytes, machines and money out.
+"""The plan of a whole system: GPU hours, bytes, machines and money for a corpus and its traffic.
 
     PlanConfig ─► operations ─► GPU hours · documents ─► storage, index ─► searchers, encoders, gateways
 
-All arithmetic goes through a Ledger, so every figure can be traced to its constants and their sources.
+All arithmetic is formulas of a :class:`Ledger`, so `plan --explain` prints exactly what was computed, with
+constants and their sources. Scan times beyond the measured million documents are an assumption: with
+4·sqrt(documents) inverted lists, of which as many are probed as at a million, they grow with sqrt(documents).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isqrt
 from pathlib import Path
 
-from scalingnote.models import flops as tower_flops
+from scalingnote.models import flops
 from scalingnote.models.config import Lora, Pretrained, Scratch
 from scalingnote.models.flops import Shape, adapter_parameters, backbone_shape
-from scalingnote.scaling import constants, fleet, flops, memory
+from scalingnote.scaling import constants, training_cost
 from scalingnote.scaling.config import PlanConfig
-from scalingnote.scaling.constants import Constant, Stated
-from scalingnote.scaling.fleet import Index, Replicas
-from scalingnote.scaling.flops import Side
-from scalingnote.scaling.hardware import GIB, GPUS
-from scalingnote.scaling.knobs import knob
-from scalingnote.scaling.quantity import Ledger, Quantity, Step, of, plain
+from scalingnote.scaling.constants import FAMILIES, Constant, IndexFamily, Ledger, PlanStep, StatedSource
+from scalingnote.scaling.training_cost import GIB, GPUS, TowerInput
 from scalingnote.train.config import Ddp, Fsdp2, Optimizer
 
 VIEWS = 3  # embeddings of a document in training (ScalingNote, section 3.2)
 STUDENT = Scratch(  # the published query tower (Table 8): RED Bert-4L
     architecture="bert", layers=4, hidden=768, heads=12, intermediate=3072, vocabulary=84_522
 )
-TYPES = {"float16": 2, "int8": 1}  # bytes
-GATEWAY_ALONE = 2_000_000  # documents up to which a gateway holds the index itself (docs/serving.md)
-POINTS_PER_LIST = 39  # training documents of an inverted list
+BYTES_PER_NUMBER = {"float16": 2, "int8": 1}
+GATEWAY_MAX_DOCUMENTS = 2_000_000  # up to which a gateway holds the index itself (docs/serving.md)
+TRAINING_POINTS_PER_LIST = 39
+MONTH_HOURS = 730
+CORE_HOUR = "{core price} + {GB of memory a core} × {memory price}"  # US dollars
 
 
 @dataclass(frozen=True)
-class Phase:
+class GpuPhase:
     """Work on GPUs that is done once."""
 
     name: str
@@ -44,43 +43,80 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Stored:
-    """Embeddings of all documents at one dimension; bytes by type of number."""
+class EmbeddingStorage:
+    """Embeddings of all documents at one dimension."""
 
     dim: int
-    gb: dict[str, float]
-    month: float  # of the first type
+    gb: dict[str, float]  # by type of number
+    month: float  # US dollars, of the first type
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What it all takes; money in US dollars."""
+class SearcherFleet:
+    """Nodes of one size that hold and search the index."""
+
+    node_gb: int
+    cores: float  # of a node
+    shards: float
+    replicas: float  # of each shard
+    nodes: float
+    shard_ms: float  # of one core, for a query in each shard
+    month: float  # US dollars
+
+
+@dataclass(frozen=True)
+class ReplicaFleet:
+    """Processes of one core each."""
+
+    name: str
+    count: float
+    month: float  # US dollars
+
+
+@dataclass(frozen=True)
+class IndexPlan:
+    """The index in the family that is cheapest at the requested recall."""
+
+    family: IndexFamily
+    document_bytes: float
+    gb: float  # of one version
+    sizes: tuple[SearcherFleet, ...]
+    best: SearcherFleet
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """The result; money in US dollars."""
 
     config: PlanConfig
     shape: Shape
-    phases: tuple[Phase, ...]
-    stored: tuple[Stored, ...]
-    index: Index
-    serving: tuple[Replicas, ...]
+    phases: tuple[GpuPhase, ...]
+    stored: tuple[EmbeddingStorage, ...]
+    index: IndexPlan
+    serving: tuple[ReplicaFleet, ...]
     once: float
     month: float
     notes: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
     constants: tuple[Constant, ...]
 
 
-def plan(config: PlanConfig) -> Plan:
-    """Work it out; ConfigError when the model's shape is not known here."""
+def plan(config: PlanConfig) -> CapacityPlan:
+    """Compute the plan.
+
+    Raises:
+        ConfigError: the model's shape is not known offline.
+    """
     folder = Path(config.model)
     shape = backbone_shape(
         Pretrained(path=str(folder.parent) if folder.name == "config.json" else config.model)
     )
-    ledger = Ledger()
+    ledger = Ledger(config)
     phases = _phases(ledger, config, shape)
-    stored = tuple(_stored(ledger, config, dim) for dim in config.dims)
-    index = fleet.search(ledger, config)
-    serving = (fleet.encoders(ledger, config), fleet.gateways(ledger, config))
-    return Plan(
+    stored = tuple(_storage(ledger, dim) for dim in config.dims)
+    index = _cheapest_index(ledger, config)
+    serving = (_encoders(ledger, config), _gateways(ledger))
+    return CapacityPlan(
         config=config,
         shape=shape,
         phases=phases,
@@ -95,108 +131,211 @@ def plan(config: PlanConfig) -> Plan:
     )
 
 
-def _phases(ledger: Ledger, config: PlanConfig, shape: Shape) -> tuple[Phase, ...]:
-    peak = GPUS[config.gpu].peak
-    maker = Constant(
-        f"peak of an {config.gpu}", peak, "1/s", Stated("maker", "dense bfloat16 operations a second")
-    )
-    speed = ledger.step("operations a second of a GPU", of(maker) * knob(config, "mfu", ""), "1/s")
-    pairs = knob(config, "pairs", "pairs")
-    query_tokens, tokens = knob(config, "query_tokens", "tokens"), knob(config, "tokens", "tokens")
+def _phases(ledger: Ledger, config: PlanConfig, shape: Shape) -> tuple[GpuPhase, ...]:
+    peak, price = f"peak of an {config.gpu}", "gpu price"
+    dense = StatedSource("maker", "dense bfloat16 operations a second")
+    ledger.add(Constant(peak, GPUS[config.gpu].peak, "1/s", dense))
+    if config.gpu_price is None:
+        price = f"price of an {config.gpu} hour"
+        public = StatedSource("assumed", "of the order of public offers without commitment (--gpu-price)")
+        ledger.add(Constant(price, constants.GPU_PRICES[config.gpu], "USD", public))
+    _count_operations(ledger, config, shape)
+    distil = "{pairs} × {operations of the teacher's query}"
+    if config.query_tower != "lookup":  # a table has no matrix products
+        distil = (
+            "{pairs} × ({operations of the teacher's query} + "
+            "{distill epochs} × {operations of a student's query})"
+        )
+
+    def phase(name: str, work: str, speed: str) -> GpuPhase:
+        return GpuPhase(
+            name,
+            ledger.step(f"operations to {name}", "", work),
+            ledger.step(f"GPU hours to {name}", "hours", f"{{operations to {name}}} / {{{speed}}} / 3,600"),
+            ledger.step(f"days to {name}", "days", f"{{GPU hours to {name}}} / {{gpus}} / 24"),
+            ledger.step(f"cost to {name}", "USD", f"{{GPU hours to {name}}} × {{{price}}}"),
+        )
+
+    speed, encode_speed = "operations a second of a GPU", "the same in an encode job"
+    ledger.step(speed, "1/s", f"{{{peak}}} × {{MFU}}")
+    train = phase("train", "{pairs} × {operations of a training pair}", speed)
+    distillation = phase("distil", distil, speed)
+    kept = "{share of a bare loop's speed that the encode job keeps}"
+    ledger.step(encode_speed, "1/s", f"{{{speed}}} × {kept}")
+    return train, distillation, phase("encode", "{documents} × {operations of a document}", encode_speed)
+
+
+def _count_operations(ledger: Ledger, config: PlanConfig, shape: Shape) -> None:
+    """Add the operations of a training pair, a distilled query and an encoded document to the ledger."""
     lora = Lora(rank=config.lora) if config.lora else None
-    query = Side(shape, config.query_tokens, lora=lora)
-    document = Side(shape, config.tokens, rows=1 + config.negatives, pooled=VIEWS, lora=lora)
-    of_pair = flops.of_pair(query, document, dim=config.dims[-1], checkpointing=True)
+    rows, dim, query_tokens = 1 + config.negatives, config.dims[-1], config.query_tokens
     weights = f"{shape.layers * shape.layer_weights:,} weights"
-    learnt = f"adapters of rank {config.lora} learn" if lora else "all weights learn"
-    train = pairs * _counted(
-        "operations of a training pair",
-        of_pair.total,
-        f"models/flops.py, row: {weights}, rows of {config.query_tokens:g} and {1 + config.negatives} x "
-        f"{config.tokens:g} tokens, {learnt}, activations recomputed",
-        *(query_tokens, tokens, knob(config, "negatives", "")),
-    )
-    taught = _counted(
-        "operations of the teacher's query",
-        tower_flops.forward(shape, tokens=config.query_tokens),
-        f"models/flops.py, forward: {weights}, {config.query_tokens:g} tokens",
-        query_tokens,
-    )
-    distil = pairs * taught
-    if config.query_tower != "lookup":  # a table has no products to speak of
-        student = backbone_shape(STUDENT)
-        step = tower_flops.row(student, tokens=config.query_tokens, pooled=1, dim=config.dims[-1])
-        learnt_once = _counted(
-            "operations of a student's query",
-            step.total,
-            f"models/flops.py, row: {student.layers} layers of {student.hidden}, "
-            f"{config.query_tokens:g} tokens",
-        )
-        distil = pairs * (taught + knob(config, "distill_epochs", "") * learnt_once)
-    encode = knob(config, "documents", "documents") * _counted(
-        "operations of a document",
-        tower_flops.forward(shape, tokens=config.tokens),
-        f"models/flops.py, forward: {weights}, {config.tokens:g} tokens",
-        tokens,
-    )
-    kept = speed * of(constants.ENCODE_KEPT)
-    return (
-        _phase(ledger, config, "train", train, speed),
-        _phase(ledger, config, "distil", distil, speed),
-        _phase(ledger, config, "encode", encode, ledger.step("the same in an encode job", kept, "1/s")),
+    student = backbone_shape(STUDENT)
+    learns = f"adapters of rank {config.lora} learn" if lora else "all weights learn"
+    pair = training_cost.pair_work(
+        TowerInput(shape, query_tokens, lora=lora),
+        TowerInput(shape, config.tokens, rows=rows, pooled=VIEWS, lora=lora),
+        dim=dim,
+        checkpointing=True,
     )
 
+    def add(name: str, operations: float, how: str, *inputs: str) -> None:
+        source = StatedSource("counted", f"models/flops.py, {how}")
+        ledger.add(Constant(f"operations of {name}", operations, "", source), *inputs)
 
-def _phase(ledger: Ledger, config: PlanConfig, name: str, work: Quantity, speed: Quantity) -> Phase:
-    operations = ledger.step(f"operations to {name}", work, "")
-    hours = ledger.step(f"GPU hours to {name}", operations / speed / plain(3600.0), "hours")
-    days = ledger.step(f"days to {name}", hours / knob(config, "gpus", "GPUs") / plain(24.0), "days")
-    cost = ledger.step(f"cost to {name}", hours * _gpu_price(config), "USD")
-    return Phase(name, operations.value, hours.value, days.value, cost.value)
+    add(
+        "a training pair",
+        pair.total,
+        f"row: {weights}, rows of {query_tokens:g} and {rows} x {config.tokens:g} tokens, {learns}, "
+        "activations recomputed",
+        *("query tokens", "tokens", "negatives"),
+    )
+    add(
+        "the teacher's query",
+        flops.forward(shape, tokens=query_tokens),
+        f"forward: {weights}, {query_tokens:g} tokens",
+        "query tokens",
+    )
+    add(
+        "a student's query",
+        flops.row(student, tokens=query_tokens, pooled=1, dim=dim).total,
+        f"row: {student.layers} layers of {student.hidden}, {query_tokens:g} tokens",
+    )
+    add(
+        "a document",
+        flops.forward(shape, tokens=config.tokens),
+        f"forward: {weights}, {config.tokens:g} tokens",
+        "tokens",
+    )
 
 
-def _gpu_price(config: PlanConfig) -> Quantity:
-    if config.gpu_price is not None:
-        return knob(config, "gpu_price", "USD")
-    why = "of the order of public offers without commitment (--gpu-price)"
-    price = constants.GPU_PRICES[config.gpu]
-    return of(Constant(f"price of an {config.gpu} hour", price, "USD", Stated("assumed", why)))
-
-
-def _counted(name: str, operations: float, how: str, *inputs: Quantity) -> Quantity:
-    counted = of(Constant(name, operations, "", Stated("counted", how)))
-    # What was counted with is listed beside the count.
-    return replace(counted, constants=(*counted.constants, *(one for q in inputs for one in q.constants)))
-
-
-def _stored(ledger: Ledger, config: PlanConfig, dim: int) -> Stored:
-    documents = knob(config, "documents", "documents")
-    sizes = {
+def _storage(ledger: Ledger, dim: int) -> EmbeddingStorage:
+    gb = {
         kind: ledger.step(
-            f"{kind} embeddings of {dim} dimensions", documents * plain(float(dim * wide)) / plain(1e9), "GB"
+            f"{kind} embeddings of {dim} dimensions", "GB", f"{{documents}} × {dim * size:,} / 1e9"
         )
-        for kind, wide in TYPES.items()
+        for kind, size in BYTES_PER_NUMBER.items()
     }
-    first = next(iter(sizes.values()))
-    price = ledger.step(
-        f"their storage a month, {dim} dimensions", first * knob(config, "storage_price", "USD"), "USD"
+    month = ledger.step(
+        f"their storage a month, {dim} dimensions",
+        "USD",
+        f"{{{next(iter(gb))} embeddings of {dim} dimensions}} × {{storage price}}",
     )
-    return Stored(dim, {kind: size.value for kind, size in sizes.items()}, price.value)
+    return EmbeddingStorage(dim, gb, month)
 
 
-def _notes(config: PlanConfig, shape: Shape, index: Index) -> Sequence[str]:
+def _cheapest_index(ledger: Ledger, config: PlanConfig) -> IndexPlan:
+    """The cheapest family and node size at the requested recall."""
+    # Exhaustive search has a recall of 1, so at least one family qualifies.
+    qualified = [family for family in FAMILIES if family.recall.value >= config.recall]
+    cheapest = min(qualified, key=lambda family: _index(Ledger(config), config, family).best.month)
+    return _index(ledger, config, cheapest)
+
+
+def _index(ledger: Ledger, config: PlanConfig, family: IndexFamily) -> IndexPlan:
+    for constant in (family.recall, family.size, family.width, family.time):
+        ledger.add(constant)
+    ledger.step(f"recall@100 of {family.label}", "", "{recall@100 measured}")
+    document_bytes = ledger.step(
+        "index bytes a document",
+        "bytes",
+        "{bytes a document at 128 dimensions} + "
+        "{bytes a dimension} × ({dimensions} - {dimensions measured on})",
+    )
+    gb = ledger.step("index", "GB", "{documents} × {index bytes a document} / 1e9")
+    growth = "{documents} / {documents measured on}"
+    ledger.step("growth of a scan", "times", growth if family.exhaustive else f"sqrt({growth})")
+    ledger.step(
+        "scan of a query, one core",
+        "µs",
+        "{µs a query at a million documents} × {growth of a scan} × {dimensions} / {dimensions measured on}",
+    )
+    ledger.step("cost of one more shard", "µs", "({µs in four shards apart} - {µs in one index}) / 3")
+    ledger.step("price of a core with its memory", "USD an hour", CORE_HOUR)
+    sizes = tuple(_searchers(ledger, memory) for memory in config.node_memory)
+    best = min(sizes, key=lambda size: (size.month, size.nodes))
+    return IndexPlan(family, document_bytes, gb, sizes, best)
+
+
+def _searchers(ledger: Ledger, memory: int) -> SearcherFleet:
+    """Nodes of `memory` GB: shards so that the index fits, replicas so that the queries are answered."""
+    on = f"on nodes of {memory} GB"
+
+    def step(name: str, unit: str, formula: str) -> float:
+        return ledger.step(f"{name} {on}", unit, formula.replace("@", on))
+
+    open_versions = "{index} × {index versions held open}"
+    usable = f"({memory:,} × {{share of a node's memory for the index}})"
+    cores = step("cores", "cores", f"{memory:,} / {{GB of memory a core}}")
+    shards = step("shards", "shards", f"ceil({open_versions} / {usable})")
+    query_ms = step(
+        "core ms a query in each shard",
+        "ms",
+        "({scan of a query, one core} + {cost of one more shard} × ({shards @} - 1)) / {shards @} / 1,000",
+    )
+    step(
+        "cores that search a shard",
+        "cores",
+        "{queries a second} × {core ms a query in each shard @} / 1,000 / {busy share of a core}",
+    )
+    replicas = step(
+        "replicas of a shard",
+        "replicas",
+        "max({replicas}, ceil({cores that search a shard @} / {cores @}))",
+    )
+    nodes = step("searchers", "nodes", "{shards @} × {replicas of a shard @}")
+    month = step(
+        "searchers a month",
+        "USD",
+        f"{{searchers @}} × {{cores @}} × {{price of a core with its memory}} × {MONTH_HOURS}",
+    )
+    return SearcherFleet(memory, cores, shards, replicas, nodes, query_ms, month)
+
+
+def _encoders(ledger: Ledger, config: PlanConfig) -> ReplicaFleet:
+    """Query encoders at the rate measured for their form, in proportion to the tokens of a query.
+
+    That holds for lookup tables too: most of their time is tokenization. It is rough far from the measured
+    length, because part of the time does not grow: 4 tokens take 0.5 of the time of 13, not 0.3.
+    """
+    measured = constants.ENCODERS[config.query_tower]
+    ledger.add(measured)
+    rate = "queries a second of one core, at their length"
+    formula = f"{{{measured.name}}} × {{tokens of a query that encoders were measured on}} / {{query tokens}}"
+    ledger.step(rate, "1/s", formula)
+    return _replicas(ledger, "query encoders", f"{{queries a second}} / {{{rate}}}")
+
+
+def _gateways(ledger: Ledger) -> ReplicaFleet:
+    """Gateways at the CPU time a request took on the measured machine, load generator and search included."""
+    seconds = "core seconds a request, all processes"
+    formula = "{cores of that machine} / {requests a second through replicas of their own}"
+    ledger.step(seconds, "s", formula)
+    return _replicas(ledger, "gateways", f"{{queries a second}} × {{{seconds}}}")
+
+
+def _replicas(ledger: Ledger, name: str, busy_cores: str) -> ReplicaFleet:
+    """Processes of one core each; `busy_cores` is the formula of the cores that work all the time."""
+    ledger.step(f"cores of {name}", "cores", f"{busy_cores} / {{busy share of a core}}")
+    count = ledger.step(name, "replicas of one core", f"max({{replicas}}, ceil({{cores of {name}}}))")
+    month = ledger.step(f"{name} a month", "USD", f"{{{name}}} × ({CORE_HOUR}) × {MONTH_HOURS}")
+    return ReplicaFleet(name, count, month)
+
+
+def _notes(config: PlanConfig, shape: Shape, index: IndexPlan) -> list[str]:
     notes = []
-    held, has = _training_state(config, shape), GPUS[config.gpu].memory
-    if held > has:
+    required, available = _training_state(config, shape), GPUS[config.gpu].memory
+    if required > available:
         remedy = "more --gpus" if config.lora else "more --gpus, or --lora 16"
         notes.append(
-            f"TRAINING DOES NOT FIT: weights, gradients and optimizer take {held / GIB:.0f} GiB of each "
-            f"{config.gpu}'s {has / GIB:.0f}: {remedy}; `scalingnote train --dry-run` counts activations too"
+            f"TRAINING DOES NOT FIT: weights, gradients and optimizer take {required / GIB:.0f} GiB of each "
+            f"{config.gpu}'s {available / GIB:.0f}: {remedy}; `scalingnote train --dry-run` counts "
+            "activations too"
         )
-    if 2.0 * shape.parameters > has:
+    if 2.0 * shape.parameters > available:
         notes.append(
             f"ENCODING DOES NOT FIT: weights in bfloat16 take {2 * shape.parameters / GIB:.0f} GiB of an "
-            f"{config.gpu}'s {has / GIB:.0f}: choose a larger --gpu or a smaller --model"
+            f"{config.gpu}'s {available / GIB:.0f}: choose a larger --gpu or a smaller --model"
         )
     if index.family.exhaustive:
         most = max(family.recall.value for family in constants.FAMILIES if not family.exhaustive)
@@ -209,17 +348,18 @@ def _notes(config: PlanConfig, shape: Shape, index: Index) -> Sequence[str]:
             f"recall was measured at {constants.MEASURED_DIM.value:g} dimensions, with {config.dims[-1]} "
             "nobody measured it: tune an index of your embeddings before you rely on it"
         )
-    if config.documents <= GATEWAY_ALONE:
+    if config.documents <= GATEWAY_MAX_DOCUMENTS:
         notes.append(
-            f"up to {GATEWAY_ALONE:,} documents a gateway searches by itself, for less than is planned here"
+            f"up to {GATEWAY_MAX_DOCUMENTS:,} documents a gateway searches by itself, "
+            "for less than is planned here"
         )
     elif not index.family.exhaustive:
         notes.append(
             "recall was measured on a million documents; nprobe and refine factor are assumed to keep it"
         )
     lists = 4 * isqrt(config.documents)
-    if not index.family.exhaustive and lists * POINTS_PER_LIST > 200_000:
-        sample = min(lists * POINTS_PER_LIST, config.documents)
+    if not index.family.exhaustive and lists * TRAINING_POINTS_PER_LIST > 200_000:
+        sample = min(lists * TRAINING_POINTS_PER_LIST, config.documents)
         notes.append(
             f"the scan is that of index.nlist={lists} trained with index.train_documents={sample}: set both"
         )
@@ -227,14 +367,14 @@ def _notes(config: PlanConfig, shape: Shape, index: Index) -> Sequence[str]:
 
 
 def _training_state(config: PlanConfig, shape: Shape) -> float:
-    """Bytes of one GPU that do not depend on the batch, sharded where there are several GPUs."""
+    """Bytes on one GPU that do not depend on the batch, sharded over several GPUs."""
     lora = Lora(rank=config.lora) if config.lora else None
     trained = 2 * (adapter_parameters(shape, lora) if lora else shape.parameters)
-    return memory.state(
+    return training_cost.training_state(
         Fsdp2() if config.gpus > 1 else Ddp(),
         Optimizer(),
         trained=trained,
-        frozen=shape.parameters if lora else 0,  # both adapters stand on one base
+        frozen=shape.parameters if lora else 0,  # the adapters of both towers share one base
         frozen_tables=shape.embedding_parameters if lora else 0,
         largest=shape.embedding_parameters + 2 * shape.layer_parameters,
         gpus=config.gpus,

@@ -1,4 +1,4 @@
-"""Sizes of a ladder, and what estimates assume: a dry run where its config does not say, a plan in all."""
+"""Settings of ladders, dry runs and capacity plans."""
 
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Assumptions(Config):
-    """One GPU per training worker, all of a kind."""
+    """Assumptions of a dry run: one GPU per training worker, all of one kind."""
 
     gpu: GpuName = Field("H100", description="kind of GPU")
     mfu: float = Field(
@@ -38,19 +38,19 @@ def _rung(layers: int, hidden: int, heads: int) -> Scratch:
 
 
 class LadderConfig(Config):
-    """Sizes at which stage I is trained, each with each, for the scaling laws (ScalingNote, section 4.4)."""
+    """Sizes of stage I, in all combinations, for the scaling laws (ScalingNote, section 4.4)."""
 
     backbones: tuple[Backbone, ...] = Field(
         (_rung(1, 16, 1), _rung(1, 32, 1), _rung(1, 48, 2), _rung(2, 64, 2), _rung(2, 96, 3)),
         min_length=1,
-        description="each stands in both towers",
+        description="of both towers",
     )
     pairs: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (896, 1792, 3584, 7168),
         min_length=1,
         description="training pairs, each seen once; whole batches of them",
     )
-    seeds: tuple[int, ...] = Field((0,), min_length=1, description="of training; each is a run of its own")
+    seeds: tuple[int, ...] = Field((0,), min_length=1, description="of training; each seed is a separate run")
     lr_by_width: float = Field(
         1.0,
         ge=0,
@@ -60,10 +60,10 @@ class LadderConfig(Config):
     level: float = Field(0.95, gt=0, lt=1, description="of the intervals")
     budgets: tuple[Size, ...] = Field(
         (1.0, 10.0, 100.0),
-        description="operations that the joint law splits best, in times those of the largest run",
+        description="operations to split by the joint law, as multiples of the largest run",
     )
     predict: tuple[tuple[Size, Size], ...] = Field(
-        (), description="models to foretell: parameters without embeddings, pairs"
+        (), description="models to predict: parameters without embeddings, pairs"
     )
 
     @model_validator(mode="after")
@@ -76,7 +76,7 @@ class LadderConfig(Config):
 
 
 class PlanConfig(Config):
-    """A corpus, its traffic and what is assumed of everything else. Prices in US dollars."""
+    """A corpus, its traffic, and assumptions about everything else. Prices are in US dollars."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 

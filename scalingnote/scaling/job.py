@@ -1,13 +1,13 @@
-"""The ladder's artifact: dual encoders of several sizes in; their table, the laws and their plots out."""
+"""Build the ladder's artifact from trained dual encoders: their table, the fitted laws and plots."""
 
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from scalingnote.log import environment, get_logger
-from scalingnote.scaling import ladder, plots
+from scalingnote.scaling import ladder, laws
 from scalingnote.scaling.config import LadderConfig
-from scalingnote.scaling.ladder_report import markdown
+from scalingnote.scaling.ladder import markdown
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, fingerprint
 
@@ -21,15 +21,15 @@ def run(config: LadderConfig, trained: Sequence[Artifact], *, output: str) -> Ar
     draft = Draft(place, kind="ladder", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    table = ladder.to_table([ladder.row(artifact) for artifact in trained])
-    fits = ladder.laws(table, config=config)
-    told = ladder.report(table, fits, config=config) | {"environment": environment()}
+    table = ladder.rung_table([ladder.rung_row(artifact) for artifact in trained])
+    fits = ladder.fit_laws(table, config=config)
+    report = ladder.law_report(table, fits, config=config) | {"environment": environment()}
     draft.write_table("ladder.parquet", table)
-    draft.write_json("report.json", told)
-    draft.write_bytes("report.md", markdown(table, told).encode())
+    draft.write_json("report.json", report)
+    draft.write_bytes("report.md", markdown(table, report).encode())
     with tempfile.TemporaryDirectory() as folder:
         for kind, law in fits.items():
-            plots.draw(law, Path(folder) / f"{kind}.png", level=config.level)
+            laws.draw(law, Path(folder) / f"{kind}.png", level=config.level)
             draft.write_bytes(f"{kind}.png", (Path(folder) / f"{kind}.png").read_bytes())
     log.info("%d rungs, %d laws: %s", len(table), len(fits), fs.join(place, "report.md"))
     return draft.commit(counts={"rungs": len(table), "laws": len(fits)})

@@ -1,9 +1,9 @@
-"""A ladder: stage I at several model and data sizes, and what its rungs say together.
+"""A ladder: stage I at several model and data sizes, and the scaling laws fitted to its runs.
 
-    LadderConfig ─rungs─► training configs ─(the pipeline trains)─► dual encoders ─row─► table ─laws─► fits
+    LadderConfig ─rung_configs─► configs ─(pipeline)─► dual encoders ─rung_row─► table ─fit_laws─► laws
 
-Every rung sees each of its pairs once, as the paper's do, and the pairs of a smaller rung are among those of
-a larger one: rows are dealt out in one order.
+Every rung sees each of its pairs once, like the paper's runs. Rows are shuffled in one order, so the pairs
+of a smaller rung are among those of a larger one.
 """
 
 from collections import Counter
@@ -15,25 +15,38 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from scalingnote import reports
 from scalingnote.config import validate
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.models.config import TowerConfig
 from scalingnote.models.flops import backbone_shape
-from scalingnote.scaling import fit, flops
+from scalingnote.scaling import laws, training_cost
 from scalingnote.scaling.config import LadderConfig
-from scalingnote.scaling.fit import Fit, Interval, Kind
-from scalingnote.scaling.flops import Side
+from scalingnote.scaling.laws import Fit, Interval, Kind
+from scalingnote.scaling.training_cost import TowerInput
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.config import TrainConfig
 
+LAWS = {
+    "size": "L(N) = (C/N)^α + δ, at the most data",
+    "data": "L(D) = (C/D)^α + δ, at the largest model",
+    "joint": "L(N, D) = [(A/N)^(α/β) + B/D]^β + δ",
+}
 
-def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainConfig]:
-    """Stage I's config of every run, the smallest first; `rows` is how many pairs there are.
 
-    ConfigError for what cannot be trained: more pairs than there are, fewer than a batch, as many batches as
-    another run has, pairs that are drawn again, no transformers, no validation to measure by, or one that may
-    stop a run before it has seen all of its pairs.
+def rung_configs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainConfig]:
+    """Stage I's config of every run, the smallest model first.
+
+    Args:
+        config: sizes and seeds.
+        train: stage I's config that all runs share.
+        rows: number of training pairs available.
+
+    Raises:
+        ConfigError: a run asks for more pairs than there are or fewer than a batch, two runs have equally
+            many batches, pairs would be repeated, a tower is no transformer, validation is missing, or
+            validation may stop a run before its last pair.
     """
     if train.validation is None:
         raise ConfigError("a ladder measures on validation queries: leave train.validation in")
@@ -79,13 +92,14 @@ def rungs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list[TrainC
     return sorted(made, key=_parameters)
 
 
-def row(trained: Artifact) -> dict[str, Any]:
-    """A rung's row of the ladder's table, by the artifact that it left behind.
+def rung_row(trained: Artifact) -> dict[str, Any]:
+    """The row of a trained dual encoder in the ladder's table.
 
-    ArtifactError when that does not say how many documents a pair has.
+    Raises:
+        ArtifactError: it was trained before the documents of a pair were counted.
     """
     config, counts = validate(TrainConfig, trained.manifest.config, source=trained.uri), trained.counts
-    assert isinstance(config.query, TowerConfig)  # rungs() refuses others
+    assert isinstance(config.query, TowerConfig)  # rung_configs() refuses others
     if "documents_per_pair" not in counts:
         raise ArtifactError(
             f"{trained.uri} was trained by an earlier version, which did not count the documents of a pair: "
@@ -93,17 +107,17 @@ def row(trained: Artifact) -> dict[str, Any]:
         )
     pairs, documents = counts["pairs"], counts["documents_per_pair"]
     shape = backbone_shape(config.document.backbone)
-    query = Side(
+    query = TowerInput(
         backbone_shape(config.query.backbone), counts["query_tokens"] / pairs, lora=config.query.lora
     )
-    document = Side(
+    document = TowerInput(
         shape,
         counts["document_tokens"] / pairs / documents,
         rows=documents,
         pooled=len(trained.read_json("document/tower.json")["views"]),
         lora=config.document.lora,
     )
-    work = flops.of_pair(query, document, dim=config.dim)
+    work = training_cost.pair_work(query, document, dim=config.dim)
     return {
         "parameters": shape.non_embedding_parameters,
         "examples": pairs,
@@ -116,9 +130,9 @@ def row(trained: Artifact) -> dict[str, Any]:
     }
 
 
-def laws(table: pa.Table, *, config: LadderConfig) -> dict[Kind, Fit]:
-    """The laws that a ladder's table is large enough for: of model size at the most data, of data at the
-    largest model, and of both."""
+def fit_laws(table: pa.Table, *, config: LadderConfig) -> dict[Kind, Fit]:
+    """The laws that the table has enough sizes for: of model size at the most data, of data at the largest
+    model, and of both."""
     largest = {name: pc.max(table[name]) for name in ("parameters", "examples")}
     parts: dict[Kind, pa.Table] = {
         "size": table.filter(pc.equal(table["examples"], largest["examples"])),
@@ -127,26 +141,26 @@ def laws(table: pa.Table, *, config: LadderConfig) -> dict[Kind, Fit]:
     }
     fits: dict[Kind, Fit] = {}
     for kind, part in parts.items():
-        runs = fit.read(part)
-        with suppress(DataError):  # too few sizes, which the report says
-            fits[kind] = fit.fit(kind, runs, draws=config.draws)
+        runs = laws.read_runs(part)
+        with suppress(DataError):  # too few sizes; the report says so
+            fits[kind] = laws.fit(kind, runs, draws=config.draws)
     return fits
 
 
-def report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfig) -> dict[str, Any]:
-    """What the laws say, as JSON values: constants with intervals, R², what models not run would reach, and
-    how budgets are best spent."""
-    told: dict[str, Any] = {"level": config.level, "laws": {}}
+def law_report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfig) -> dict[str, Any]:
+    """The fitted laws as JSON values: constants with intervals, R², predictions and best splits of
+    budgets."""
+    report: dict[str, Any] = {"level": config.level, "laws": {}}
     for kind, law in fits.items():
         constants = law.constants(level=config.level)
-        told["laws"][kind] = {
+        report["laws"][kind] = {
             "runs": len(law.runs),
             "degrees_of_freedom": law.freedom,
             "r2": law.r2,
             "scatter": law.scatter,
             "constants": {name: _values(interval) for name, interval in constants.items()},
         }
-    told["predictions"] = [
+    report["predictions"] = [
         {
             "parameters": parameters,
             "data": data,
@@ -154,12 +168,12 @@ def report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfig) -
         }
         for parameters, data in config.predict
     ]
-    told["splits"] = _splits(table, fits["joint"], config) if "joint" in fits else []
-    return told
+    report["splits"] = _splits(table, fits["joint"], config) if "joint" in fits else []
+    return report
 
 
-def to_table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Rows of :func:`row` as a table, the smallest model first."""
+def rung_table(rows: list[dict[str, Any]]) -> pa.Table:
+    """Rows of :func:`rung_row` as a table, the smallest model first."""
     more = {"seed": pa.int64(), "operations": pa.float64(), "seconds": pa.float64(), "artifact": pa.string()}
     columns = pa.schema([*schema.LADDER, *(pa.field(name, kind) for name, kind in more.items())])
     return pa.Table.from_pylist(rows, schema=columns).sort_by(
@@ -170,13 +184,13 @@ def to_table(rows: list[dict[str, Any]]) -> pa.Table:
 def _predicted(
     fits: Mapping[Kind, Fit], parameters: float, data: float, *, level: float
 ) -> dict[Kind, list[float]]:
-    """Entropy by each law; one of one size speaks only of what its runs share."""
-    told: dict[Kind, list[float]] = {}
+    """Entropy by each law; a law of one size applies only at the other size its runs share."""
+    report: dict[Kind, list[float]] = {}
     for kind, law in fits.items():
-        held = {"size": law.runs.data == data, "data": law.runs.parameters == parameters}.get(kind)
-        if held is None or held.all():
-            told[kind] = _values(law.predict(parameters=parameters, data=data, level=level))
-    return told
+        constant_size = {"size": law.runs.data == data, "data": law.runs.parameters == parameters}.get(kind)
+        if constant_size is None or constant_size.all():
+            report[kind] = _values(law.predict(parameters=parameters, data=data, level=level))
+    return report
 
 
 def _splits(table: pa.Table, law: Fit, config: LadderConfig) -> list[dict[str, Any]]:
@@ -196,3 +210,65 @@ def _values(interval: Interval) -> list[float]:
 
 def _parameters(train: TrainConfig) -> int:
     return backbone_shape(train.document.backbone).non_embedding_parameters
+
+
+def markdown(table: pa.Table, report: dict[str, Any]) -> str:
+    """The ladder's report as Markdown: rungs, laws, predictions and best splits of budgets."""
+    rungs = [
+        [
+            f"{r['parameters']:,}",
+            f"{r['examples']:,}",
+            f"{r['contrastive_entropy']:.4f}",
+            f"{r['operations']:.2g}",
+        ]
+        for r in table.to_pylist()
+    ]
+    header = ["parameters", "pairs", "contrastive entropy", "operations"]
+    parts = ["# Ladder", reports.markdown(header, rungs, text=0)]
+    level = f"{report['level']:.0%}"
+    for kind, law in report["laws"].items():
+        lines = [[name, *(f"{v:.4g}" for v in values)] for name, values in law["constants"].items()]
+        free = law["degrees_of_freedom"]
+        quality = (
+            f"{law['runs']} runs, R² = {law['r2']:.4f} with {free} degree{'s' * (free != 1)} of freedom, "
+            f"scatter of a run {law['scatter']:.3f}."
+        )
+        parts += [
+            f"## {LAWS[kind]}",
+            quality,
+            reports.markdown(["constant", "value", f"{level} from", "to"], lines),
+        ]
+    if report["predictions"]:
+        header = ["parameters", "pairs", "law", "entropy", f"{level} from", "to"]
+        rows = [row for point in report["predictions"] for row in _prediction_rows(point)]
+        parts += [
+            "## What models not run would reach",
+            "Intervals are the curve's: a single run scatters around it.",
+            reports.markdown(header, rows, text=0),
+        ]
+    if report["splits"]:
+        header = ["operations", "parameters", f"{level}", "pairs", f"{level}", "entropy", f"{level}"]
+        parts += [
+            "## Best splits of a budget",
+            reports.markdown(header, [_split(split) for split in report["splits"]], text=0),
+        ]
+    if len(report["laws"]) < len(LAWS):
+        parts.append(
+            "A law that is missing here needs more sizes: four for one of N or D, three of each for both."
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def _prediction_rows(point: dict[str, Any]) -> list[list[str]]:
+    """A row per law that applies, or one row that says that none does."""
+    size = [f"{point['parameters']:.4g}", f"{point['data']:.4g}"]
+    rows = [[*size, kind, *(f"{v:.4g}" for v in values)] for kind, values in point["entropy"].items()]
+    return rows or [[*size, "none tells", "", "", ""]]
+
+
+def _split(split: dict[str, Any]) -> list[str]:
+    cells = [f"{split['operations']:.3g}"]
+    for name in ("parameters", "data", "entropy"):
+        value, low, high = split[name]
+        cells += [f"{value:.4g}", f"{low:.3g} to {high:.3g}"]
+    return cells

@@ -22,7 +22,7 @@ from numpy import ndarray
 
 from scalingnote import __version__
 from scalingnote.errors import SearchError
-from scalingnote.experiment.assignment import arm_of, unit_of
+from scalingnote.experiment.config import arm_of, unit_of
 from scalingnote.index import filters
 from scalingnote.search.config import Joining
 from scalingnote.search.found import Hit, merge

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from scalingnote.evaluate.auc import auc
+from scalingnote.evaluate.measures import auc
 
 
 def by_pairs(scores: np.ndarray, labels: np.ndarray) -> float:

@@ -9,7 +9,7 @@ import pytest
 import tiny
 from scalingnote.evaluate import test_set
 from scalingnote.evaluate.contrastive_entropy import entropies, temperature_of
-from scalingnote.evaluate.encoded import Encoded
+from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Draft
@@ -41,7 +41,7 @@ def world(tmp_path):
         "student": pool(f"{tmp_path}/b", [IDS[i] for i in order], second[order]),
     }
     encoded = {
-        name: Encoded(TEST.queries, rng.normal(size=(3, dim)).astype(np.float32))
+        name: QueryEmbeddings(TEST.queries, rng.normal(size=(3, dim)).astype(np.float32))
         for name, dim in (("dual", 8), ("student", 5))
     }
     return pools, encoded, {"dual": first, "student": second}
@@ -60,7 +60,7 @@ def test_against_all_documents_it_is_the_softmax_of_all_that_do_not_answer(world
         exact = [math.exp(cosine(encoded[name].embeddings[2], matrix[i]) / 0.1) for i in (6, *own)]
         assert found.values[name][2] == pytest.approx(-math.log(exact[0] / sum(exact)), rel=1e-5)
         assert np.isnan(found.values[name]).tolist() == [False, True, False]
-    told = found.told()
+    told = found.section()
     assert (told["queries"], told["negatives"], told["temperature"]) == (2, 37, 0.1)
     assert told["methods"]["dual"] == pytest.approx(np.nanmean(found.values["dual"]))
 

@@ -16,9 +16,9 @@ from scalingnote.config import validate
 from scalingnote.datasets.config import TableFile
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.evaluate import job, retrieve, slicing, test_set
+from scalingnote.evaluate import job, retrieval_methods, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
-from scalingnote.evaluate.encoded import Encoded
+from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import lineage
 from scalingnote.models import backbone, tower
 from scalingnote.storage import trec, vectors
@@ -84,7 +84,9 @@ def world(tmp_path_factory):
 @pytest.fixture
 def searcher(world, monkeypatch):
     _, ids, near, _ = world
-    monkeypatch.setattr(retrieve.Searcher, "open", classmethod(lambda *_, **__: ForgetfulSearcher(near, ids)))
+    monkeypatch.setattr(
+        retrieval_methods.Searcher, "open", classmethod(lambda *_, **__: ForgetfulSearcher(near, ids))
+    )
 
 
 @pytest.fixture
@@ -94,7 +96,9 @@ def here(world, monkeypatch):
     monkeypatch.setattr(
         job,
         "encode_queries",
-        lambda _, queries, **__: {n: Encoded(q, encoder.encode_queries(q)) for n, q in queries.items()},
+        lambda _, queries, **__: {
+            n: QueryEmbeddings(q, encoder.encode_queries(q)) for n, q in queries.items()
+        },
     )
 
 
@@ -213,7 +217,7 @@ def test_queries_of_words_that_training_met_are_the_head(world, searcher, here, 
         ("tail (1–24 times)", 4),
         ("word never met", 4),
     ]
-    monkeypatch.setattr(slicing, "COUNTED", 48)  # every other query of training
+    monkeypatch.setattr(test_set, "MAX_COUNTED_QUERIES", 48)  # every other query of training
     report = job.run(CONFIG, **parents, output=str(tmp_path / "some")).read_json("report.json")
     head, *_ = report["slices"]["frequency"]
     assert (head["label"], head["queries"]) == ("head (word met > 12 times)", 4)
@@ -310,7 +314,7 @@ def test_a_tower_of_another_width_is_refused(world, monkeypatch, tmp_path):
         job,
         "encode_queries",
         lambda _, queries, **__: {
-            n: Encoded(q, np.ones((len(q), 8), np.float32)) for n, q in queries.items()
+            n: QueryEmbeddings(q, np.ones((len(q), 8), np.float32)) for n, q in queries.items()
         },
     )
     with pytest.raises(ArtifactError, match="gives 8 dimensions"):

@@ -6,8 +6,8 @@ import pytest
 
 from scalingnote import hybrid, topk
 from scalingnote.encode.encoder import TopTerms
-from scalingnote.evaluate import exact, pool
-from scalingnote.evaluate.exact import Part
+from scalingnote.evaluate import exact_search
+from scalingnote.evaluate.exact_search import PoolPart
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact, Draft
@@ -60,7 +60,7 @@ def artifact(uri: str, documents: np.ndarray, weights: np.ndarray) -> Artifact:
     return draft.commit(counts={"documents": DOCUMENTS})
 
 
-def check(found: exact.Found, scores: np.ndarray) -> None:
+def check(found: exact_search.TopDocuments, scores: np.ndarray) -> None:
     rows = topk.select(scores, k=K)
     np.testing.assert_allclose(found.scores, np.take_along_axis(scores, rows, axis=1), **CLOSE)
     np.testing.assert_allclose(
@@ -72,14 +72,14 @@ def check(found: exact.Found, scores: np.ndarray) -> None:
 def test_every_kind_of_search_equals_all_scores_at_once(tmp_path):
     queries, documents, counts, weights = drawn()
     embeddings = artifact(str(tmp_path / "embeddings"), documents, weights)
-    matrix = exact.query_matrix(sparse_rows(counts), vocabulary=VOCABULARY)
+    matrix = exact_search.query_matrix(sparse_rows(counts), vocabulary=VOCABULARY)
     knobs = {"queries": QUERIES, "k": K}
-    by_embeddings = pool.search(embeddings, exact.dense(queries), dim=DIM, **knobs)
+    by_embeddings = exact_search.search(embeddings, exact_search.dense_score(queries), dim=DIM, **knobs)
     check(by_embeddings, queries @ documents.T)
-    by_terms = pool.search(embeddings, exact.sparse(matrix), terms=VOCABULARY, **knobs)
+    by_terms = exact_search.search(embeddings, exact_search.sparse_score(matrix), terms=VOCABULARY, **knobs)
     check(by_terms, counts @ weights.T.astype(np.float32))
-    score = exact.joined(queries, matrix, ranges=(by_embeddings, by_terms), dense_weight=0.3)
-    joined = pool.search(embeddings, score, dim=DIM, terms=VOCABULARY, **knobs)
+    score = exact_search.hybrid_score(queries, matrix, ranges=(by_embeddings, by_terms), dense_weight=0.3)
+    joined = exact_search.search(embeddings, score, dim=DIM, terms=VOCABULARY, **knobs)
     first, second = (
         hybrid.normalised(scores, scores.min(1), scores.max(1))
         for scores in (queries @ documents.T, counts @ weights.T.astype(np.float32))
@@ -91,10 +91,10 @@ def test_rows_that_were_found_get_their_documents_names(tmp_path):
     _, documents, _, weights = drawn()
     embeddings = artifact(str(tmp_path / "embeddings"), documents, weights)
     rows = np.array([[49, 3, -1], [20, 3, 19], [41, 40, 0]])
-    wanted, doc_ids = pool.named(embeddings, rows)
+    wanted, doc_ids = exact_search.document_ids(embeddings, rows)
     assert wanted.tolist() == [0, 3, 19, 20, 40, 41, 49]
     assert doc_ids.to_pylist() == [f"d{row}" for row in wanted]
-    wanted, doc_ids = pool.named(embeddings, np.full((2, 2), -1))
+    wanted, doc_ids = exact_search.document_ids(embeddings, np.full((2, 2), -1))
     assert (len(wanted), len(doc_ids)) == (0, 0)
 
 
@@ -103,6 +103,6 @@ def test_terms_are_ascending_and_positive_and_those_no_query_has_are_left_out():
     terms, impacts = (pa.chunked_array([column]) for column in columns(weights))
     assert terms.to_pylist() == [[1, 3], [], [0, 2, 3]]
     assert impacts.to_pylist() == [[2, 1], [], [3, 1, 5]]
-    sliced = exact.document_matrix(terms.slice(1), impacts.slice(1), vocabulary=3)
+    sliced = exact_search.document_matrix(terms.slice(1), impacts.slice(1), vocabulary=3)
     assert sliced.toarray().tolist() == [[0, 0, 0], [3, 0, 1]]
-    assert len(Part(sparse=sliced)) == 2
+    assert len(PoolPart(sparse=sliced)) == 2

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from scalingnote.errors import DataError
-from scalingnote.evaluate import measured
+from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.evaluate.merge import merge
-from scalingnote.evaluate.report import comparison_table
-from scalingnote.evaluate.significance import against
+from scalingnote.evaluate.measures import differences_from_baseline
+from scalingnote.evaluate.report import comparison_table, merge_artifacts
 from scalingnote.storage.artifact import Artifact, Draft
 
 QUERIES = [f"q{number}" for number in range(60)]
@@ -30,11 +29,13 @@ def report(
     config = EvaluateConfig(recall_at=(10,), alpha=0.01, bootstrap=100)
     draft = Draft(uri, kind="report", config=config, parents={})
     beside = {"contrastive_entropy": {next(iter(methods)): np.ones(len(queries))}}  # of towers alone
-    draft.write_table("per_query.parquet", measured.table(methods, query_ids=queries, beside=beside))
+    draft.write_table(
+        "per_query.parquet", measures.per_query_table(methods, query_ids=queries, further=beside)
+    )
     told = {"dataset": "shop", "num_documents": 9, "num_queries": len(queries), "simulated_clicks": False}
     told |= {"index": index, "seconds": {"train": 1.0}, "environment": {}}
-    told |= {"methods": measured.means(methods)}
-    told |= {"significance": measured.significance(config, methods, baseline=next(iter(methods)))}
+    told |= {"methods": measures.means(methods)}
+    told |= {"significance": measures.significance_section(config, methods, baseline=next(iter(methods)))}
     draft.write_json("report.json", told)
     return draft.commit(counts={})
 
@@ -42,12 +43,12 @@ def report(
 def test_methods_of_several_reports_are_tested_against_the_baseline_of_the_first(tmp_path: Path):
     first = {"dual": values(0.9, "R@10", "nDCG@10"), "bm25": values(0.6, "R@10", "nDCG@10")}
     second = {"small": values(0.2, "R@10"), "dual": values(0.85, "R@10")}
-    merged = merge([report(f"{tmp_path}/a", first), report(f"{tmp_path}/b", second)])
+    merged = merge_artifacts([report(f"{tmp_path}/a", first), report(f"{tmp_path}/b", second)])
     told = merged["significance"]
     assert (told["baseline"], told["alpha"]) == ("dual", 0.01)
     # Holm's correction is over all methods of both reports; what only some have is not compared.
     rows = {"dual": first["dual"], "bm25": first["bm25"], "small": second["small"], "dual #2": second["dual"]}
-    expected = against(
+    expected = differences_from_baseline(
         "dual", {n: {"R@10": row["R@10"]} for n, row in rows.items()}, alpha=0.01, resamples=100, seed=0
     )
     assert told["differences"].keys() == expected.keys() == {"bm25", "small", "dual #2"}
@@ -60,14 +61,14 @@ def test_methods_of_several_reports_are_tested_against_the_baseline_of_the_first
 
 def test_an_index_that_finds_the_same_keeps_its_row(tmp_path: Path):
     same, smaller = {"dual": values(0.9, "R@10")}, INDEX | {"bytes_per_vector": 10.0}
-    merged = merge([report(f"{tmp_path}/a", same), report(f"{tmp_path}/b", same, index=smaller)])
+    merged = merge_artifacts([report(f"{tmp_path}/a", same), report(f"{tmp_path}/b", same, index=smaller)])
     assert [*merged["methods"]] == ["dual"]
     assert merged["index"] == {"dual": INDEX, "dual #2": smaller}
 
 
 def test_one_report_keeps_what_it_says(tmp_path: Path):
     one = report(f"{tmp_path}/a", {"dual": values(0.9, "R@10"), "bm25": values(0.6, "R@10")})
-    assert merge([one])["significance"] == one.read_json("report.json")["significance"]
+    assert merge_artifacts([one])["significance"] == one.read_json("report.json")["significance"]
 
 
 def test_other_queries_are_no_comparison(tmp_path: Path):
@@ -77,4 +78,4 @@ def test_other_queries_are_no_comparison(tmp_path: Path):
         report(f"{tmp_path}/b", one, queries=[f"other{number}" for number in range(60)]),
     ]
     with pytest.raises(DataError, match="different test queries"):
-        merge(reports)
+        merge_artifacts(reports)

@@ -4,10 +4,8 @@ import re
 import pytest
 
 from scalingnote.errors import DataError
-from scalingnote.evaluate.examples import Example, Hit
-from scalingnote.evaluate.merge import merge_reports
-from scalingnote.evaluate.page import page
-from scalingnote.evaluate.report import comparison_table, markdown, measures_of
+from scalingnote.evaluate.page import ExampleQuery, ResultDocument, page
+from scalingnote.evaluate.report import comparison_table, markdown, measures_of, merge_reports
 
 REPORT = {
     "dataset": "shop",
@@ -114,8 +112,9 @@ def test_markdown_tells_times_and_environment():
 
 def test_page_escapes_data_and_needs_nothing_else():
     report = {**REPORT, "dataset": "<script>alert(1)</script>"}
-    example = Example(
-        "a < b", {"bm25": [Hit("d&1", "T<i>tle", relevant=True), Hit("d2", "", relevant=False)]}
+    example = ExampleQuery(
+        "a < b",
+        {"bm25": [ResultDocument("d&1", "T<i>tle", relevant=True), ResultDocument("d2", "", relevant=False)]},
     )
     html = page(report, examples=[example], ancestors=[])
     assert "<script" not in html
@@ -167,9 +166,9 @@ def test_a_method_may_have_any_name():
 
 
 def test_the_page_says_why_an_example_is_shown_and_where_its_first_relevant_document_stands():
-    hits = {"scalingdual": [Hit("d1", "one", relevant=True)], "bm25": []}
+    hits = {"scalingdual": [ResultDocument("d1", "one", relevant=True)], "bm25": []}
     ranks = {"scalingdual": 1, "bm25": None}
-    html = page(REPORT, examples=[Example("a query", hits, ranks, "bm25", -0.25)], ancestors=[])
+    html = page(REPORT, examples=[ExampleQuery("a query", hits, ranks, "bm25", -0.25)], ancestors=[])
     assert "Where a method differs most from scalingdual by nDCG@10" in html
     assert "Drawn at random;" not in html
     assert 'a query <span class="small">bm25 -0.250 nDCG@10</span></summary>' in html

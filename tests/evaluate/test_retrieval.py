@@ -3,8 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from scalingnote.evaluate.ann_recall import ann_recall
-from scalingnote.evaluate.retrieval import measure, per_query
+from scalingnote.evaluate.measures import ann_recall, measure, per_query
 
 QRELS = {
     "first": {"a": 1},

@@ -4,13 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.evaluate.slices import by_frequency, by_length, by_topic, sliced
-from scalingnote.evaluate.typos import with_typos
+from scalingnote.evaluate.test_set import add_typos, by_frequency, by_length, by_topic, slice_means
 
 
 def test_means_are_those_of_each_labels_queries():
     values = {"a": {"R@1": np.array([1.0, 0, 1, 1])}, "b": {"R@1": np.array([0.0, 0, 1, 0])}}
-    found = sliced(["x", "y", "x", "x"], values, order=["y", "z", "x"])
+    found = slice_means(["x", "y", "x", "x"], values, order=["y", "z", "x"])
     assert [(one["label"], one["queries"]) for one in found] == [("y", 1), ("x", 3)]
     assert found[1]["methods"] == {"a": {"R@1": 1.0}, "b": {"R@1": 1 / 3}}
 
@@ -32,7 +31,7 @@ def test_a_topic_called_other_is_not_the_rest():
     assert order == ["any other", "other", "any any other"]
     assert labels == ["other", "other", "any any other", "any other", "any other"]
     values = {"a": {"R@1": np.array([1.0, 1, 0, 0, 0])}}
-    assert [one["queries"] for one in sliced(labels, values, order=order)] == [2, 2, 1]
+    assert [one["queries"] for one in slice_means(labels, values, order=order)] == [2, 2, 1]
 
 
 def test_head_and_tail_are_split_at_the_median_of_what_is_met():
@@ -57,14 +56,14 @@ def edits(first: str, second: str) -> int:
 @given(st.lists(st.sampled_from(["symptoms", "of", "aa", "sugar", "2-5"]), min_size=1), st.integers(0, 3))
 def test_each_chosen_word_is_one_edit_away(parts, seed):
     query = " ".join(parts)
-    typed = with_typos(query, share=0.3, seed=seed)
+    typed = add_typos(query, share=0.3, seed=seed)
     long = sum(part in ("symptoms", "sugar") for part in parts)
-    assert typed == with_typos(query, share=0.3, seed=seed)
+    assert typed == add_typos(query, share=0.3, seed=seed)
     assert len(typed.split()) == len(parts)
     changed = [edits(a, b) for a, b in zip(parts, typed.split(), strict=True) if a != b]
     assert changed == [1] * (max(1, round(0.3 * long)) if long else 0)
 
 
 def test_queries_without_blanks_get_typos_too():
-    assert edits("糖尿病有什么症状", with_typos("糖尿病有什么症状", share=0.2, seed=0)) == 1
-    assert with_typos("5 + 7", share=1.0, seed=0) == "5 + 7"
+    assert edits("糖尿病有什么症状", add_typos("糖尿病有什么症状", share=0.2, seed=0)) == 1
+    assert add_typos("5 + 7", share=1.0, seed=0) == "5 + 7"

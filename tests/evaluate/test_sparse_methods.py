@@ -11,7 +11,7 @@ import tiny
 from in_process import without_ray
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig
-from scalingnote.evaluate import job, retrieve, test_set
+from scalingnote.evaluate import job, retrieval_methods, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
 from scalingnote.lexical import job as lexical
 from scalingnote.lexical.config import BM25Config
@@ -43,15 +43,15 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     without_ray(monkeypatch)
-    monkeypatch.setattr(retrieve, "_through_index", lambda *_, **__: {})
+    monkeypatch.setattr(retrieval_methods, "_through_index", lambda *_, **__: {})
 
 
 def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
     config = CONFIG.model_copy(update={"hybrid": Hybrid(**joining)})
     test = test_set.load_test_set(parents["dataset"])
-    towers = {name: parents[kind] for name, kind in retrieve.towers(config, parents).items()}
+    towers = {name: parents[kind] for name, kind in retrieval_methods.tower_kinds(config, parents).items()}
     encoded = job.encode_queries(towers, dict.fromkeys(towers, test.queries), config=config)
-    return retrieve.retrieve(config, parents, encoded, None, test=test)
+    return retrieval_methods.retrieve(config, parents, encoded, None, test=test)
 
 
 def test_parts_hold_terms_beside_embeddings(parents: dict[str, Artifact]):
@@ -73,7 +73,7 @@ def test_the_report_has_sparse_and_hybrid_methods_and_a_student_only_the_latter(
         "cheap (hybrid)",
         "cheap (index)",
     }
-    assert list(runs) == retrieve.method_names(CONFIG, parents)
+    assert list(runs) == retrieval_methods.method_names(CONFIG, parents)
     without = {kind: artifact for kind, artifact in parents.items() if kind != "student"}
     assert set(retrieved(without)) == {"light", "light (sparse)", "light (hybrid)", "light (index)"}
 
@@ -103,7 +103,7 @@ def test_ranks_may_be_joined_instead(parents: dict[str, Artifact]):
 def test_a_document_that_shares_no_term_has_no_rank(
     parents: dict[str, Artifact], monkeypatch: pytest.MonkeyPatch
 ):
-    search = retrieve.pools.search
+    search = retrieval_methods.exact_search.search
 
     def few(pool: Artifact, score: Any, **knobs: Any) -> Any:
         """As if all but the ten best shared nothing."""
@@ -112,7 +112,7 @@ def test_a_document_that_shares_no_term_has_no_rank(
             found.scores[:, 10:] = 0.0
         return found
 
-    monkeypatch.setattr(retrieve.pools, "search", few)
+    monkeypatch.setattr(retrieval_methods.exact_search, "search", few)
     runs = retrieved(parents, kind="reciprocal_rank", k=10)
     for query_id, found in runs["light (sparse)"].items():
         assert len(found) == 10
@@ -132,9 +132,9 @@ def words(parents: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
 def test_words_by_bm25_join_every_tower(parents: dict[str, Artifact], words: Artifact):
     with_words = parents | {"bm25_terms": words}
     runs = retrieved(with_words)
-    assert list(runs) == retrieve.method_names(CONFIG, with_words)
+    assert list(runs) == retrieval_methods.method_names(CONFIG, with_words)
     assert {"light + bm25", "cheap + bm25"} == runs.keys() - retrieved(parents).keys()
-    bm25 = retrieve.Words.build(CONFIG, parents)
+    bm25 = retrieval_methods.Bm25Pool.build(CONFIG, parents)
     test = test_set.load_test_set(parents["dataset"])
     weights = [0.0, 0.5, 1.0]
     by_weight = [retrieved(with_words, dense_weight=weight)["light + bm25"] for weight in weights]

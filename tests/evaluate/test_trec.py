@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalingnote.errors import DataError
-from scalingnote.evaluate.retrieval import measure
+from scalingnote.evaluate.measures import measure
 from scalingnote.storage import trec
 
 

@@ -43,7 +43,7 @@ def line(**changes) -> bytes:
 
 def requests(*files: Path) -> tuple[list[dict], dict[str, int]]:
     quarantine = Quarantine()
-    batches = access_log.read(map(str, files), quarantine, rows=3)
+    batches = access_log.read_requests(map(str, files), quarantine, rows=3)
     rows = pa.Table.from_batches(batches, schema=access_log.REQUESTS).to_pylist()
     return rows, dict(quarantine.rejected)
 
@@ -104,11 +104,11 @@ def test_files_are_found_once_and_packed_ones_are_read(tmp_path):
     (tmp_path / "access-a.jsonl").write_bytes(line())
     (tmp_path / "access-a.17.jsonl.gz").write_bytes(gzip.compress(line() * 2))
     (tmp_path / "other.jsonl").write_bytes(b"no log\n")
-    found = access_log.find([str(tmp_path), f"{tmp_path}/access-a.j*"])
+    found = access_log.find_logs([str(tmp_path), f"{tmp_path}/access-a.j*"])
     assert [Path(uri).name for uri in found] == ["access-a.17.jsonl.gz", "access-a.jsonl"]
     assert len(requests(*map(Path, found))[0]) == 3
     with pytest.raises(DataError, match="no access log at"):
-        access_log.find([str(tmp_path), str(tmp_path / "nothing")])
+        access_log.find_logs([str(tmp_path), str(tmp_path / "nothing")])
     torn = tmp_path / "access-b.jsonl.gz"
     torn.write_bytes(gzip.compress(os.urandom(1 << 16).hex().encode())[:1000])
     ((reason, count),) = requests(torn)[1].items()

@@ -8,8 +8,7 @@ from scipy import stats
 
 from scalingnote.config import load
 from scalingnote.errors import ConfigError
-from scalingnote.experiment.assignment import arm_of, unit_of
-from scalingnote.experiment.config import Arm, ExperimentConfig, TrafficSplit
+from scalingnote.experiment.config import Arm, ExperimentConfig, TrafficSplit, arm_of, unit_of
 
 SHARES = {"control": 0.5, "student": 0.3, "lookup": 0.2}
 UNITS = [f"u:{i}" for i in range(12_000)]
@@ -45,7 +44,7 @@ def test_assignments_are_those_of_every_release():
 
 def test_another_process_assigns_alike():
     program = (
-        "from scalingnote.experiment.assignment import arm_of\n"
+        "from scalingnote.experiment.config import arm_of\n"
         "from scalingnote.experiment.config import TrafficSplit\n"
         f"split = TrafficSplit.model_validate({split().model_dump()!r})\n"
         "print(*(arm_of(f'u:{i}', split).name for i in range(500)))"

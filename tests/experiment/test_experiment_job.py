@@ -15,9 +15,8 @@ from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect.config import BM25Ranker
 from scalingnote.config import load
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.experiment import job, judge
-from scalingnote.experiment.assignment import arm_of
-from scalingnote.experiment.config import DualPooledJudge, ExperimentConfig
+from scalingnote.experiment import job, relevance
+from scalingnote.experiment.config import DualPooledJudge, ExperimentConfig, arm_of
 
 ARMS = "split={name: towers, arms: [{name: control, share: 0.5}, {name: student, share: 0.5}]}"
 DOCUMENTS = tiny.document_rows()
@@ -33,12 +32,12 @@ def here(monkeypatch):
     """Judges in this process: that it is done on Ray is tested once."""
 
     def judged(todo, arguments, resources):
-        actor = job.Judging(*arguments)
+        actor = job.JudgeActor(*arguments)
         for number in todo:
             assert actor({"number": [number]}) == {"number": [number], "error": [""]}
             yield number
 
-    monkeypatch.setattr(job, "_on_ray", judged)
+    monkeypatch.setattr(job, "_judge_blocks", judged)
     without_ray(monkeypatch)
 
 
@@ -127,7 +126,7 @@ def test_a_planted_effect_is_found_and_the_rest_is_not(cluster, dataset, tmp_pat
     again = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "out"))
     assert again.digest == made.digest
     (tmp_path / "access-c.jsonl").write_text("{}\n")
-    grown = job._checksums(asked, job._checked(asked, dataset))
+    grown = job._checksums(asked, job._check_inputs(asked, dataset))
     assert grown != tuple(made.manifest.config["inputs_sha256"])
 
 
@@ -151,18 +150,22 @@ def test_a_killed_report_keeps_what_was_judged(here, dataset, tmp_path, monkeypa
     write_logs(tmp_path, asked)
     monkeypatch.setattr(job, "PAIRS_PER_BLOCK", 100)
     passes = []
-    monkeypatch.setattr(judge, "texts", lambda *given, texts=judge.texts: passes.append(1) or texts(*given))
+    monkeypatch.setattr(
+        relevance,
+        "document_rows",
+        lambda *given, texts=relevance.document_rows: passes.append(1) or texts(*given),
+    )
     whole = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "whole"))
     blocks = []
 
-    class Dying(job.Judging):
+    class Dying(job.JudgeActor):
         def __call__(self, batch):
             blocks.append(batch["number"][0])
             if len(blocks) == 3:
                 raise KeyboardInterrupt
             return super().__call__(batch)
 
-    monkeypatch.setattr(job, "Judging", Dying)
+    monkeypatch.setattr(job, "JudgeActor", Dying)
     with pytest.raises(KeyboardInterrupt):
         job.run(asked, dataset=dataset.uri, output=str(tmp_path / "killed"))
     made = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "killed"))
@@ -177,9 +180,9 @@ def test_bm25_judges_by_the_best_document_of_the_query(dataset):
     queries = [documents["content"][0].as_py(), documents["content"][0].as_py(), "no such words"]
     pairs = pa.table({"query": queries, "doc_id": ["d000", "d001", "d000"]})
     pairs = pa.concat_tables([pairs, pa.table({"query": ["x"], "doc_id": ["gone"]})])
-    judging = judge.load(BM25Ranker(), dataset)
-    known = judge.texts(dataset, pairs["doc_id"].combine_chunks())
-    scores = judge.judge_pairs(judging, pairs, known)["score"].to_pylist()
+    judging = relevance.load_judge(BM25Ranker(), dataset)
+    known = relevance.document_rows(dataset, pairs["doc_id"].combine_chunks())
+    scores = relevance.judge_pairs(judging, pairs, known)["score"].to_pylist()
     plain = BM25.build(texts).scores(queries[0])
     assert scores[:2] == pytest.approx([plain[0] / plain.max(), plain[1] / plain.max()])
     assert scores[0] == 1.0
@@ -188,11 +191,11 @@ def test_bm25_judges_by_the_best_document_of_the_query(dataset):
 
 def test_our_own_cross_encoder_judges_by_its_logit(dataset, tmp_path):
     teacher = tiny.cross_encoder(str(tmp_path / "teacher"))
-    judging = judge.load(DualPooledJudge(uri=teacher.uri), dataset)
-    documents = judge.texts(dataset, pa.array(["d003", "d001"]))
+    judging = relevance.load_judge(DualPooledJudge(uri=teacher.uri), dataset)
+    documents = relevance.document_rows(dataset, pa.array(["d003", "d001"]))
     queries = ["ba ko", "li me"]
     model = judging._encoder.model
-    rows = model.document_prompt.rows(*(documents[name].to_pylist() for name in judge.FIELDS[1:]))
+    rows = model.document_prompt.rows(*(documents[name].to_pylist() for name in relevance.FIELDS[1:]))
     logits = judging._encoder.scores(model.query_prompt.rows(queries), rows)
     np.testing.assert_allclose(judging(queries, documents), 1 / (1 + np.exp(-logits)), rtol=1e-6)
     assert judging([], documents.slice(0, 0)).shape == (0,)
@@ -209,7 +212,7 @@ def test_bad_input_is_refused_before_work_is_spent(here, dataset, tmp_path, monk
         DataError, match=r"no request of experiment 'towers' in 1 files of 1 lines \(1 not a search"
     ):
         job.run(config(tmp_path), **run)
-    monkeypatch.setattr(job, "_read", None)
+    monkeypatch.setattr(job, "_read_logs", None)
     with pytest.raises(DataError, match="no access log at"):
         job.run(config(tmp_path, "logs=[/nowhere]"), **run)
     with pytest.raises(DataError, match="no file at /nowhere"):
@@ -217,7 +220,7 @@ def test_bad_input_is_refused_before_work_is_spent(here, dataset, tmp_path, monk
     wrong = "relevance.judge={kind: cross_encoder_artifact, uri: /nowhere}"
     with pytest.raises(ArtifactError, match="no finished 'cross_encoder' artifact"):
         job.run(config(tmp_path, wrong), **run)
-    monkeypatch.setattr(judge, "BM25_DOCUMENTS", 1)
+    monkeypatch.setattr(relevance, "MAX_BM25_DOCUMENTS", 1)
     with pytest.raises(ConfigError, match=r"BM25 as a judge holds all .* set relevance\.judge"):
         job.run(config(tmp_path), **run)
 

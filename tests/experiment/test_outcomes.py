@@ -11,10 +11,9 @@ import pytest
 
 from scalingnote.datasets.quarantine import Quarantine
 from scalingnote.errors import DataError
-from scalingnote.experiment import access_log, outcomes, relevance, signals
-from scalingnote.experiment.assignment import arm_of
-from scalingnote.experiment.config import Arm, TrafficSplit
-from scalingnote.experiment.requests import Sample, Selection
+from scalingnote.experiment import access_log, comparison, outcomes, relevance
+from scalingnote.experiment.access_log import RequestFilter, RequestSample
+from scalingnote.experiment.config import Arm, TrafficSplit, arm_of
 
 SPLIT = TrafficSplit(name="x", arms=(Arm(name="a", share=0.6), Arm(name="b", share=0.4)))
 
@@ -46,7 +45,7 @@ def logged(count: int, *, users: int = 40, seed: int = 0) -> list[dict]:
 def batches(rows: list[dict], folder: Path, *, size: int = 64):
     path = folder / "access-a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return access_log.read([str(path)], Quarantine(), rows=size)
+    return access_log.read_requests([str(path)], Quarantine(), rows=size)
 
 
 def test_only_what_the_split_decided_is_compared(tmp_path):
@@ -60,7 +59,7 @@ def test_only_what_the_split_decided_is_compared(tmp_path):
     rows[4]["unit"] = None
     rows[5]["arm"] = other[rows[5]["arm"]]
     rows[6] |= {"arm": None, "status": 503}
-    selection = Selection(SPLIT, start=1000.0, end=2000.0)
+    selection = RequestFilter(SPLIT, start=1000.0, end=2000.0)
     kept = pa.concat_tables(map(selection, batches(rows, tmp_path, size=7)))
     assert selection.left_out == {
         "not a search": 1,
@@ -80,7 +79,7 @@ def test_sums_are_those_added_up_by_hand(tmp_path):
     satisfied = {f"r{i}": float(rng.random()) for i in range(0, 500, 3)}
     clicked = {f"r{i}": frozenset({f"d{rng.integers(20)}"}) for i in range(0, 500, 2)}
     found = outcomes.Outcomes(few_results=5, satisfied=satisfied, clicked=clicked)
-    selection = Selection(SPLIT)
+    selection = RequestFilter(SPLIT)
     for batch in batches(rows, tmp_path, size=3):  # more batches than pieces are kept
         if len(requests := selection(batch)):
             found.add(requests)
@@ -111,7 +110,7 @@ def test_sums_are_those_added_up_by_hand(tmp_path):
     assert {m.name for m in measures} == {key[2] for key in sums}
     for arm in ("a", "b"):
         for measure in (m.name for m in measures):
-            ours = outcomes.sums(units, arm, measure)
+            ours = comparison.unit_sums(units, arm, measure)
             theirs = sorted(pair for key, pair in sums.items() if key[::2] == (arm, measure))
             np.testing.assert_allclose(sorted(zip(ours.sum, ours.count, strict=True)), theirs, rtol=1e-6)
         times = [r["timings_ms"]["total"] for r in rows if (r["arm"], r["status"]) == (arm, 200)]
@@ -127,7 +126,7 @@ def test_a_sample_is_uniform_and_does_not_depend_on_batches(tmp_path):
     rows[0]["query"] = None
     samples = []
     for size in (1000, 37):
-        sample, selection = Sample(100, depth=4, seed=1), Selection(SPLIT)
+        sample, selection = RequestSample(100, depth=4, seed=1), RequestFilter(SPLIT)
         for batch in batches(rows, tmp_path, size=size):
             sample.add(selection(batch))
         samples.append(sample.table())
@@ -137,7 +136,7 @@ def test_a_sample_is_uniform_and_does_not_depend_on_batches(tmp_path):
     drawn = set(samples[0]["unit"].to_pylist())
     early = sum(row["unit"] in drawn for row in rows[:500])
     assert 60 < early < 140
-    assert Sample(5, depth=2, seed=0).table().num_rows == 0
+    assert RequestSample(5, depth=2, seed=0).table().num_rows == 0
 
 
 def test_irrelevant_documents_are_counted_to_each_depth():
@@ -150,26 +149,26 @@ def test_irrelevant_documents_are_counted_to_each_depth():
             "doc_ids": [["x", "y", "z"], ["x"], ["z", "unknown", "y"], []],
         }
     ).slice(0)
-    pairs = relevance.pairs(sample)
+    pairs = relevance.pairs_to_judge(sample)
     assert pairs.to_pylist() == [
         {"query": query, "doc_id": doc_id}
         for query, doc_id in [("p", "x"), ("q", "unknown"), ("q", "x"), ("q", "y"), ("q", "z")]
     ]
     scores = pa.array([0.1, None, 0.9, 0.5, 0.2], pa.float32())
     judged = pairs.append_column("score", scores)
-    found = relevance.by_unit(sample, judged, below=0.5, depths=(2, 20))
+    found = relevance.irrelevant_by_unit(sample, judged, below=0.5, depths=(2, 20))
     assert {row["unit"]: row for row in found.to_pylist()} == {
         # u: x relevant, y on the threshold, z irrelevant at the third place; x irrelevant for p
         "u": row_of("a", "u", {2: (1, 3), 20: (2, 4)}),
         "v": row_of("b", "v", {2: (1, 1), 20: (1, 2)}),
     }
-    both = outcomes.joined(
+    both = outcomes.join_by_unit(
         pa.table({"arm": ["b"], "unit": ["w"], "errors.sum": [1.0], "errors.count": [2.0]}), found
     )
     assert [row["unit"] for row in both.to_pylist()] == ["u", "v", "w"]
-    assert outcomes.sums(both, "b", "errors").sum.tolist() == [1.0]
-    assert outcomes.sums(both, "b", "irrelevant@20").count.tolist() == [2.0]
-    part = relevance.pairs(sample.slice(2))  # offsets that begin in the middle
+    assert comparison.unit_sums(both, "b", "errors").sum.tolist() == [1.0]
+    assert comparison.unit_sums(both, "b", "irrelevant@20").count.tolist() == [2.0]
+    part = relevance.pairs_to_judge(sample.slice(2))  # offsets that begin in the middle
     assert part["doc_id"].to_pylist() == ["unknown", "y", "z"]
 
 
@@ -189,7 +188,7 @@ def test_signals_are_read_from_any_of_three_formats(tmp_path):
     path = tmp_path / "feedback.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{")
     quarantine = Quarantine()
-    assert signals.feedback(str(path), quarantine) == {"1": 0.25}
+    assert outcomes.read_feedback(str(path), quarantine) == {"1": 0.25}
     assert dict(quarantine.rejected) == {
         "feedback: request_id is no text": 1,
         "feedback: satisfied is neither true nor false nor from 0 to 1": 1,
@@ -198,10 +197,10 @@ def test_signals_are_read_from_any_of_three_formats(tmp_path):
     }
     csv = tmp_path / "feedback.csv"
     csv.write_text("request_id,satisfied\n1,True\n2,0\n3,maybe\n")
-    assert signals.feedback(str(csv), Quarantine()) == {"1": 1.0, "2": 0.0}
+    assert outcomes.read_feedback(str(csv), Quarantine()) == {"1": 1.0, "2": 0.0}
     table = tmp_path / "clicks.parquet"
     pa.parquet.write_table(pa.table({"request_id": ["1", "1", "2"], "doc_id": ["x", "y", None]}), table)
-    assert signals.clicks(str(table), Quarantine()) == {"1": frozenset("xy")}
+    assert outcomes.read_clicks(str(table), Quarantine()) == {"1": frozenset("xy")}
 
 
 def test_signals_that_cannot_be_meant_are_refused(tmp_path):
@@ -209,12 +208,12 @@ def test_signals_that_cannot_be_meant_are_refused(tmp_path):
     csv.write_text("request,doc\n1,2\n")
     text.write_text("")
     with pytest.raises(DataError, match=r"no row of .* has request_id and doc_id"):
-        signals.clicks(str(csv), Quarantine())
+        outcomes.read_clicks(str(csv), Quarantine())
     table = tmp_path / "clicks.parquet"
     pa.parquet.write_table(pa.table({"request_id": ["1"]}), table)
     with pytest.raises(DataError, match="has no column 'doc_id'"):
-        signals.clicks(str(table), Quarantine())
+        outcomes.read_clicks(str(table), Quarantine())
     with pytest.raises(DataError, match="is none of"):
-        signals.check(str(text))
+        outcomes.check_files(str(text))
     with pytest.raises(DataError, match="no file at"):
-        signals.check(str(tmp_path / "nothing.jsonl"))
+        outcomes.check_files(str(tmp_path / "nothing.jsonl"))

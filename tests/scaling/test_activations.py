@@ -3,7 +3,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from scalingnote.models.flops import settings_shape
-from scalingnote.scaling.activations import layer_bytes, tower_bytes
+from scalingnote.scaling.training_cost import layer_bytes, tower_bytes
 
 ROWS, TOKENS = 3, 29  # their product divides no width of the models below
 

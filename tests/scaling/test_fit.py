@@ -7,9 +7,16 @@ import pyarrow as pa
 import pytest
 
 from scalingnote.errors import DataError
-from scalingnote.scaling import fit, plots
-from scalingnote.scaling.fit import Kind, Runs
-from scalingnote.scaling.laws import PUBLISHED_DATA, PUBLISHED_JOINT, PUBLISHED_SIZE, JointLaw, PowerLaw
+from scalingnote.scaling import laws
+from scalingnote.scaling.laws import (
+    PUBLISHED_DATA,
+    PUBLISHED_JOINT,
+    PUBLISHED_SIZE,
+    JointLaw,
+    Kind,
+    PowerLaw,
+    Runs,
+)
 
 # Both terms of Eq. 20 as large as each other within the grid below, so that runs tell all constants apart.
 JOINT = JointLaw(a=3e5, b=2e3, alpha=0.12 * 0.77, beta=0.77, delta=0.108)
@@ -24,7 +31,7 @@ def runs(kind: Kind, law: PowerLaw | JointLaw, *, noise: float = 0.01, seed: int
     else:
         grid = np.meshgrid(np.geomspace(1e6, 1e10, 6), np.geomspace(1e3, 1e7, 5))
         parameters, data = (axis.ravel() for axis in grid)
-    entropy = fit.value(law, kind, parameters, data)
+    entropy = laws.law_value(law, kind, parameters, data)
     scatter = np.exp(noise * np.random.default_rng(seed).standard_normal(len(entropy)))
     return Runs(parameters, data, entropy * scatter)
 
@@ -49,19 +56,19 @@ def test_the_published_equations_have_the_published_values():
     ("kind", "law"), [("size", PUBLISHED_SIZE), ("data", PUBLISHED_DATA), ("joint", JOINT)]
 )
 def test_planted_constants_lie_within_the_interval_of_noisy_runs(kind: Kind, law: PowerLaw | JointLaw):
-    found = fit.fit(kind, runs(kind, law, seed=4), draws=50)
+    found = laws.fit(kind, runs(kind, law, seed=4), draws=50)
     assert found.r2 > 0.99
     assert 0.005 < found.scatter < 0.02
     for name, interval in found.constants().items():
         # No floor is negative, so what is planted at the edge has draws on one side only.
         assert interval.low <= max(getattr(law, name), 1e-6) <= interval.high, name
     beyond = found.predict(parameters=1e11, data=1e10)
-    assert beyond.low < fit.value(law, kind, 1e11, 1e10) < beyond.high
+    assert beyond.low < laws.law_value(law, kind, 1e11, 1e10) < beyond.high
     assert beyond.low < beyond.value < beyond.high
 
 
 def test_intervals_hold_what_was_planted_as_often_as_they_say():
-    found = [fit.fit("size", runs("size", PUBLISHED_SIZE, seed=seed), draws=20) for seed in range(12)]
+    found = [laws.fit("size", runs("size", PUBLISHED_SIZE, seed=seed), draws=20) for seed in range(12)]
     intervals = [one.constants(level=0.8)["alpha"] for one in found]
     assert 6 <= sum(one.low < PUBLISHED_SIZE.alpha < one.high for one in intervals) <= 12
     narrow = [one.high - one.low < 0.05 for one in intervals]
@@ -82,7 +89,7 @@ def test_intervals_of_few_runs_are_wide_enough(kind: Kind, law: PowerLaw, sizes:
     held = []
     for seed in range(25):
         scatter = np.exp(0.003 * np.random.default_rng(seed).standard_normal(len(along)))
-        found = fit.fit(kind, Runs(parameters, data, law(along) * scatter), draws=40, seed=seed)
+        found = laws.fit(kind, Runs(parameters, data, law(along) * scatter), draws=40, seed=seed)
         assert found.freedom == len(sizes) - 3
         told = [(found.constants()["alpha"], law.alpha)]
         for times in (1, 10):
@@ -96,7 +103,7 @@ def test_a_high_r2_of_one_degree_of_freedom_is_worth_little():
     # Entropies that only fall, by chance: docs/guides/scaling.md says what R² they reach.
     amounts, same = np.array([896.0, 1792, 3584, 7168]), np.full(4, 1e4)
     falling = [np.sort(np.random.default_rng(seed).uniform(2, 5.5, 4))[::-1] for seed in range(50)]
-    found = [fit.fit("data", Runs(same, amounts, entropy), draws=1).r2 for entropy in falling]
+    found = [laws.fit("data", Runs(same, amounts, entropy), draws=1).r2 for entropy in falling]
     assert np.median(found) == pytest.approx(0.91, abs=0.03)
     assert np.quantile(found, 0.75) == pytest.approx(0.985, abs=0.01)
 
@@ -105,7 +112,7 @@ def test_a_failed_run_does_not_shift_the_interval_off_the_curve():
     clean = runs("size", PUBLISHED_SIZE)
     entropy = clean.entropy.copy()
     entropy[-2] *= 3
-    found = fit.fit("size", Runs(clean.parameters, clean.data, entropy), draws=100)
+    found = laws.fit("size", Runs(clean.parameters, clean.data, entropy), draws=100)
     inside = found.predict(parameters=1e8)
     assert inside.low < inside.value < inside.high
     assert inside.high - inside.low < 0.03 * inside.value
@@ -115,7 +122,7 @@ def test_a_failed_run_does_not_shift_the_interval_off_the_curve():
     ("kind", "law"), [("size", PUBLISHED_SIZE), ("data", PUBLISHED_DATA), ("joint", JOINT)]
 )
 def test_runs_without_noise_give_the_constants_back(kind: Kind, law: PowerLaw | JointLaw):
-    found = fit.fit(kind, runs(kind, law, noise=0.0), draws=1)
+    found = laws.fit(kind, runs(kind, law, noise=0.0), draws=1)
     for field in fields(law):
         wanted = getattr(law, field.name)
         assert getattr(found.law, field.name) == pytest.approx(wanted, rel=0.02, abs=1e-3)
@@ -127,8 +134,8 @@ def test_one_failed_run_does_not_bend_the_curve():
     entropy[-2] *= 3
     spoilt = Runs(clean.parameters, clean.data, entropy)
     before, after, squares = (
-        fit.fit("size", one, draws=1, huber=huber).predict(parameters=1e11).value
-        for one, huber in ((clean, fit.HUBER), (spoilt, fit.HUBER), (spoilt, 1e3))
+        laws.fit("size", one, draws=1, huber=huber).predict(parameters=1e11).value
+        for one, huber in ((clean, laws.HUBER_THRESHOLD), (spoilt, laws.HUBER_THRESHOLD), (spoilt, 1e3))
     )
     assert abs(after / before - 1) < 0.03
     assert abs(squares / before - 1) > 3 * abs(after / before - 1)
@@ -145,45 +152,45 @@ def test_the_split_is_the_best_of_a_grid():
 
 
 def test_a_split_has_an_interval_and_needs_the_joint_law():
-    found = fit.fit("joint", runs("joint", JOINT), draws=20)
+    found = laws.fit("joint", runs("joint", JOINT), draws=20)
     spent = found.split(1e18, per_parameter=4_000.0)
     assert spent["parameters"].low < JOINT.split(1e18, per_parameter=4_000.0).parameters
     assert spent["parameters"].high > spent["parameters"].value > spent["parameters"].low
     with pytest.raises(DataError, match="fit the joint law"):
-        fit.fit("size", runs("size", PUBLISHED_SIZE), draws=1).split(1e18, per_parameter=4_000.0)
+        laws.fit("size", runs("size", PUBLISHED_SIZE), draws=1).split(1e18, per_parameter=4_000.0)
 
 
 def test_a_table_becomes_runs_and_a_bad_row_is_named():
     table = pa.table(
         {"parameters": [10, 20], "examples": [5, 5], "tokens": [50, 60], "contrastive_entropy": [2.0, 1.0]}
     )
-    assert fit.read(table).data.tolist() == [5, 5]
-    assert fit.read(table, data="tokens").data.tolist() == [50, 60]
+    assert laws.read_runs(table).data.tolist() == [5, 5]
+    assert laws.read_runs(table, data="tokens").data.tolist() == [50, 60]
     with pytest.raises(DataError, match="lack \\['examples'\\]"):
-        fit.read(table.drop_columns("examples"))
+        laws.read_runs(table.drop_columns("examples"))
     worse = table.set_column(3, "contrastive_entropy", pa.array([2.0, math.nan]))
     with pytest.raises(DataError, match="run 1 has contrastive_entropy=nan"):
-        fit.read(worse)
+        laws.read_runs(worse)
 
 
 def test_runs_that_cannot_tell_are_refused():
     few = Runs(np.array([1.0, 2, 3]), np.ones(3), np.array([3.0, 2, 1]))
     with pytest.raises(DataError, match="at least 4 sizes, found 3 runs of 3 model sizes"):
-        fit.fit("size", few)
+        laws.fit("size", few)
     grid = runs("joint", JOINT)
     with pytest.raises(DataError, match="needs equal data"):
-        fit.fit("size", grid)
+        laws.fit("size", grid)
     with pytest.raises(DataError, match="needs one model size"):
-        fit.fit("data", grid)
+        laws.fit("data", grid)
     with pytest.raises(DataError, match="at least 3 model sizes"):
-        fit.fit("joint", runs("size", PUBLISHED_SIZE))
+        laws.fit("joint", runs("size", PUBLISHED_SIZE))
     with pytest.raises(DataError, match="function of parameters and data"):
-        fit.value(JOINT, "joint", 1e9, None)
+        laws.law_value(JOINT, "joint", 1e9, None)
 
 
 @pytest.mark.parametrize(("kind", "law"), [("data", PUBLISHED_DATA), ("joint", JOINT)])
 def test_a_plot_has_a_curve_and_a_band_for_each_data_size(kind: Kind, law, tmp_path: Path):
-    found = fit.fit(kind, runs(kind, law), draws=5)
-    plots.draw(found, tmp_path / "law.svg")
+    found = laws.fit(kind, runs(kind, law), draws=5)
+    laws.draw(found, tmp_path / "law.svg")
     text = (tmp_path / "law.svg").read_text()
     assert text.count("FillBetweenPolyCollection") == (5 if kind == "joint" else 1)

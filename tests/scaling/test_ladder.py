@@ -14,7 +14,7 @@ from scalingnote.config import validate
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models.config import LookupConfig, Lora, Scratch
 from scalingnote.run_config import RunConfig
-from scalingnote.scaling import job, ladder, ladder_report
+from scalingnote.scaling import job, ladder
 from scalingnote.scaling.config import LadderConfig
 from scalingnote.scaling.laws import JointLaw
 from scalingnote.storage.artifact import Artifact, Draft
@@ -37,7 +37,7 @@ STAGE_ONE = validate(
 
 
 def test_every_model_meets_every_amount_of_data_once_and_small_runs_are_part_of_large_ones():
-    made = ladder.rungs(SIZES, STAGE_ONE, rows=75)
+    made = ladder.rung_configs(SIZES, STAGE_ONE, rows=75)
     assert len({(str(one.document.backbone), one.epochs) for one in made}) == len(made) == 16
     assert all(one.query.backbone == one.document.backbone for one in made)
     order = Order({"click/one": 75}, global_batch=8, seed=0)
@@ -50,7 +50,7 @@ def test_every_model_meets_every_amount_of_data_once_and_small_runs_are_part_of_
 
 
 def test_wide_models_may_learn_more_slowly():
-    first, *_, last = ladder.rungs(SIZES.model_copy(update={"lr_by_width": 0.5}), STAGE_ONE, rows=75)
+    first, *_, last = ladder.rung_configs(SIZES.model_copy(update={"lr_by_width": 0.5}), STAGE_ONE, rows=75)
     rates = [one.optimizer.peak_lr / STAGE_ONE.optimizer.peak_lr for one in (first, last)]
     assert rates == pytest.approx([1.0, (16 / 48) ** 0.5])
 
@@ -69,7 +69,7 @@ def test_wide_models_may_learn_more_slowly():
 )
 def test_what_cannot_be_a_rung_is_refused(sizes: dict[str, object], stage: dict[str, object], told: str):
     with pytest.raises(ConfigError, match=told):
-        ladder.rungs(SIZES.model_copy(update=sizes), STAGE_ONE.model_copy(update=stage), rows=75)
+        ladder.rung_configs(SIZES.model_copy(update=sizes), STAGE_ONE.model_copy(update=stage), rows=75)
 
 
 def test_a_size_is_given_once():
@@ -87,13 +87,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Artifact]:
         without_ray(patch)
         return [
             training.run(one, dataset=dataset.uri, triplets=triplets.uri, output=str(folder / str(number)))
-            for number, one in enumerate(ladder.rungs(few, STAGE_ONE, rows=75))
+            for number, one in enumerate(ladder.rung_configs(few, STAGE_ONE, rows=75))
         ]
 
 
 def test_a_row_says_what_was_trained(trained: list[Artifact]):
     for artifact in trained[::4]:
-        row = ladder.row(artifact)
+        row = ladder.rung_row(artifact)
         weights = load_file(Path(artifact.file("document/model.safetensors")))
         beside_tables = [w.numel() for name, w in weights.items() if "embed_tokens" not in name]
         assert row["parameters"] == sum(beside_tables)
@@ -125,13 +125,13 @@ ADAPTED = (3 * 2 * 4 * 544 - 2 * 4 * 2560) + 2 * (3 * 2 * 10 * 544 - 2 * 10 * 25
 
 @pytest.mark.parametrize(("lora", "more"), [(None, 0), (Lora(rank=2), ADAPTED)])
 def test_operations_are_those_of_every_document_by_itself(tmp_path: Path, lora: Lora | None, more: int):
-    row = ladder.row(by_hand(tmp_path, lora=lora, documents_per_pair=2))
+    row = ladder.rung_row(by_hand(tmp_path, lora=lora, documents_per_pair=2))
     assert row["operations"] == 10 * (QUERY + 2 * DOCUMENT + more)
 
 
 def test_a_run_that_counted_no_documents_is_refused(tmp_path: Path):
     with pytest.raises(ArtifactError, match=r"an earlier version, .* train it again"):
-        ladder.row(by_hand(tmp_path))
+        ladder.rung_row(by_hand(tmp_path))
 
 
 def test_the_laws_of_a_ladder_become_an_artifact(trained: list[Artifact], tmp_path: Path):
@@ -160,7 +160,7 @@ PLANTED = JointLaw(a=3e5, b=2e3, alpha=0.12 * 0.77, beta=0.77, delta=0.108)
 
 def planted(models: tuple[float, ...]) -> pa.Table:
     """A ladder of four amounts of data whose runs are those of the law."""
-    return ladder.to_table(
+    return ladder.rung_table(
         [
             {"parameters": int(n), "examples": int(d), "tokens": int(100 * d), "operations": 600.0 * n * d}
             | {"contrastive_entropy": float(PLANTED(n, d)), "seed": 0, "seconds": 1.0, "artifact": f"{n}-{d}"}
@@ -172,11 +172,11 @@ def planted(models: tuple[float, ...]) -> pa.Table:
 
 def test_laws_are_fitted_to_the_rungs_that_each_is_about():
     table = planted((1e6, 1e7, 1e8, 1e9))
-    fits = ladder.laws(table, config=SIZES)
+    fits = ladder.fit_laws(table, config=SIZES)
     assert set(fits) == {"size", "data", "joint"}
     assert set(fits["size"].runs.data) == {10**6}
     assert set(fits["data"].runs.parameters) == {10**9}
-    told = ladder.report(table, fits, config=SIZES)
+    told = ladder.law_report(table, fits, config=SIZES)
     budget = told["splits"][1]
     best = PLANTED.split(600.0 * 10**9 * 10**6 * 10, per_parameter=600.0)
     assert budget["parameters"][0] == pytest.approx(best.parameters, rel=0.1)
@@ -187,7 +187,7 @@ def test_budgets_and_models_to_foretell_are_knobs():
     table = planted((1e6, 1e7, 1e8, 1e9))
     asked = {"budgets": [1e6], "predict": [["1e10", 1e8], [1e10, 1e6], [1e9, 1e7]], "draws": 10}
     config = validate(LadderConfig, asked, source="test")
-    told = ladder.report(table, ladder.laws(table, config=config), config=config)
+    told = ladder.law_report(table, ladder.fit_laws(table, config=config), config=config)
     assert [split["operations"] for split in told["splits"]] == [600.0 * 1e15 * 1e6]
     # A law of one size speaks of the runs' other size alone.
     laws = [["joint"], ["size", "joint"], ["data", "joint"]]
@@ -197,7 +197,7 @@ def test_budgets_and_models_to_foretell_are_knobs():
             assert value == pytest.approx(float(PLANTED(point["parameters"], point["data"])), rel=0.02)
             assert low <= value * 1.001
             assert value <= high * 1.001
-    page = ladder_report.markdown(table, told)
+    page = ladder.markdown(table, told)
     assert "## What models not run would reach" in page
     assert len(re.findall(r"^\| +1e\+10 \| +1e\+06 \| +(?:size|joint) \|", page, flags=re.M)) == 2
 
@@ -205,9 +205,9 @@ def test_budgets_and_models_to_foretell_are_knobs():
 def test_a_ladder_without_a_joint_law_says_which_models_it_cannot_foretell():
     table = planted((1e9,))
     config = validate(LadderConfig, {"predict": [[1e9, 1e7], [1e10, 1e7]], "draws": 10}, source="test")
-    told = ladder.report(table, ladder.laws(table, config=config), config=config)
+    told = ladder.law_report(table, ladder.fit_laws(table, config=config), config=config)
     assert [list(point["entropy"]) for point in told["predictions"]] == [["data"], []]
-    assert "none tells" in ladder_report.markdown(table, told)
+    assert "none tells" in ladder.markdown(table, told)
     assert told["splits"] == []
 
 
@@ -225,7 +225,7 @@ def test_the_committed_laws_are_those_of_the_committed_runs():
         | {"seconds": float(run["seconds"])}
         for run in result["table"]
     ]
-    fits = ladder.laws(ladder.to_table(rows), config=LadderConfig())
+    fits = ladder.fit_laws(ladder.rung_table(rows), config=LadderConfig())
     page = (ROOT / "docs/guides/scaling.md").read_text(encoding="utf-8")
     for kind, name in (("size", "model size"), ("data", "data"), ("joint", "both")):
         committed = result["laws"][kind]

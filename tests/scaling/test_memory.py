@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.scaling import memory
-from scalingnote.scaling.hardware import exchanged
+from scalingnote.scaling import training_cost
+from scalingnote.scaling.training_cost import exchanged
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, Optimizer
 
 SIZES = {"trained": 7_000, "frozen": 0, "largest": 900, "gpus": 4}
@@ -17,7 +17,7 @@ def test_one_process_holds_what_torch_holds():
     optimizer.step()
     parameters = list(layers.parameters())
     moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
-    state = memory.state(
+    state = training_cost.training_state(
         Ddp(),
         Optimizer(),
         trained=sum(p.numel() for p in parameters),
@@ -34,8 +34,10 @@ def test_one_process_holds_what_torch_holds():
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_keeps_sixteen_bytes_a_parameter_and_shards_more_with_each_stage(stage: int):
-    one = memory.state(DeepSpeed(stage=stage), Optimizer(), **SIZES | {"gpus": 1}, numbers="bfloat16")
-    many = memory.state(DeepSpeed(stage=stage), Optimizer(), **SIZES, numbers="bfloat16")
+    one = training_cost.training_state(
+        DeepSpeed(stage=stage), Optimizer(), **SIZES | {"gpus": 1}, numbers="bfloat16"
+    )
+    many = training_cost.training_state(DeepSpeed(stage=stage), Optimizer(), **SIZES, numbers="bfloat16")
     whole = {1: 2 + 2, 2: 2, 3: 0}[stage] * 7_000  # bfloat16 weights and gradients
     assert many.total - many.gathered == whole + (one.total - one.gathered - whole) / 4
     assert one.optimizer == 12 * 7_000
@@ -44,11 +46,11 @@ def test_zero_keeps_sixteen_bytes_a_parameter_and_shards_more_with_each_stage(st
 @given(st.integers(1, 512), st.integers(0, 10**9), st.sampled_from(["adamw", "adamw_8bit"]))
 def test_offloading_moves_bytes_and_loses_none(gpus: int, frozen: int, kind: str):
     sizes = {**SIZES, "gpus": gpus, "frozen": frozen, "numbers": "bfloat16"}
-    here = memory.state(Fsdp2(), Optimizer(kind=kind), **sizes)
-    away = memory.state(Fsdp2(offload=True), Optimizer(kind=kind), **sizes)
+    here = training_cost.training_state(Fsdp2(), Optimizer(kind=kind), **sizes)
+    away = training_cost.training_state(Fsdp2(offload=True), Optimizer(kind=kind), **sizes)
     assert (away.total, away.host) == (here.gathered, pytest.approx(here.total - here.gathered))
-    here = memory.state(DeepSpeed(), Optimizer(kind=kind), **sizes)
-    away = memory.state(
+    here = training_cost.training_state(DeepSpeed(), Optimizer(kind=kind), **sizes)
+    away = training_cost.training_state(
         DeepSpeed(offload_optimizer=True, offload_parameters=True), Optimizer(kind=kind), **sizes
     )
     assert away.total + away.host == pytest.approx(here.total)
@@ -56,7 +58,7 @@ def test_offloading_moves_bytes_and_loses_none(gpus: int, frozen: int, kind: str
 
 
 def test_frozen_weights_have_neither_gradients_nor_moments():
-    state = memory.state(
+    state = training_cost.training_state(
         Fsdp2(), Optimizer(), trained=10, frozen=990, largest=100, gpus=1, numbers="bfloat16"
     )
     assert (state.weights, state.gradients, state.optimizer) == (4_000, 40, 80)
@@ -64,7 +66,7 @@ def test_frozen_weights_have_neither_gradients_nor_moments():
 
 def test_scores_grow_with_the_rows_of_a_gpu_times_all_rows():
     knobs = {"columns": 2, "views": 3, "prefixes": (16, 128), "dim": 128, "masked": False}
-    small, large = (memory.scores(rows=rows, ranks=1, **knobs) for rows in (4_000, 8_000))
+    small, large = (training_cost.score_bytes(rows=rows, ranks=1, **knobs) for rows in (4_000, 8_000))
     embeddings = 4.0 * 4_000 * 7 * (128 + 3 * 144)
     assert small - embeddings == 2 * 4 * 4_000 * 8_000
     assert large - 2 * embeddings == 4 * (small - embeddings)

@@ -7,10 +7,10 @@ import pyarrow as pa
 import pytest
 
 import tiny
-from scalingnote.evaluate import taught
-from scalingnote.evaluate.distance import discrepancy, distances
-from scalingnote.evaluate.encoded import Encoded
+from scalingnote.evaluate import teacher_distance
+from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
+from scalingnote.evaluate.teacher_distance import discrepancy, distances
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -68,17 +68,21 @@ def test_the_teachers_queries_are_sampled_by_split_over_parts(tmp_path):
         draft.write_table(f"embeddings/part-{part:05d}.parquet", pa.table(table))
     made: Artifact = draft.commit(counts={})
     ancestors = [Ancestor("query_embeddings", made.uri, made.digest, made)]
-    found = taught.sample(ancestors, queries=8, seed=0)
+    found = teacher_distance.sample_teacher_queries(ancestors, queries=8, seed=0)
     assert {split: len(one.queries) for split, one in found.items()} == {"train": 8, "validation": 6}
     for one in found.values():
         assert len(set(one.queries)) == len(one.queries)
         np.testing.assert_array_equal(one.embeddings, every[[int(q.split()[1]) for q in one.queries]])
-    assert taught.sample(ancestors, queries=0, seed=0) == {} == taught.sample([], queries=8, seed=0)
+    assert (
+        teacher_distance.sample_teacher_queries(ancestors, queries=0, seed=0)
+        == {}
+        == teacher_distance.sample_teacher_queries([], queries=8, seed=0)
+    )
 
-    student = Encoded([f"query {i}" for i in range(60)], every + 0.1)
-    told = taught.told(found, student)
+    student = QueryEmbeddings([f"query {i}" for i in range(60)], every + 0.1)
+    told = teacher_distance.distance_section(found, student)
     assert set(told["splits"]) == {"train", "validation"}
     assert told["splits"]["train"]["mean_as_given"] == pytest.approx(0.2, abs=1e-5)
     assert (told["discrepancy"]["split"], told["discrepancy"]["pairs"]) == ("validation", 15)
-    narrow = Encoded(student.queries, student.embeddings[:, :2])
-    assert taught.told(found, narrow)["splits"] == {}
+    narrow = QueryEmbeddings(student.queries, student.embeddings[:, :2])
+    assert teacher_distance.distance_section(found, narrow)["splits"] == {}

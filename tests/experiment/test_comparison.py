@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from scalingnote.experiment.statistics import Sums, compare, holm, resampled, sample_ratio, welch
+from scalingnote.experiment.comparison import UnitSums, arm_difference, holm, resampled, sample_ratio, welch
 
 
-def each(values) -> Sums:
+def each(values) -> UnitSums:
     """One request per unit."""
-    return Sums(np.asarray(values, float), np.ones(len(values)))
+    return UnitSums(np.asarray(values, float), np.ones(len(values)))
 
 
-def users(rng, count, *, rate, effect=0.0, spread=0.0) -> Sums:
+def users(rng, count, *, rate, effect=0.0, spread=0.0) -> UnitSums:
     """Users with 1 + Poisson(3) requests each, alike in what comes of them."""
     requests = 1 + rng.poisson(3, count)
     own = np.clip(rate + effect + spread * rng.standard_normal(count), 0, 1)
-    return Sums(rng.binomial(requests, own).astype(float), requests.astype(float))
+    return UnitSums(rng.binomial(requests, own).astype(float), requests.astype(float))
 
 
 def test_one_request_per_unit_is_the_textbooks_welch_test():
@@ -70,7 +70,7 @@ def test_the_bootstrap_draws_units():
     ours = resampled(arm, 4000, rng=rng)
     assert stats.ks_2samp(plain, ours).pvalue > 0.001
     other = users(rng, 200, rate=0.4, spread=0.2)
-    found = compare(arm, other, alpha=0.05, replicates=4000, rng=rng)
+    found = arm_difference(arm, other, alpha=0.05, replicates=4000, rng=rng)
     width = found.high - found.low
     assert found.bootstrap_low == pytest.approx(found.low, abs=0.1 * width)
     assert found.bootstrap_high == pytest.approx(found.high, abs=0.1 * width)
@@ -79,18 +79,18 @@ def test_the_bootstrap_draws_units():
 
 def test_what_cannot_be_told_is_nan_and_what_never_varies_is_plain():
     rng = np.random.default_rng(4)
-    found = compare(each([]), each([1.0, 2.0]), alpha=0.05, replicates=100, rng=rng)
+    found = arm_difference(each([]), each([1.0, 2.0]), alpha=0.05, replicates=100, rng=rng)
     assert all(map(math.isnan, (found.difference, found.p, found.relative, found.bootstrap_low)))
-    single = compare(each([1.0]), each([1.0, 2.0]), alpha=0.05, replicates=100, rng=rng)
+    single = arm_difference(each([1.0]), each([1.0, 2.0]), alpha=0.05, replicates=100, rng=rng)
     assert (single.difference, math.isnan(single.p)) == (0.5, True)
-    never = compare(each([0.0] * 9), each([0.0] * 9), alpha=0.05, replicates=100, rng=rng)
+    never = arm_difference(each([0.0] * 9), each([0.0] * 9), alpha=0.05, replicates=100, rng=rng)
     assert (never.difference, never.p, math.isnan(never.relative)) == (0.0, 1.0, True)
-    always = compare(each([0.0] * 9), each([1.0] * 9), alpha=0.05, replicates=100, rng=rng)
+    always = arm_difference(each([0.0] * 9), each([1.0] * 9), alpha=0.05, replicates=100, rng=rng)
     assert (always.difference, math.isnan(always.low)) == (1.0, True)
     assert always.p == pytest.approx(
         2 / math.comb(18, 9)
     )  # of all ways to deal them out, two are as far apart
-    few = compare(each([0.0] * 2), each([1.0] * 2), alpha=0.05, replicates=100, rng=rng)
+    few = arm_difference(each([0.0] * 2), each([1.0] * 2), alpha=0.05, replicates=100, rng=rng)
     assert few.p == pytest.approx(1 / 3)
 
 

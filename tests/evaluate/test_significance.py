@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from scalingnote.errors import ConfigError
-from scalingnote.evaluate import significance
-from scalingnote.evaluate.significance import against, bootstrap, paired_t_test
+from scalingnote.evaluate import measures
+from scalingnote.evaluate.measures import bootstrap, differences_from_baseline, paired_t_test
 
 
 def drawn(queries: int = 60) -> dict[str, dict[str, np.ndarray]]:
@@ -40,7 +40,7 @@ def test_t_test_where_nothing_varies_and_where_nothing_can_be_said():
 
 
 def test_bootstrap_is_that_of_loops(monkeypatch):
-    monkeypatch.setattr(significance, "_DRAWN_AT_ONCE", 700)  # several blocks of draws
+    monkeypatch.setattr(measures, "_MAX_DRAWS_IN_MEMORY", 700)  # several blocks of draws
     values = np.random.default_rng(0).normal(0.2, 1.0, 40)
     low, high = bootstrap(values[:, None], alpha=0.1, resamples=4000, seed=1)[:, 0]
     draw = random.Random(2)
@@ -79,7 +79,7 @@ def test_each_family_has_a_correction_of_its_own():
 
 def test_every_method_is_compared_with_the_baseline_and_corrected():
     methods = drawn()
-    found = against("teacher", methods, alpha=0.05, resamples=200, seed=0)
+    found = differences_from_baseline("teacher", methods, alpha=0.05, resamples=200, seed=0)
     assert set(found) == {"better", "same", "twin"}
     p = {name: row["nDCG@10"].p for name, row in found.items()}
     order = sorted(p, key=p.__getitem__)
@@ -95,10 +95,10 @@ def test_every_method_is_compared_with_the_baseline_and_corrected():
     assert [row["nDCG@10"].high for row in found.values()] == pytest.approx(ends[1].tolist())
     twin = found["twin"]["R@1"]
     assert (twin.difference, twin.low, twin.high, twin.p) == (0, 0, 0, 1)
-    assert against("teacher", methods, alpha=0.05, resamples=200, seed=0) == found
+    assert differences_from_baseline("teacher", methods, alpha=0.05, resamples=200, seed=0) == found
 
 
 def test_a_baseline_that_is_no_method_is_refused():
     with pytest.raises(ConfigError, match="'bm25' is none of the methods: teacher, better"):
-        against("bm25", drawn(), alpha=0.05, resamples=10, seed=0)
-    assert against("a", {"a": {"R@1": np.ones(3)}}, alpha=0.05, resamples=10, seed=0) == {}
+        differences_from_baseline("bm25", drawn(), alpha=0.05, resamples=10, seed=0)
+    assert differences_from_baseline("a", {"a": {"R@1": np.ones(3)}}, alpha=0.05, resamples=10, seed=0) == {}

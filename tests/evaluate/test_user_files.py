@@ -7,7 +7,7 @@ import pytest
 
 from scalingnote.datasets.config import TableFile
 from scalingnote.errors import DataError
-from scalingnote.evaluate import given, pairs, relaxed, test_set
+from scalingnote.evaluate import test_set, user_files
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
 from scalingnote.storage import trec
 
@@ -31,35 +31,37 @@ def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_
         {"query": ["new"], "doc_id": "a", "SAT": 0},
     ]
     path = lines(tmp_path / "judged.jsonl", rows)
-    found = given.judgements(Judgements(path=path, labels=("SAT",)), known={"q1": "one"})
+    found = user_files.read_judgements(Judgements(path=path, labels=("SAT",)), known={"q1": "one"})
     assert (found.queries, found.doc_ids) == (["new", "one", "one", "2024"], ["a", "7", "0", "a"])
     assert (found.labels["SAT"].tolist(), found.unusable) == ([1, 0, 1, 0], 4)
     with pytest.raises(DataError, match=r"SAT is 1 in all rows"):
-        given.judgements(Judgements(path=lines(tmp_path / "one.jsonl", rows[:1]), labels=("SAT",)), known={})
+        user_files.read_judgements(
+            Judgements(path=lines(tmp_path / "one.jsonl", rows[:1]), labels=("SAT",)), known={}
+        )
     with pytest.raises(DataError, match=r"none of 8 rows .* REL: map its columns"):
-        given.judgements(Judgements(path=path, labels=("REL",)), known={})
+        user_files.read_judgements(Judgements(path=path, labels=("REL",)), known={})
 
 
 def test_own_judgements_need_two_grades():
-    found = given.judged(TEST)
+    found = user_files.test_set_pairs(TEST)
     assert found.doc_ids == ["a", "b", "c"]
     np.testing.assert_array_equal(found.labels["relevance"], [1, 2, 0])
-    assert given.judged(test_set.TestSet(["q1"], ["one"], {"q1": {"a": 1, "b": 1}}, 0)) is None
+    assert user_files.test_set_pairs(test_set.TestSet(["q1"], ["one"], {"q1": {"a": 1, "b": 1}}, 0)) is None
 
 
 def test_candidates_and_answers_of_other_queries_are_refused(tmp_path):
     trec.write_run(str(tmp_path / "run"), {"q2": [("a", 2.0)], "q7": [("b", 1.0)]}, tag="x")
-    run, part = given.candidates(str(tmp_path / "run"), test=TEST)
+    run, part = user_files.read_candidates(str(tmp_path / "run"), test=TEST)
     assert (run, part.queries, part.qrels) == ({"q2": [("a", 2.0)]}, ["two"], {"q2": TEST.qrels["q2"]})
     trec.write_run(str(tmp_path / "run"), {"q7": [("b", 1.0)]}, tag="x")
     with pytest.raises(DataError, match="none of them among 2 test queries"):
-        given.candidates(str(tmp_path / "run"), test=TEST)
-    rows = [{"query_id": "q1", "answers": given} for given in ("x", ["y", " ", 1912], None, 7)]
+        user_files.read_candidates(str(tmp_path / "run"), test=TEST)
+    rows = [{"query_id": "q1", "answers": answers} for answers in ("x", ["y", " ", 1912], None, 7)]
     file = TableFile(path=lines(tmp_path / "answers.jsonl", rows))
-    assert given.answers(file, test=TEST) == {"q1": ["x", "y", "1912", "7"]}
+    assert user_files.read_answers(file, test=TEST) == {"q1": ["x", "y", "1912", "7"]}
     file = TableFile(path=lines(tmp_path / "none.jsonl", [{"query_id": "q7", "answers": ["x"]}]))
     with pytest.raises(DataError, match="no answers to any of 2 test queries"):
-        given.answers(file, test=TEST)
+        user_files.read_answers(file, test=TEST)
 
 
 def test_an_answer_is_found_as_words_in_any_case():
@@ -70,14 +72,16 @@ def test_an_answer_is_found_as_words_in_any_case():
         ("d", "York New"),
     ]
     asked = dict.fromkeys("abcd", ("q", "empty"))
-    found = relaxed.judged(documents, asked=asked, answers={"q": ["new york", "纽约"], "empty": ["?"]})
+    found = user_files.answer_judgements(
+        documents, asked=asked, answers={"q": ["new york", "纽约"], "empty": ["?"]}
+    )
     assert found == {"q": {"a": 1, "c": 1}, "empty": {}}
 
 
 def test_candidates_that_nobody_can_score_keep_the_order_they_came_in():
     run = {"q1": [("x", 3.0), ("a", 2.0), ("y", 1.0)], "q2": [("z", 2.0), ("b", 1.0)]}
     known = {"a": 0.5, "b": -0.5}
-    part, found = pairs.reranked(
+    part, found = user_files.reranking_section(
         EvaluateConfig(recall_at=(1,)),
         run,
         TEST,

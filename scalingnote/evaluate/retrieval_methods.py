@@ -1,8 +1,8 @@
-"""Test queries through every method: their embeddings come in, each method's ranked documents go out.
+"""Retrieval methods of the report: test queries in, each method's ranked documents out.
 
-Query towers are searched exactly; the one that is served also through the index; BM25 stands beside. Where
-documents have term weights, so do sparse search and each tower's hybrid with it; where the run has weighted
-words by BM25, each tower's hybrid with BM25.
+Query towers are searched exactly, and the served one also through the index. If documents have term weights,
+there are also sparse search and each tower's hybrid with it; if the run has weighted words by BM25, each
+tower's hybrid with BM25. BM25 over the same pool is the lexical baseline.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,11 @@ from numpy import ndarray
 from scalingnote import hybrid
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.errors import ConfigError
-from scalingnote.evaluate import exact
-from scalingnote.evaluate import pool as pools
+from scalingnote.evaluate import exact_search
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid
-from scalingnote.evaluate.encoded import Encoded
-from scalingnote.evaluate.exact import Found
-from scalingnote.evaluate.pairs import Scorer
+from scalingnote.evaluate.exact_search import QueryEmbeddings, TopDocuments
 from scalingnote.evaluate.test_set import TestSet
+from scalingnote.evaluate.user_files import Scorer
 from scalingnote.log import Progress, get_logger
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage import trec
@@ -36,8 +34,8 @@ INDEX_RECALL_AT = (10, 100)
 QUERIES_PER_BLOCK = 256
 
 
-def baseline(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
-    """The method that others are compared with. ConfigError before anything is searched."""
+def baseline_method(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
+    """The method that all others are compared with; ConfigError if the config names an unknown one."""
     names = method_names(config, parents)
     if config.baseline is not None and config.baseline not in names:
         raise ConfigError(
@@ -47,29 +45,29 @@ def baseline(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
 
 
 def method_names(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> list[str]:
-    """What :func:`retrieve` will give, in its order."""
-    found = []
-    for name, kind in towers(config, parents).items():
-        found.append(name)
-        if pools.has_terms(embeddings_of(kind, parents), parents.get("dual_encoder")):
-            found += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
-        found += [f"{name} + bm25"] * ("bm25_terms" in parents)
-        found += [f"{name} (index)"] * (name == served(config, parents) and "index" in parents)
-    return found + ["bm25"] * with_words(config, parents)
+    """Names of the methods of :func:`retrieve`, in its order."""
+    names = []
+    for name, kind in tower_kinds(config, parents).items():
+        names.append(name)
+        if exact_search.has_terms(embeddings_of(kind, parents), parents.get("dual_encoder")):
+            names += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
+        names += [f"{name} + bm25"] * ("bm25_terms" in parents)
+        names += [f"{name} (index)"] * (name == served_method(config, parents) and "index" in parents)
+    return names + ["bm25"] * uses_bm25(config, parents)
 
 
-def with_words(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> bool:
-    """Whether BM25 stands beside: it is wanted, and holds no more documents in memory than it may."""
+def uses_bm25(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> bool:
+    """Whether BM25 is a method: it is switched on, and the pool is within its limit."""
     return config.bm25 and parents["embeddings"].counts["documents"] <= config.bm25_documents
 
 
-def served(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
+def served_method(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
     """The name of the query tower that is searched through the index."""
     return config.names.student if "student" in parents else config.names.dual_encoder
 
 
-def towers(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> dict[str, str]:
-    """Method -> which of the parents has its query tower."""
+def tower_kinds(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> dict[str, str]:
+    """Method -> name of the parent artifact with its query tower."""
     names = {"dual_encoder": config.names.dual_encoder, "student": config.names.student}
     return {name: kind for kind, name in names.items() if kind in parents}
 
@@ -77,34 +75,49 @@ def towers(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> dict[str,
 def retrieve(
     config: EvaluateConfig,
     parents: Mapping[str, Artifact],
-    encoded: Mapping[str, Encoded],
-    bm25: "Words | None",
+    encoded: Mapping[str, QueryEmbeddings],
+    bm25: "Bm25Pool | None",
     *,
     test: TestSet,
 ) -> dict[str, trec.Run]:
-    """Method -> run: each query tower exactly, the served one through the index too, sparse, hybrid, BM25."""
+    """Search the test queries with every method.
+
+    Args:
+        config: depths of measures, names and hybrid settings.
+        parents: artifacts by name.
+        encoded: method -> embeddings of its queries.
+        bm25: BM25 over the pool; None: leave it out.
+        test: queries to search.
+
+    Returns:
+        Method -> run.
+    """
     depth = max(
         config.run_depth, config.mrr_at, config.map_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT
     )
     runs: dict[str, trec.Run] = {}
-    for name, kind in towers(config, parents).items():
+    for name, kind in tower_kinds(config, parents).items():
         queries = encoded[name].unit(test.queries)
         pool = embeddings_of(kind, parents)
-        found = pools.search(pool, exact.dense(queries), dim=queries.shape[1], queries=len(queries), k=depth)
-        runs[name] = _run_of(pool, found, test=test)
-        sparse = pools.sparse_queries(pool, parents.get("dual_encoder"), test.queries)
+        by_embeddings = exact_search.search(
+            pool, exact_search.dense_score(queries), dim=queries.shape[1], queries=len(queries), k=depth
+        )
+        runs[name] = _run_of(pool, by_embeddings, test=test)
+        sparse = exact_search.sparse_queries(pool, parents.get("dual_encoder"), test.queries)
         if sparse is not None:
-            by_terms, joined = _with_terms(
-                queries, found, sparse, pool=pool, joining=config.hybrid, depth=depth
+            by_terms, joined = _hybrid_search(
+                queries, by_embeddings, sparse, pool=pool, joining=config.hybrid, depth=depth
             )
-            if kind == "dual_encoder":  # a student's terms are no others
+            if kind == "dual_encoder":  # a student has the same terms
                 runs[f"{name} (sparse)"] = _run_of(pool, by_terms, test=test)
             runs[f"{name} (hybrid)"] = _run_of(pool, joined, test=test)
         if "bm25_terms" in parents:
-            words = pools.bm25_queries(parents["bm25_terms"], test.queries)
-            _, joined = _with_terms(queries, found, words, pool=pool, joining=config.hybrid, depth=depth)
+            words = exact_search.bm25_queries(parents["bm25_terms"], test.queries)
+            _, joined = _hybrid_search(
+                queries, by_embeddings, words, pool=pool, joining=config.hybrid, depth=depth
+            )
             runs[f"{name} + bm25"] = _run_of(pool, joined, test=test)
-        if name == served(config, parents) and "index" in parents:
+        if name == served_method(config, parents) and "index" in parents:
             runs[f"{name} (index)"] = _through_index(parents["index"].uri, queries, test=test, depth=depth)
     if bm25 is not None:
         rows, scores = bm25.index.search(test.queries, depth)
@@ -115,34 +128,34 @@ def retrieve(
 def scorers(
     config: EvaluateConfig,
     parents: Mapping[str, Artifact],
-    encoded: Mapping[str, Encoded],
-    bm25: "Words | None",
+    encoded: Mapping[str, QueryEmbeddings],
+    bm25: "Bm25Pool | None",
 ) -> dict[str, Scorer]:
-    """Methods that can score any pair: each query tower, and BM25."""
+    """Methods that can score any pair of query and document: each query tower, and BM25."""
 
     def by_tower(name: str, kind: str) -> Scorer:
         def score(queries: Sequence[str], doc_ids: Sequence[str]) -> Float[ndarray, " pairs"]:
             row = {query: i for i, query in enumerate(dict.fromkeys(queries))}
             rows = np.array([row[query] for query in queries], np.int64)
             pool = embeddings_of(kind, parents)
-            return pools.score_pairs(pool, encoded[name].unit(list(row)), rows, doc_ids)
+            return exact_search.score_pairs(pool, encoded[name].unit(list(row)), rows, doc_ids)
 
         return score
 
-    found = {name: by_tower(name, kind) for name, kind in towers(config, parents).items()}
-    return found | ({"bm25": bm25.scores} if bm25 is not None else {})
+    by_method = {name: by_tower(name, kind) for name, kind in tower_kinds(config, parents).items()}
+    return by_method | ({"bm25": bm25.scores} if bm25 is not None else {})
 
 
 @dataclass(frozen=True)
-class Words:
-    """BM25 over the same pool: documents without an embedding are left out here, too."""
+class Bm25Pool:
+    """BM25 over the same pool, so without documents that have no embedding."""
 
     index: BM25
     doc_ids: pa.Array
 
     @classmethod
-    def build(cls, config: EvaluateConfig, parents: Mapping[str, Artifact]) -> "Words":
-        """Of the documents that have an embedding."""
+    def build(cls, config: EvaluateConfig, parents: Mapping[str, Artifact]) -> "Bm25Pool":
+        """Build it over the documents that have an embedding."""
         ids = parents["embeddings"].table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
         documents = parents["dataset"].table("documents", columns=["doc_id", "title", "topic", "content"])
         documents = documents.filter(pc.is_in(documents["doc_id"], value_set=ids))
@@ -151,14 +164,14 @@ class Words:
         return cls(index, documents["doc_id"].combine_chunks())
 
     def scores(self, queries: Sequence[str], doc_ids: Sequence[str]) -> Float[ndarray, " pairs"]:
-        """Of pairs; NaN for a document not in the pool."""
+        """BM25 of pairs; NaN for a document that is not in the pool."""
         rows = pc.fill_null(pc.index_in(pa.array(doc_ids, pa.string()), value_set=self.doc_ids), -1)
         out = np.full(len(queries), np.nan)
-        of: dict[str, list[int]] = {}
+        pairs_of: dict[str, list[int]] = {}
         for pair, (query, row) in enumerate(zip(queries, rows.to_pylist(), strict=True)):
             if row >= 0:
-                of.setdefault(query, []).append(pair)
-        for query, pairs in of.items():
+                pairs_of.setdefault(query, []).append(pair)
+        for query, pairs in pairs_of.items():
             out[pairs] = self.index.scores(query)[rows.take(pa.array(pairs)).to_numpy()]
         return out
 
@@ -169,36 +182,36 @@ def embeddings_of(kind: str, parents: Mapping[str, Artifact]) -> Artifact:
     return parents["teacher_embeddings" if own else "embeddings"]
 
 
-def _with_terms(
+def _hybrid_search(
     queries: Float[ndarray, "queries dim"],
-    found: Found,
-    sparse: pools.SparseQueries,
+    by_embeddings: TopDocuments,
+    sparse: exact_search.SparseQueries,
     *,
     pool: Artifact,
     joining: Hybrid,
     depth: int,
-) -> tuple[Found, Found]:
-    """Sparse search of a pool that was searched by embeddings before, and the hybrid of both."""
-    search = partial(pools.search, pool, queries=len(queries), k=depth)
+) -> tuple[TopDocuments, TopDocuments]:
+    """Sparse search of a pool, and its hybrid with the results by embeddings."""
+    search = partial(exact_search.search, pool, queries=len(queries), k=depth)
     terms: Any = {"terms": sparse.vocabulary, "words": sparse.words}
-    by_terms = _sharing(search(exact.sparse(sparse.matrix), **terms))
+    by_terms = _without_zero_scores(search(exact_search.sparse_score(sparse.matrix), **terms))
     if joining.kind == "reciprocal_rank":
-        scores, rows = hybrid.reciprocal_ranks(found.rows, by_terms.rows, k=joining.k, depth=depth)
-        return by_terms, Found(scores, rows, scores.min(1), scores.max(1))
-    weight, ranges = joining.dense_weight, (found, by_terms)
-    score = exact.joined(queries, sparse.matrix, ranges=ranges, dense_weight=weight)
+        scores, rows = hybrid.reciprocal_ranks(by_embeddings.rows, by_terms.rows, k=joining.k, depth=depth)
+        return by_terms, TopDocuments(scores, rows, scores.min(1), scores.max(1))
+    weight, ranges = joining.dense_weight, (by_embeddings, by_terms)
+    score = exact_search.hybrid_score(queries, sparse.matrix, ranges=ranges, dense_weight=weight)
     return by_terms, search(score, dim=queries.shape[1], **terms)
 
 
-def _sharing(found: Found) -> Found:
-    """Without documents that share no term with the query: as in BM25, and as served, they have no rank."""
-    return replace(found, rows=np.where(found.scores > 0, found.rows, -1))
+def _without_zero_scores(result: TopDocuments) -> TopDocuments:
+    """Drop documents that share no term with the query: like in BM25 and in service, they have no rank."""
+    return replace(result, rows=np.where(result.scores > 0, result.rows, -1))
 
 
-def _run_of(embeddings: Artifact, found: Found, *, test: TestSet) -> trec.Run:
-    wanted, doc_ids = pools.named(embeddings, found.rows)
-    places = np.where(found.rows < 0, -1, np.searchsorted(wanted, found.rows))
-    return _run(test, doc_ids, places, found.scores)
+def _run_of(embeddings: Artifact, result: TopDocuments, *, test: TestSet) -> trec.Run:
+    distinct, doc_ids = exact_search.document_ids(embeddings, result.rows)
+    places = np.where(result.rows < 0, -1, np.searchsorted(distinct, result.rows))
+    return _run(test, doc_ids, places, result.scores)
 
 
 def _through_index(
@@ -222,9 +235,9 @@ def _run(
     scores: Float[ndarray, "queries k"],
 ) -> trec.Run:
     run: trec.Run = {}
-    for query_id, found, values in zip(test.query_ids, rows, scores, strict=True):
-        kept = found >= 0
+    for query_id, best, values in zip(test.query_ids, rows, scores, strict=True):
+        valid = best >= 0
         run[query_id] = list(
-            zip(doc_ids.take(pa.array(found[kept])).to_pylist(), values[kept].tolist(), strict=True)
+            zip(doc_ids.take(pa.array(best[valid])).to_pylist(), values[valid].tolist(), strict=True)
         )
     return run

@@ -1,0 +1,304 @@
+"""Measures of a ranking and the significance of differences between methods."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ir_measures
+import numpy as np
+import pyarrow as pa
+from ir_measures import AP, RR, R, Success, nDCG
+from jaxtyping import Float
+from numpy import ndarray
+from scipy import stats
+
+from scalingnote.errors import ConfigError
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.experiment.comparison import holm
+
+Rankings = Mapping[str, Sequence[str]]  # query_id -> doc_ids, best first
+Grades = Mapping[str, Mapping[str, int]]  # query_id -> doc_id -> grade
+MeasureValues = Mapping[str, Float[ndarray, " queries"]]  # measure -> value of each query
+FAMILIES = ("R", "Recall", "MRR", "MAP", "nDCG")  # in the order of reports
+_MAX_DRAWS_IN_MEMORY = 4_000_000  # numbers: 32 MB
+
+
+def measure(
+    rankings: Rankings,
+    qrels: Grades,
+    *,
+    recall_at: Sequence[int] = (1, 10, 50, 100),
+    mrr_at: int = 10,
+    map_at: int = 100,
+    ndcg_at: int = 10,
+) -> dict[str, float]:
+    """Means of :func:`per_query` over all queries of `qrels`."""
+    values_of = per_query(rankings, qrels, recall_at=recall_at, mrr_at=mrr_at, map_at=map_at, ndcg_at=ndcg_at)
+    return {name: float(values.mean()) for name, values in values_of.items()}
+
+
+def per_query(
+    rankings: Rankings,
+    qrels: Grades,
+    *,
+    recall_at: Sequence[int],
+    mrr_at: int,
+    map_at: int,
+    ndcg_at: int,
+) -> dict[str, Float[ndarray, " queries"]]:
+    """``R@K``, ``MRR@K``, ``MAP@K`` and ``nDCG@K`` of each query of `qrels`, in their order.
+
+    R@K is 1 if a relevant document is among the first K (ScalingNote, section 5.1); ir-measures calls it
+    Success@K. If queries have several relevant documents, ``Recall@K`` is added, the share of them among the
+    first K; otherwise both are equal. A grade of 1 or more is relevant; nDCG uses the grade as the gain.
+
+    Args:
+        rankings: of each query; one without a ranking scores 0.
+        qrels: grades of each query's judged documents.
+        recall_at: depths of R and Recall.
+        mrr_at: depth of MRR.
+        map_at: depth of MAP.
+        ndcg_at: depth of nDCG.
+    """
+    measures = {f"R@{k}": Success @ k for k in recall_at}
+    if any(sum(grade > 0 for grade in judged.values()) > 1 for judged in qrels.values()):
+        measures |= {f"Recall@{k}": R @ k for k in recall_at}
+    measures |= {
+        f"MRR@{mrr_at}": RR @ mrr_at,
+        f"MAP@{map_at}": AP @ map_at,
+        f"nDCG@{ndcg_at}": nDCG @ ndcg_at,
+    }
+    names = {value: name for name, value in measures.items()}
+    # Ranks are passed as scores, because trec_eval orders equal scores by document id.
+    run = {
+        query_id: {doc_id: -float(rank) for rank, doc_id in enumerate(ranking)}
+        for query_id, ranking in rankings.items()
+    }
+    row = {query_id: i for i, query_id in enumerate(qrels)}
+    values = {name: np.zeros(len(row)) for name in measures}
+    judged = {query_id: dict(judgements) for query_id, judgements in qrels.items()}
+    for metric in ir_measures.iter_calc(list(names), judged, run):
+        values[names[metric.measure]][row[metric.query_id]] = metric.value
+    return values
+
+
+def ordered_measures(names: Iterable[str]) -> list[str]:
+    """Distinct names of measures by family, then by depth; JSON files do not keep their order."""
+    return sorted(set(names), key=lambda name: (FAMILIES.index(name.split("@")[0]), int(name.split("@")[1])))
+
+
+def is_recall(name: str) -> bool:
+    """Whether a measure is the share of relevant documents that are found."""
+    return name.startswith("Recall@")
+
+
+def ann_recall(found: Sequence[Sequence[str]], exact: Sequence[Sequence[str]], *, k: int) -> float:
+    """Mean share of each query's exact first `k` documents among the `k` found by an index.
+
+    If the pool has fewer than `k` documents, the share is of all of them.
+    """
+    if len(found) != len(exact) or not exact:
+        raise ValueError(f"{len(found)} answers for {len(exact)} queries: both must be the same, above 0")
+    shares = [
+        len(set(approximate[:k]) & set(true[:k])) / max(len(true[:k]), 1)
+        for approximate, true in zip(found, exact, strict=True)
+    ]
+    return sum(shares) / len(shares)
+
+
+def auc(scores: Float[ndarray, " pairs"], labels: Float[ndarray, " pairs"]) -> float:
+    """The share of pairings of different labels where the better one scores higher; ties count half.
+
+    For two labels this is the area under the ROC curve (Mann and Whitney, 1947). With more labels, every two
+    pairs with different labels have the same weight. All pairs are ranked together, whatever their query, as
+    in ScalingNote (section 5.1, AUC-SAT and AUC-REL). NaN if all labels are equal.
+    """
+    right = total = 0.0
+    for label in np.unique(labels)[1:]:
+        among = labels <= label
+        better = labels[among] == label
+        ranks = stats.rankdata(scores[among])
+        number = int(better.sum())
+        # Mann-Whitney's U: the sum of the better pairs' ranks minus the smallest sum they can have.
+        right += float(ranks[better].sum()) - number * (number + 1) / 2
+        total += number * float((~better).sum())
+    return right / total if total else math.nan
+
+
+@dataclass(frozen=True)
+class BaselineDifference:
+    """A method minus the baseline in one measure; p is NaN for fewer than two queries."""
+
+    difference: float
+    low: float  # of the bootstrap interval, corrected for the number of compared methods
+    high: float
+    p: float  # of the t-test, two-sided
+    p_holm: float  # with Holm's correction for the number of compared methods
+
+
+def differences_from_baseline(
+    baseline: str, methods: Mapping[str, MeasureValues], *, alpha: float, resamples: int, seed: int
+) -> dict[str, dict[str, BaselineDifference]]:
+    """Method -> measure -> difference from the baseline, for every method except the baseline itself.
+
+    Corrections are over the methods in each measure, so `alpha` bounds the probability of at least one false
+    mark, and of at least one interval without the true value, in each column of a table.
+
+    Args:
+        baseline: one of the methods.
+        methods: values per query; all methods have the same queries.
+        alpha: level of tests and intervals.
+        resamples: of the bootstrap.
+        seed: of the bootstrap.
+
+    Raises:
+        ConfigError: there is no such baseline.
+    """
+    if baseline not in methods:
+        raise ConfigError(f"evaluate.baseline={baseline!r} is none of the methods: {', '.join(methods)}")
+    keys = [(name, measure) for name, row in methods.items() if name != baseline for measure in row]
+    if not keys:
+        return {}
+    differences = np.stack([methods[n][m] - methods[baseline][m] for n, m in keys], axis=1)
+    p = dict(zip(keys, paired_t_test(differences).tolist(), strict=True))
+    families = [measure for _, measure in keys]
+    ends = bootstrap(differences, families=families, alpha=alpha, resamples=resamples, seed=seed)
+    low, high = ends.tolist()
+    result: dict[str, dict[str, BaselineDifference]] = {}
+    for i, (name, measure) in enumerate(keys):
+        corrected = holm({other: value for (other, m), value in p.items() if m == measure})
+        difference = float(differences[:, i].mean())
+        entry = BaselineDifference(difference, low[i], high[i], p[name, measure], corrected[name])
+        result.setdefault(name, {})[measure] = entry
+    return result
+
+
+def paired_t_test(differences: Float[ndarray, "queries columns"]) -> Float[ndarray, " columns"]:
+    """Two-sided p-values of Student's t-test that the mean of each column is 0.
+
+    t is undefined for a constant column. Then p is 1 if all differences are 0, otherwise that of Fisher's
+    randomization test: the share of sign assignments in which all signs are equal. NaN for fewer than two
+    queries.
+    """
+    queries, columns = differences.shape
+    if queries < 2:
+        return np.full(columns, math.nan)
+    mean, deviation = differences.mean(0), differences.std(0, ddof=1)
+    constant = deviation <= _rounding(differences)
+    t = np.abs(mean) / np.where(constant, 1.0, deviation / math.sqrt(queries))
+    p = 2 * stats.t.sf(t, queries - 1)
+    p_values: ndarray = np.where(constant, np.where(mean == 0, 1.0, 2.0 ** (1 - queries)), p)
+    return p_values
+
+
+def bootstrap(
+    differences: Float[ndarray, "queries columns"],
+    *,
+    families: Sequence[str] | None = None,
+    alpha: float,
+    resamples: int,
+    seed: int,
+) -> Float[ndarray, "2 columns"]:
+    """Bounds of each mean over resampled queries; those of a family hold jointly at level 1 - `alpha`.
+
+    Their half-width in standard errors is the 1 - `alpha` quantile of the largest deviation within the family
+    (max-t; Westfall and Young, 1993). All columns are resampled together, so that one draw serves them all.
+
+    Args:
+        differences: of a method from the baseline.
+        families: a name per column, equal within a family; None: every column is a family.
+        alpha: level of the intervals.
+        resamples: number of bootstrap samples.
+        seed: of the bootstrap.
+    """
+    means = _resampled(differences, resamples=resamples, seed=seed)
+    mean, error = differences.mean(0), means.std(0)
+    deviations = np.abs(means - mean) / np.where(error > _rounding(differences), error, np.inf)
+    half_width = np.empty(len(mean))
+    family_of = np.array(range(len(mean)) if families is None else families)
+    for family in np.unique(family_of):
+        mine = family_of == family
+        half_width[mine] = np.quantile(deviations[:, mine].max(1), 1 - alpha)
+    return np.stack([mean - half_width * error, mean + half_width * error])
+
+
+def _rounding(differences: Float[ndarray, "queries columns"]) -> Float[ndarray, " columns"]:
+    """The largest deviation that may be rounding error alone."""
+    return np.asarray(1e-12 * np.abs(differences).max(0))
+
+
+def _resampled(
+    differences: Float[ndarray, "queries columns"], *, resamples: int, seed: int
+) -> Float[ndarray, "resamples columns"]:
+    rng = np.random.default_rng(seed)
+    queries, columns = differences.shape
+    share = np.full(queries, 1 / queries)
+    means = np.empty((resamples, columns))
+    at_once = max(1, _MAX_DRAWS_IN_MEMORY // queries)
+    for start in range(0, resamples, at_once):
+        size = min(at_once, resamples - start)
+        times = rng.multinomial(queries, share, size=size)
+        means[start : start + size] = times @ differences / queries
+    return means
+
+
+def measure_methods(
+    config: EvaluateConfig, rankings: Mapping[str, Rankings], *, qrels: Grades
+) -> dict[str, MeasureValues]:
+    """Method -> measure -> value per query in the order of `qrels`, at the depths of the config."""
+    depths = {name: getattr(config, name) for name in ("recall_at", "mrr_at", "map_at", "ndcg_at")}
+    return {name: per_query(ranking, qrels, **depths) for name, ranking in rankings.items()}
+
+
+def means(methods: Mapping[str, MeasureValues]) -> dict[str, dict[str, float]]:
+    """Method -> measure -> mean over queries."""
+    return {name: {m: float(value.mean()) for m, value in row.items()} for name, row in methods.items()}
+
+
+def significance_section(
+    config: EvaluateConfig, methods: Mapping[str, MeasureValues], *, baseline: str
+) -> dict[str, Any]:
+    """The section of report.json: how every method differs from the baseline."""
+    settings = {"alpha": config.alpha, "resamples": config.bootstrap}
+    by_method = differences_from_baseline(baseline, methods, **settings, seed=config.seed)  # type: ignore[arg-type]
+    differences = {
+        name: {
+            measure: {key: None if math.isnan(value) else value for key, value in asdict(difference).items()}
+            for measure, difference in row.items()
+        }
+        for name, row in by_method.items()
+    }
+    return {"baseline": baseline, **settings, "differences": differences}
+
+
+def per_query_table(
+    methods: Mapping[str, MeasureValues],
+    *,
+    query_ids: list[str],
+    further: Mapping[str, Mapping[str, Float[ndarray, " queries"]]] | None = None,
+) -> pa.Table:
+    """A table with a row per method and query and a column per measure, for other significance tests.
+
+    Args:
+        methods: method -> measure -> value per query.
+        query_ids: of the queries, in the order of the values.
+        further: columns that some methods lack: name -> method -> value per query, NaN if there is none.
+    """
+    names = ordered_measures(name for row in methods.values() for name in row)
+    none = np.full(len(query_ids), math.nan)
+    parts = [
+        pa.table(
+            {
+                "method": pa.array([method] * len(query_ids), pa.string()),
+                "query_id": pa.array(query_ids, pa.string()),
+                **{name: pa.array(row[name], pa.float64()) for name in names},
+                **{
+                    name: pa.array(of.get(method, none), pa.float64(), from_pandas=True)
+                    for name, of in (further or {}).items()
+                },
+            }
+        )
+        for method, row in methods.items()
+    ]
+    return pa.concat_tables(parts)

@@ -1,0 +1,235 @@
+"""What a training step costs: memory and traffic of one GPU, and arithmetic of a training pair.
+
+Activations are counted tensor by tensor for transformers' layers with fused attention (a test compares them
+with what autograd really saves), without dropout masks and the low-rank states of adapters (a few percent).
+What a strategy keeps whole, shards or gathers follows from its engine in `train/strategies`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scalingnote.models import flops
+from scalingnote.models.config import Lora
+from scalingnote.models.flops import Shape, Work
+from scalingnote.scaling.config import GpuName
+from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, Optimizer, Strategy
+
+# autocast: float32 weights, cast for every matrix product. bfloat16: weights and residual stream.
+Numbers = Literal["float32", "autocast", "bfloat16"]
+GIB = 2.0**30
+# DeepSpeed's own defaults, in elements: weights gathered at once, gradients reduced at once.
+MAX_LIVE_PARAMETERS = 1e9
+BUCKET_ELEMENTS = 5e8
+
+
+def layer_bytes(shape: Shape, numbers: Numbers) -> int:
+    """Bytes that autograd keeps of one token in one layer until its backward pass, without recomputation."""
+    wide = 4 if numbers == "float32" else 2
+    heads = 4 * shape.heads  # log-sum-exp of the softmax
+    if not shape.causal:
+        # Both norms, the inputs of all matrices, queries, keys, values and the output of attention.
+        states, sums = {"float32": (32, 16), "autocast": (24, 16), "bfloat16": (16, 8)}[numbers]
+        return states * shape.hidden + 2 * wide * shape.intermediate + heads + sums
+    # RMSNorm computes in float32 for every input type; under autocast each matrix also keeps a cast copy.
+    states = {"float32": 24, "autocast": 26, "bfloat16": 16}[numbers] * shape.hidden
+    attention = 2 * wide * (shape.query_width + shape.kv_width) + heads
+    if shape.qk_norm:
+        attention += (2 * wide + (0 if wide == 4 else 2)) * (shape.query_width + shape.kv_width)
+        attention += 4 * (shape.heads + shape.kv_heads)
+    return states + attention + 4 * wide * shape.intermediate + 8
+
+
+def tower_bytes(shape: Shape, numbers: Numbers, *, checkpointing: bool) -> int:
+    """Bytes of one token's activations in all layers at their peak."""
+    layer = layer_bytes(shape, numbers)
+    residual = (2 if numbers == "bfloat16" else 4) * shape.hidden
+    # Gradients of the feed-forward part, the widest in a layer, during its backward pass.
+    feed_forward = 3 * (4 if numbers == "float32" else 2) * shape.intermediate
+    ends = 3 * residual  # token embeddings, the last norm
+    if checkpointing:
+        return shape.layers * residual + layer + feed_forward + ends
+    return shape.layers * layer + feed_forward + ends
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU, by its manufacturer's figures."""
+
+    memory: float  # bytes that a program can use
+    peak: float  # dense bfloat16 operations per second
+    link: float  # GB/s to the other GPUs of its node, one way
+
+
+GPUS: dict[GpuName, Gpu] = {
+    "H200": Gpu(139 * GIB, 989e12, 450.0),
+    "H100": Gpu(79 * GIB, 989e12, 450.0),
+    "A100": Gpu(79 * GIB, 312e12, 300.0),
+    "L40S": Gpu(44 * GIB, 362e12, 32.0),
+    "L4": Gpu(22 * GIB, 121e12, 32.0),
+}
+
+
+def exchanged(
+    strategy: Strategy, *, gathered: float, reduced: float, trained: int, gpus: int, numbers: Numbers
+) -> float:
+    """Bytes that one GPU sends in a step of ring collectives. Gradients are reduced in float32.
+
+    Args:
+        strategy: of data parallelism.
+        gathered: parameters of sharded towers, times how often the step gathers them.
+        reduced: parameters of sharded towers, times how often the step reduces their gradients.
+        trained: parameters that learn.
+        gpus: of all nodes.
+        numbers: format of weights in the forward pass.
+    """
+    wide = 4 if numbers == "float32" else 2
+    match strategy:
+        case Ddp():
+            moved = 2 * 4.0 * trained  # reduce-scatter and all-gather, once a step
+        case Fsdp2(reshard=reshard):
+            moved = wide * (gathered if reshard else gathered / 2) + 4.0 * reduced
+        case DeepSpeed(stage=3):
+            moved = wide * gathered + 4.0 * reduced
+        case DeepSpeed(stage=stage):
+            moved = 4.0 * (reduced if stage == 2 else trained) + wide * trained
+    return moved * (gpus - 1) / gpus
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Bytes on one GPU that do not depend on the batch; `host` bytes are offloaded to the node's memory."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """On the GPU."""
+        return self.weights + self.gradients + self.optimizer + self.gathered
+
+
+def training_state(
+    strategy: Strategy,
+    optimizer: Optimizer,
+    *,
+    trained: int,
+    frozen: int,
+    frozen_tables: int = 0,
+    largest: int,
+    gpus: int,
+    numbers: Numbers,
+) -> TrainingState:
+    """Bytes of weights, gradients and optimizer state on one GPU.
+
+    Args:
+        strategy: of data parallelism.
+        optimizer: its kind decides the bytes of its state.
+        trained: parameters that learn.
+        frozen: parameters that do not.
+        frozen_tables: embeddings among the frozen ones: float32 even if other frozen weights are not.
+        largest: most parameters that are gathered together, a tower's token embeddings and two layers.
+        gpus: of all nodes.
+        numbers: format of weights in the forward pass.
+    """
+    moments = 2 if optimizer.kind == "adamw_8bit" else 8  # bytes per parameter: two numbers
+    everything = trained + frozen
+    wide = 4 if numbers == "float32" else 2
+    match strategy:
+        case Ddp():
+            held = wide * (frozen - frozen_tables) + 4.0 * (trained + frozen_tables)
+            casts = (
+                2.0 * trained if numbers == "autocast" else 0.0
+            )  # autocast caches them until the step ends
+            return TrainingState(held, 4.0 * trained, float(moments * trained), casts)
+        case Fsdp2(reshard=reshard, offload=offload):
+            shares = (4.0 * everything / gpus, 4.0 * trained / gpus, moments * trained / gpus)
+            whole = largest if reshard else everything
+            gathered = (wide * whole + 4.0 * min(largest, trained)) * (gpus > 1)
+            if offload:
+                return TrainingState(0.0, 0.0, 0.0, gathered, host=sum(shares))
+            return TrainingState(*shares, gathered)
+        case DeepSpeed():
+            return _zero(strategy, moments, trained=trained, everything=everything, gpus=gpus, wide=wide)
+
+
+def _zero(
+    config: DeepSpeed, moments: int, *, trained: int, everything: int, gpus: int, wide: int
+) -> TrainingState:
+    copy = 4 if wide == 2 else 0  # float32 master weights beside the bfloat16 ones
+    weights = float(wide * everything) / (gpus if config.stage == 3 else 1)
+    optimizer = (copy + moments) * trained / gpus
+    gradients = 4.0 * trained / gpus + (float(wide * trained) if config.stage == 1 else 0.0)
+    gathered = 4.0 * min(BUCKET_ELEMENTS, trained)
+    if config.stage == 3:
+        gathered += wide * min(MAX_LIVE_PARAMETERS, everything)
+    host = 0.0
+    if config.offload_optimizer:  # the optimizer steps on the host
+        shard = 4.0 * trained / gpus
+        host, optimizer, gradients = optimizer + shard, 0.0, gradients - shard
+    if config.offload_parameters and config.stage == 3:
+        host, weights = host + weights, 0.0
+    return TrainingState(weights, gradients, optimizer, gathered, host)
+
+
+def score_bytes(
+    *, rows: int, ranks: int, columns: int, views: int, prefixes: tuple[int, ...], dim: int, masked: bool
+) -> float:
+    """Bytes of the loss: embeddings of all ranks, their prefixes, and one score matrix of this GPU's rows.
+
+    Each matrix is freed before the next view or prefix allocates its own; only gradients of embeddings
+    remain.
+    """
+    everywhere = rows * ranks * (columns * views + 1)
+    # Of each prefix: the normalized copy, its accumulated gradient, and the gradient in flight.
+    embeddings = 4.0 * everywhere * (dim + 3 * sum(prefixes))
+    pairs = float(rows * rows * ranks * columns)
+    return embeddings + 2 * 4.0 * pairs + (2.0 * pairs if masked else 0.0)
+
+
+@dataclass(frozen=True)
+class TowerInput:
+    """The part of a training pair that one tower encodes."""
+
+    shape: Shape
+    tokens: float  # of a row
+    rows: int = 1  # 1 for a query; positive and hard negatives for documents
+    pooled: int = 1  # hidden states of a row that become embeddings
+    lora: Lora | None = None  # None: all weights learn
+
+
+def pair_work(
+    query: TowerInput,
+    document: TowerInput,
+    *,
+    dim: int,
+    checkpointing: bool = False,
+    grad_cache: bool = False,
+) -> Work:
+    """Operations of a query, its positive and its hard negatives, forward and backward, without the loss."""
+    work = Work(0.0, 0.0)
+    for side in (query, document):
+        of_row = flops.row(
+            side.shape,
+            tokens=side.tokens,
+            pooled=side.pooled,
+            dim=dim,
+            lora=side.lora,
+            checkpointing=checkpointing,
+            grad_cache=grad_cache,
+        )
+        work += of_row.times(side.rows)
+    return work
+
+
+def operations_per_parameter(
+    query: TowerInput, document: TowerInput, *, dim: int, checkpointing: bool = False
+) -> float:
+    """The k of budget = k·N·D: operations of a pair per parameter.
+
+    N are the document tower's parameters without embeddings, D training pairs (ScalingNote, section 4.4).
+    """
+    work = pair_work(query, document, dim=dim, checkpointing=checkpointing)
+    return work.total / document.shape.non_embedding_parameters
