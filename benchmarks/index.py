@@ -25,11 +25,10 @@ from scalingnote import topk
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.test_set import load_test_set
-from scalingnote.index import family as families
 from scalingnote.index import ivf, tuning
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.log import configure
-from scalingnote.quantize.blas import blas_only
+from scalingnote.quantize.kmeans import blas_only
 from scalingnote.run_config import RunConfig
 from scalingnote.search import scan
 from scalingnote.storage import vectors
@@ -114,7 +113,7 @@ def measured(
     start = time.process_time()
     lists = filled(family, [documents], nlist=1 if isinstance(family, Flat) else nlist)[0]
     built = time.process_time() - start
-    factors = tuning.factors(family.kind, families.refine(family))
+    factors = tuning.factors(family.kind, ivf.refine_of(family))
     points = []
     for nprobe in tuning.probes(lists.coarse.ntotal):
         share = tuning.candidates(lists, queries, nprobe=nprobe, k=K * factors[-1])
@@ -207,7 +206,7 @@ def filled(family: Family, pieces: Sequence[ndarray], *, nlist: int) -> list[ivf
 
 def ours(segments: Sequence[ivf.Lists], nprobe: int, factor: int, queries: ndarray) -> ndarray:
     """Rows found by our own search."""
-    return scan.search(segments, queries, k=K, plan=scan.Plan(nprobe, factor)).rows
+    return scan.search(segments, queries, k=K, nprobe=nprobe, refine_factor=factor)[1]
 
 
 def of_faiss(index: Any, *, nprobe: int, factor: int) -> Search:

@@ -171,7 +171,7 @@ def found_live(live: LiveIndex, queries: ndarray) -> Int[ndarray, "queries k"]:
 
 def found_fresh(lists: ivf.Lists, queries: ndarray) -> Int[ndarray, "queries k"]:
     """Rows found."""
-    return scan.search([lists], queries, k=K, plan=scan.Plan(NPROBE, FACTOR)).rows
+    return scan.search([lists], queries, k=K, nprobe=NPROBE, refine_factor=FACTOR)[1]
 
 
 def recall(found: ndarray, exact: ndarray) -> float:

@@ -20,11 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
-from scalingnote.index import family as families
 from scalingnote.index import ivf, shard
-from scalingnote.index.config import IVFPQ, Family, IndexConfig
+from scalingnote.index.config import IVFPQ, Family, IndexConfig, LiveConfig
 from scalingnote.index.live import versions
-from scalingnote.index.live.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.search import scan
 from scalingnote.storage.artifact import Artifact, Draft
@@ -183,15 +181,16 @@ def search(
 ) -> list[list[tuple[str, int]]]:
     """doc_ids found and the operations that wrote them, best first; every list is scanned by default."""
     parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
-    plan = scan.Plan(nprobe or live.layout.nlist, live.layout.refine_factor)
     lists, masks = [segment.lists for segment in parts], [segment.alive for segment in parts]
-    found = scan.search(lists, queries, k=k, plan=plan, masks=masks)
+    probes, factor = nprobe or live.layout.nlist, live.layout.refine_factor
+    _, found = scan.search(lists, queries, k=k, nprobe=probes, refine_factor=factor, masks=masks)
     tables = [segment.documents for segment in parts]
-    names = [[*zip(t["doc_id"].to_pylist(), map(int, t["title"].to_pylist()), strict=True)] for t in tables]
-    return [
-        [names[n][row] for n, row in zip(numbers, rows, strict=True) if n >= 0]
-        for numbers, rows in zip(found.segments.tolist(), found.rows.tolist(), strict=True)
+    names = [
+        pair
+        for table in tables
+        for pair in zip(table["doc_id"].to_pylist(), map(int, table["title"].to_pylist()), strict=True)
     ]
+    return [[names[row] for row in rows if row >= 0] for rows in found.tolist()]
 
 
 def brute_force(truth: Truth, queries: ndarray) -> list[list[str]]:
@@ -220,7 +219,7 @@ def build(
     quantizer = ivf.train(matrix, family, nlist=nlist, iterations=10, seed=0)
     documents = table(doc_ids, 0) if documents is None else documents
     draft.write_bytes(shard.COARSE, ivf.dump(ivf.coarse_of(quantizer.centroids)))
-    refine = families.refine(family)
+    refine = ivf.refine_of(family)
     for number, rows in enumerate(np.array_split(np.arange(len(matrix)), shards)):
         lists = ivf.empty(quantizer)
         ivf.add(lists, matrix[rows])

@@ -111,7 +111,7 @@ def assignment(codes: int, options: Namespace) -> Row:
     """Both sides on the same vectors, in rounds that alternate."""
     import faiss
 
-    from scalingnote.quantize import residual_kmeans
+    from scalingnote.quantize import kmeans
 
     faiss.omp_set_num_threads(options.threads)
     levels = LEVELS[codes]
@@ -120,8 +120,8 @@ def assignment(codes: int, options: Namespace) -> Row:
     peer.centroids = fitted[0]
     sides: dict[str, Callable[[ndarray], Any]] = {
         "faiss": peer.assign,
-        "one level": lambda piece: residual_kmeans.encode(piece, fitted[:1]),
-        "all levels": lambda piece: residual_kmeans.encode(piece[: len(piece) // levels], fitted),
+        "one level": lambda piece: kmeans.encode_nearest(piece, fitted[:1]),
+        "all levels": lambda piece: kmeans.encode_nearest(piece[: len(piece) // levels], fitted),
     }
     per_second: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(options.rounds):
@@ -151,27 +151,27 @@ def assignment(codes: int, options: Namespace) -> Row:
 
 def fit(codes: int, *, levels: int) -> ndarray:
     """Codebooks good enough to time with."""
-    from scalingnote.quantize import residual_kmeans
+    from scalingnote.quantize import kmeans
 
     sample = vectors(SAMPLE, seed=0)
-    return residual_kmeans.fit(sample, levels=levels, codes=codes, iterations=3, seed=0)
+    return kmeans.fit(sample, levels=levels, codes=codes, iterations=3, seed=0)
 
 
 def beam_search(codes: int, options: Namespace) -> list[Row]:
     """Greedy coding, and both searches with a beam where they are possible, beside faiss without a table."""
     import faiss
 
-    from scalingnote.quantize import beam, residual_kmeans
+    from scalingnote.quantize import kmeans
 
     faiss.omp_set_num_threads(options.threads)
     large = codes > 256
     count, levels = options.beam_vectors // (10 if large else 1), LEVELS[codes]
     fitted, asked = fit(codes, levels=levels), vectors(count, seed=1)
-    forms: dict[str, Callable[[], ndarray]] = {"greedy": lambda: residual_kmeans.encode(asked, fitted)}
+    forms: dict[str, Callable[[], ndarray]] = {"greedy": lambda: kmeans.encode_nearest(asked, fitted)}
     for width in (5,) if large else (2, 5, 10):
         if not large:
-            forms[f"{width}, table"] = partial(beam.by_table, asked, fitted, beam=width)
-        forms[f"{width}, residuals"] = partial(beam.by_residuals, asked, fitted, beam=width)
+            forms[f"{width}, table"] = partial(kmeans.encode_by_table, asked, fitted, beam=width)
+        forms[f"{width}, residuals"] = partial(kmeans.encode_by_residuals, asked, fitted, beam=width)
     forms["5, faiss without table"] = lambda: untabled(asked, fitted, 5)
     seconds: dict[str, list[float]] = {name: [] for name in forms}
     found: dict[str, ndarray] = {}
@@ -186,9 +186,7 @@ def beam_search(codes: int, options: Namespace) -> list[Row]:
             "levels": levels,
             "beam": name,
             "documents per second": count / statistics.median(seconds[name]),
-            "residual energy": float(
-                residual_kmeans.residual_energy(asked, found[name], fitted)[:, -1].mean()
-            ),
+            "residual energy": float(kmeans.residual_energy(asked, found[name], fitted)[:, -1].mean()),
         }
         for name in forms
     ]
@@ -198,7 +196,7 @@ def untabled(asked: ndarray, codebooks: ndarray, width: int) -> ndarray:
     """faiss's search as it is by default."""
     import faiss
 
-    from scalingnote.quantize.blas import blas_only
+    from scalingnote.quantize.kmeans import blas_only
 
     levels, codes, dim = codebooks.shape
     quantizer = faiss.ResidualQuantizer(dim, levels, codes.bit_length() - 1)
@@ -250,7 +248,7 @@ def worked(source: str, ids: str, rows: int) -> float:
         parts = embeddings.names("embeddings/", ".parquet")
         for number, part in enumerate(parts):
             coder({"part": np.array([part]), "number": np.array([number]), "sampled": np.array([0])})
-        where = naming.Corpus(work, f"{work}/ids", work, config.levels, config.codes)
+        where = naming.CodedCorpus(work, f"{work}/ids", work, config.levels, config.codes)
         coded = [part.replace("embeddings/", "codes/") for part in parts]
         naming.name(where, coded, job.part_rows(embeddings, parts), each=map)
     return peak_memory_mb()
@@ -258,7 +256,7 @@ def worked(source: str, ids: str, rows: int) -> float:
 
 def read(ids: str, documents: int) -> list[Row]:
     """Microseconds of look-ups in a finished artifact, and the memory of the process."""
-    from scalingnote.quantize.reader import SemanticIds
+    from scalingnote.quantize.semantic_id import SemanticIds
 
     artifact: Artifact = open_artifact(ids, kind="semantic_ids")
     held = SemanticIds(artifact)

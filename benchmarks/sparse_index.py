@@ -216,16 +216,16 @@ def exact(folder: str, documents: int, kind: str, rounds: int) -> Row:
 
 def beside(folder: str, documents: int, rounds: int) -> Row:
     """What is done besides a plain search."""
-    from scalingnote.index import postings, postings_file, sparse
+    from scalingnote.index import postings, sparse
 
     sparse.warm()
     made = corpus(folder, documents, "weighted")
     start = time.process_time()
     built = lists(made, "weighted")
     building = time.process_time() - start
-    files = postings_file.dump(built)
+    files = postings.dump(built)
     start = time.process_time()
-    postings_file.load(files, documents=documents)
+    postings.load(files, documents=documents)
     loading = time.process_time() - start
     few = np.random.default_rng(0).random(documents) < 0.01
     terms, impacts = postings.columns([built])

@@ -1,25 +1,56 @@
-"""BM25 over document texts: texts become terms, terms an inverted index, queries its top rows.
+"""BM25 over document texts, and the analyzer that splits texts into terms.
 
-Term weights and the index are bm25s'; the terms are those of :mod:`scalingnote.analyzer`. Ties go to the
-lower row and the vocabulary is numbered by first occurrence: equal texts give equal files and equal answers.
+Term weights and the index are those of bm25s. Ties go to the lower row and the vocabulary is numbered by
+first occurrence: equal texts give equal files and equal answers. English, Chinese and code are each split in
+the way that suits BM25.
 """
 
+import re
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Float32, Int64
 from numpy import ndarray
 
-from scalingnote.analyzer import terms
 from scalingnote.errors import DataError
+
+# Han, kana and hangul: scripts written without (reliable) spaces between words.
+_CJK = "\u3005\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+_RUN = re.compile(rf"([{_CJK}]+)|([^\W_{_CJK}]+(?:[._]+[^\W_{_CJK}]+)*)")
+_SEPARATOR = re.compile(r"[._]+")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+
+def terms(text: str) -> list[str]:
+    """Terms of a text, in order, repeated as often as they occur.
+
+    A word of a spaced script is one lower-case term. Of an identifier the whole and its pieces are terms:
+    ``torch.nn.Conv2d`` gives ``torch.nn.conv2d torch nn conv2d``, ``DataFrame`` gives ``dataframe data
+    frame``. A run of Chinese, Japanese or Korean gives its characters and its pairs of neighbours: pairs
+    stand for words, characters keep one-character words and word borders findable.
+    """
+    found: list[str] = []
+    for cjk, run in _RUN.findall(unicodedata.normalize("NFKC", text)):
+        if cjk:
+            found.extend(cjk)
+            found.extend(cjk[i : i + 2] for i in range(len(cjk) - 1))
+            continue
+        words = _SEPARATOR.split(run) if "." in run or "_" in run else [run]
+        if len(words) > 1:
+            found.append(run.lower())
+        for word in words:
+            found.append(word.lower())
+            if not (word.islower() or word.isupper()) and len(pieces := _CAMEL.split(word)) > 1:
+                found.extend(piece.lower() for piece in pieces)
+    return found
 
 
 def document_texts(documents: pa.Table) -> list[str]:
-    """What BM25 sees of each document: title, topic and content, joined by new lines."""
+    """Text of each document for BM25: title, topic and content, joined by new lines."""
     columns = (documents[name].to_pylist() for name in ("title", "topic", "content"))
     return ["\n".join(value or "" for value in row) for row in zip(*columns, strict=True)]
 
@@ -39,6 +70,8 @@ class BM25:
             raise DataError(
                 f"none of {len(texts)} documents has a word to index: check title, topic, content"
             )
+        import bm25s  # 0.2 s, which query encoders that only need `terms` do not pay
+
         index = bm25s.BM25(k1=k1, b=b, method="lucene")
         index.index((rows, vocabulary), create_empty_token=False, show_progress=False)
         return cls(index)
@@ -75,6 +108,8 @@ class BM25:
     @classmethod
     def load(cls, folder: str | Path) -> "BM25":
         """Open a saved index memory-mapped: processes of one machine share its pages."""
+        import bm25s
+
         return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False))
 
 

@@ -193,10 +193,10 @@ def search(options: argparse.Namespace) -> int:
 def ids(options: argparse.Namespace) -> int:
     """Print the documents below a code, and the codes that follow it."""
     from scalingnote import pipeline
-    from scalingnote.quantize.reader import SemanticIds, parse
+    from scalingnote.quantize.semantic_id import SemanticIds, parse_prefix
 
     ids = SemanticIds(pipeline.locate(pipeline.load_run(options.run), "semantic_ids"))
-    prefix = parse(options.prefix)
+    prefix = parse_prefix(options.prefix)
     print(f"{ids.count(prefix):,} documents under {options.prefix or 'any code'}")
     for row in ids.documents(prefix, limit=options.k).to_pylist():
         print(f"  {row['semantic_id']}  {row['doc_id']}")

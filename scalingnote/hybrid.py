@@ -1,15 +1,16 @@
-"""Two retrievals in one: scores of dense and of sparse search are joined, or their ranks.
+"""Hybrid search: one ranking from the scores, or the ranks, of dense and of sparse retrieval.
 
-Cosines and inner products of term weights are on scales of their own, which differ from query to query. So
-each is first put on [0, 1] for each query, 1 being the best document's score. What 0 is depends on who asks:
+Cosines and inner products of term weights are on different scales, which also vary from query to query.
+Therefore each is normalised to [0, 1] per query; 1 is the score of the best document. The score that maps to
+0 depends on which documents were scored:
 
-    whoever has scored the whole pool (evaluate)        the lowest score of any document
-    whoever has the best candidates of both (search)    dense: `background`, what a random document scores
-                                                        sparse: 0, no term in common
+    all documents of a pool (evaluate)          the lowest score of any document
+    the best candidates of both (search)        dense: `background`, the score of a random document
+                                                sparse: 0, no term in common
 
-The lowest score among candidates would not do: it rises as fewer of them are fetched, so that the same weight
-means something else at every depth, and the last candidate of one list counts no more than a document that is
-not in it at all. `background` is a property of embeddings, one number per index.
+The lowest score among candidates cannot be 0: it rises when fewer candidates are fetched, so the same weight
+would have another effect at every depth, and the last candidate of one ranking would count no more than a
+document that is not in it. `background` is a property of the embeddings, one number per index.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,15 +20,33 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
+from pydantic import Field
+
+from scalingnote.config import Config
 
 WEIGHTS = tuple(step / 20 for step in range(21))
+UNTUNED_WEIGHT = 0.5  # of dense scores, where neither the request nor the index has a weight
+
+
+class Joining(Config):
+    """How dense and sparse candidates become one ranking."""
+
+    kind: Literal["interpolation", "reciprocal_rank"] = "interpolation"
+    dense_weight: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="of dense scores, sparse ones have the rest; None: as the index was tuned, else 0.5",
+    )
+    candidates: int = Field(100, ge=1, le=1000, description="fetched by either retrieval, at least k")
+    k: int = Field(60, ge=0, description="of reciprocal ranks: 1 / (k + rank)")
 
 
 @dataclass(frozen=True)
-class Both:
-    """Candidates that either retrieval has found, each with its scores in both.
+class HybridCandidates:
+    """Candidates of dense or sparse retrieval, each with both scores.
 
-    Where a query has fewer than the widest, ids are -1, dense scores -inf and sparse ones 0.
+    Rows are padded to the same width with id -1, dense score -inf and sparse score 0.
     """
 
     ids: Int[ndarray, "queries candidates"]
@@ -37,7 +56,7 @@ class Both:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The weight of dense scores that served held-out queries best, and what each weight on the grid gave."""
+    """The best weight of dense scores on held-out queries, and the measure at each weight tried."""
 
     dense_weight: float
     curve: dict[float, float]
@@ -48,11 +67,11 @@ def normalised(
     low: Float[ndarray, " queries"],
     high: Float[ndarray, " queries"],
 ) -> Float[ndarray, "queries docs"]:
-    """Scores between each query's `low` and `high` on [0, 1]; 0 where a query's scores are all the same."""
+    """Map scores linearly so that each query's `low` becomes 0 and `high` 1; 0 where they are equal."""
     spread = high - low
     scale = np.divide(1.0, spread, out=np.zeros_like(spread), where=spread > 0)
-    put: ndarray = (scores - low[:, None]) * scale[:, None]
-    return put
+    scaled: ndarray = (scores - low[:, None]) * scale[:, None]
+    return scaled
 
 
 def interpolated(
@@ -64,12 +83,12 @@ def interpolated(
 
 
 def background_of(queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"]) -> float:
-    """The mean cosine of held-out queries with random documents, from their unit vectors."""
+    """Mean cosine of held-out queries and random documents, given their unit vectors."""
     return float(queries.mean(0, dtype=np.float64) @ documents.mean(0, dtype=np.float64))
 
 
 def union(*rankings: Int[ndarray, "queries _"]) -> Int[ndarray, "queries candidates"]:
-    """The documents of several rankings, each once, ascending, and -1 behind the last."""
+    """Distinct documents of several rankings per query, ascending, padded with -1."""
     ids = np.sort(np.concatenate(rankings, axis=1), axis=1)
     new = ids >= 0
     new[:, 1:] &= ids[:, 1:] != ids[:, :-1]
@@ -77,22 +96,53 @@ def union(*rankings: Int[ndarray, "queries _"]) -> Int[ndarray, "queries candida
     return np.where(np.take_along_axis(new, first, axis=1), np.take_along_axis(ids, first, axis=1), -1)
 
 
-def merge(answers: Sequence[Both], *, candidates: int) -> Both:
-    """Disjoint shards' candidates as those of one: the best by either score, so many of each."""
-    joined = Both(
-        *(np.concatenate([getattr(a, side) for a in answers], axis=1) for side in Both.__annotations__)
+def merge(answers: Sequence[HybridCandidates], *, candidates: int) -> HybridCandidates:
+    """Merge candidates of disjoint shards: keep the `candidates` best by each of the two scores."""
+    joined = HybridCandidates(
+        *(
+            np.concatenate([getattr(a, side) for a in answers], axis=1)
+            for side in HybridCandidates.__annotations__
+        )
     )
     by_dense, by_terms = _rankings(joined, depth=candidates)
     chosen = union(np.where(_ids(joined, by_dense) < 0, -1, by_dense), by_terms)
-    return Both(_ids(joined, chosen), _of(joined.dense, chosen, -np.inf), _of(joined.sparse, chosen, 0.0))
+    return HybridCandidates(
+        _ids(joined, chosen), _of(joined.dense, chosen, -np.inf), _of(joined.sparse, chosen, 0.0)
+    )
+
+
+def join(
+    both: HybridCandidates,
+    joining: Joining,
+    *,
+    tuned_weight: float | None,
+    background: float | None,
+    candidates: int,
+    k: int,
+) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+    """The k best candidates of each query by `joining`; padded with -inf and -1.
+
+    Args:
+        both: `candidates` of either retrieval, or more.
+        joining: method; its `dense_weight` takes precedence over `tuned_weight`.
+        tuned_weight: of the index, None where it was not tuned.
+        background: of the index, None where it was not measured.
+        candidates: depth of the rankings that reciprocal ranks are taken from.
+        k: documents per query.
+    """
+    if joining.kind == "reciprocal_rank":
+        return by_rank(both, k=joining.k, candidates=candidates, depth=k)
+    weights = (joining.dense_weight, tuned_weight, UNTUNED_WEIGHT)
+    weight = next(weight for weight in weights if weight is not None)
+    return by_score(both, dense_weight=weight, background=background or 0.0, depth=k)
 
 
 def by_score(
-    both: Both, *, dense_weight: float, background: float, depth: int
+    both: HybridCandidates, *, dense_weight: float, background: float, depth: int
 ) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
-    """Candidates by their interpolated scores, in [0, 1], best first; of equal ones the lower id.
+    """Rank candidates by interpolated scores in [0, 1]; ties go to the lower id; padded with -inf and -1.
 
-    A dense score below the background counts as the background. Behind the last come -inf and -1.
+    A dense score below `background` counts as `background`.
     """
     scores = _joined(both, dense_weight=dense_weight, background=background)
     order = np.lexsort((both.ids, -scores))[:, :depth]
@@ -100,11 +150,11 @@ def by_score(
 
 
 def by_rank(
-    both: Both, *, k: int, candidates: int, depth: int
+    both: HybridCandidates, *, k: int, candidates: int, depth: int
 ) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
-    """Candidates by :func:`reciprocal_ranks` in the `candidates` best by each score.
+    """Rank candidates by :func:`reciprocal_ranks` within the `candidates` best by each score.
 
-    A document that shares no term with a query has no rank in its sparse list.
+    A document that shares no term with the query has no sparse rank.
     """
     rankings = (_ids(both, columns) for columns in _rankings(both, depth=candidates))
     return reciprocal_ranks(*rankings, k=k, depth=depth)
@@ -113,10 +163,10 @@ def by_rank(
 def reciprocal_ranks(
     *rankings: Int[ndarray, "queries _"], k: int, depth: int
 ) -> tuple[Float[ndarray, "queries depth"], Int[ndarray, "queries depth"]]:
-    """Sums of 1 / (k + rank) over rankings (Cormack et al., 2009), best first, and the documents they are of.
+    """Reciprocal rank fusion (Cormack et al., 2009): sums of 1 / (k + rank) and their documents, best first.
 
-    A ranking holds documents, best first and -1 behind the last; a document it lacks gets nothing from it.
-    Of equal sums the lower document comes first.
+    Rankings hold documents, best first, padded with -1. A document that a ranking lacks gets nothing from it.
+    Ties go to the lower document.
     """
     scores = np.full((len(rankings[0]), depth), -np.inf)
     documents = np.full((len(rankings[0]), depth), -1, dtype=np.int64)
@@ -131,7 +181,7 @@ def reciprocal_ranks(
 
 
 def tune_weight(
-    both: Both,
+    both: HybridCandidates,
     relevant: Sequence[Mapping[int, int]],
     *,
     background: float,
@@ -139,11 +189,15 @@ def tune_weight(
     depth: int = 10,
     weights: Sequence[float] = WEIGHTS,
 ) -> Tuned:
-    """The best of `weights` for :func:`by_score` on held-out queries.
+    """Choose the weight for :func:`by_score` that is best on held-out queries.
 
-    `relevant` has each query's judged documents and their grades, found or not. The measure is nDCG at
-    `depth`, or the share of queries with a relevant document so far up (R@K), as in evaluate.retrieval. Where
-    several weights are equally good, the middle one of them is taken.
+    Args:
+        both: candidates of these queries.
+        relevant: judged documents of each query and their grades, whether they are candidates or not.
+        background: dense score that maps to 0.
+        measure: nDCG@depth, or the share of queries with a relevant document in the first `depth` (R@K).
+        depth: rank at which the measure is cut.
+        weights: grid; where several are equally good, the middle one is taken.
     """
     curve = {}
     for weight in weights:
@@ -155,7 +209,9 @@ def tune_weight(
     return Tuned(best[len(best) // 2], curve)
 
 
-def _joined(both: Both, *, dense_weight: float, background: float) -> Float[ndarray, "queries candidates"]:
+def _joined(
+    both: HybridCandidates, *, dense_weight: float, background: float
+) -> Float[ndarray, "queries candidates"]:
     sides = (
         normalised(np.maximum(scores, low), np.full(len(scores), low), scores.max(1, initial=low))
         for scores, low in (
@@ -166,13 +222,15 @@ def _joined(both: Both, *, dense_weight: float, background: float) -> Float[ndar
     return np.where(both.ids < 0, -np.inf, interpolated(*sides, dense_weight=dense_weight))
 
 
-def _rankings(both: Both, *, depth: int) -> tuple[Int[ndarray, "queries d"], Int[ndarray, "queries s"]]:
-    """Columns of the candidates by each score, best first; -1 where the sparse one is 0."""
+def _rankings(
+    both: HybridCandidates, *, depth: int
+) -> tuple[Int[ndarray, "queries d"], Int[ndarray, "queries s"]]:
+    """Columns of the candidates by dense and by sparse score, best first; -1 where the sparse score is 0."""
     by_dense, by_terms = (np.lexsort((both.ids, -s))[:, :depth] for s in (both.dense, both.sparse))
     return by_dense, np.where(np.take_along_axis(both.sparse, by_terms, axis=1) > 0, by_terms, -1)
 
 
-def _ids(both: Both, columns: Int[ndarray, "queries _"]) -> Int[ndarray, "queries _"]:
+def _ids(both: HybridCandidates, columns: Int[ndarray, "queries _"]) -> Int[ndarray, "queries _"]:
     return np.where(columns < 0, -1, np.take_along_axis(both.ids, columns, axis=1))
 
 

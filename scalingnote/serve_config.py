@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from scalingnote.config import Config
 from scalingnote.encode.config import Form
 from scalingnote.experiment.config import TrafficSplit
-from scalingnote.index.live.config import LiveConfig
+from scalingnote.index.config import LiveConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Place = Literal["auto", "gateway", "replicas"]

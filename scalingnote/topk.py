@@ -1,7 +1,4 @@
-"""Exact top-k: scores, or queries and documents, go in; the k best come out; partial answers are merged.
-
-Everything here is deterministic to the last tie: a higher score comes first, then a lower id.
-"""
+"""Exact top-k search, selection and merging, with deterministic ties: higher scores first, then lower ids."""
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -15,10 +12,7 @@ DOCUMENT_BLOCK = 16_384
 def search(
     queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"], *, k: int
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """Inner products and row numbers of each query's k best documents, without approximation.
-
-    Returns fewer than k columns where there are fewer documents.
-    """
+    """Inner products and row numbers of each query's k best documents; fewer columns for fewer documents."""
     width = min(k, len(documents))
     scores = np.empty((len(queries), width), np.result_type(queries, documents))
     rows = np.empty((len(queries), width), np.int64)
@@ -35,7 +29,7 @@ def select(scores: Float[ndarray, "queries columns"], *, k: int) -> Int[ndarray,
     if k in (0, columns):
         return np.argsort(-scores, axis=1, kind="stable")[:, :k]
     best = np.argpartition(scores, columns - k, axis=1)[:, columns - k :]
-    # argpartition breaks a tie at the k-th place at will: rows that have one are sorted in full.
+    # argpartition breaks ties at the k-th place arbitrarily: rows with such a tie are sorted in full.
     lowest = np.take_along_axis(scores, best[:, :1], axis=1)
     tied = np.flatnonzero((scores >= lowest).sum(axis=1) > k)
     best[tied] = np.argsort(-scores[tied], axis=1, kind="stable")[:, :k]
@@ -46,15 +40,15 @@ def select(scores: Float[ndarray, "queries columns"], *, k: int) -> Int[ndarray,
 def merge(
     scores: Float[ndarray, "queries candidates"], ids: Int[ndarray, "queries candidates"], *, k: int
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """The k best of candidates that several searches found, laid side by side.
+    """The k best of the candidates of several searches, concatenated along the columns.
 
-    An id of -1 means "none" and must score -inf; it sorts behind every candidate. Of equal scores the
-    lower id comes first, so the answer does not depend on the order in which the searches are laid.
+    An id of -1 means "none" and must score -inf. Ties go to the lower id, so the answer does not depend on
+    the order of the searches.
     """
     last = np.where(ids < 0, np.iinfo(ids.dtype).max, ids)
     columns = scores.shape[1]
     if 0 < k < columns:
-        # A sort of them all would cost more than what it merges; ties at the k-th place need it all the same.
+        # Select before sorting, which costs more than the rest; ties at the k-th place need the full sort.
         best = np.argpartition(scores, columns - k, axis=1)[:, columns - k :]
         lowest = np.take_along_axis(scores, best[:, :1], axis=1)
         if not ((scores >= lowest).sum(axis=1) > k).any():

@@ -1,13 +1,11 @@
 """Small shards and indexes for the tests of live updates, and the slow, obvious twin of its answers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 
-from scalingnote.index import family as families
-from scalingnote.index import ivf, postings, postings_file
+from scalingnote.index import ivf, postings
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, IndexConfig
 from scalingnote.index.live.index import LiveIndex
@@ -60,7 +58,7 @@ def search(
 ) -> list[list[str]]:
     """doc_ids found, best first; every list is scanned unless `nprobe` says otherwise."""
     found = scored(snapshot, shared, queries, k=k, nprobe=nprobe, wanted=wanted)
-    return [snapshot.documents(row[row >= 0])["doc_id"].to_pylist() for row in found.rows]
+    return [snapshot.documents(row[row >= 0])["doc_id"].to_pylist() for row in found[1]]
 
 
 def scored(
@@ -71,8 +69,8 @@ def scored(
     k: int,
     nprobe: int = NLIST,
     wanted: Callable[[pa.Table], np.ndarray] | None = None,
-) -> scan.Found:
-    """The same with scores and rows."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same as scores and rows."""
     masks = []
     for segment in snapshot.segments:
         mask = segment.alive
@@ -80,10 +78,8 @@ def scored(
             fits = wanted(segment.documents)
             mask = fits if mask is None else mask & fits
         masks.append(mask)
-    plan = scan.Plan(nprobe, refine_factor=EVERY)
-    found = scan.search([s.lists for s in snapshot.segments], queries, k=k, plan=plan, masks=masks)
-    first = np.array([s.first_row for s in snapshot.segments])
-    return replace(found, rows=np.where(found.rows < 0, -1, found.rows + first[found.segments]))
+    lists = [segment.lists for segment in snapshot.segments]
+    return scan.search(lists, queries, k=k, nprobe=nprobe, refine_factor=EVERY, masks=masks)
 
 
 def brute_force(documents: Mapping[str, np.ndarray], queries: np.ndarray, *, k: int) -> list[list[str]]:
@@ -108,7 +104,7 @@ def index(
     config = IndexConfig(shards=len(shards), family=family, terms=strongest)
     draft = Draft(uri, kind="index", config=config, parents={})
     draft.write_bytes(layouts.COARSE, ivf.dump(ivf.coarse_of(shared.centroids)))
-    refine = families.refine(family)
+    refine = ivf.refine_of(family)
     for number, documents in enumerate(shards):
         opened = shard(shared, documents, number)
         names = layouts.vector_files(number, family=family.kind, refine=refine)
@@ -119,7 +115,7 @@ def index(
             columns = term_columns([terms[name] for name in documents])
             lists = postings.build(columns["terms"], columns["impacts"], strongest=strongest)
             own = layouts.term_files(number)
-            for name, data in postings_file.dump(lists).items():
+            for name, data in postings.dump(lists).items():
                 draft.write_bytes(own[name], data)
     documents = sum(map(len, shards))
     layout = layouts.Layout(
@@ -143,11 +139,7 @@ def index(
 def search_index(live: LiveIndex, queries: np.ndarray, *, k: int) -> list[list[str]]:
     """doc_ids found in all shards, every list scanned."""
     parts = [segment for snapshot in live.snapshots() for segment in snapshot.segments]
-    plan = scan.Plan(NLIST, refine_factor=EVERY)
     segments, masks = [s.lists for s in parts], [s.alive for s in parts]
-    found = scan.search(segments, queries, k=k, plan=plan, masks=masks)
-    names = [segment.documents["doc_id"].to_pylist() for segment in parts]
-    return [
-        [names[n][row] for n, row in zip(numbers, rows, strict=True) if n >= 0]
-        for numbers, rows in zip(found.segments.tolist(), found.rows.tolist(), strict=True)
-    ]
+    _, found = scan.search(segments, queries, k=k, nprobe=NLIST, refine_factor=EVERY, masks=masks)
+    names = [name for segment in parts for name in segment.documents["doc_id"].to_pylist()]
+    return [[names[row] for row in rows if row >= 0] for rows in found.tolist()]

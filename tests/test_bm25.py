@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalingnote.analyzer import terms
-from scalingnote.bm25 import BM25, document_texts
+from scalingnote.bm25 import BM25, document_texts, terms
 from scalingnote.errors import DataError
 
 TEXTS = [

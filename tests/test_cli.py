@@ -12,7 +12,7 @@ import safetensors.numpy
 from scalingnote import cli, doctor, pipeline, stages
 from scalingnote.config import Config
 from scalingnote.errors import DataError
-from scalingnote.quantize import by_code, semantic_id
+from scalingnote.quantize import semantic_id
 from scalingnote.run_config import RunConfig
 from scalingnote.storage.artifact import Draft, open_artifact
 
@@ -129,9 +129,9 @@ def test_ids_shows_what_lies_under_a_prefix(tmp_path, monkeypatch, capsys):
     draft = Draft(str(tmp_path), kind="semantic_ids", config=Config(), parents={})
     codes = np.array([[3, 1], [3, 2], [3, 2], [5, 0]], np.uint16)
     names, suffix = pa.array(["a", "b", "c", "d"]), semantic_id.suffixes(codes)
-    draft.write_table("by_code/part-00000.arrow", by_code.to_table(names, codes, suffix))
+    draft.write_table("by_code/part-00000.arrow", semantic_id.sorted_table(names, codes, suffix))
     ends = {"first": [3, 1], "last": [5, 0]}
-    draft.write_json(by_code.SUMMARY, [{"name": "by_code/part-00000.arrow", "rows": 4, **ends}])
+    draft.write_json(semantic_id.BY_CODE_SUMMARY, [{"name": "by_code/part-00000.arrow", "rows": 4, **ends}])
     codebooks = np.zeros((2, 8, 4), np.float32)
     draft.write_bytes("codebooks.safetensors", safetensors.numpy.save({"codebooks": codebooks}))
     artifact = draft.commit(counts={})

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from scalingnote import hybrid, topk
 from scalingnote.evaluate import measures
-from scalingnote.hybrid import Both
+from scalingnote.hybrid import HybridCandidates
 
 
 def test_scores_are_put_between_each_querys_lowest_and_highest():
@@ -62,7 +62,9 @@ def drawn_pool(
     return dense, np.maximum(terms - 0.1, 0) * rng.uniform(5, 30, (queries, 1)), about
 
 
-def fetched(dense: np.ndarray, sparse: np.ndarray, n: int, *, columns: slice = slice(None)) -> Both:
+def fetched(
+    dense: np.ndarray, sparse: np.ndarray, n: int, *, columns: slice = slice(None)
+) -> HybridCandidates:
     """What search hands over: the n best of each side among some documents, with both scores."""
     first = columns.start or 0
     some = dense[:, columns], sparse[:, columns]
@@ -70,7 +72,7 @@ def fetched(dense: np.ndarray, sparse: np.ndarray, n: int, *, columns: slice = s
     rankings[1] = np.where(np.take_along_axis(some[1], rankings[1], axis=1) > 0, rankings[1], -1)
     rows = hybrid.union(*rankings)
     gathered = [np.take_along_axis(scores, rows, axis=1) for scores in some]
-    return Both(
+    return HybridCandidates(
         np.where(rows < 0, -1, rows + first),
         np.where(rows < 0, -np.inf, gathered[0]),
         np.where(rows < 0, 0, gathered[1]),
@@ -127,12 +129,12 @@ def test_a_score_does_not_depend_on_how_many_candidates_are_fetched():
 
 def test_queries_that_one_side_knows_nothing_of_are_answered_by_the_other():
     ids = np.array([[3, 5, -1]])
-    worse = Both(ids, np.array([[0.1, 0.2, -np.inf]]), np.array([[2.0, 1.0, 0.0]]))
+    worse = HybridCandidates(ids, np.array([[0.1, 0.2, -np.inf]]), np.array([[2.0, 1.0, 0.0]]))
     assert hybrid.by_score(worse, dense_weight=0.9, background=0.3, depth=3)[1].tolist() == [[3, 5, -1]]
-    unknown = Both(ids, np.array([[0.4, 0.5, -np.inf]]), np.zeros((1, 3)))
+    unknown = HybridCandidates(ids, np.array([[0.4, 0.5, -np.inf]]), np.zeros((1, 3)))
     assert hybrid.by_score(unknown, dense_weight=0.1, background=0.3, depth=3)[1].tolist() == [[5, 3, -1]]
     assert hybrid.by_rank(unknown, k=60, candidates=3, depth=3)[1].tolist() == [[5, 3, -1]]
-    nobody = Both(np.empty((2, 0), int), np.empty((2, 0)), np.empty((2, 0)))
+    nobody = HybridCandidates(np.empty((2, 0), int), np.empty((2, 0)), np.empty((2, 0)))
     assert hybrid.by_score(nobody, dense_weight=0.5, background=0.3, depth=3)[1].shape == (2, 0)
 
 

@@ -1,12 +1,12 @@
-"""Filters: which rows of a shard a search may find, by the fields declared for its documents.
+"""Filters: restrict a search to documents by the fields declared for the index.
 
-A filter names fields and what each must be; all must hold:
+A filter maps fields to conditions, all of which must hold:
 
     {"topic": "cardiology"}                       equal
     {"brand": ["acme", "globex"]}                 one of
     {"price": {"min": 10, "max": 20}}             within, both ends included; either may be missing
 
-A document without a value in a field is not found by a filter on it.
+A document without a value in a field never matches a filter on it.
 """
 
 import math
@@ -40,7 +40,7 @@ def require_fields(documents: pa.Schema, names: Sequence[str]) -> None:
 
 
 def check(wanted: Filter, fields: pa.Schema) -> None:
-    """SearchError unless each condition can be asked of its field."""
+    """SearchError unless each condition suits its field."""
     for name, condition in wanted.items():
         if name not in fields.names:
             known = ", ".join(fields.names) or "none"
@@ -58,15 +58,15 @@ def check(wanted: Filter, fields: pa.Schema) -> None:
 
 
 def mask(documents: pa.Table, wanted: Filter) -> Bool[ndarray, " rows"]:
-    """Which rows of a table of documents fulfil a checked filter."""
+    """Rows of a table of documents that match a checked filter."""
     found = np.ones(len(documents), bool)
     for name, condition in wanted.items():
-        found &= np.asarray(_fulfil(documents[name], condition).fill_null(False))
+        found &= np.asarray(_matches(documents[name], condition).fill_null(False))
     return found
 
 
 def facets(documents: Sequence[pa.Table], fields: pa.Schema, *, most: int) -> dict[str, dict[str, int]]:
-    """How many documents have each value, for the text fields with at most so many values."""
+    """Number of documents per value, for each text field with at most `most` values."""
     found = {}
     for field in fields:
         if _is_text(field.type):
@@ -77,7 +77,7 @@ def facets(documents: Sequence[pa.Table], fields: pa.Schema, *, most: int) -> di
     return found
 
 
-def _fulfil(column: pa.ChunkedArray, condition: Any) -> pa.ChunkedArray:
+def _matches(column: pa.ChunkedArray, condition: Any) -> pa.ChunkedArray:
     if isinstance(condition, Mapping):
         ends = _ends(condition.get("min"), condition.get("max"), column.type)
         low, high = (pa.scalar(end, column.type) for end in ends) if ends[0] <= ends[1] else (None, None)
@@ -89,7 +89,7 @@ def _fulfil(column: pa.ChunkedArray, condition: Any) -> pa.ChunkedArray:
 
 
 def _as(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """As values of a column; those it cannot hold (1.5 of integers) equal none of its values."""
+    """Values in the type of a column, without those that it cannot hold, such as 1.5 in integers."""
     if pa.types.is_integer(kind):
         least, most = _limits(kind)
         values = [int(v) for v in values if v == int(v) and least <= v <= most]
@@ -99,7 +99,7 @@ def _as(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _ends(low: Any, high: Any, kind: pa.DataType) -> tuple[Any, Any]:
-    """The range that a column can hold of this one; a low end above the high one: nothing."""
+    """A range limited to the type of a column; empty where the low end exceeds the high one."""
     if not pa.types.is_integer(kind):
         return -math.inf if low is None else _float(low), math.inf if high is None else _float(high)
     least, most = _limits(kind)
@@ -117,7 +117,7 @@ def _limits(kind: pa.DataType) -> tuple[int, int]:
 def _float(value: float | int) -> float:
     try:
         return float(value)
-    except OverflowError:  # an integer may be larger than any
+    except OverflowError:  # the integer exceeds the largest float
         return math.copysign(math.inf, value > 0 or -1)
 
 

@@ -1,13 +1,14 @@
-"""Inverted lists of term impacts: documents' sparse vectors go in, for every term the documents that have it.
+"""Inverted lists of term impacts: for every term, the documents that have it; in memory and as files.
 
     terms, impacts ─► block of 65,536 documents ─► its lists: of each term, rows and impacts ─► postings
 
-A block's row numbers fit 16 bits, and the scores of its documents a core's own cache. Documents that come
-later are postings of their own, *segments*, whose rows count on from those before them; merging writes lists
-anew.
+Row numbers within a block fit 16 bits, and the scores of its documents fit a core's own cache. Documents that
+come later form postings of their own, *segments*, whose rows follow those before them; merging writes new
+lists. Files are numpy arrays, one in each, mapped into memory and checked before use.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -19,16 +20,25 @@ from jaxtyping import Bool, Float16, Int32, Int64, UInt16
 from numpy import ndarray
 from scipy.sparse import csc_array, csr_array
 
-from scalingnote.errors import DataError
+from scalingnote.errors import ArtifactError, DataError
 from scalingnote.storage.schema import SPARSE
 
 BLOCK = 1 << 16  # documents
 Column: TypeAlias = pa.Array | pa.ChunkedArray
+_DTYPES = {
+    "blocks": np.int64,
+    "terms": np.int32,
+    "offsets": np.int64,
+    "rows": np.uint16,
+    "impacts": np.float16,
+}
+FILES = tuple(f"sparse.{name}.npy" for name in _DTYPES)
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 @dataclass(frozen=True)
 class Postings:
-    """Inverted lists, block after block. A document's row is where it stood when they were built.
+    """Inverted lists, block after block. A document's row is its position when they were built.
 
     Block b holds rows ``blocks[b, 0]`` up to ``blocks[b + 1, 0]`` and lists ``blocks[b, 1]`` up to
     ``blocks[b + 1, 1]``, by ascending term; list l holds entries ``offsets[l]`` up to ``offsets[l + 1]``, by
@@ -42,12 +52,12 @@ class Postings:
     impacts: Float16[ndarray, " entries"]
 
     def __len__(self) -> int:
-        """How many documents there are, those without terms included."""
+        """Number of documents, with those without terms."""
         return int(self.blocks[-1, 0])
 
     @property
     def nbytes(self) -> int:
-        """Memory: 4 bytes per term of a document, and 12 per list."""
+        """Bytes of memory: 4 per term of a document, and 12 per list."""
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
 
@@ -55,27 +65,31 @@ Segments = Sequence[Postings]
 
 
 def build(terms: Column, impacts: Column, *, strongest: int | None = None) -> Postings:
-    """Postings of documents, from their columns ``terms`` and ``impacts`` (``storage.schema.SPARSE``).
+    """Build postings from the columns ``terms`` and ``impacts`` (``storage.schema.SPARSE``) of documents.
 
-    A null, and an impact of 0, are no terms. `strongest` keeps that many terms per document, those of the
-    largest impacts, and of equal impacts the lower terms. DataError names the first document whose terms are
-    not ascending, or whose impacts are not finite numbers of at least 0.
+    Args:
+        terms: of each document, ascending; null: none.
+        impacts: of these terms, finite and at least 0; terms with impact 0 are dropped.
+        strongest: terms kept per document, those of the largest impacts, ties to the lower term; None: all.
+
+    Raises:
+        DataError: names the first document with invalid terms or impacts.
     """
     if len(terms) != len(impacts):
         raise DataError(
             f"{len(terms)} documents have terms and {len(impacts)} have impacts: pass both of each"
         )
-    return _end_to_end(
+    return _joined_blocks(
         _inverted(_documents(terms[start : start + BLOCK], impacts[start : start + BLOCK], start), strongest)
         for start in range(0, len(terms), BLOCK)
     )
 
 
 def columns(segments: Segments) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
-    """The documents again: what :func:`build` takes, and an empty list for a document without terms."""
+    """Columns ``terms`` and ``impacts``, the inverse of :func:`build`; empty lists for no terms."""
     terms, impacts = [], []
     for block in (block for segment in segments for block in _blocks(segment)):
-        # SciPy turns columns into rows in C; it knows no float16, so bits travel in its place.
+        # SciPy transposes in C, but has no float16: the bit patterns are transposed instead.
         bits = block.impacts.view(np.uint16)
         found = csc_array(
             (bits, block.rows, block.offsets), shape=(block.documents, len(block.terms))
@@ -88,7 +102,7 @@ def columns(segments: Segments) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
 
 
 def merged(segments: Segments, *, kept: Bool[ndarray, " documents"] | None = None) -> Postings:
-    """One segment of several: of all their documents, or of those that are `kept`, in the same order."""
+    """Merge segments into one, with all documents or only those `kept`, in the same order."""
     terms, impacts = columns(segments)
     if kept is None:
         return build(terms, impacts)
@@ -97,10 +111,10 @@ def merged(segments: Segments, *, kept: Bool[ndarray, " documents"] | None = Non
 
 
 def appended(segments: Segments, new: Postings) -> tuple[Postings, ...]:
-    """The segments with another behind them, merged so that each has more documents than the one behind it.
+    """Append a segment; segments are merged so that each has more documents than the next.
 
-    A document is written at most once for each doubling of what it lies in; after n single ones there are
-    at most log2(n) + 1 segments.
+    A document is rewritten at most once per doubling of its segment; n documents that come one by one make at
+    most log2(n) + 1 segments.
     """
     stack = [*segments]
     while stack and len(stack[-1]) <= len(new):
@@ -109,7 +123,7 @@ def appended(segments: Segments, new: Postings) -> tuple[Postings, ...]:
 
 
 def frozen(array: ndarray, kind: Any) -> ndarray:
-    """A read-only view: compiled code is then of one type, whether arrays are built or mapped."""
+    """A read-only view, so that built and mapped arrays have the same type for compiled code."""
     view = np.ascontiguousarray(array, kind).view()
     view.flags.writeable = False
     return view
@@ -151,7 +165,7 @@ def _documents(terms: Column, impacts: Column, first: int) -> _Documents:
         )
     numbers, given = (_flat(column) for column in (terms, impacts))
     offsets = _bounds(lengths)
-    with np.errstate(over="ignore"):  # becomes infinite, and is refused
+    with np.errstate(over="ignore"):  # an overflow becomes infinite, and is refused below
         values = given.astype(np.float16)
     rising = np.ones(len(numbers), bool)
     rising[1:] = numbers[1:] > numbers[:-1]
@@ -183,7 +197,7 @@ def _strongest(documents: _Documents, k: int) -> Bool[ndarray, " entries"]:
     """Which entries are among the k of largest impact in their document, ties to the lower term."""
     lengths = np.diff(documents.offsets)
     owner = np.repeat(np.arange(len(lengths), dtype=np.uint64), lengths)
-    # Sorted as one number of 64 bits: the document, its impacts from large to small, and the entry's place.
+    # Sort one 64-bit number per entry: document, descending impact, position of the entry.
     weakness = (0xFFFF - documents.impacts.view(np.uint16)).astype(np.uint64)
     place = np.arange(len(owner), dtype=np.uint64)
     order = np.sort(owner << np.uint64(48) | weakness << np.uint64(32) | place) & np.uint64(0xFFFFFFFF)
@@ -192,7 +206,7 @@ def _strongest(documents: _Documents, k: int) -> Bool[ndarray, " entries"]:
     return kept
 
 
-def _end_to_end(blocks: Iterable[_Block]) -> Postings:
+def _joined_blocks(blocks: Iterable[_Block]) -> Postings:
     every = [*blocks]
     shapes = np.array([(0, 0), *((block.documents, len(block.terms)) for block in every)], np.int64)
     before = _bounds(np.array([len(block.rows) for block in every], np.int64))
@@ -222,3 +236,93 @@ def _flat(column: Column) -> ndarray:
 
 def _bounds(lengths: Int64[ndarray, " lists"]) -> Int64[ndarray, " bounds"]:
     return np.concatenate([np.zeros(1, np.int64), lengths.cumsum(dtype=np.int64)])
+
+
+def dump(postings: Postings) -> dict[str, bytes]:
+    """Contents of each of the FILES."""
+    dumped = {}
+    for name, field in zip(FILES, fields(postings), strict=True):
+        file = io.BytesIO()
+        np.save(file, getattr(postings, field.name), allow_pickle=False)
+        dumped[name] = file.getvalue()
+    return dumped
+
+
+def load(files: Mapping[str, Any], *, documents: int | None = None) -> Postings:
+    """Open postings from bytes or buffers, such as those of memory maps, which are not copied.
+
+    Everything that search relies on is checked, because compiled code reads and writes at these offsets
+    without bounds checks.
+
+    Args:
+        files: contents of the FILES, by name.
+        documents: number of documents expected; None: any.
+
+    Raises:
+        ArtifactError: a file is missing, damaged, or inconsistent with the others.
+    """
+    missing = [name for name in FILES if name not in files]
+    if missing:
+        raise ArtifactError(f"{missing[0]} is missing: re-run index")
+    arrays = {
+        name: _parse_array(file, files[file], kind)
+        for file, (name, kind) in zip(FILES, _DTYPES.items(), strict=True)
+    }
+    wrong = _invalid_array(**arrays)
+    if wrong:
+        raise ArtifactError(
+            f"sparse.{wrong}.npy does not fit the other files of its shard: restore it or re-run index"
+        )
+    postings = Postings(**arrays)
+    if documents is not None and len(postings) != documents:
+        raise ArtifactError(
+            f"sparse.blocks.npy is of {len(postings)} documents, the shard has {documents}: re-run index"
+        )
+    return postings
+
+
+def _parse_array(name: str, data: Any, kind: Any) -> ndarray:
+    view = memoryview(data)
+    head = io.BytesIO(bytes(view[:4096]))
+    try:
+        shape, by_column, dtype = _HEADERS[np.lib.format.read_magic(head)](head)
+        if dtype != kind or by_column:
+            raise ValueError(f"it holds {dtype}, expected {np.dtype(kind)}")
+        found = np.frombuffer(view, dtype, offset=head.tell()).reshape(shape)
+    except (ValueError, KeyError) as error:
+        raise ArtifactError(f"{name} is damaged ({error}): restore it or re-run index") from None
+    return frozen(found, kind)
+
+
+def _invalid_array(blocks: ndarray, terms: ndarray, offsets: ndarray, rows: ndarray, impacts: ndarray) -> str:
+    """Name of the first array that violates :class:`Postings`; empty where none does."""
+    if blocks.ndim != 2 or blocks.shape[1] != 2 or not len(blocks) or blocks[0].any():
+        return "blocks"
+    if any(array.ndim != 1 for array in (terms, offsets, rows, impacts)):
+        return "terms"
+    sizes = np.diff(blocks, axis=0)
+    if (sizes < 0).any() or (sizes[:, 0] > BLOCK).any() or blocks[-1, 1] != len(terms):
+        return "blocks"
+    if len(terms) and (terms.min() < 0 or not _ascends(terms, starts=blocks[:, 1])):
+        return "terms"
+    if len(offsets) != len(terms) + 1 or offsets[0] or (np.diff(offsets) <= 0).any():
+        return "offsets"
+    if len(rows) != offsets[-1]:
+        return "rows"
+    for (first, start), (last, stop) in pairwise(blocks):
+        bounds = offsets[start : stop + 1]
+        within = rows[bounds[0] : bounds[-1]]
+        if len(within) and (within.max() >= last - first or not _ascends(within, starts=bounds - bounds[0])):
+            return "rows"
+    bits = impacts.view(np.uint16)  # positive floats and their bit patterns sort alike: 0 < impact < infinity
+    if len(impacts) != len(rows) or (len(bits) and (bits.min() == 0 or bits.max() >= 0x7C00)):
+        return "impacts"
+    return ""
+
+
+def _ascends(values: ndarray, *, starts: ndarray) -> bool:
+    """Whether values ascend within each list."""
+    rising = values[1:] > values[:-1]
+    inner = starts[(starts > 0) & (starts < len(values))]
+    rising[inner - 1] = True
+    return bool(rising.all())

@@ -1,8 +1,8 @@
-"""A shard: its vectors and the documents they stand for, found by the same row number.
+"""A shard: its files, its vectors, and their documents in rows of the same numbers.
 
-Shards are contiguous ranges of the corpus, so each reads only its own parts and row order is corpus order.
-Where neighbouring documents are alike, one shard may hold most of what a query scans; that moves work between
-shards, never the merged answer, as all shards share one quantizer.
+Shards are contiguous ranges of the corpus: each reads only its own parts, and row order is corpus order.
+Where neighbouring documents are similar, one shard may hold most of what a query scans. That shifts work
+between shards, but never changes the merged answer, because all shards share one quantizer.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.errors import ArtifactError
-from scalingnote.index import ivf, postings_file
+from scalingnote.index import ivf, postings
 from scalingnote.index.config import Refine
 from scalingnote.index.postings import Postings
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.artifact import Artifact, Part, write_file, write_table
 from scalingnote.storage.stored_rows import StoredRows
 
 DOCUMENTS = pa.schema({name: pa.string() for name in ("doc_id", "title", "topic", "snippet", "semantic_id")})
@@ -31,7 +31,7 @@ LAYOUT = "index.json"
 
 @dataclass(frozen=True)
 class Layout:
-    """What a reader must know before it opens a shard; the contents of index.json."""
+    """Properties of an index that opening a shard requires; the contents of index.json."""
 
     dim: int
     documents: int
@@ -41,19 +41,19 @@ class Layout:
     nlist: int
     nprobe: int
     refine_factor: int
-    recall: float | None  # that nprobe and refine_factor were tuned to; None where nobody measured
+    recall: float | None  # measured with nprobe and refine_factor; None where they were not tuned
     filters: tuple[str, ...]
     sparse: bool = False  # whether documents have terms
     background: float | None = None  # mean cosine of a query with a random document, if measured
     dense_weight: float | None = None  # of dense scores in hybrid search, if tuned
 
     def fields(self, documents: pa.Schema) -> pa.Schema:
-        """Those columns of a shard's documents that a search may filter by."""
+        """Columns of a shard's documents that a search may filter by."""
         return pa.schema([documents.field(name) for name in self.filters])
 
 
 @dataclass(frozen=True)
-class Slice:
+class EmbeddingSlice:
     """Rows `start` to `stop` of one embeddings part."""
 
     part: str
@@ -72,44 +72,44 @@ class Shard:
 
     @cached_property
     def stored(self) -> StoredRows:
-        """The documents one by one, as searches give them."""
+        """The documents as rows of Python values."""
         return StoredRows(self.documents)
 
 
-def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[list[Slice]]:
-    """Cut parts of these row counts into `shards` ranges whose sizes differ by at most one."""
+def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[list[EmbeddingSlice]]:
+    """Divide parts into `shards` contiguous ranges whose sizes differ by at most one row."""
     total = sum(rows)
     bounds = [total * number // shards for number in range(shards + 1)]
-    assigned: list[list[Slice]] = [[] for _ in range(shards)]
+    assigned: list[list[EmbeddingSlice]] = [[] for _ in range(shards)]
     first = 0
     for part, count in zip(parts, rows, strict=True):
         for number in range(shards):
             start = max(bounds[number], first)
             stop = min(bounds[number + 1], first + count)
             if start < stop:
-                assigned[number].append(Slice(part, start - first, stop - first))
+                assigned[number].append(EmbeddingSlice(part, start - first, stop - first))
         first += count
     return assigned
 
 
 def documents_file(number: int) -> str:
-    """A shard's documents."""
+    """File of a shard's documents."""
     return f"shard-{number:05d}/documents.arrow"
 
 
 def vector_files(number: int, *, family: str, refine: Refine) -> list[str]:
-    """A shard's inverted lists, and the vectors it keeps, as far as the family has them."""
+    """Files of a shard's inverted lists and kept vectors, as far as the family has them."""
     names = [*(["lists.faiss"] if family != "flat" else []), *(["kept.faiss"] if refine != "none" else [])]
     return [f"shard-{number:05d}/{name}" for name in names]
 
 
 def term_files(number: int) -> dict[str, str]:
-    """The files of a shard's postings: name among themselves -> part of the artifact."""
-    return {name: f"shard-{number:05d}/{name}" for name in postings_file.FILES}
+    """Files of a shard's postings: name in :data:`postings.FILES` -> part of the artifact."""
+    return {name: f"shard-{number:05d}/{name}" for name in postings.FILES}
 
 
 def document_columns(filters: Sequence[str]) -> list[str]:
-    """Columns of the dataset's documents that a shard is made of."""
+    """Columns of the dataset's documents that a shard reads."""
     own = ("doc_id", "title", "topic", "content")
     return [*own, *(name for name in filters if name not in own)]
 
@@ -117,13 +117,20 @@ def document_columns(filters: Sequence[str]) -> list[str]:
 def document_rows(
     doc_ids: pa.ChunkedArray, *, documents: pa.Table, semantic_ids: pa.Table, snippet_chars: int
 ) -> pa.Table:
-    """Rows of the document store in the order of `doc_ids`; columns that are not the store's own go last.
+    """Rows of a shard's document table.
 
-    Raises ArtifactError when an embedding has no document or no semantic ID: they belong to other datasets.
+    Args:
+        doc_ids: of the rows, in order.
+        documents: with :func:`document_columns`; columns besides DOCUMENTS are appended.
+        semantic_ids: `doc_id` and `semantic_id`.
+        snippet_chars: length of the snippet.
+
+    Raises:
+        ArtifactError: a doc_id has no document or no semantic ID, because they come from other datasets.
     """
     found = _lookup(documents, doc_ids, "document in the dataset: embeddings and dataset differ in origin")
     named = _lookup(semantic_ids, doc_ids, "semantic ID: re-run quantize on these embeddings")
-    # Snippets are one line: runs of white space become one space before the cut, not after it.
+    # Runs of white space become one space before the cut, so that snippets use their full length.
     opening = pc.utf8_slice_codeunits(found["content"].fill_null(""), 0, 8 * snippet_chars)
     line = pc.utf8_trim_whitespace(pc.replace_substring_regex(opening, r"\s+", " "))
     snippet = pc.utf8_slice_codeunits(line, 0, snippet_chars)
@@ -136,8 +143,22 @@ def document_rows(
     return rows
 
 
+def write_shard(
+    folder: str, number: int, *, layout: Layout, lists: ivf.Lists, documents: pa.Table, terms: Postings
+) -> dict[str, Part]:
+    """Write the files of a shard below `folder`; `terms` are ignored where the index holds none."""
+    names = vector_files(number, family=layout.family, refine=layout.refine)
+    files = dict(zip(names, ivf.dump_files(lists), strict=True))
+    if layout.sparse:
+        own = term_files(number)
+        files |= {own[name]: data for name, data in postings.dump(terms).items()}
+    parts = {name: write_file(fs.join(folder, name), data) for name, data in files.items()}
+    name = documents_file(number)
+    return parts | {name: write_table(fs.join(folder, name), documents)}
+
+
 def open_layout(index: Artifact) -> Layout:
-    """The layout of an index."""
+    """Read the layout of an index."""
     values = index.read_json(LAYOUT)
     try:
         return Layout(**values | {"filters": tuple(values["filters"])})
@@ -146,15 +167,22 @@ def open_layout(index: Artifact) -> Layout:
 
 
 def open_coarse(index: Artifact) -> Any:
-    """The coarse quantizer that all shards of an index share."""
+    """Read the coarse quantizer that all shards of an index share."""
     return ivf.parse(fs.read_bytes(index.file(COARSE)))
 
 
 def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any, mapped: bool = False) -> Shard:
-    """Open a shard, each of its files checked against the manifest first: faiss itself has no checksum.
+    """Open a shard after checking its files against the manifest, because faiss has no checksums.
 
-    `mapped`: the vectors kept stay in their file, which is copied to this machine if it is not on it, and the
-    system holds as much of them in memory as there is room for; nobody may add to them.
+    Args:
+        index: the artifact.
+        number: of the shard.
+        layout: of the index.
+        coarse: from :func:`open_coarse`.
+        mapped: memory-map the kept vectors read-only; a remote file is copied to this machine first.
+
+    Raises:
+        ArtifactError: a file is missing or damaged, or files do not fit each other.
     """
     files = vector_files(number, family=layout.family, refine=layout.refine)
     if mapped and layout.refine != "none":
@@ -173,17 +201,17 @@ def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any, map
             f"{index.uri}: shard {number} has {len(lists)} vectors and {len(documents)} documents: "
             "re-run index"
         )
-    postings = None
+    terms = None
     if layout.sparse:
         buffers = {
             name: fs.open_input(index.file(part)).read_buffer() for name, part in term_files(number).items()
         }
-        postings = postings_file.load(buffers, documents=len(documents))
-    return Shard(number, lists, documents, postings)
+        terms = postings.load(buffers, documents=len(documents))
+    return Shard(number, lists, documents, terms)
 
 
 def parse(files: Sequence[bytes], *, layout: Layout, coarse: Any) -> ivf.Lists:
-    """A shard's vectors from the contents of :func:`vector_files`."""
+    """Vectors of a shard from the contents of :func:`vector_files`."""
     lists = files[0] if layout.family != "flat" else None
     return ivf.load(coarse, lists, files[-1] if layout.refine != "none" else None)
 

@@ -1,27 +1,32 @@
-"""Exact sparse search: queries as terms go in, each one's best documents come out, from their postings.
+"""Exact sparse search over postings, and candidates of hybrid search.
 
-    query ─► block after block: its terms' lists are added up, what beats the k-th best so far is kept
+    query ─► for each block: add up the lists of its terms, keep documents that beat the k-th best so far
 
-The loops are compiled by numba; `benchmarks/sparse_index.py` measures what that gives over numpy and SciPy.
+The loops are compiled by numba; `benchmarks/sparse_index.py` compares them with numpy and SciPy.
 """
 
+from collections.abc import Callable
 from typing import no_type_check
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Float32, Int, Int64
+from jaxtyping import Bool, Float, Float32, Int, Int64
 from numpy import ndarray
 
+from scalingnote import hybrid
 from scalingnote.errors import SearchError
-from scalingnote.index.compiled import climb, compiled, sink, sort
+from scalingnote.hybrid import HybridCandidates
 from scalingnote.index.postings import BLOCK, Postings, Segments, build, frozen
+from scalingnote.index.rescore import compiled, heap_push, heap_replace, heap_sort
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.storage.schema import SPARSE
 
-_STRIDE = 64  # scores looked at together: most of the time none of them is good enough
-# Compiled code has no 16-bit floats: a bit pattern is looked up instead.
+_STRIDE = 64  # scores tested together: in most strides none beats the k-th best
+# numba has no 16-bit floats: compiled code looks their bit patterns up in this table.
 _FLOATS = frozen(np.arange(1 << 16, dtype=np.uint16).view(np.float16), np.float32)
 _ALL = frozen(np.ones(0), np.bool_)
+# Dense scores of rows for each query; -inf where the row is -1.
+DenseScore = Callable[[Int[ndarray, "queries candidates"]], Float[ndarray, "queries candidates"]]
 
 
 def search(
@@ -31,13 +36,23 @@ def search(
     k: int,
     allowed: Bool[ndarray, " documents"] | None = None,
 ) -> tuple[Float32[ndarray, "queries k"], Int64[ndarray, "queries k"]]:
-    """Scores and rows of each query's k best, -inf and -1 where fewer documents share a term with it.
+    """Find each query's k best documents by inner product of terms.
 
-    A score is the sum of a query's values times a document's impacts: in float32, in the order of the query's
-    terms, so it does not depend on which other documents there are. Of equal scores the lower row comes
-    first. `allowed` says which documents may be found: filters and deletes.
+    A score is the sum over common terms of query value times document impact, in float32 and in the order of
+    the query's terms, so it does not depend on other documents. Ties go to the lower row. The first call
+    compiles, or loads compiled code (see :func:`warm`). Threads may share segments.
 
-    The first call compiles, or loads what was compiled before (:func:`warm`). Threads may share segments.
+    Args:
+        segments: postings; rows are numbered through from the first segment to the last.
+        queries: terms and values.
+        k: documents per query.
+        allowed: rows that may be found (filters, deletes); None: all.
+
+    Returns:
+        Scores and rows, padded with -inf and -1 where fewer documents share a term with the query.
+
+    Raises:
+        SearchError: queries are malformed, or `k` or `allowed` do not fit.
     """
     total = _checked(segments, queries)
     if k < 1:
@@ -59,7 +74,7 @@ def search(
 def scores_of(
     segments: Segments, queries: SparseRows, rows: Int[ndarray, "queries candidates"]
 ) -> Float32[ndarray, "queries candidates"]:
-    """The scores of given rows, to the bit those of :func:`search`; 0 where the row is -1."""
+    """Scores of given rows, bit for bit those of :func:`search`; 0 where the row is -1."""
     total = _checked(segments, queries)
     if rows.size and rows.max() >= total:
         raise SearchError(f"there is no row {rows.max()}: the segments have {total} documents")
@@ -71,8 +86,32 @@ def scores_of(
     return scores
 
 
+def hybrid_candidates(
+    by_vectors: Int[ndarray, "queries _"],
+    score: DenseScore,
+    segments: Segments,
+    terms: SparseRows,
+    *,
+    k: int,
+    allowed: Bool[ndarray, " documents"] | None = None,
+) -> HybridCandidates:
+    """Add the k best documents by terms to those of dense search, and score all of them by both.
+
+    Args:
+        by_vectors: rows that dense search found, padded with -1.
+        score: dense scores of rows.
+        segments: postings of the documents.
+        terms: the queries' terms.
+        k: documents by terms.
+        allowed: rows that may be found by terms; None: all.
+    """
+    _, by_terms = search(segments, terms, k=k, allowed=allowed)
+    rows = hybrid.union(by_vectors, by_terms)
+    return HybridCandidates(rows, score(rows), scores_of(segments, terms, rows))
+
+
 def warm() -> None:
-    """Compile, or load from disk, all that searching runs, so that no user's query waits for it."""
+    """Compile, or load from disk, all search kernels, so that no user's query waits for them."""
     terms = pa.array([[0]], SPARSE.field("terms").type)
     impacts = pa.array([[np.float16(1)]], SPARSE.field("impacts").type)
     queries = SparseRows(np.array([0, 1]), np.zeros(1, np.int32), np.ones(1, np.float32))
@@ -81,7 +120,7 @@ def warm() -> None:
 
 
 def _checked(segments: Segments, queries: SparseRows) -> int:
-    """How many documents there are; compiled code trusts what is checked here."""
+    """Number of documents, after checks that compiled code relies on."""
     offsets, entries = queries.offsets, len(queries.terms)
     if offsets[0] or (np.diff(offsets) < 0).any() or not offsets[-1] == entries == len(queries.values):
         raise SearchError(
@@ -154,13 +193,13 @@ def _keep(block, base, allowed, scores, rows, kept):
             beaten |= block[i] > bar
         if beaten:
             for i in range(start, stop):
-                # Rows rise, so a score that only equals the worst one kept stands behind it.
+                # Rows ascend, so a document that ties with the worst one kept ranks behind it.
                 if block[i] > bar and (len(allowed) == 0 or allowed[base + i]):
                     if kept < k:
-                        climb(scores, rows, kept, block[i], base + i)
+                        heap_push(scores, rows, kept, block[i], base + i)
                         kept += 1
                     else:
-                        sink(scores, rows, k, block[i], base + i)
+                        heap_replace(scores, rows, k, block[i], base + i)
                     if kept == k:
                         bar = scores[0]
     return kept
@@ -170,7 +209,7 @@ def _keep(block, base, allowed, scores, rows, kept):
 @no_type_check
 def _sort(scores, rows, kept):
     for q in range(len(kept)):
-        sort(scores[q], rows[q], kept[q])
+        heap_sort(scores[q], rows[q], kept[q])
 
 
 @compiled

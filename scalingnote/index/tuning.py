@@ -1,36 +1,67 @@
-"""Tuning: the cheapest nprobe and refine_factor that reach a recall, on queries of the real query tower.
+"""Tuning: the cheapest nprobe and refine_factor that reach a recall, and the best weight of dense scores.
 
-Queries are not drawn from where documents lie: a query tower is another model. So recall is measured on real
-queries against their exact answers, never on perturbed documents.
+Queries and documents are encoded by different towers and are distributed differently. So recall is measured
+on real queries against their exact answers, never on perturbed documents.
 
     each shard, each nprobe ─► candidates by their codes, and their scores by the vectors kept
     all shards ─► the best refine_factor * k by codes ─► the best k of these ─► recall
 
-That is what a searcher of all shards does; searchers of one shard each find no less. What a setting costs is
-counted, not timed, so that the same inputs give the same index: codes scanned, and vectors scored anew, which
-cost as much as 16 codes each.
+A searcher of all shards does the same; searchers of one shard each find no less. The cost of a setting is
+counted, not timed, so that the same inputs give the same index: codes scanned, and vectors rescored, each of
+which costs as much as `RESCORE_COST` codes.
 """
 
+import io
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, islice
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote import topk
-from scalingnote.index import ivf, rescore
-from scalingnote.index.config import Refine
+from scalingnote import cluster, hybrid, topk
+from scalingnote.hybrid import HybridCandidates
+from scalingnote.index import ivf, postings, rescore, shard
+from scalingnote.index.config import IndexConfig, Refine
+from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.log import get_logger
+from scalingnote.models.sparse_query import SparseRows
+from scalingnote.quantize.job import use_threads
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import WORK
 
-FACTORS = (1, 2, 4, 8, 16)
-RESCORED = 16  # codes scanned in the time of scoring one kept vector (fast scan, 128 dimensions)
-FLAT = 0.002  # recall that a doubling of nprobe must bring to be worth its time
+REFINE_FACTORS = (1, 2, 4, 8, 16)
+MIN_RECALL_GAIN = 0.002  # of doubling nprobe, to be worth its time
+TIMED_QUERIES = 64
+log = get_logger("index")
 
 
-class Candidates(NamedTuple):
-    """What a shard's lists hold for queries."""
+@dataclass(frozen=True)
+class IndexRun:
+    """Settings and inputs that all tasks of a run share."""
+
+    config: IndexConfig
+    layout: shard.Layout
+    parents: dict[str, str]  # kind -> URI
+    output: str
+    quantizer: ivf.Quantizer
+    queries: Float[ndarray, "queries dim"] | None  # to tune with
+    terms: SparseRows | None = None  # of the same queries, where documents have terms
+    judged: tuple[str, ...] = ()  # doc_ids with a judgement for some of these queries
+
+    def work(self, name: str) -> str:
+        """Path of a file that is not part of the artifact."""
+        return fs.join(self.output, WORK, name)
+
+
+class ShardAnswers(NamedTuple):
+    """Candidates of one shard for the tuning queries at one nprobe."""
 
     rows: Int[ndarray, "queries candidates"]  # -1 where there are fewer
     by_codes: Float[ndarray, "queries candidates"]
@@ -39,8 +70,8 @@ class Candidates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Point:
-    """A setting, what it finds and what it costs."""
+class OperatingPoint:
+    """A setting, its recall and its cost."""
 
     nprobe: int
     refine_factor: int
@@ -48,48 +79,77 @@ class Point:
     cost: float  # codes per query, of all shards
 
 
+class ExactAnswers:
+    """The k best of all vectors added so far, for every query; and the sum of the vectors."""
+
+    def __init__(self, queries: Float[ndarray, "queries dim"] | None, *, k: int) -> None:
+        self._queries, self._k, self._rows_added = queries, k, 0
+        count = 0 if queries is None else len(queries)
+        self._total: Any = np.float64(0)
+        self._scores, self._rows = np.empty((count, 0), np.float32), np.empty((count, 0), np.int64)
+
+    def add(self, matrix: Float[ndarray, "docs dim"]) -> None:
+        """Compare the next vectors of the shard with all queries."""
+        if self._queries is not None:
+            scores, rows = topk.search(self._queries, matrix, k=self._k)
+            scores = np.hstack([self._scores, scores])
+            rows = np.hstack([self._rows, rows + self._rows_added])
+            self._scores, self._rows = topk.merge(scores, rows, k=self._k)
+        self._rows_added += len(matrix)
+        self._total = self._total + matrix.sum(0, dtype=np.float64)
+
+    def dump(self) -> bytes:
+        """The answers as an npz file."""
+        sink = io.BytesIO()
+        np.savez(sink, scores=self._scores, rows=self._rows, total=self._total)
+        return sink.getvalue()
+
+
 def probes(nlist: int) -> list[int]:
-    """Powers of two up to all lists."""
+    """Values of nprobe to try: powers of two up to all lists."""
     return [*(1 << power for power in range(nlist.bit_length()) if 1 << power < nlist), nlist]
 
 
 def factors(family: str, refine: Refine) -> tuple[int, ...]:
     """Refine factors to try; a flat index compares by the vectors it keeps anyway."""
-    return FACTORS if refine != "none" and family != "flat" else (1,)
+    return REFINE_FACTORS if refine != "none" and family != "flat" else (1,)
 
 
 def candidates(
-    lists: ivf.Lists,
-    queries: Float[ndarray, "queries dim"],
-    *,
-    nprobe: int,
-    k: int,
-) -> Candidates:
-    """A shard's share in the measurement of one nprobe: its k best by codes."""
+    lists: ivf.Lists, queries: Float[ndarray, "queries dim"], *, nprobe: int, k: int
+) -> ShardAnswers:
+    """The k best of one shard by codes, for the measurement of one nprobe."""
     chosen = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
     scores, rows = ivf.scan(lists, queries, chosen=chosen, k=k)
     exact = scores if lists.kept is None else rescore.scores(lists.kept, queries, rows)
     scanned = len(lists) if lists.index is None else _list_sizes(lists)[chosen[1]].sum() / len(queries)
-    return Candidates(rows, scores, exact, float(scanned))
+    return ShardAnswers(rows, scores, exact, float(scanned))
 
 
 def measure(
-    shards: Sequence[Candidates],
+    shards: Sequence[ShardAnswers],
     exact: Int[ndarray, "queries k"],
     *,
     nprobe: int,
     factors: Sequence[int],
-) -> list[Point]:
-    """The points of one nprobe, for every refine factor; `exact` holds -1 where there are fewer documents."""
-    rows, codes, vectors = (np.concatenate([shard[i] for shard in shards], axis=1) for i in range(3))
+) -> list[OperatingPoint]:
+    """Recall and cost of one nprobe with each refine factor.
+
+    Args:
+        shards: from :func:`candidates`, with rows counted over all shards.
+        exact: rows of the exact answers, -1 where there are fewer documents.
+        nprobe: that the candidates were found with.
+        factors: refine factors.
+    """
+    rows, codes, vectors = (np.concatenate([answers[i] for answers in shards], axis=1) for i in range(3))
     order = np.argsort(-codes, axis=1, kind="stable")
     k = exact.shape[1]
     points = []
     for factor in factors:
         best = order[:, : factor * k]
         found = topk.merge(*(np.take_along_axis(x, best, axis=1) for x in (vectors, rows)), k=k)[1]
-        cost = sum(shard.scanned for shard in shards) + factor * k * RESCORED
-        points.append(Point(nprobe, factor, round(recall(found, exact), 4), round(cost, 1)))
+        cost = sum(answers.scanned for answers in shards) + factor * k * rescore.RESCORE_COST
+        points.append(OperatingPoint(nprobe, factor, round(recall(found, exact), 4), round(cost, 1)))
     return points
 
 
@@ -103,22 +163,176 @@ def recall(found: Int[ndarray, "queries k"], exact: Int[ndarray, "queries k"]) -
     return float(np.mean(shares))
 
 
-def choose(points: Sequence[Point], *, target: float) -> Point:
-    """The cheapest point that reaches the target; where none does, of the best, and a warning."""
+def choose(points: Sequence[OperatingPoint], *, target: float) -> OperatingPoint:
+    """The cheapest point that reaches the target; else, with a warning, of those near the best recall."""
     enough = [point for point in points if point.recall >= target]
     if enough:
         return min(enough, key=lambda point: (point.cost, point.nprobe))
     best = max(point.recall for point in points)
-    chosen = min((p for p in points if p.recall > best - FLAT), key=lambda point: (point.cost, point.nprobe))
-    get_logger("index").warning(
-        "recall %.3f is the most this index finds, %.3f was asked for, and more than nprobe=%d does not "
-        "move it: its codes are too coarse. Keep finer vectors (index.family.refine=flat) or take a finer "
+    near_best = [point for point in points if point.recall > best - MIN_RECALL_GAIN]
+    chosen = min(near_best, key=lambda point: (point.cost, point.nprobe))
+    log.warning(
+        "recall %.3f is the most this index finds, the target is %.3f, and more than nprobe=%d does not "
+        "raise it: its codes are too coarse. Keep finer vectors (index.family.refine=flat) or take a finer "
         "family (ivf_sq8)",
         best,
         target,
         chosen.nprobe,
     )
     return chosen
+
+
+def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, list[dict[str, Any]]]:
+    """Tune nprobe and refine_factor on the finished shards.
+
+    Args:
+        run: its queries are those to tune with; None: nothing is tuned.
+        sizes: documents of each shard.
+
+    Returns:
+        The layout with what was chosen, and the curve of recall, cost and time that led to it.
+    """
+    config, layout = run.config, run.layout
+    if run.queries is None:
+        return layout, []
+    first = [0, *accumulate(sizes)]
+    exact, background = _exact_answers(run, first)
+    tried = [config.nprobe] if config.nprobe else probes(layout.nlist)
+    tried_factors = [config.refine_factor] if config.refine_factor else factors(layout.family, layout.refine)
+    items = [(number, first[number], nprobe) for nprobe in tried for number in range(len(sizes))]
+    answers = cluster.map_tasks_in_order(
+        partial(_measure_shard, run=run, deepest=tried_factors[-1]), items, config.resources
+    )
+    points: list[OperatingPoint] = []
+    for nprobe in tried:
+        points += measure([*islice(answers, len(sizes))], exact, nprobe=nprobe, factors=tried_factors)
+    best = choose(points, target=config.tuning.recall)
+    curve = [point for point in points if point.refine_factor == best.refine_factor]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    timed = cluster.map_tasks_in_order(
+        partial(_time_search, run=run, refine_factor=best.refine_factor),
+        [(largest, point.nprobe) for point in curve],
+        config.resources,
+    )
+    log.info(
+        "recall@%d of %.3f on %d queries by nprobe=%d of %d lists and refine_factor=%d",
+        *(exact.shape[1], best.recall, len(exact), best.nprobe, layout.nlist, best.refine_factor),
+    )
+    chosen = {name: getattr(best, name) for name in ("nprobe", "refine_factor", "recall")}
+    chosen["background"] = background
+    return replace(layout, **chosen), [
+        vars(point) | {"us_per_query": us} for point, us in zip(curve, timed, strict=True)
+    ]
+
+
+def tune_weight(
+    run: IndexRun, layout: shard.Layout, sizes: Sequence[int], relevant: Sequence[dict[str, int]]
+) -> tuple[shard.Layout, dict[str, Any]]:
+    """Tune the weight of dense scores in hybrid search.
+
+    Args:
+        run: as for :func:`tune_recall`.
+        layout: with nprobe and refine_factor.
+        sizes: documents of each shard.
+        relevant: judgements of each query, doc_id -> grade.
+
+    Returns:
+        The layout with the weight of the best nDCG@10, and nDCG@10 of each weight. Without terms, kept
+        vectors or judgements, the layout as it is and nothing.
+    """
+    if run.queries is None or run.terms is None or layout.refine == "none":
+        return layout, {}
+    first = [0, *accumulate(sizes)]
+    measured = partial(_measure_shard_hybrid, run=run, layout=layout)
+    shares = [*cluster.map_tasks_in_order(measured, [*enumerate(first[:-1])], run.config.resources)]
+    rows = np.max([judged for _, judged in shares], axis=0)  # -1 but in the one shard that has it
+    row_of = {doc_id: row for doc_id, row in zip(run.judged, rows.tolist(), strict=True) if row >= 0}
+    graded = [{row_of[i]: grade for i, grade in judged.items() if i in row_of} for judged in relevant]
+    judged = sum(any(grade > 0 for grade in grades.values()) for grades in graded)
+    if not judged:
+        log.warning("the weight of dense scores is not tuned: no test query has a relevant document indexed")
+        return layout, {}
+    both = hybrid.merge([found for found, _ in shares], candidates=run.config.tuning.k)
+    tuned = hybrid.tune_weight(both, graded, background=layout.background or 0.0)
+    weight, curve = tuned.dense_weight, tuned.curve
+    log.info(
+        "nDCG@10 of %.3f on %d judged queries by dense_weight=%.2f; embeddings alone %.3f, terms alone %.3f",
+        *(curve[weight], judged, weight, curve[1.0], curve[0.0]),
+    )
+    points = [{"dense_weight": w, "ndcg@10": round(value, 4)} for w, value in curve.items()]
+    return replace(layout, dense_weight=weight), {"queries": judged, "curve": points}
+
+
+def _measure_shard(item: tuple[int, int, int], *, run: IndexRun, deepest: int) -> ShardAnswers:
+    """Task: candidates of a finished shard; the item is (shard, number of rows before it, nprobe)."""
+    number, first_row, nprobe = item
+    use_threads(run.config.resources)
+    assert run.queries is not None
+    found = candidates(_reopen(number, run), run.queries, nprobe=nprobe, k=run.config.tuning.k * deepest)
+    return found._replace(rows=_counted_from(first_row, found.rows))
+
+
+def _measure_shard_hybrid(
+    item: tuple[int, int], *, run: IndexRun, layout: shard.Layout
+) -> tuple[HybridCandidates, Int[ndarray, " judged"]]:
+    """Task: hybrid candidates of a finished shard, and its rows of the judged documents, -1 for others.
+
+    The item is (shard, number of rows before it), from which rows are counted on.
+    """
+    number, first_row = item
+    use_threads(run.config.resources)
+    queries, terms, k = run.queries, run.terms, run.config.tuning.k
+    assert queries is not None
+    assert terms is not None
+    lists = _reopen(number, run)
+    chosen = ivf.choose_lists(queries, lists.coarse, nprobe=layout.nprobe)
+    _, rows = ivf.search(lists, queries, chosen=chosen, k=k, refine_factor=layout.refine_factor)
+    files = {
+        name: fs.read_bytes(fs.join(run.output, part)) for name, part in shard.term_files(number).items()
+    }
+    score = partial(rescore.scores, lists.kept, queries)
+    found = hybrid_candidates(rows, score, [postings.load(files)], terms, k=k)
+    with fs.open_input(fs.join(run.output, shard.documents_file(number))) as stream:
+        doc_ids = pa.ipc.open_file(stream).read_all()["doc_id"]
+        judged = pc.index_in(pa.array(run.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
+    return replace(found, ids=_counted_from(first_row, found.ids)), _counted_from(first_row, judged)
+
+
+def _time_search(item: tuple[int, int], *, run: IndexRun, refine_factor: int) -> float:
+    """Task: microseconds of processor time per query, one at a time; the item is (shard, nprobe)."""
+    number, nprobe = item
+    use_threads(run.config.resources)
+    lists = _reopen(number, run)
+    assert run.queries is not None
+    queries, k = run.queries[:TIMED_QUERIES], run.config.tuning.k
+    start = time.process_time()
+    for query in queries:
+        chosen = ivf.choose_lists(query[None], lists.coarse, nprobe=nprobe)
+        ivf.search(lists, query[None], chosen=chosen, k=k, refine_factor=refine_factor)
+    return round((time.process_time() - start) / len(queries) * 1e6, 1)
+
+
+def _exact_answers(run: IndexRun, first: Sequence[int]) -> tuple[Int[ndarray, "queries k"], float]:
+    """Rows of the exact answers, counted over all shards, and the mean cosine of queries and documents."""
+    files = [fs.read_bytes(run.work(f"exact/{number:05d}.npz")) for number in range(len(first) - 1)]
+    shares = [np.load(io.BytesIO(data)) for data in files]
+    scores = np.hstack([share["scores"] for share in shares])
+    rows = np.hstack([share["rows"] + start for share, start in zip(shares, first, strict=False)])
+    # The sum of an empty shard is a scalar.
+    mean = np.sum([share["total"] for share in shares if share["total"].ndim], axis=0) / first[-1]
+    assert run.queries is not None
+    background = hybrid.background_of(run.queries, mean[np.newaxis])
+    return topk.merge(scores, rows, k=run.config.tuning.k)[1], round(background, 6)
+
+
+def _counted_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, "*shape"]:
+    return np.where(rows < 0, -1, rows.astype(np.int64) + first_row)
+
+
+def _reopen(number: int, run: IndexRun) -> ivf.Lists:
+    names = shard.vector_files(number, family=run.layout.family, refine=run.layout.refine)
+    data = [fs.read_bytes(fs.join(run.output, name)) for name in names]
+    return shard.parse(data, layout=run.layout, coarse=ivf.coarse_of(run.quantizer.centroids))
 
 
 def _list_sizes(lists: ivf.Lists) -> Int[ndarray, " nlist"]:

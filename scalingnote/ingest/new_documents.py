@@ -23,7 +23,7 @@ from scalingnote.encode.parts import EncodedPart, Rejected
 from scalingnote.index.shard import document_rows
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.token_rows import from_columns
-from scalingnote.quantize import beam, semantic_id
+from scalingnote.quantize import kmeans, semantic_id
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact
@@ -101,7 +101,7 @@ class DocumentFlow:
         matrix = encoding.embeddings[:, list(self._encoder.views).index(VIEW)]
         # Rounded to the stored precision: in the stages, codes and fusion start from stored embeddings.
         embeddings = vectors.to_numpy(vectors.to_arrow(vectors.unit(matrix), dtype=self._dtype))
-        codes = beam.encode(embeddings, self._codebooks, beam=self._width)
+        codes = kmeans.encode(embeddings, self._codebooks, beam=self._width)
         if self._fusion is not None:
             embeddings = self._fusion.fuse(kept, embeddings, codes)
         columns = {

@@ -20,8 +20,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from scalingnote import cluster
-from scalingnote.analyzer import terms
-from scalingnote.bm25 import document_texts
+from scalingnote.bm25 import document_texts, terms
 from scalingnote.errors import DataError
 from scalingnote.lexical.config import BM25Config
 from scalingnote.lexical.weights import COLLECTION, VOCABULARY, WORDS, BM25Weights

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from jaxtyping import Float64
 from numpy import ndarray
 
-from scalingnote.analyzer import terms
+from scalingnote.bm25 import terms
 from scalingnote.errors import ArtifactError
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import SPARSE

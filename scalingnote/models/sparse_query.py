@@ -18,13 +18,13 @@ from jaxtyping import Float32, Int32, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.analyzer import terms
+from scalingnote.bm25 import terms
 from scalingnote.errors import ArtifactError
 from scalingnote.models.prompt import tokenize
 
 SETTINGS = "sparse_query.json"
 Weighting = Literal["counts", "binary"]
-# The tokenizer splits a text, or scalingnote.analyzer does and its terms are looked up in the tokenizer.
+# The tokenizer splits a text, or scalingnote.bm25 does and its terms are looked up in the tokenizer.
 Analysis = Literal["tokenizer", "words"]
 
 

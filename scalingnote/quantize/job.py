@@ -1,9 +1,9 @@
-"""The quantize stage: embeddings parts go in, codebooks and one codes part per embeddings part come out.
+"""The quantize stage: codebooks, and semantic IDs for every part of the embeddings.
 
-A sample is drawn by one task per part. Codebooks are fitted on it in one task, or, when it exceeds a worker,
-by Lloyd passes of many (refinement.py); or they are those of an earlier artifact, whose IDs then stay. Ray
-Data actors code the parts, and tasks over ranges of codes name the documents (naming.py). Whatever was
-finished before a kill is kept: the codebooks, passes, coded parts, ranges. The driver holds file names.
+Tasks draw a sample from the parts. Codebooks are fitted on it in one task, or by Lloyd passes of many if it
+exceeds a worker (refinement.py); or they come from an earlier artifact, whose IDs then stay. Ray Data actors
+code the parts, and tasks over ranges of codes assign the IDs (naming.py). A kill loses no finished codebooks,
+passes, parts or ranges. The driver only holds file names.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,28 +24,35 @@ from scalingnote import cluster
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
-from scalingnote.quantize import beam, by_code, naming, refinement, residual_kmeans, statistics
+from scalingnote.quantize import kmeans, naming, refinement, semantic_id, statistics
 from scalingnote.quantize.config import QuantizeConfig
-from scalingnote.quantize.sample import draw, shares
+from scalingnote.quantize.refinement import draw, shares
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
 from scalingnote.storage.slices import ROWS_PER_SLICE, grouped, run_slices
 from scalingnote.storage.vectors import to_numpy
 
-VIEW = "summary"  # the view that is indexed
+VIEW = "summary"  # the embedding that is quantized and indexed
 CODEBOOKS = "codebooks.safetensors"
-FITTED = "fitted.safetensors"  # a tally of the corpus the codebooks were fitted for, less the sample
+FITTED = "fitted.safetensors"  # tally of the corpus that the codebooks were fitted for, without the sample
 STATISTICS = "statistics.json"
-SAMPLE_TASKS = 512  # at most: each brings an object to the task that joins them
-Taken = tuple[str, int, int]  # a part, its number, and how many of its rows
+SAMPLE_TASKS = 512  # at most: each is an object that the joining task must fetch
+SampledPart = tuple[str, int, int]  # name of a part, its number, and its number of sampled rows
 log = get_logger("quantize")
 
 
 def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
-    """Semantic IDs of every embedding, as a `semantic_ids` artifact.
+    """Assign a semantic ID to every embedding.
 
-    With `config.codebooks` documents that the earlier artifact knows keep their IDs, as far as their codes
-    are still the same; `statistics.json` says how the others differ (`drift`).
+    Args:
+        config: of the stage. With `codebooks`, documents of that earlier artifact keep their IDs if their
+            codes are the same; `drift` in `statistics.json` describes how the others differ.
+        embeddings: URI of the embeddings.
+        output: URI of the `semantic_ids` artifact.
+
+    Raises:
+        ConfigError: the sample is too small, or settings differ from those of the earlier codebooks.
+        ArtifactError: there is no embedding, or the earlier codebooks have another dimension.
     """
     source = open_artifact(embeddings, kind="embeddings")
     parents = {"embeddings": source}
@@ -62,13 +69,13 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
         _require_fitting(config, earlier, source, parts)
     else:
         sampled = min(_sample_size(config, rows), config.documents_per_worker)
-        residual_kmeans.require_sample(sampled, codes=config.codes)
+        kmeans.require_sample(sampled, codes=config.codes)
     cluster.connect()
     cluster.check_resources(config.resources, knob="quantize.resources")
 
     draft.write_bytes(CODEBOOKS, _codebooks(config, draft, source, earlier))
     _code(config, parts, rows, draft, source)
-    corpus = naming.Corpus(
+    corpus = naming.CodedCorpus(
         coded=draft.work(),
         output=draft.uri,
         work=draft.work(),
@@ -76,13 +83,13 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
         size=config.codes,
         given=earlier,
     )
-    named = naming.name(corpus, [_codes(part) for part in parts], rows, each=cluster.map_tasks)
+    named = naming.name(corpus, [_codes_part(part) for part in parts], rows, each=cluster.map_tasks)
     for name, part in named.parts.items():
         draft.register(name, part)
-    draft.write_json(by_code.SUMMARY, named.ranges)
+    draft.write_json(semantic_id.BY_CODE_SUMMARY, named.ranges)
     found = _report(config, named, draft, earlier)
     log.info(
-        "%s semantic IDs, %s of them parted by a suffix, residual energy %.3f: %s",
+        "%s semantic IDs, %s of them share all codes with an earlier one, residual energy %.3f: %s",
         f"{found['documents']:,}",
         f"{found['collisions']:,}",
         found["levels"][-1]["residual_energy"],
@@ -92,7 +99,7 @@ def run(config: QuantizeConfig, *, embeddings: str, output: str) -> Artifact:
 
 
 def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
-    """Rows of table parts, from the manifest or, where it is silent, from the Parquet footer."""
+    """Number of rows of table parts, from the manifest or else from the Parquet footer."""
     return [
         known if (known := artifact.manifest.parts[name].rows) is not None else _footer_rows(artifact, name)
         for name in parts
@@ -100,16 +107,22 @@ def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
 
 
 def sample(embeddings: Artifact, *, documents: int, seed: int) -> list[Any]:
-    """References to an even sample of the embeddings, matrices in its order, for a task that joins them."""
+    """References to the matrices of an even sample of the embeddings, for a task that joins them.
+
+    Args:
+        embeddings: the artifact.
+        documents: size of the sample.
+        seed: of the draw.
+    """
     parts = embeddings.names("embeddings/", ".parquet")
-    taken = _taken(parts, shares(part_rows(embeddings, parts), size=documents, seed=seed))
+    taken = _sampled_parts(parts, shares(part_rows(embeddings, parts), size=documents, seed=seed))
     each = len(taken) // SAMPLE_TASKS + 1
-    take, source = ray.remote(num_cpus=1, **cluster.RETRY_OPTIONS)(_take), ray.put(embeddings)
+    take, source = ray.remote(num_cpus=1, **cluster.RETRY_OPTIONS)(_read_sample), ray.put(embeddings)
     return [take.remote(source, taken[at : at + each], seed) for at in range(0, len(taken), each)]
 
 
 def read_vectors(embeddings: Artifact, part: str) -> tuple[pa.ChunkedArray, Float[ndarray, "docs dim"]]:
-    """Document ids and vectors of an embeddings part; ArtifactError when a vector is not finite."""
+    """Document ids and vectors of an embeddings part; ArtifactError where a vector is not finite."""
     table = embeddings.table(part, columns=["doc_id", VIEW])
     vectors = to_numpy(table[VIEW])
     broken = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
@@ -123,17 +136,19 @@ def read_vectors(embeddings: Artifact, part: str) -> tuple[pa.ChunkedArray, Floa
 
 
 def use_threads(resources: Resources) -> None:
-    """faiss otherwise takes every core of the node, however many workers share it."""
+    """Limit faiss to the worker's cores: it takes all cores of the node otherwise."""
     faiss.omp_set_num_threads(max(1, int(resources.cpus_per_worker)))
 
 
-def _taken(parts: Sequence[str], wanted: Sequence[int]) -> list[Taken]:
+def _sampled_parts(parts: Sequence[str], wanted: Sequence[int]) -> list[SampledPart]:
     return [
         (part, number, take) for number, (part, take) in enumerate(zip(parts, wanted, strict=True)) if take
     ]
 
 
-def _take(embeddings: Artifact, taken: Sequence[Taken], seed: int) -> Float[ndarray, "chosen dim"]:
+def _read_sample(
+    embeddings: Artifact, taken: Sequence[SampledPart], seed: int
+) -> Float[ndarray, "chosen dim"]:
     drawn: list[ndarray] = []
     for part, number, take in taken:
         vectors = read_vectors(embeddings, part)[1]
@@ -144,7 +159,7 @@ def _take(embeddings: Artifact, taken: Sequence[Taken], seed: int) -> Float[ndar
 def _require_fitting(
     config: QuantizeConfig, earlier: Artifact, source: Artifact, parts: Sequence[str]
 ) -> None:
-    """Refuse codebooks of another shape than the config and the embeddings have, and another search."""
+    """Check that earlier codebooks have the shape and beam of the config, and the embeddings' dimension."""
     levels, codes, dim = _load(earlier).shape
     asked = {"levels": config.levels, "codes": config.codes, "beam": config.beam}
     made = {"levels": levels, "codes": codes, "beam": earlier.manifest.config.get("beam", config.beam)}
@@ -165,7 +180,7 @@ def _require_fitting(
 
 
 def _sample_size(config: QuantizeConfig, rows: Sequence[int]) -> int:
-    """A tenth of the corpus at least is not fitted on: what new documents are compared with."""
+    """Size of the sample; at least a tenth of the corpus is left out, to compare new documents with."""
     documents = sum(rows)
     return min(config.sample_documents, max(documents - documents // 10, min(config.codes, documents)))
 
@@ -189,7 +204,7 @@ def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: 
 
 def _fit(config: QuantizeConfig, *matrices: Float[ndarray, "_ dim"]) -> Float[ndarray, "levels codes dim"]:
     use_threads(config.resources)
-    return residual_kmeans.fit(
+    return kmeans.fit(
         np.concatenate(matrices),
         levels=config.levels,
         codes=config.codes,
@@ -201,10 +216,10 @@ def _fit(config: QuantizeConfig, *matrices: Float[ndarray, "_ dim"]) -> Float[nd
 def _refined(
     config: QuantizeConfig, folder: str, source: Artifact, parts: Sequence[str], wanted: Sequence[int]
 ) -> Float[ndarray, "levels codes dim"]:
-    """Codebooks of a sample that is kept in files, of which a task holds one; `wanted` rows of each part."""
-    # Few enough that their sums pass through the driver in little time.
+    """Codebooks of a sample in files, of which a task holds one; `wanted` rows of each part."""
+    # At most 1024 files, whose sums pass through the driver in every pass.
     limit = min(config.documents_per_worker, max(ROWS_PER_SLICE, sum(wanted) // 1024))
-    taken = _taken(parts, wanted)
+    taken = _sampled_parts(parts, wanted)
     groups = grouped([take for _, _, take in taken], limit=limit)
     files = [[taken[place] for place in group] for group in groups]
 
@@ -212,13 +227,13 @@ def _refined(
         threaded = partial(_with_threads, work=work, resources=config.resources)
         return cluster.map_tasks_in_order(threaded, items, config.resources)
 
-    keep = partial(_keep, source=source, seed=config.seed, folder=folder)
+    keep = partial(_store_sample, source=source, seed=config.seed, folder=folder)
     held = run_slices("sample", keep, files, folder=folder, each=each, room="quantize", unit="files")
     return refinement.fit(config, held, folder=folder, each=each)
 
 
-def _keep(item: tuple[int, list[Taken]], *, source: Artifact, seed: int, folder: str) -> int:
-    return refinement.store(_take(source, item[1], seed), folder=folder, file=item[0])
+def _store_sample(item: tuple[int, list[SampledPart]], *, source: Artifact, seed: int, folder: str) -> int:
+    return refinement.store(_read_sample(source, item[1], seed), folder=folder, file=item[0])
 
 
 def _with_threads(item: Any, *, work: Callable[[Any], Any], resources: Resources) -> Any:
@@ -229,7 +244,7 @@ def _with_threads(item: Any, *, work: Callable[[Any], Any], resources: Resources
 def _code(
     config: QuantizeConfig, parts: Sequence[str], rows: Sequence[int], draft: Draft, source: Artifact
 ) -> None:
-    """Code the parts that no earlier run has coded."""
+    """Code the parts that earlier runs have not coded."""
     resources = config.resources
     finished = fs.list_files(draft.work())
     size = 0 if config.codebooks else _sample_size(config, rows)
@@ -237,7 +252,7 @@ def _code(
     items: list[dict[str, Any]] = [
         {"part": part, "number": number, "rows": rows[number], "sampled": takes[number]}
         for number, part in enumerate(parts)
-        if _codes(part) not in finished
+        if _codes_part(part) not in finished
     ]
     if not items:
         return
@@ -261,7 +276,7 @@ def _code(
 
 
 class _Coder:
-    """Actor that codes embeddings parts."""
+    """Actor: codes parts of the embeddings."""
 
     def __init__(self, *, embeddings: str, codebooks: str, work: str, config: QuantizeConfig) -> None:
         use_threads(config.resources)
@@ -278,7 +293,7 @@ class _Coder:
             self._code(part, number, sampled)
         except ScalingNoteError as error:
             return cluster.error_column(error)
-        except OSError:  # one that lasts would end the stage, one that does not need not
+        except OSError:  # retried, because it may be temporary; the last one ends the stage
             if not again:
                 raise
             return self._attempt(part, number, sampled, again=again - 1)
@@ -286,29 +301,31 @@ class _Coder:
 
     def _code(self, part: str, number: int, sampled: int) -> None:
         doc_ids, vectors = read_vectors(self._source, part)
-        codes = beam.encode(vectors, self._codebooks, beam=self._beam)
-        energy = residual_kmeans.residual_energy(vectors, codes, self._codebooks)
+        codes = kmeans.encode(vectors, self._codebooks, beam=self._beam)
+        energy = kmeans.residual_energy(vectors, codes, self._codebooks)
         fitted = np.zeros(len(codes), bool)
         fitted[draw(len(codes), take=sampled, seed=self._seed, part=number)] = True
-        write_table(fs.join(self._work, _codes(part)), naming.coded_table(doc_ids, codes, energy, fitted))
+        write_table(
+            fs.join(self._work, _codes_part(part)), naming.coded_table(doc_ids, codes, energy, fitted)
+        )
 
 
 def _report(
-    config: QuantizeConfig, named: naming.Named, draft: Draft, earlier: Artifact | None
+    config: QuantizeConfig, named: naming.NamedCorpus, draft: Draft, earlier: Artifact | None
 ) -> dict[str, Any]:
-    """What `statistics.json` says; a refit is proposed in the log as well."""
+    """Contents of `statistics.json`; a proposed refit is also logged."""
     found = statistics.report(named.tally, named.spread, collisions=named.collisions)
     fitted = named.unseen
     if earlier is not None:
         fitted = statistics.load(fs.read_bytes(earlier.file(FITTED)))
         found["drift"] = statistics.drift(named.unseen, fitted, refit_above=config.refit_above)
-        _tell(found["drift"], config)
+        _log_drift(found["drift"], config)
     draft.write_bytes(FITTED, statistics.dump(fitted))
     draft.write_json(STATISTICS, found)
     return found
 
 
-def _tell(drift: dict[str, Any], config: QuantizeConfig) -> None:
+def _log_drift(drift: dict[str, Any], config: QuantizeConfig) -> None:
     if not drift["documents"]:
         log.info("every document has the ID it had")
         return
@@ -334,8 +351,8 @@ def _load(artifact: Artifact) -> Float[ndarray, "levels codes dim"]:
     return codebooks
 
 
-def _codes(part: str) -> str:
-    """Name of the codes part that belongs to an embeddings part."""
+def _codes_part(part: str) -> str:
+    """Name of the codes part of an embeddings part."""
     return "codes/" + part.removeprefix("embeddings/")
 
 

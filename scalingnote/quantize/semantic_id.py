@@ -1,22 +1,44 @@
-"""Codes become semantic IDs: a suffix parts documents with equal codes.
+"""Semantic IDs: codes and a suffix for each document, the files that hold them by code, and look-ups.
 
-Even 256^6 codes collide (similar texts share them), so an ID is the codes and a suffix: 0 for the first
-document with these codes in corpus order, then 1, 2, ... An ID thus depends on the documents before it, never
-on those after it: with the same codebooks, documents appended to a corpus leave every ID as it was. Where IDs
-were given out before, they stay, in whatever order documents come now (:func:`suffixes_after`).
+Even 256^6 codes collide for similar texts, so an ID is the codes and a suffix: 0 for the first document with
+these codes in corpus order, then 1, 2, ... An ID depends on earlier documents only: with the same codebooks,
+appending documents changes no ID. IDs assigned before stay, in whatever order documents come
+(:func:`suffixes_after`).
+
+    ids = SemanticIds.open("runs/quickstart/quantize/0123456789ab")
+    ids.children([12])              # the codes that may follow 12, with their documents: constrained decoding
+    ids.documents([12, 7])          # all documents whose ID begins 12-7, as an Arrow table
+    ids.nearest(queries, level=3, n=10)  # prefixes of three codes, best first
+    ids.doc_id("12-7-3-0"), ids.of(["d17"])
+
+Documents are stored sorted by code, a column per level, in files that are mapped into memory: a prefix is
+found by binary search in one column after the other, and only the pages touched are read. Each file holds a
+range of codes; a summary lists the ranges.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, Int, Integer
+from jaxtyping import Bool, Float, Int, Integer, UInt16, UInt64
 from numpy import ndarray
+from safetensors import numpy as safetensors
+
+from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, open_artifact
+
+BY_CODE_SUMMARY = "by_code.json"
+MAX_OPEN_FILES = 16  # those of a remote artifact are held in memory
+LISTING = pa.schema({"doc_id": pa.string(), "semantic_id": pa.string()})
+Metric = Literal["l2", "inner_product"]
 
 
-class Given(NamedTuple):
-    """IDs that were given out before."""
+class AssignedIds(NamedTuple):
+    """IDs that were assigned by an earlier run."""
 
     doc_ids: pa.Array
     codes: Integer[ndarray, "given levels"]
@@ -24,7 +46,7 @@ class Given(NamedTuple):
 
 
 def suffixes(codes: Integer[ndarray, "docs levels"]) -> Int[ndarray, " docs"]:
-    """How many earlier documents have the same codes. All documents with these codes must be among them."""
+    """Number of earlier documents with the same codes; `codes` must hold all documents that share codes."""
     order, fresh = runs(codes)
     positions = np.arange(len(codes))
     starts = np.maximum.accumulate(np.where(fresh[:, -1], positions, 0))
@@ -34,29 +56,29 @@ def suffixes(codes: Integer[ndarray, "docs levels"]) -> Int[ndarray, " docs"]:
 
 
 def suffixes_after(
-    given: Given, doc_ids: pa.Array, codes: Integer[ndarray, "docs levels"]
+    given: AssignedIds, doc_ids: pa.Array, codes: Integer[ndarray, "docs levels"]
 ) -> tuple[Int[ndarray, " docs"], Bool[ndarray, " docs"]]:
-    """Suffixes that leave the given ones as they are, and which documents are new (or have new codes).
+    """Suffixes that keep assigned IDs, and which documents are new (or have new codes).
 
-    A document that was given an ID with these codes keeps it. Others are counted on from the highest suffix
-    given with their codes, in corpus order: no document gets the ID of one that is gone.
+    A document whose ID has these codes keeps it. Others continue after the highest suffix assigned with their
+    codes, in corpus order: no document gets the ID of one that was removed.
     """
     if not len(given.doc_ids):
         return suffixes(codes), np.ones(len(codes), bool)
     place = pc.index_in(doc_ids, given.doc_ids).fill_null(-1).to_numpy()
     new = (place < 0) | (given.codes[place] != codes).any(axis=1)
     suffix = given.suffix[place].astype(np.int32)
-    # Given and new together, the given first in every run of equal codes.
+    # Assigned and new documents together, the assigned first in every run of equal codes.
     order, fresh = runs(np.concatenate([given.codes.astype(codes.dtype), codes[new]]))
     starts = np.flatnonzero(fresh[:, -1])
     run = np.cumsum(fresh[:, -1]) - 1
     free = np.concatenate([given.suffix + 1, np.zeros(new.sum(), np.int32)])[order]
-    come = order >= len(given.codes)
-    before: ndarray = np.cumsum(come) - come  # newcomers further up
+    is_new = order >= len(given.codes)
+    before: ndarray = np.cumsum(is_new) - is_new  # new documents further up
     counted = np.maximum.reduceat(free, starts)[run] + before - before[starts][run]
-    newcomers = np.empty(new.sum(), np.int32)
-    newcomers[order[come] - len(given.codes)] = counted[come]
-    suffix[new] = newcomers
+    new_suffixes = np.empty(new.sum(), np.int32)
+    new_suffixes[order[is_new] - len(given.codes)] = counted[is_new]
+    suffix[new] = new_suffixes
     return suffix, new
 
 
@@ -84,9 +106,281 @@ def to_table(
 def runs(
     codes: Integer[ndarray, "docs levels"],
 ) -> tuple[Int[ndarray, " docs"], Bool[ndarray, "docs levels"]]:
-    """Documents sorted by codes, and where, in that order, a prefix of each length begins."""
+    """Order of documents by codes, and where a prefix of each length begins in that order."""
     order = np.lexsort(codes.T[::-1])  # stable: documents with equal codes stay in corpus order
     ordered = codes[order]
     fresh = np.ones(codes.shape, bool)
     fresh[1:] = np.logical_or.accumulate(ordered[1:] != ordered[:-1], axis=1)
     return order, fresh
+
+
+class CodeRange(NamedTuple):
+    """Documents in ascending order of codes, then suffix."""
+
+    doc_ids: pa.Array
+    suffix: Int[ndarray, " docs"]
+    codes: tuple[UInt16[ndarray, " docs"], ...]  # of each level
+
+    def cut(self, start: int, stop: int) -> "CodeRange":
+        """Documents from `start` up to `stop`; nothing is copied."""
+        codes = tuple(column[start:stop] for column in self.codes)
+        return CodeRange(self.doc_ids[start:stop], self.suffix[start:stop], codes)
+
+    def bounds(self, prefix: Sequence[int]) -> tuple[int, int]:
+        """Positions where the documents with this prefix begin and end, or would be inserted."""
+        start, stop = 0, len(self.suffix)
+        for column, code in zip(self.codes, prefix, strict=False):
+            within = column[start:stop]
+            key = np.uint16(code)  # of the column's type, else numpy would convert the column
+            start, stop = (
+                start + int(np.searchsorted(within, key, "left")),
+                start + int(np.searchsorted(within, key, "right")),
+            )
+        return start, stop
+
+    def matrix(self) -> UInt16[ndarray, "docs levels"]:
+        """The codes, copied."""
+        return np.stack(self.codes, axis=1)
+
+
+class ByCode:
+    """Documents of a `semantic_ids` artifact, sorted by code."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        """ArtifactError where the artifact has no files by code."""
+        if BY_CODE_SUMMARY not in artifact.manifest.parts:
+            raise ArtifactError(f"{artifact.uri} does not list documents by code: re-run quantize")
+        self._artifact = artifact
+        self._ranges: list[dict[str, Any]] = artifact.read_json(BY_CODE_SUMMARY)
+        self._open = lru_cache(maxsize=MAX_OPEN_FILES)(self._load)
+
+    def pieces(self, prefix: Sequence[int] = ()) -> Iterator[CodeRange]:
+        """All documents with a prefix, one piece per file that has some."""
+        sought = list(prefix)
+        for found in self._ranges:
+            if found["first"][: len(sought)] <= sought <= found["last"][: len(sought)]:
+                piece = self._open(found["name"])
+                start, stop = piece.bounds(sought)
+                if stop > start:
+                    yield piece.cut(start, stop)
+
+    def between(self, low: Sequence[int], high: Sequence[int] | None) -> AssignedIds:
+        """IDs from prefix `low` up to, not including, prefix `high` (None: to the end)."""
+        pieces = []
+        for found in self._ranges:
+            if found["last"] < list(low) or (high is not None and found["first"] >= list(high)):
+                continue
+            piece = self._open(found["name"])
+            stop = len(piece.suffix) if high is None else piece.bounds(high)[0]
+            pieces.append(piece.cut(piece.bounds(low)[0], stop))
+        levels = len(self._ranges[0]["first"])
+        return AssignedIds(
+            pa.concat_arrays([pa.array([], pa.string()), *(piece.doc_ids for piece in pieces)]),
+            np.concatenate([np.empty((0, levels), np.uint16), *(piece.matrix() for piece in pieces)]),
+            np.concatenate([np.empty(0, np.int32), *(piece.suffix for piece in pieces)]),
+        )
+
+    def _load(self, name: str) -> CodeRange:
+        table = self._artifact.table(name)
+        doc_ids, suffix, *codes = (column.combine_chunks() for column in table.columns)
+        numbers = tuple(np.asarray(column) for column in (suffix, *codes))
+        return CodeRange(doc_ids, numbers[0], numbers[1:])
+
+
+def sorted_table(
+    doc_ids: pa.Array, codes: UInt16[ndarray, "docs levels"], suffix: Int[ndarray, " docs"]
+) -> pa.Table:
+    """Table of a file by code, its rows sorted."""
+    order = np.lexsort((suffix, *codes.T[::-1]))
+    columns = {f"code_{level}": pa.array(column[order]) for level, column in enumerate(codes.T)}
+    return pa.table({"doc_id": doc_ids.take(pa.array(order)), "suffix": pa.array(suffix[order]), **columns})
+
+
+def code_keys(codes: Integer[ndarray, "docs levels"], *, size: int) -> UInt64[ndarray, " docs"]:
+    """Pack as many first codes as fit 64 bits into a number that sorts as the codes do."""
+    bits = _bits(size)
+    found = np.zeros(len(codes), np.uint64)
+    for column in codes.T[: 64 // bits]:
+        found = (found << np.uint64(bits)) | column.astype(np.uint64)
+    return found
+
+
+def prefix_of_key(key: int, *, size: int, levels: int) -> list[int]:
+    """The codes packed in a key."""
+    bits = _bits(size)
+    packed = min(levels, 64 // bits)
+    return [key >> bits * (packed - 1 - level) & (1 << bits) - 1 for level in range(packed)]
+
+
+def _bits(size: int) -> int:
+    return (size - 1).bit_length()
+
+
+class Near(NamedTuple):
+    """A prefix that documents have, and the similarity of its decoded vector to a query: higher is nearer."""
+
+    prefix: tuple[int, ...]
+    score: float  # inner product, or minus the squared distance
+    documents: int
+
+
+class SemanticIds:
+    """The IDs of a `semantic_ids` artifact."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        self._by_code = ByCode(artifact)
+        data = fs.read_bytes(artifact.file("codebooks.safetensors"))
+        self.codebooks: Float[ndarray, "levels codes dim"] = safetensors.load(data)["codebooks"]
+        self.levels, self.size, self.dim = self.codebooks.shape
+
+    @classmethod
+    def open(cls, uri: str) -> "SemanticIds":
+        """Open the artifact at a path or URI; ArtifactError where there is none."""
+        return cls(open_artifact(uri, kind="semantic_ids"))
+
+    def children(self, prefix: Sequence[int] = ()) -> dict[int, int]:
+        """Codes that follow a prefix in some ID, ascending, with their numbers of documents."""
+        counts = self._children(self._checked(prefix, below=self.levels))
+        return {int(code): int(counts[code]) for code in np.flatnonzero(counts)}
+
+    def count(self, prefix: Sequence[int] = ()) -> int:
+        """Number of documents with a prefix."""
+        return sum(len(piece.suffix) for piece in self._by_code.pieces(self._checked(prefix)))
+
+    def documents(self, prefix: Sequence[int], *, limit: int | None = None) -> pa.Table:
+        """`doc_id` and `semantic_id` of documents with a prefix, by code; at most the first `limit`."""
+        tables, left = [LISTING.empty_table()], limit
+        for piece in self._by_code.pieces(self._checked(prefix)):
+            piece = piece if left is None else piece.cut(0, left)
+            left = None if left is None else left - len(piece.suffix)
+            tables.append(pa.table([piece.doc_ids, to_strings(piece.matrix(), piece.suffix)], schema=LISTING))
+            if left == 0:
+                break
+        return pa.concat_tables(tables)
+
+    def doc_id(self, semantic_id: str) -> str | None:
+        """The document with an ID, None if no document has it; DataError where the text is not an ID."""
+        numbers = _numbers(semantic_id)
+        if len(numbers) != self.levels + 1:
+            raise DataError(f"{semantic_id!r} is not a semantic ID of {self.levels} codes and a suffix")
+        *codes, suffix = numbers
+        self._checked(codes)
+        for piece in self._by_code.pieces(codes):  # at most one: equal codes are stored together
+            place = int(np.searchsorted(piece.suffix, np.int32(suffix)))
+            if place < len(piece.suffix) and piece.suffix[place] == suffix:
+                return str(piece.doc_ids[place].as_py())
+        return None
+
+    def of(self, doc_ids: Sequence[str]) -> dict[str, str]:
+        """IDs of documents, without unknown ones; each call reads all files, so ask for many at once."""
+        sought = pa.array(doc_ids, pa.string())
+        found: dict[str, str] = {}
+        for piece in self._by_code.pieces():
+            rows = np.flatnonzero(pc.is_in(piece.doc_ids, sought).to_numpy(zero_copy_only=False))
+            if len(rows):
+                codes = np.stack([column[rows] for column in piece.codes], axis=1)
+                names = piece.doc_ids.take(pa.array(rows)).to_pylist()
+                found.update(zip(names, to_strings(codes, piece.suffix[rows]).to_pylist(), strict=True))
+        return found
+
+    def nearest(
+        self,
+        vectors: Float[ndarray, "queries dim"],
+        *,
+        level: int,
+        n: int = 10,
+        metric: Metric = "l2",
+        width: int | None = 100,
+    ) -> list[list[Near]]:
+        """Find the prefixes that documents have and that decode nearest to each vector.
+
+        The search extends prefixes code by code and keeps the best `width` of each length, as generative
+        retrieval does with constrained beam search.
+
+        Args:
+            vectors: queries.
+            level: number of codes of a prefix.
+            n: prefixes per vector.
+            metric: distance of the decoded prefix.
+            width: of the beam; None: all prefixes, which is exact, for few levels.
+
+        Raises:
+            ConfigError: an argument is out of range, or vectors have another dimension than the codebooks.
+        """
+        if not 1 <= level <= self.levels or n < 1 or (width is not None and width < n):
+            raise ConfigError(
+                f"level={level}, n={n}, width={width}: level is 1 to {self.levels}, n at least 1, width >= n"
+            )
+        if vectors.shape[1] != self.dim:
+            raise ConfigError(f"vectors have {vectors.shape[1]} dimensions, the codebooks {self.dim}")
+        known: dict[tuple[int, ...], ndarray] = {}  # children, which queries share
+        queries = vectors.astype(np.float32)
+        return [self._nearest(query, level, n, metric, width, known) for query in queries]
+
+    def _nearest(
+        self,
+        query: Float[ndarray, " dim"],
+        level: int,
+        n: int,
+        metric: Metric,
+        width: int | None,
+        known: dict[tuple[int, ...], ndarray],
+    ) -> list[Near]:
+        kept = [Near((), float(-query @ query) if metric == "l2" else 0.0, 0)]
+        for codebook in self.codebooks[:level]:
+            parents, codes, scores, counts = [], [], [], []
+            for place, (prefix, score, _) in enumerate(kept):
+                if prefix not in known:
+                    known[prefix] = self._children(prefix)
+                children = np.flatnonzero(known[prefix])
+                centroids = codebook[children]
+                gains = centroids @ query
+                if metric == "l2":  # |q - p - c|^2 = |q - p|^2 - 2 (q - p) c + |c|^2
+                    norms = np.einsum("ij,ij->i", centroids, centroids)
+                    gains = 2 * (gains - centroids @ self._decoded(prefix)) - norms
+                parents.append(np.full(len(children), place))
+                codes.append(children)
+                scores.append(score + gains.astype(np.float64))
+                counts.append(known[prefix][children])
+            columns = [np.concatenate(column) for column in (parents, codes, scores, counts)]
+            best = np.argsort(-columns[2], kind="stable")[:width]
+            kept = [
+                Near((*kept[parent].prefix, code), score, documents)
+                for parent, code, score, documents in zip(*(c[best].tolist() for c in columns), strict=True)
+            ]
+        return kept[:n]
+
+    def _decoded(self, prefix: Sequence[int]) -> Float[ndarray, " dim"]:
+        vector: ndarray = self.codebooks[np.arange(len(prefix)), list(prefix)].sum(axis=0)
+        return vector
+
+    def _children(self, prefix: Sequence[int]) -> Int[ndarray, " codes"]:
+        counts = np.zeros(self.size, np.int64)
+        for piece in self._by_code.pieces(prefix):
+            column = piece.codes[len(prefix)]
+            if len(column) < self.size:
+                counts += np.bincount(column, minlength=self.size)
+            else:  # the column is sorted: binary search touches few of its pages
+                begins = np.searchsorted(column, np.arange(self.size, dtype=column.dtype))
+                counts += np.diff(begins, append=len(column))
+        return counts
+
+    def _checked(self, prefix: Sequence[int], *, below: int | None = None) -> list[int]:
+        longest = self.levels if below is None else below - 1
+        if len(prefix) > longest or any(not 0 <= code < self.size for code in prefix):
+            raise DataError(
+                f"{list(prefix)} is no prefix here: at most {longest} codes, each 0 to {self.size - 1}"
+            )
+        return list(prefix)
+
+
+def parse_prefix(text: str) -> list[int]:
+    """Codes of a prefix such as "12-7"; DataError where the text is not one."""
+    return _numbers(text) if text else []
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = text.split("-")
+    if not all(number.isdecimal() for number in numbers):
+        raise DataError(f"{text!r} is not a sequence of codes, numbers joined by '-'")
+    return [int(number) for number in numbers]

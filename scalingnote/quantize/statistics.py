@@ -1,8 +1,8 @@
-"""How codes are used: counts that add up over disjoint pieces of a corpus, and what is read off them.
+"""Usage of codes: counts that add up over disjoint pieces of a corpus, and statistics computed from them.
 
-A piece here is a range of codes: all documents whose codes lie between two bounds. A :class:`Tally` adds up
-whatever the pieces are; prefixes (:class:`Spread`) are counted where they lie, and only one that reaches from
-a range into the next is seen twice.
+A piece here is a range of codes: all documents whose codes lie between two bounds. A :class:`CodeTally` adds
+up over any pieces. Prefixes (:class:`PrefixCounts`) are counted per range; only one that continues in the
+next range is counted twice.
 """
 
 from collections.abc import Iterable
@@ -17,12 +17,12 @@ from safetensors import numpy as safetensors
 
 from scalingnote.quantize.semantic_id import runs
 
-ENOUGH = 100  # documents before their mean residual energy is trusted: its error is then some 3 %
+MIN_DRIFT_DOCUMENTS = 100  # the error of their mean residual energy is about 3 %
 
 
 @dataclass(frozen=True)
-class Tally:
-    """Of some documents: their number, their summed residual energy after each level, uses of each code."""
+class CodeTally:
+    """Number of documents, sum of their residual energies after each level, and uses of each code."""
 
     documents: int
     energy: Float[ndarray, " levels"]
@@ -35,33 +35,35 @@ class Tally:
         energy: Float[ndarray, "docs levels"],
         *,
         size: int,
-    ) -> "Tally":
-        """Counted; `size` is the number of codes of a level."""
+    ) -> "CodeTally":
+        """Count documents; `size` is the number of codes of a level."""
         usage = [np.bincount(column, minlength=size) for column in codes.T]
         return cls(len(codes), energy.sum(axis=0, dtype=np.float64), np.array(usage, np.int64))
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(self.documents + other.documents, self.energy + other.energy, self.usage + other.usage)
+    def __add__(self, other: "CodeTally") -> "CodeTally":
+        return CodeTally(
+            self.documents + other.documents, self.energy + other.energy, self.usage + other.usage
+        )
 
     @property
     def mean_energy(self) -> Float[ndarray, " levels"]:
-        """Mean squared norm of what each level leaves over."""
+        """Mean squared norm of the residual after each level."""
         return self.energy / max(self.documents, 1)
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Of all documents in a range of codes: how they share prefixes. Plain values, for a record."""
+class PrefixCounts:
+    """How the documents in a range of codes share prefixes, as plain values for a JSON record."""
 
     distinct: list[int]  # prefixes of 1, 2, ... codes
-    alone: int  # documents whose codes no other document has
-    largest: int  # documents with the same codes, at most
+    alone: int  # documents with unique codes
+    largest: int  # largest number of documents with equal codes
     first: list[int]  # the lowest codes
     last: list[int]  # the highest
 
     @classmethod
-    def of(cls, codes: Integer[ndarray, "docs levels"]) -> "Spread":
-        """Counted; there must be documents."""
+    def of(cls, codes: Integer[ndarray, "docs levels"]) -> "PrefixCounts":
+        """Count the prefixes of at least one document."""
         order, fresh = runs(codes)
         sizes = np.diff(np.flatnonzero(fresh[:, -1]), append=len(codes))
         return cls(
@@ -73,13 +75,13 @@ class Spread:
         )
 
     @classmethod
-    def merged(cls, ranges: Iterable["Spread"]) -> "Spread":
-        """Of ranges in ascending order, none of whose codes lie in two."""
+    def merged(cls, ranges: Iterable["PrefixCounts"]) -> "PrefixCounts":
+        """Merge disjoint ranges in ascending order."""
         ranges = list(ranges)
         distinct = np.sum([each.distinct for each in ranges], axis=0)
         for before, after in pairwise(ranges):
             same = np.equal(before.last, after.first)
-            distinct -= np.logical_and.accumulate(same)  # the prefixes that reach across
+            distinct -= np.logical_and.accumulate(same)  # prefixes counted in both ranges
         return cls(
             distinct=distinct.tolist(),
             alone=sum(each.alone for each in ranges),
@@ -89,14 +91,14 @@ class Spread:
         )
 
 
-def report(tally: Tally, spread: Spread, *, collisions: int) -> dict[str, Any]:
-    """How the codes of a corpus are used.
+def report(tally: CodeTally, spread: PrefixCounts, *, collisions: int) -> dict[str, Any]:
+    """Statistics of the codes of a corpus.
 
     Per level: `usage`, the share of codes that occur; `entropy_bits`, at most log2(K) when all are equally
-    frequent; `residual_energy`, mean squared norm left over (1 is nothing explained, for unit vectors);
-    `distinct_prefixes`, how many different tuples the levels up to this one form. Overall: `distinct_codes`;
-    `uniqueness`, the share of documents whose codes no other has; `collisions`, documents that needed a
-    suffix above 0; `largest_collision`, how many documents share one tuple of codes at most.
+    frequent; `residual_energy`, mean squared norm of the residual (1 for unit vectors: nothing explained);
+    `distinct_prefixes`, number of distinct tuples of the levels up to this one. Overall: `distinct_codes`;
+    `uniqueness`, share of documents with unique codes; `collisions`, documents with a suffix above 0;
+    `largest_collision`, largest number of documents with equal codes.
     """
     documents = tally.documents
     levels = [
@@ -121,21 +123,25 @@ def report(tally: Tally, spread: Spread, *, collisions: int) -> dict[str, Any]:
     }
 
 
-def drift(new: Tally, fitted: Tally, *, refit_above: float) -> dict[str, Any]:
-    """How documents coded with existing codebooks differ from those that the codebooks were made for.
+def drift(new: CodeTally, fitted: CodeTally, *, refit_above: float) -> dict[str, Any]:
+    """How documents coded with existing codebooks differ from the corpus that the codebooks were fitted for.
 
-    `fitted` counts documents of that corpus which the codebooks were not fitted on: what those of the sample
-    leave over after 6 levels is less by an eighth with 120 of them per code, by a third with 30, and beside
-    them everything new would look strange.
+    Args:
+        new: tally of the documents coded with existing codebooks.
+        fitted: tally of documents of the fitted corpus outside the sample. Documents of the sample would not
+            do: after 6 levels their residual energy is lower by an eighth with 120 of them per code, by a
+            third with 30, and all new documents would look different.
+        refit_above: ratio of residual energies above which new codebooks are proposed.
 
-    Per level: `residual_energy_ratio`, mean of the new over that of the fitted; `usage_divergence_bits`, the
-    Jensen-Shannon divergence of how often codes are used (0: alike, 1: nothing in common). `refit` proposes
-    new codebooks: after the last level the new documents leave over more than `refit_above` times as much,
-    and both are enough to tell.
+    Returns:
+        Per level: `residual_energy_ratio`, mean of the new documents over that of the fitted;
+        `usage_divergence_bits`, the Jensen-Shannon divergence of code frequencies (0: equal, 1: disjoint).
+        `refit`: whether the ratio after the last level exceeds `refit_above`, with enough documents of both.
     """
     if not new.documents:
         return {"documents": 0, "levels": [], "refit": False}
     ratio = new.mean_energy / np.maximum(fitted.mean_energy, np.finfo(float).tiny)
+    enough = min(new.documents, fitted.documents) >= MIN_DRIFT_DOCUMENTS
     return {
         "documents": new.documents,
         "levels": [
@@ -146,21 +152,21 @@ def drift(new: Tally, fitted: Tally, *, refit_above: float) -> dict[str, Any]:
             }
             for level in range(len(ratio))
         ],
-        "refit": bool(min(new.documents, fitted.documents) >= ENOUGH and ratio[-1] > refit_above),
+        "refit": bool(enough and ratio[-1] > refit_above),
     }
 
 
-def dump(tally: Tally) -> bytes:
+def dump(tally: CodeTally) -> bytes:
     """A tally as safetensors."""
     arrays = {"documents": np.array([tally.documents]), "energy": tally.energy, "usage": tally.usage}
     data: bytes = safetensors.save(arrays)
     return data
 
 
-def load(data: bytes) -> Tally:
+def load(data: bytes) -> CodeTally:
     """What :func:`dump` wrote."""
     held = safetensors.load(data)
-    return Tally(int(held["documents"][0]), held["energy"], held["usage"])
+    return CodeTally(int(held["documents"][0]), held["energy"], held["usage"])
 
 
 def _divergence(one: Int[ndarray, " codes"], other: Int[ndarray, " codes"]) -> float:

@@ -1,12 +1,12 @@
-"""Escalation: a cheap student encodes every query; where it is in doubt, the teacher orders its candidates.
+"""Escalation: a cheap student encodes every query; uncertain queries are reranked by the teacher.
 
-    query -> student -> search -> best 100 -> scores close together? -> teacher encodes the query -> new order
-                                           -> otherwise: as they are
+    query -> student -> search -> best 100 -> scores close together? -> teacher encodes the query -> reranked
+                                           -> otherwise: unchanged
 
-A student of the teacher's space finds nearly the same 100 documents and loses quality in their order. The
-standard deviation of its ten best scores tells where without training: candidates that score alike are in no
-certain order. Documents' embeddings are the teacher's already, so a query costs one encoding more, and no
-second search.
+A student of the teacher's space finds nearly the same 100 documents, but orders them worse. The standard
+deviation of its ten best scores shows where, without training: the order of candidates with similar scores is
+uncertain. Document embeddings are the teacher's already, so escalation costs one more encoding, and no second
+search.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ def rerank(
 
 
 @dataclass(frozen=True)
-class Point:
+class EscalationPoint:
     """One share of queries that escalate, and what it gives."""
 
     share: float
@@ -113,7 +113,7 @@ def curve(
     teacher_cost: float,
     shares: Sequence[float] = SHARES,
     held_out: Float[ndarray, " queries2"] | None = None,
-) -> list[Point]:
+) -> list[EscalationPoint]:
     """Quality against cost, from no query escalated to all of them.
 
     Args:
@@ -135,12 +135,12 @@ def curve(
         chosen = doubts > threshold(doubts if held_out is None else held_out, share)
         escalated = float(chosen.mean())
         value = float(np.where(chosen, after, before).mean())
-        points.append(Point(share, escalated, value, student_cost + escalated * teacher_cost))
+        points.append(EscalationPoint(share, escalated, value, student_cost + escalated * teacher_cost))
     return points
 
 
 @dataclass(frozen=True)
-class Answer:
+class EscalatedAnswer:
     """What was found, and which queries the teacher encoded."""
 
     scores: Float[ndarray, "queries k"]
@@ -183,7 +183,7 @@ class Escalation:
             doubts = doubt(self.search(_unit(self.student(queries)), self.depth)[0])
         return dataclasses.replace(self, threshold=threshold(doubts, share))
 
-    def answer(self, queries: Sequence[str], *, k: int) -> Answer:
+    def answer(self, queries: Sequence[str], *, k: int) -> EscalatedAnswer:
         """The k best documents of each query; fewer columns where the search gives fewer.
 
         Raises:
@@ -205,7 +205,7 @@ class Escalation:
             new, order = rerank(encoded, documents, found)
             scores, ids = scores.astype(np.result_type(scores, new)), ids.copy()
             scores[escalated], ids[escalated] = new, np.take_along_axis(found, order, axis=1)
-        return Answer(scores[:, :k], ids[:, :k], escalated)
+        return EscalatedAnswer(scores[:, :k], ids[:, :k], escalated)
 
     def _documents(self, ids: Int[ndarray, "queries candidates"]) -> Float[ndarray, "queries candidates dim"]:
         """Each distinct document is looked up once; "none" takes the vector of any other one."""

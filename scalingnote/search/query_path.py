@@ -1,9 +1,9 @@
-"""From what a user types, and who they are, to what an index is searched with.
+"""Encode the text of a query, and the features of its user, to what an index is searched with.
 
     text ─► query tower ─► unit embedding ─► query fusion (planner, features of the user) ─► final embedding
       └───► terms, where documents have terms
 
-A user who is not known, and any user where nothing was fused, gets the plain embedding, bit for bit.
+Unknown users, and all users where no query fusion was trained, get the plain embedding, bit for bit.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it needs torch, a lookup tower does not
 
 @dataclass(frozen=True)
 class Personal:
-    """What turns the query of a known user into theirs."""
+    """Query fusion for users with features."""
 
     fusion: "QueryFusion"
     store: FeatureStore
@@ -34,39 +34,44 @@ class Personal:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Queries, ready to be searched with: a row each."""
+class EncodedQueries:
+    """Encoded queries, one row each."""
 
     embeddings: Float[ndarray, "queries dim"]  # of unit length
     terms: SparseRows | None
     personalised: Bool[ndarray, " queries"]
 
-    def __getitem__(self, query: int) -> "Asked":
-        """One of them."""
+    def __getitem__(self, query: int) -> "EncodedQueries":
+        """A single query."""
         rows = slice(query, query + 1)
-        return Asked(self.embeddings[rows], one(self.terms, query), self.personalised[rows])
+        return EncodedQueries(self.embeddings[rows], single_row(self.terms, query), self.personalised[rows])
 
 
 @dataclass(frozen=True)
 class QueryPath:
-    """All that lies between a query and the index. Threads may share one."""
+    """Encoder of queries: embeddings, terms and personalisation. Threads may share one."""
 
     encoder: QueryEncoder
     sparse: SparseQuery | None = None
     personal: Personal | None = None
 
-    def __call__(self, queries: Sequence[str], users: Sequence[str | None] | None = None) -> Asked:
-        """Queries and the ids of those who ask them, None where nobody is known."""
+    def __call__(self, queries: Sequence[str], users: Sequence[str | None] | None = None) -> EncodedQueries:
+        """Encode queries.
+
+        Args:
+            queries: texts.
+            users: id of the user of each query, None where unknown.
+        """
         embeddings = vectors.unit(self.encoder.encode_queries(queries))
         terms = None if self.sparse is None else self.sparse.encode(queries)
-        asked = Asked(embeddings, terms, np.zeros(len(queries), bool))
+        encoded = EncodedQueries(embeddings, terms, np.zeros(len(queries), bool))
         if self.personal is None or users is None or not any(users):
-            return asked
-        return _personalised(asked, queries, users, self.personal)
+            return encoded
+        return _personalised(encoded, queries, users, self.personal)
 
 
-def one(terms: SparseRows | None, row: int) -> SparseRows | None:
-    """A row of sparse rows, as such."""
+def single_row(terms: SparseRows | None, row: int) -> SparseRows | None:
+    """One row of sparse rows."""
     if terms is None:
         return None
     start, stop = terms.offsets[row : row + 2].tolist()
@@ -74,21 +79,21 @@ def one(terms: SparseRows | None, row: int) -> SparseRows | None:
 
 
 def _personalised(
-    asked: Asked, queries: Sequence[str], users: Sequence[str | None], personal: Personal
-) -> Asked:
+    encoded: EncodedQueries, queries: Sequence[str], users: Sequence[str | None], personal: Personal
+) -> EncodedQueries:
     named = [number for number, user in enumerate(users) if user]
     features = personal.store.get_many([users[number] or "" for number in named])
     users_known = {n: user for n, user in zip(named, features, strict=True) if user.profile or user.history}
     if not users_known:
-        return asked
+        return encoded
     known = list(users_known)
     texts = [queries[number] for number in known]
-    embeddings = asked.embeddings.copy()
+    embeddings = encoded.embeddings.copy()
     embeddings[known] = personal.fusion.fuse(
-        asked.embeddings[known],
+        encoded.embeddings[known],
         terms=None if personal.planner is None else personal.planner.term_scores(texts),
         users=list(users_known.values()),
     )
-    fused = asked.personalised.copy()
+    fused = encoded.personalised.copy()
     fused[known] = True
-    return replace(asked, embeddings=embeddings, personalised=fused)
+    return replace(encoded, embeddings=embeddings, personalised=fused)

@@ -1,48 +1,33 @@
-"""One search over segments: lists are chosen once, every segment is scanned, the best of all are the answer.
+"""Dense search over segments: choose inverted lists once, scan every segment, keep the best k.
 
-    queries ─► lists to scan ─► each segment's k best ─► the k best of all
+    queries ─► checked, unit length ─► lists to scan ─► each segment's k best ─► the k best of all
 
-A *segment* is vectors that are scanned together: those of the shards a searcher holds, or those a live shard
-has taken since. Of k results asked for, all k come back wherever k documents may be found: the rarer these
-are, the more lists are scanned; where they are few, each is scored; and a scan that falls short is repeated
-over all lists.
+A *segment* is vectors that are scanned together: those of the shards a searcher holds, or those written to a
+live shard since. Rows are numbered through from the first segment to the last. A search for k returns k
+documents wherever k are allowed: the fewer are allowed, the more lists are scanned; if they are few, each is
+scored; and a scan that returns too few is repeated over all lists.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import ceil
+from typing import no_type_check
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
 from scalingnote import topk
+from scalingnote.errors import SearchError
 from scalingnote.index import ivf
-from scalingnote.index.tuning import RESCORED
+from scalingnote.index.rescore import RESCORE_COST, compiled
+from scalingnote.index.shard import Layout
 
-_ROW_BITS = 40
+MAX_K = 1000
 
 Masks = Sequence[Bool[ndarray, " _"] | None]
-Rows = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]
-
-
-@dataclass(frozen=True)
-class Found:
-    """The best of each query, best first; -inf and -1 behind the last."""
-
-    scores: Float[ndarray, "queries k"]
-    segments: Int[ndarray, "queries k"]
-    rows: Int[ndarray, "queries k"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a search goes about its work."""
-
-    nprobe: int
-    refine_factor: int
-    exact: bool = False  # score every document by the vectors kept; without such, scan all lists
+Ranking = tuple[Float[ndarray, "_ _"], Int[ndarray, "_ _"]]  # scores and rows, [queries, k], best first
 
 
 def search(
@@ -50,122 +35,172 @@ def search(
     queries: Float[ndarray, "queries dim"],
     *,
     k: int,
-    plan: Plan,
+    nprobe: int,
+    refine_factor: int,
+    exact: bool = False,
     masks: Masks | None = None,
-) -> Found:
-    """The k best documents of each query; `masks` say which rows of each segment may be found, None all."""
+) -> Ranking:
+    """Find the k best documents of each query.
+
+    Args:
+        segments: all trained alike; two quantizers occur only while a live index adopts a retrained one.
+        queries: unit vectors.
+        k: documents per query.
+        nprobe: inverted lists to scan where all documents are allowed.
+        refine_factor: candidates rescored by kept vectors, per document asked for.
+        exact: score every document by the vectors kept; without these, scan all lists.
+        masks: rows allowed in each segment; None: all.
+
+    Returns:
+        Scores and rows, best first; at most k columns, padded with -inf and -1. Ties go to the lower row.
+    """
     masks = [None] * len(segments) if masks is None else masks
-    allowed = [
+    counts = [
         len(lists) if mask is None else int(np.count_nonzero(mask))
         for lists, mask in zip(segments, masks, strict=True)
     ]
-    there = [number for number, count in enumerate(allowed) if count]
-    if not there or not len(queries):
-        none = np.empty((len(queries), 0), np.int64)
-        return Found(none.astype(np.float32), none, none)
-    # Of almost always one quantizer: only while a live index goes over to one trained anew are there two.
-    nlist, documents = max(segments[number].coarse.ntotal for number in there), sum(map(len, segments))
-    nprobe = nlist if plan.exact else min(nlist, ceil(plan.nprobe * documents / sum(allowed)))
-    codes = documents * nprobe / nlist
-    kept = all(segments[number].kept is not None for number in there)
-    few = sum(allowed) < documents and sum(allowed) * RESCORED <= codes
-    if kept and (few or plan.exact):
-        return _gather(_score_all(segments, queries, k=k, masks=masks, there=there), k=k)
+    starts = accumulate(map(len, segments), initial=0)
+    pieces = [
+        (start, lists, mask)
+        for start, lists, mask, count in zip(starts, segments, masks, counts, strict=False)
+        if count
+    ]
+    if not pieces or not len(queries):
+        return np.empty((len(queries), 0), np.float32), np.empty((len(queries), 0), np.int64)
+    allowed, documents = sum(counts), sum(map(len, segments))
+    nlist = max(lists.coarse.ntotal for _, lists, _ in pieces)
+    widened = nlist if exact else min(nlist, ceil(nprobe * documents / allowed))
+    scanned = documents * widened / nlist
+    has_vectors = all(lists.kept is not None for _, lists, _ in pieces)
+    if has_vectors and (exact or (allowed < documents and allowed * RESCORE_COST <= scanned)):
+        return _score_all(pieces, queries, k=k)
 
-    probed = partial(_probe, segments, masks=masks, there=there, k=k, plan=plan)
-    found = probed(queries, nprobe=nprobe)
-    if nprobe == nlist:
-        return found
-    short = np.flatnonzero((found.rows >= 0).sum(axis=1) < min(k, sum(allowed)))
+    probe = partial(_probe, pieces, k=k, refine_factor=refine_factor)
+    scores, rows = probe(queries, nprobe=widened)
+    if widened == nlist:
+        return scores, rows
+    short = np.flatnonzero((rows >= 0).sum(axis=1) < min(k, allowed))
     if not len(short):
-        return found
-    return _replaced(found, short, probed(queries[short], nprobe=nlist))
+        return scores, rows
+    return _replaced((scores, rows), short, probe(queries[short], nprobe=nlist))
 
 
-def packed(
-    place: Int[ndarray, "queries k"] | int, rows: Int[ndarray, "queries k"]
-) -> Int[ndarray, "queries k"]:
-    """A place (segment or shard) and a row in it as one number that sorts by place, then row; -1 for none."""
-    return np.where(rows < 0, -1, (place << _ROW_BITS) + rows)
+def unit_queries(queries: Shaped[ndarray, "..."], *, dim: int, k: int) -> Float[ndarray, "queries dim"]:
+    """Scale queries to unit length; SearchError for queries, or a `k`, that cannot be searched."""
+    if not isinstance(k, int | np.integer) or not 1 <= k <= MAX_K:
+        raise SearchError(f"k is {k!r}: ask for 1 to {MAX_K} results")
+    if queries.ndim != 2 or queries.shape[1] != dim:
+        raise SearchError(
+            f"queries have shape {queries.shape}, the index has embeddings of dim {dim}: "
+            f"pass [queries, {dim}] from the query tower this index was built for"
+        )
+    if not np.issubdtype(queries.dtype, np.floating):
+        raise SearchError(f"queries are {queries.dtype}: pass floats")
+    unit, invalid = _unit(queries if queries.dtype == np.float64 else np.asarray(queries, np.float32))
+    if invalid >= 0:
+        raise SearchError(f"query {invalid} is not finite or all zero: it has no direction")
+    return unit  # type: ignore[no-any-return]
 
 
-def unpacked(
-    ids: Int[ndarray, "queries k"],
-) -> tuple[Int[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    """Places and rows of :func:`packed` numbers."""
-    none = ids < 0
-    return np.where(none, -1, ids >> _ROW_BITS), np.where(none, -1, ids % (1 << _ROW_BITS))
+def checked_nprobe(nprobe: int, nlist: int) -> int:
+    """At most the number of lists; SearchError below 1."""
+    if nprobe < 1:
+        raise SearchError(f"nprobe is {nprobe}: scan 1 to {nlist} lists")
+    return min(nprobe, nlist)
+
+
+def require_vectors(layout: Layout) -> None:
+    """SearchError unless the index keeps vectors of its documents."""
+    if layout.refine == "none":
+        raise SearchError(
+            f"{layout.family} keeps no vectors of documents: index with index.family.refine=sq8"
+        )
+
+
+def require_hybrid(layout: Layout) -> None:
+    """SearchError unless the index can be searched by embeddings and terms together."""
+    if not layout.sparse:
+        raise SearchError(
+            "this index has no terms: set bm25, or train with train.sparse and encode, then index anew"
+        )
+    if layout.refine == "none":
+        raise SearchError(
+            f"{layout.family} keeps no vectors to score documents that terms find: index with "
+            "index.family.refine=sq8"
+        )
+
+
+_Pieces = Sequence[tuple[int, ivf.Lists, Bool[ndarray, " _"] | None]]  # first row, vectors, allowed rows
 
 
 def _probe(
-    segments: Sequence[ivf.Lists],
-    queries: Float[ndarray, "queries dim"],
-    *,
-    masks: Masks,
-    there: Sequence[int],
-    k: int,
-    nprobe: int,
-    plan: Plan,
-) -> Found:
-    """The best of the lists that each query's nearest centroids name, in every segment."""
+    pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int, nprobe: int, refine_factor: int
+) -> Ranking:
+    """Scan the lists of each query's nearest centroids in every segment."""
     chosen: dict[int, ivf.Chosen] = {}
-    found = {}
-    for number in there:
-        lists, mask = segments[number], masks[number]
+    rankings = []
+    for start, lists, mask in pieces:
         coarse = lists.coarse
         if id(coarse) not in chosen:
             chosen[id(coarse)] = ivf.choose_lists(queries, coarse, nprobe=min(nprobe, coarse.ntotal))
-        found[number] = ivf.search(
+        found = ivf.search(
             lists,
             queries,
             chosen=chosen[id(coarse)],
             k=k,
-            refine_factor=plan.refine_factor,
+            refine_factor=refine_factor,
             allowed=None if mask is None else ivf.bitmap(mask),
         )
-    return _gather(found, k=k)
+        rankings.append(_shifted(found, start))
+    return _merged(rankings, k=k)
 
 
-def _score_all(
-    segments: Sequence[ivf.Lists],
-    queries: Float[ndarray, "queries dim"],
-    *,
-    k: int,
-    masks: Masks,
-    there: Sequence[int],
-) -> dict[int, Rows]:
-    """Every document that may be found, scored: cheaper than a scan where a filter leaves few."""
-    found = {}
-    for number in there:
-        lists, mask = segments[number], masks[number]
+def _score_all(pieces: _Pieces, queries: Float[ndarray, "queries dim"], *, k: int) -> Ranking:
+    """Score every allowed document: cheaper than a scan where a filter leaves few."""
+    rankings = []
+    for start, lists, mask in pieces:
         rows = np.arange(len(lists)) if mask is None else np.flatnonzero(mask)
-        found[number] = ivf.score_all(lists, queries, rows, k=k)
-    return found
+        rankings.append(_shifted(ivf.score_all(lists, queries, rows, k=k), start))
+    return _merged(rankings, k=k)
 
 
-def _gather(found: dict[int, Rows], *, k: int) -> Found:
-    """The best of all segments; of equal scores the lower segment, then row, comes first."""
-    if len(found) == 1:
-        ((number, (scores, rows)),) = found.items()
-        return Found(scores, np.where(rows < 0, -1, number), rows)
-    ids = [packed(number, rows) for number, (_, rows) in found.items()]
-    best, chosen = topk.merge(np.hstack([scores for scores, _ in found.values()]), np.hstack(ids), k=k)
-    return Found(best, *unpacked(chosen))
+def _shifted(found: Ranking, start: int) -> Ranking:
+    """Count rows from the first segment on."""
+    scores, rows = found
+    return (scores, np.where(rows < 0, -1, rows + start)) if start else found
 
 
-def _replaced(found: Found, queries: Int[ndarray, " some"], by: Found) -> Found:
-    """With what another search found for some of the queries."""
-    columns = max(found.rows.shape[1], by.rows.shape[1])
+def _merged(rankings: Sequence[Ranking], *, k: int) -> Ranking:
+    if len(rankings) == 1:
+        return rankings[0]
+    scores, rows = (np.hstack(columns) for columns in zip(*rankings, strict=True))
+    return topk.merge(scores, rows, k=k)
 
-    def replaced(old: ndarray, new: ndarray, none: float) -> ndarray:
-        wide = np.full((len(old), columns), none, old.dtype)
+
+def _replaced(found: Ranking, queries: Int[ndarray, " some"], new: Ranking) -> Ranking:
+    """Put another ranking in place of those of some queries."""
+    width = max(found[1].shape[1], new[1].shape[1])
+    scores = np.full((len(found[0]), width), -np.inf, np.float32)
+    rows = np.full(scores.shape, -1, np.int64)
+    for wide, none, old, own in zip((scores, rows), (-np.inf, -1), found, new, strict=True):
         wide[:, : old.shape[1]] = old
         wide[queries] = none
-        wide[queries, : new.shape[1]] = new
-        return wide
+        wide[queries, : own.shape[1]] = own
+    return scores, rows
 
-    return Found(
-        replaced(found.scores, by.scores, -np.inf),
-        replaced(found.segments, by.segments, -1.0),
-        replaced(found.rows, by.rows, -1.0),
-    )
+
+@compiled
+@no_type_check
+def _unit(queries):
+    """Queries of unit length, and the first that has no direction or -1; numpy would take longer per call."""
+    unit = np.empty(queries.shape, np.float32)
+    for q in range(len(queries)):
+        total = 0.0
+        for j in range(queries.shape[1]):
+            total += np.float64(queries[q, j]) * np.float64(queries[q, j])
+        if not 0.0 < total < np.inf:  # nor is NaN
+            return unit, q
+        length = np.sqrt(total)
+        for j in range(queries.shape[1]):
+            unit[q, j] = queries[q, j] / length
+    return unit, -1

@@ -1,104 +1,210 @@
-"""The searcher: query embeddings go in, the best documents of an index come out, with their scores.
+"""Searchers: the best documents of an index for query embeddings, or for embeddings and terms together.
 
-It may hold all shards of an index, or a few of them: what :meth:`Searcher.find` of several searchers gives
-goes through :func:`scalingnote.search.found.merge`.
+    queries ─► IndexView, the rows held ─scan─► ShardCandidates ─merge_candidates─► the k best SearchHits
+
+A searcher holds all shards of an index or some of them. :meth:`IndexSearch.find` returns what its shards
+have, and :func:`merge_candidates` ranks the candidates of one or of several searchers. :class:`Searcher`
+opens an index that was built, :class:`LiveSearcher` an index that takes writes.
 """
 
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from itertools import accumulate
-from typing import Any, no_type_check
+from functools import cached_property, partial
+from typing import Any
 
 import faiss
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.errors import SearchError
-from scalingnote.hybrid import Both
+from scalingnote.hybrid import Joining
 from scalingnote.index import filters, ivf, rescore
 from scalingnote.index import shard as shards_of
-from scalingnote.index.both import candidates as candidates_of_both
-from scalingnote.index.compiled import compiled
-from scalingnote.index.live.doc_ids import DocIds
+from scalingnote.index.live.index import LiveIndex
+from scalingnote.index.live.snapshot import DocIds, Snapshot
+from scalingnote.index.shard import Layout, Shard
+from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search import hybrid, scan
-from scalingnote.search.checks import checked_nprobe, require_both, require_vectors, unit_queries
-from scalingnote.search.config import Joining
-from scalingnote.search.found import Found
+from scalingnote.search import scan
+from scalingnote.search.candidates import IndexView, SearchHit, ShardCandidates, merge_candidates
+from scalingnote.search.scan import checked_nprobe, require_hybrid, require_vectors, unit_queries
 from scalingnote.storage.artifact import open_artifact
 
 DEFAULT_JOINING = Joining()
-MASKS = 64  # filters whose rows are remembered: a bool per document each
 
 
-@dataclass(frozen=True)
-class Result:
-    """A document found. `score` is the cosine of query and document, as exact as the index keeps vectors."""
+class IndexSearch(ABC):
+    """Search over the current :class:`IndexView` of an index. Threads may share one."""
 
-    doc_id: str
-    score: float
-    shard: int
-    row: int
+    nprobe: int | None  # lists scanned where a search does not say; None: as tuned
+
+    @abstractmethod
+    def view(self) -> IndexView:
+        """The rows to search now."""
+
+    @abstractmethod
+    def get(self, doc_id: str) -> dict[str, Any] | None:
+        """The document with this id; None where no shard held has it."""
+
+    @abstractmethod
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """Vector of a document, as exact as the index keeps it; None where no shard held has the document.
+
+        SearchError where the index keeps codes only.
+        """
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the index version."""
+        return self.view().layout
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the queries."""
+        return self.layout.dim
+
+    @property
+    def shards(self) -> list[int]:
+        """Numbers of the shards held."""
+        numbers: list[int] = self.view().shards.tolist()
+        return numbers
+
+    @property
+    def fields(self) -> pa.Schema:
+        """Columns that a search may filter by."""
+        return self.view().fields
+
+    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
+        """Number of documents per value, for each text field with at most `most` values."""
+        view = self.view()
+        return filters.facets(view.alive_documents(), view.fields, most=most)
+
+    def search(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        *,
+        k: int,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+    ) -> list[list[SearchHit]]:
+        """Find the k best documents of each query by cosine.
+
+        Args:
+            queries: embeddings of any length.
+            k: documents per query, 1 to 1000.
+            nprobe: inverted lists to scan; None: as the index was opened or tuned.
+            where: only documents that match, see :mod:`scalingnote.index.filters`.
+
+        Returns:
+            Hits of each query, best first; fewer than k only where fewer documents match.
+
+        Raises:
+            SearchError: queries, k, nprobe or filter are invalid for this index.
+        """
+        found = self.find(queries, k=k, nprobe=nprobe, where=where)
+        return self._ranked(found, k=k, joining=DEFAULT_JOINING)
+
+    def search_both(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        terms: SparseRows,
+        *,
+        k: int,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+    ) -> list[list[SearchHit]]:
+        """Find the k best documents by embeddings and terms; `terms` has one row per query.
+
+        Candidates of either kind are scored by both. A score is in [0, 1] by interpolation, else a sum of
+        reciprocal ranks. Other arguments and errors are those of :meth:`search`.
+        """
+        found = self.find(queries, k=k, terms=terms, joining=joining, nprobe=nprobe, where=where)
+        return self._ranked(found, k=k, joining=joining)
+
+    def find(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        *,
+        k: int,
+        terms: SparseRows | None = None,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+        exact: bool = False,
+    ) -> list[ShardCandidates]:
+        """Candidates of each query in the shards held, for :func:`merge_candidates`.
+
+        With `terms`, a row for each query, both scores of the candidates of either kind. `exact` compares a
+        query with every document, as far as the index keeps vectors, to measure what search misses.
+        """
+        view = self.view()
+        layout = view.layout
+        if terms is not None:
+            require_hybrid(layout)
+        unit = unit_queries(queries, dim=layout.dim, k=k)
+        depth = k if terms is None else max(k, joining.candidates)
+        probes = next(n for n in (nprobe, self.nprobe, layout.nprobe) if n is not None)
+        masks = view.masks(where)
+        dense, rows = scan.search(
+            view.segments,
+            unit,
+            k=depth,
+            nprobe=checked_nprobe(probes, layout.nlist),
+            refine_factor=layout.refine_factor,
+            exact=exact,
+            masks=masks,
+        )
+        if terms is None:
+            return view.candidates(rows, dense, None)
+        both = hybrid_candidates(
+            rows,
+            partial(rescore.scores_over, view.kept, unit),
+            view.postings,
+            terms,
+            k=depth,
+            allowed=view.whole_mask(masks),
+        )
+        return view.candidates(both.ids, both.dense, both.sparse)
+
+    def document(self, hit: SearchHit) -> dict[str, Any]:
+        """Columns of a hit's document: doc_id, title, topic, snippet, semantic_id, and filters."""
+        return dict(hit.document)
+
+    def _ranked(self, found: Sequence[ShardCandidates], *, k: int, joining: Joining) -> list[list[SearchHit]]:
+        layout = self.layout
+        return [merge_candidates([one], k=k, joining=joining, layout=layout) for one in found]
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A result before its document is looked up."""
-
-    score: float
-    shard: int
-    row: int
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The best of each query, best first, as arrays.
-
-    Where a query has fewer candidates than the widest, `score` is -inf and `shard` and `row` are -1.
-    """
-
-    score: Float[ndarray, "queries k"]
-    shard: Int[ndarray, "queries k"]
-    row: Int[ndarray, "queries k"]
-
-    def __len__(self) -> int:
-        return len(self.score)
-
-    def __getitem__(self, query: int) -> list[Candidate]:
-        """The candidates of one query."""
-        found = zip(self.score[query], self.shard[query], self.row[query], strict=True)
-        return [Candidate(float(score), int(shard), int(row)) for score, shard, row in found if row >= 0]
-
-
-class Searcher:
-    """Shards of an index, open for search. Threads may share one."""
+class Searcher(IndexSearch):
+    """Search of some shards of an index that was built."""
 
     def __init__(
         self,
-        layout: shards_of.Layout,
-        shards: Sequence[shards_of.Shard],
+        layout: Layout,
+        shards: Sequence[Shard],
         *,
         nprobe: int | None = None,
         threads: int = 1,
         mapped: bool = False,
     ) -> None:
-        """The shards' vectors are merged: they are not to be used by anyone else. Not so where `mapped`."""
-        self.layout = layout
+        """Take over shards: their vectors are merged in place, unless `mapped`."""
         self.nprobe = checked_nprobe(layout.nprobe if nprobe is None else nprobe, layout.nlist)
         ordered = sorted(shards, key=lambda shard: shard.number)
-        self._documents = {shard.number: shard.documents for shard in ordered}
-        self._rows = {shard.number: shard.stored for shard in ordered}
-        self._numbers = np.array([*self._documents])
-        self._first = np.array([0, *accumulate(map(len, self._documents.values()))])
         lists = [shard.lists for shard in ordered]
-        self._segments = lists if mapped else [ivf.merge(lists)]
-        self._starts = np.array([0, *accumulate(map(len, self._segments))])[:-1]
-        self._postings = [shard.postings for shard in ordered if shard.postings is not None]
-        self._masks = lru_cache(MASKS)(self._mask)
+        segments = lists if mapped else [ivf.merge(lists)]
+        self._view = IndexView(
+            layout,
+            segments=segments,
+            alive=[None] * len(segments),
+            documents=[shard.documents for shard in ordered],
+            postings=[shard.postings for shard in ordered if shard.postings is not None],
+            shard_rows={shard.number: len(shard.documents) for shard in ordered},
+            lookup={shard.number: shard.stored.__getitem__ for shard in ordered},
+            cache_filters=True,
+        )
         # faiss would take every core of the machine for each call, however many replicas share it.
         faiss.omp_set_num_threads(threads)
 
@@ -112,12 +218,20 @@ class Searcher:
         threads: int = 1,
         mapped: bool = False,
     ) -> "Searcher":
-        """Open the shards with these numbers, or all; `nprobe` None takes the index's own.
+        """Open an index artifact.
 
-        `threads` is what faiss may use for searches from the thread that opens; those of other threads go by
-        OMP_NUM_THREADS, which Ray sets for its workers. `mapped` leaves the vectors kept in their files: for
-        more documents than there is memory for; shards are then scanned one after the other. Raises
-        ArtifactError when a file is missing or damaged, SearchError when a shard does not exist.
+        Args:
+            index_uri: path or URI of the artifact.
+            shards: numbers of the shards to hold; None: all.
+            nprobe: inverted lists scanned by default; None: as tuned.
+            threads: of faiss, for searches from the calling thread. Other threads follow OMP_NUM_THREADS,
+                which Ray sets for its workers.
+            mapped: leave the kept vectors in their files, for more documents than fit in memory; shards are
+                then scanned one after the other.
+
+        Raises:
+            ArtifactError: a file is missing or damaged.
+            SearchError: there is no such shard.
         """
         index = open_artifact(index_uri, kind="index")
         layout = shards_of.open_layout(index)
@@ -134,239 +248,79 @@ class Searcher:
         return cls(layout, opened, nprobe=nprobe, threads=threads, mapped=mapped)
 
     def __len__(self) -> int:
-        """Documents in the shards held."""
-        return int(self._first[-1])
+        """Number of documents in the shards held."""
+        return self._view.starts[-1]
 
-    @property
-    def dim(self) -> int:
-        """Dimension of the queries."""
-        return self.layout.dim
-
-    @property
-    def shards(self) -> list[int]:
-        """Numbers of the shards held."""
-        return list(self._documents)
-
-    @property
-    def fields(self) -> pa.Schema:
-        """What a search may filter by."""
-        return self.layout.fields(next(iter(self._documents.values())).schema)
-
-    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
-        """How many of the documents held have each value, for text fields with at most so many values."""
-        return filters.facets(list(self._documents.values()), self.fields, most=most)
-
-    def search(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        *,
-        k: int,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-    ) -> list[list[Result]]:
-        """The k best documents of each query, best first; all there are where there are fewer.
-
-        Queries need not be of unit length. `where` keeps only the documents that it describes (see
-        :mod:`scalingnote.index.filters`). Raises SearchError for queries that cannot be searched.
-        """
-        return self._named(self.candidates(queries, k=k, nprobe=nprobe, where=where))
-
-    def search_both(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        terms: SparseRows,
-        *,
-        k: int,
-        joining: Joining = DEFAULT_JOINING,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-    ) -> list[list[Result]]:
-        """The k best documents by embeddings and by terms; `terms` has a row for each query.
-
-        Every candidate of either side is scored by both. A score is in [0, 1] by interpolation, else a sum of
-        reciprocal ranks. SearchError where this index cannot do it.
-        """
-        depth = max(k, joining.candidates)
-        both = self._both(queries, terms, k=k, depth=depth, nprobe=nprobe, where=where)
-        best = hybrid.best(both, joining, layout=self.layout, candidates=depth, k=k)
-        return self._named(self._located(*best))
-
-    def find(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        *,
-        k: int,
-        terms: SparseRows | None = None,
-        joining: Joining = DEFAULT_JOINING,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-        exact: bool = False,
-    ) -> list[Found]:
-        """What the shards held have for each query, to be merged with what others have; see :func:`merge`.
-
-        With `terms`, a row for each query, candidates of either kind, scored by both. `exact` compares a
-        query with every document, as far as the index keeps vectors: to measure what search misses.
-        """
-        if terms is None:
-            best = self.candidates(queries, k=k, nprobe=nprobe, where=where, exact=exact)
-            ids, located, dense, sparse = scan.packed(best.shard, best.row), best, best.score, None
-        else:
-            depth = max(k, joining.candidates)
-            both = self._both(queries, terms, k=k, depth=depth, nprobe=nprobe, where=where, exact=exact)
-            located, dense, sparse = self._located(both.dense, both.ids), both.dense, both.sparse
-            ids = scan.packed(located.shard, located.row)
-        answers = []
-        for query, count in enumerate((ids >= 0).sum(axis=1).tolist()):  # there are none behind the last
-            places = zip(
-                located.shard[query, :count].tolist(), located.row[query, :count].tolist(), strict=True
-            )
-            answers.append(
-                Found(
-                    ids[query, :count],
-                    located.shard[query, :count],
-                    dense[query, :count],
-                    None if sparse is None else sparse[query, :count],
-                    [self._rows[shard][row] for shard, row in places],
-                )
-            )
-        return answers
+    def view(self) -> IndexView:
+        """The rows of the shards held, always the same."""
+        return self._view
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
-        """A document by its id; None where no shard held has it."""
+        """The document with this id; None where no shard held has it."""
         row = self._row_of(doc_id)
-        return None if row is None else self.documents([row[1]], shard=row[0])[0]
+        if row is None:
+            return None
+        (found,) = self._view.candidates(np.array([[row]]), np.zeros((1, 1)), None)
+        return dict(found.documents[0])
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """A document's vector, as exact as the index keeps it; None where no shard held has it.
-
-        SearchError where the index keeps codes alone.
-        """
+        """See :meth:`IndexSearch.vector`."""
         row = self._row_of(doc_id)
         if row is None:
             return None
         require_vectors(self.layout)
-        over_all = self._first[self.shards.index(row[0])] + row[1]
-        piece = int(np.searchsorted(self._starts, over_all, side="right")) - 1
-        kept = self._segments[piece].kept
-        found: ndarray = rescore.vectors(kept, np.array([over_all - self._starts[piece]]))[0]
+        start, kept = next(piece for piece in reversed(self._view.kept) if piece[0] <= row)
+        found: ndarray = rescore.vectors(kept, np.array([row - start]))[0]
         return found
 
-    def candidates(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        *,
-        k: int,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-        exact: bool = False,
-    ) -> Candidates:
-        """The k best of the shards held. Same checks as :meth:`search`."""
-        unit = unit_queries(queries, dim=self.dim, k=k)
-        plan = self._plan(nprobe, exact=exact)
-        found = scan.search(self._segments, unit, k=k, plan=plan, masks=self._masks_of(where))
-        return self._located(found.scores, self._over_all(found))
-
-    def _both(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        terms: SparseRows,
-        *,
-        k: int,
-        depth: int,
-        nprobe: int | None,
-        where: filters.Filter | None,
-        exact: bool = False,
-    ) -> Both:
-        """The `depth` best of either kind, as rows over all that is held, with both scores."""
-        require_both(self.layout)
-        unit = unit_queries(queries, dim=self.dim, k=k)
-        masks = self._masks_of(where)
-        plan = self._plan(nprobe, exact=exact)
-        found = scan.search(self._segments, unit, k=depth, plan=plan, masks=masks)
-        kept = [(int(first), lists.kept) for first, lists in zip(self._starts, self._segments, strict=True)]
-        return candidates_of_both(
-            self._over_all(found),
-            partial(rescore.scores_over, kept, unit),
-            self._postings,
-            terms,
-            k=depth,
-            allowed=None if masks is None else np.concatenate(masks),
-        )
-
-    def _over_all(self, found: scan.Found) -> Int[ndarray, "queries k"]:
-        """Rows found, counted over all that is held."""
-        if len(self._segments) == 1:
-            return found.rows
-        return np.where(found.rows < 0, -1, self._starts[found.segments] + found.rows)
-
     @cached_property
-    def _ids(self) -> dict[int, DocIds]:
-        """Of each shard; made for the first document that is asked for by its id."""
-        return {number: DocIds(documents["doc_id"]) for number, documents in self._documents.items()}
+    def _doc_ids(self) -> list[DocIds]:
+        """Of each shard; built for the first document that is asked for by its id."""
+        return [DocIds(documents["doc_id"]) for documents in self._view.documents]
 
-    def _row_of(self, doc_id: str) -> tuple[int, int] | None:
-        """Shard and row of a document."""
-        for number, ids in self._ids.items():
-            if (row := int(ids.rows([doc_id])[0])) >= 0:
-                return number, row
+    def _row_of(self, doc_id: str) -> int | None:
+        for first, doc_ids in zip(self._view.shard_starts.tolist(), self._doc_ids, strict=False):
+            if (row := int(doc_ids.rows([doc_id])[0])) >= 0:
+                return int(first + row)
         return None
 
-    def _plan(self, nprobe: int | None, *, exact: bool) -> scan.Plan:
-        probes = self.nprobe if nprobe is None else checked_nprobe(nprobe, self.layout.nlist)
-        return scan.Plan(probes, self.layout.refine_factor, exact=exact)
 
-    def _masks_of(self, where: filters.Filter | None) -> list[Bool[ndarray, " rows"]] | None:
-        """Which rows a checked filter leaves; None without one."""
-        if not where:
-            return None
-        filters.check(where, self.fields)
-        return np.split(self._masks(json.dumps(where, sort_keys=True)), self._starts[1:])
+class LiveSearcher(IndexSearch):
+    """Search of a live index: each search sees one moment of every shard, with all acknowledged writes."""
 
-    def _located(self, scores: Float[ndarray, "queries k"], rows: Int[ndarray, "queries k"]) -> Candidates:
-        """Rows over all that is held, as shards and the rows in them."""
-        shard, inside = _places(rows, self._first, self._numbers)
-        return Candidates(scores.astype(np.float32, copy=False), shard, inside)
+    def __init__(self, index: LiveIndex, *, nprobe: int | None = None) -> None:
+        self._index, self.nprobe = index, nprobe
 
-    def _named(self, found: Candidates) -> list[list[Result]]:
-        return [
-            [
-                Result(self._rows[c.shard].value(c.row, "doc_id"), c.score, c.shard, c.row)
-                for c in found[query]
-            ]
-            for query in range(len(found))
-        ]
+    def view(self) -> IndexView:
+        """The rows of all shards as of now."""
+        layout, snapshots = self._index.layout, self._index.snapshots()
+        segments = [segment for snapshot in snapshots for segment in snapshot.segments]
+        numbered: dict[int, Snapshot] = dict(enumerate(snapshots))
+        return IndexView(
+            layout,
+            segments=[segment.lists for segment in segments],
+            alive=[segment.alive for segment in segments],
+            documents=[segment.documents for segment in segments],
+            postings=[each for snapshot in snapshots for each in snapshot.term_segments],
+            shard_rows={number: snapshot.rows for number, snapshot in numbered.items()},
+            lookup={number: snapshot.document for number, snapshot in numbered.items()},
+        )
 
-    def _mask(self, where: str) -> Bool[ndarray, " rows"]:
-        """Which of the documents held a filter describes."""
-        wanted = json.loads(where)
-        return np.concatenate([filters.mask(documents, wanted) for documents in self._documents.values()])
+    @property
+    def layout(self) -> Layout:
+        """Layout of the index version."""
+        return self._index.layout
 
-    def document(self, result: Result | Candidate) -> dict[str, Any]:
-        """doc_id, title, topic, snippet and semantic_id of a result."""
-        return self.documents([result.row], shard=result.shard)[0]
+    def refresh(self) -> None:
+        """Show what the writing process has acknowledged by now, in the version that is open."""
+        for shard in self._index.shards:
+            shard.refresh()
 
-    def documents(self, rows: Sequence[int], *, shard: int | None = None) -> list[dict[str, Any]]:
-        """The same for rows of a shard, which need not be named when only one is held."""
-        if shard is None and len(self._documents) == 1:
-            shard = self.shards[0]
-        if shard not in self._documents:
-            raise SearchError(f"shard {shard} is not held here: this searcher holds {self.shards}")
-        table = self._documents[shard]
-        outside = [row for row in rows if row not in range(len(table))]
-        if outside:
-            raise SearchError(f"shard {shard} has no row {outside[0]}: it has {len(table)} documents")
-        return [self._rows[shard][row] for row in rows]
+    def get(self, doc_id: str) -> dict[str, Any] | None:
+        """The document with this id as of now; None where there is none."""
+        return self._index.get(doc_id)
 
-
-@compiled
-@no_type_check
-def _places(rows, first, numbers):
-    """The shard of each row, and its row there; -1 for none. `first` is where shards begin, and the end."""
-    shard, inside = np.full_like(rows, -1), np.full_like(rows, -1)
-    for q in range(rows.shape[0]):
-        for c in range(rows.shape[1]):
-            row = rows[q, c]
-            if row >= 0:
-                place = np.searchsorted(first, row, side="right") - 1
-                shard[q, c], inside[q, c] = numbers[place], row - first[place]
-    return shard, inside
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """See :meth:`IndexSearch.vector`."""
+        require_vectors(self.layout)
+        return self._index.vector(doc_id)

@@ -15,7 +15,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.fuse.feature_store import StoreConfig, open_store
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.planner import planner
-from scalingnote.search.query_path import Asked, Personal, QueryPath
+from scalingnote.search.query_path import EncodedQueries, Personal, QueryPath
 from scalingnote.serve.concurrency import ThreadBatcher
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.storage.artifact import Artifact, open_artifact
@@ -68,13 +68,13 @@ class ArmEncoder:
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
         self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_BATCH)
 
-    async def encode(self, query: str, user_id: str | None = None) -> Asked:
+    async def encode(self, query: str, user_id: str | None = None) -> EncodedQueries:
         """Embedding and terms of a query; one row."""
         if self._batcher is None:
             return self._path([query])
         return await self._batcher((query, user_id))
 
-    async def encode_many(self, queries: Sequence[str], user_id: str | None = None) -> Asked:
+    async def encode_many(self, queries: Sequence[str], user_id: str | None = None) -> EncodedQueries:
         """Embeddings and terms of queries of one user; a row each."""
         if self._batcher is None:
             return self._path(queries)
@@ -86,11 +86,11 @@ class ArmEncoder:
         """Answers while the event loop runs."""
         return True
 
-    def _encode_batch(self, batch: Sequence[tuple[str, str | None]]) -> list[Asked | Exception]:
+    def _encode_batch(self, batch: Sequence[tuple[str, str | None]]) -> list[EncodedQueries | Exception]:
         encoded = self._encode_together([query for query, _ in batch], [user for _, user in batch])
         return [encoded[row] for row in range(len(batch))]
 
-    def _encode_together(self, queries: Sequence[str], users: Sequence[str | None]) -> Asked:
+    def _encode_together(self, queries: Sequence[str], users: Sequence[str | None]) -> EncodedQueries:
         try:
             return self._path(queries, users)
         except Exception:

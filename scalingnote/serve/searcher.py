@@ -19,13 +19,12 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.errors import SearchError
+from scalingnote.hybrid import Joining
 from scalingnote.index import filters, sparse
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.config import Joining
-from scalingnote.search.found import Found
-from scalingnote.search.live_searcher import LiveSearcher
-from scalingnote.search.searcher import Searcher
+from scalingnote.search.candidates import ShardCandidates
+from scalingnote.search.searcher import LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, run_periodically
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent
@@ -70,7 +69,7 @@ class ShardAnswer(NamedTuple):
     """Candidates of the shards of one searcher."""
 
     version: str  # of a live index the current one, whichever was named
-    found: Found
+    found: ShardCandidates
     shards: int  # number of shards searched
 
 
@@ -102,10 +101,10 @@ class IndexSearcher:
         self._catalog, self._shards, self._nprobe, self._mapped = catalog, shards, nprobe, mapped
         self._joining, self._refresh_s = Joining(), refresh_s
         self._opening = asyncio.Lock()
-        self._in_thread: ThreadBatcher[_Call, Found | Refused] = ThreadBatcher(
+        self._in_thread: ThreadBatcher[_Call, ShardCandidates | Refused] = ThreadBatcher(
             self._search_batch, max_batch=MAX_BATCH
         )
-        self._in_loop: LoopBatcher[_Call, Found | Refused] = LoopBatcher(
+        self._in_loop: LoopBatcher[_Call, ShardCandidates | Refused] = LoopBatcher(
             self._search_batch, max_batch=MAX_BATCH
         )
         self._background: asyncio.Task[None] | None = None
@@ -235,10 +234,10 @@ class IndexSearcher:
             sparse.warm()
         return opened
 
-    def _search_batch(self, batch: Sequence[_Call]) -> list[Found | Refused | Exception]:
+    def _search_batch(self, batch: Sequence[_Call]) -> list[ShardCandidates | Refused | Exception]:
         """Answers in the order of the batch; searches with equal batch keys are done together."""
         order = sorted(range(len(batch)), key=lambda number: batch[number][1].batch_key)
-        answers: dict[int, Found | Refused | Exception] = {}
+        answers: dict[int, ShardCandidates | Refused | Exception] = {}
         for _, numbers in groupby(order, key=lambda number: batch[number][1].batch_key):
             group = list(numbers)
             searcher = batch[group[0]][0]
@@ -247,7 +246,7 @@ class IndexSearcher:
 
     def _search_group(
         self, searcher: AnySearcher, queries: Sequence[ShardQuery]
-    ) -> Sequence[Found | Refused | Exception]:
+    ) -> Sequence[ShardCandidates | Refused | Exception]:
         first = queries[0]
         try:
             return searcher.find(

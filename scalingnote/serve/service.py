@@ -23,10 +23,10 @@ from numpy import ndarray
 from scalingnote import __version__
 from scalingnote.errors import SearchError
 from scalingnote.experiment.config import arm_of, unit_of
+from scalingnote.hybrid import Joining
 from scalingnote.index import filters
-from scalingnote.search.config import Joining
-from scalingnote.search.found import Hit, merge
-from scalingnote.search.query_path import Asked
+from scalingnote.search.candidates import SearchHit, merge_candidates
+from scalingnote.search.query_path import EncodedQueries
 from scalingnote.serve import messages
 from scalingnote.serve.access import invalid, not_found, unavailable
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
@@ -195,13 +195,15 @@ class Service:
             raise unavailable("no shard of the index answers: try again")
         return answers
 
-    def _merge(self, answers: Sequence[ShardAnswer], query: ShardQuery, joining: Joining) -> list[Hit]:
+    def _merge(self, answers: Sequence[ShardAnswer], query: ShardQuery, joining: Joining) -> list[SearchHit]:
         layout = self.versions.content(query.version).layout
-        return merge([answer.found for answer in answers], k=query.k, joining=joining, layout=layout)
+        return merge_candidates(
+            [answer.found for answer in answers], k=query.k, joining=joining, layout=layout
+        )
 
     async def _rerank(
-        self, request: SearchRequest, hits: list[Hit], timer: RequestTimer
-    ) -> tuple[list[Hit], list[float]]:
+        self, request: SearchRequest, hits: list[SearchHit], timer: RequestTimer
+    ) -> tuple[list[SearchHit], list[float]]:
         """Hits with the best ones in the cross-encoder's order, and its scores of them.
 
         Hits as they are, and no scores, when the cross-encoder does not answer.
@@ -218,7 +220,7 @@ class Service:
 
     # --- canaries -------------------------------------------------------------------------------------
 
-    def _start_canary(self, query: ShardQuery, hits: Sequence[Hit], version: str) -> None:
+    def _start_canary(self, query: ShardQuery, hits: Sequence[SearchHit], version: str) -> None:
         """Measure the recall of an answer by an exact search, while the answer is sent."""
         if self._canaries:  # one at a time: exact searches take processor time from the others
             return
@@ -226,7 +228,7 @@ class Service:
         self._canaries.add(task)
         task.add_done_callback(self._end_canary)
 
-    async def _run_canary(self, query: ShardQuery, hits: Sequence[Hit], version: str) -> None:
+    async def _run_canary(self, query: ShardQuery, hits: Sequence[SearchHit], version: str) -> None:
         doc_ids = {hit.document["doc_id"] for hit in hits}
         exact = replace(query, exact=True)
         answers = await self._search_shards(exact, RequestTimer(CANARY_DEADLINE_S))
@@ -333,7 +335,7 @@ class Service:
         return query
 
 
-async def _encoded(call: Awaitable[Any], timer: RequestTimer) -> Asked:
+async def _encoded(call: Awaitable[Any], timer: RequestTimer) -> EncodedQueries:
     """An encoder's answer; 503 when there is none in time."""
     (encoded,) = await gather_in_time([call], deadline_s=timer.left_s())
     if encoded is None:
@@ -374,7 +376,7 @@ def _unit_vector(values: Sequence[float], dim: int) -> Float[ndarray, "1 dim"]:
     return np.asarray(scaled / np.linalg.norm(scaled), np.float32)
 
 
-def _results(hits: Sequence[Hit], scores: Sequence[float], *, explain: bool) -> list[dict[str, Any]]:
+def _results(hits: Sequence[SearchHit], scores: Sequence[float], *, explain: bool) -> list[dict[str, Any]]:
     """Hits as a response shows them; `scores` are the cross-encoder's, of the first hits."""
     results = [{**hit.document, "score": hit.score} for hit in hits]
     if explain:

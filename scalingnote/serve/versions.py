@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from scalingnote.errors import ConfigError, SearchError
-from scalingnote.index.live import registry
+from scalingnote.index.live import versions
 from scalingnote.index.live import versions as live_versions
 from scalingnote.index.shard import Layout
 from scalingnote.serve.access import conflict
@@ -139,7 +139,7 @@ class LiveCatalog:
 
     def read(self) -> ServedVersions:
         """The versions that are kept, the current one first."""
-        if not registry.exists(self.folder):
+        if not versions.register_exists(self.folder):
             live_versions.current(self.folder, self.index)  # creates the registry
         listed = sorted(live_versions.listing(self.folder), key=lambda v: (not v.current, -v.number))
         return ServedVersions(

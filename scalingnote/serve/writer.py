@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
-from scalingnote.index.live.config import LiveConfig
+from scalingnote.index.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.ingest.new_documents import DocumentFlow, IndexRows, index_rows
 from scalingnote.serve import messages

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import uvicorn
 from small_index import SmallIndex
 from starlette.applications import Starlette
@@ -23,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 
 import scalingnote.serve
 from scalingnote.errors import SearchError
-from scalingnote.search.searcher import Candidate
+from scalingnote.search.candidates import SearchHit
 
 PAGE = Path(scalingnote.serve.__file__).parent / "page"
 # Everything the page is made of comes from its own server, and no text becomes markup.
@@ -146,18 +145,17 @@ class App:
     async def similar(self, request: Request) -> Response:
         asked = await request.json()
         self.switches.asked.append(asked)
-        found = self._find(asked["doc_id"])
-        if found is None:
+        document = self.index.searcher.get(asked["doc_id"])
+        if document is None:
             return _absent(asked["doc_id"])
-        document = self.index.searcher.document(found)
         text = f"{document['title']} {document['snippet']}"
         both = np.sum([tower(text) for tower in self.index.towers.values()], axis=0)
-        return self._answer(asked, self.switches.arms[0], both, left_out=found)
+        return self._answer(asked, self.switches.arms[0], both, left_out=asked["doc_id"])
 
     def document(self, request: Request) -> Response:
         wanted = request.path_params["doc_id"]
-        found = self._find(wanted)
-        return _absent(wanted) if found is None else JSONResponse(self.index.searcher.document(found))
+        found = self.index.searcher.get(wanted)
+        return _absent(wanted) if found is None else JSONResponse(found)
 
     def _answer(
         self,
@@ -166,22 +164,21 @@ class App:
         embedding: np.ndarray,
         *,
         encode: float = 0.0,
-        left_out: Candidate | None = None,
+        left_out: str | None = None,
     ) -> Response:
         searcher, start = self.index.searcher, time.perf_counter()
         k = asked.get("k", 10)
         try:
-            found = searcher.candidates(embedding[None], k=k + 1, where=asked.get("filter"))[0]
+            found = searcher.search(embedding[None], k=k + 1, where=asked.get("filter"))[0]
         except SearchError as error:
             return Failing(422, "invalid", str(error), "filter").response()
         answering = len(searcher.shards) - self.switches.silent_shards
-        here = (left_out.shard, left_out.row) if left_out else None
-        kept = [c for c in found if (c.shard, c.row) != here and c.shard < answering][:k]
+        kept = [hit for hit in found if hit.doc_id != left_out and hit.shard < answering][:k]
         search = 1000 * (time.perf_counter() - start)
         return JSONResponse(
             {
                 "request_id": "r-17",
-                "results": [self._result(candidate) for candidate in kept],
+                "results": [self._result(hit) for hit in kept],
                 "arm": arm,
                 "index_version": INDEX_VERSION,
                 "personalised": False,
@@ -191,9 +188,9 @@ class App:
             }
         )
 
-    def _result(self, candidate: Candidate) -> dict[str, Any]:
-        explain = {"dense": candidate.score, "sparse": None, "rerank": None, "shard": candidate.shard}
-        return self.index.searcher.document(candidate) | {"score": candidate.score, "explain": explain}
+    def _result(self, hit: SearchHit) -> dict[str, Any]:
+        explain = {"dense": hit.score, "sparse": None, "rerank": None, "shard": hit.shard}
+        return {**hit.document, "score": hit.score, "explain": explain}
 
     def _refused(self, request: Request) -> Failing | None:
         key = self.switches.api_key
@@ -204,13 +201,6 @@ class App:
     def _facet(self, name: str) -> list[dict[str, Any]]:
         counts = Counter(value for table in self.index.documents for value in table[name].to_pylist())
         return [{"value": value, "count": count} for value, count in counts.most_common(FEW_VALUES)]
-
-    def _find(self, doc_id: str) -> Candidate | None:
-        for number, table in enumerate(self.index.documents):
-            row = pc.index(table["doc_id"], doc_id).as_py()
-            if row >= 0:
-                return Candidate(0.0, number, row)
-        return None
 
 
 def _absent(doc_id: str) -> Response:

@@ -22,7 +22,7 @@ from scalingnote.fuse.prepare import FusedCorpus, read_part
 from scalingnote.index.job import _require_same_origin
 from scalingnote.models import backbone, tower
 from scalingnote.planner.statistics import COUNTS
-from scalingnote.quantize.residual_kmeans import encode, fit
+from scalingnote.quantize.kmeans import encode_nearest, fit
 from scalingnote.quantize.semantic_id import suffixes, to_table
 from scalingnote.storage import schema
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
@@ -119,7 +119,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     matrix = np.random.default_rng(1).standard_normal((DOCUMENTS, DIM)).astype(np.float32)
     matrix /= np.linalg.norm(matrix, axis=1, keepdims=True)
     codebooks = fit(matrix, levels=2, codes=4, iterations=3, seed=0)
-    codes = encode(matrix, codebooks)
+    codes = encode_nearest(matrix, codebooks)
     draft = Draft(f"{base}/embeddings", kind="embeddings", config=tiny.Nothing(), parents={"dataset": source})
     ids = [f"d{i:03d}" for i in range(DOCUMENTS)]
     starts = range(0, DOCUMENTS, PER_PART)

@@ -5,7 +5,7 @@ import pyarrow as pa
 
 from scalingnote import hybrid, topk
 from scalingnote.index import postings
-from scalingnote.index.both import candidates
+from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
 
 DOCUMENTS, VOCABULARY, DIM = 60, 9, 6
@@ -38,7 +38,7 @@ def test_every_candidate_has_both_scores():
         return np.where(rows < 0, -np.inf, np.take_along_axis(dense, rows, axis=1))
 
     found = topk.select(np.where(allowed, dense, -np.inf), k=4)
-    both = candidates(found, score, segments, queries, k=5, allowed=allowed)
+    both = hybrid_candidates(found, score, segments, queries, k=5, allowed=allowed)
     sparse = counts @ weights.astype(np.float32).T
     for query in range(3):
         by_terms = np.argsort(-np.where(allowed, sparse[query], 0), kind="stable")[:5]

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from scalingnote import topk
 from scalingnote.errors import ConfigError
-from scalingnote.index import family as families
 from scalingnote.index import ivf
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from synthetic_corpus import queries, vectors
@@ -107,7 +106,7 @@ def test_merged_shards_equal_one_index(family: Family, documents: np.ndarray, as
         rows.append(np.where(found[1] < 0, -1, found[1] + start))
     merged = topk.merge(np.concatenate(scores, axis=1), np.concatenate(rows, axis=1), k=15)
     np.testing.assert_allclose(merged[0], whole[0], atol=1e-6)
-    if families.refine(family) != "none":  # codes alone tie, and a tie at the last place is anyone's
+    if ivf.refine_of(family) != "none":  # codes alone tie, and a tie at the last place is anyone's
         np.testing.assert_array_equal(merged[1], whole[1])
 
 
@@ -122,7 +121,7 @@ def test_shards_merged_in_memory_are_one_index(
     assert len(merged) == len(documents)
     found = _search(merged, asked, k=15, nprobe=4)
     np.testing.assert_array_equal(found[0], whole[0])
-    if families.refine(family) != "none":
+    if ivf.refine_of(family) != "none":
         np.testing.assert_array_equal(found[1], whole[1])
 
 
@@ -225,5 +224,5 @@ def test_default_nlist_is_four_roots_bounded_by_the_sample(documents: int, train
 
 
 def test_sub_quantizers_divide_the_dimension() -> None:
-    assert [families.sub_quantizers(IVFPQ(), dim) for dim in (1, 6, 30, 128, 768)] == [1, 1, 6, 32, 192]
-    assert [families.sub_quantizers(FastScan(), dim) for dim in (1, 6, 30, 128)] == [1, 3, 15, 64]
+    assert [ivf.sub_quantizers(IVFPQ(), dim) for dim in (1, 6, 30, 128, 768)] == [1, 1, 6, 32, 192]
+    assert [ivf.sub_quantizers(FastScan(), dim) for dim in (1, 6, 30, 128)] == [1, 3, 15, 64]

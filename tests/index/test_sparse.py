@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalingnote.errors import ArtifactError, DataError, SearchError
-from scalingnote.index import postings, postings_file, sparse
+from scalingnote.index import postings, sparse
 from scalingnote.models.sparse_query import SparseRows
 
 VOCABULARY = 12
@@ -97,10 +97,8 @@ def test_merging_segments_is_building_from_what_is_kept(documents, data):
         data.draw(st.lists(st.booleans(), min_size=len(documents), max_size=len(documents))), bool
     )
     kept = [document for document, keep in zip(documents, mask, strict=True) if keep]
-    assert postings_file.dump(postings.merged(segments)) == postings_file.dump(
-        postings.build(*columns(documents))
-    )
-    assert postings_file.dump(postings.merged(segments, kept=mask)) == postings_file.dump(
+    assert postings.dump(postings.merged(segments)) == postings.dump(postings.build(*columns(documents)))
+    assert postings.dump(postings.merged(segments, kept=mask)) == postings.dump(
         postings.build(*columns(kept))
     )
 
@@ -142,7 +140,7 @@ def test_the_strongest_terms_are_kept(documents, k):
 
     made = postings.build(*columns(documents), strongest=k)
     expected = postings.build(*columns([strongest(document) for document in documents]))
-    assert postings_file.dump(made) == postings_file.dump(expected)
+    assert postings.dump(made) == postings.dump(expected)
 
 
 def test_threads_share_postings():
@@ -168,26 +166,24 @@ def drawn(count: int = 30) -> postings.Postings:
 def test_files_are_read_where_they_lie(tmp_path):
     made = drawn()
     mapped = {}
-    for name, data in postings_file.dump(made).items():
+    for name, data in postings.dump(made).items():
         (tmp_path / name).write_bytes(data)
         mapped[name] = pa.memory_map(str(tmp_path / name)).read_buffer()
-    for files in (mapped, postings_file.dump(made)):
-        read = postings_file.load(files)
-        assert postings_file.dump(read) == postings_file.dump(made)
+    for files in (mapped, postings.dump(made)):
+        read = postings.load(files)
+        assert postings.dump(read) == postings.dump(made)
         assert len(read) == 30
         assert not read.rows.flags.writeable
-    assert not postings_file.load(mapped).rows.flags.owndata
+    assert not postings.load(mapped).rows.flags.owndata
     queries = rows_of([{1: 1.0, 5: 2.0}])
     np.testing.assert_equal(
-        sparse.search([postings_file.load(mapped)], queries, k=4), sparse.search([made], queries, k=4)
+        sparse.search([postings.load(mapped)], queries, k=4), sparse.search([made], queries, k=4)
     )
 
 
 def test_nothing_is_postings_too():
     empty = postings.build(*columns([]))
-    assert postings_file.dump(postings_file.load(postings_file.dump(empty))) == postings_file.dump(
-        postings.merged([])
-    )
+    assert postings.dump(postings.load(postings.dump(empty))) == postings.dump(postings.merged([]))
     scores, rows = sparse.search([empty], rows_of([{1: 1.0}]), k=3)
     assert np.isneginf(scores).all()
     assert (rows == -1).all()
@@ -216,24 +212,24 @@ def test_nothing_is_postings_too():
     ],
 )
 def test_files_that_do_not_fit_are_refused(part, change):
-    files, name = postings_file.dump(drawn()), f"sparse.{part}.npy"
+    files, name = postings.dump(drawn()), f"sparse.{part}.npy"
     file = io.BytesIO()
     np.save(file, change(np.load(io.BytesIO(files[name]))))
     with pytest.raises(ArtifactError, match=r"sparse\.\w+\.npy .*re-run index"):
-        postings_file.load({**files, name: file.getvalue()})
+        postings.load({**files, name: file.getvalue()})
 
 
 def test_truncated_and_missing_files_are_named():
-    files = postings_file.dump(drawn())
+    files = postings.dump(drawn())
     with pytest.raises(ArtifactError, match=r"sparse\.rows\.npy is damaged"):
-        postings_file.load({**files, "sparse.rows.npy": files["sparse.rows.npy"][:-1]})
+        postings.load({**files, "sparse.rows.npy": files["sparse.rows.npy"][:-1]})
     with pytest.raises(ArtifactError, match=r"sparse\.terms\.npy is damaged"):
-        postings_file.load({**files, "sparse.terms.npy": b"no array"})
+        postings.load({**files, "sparse.terms.npy": b"no array"})
     with pytest.raises(ArtifactError, match="of 30 documents, the shard has 31"):
-        postings_file.load(files, documents=31)
+        postings.load(files, documents=31)
     del files["sparse.impacts.npy"]
     with pytest.raises(ArtifactError, match=r"sparse\.impacts\.npy is missing"):
-        postings_file.load(files)
+        postings.load(files)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from scalingnote import topk
 from scalingnote.index import ivf, tuning
 from scalingnote.index.config import FastScan
-from scalingnote.index.tuning import Point
+from scalingnote.index.tuning import OperatingPoint
 from scalingnote.search import scan
 from synthetic_corpus import queries, vectors
 
@@ -32,8 +32,8 @@ def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
     whole = ivf.merge(shards)
     for nprobe, found in shares.items():
         for point in tuning.measure(found, exact, nprobe=nprobe, factors=[1, 4]):
-            plan = scan.Plan(nprobe, point.refine_factor)
-            rows = scan.search([whole], asked, k=10, plan=plan).rows
+            factor = point.refine_factor
+            _, rows = scan.search([whole], asked, k=10, nprobe=nprobe, refine_factor=factor)
             assert point.recall == pytest.approx(tuning.recall(rows, exact), abs=1e-4)
 
 
@@ -58,25 +58,25 @@ def test_probes_double_up_to_all_lists() -> None:
 
 def test_the_cheapest_that_reaches_the_target_is_chosen() -> None:
     points = [
-        Point(1, 8, 0.96, 90.0),
-        Point(2, 1, 0.95, 40.0),
-        Point(2, 2, 0.97, 60.0),
-        Point(4, 1, 0.94, 30.0),
+        OperatingPoint(1, 8, 0.96, 90.0),
+        OperatingPoint(2, 1, 0.95, 40.0),
+        OperatingPoint(2, 2, 0.97, 60.0),
+        OperatingPoint(4, 1, 0.94, 30.0),
     ]
     assert tuning.choose(points, target=0.95) == points[1]
 
 
 def test_codes_that_cap_recall_are_told(caplog: pytest.LogCaptureFixture) -> None:
     points = [
-        Point(1, 1, 0.70, 10.0),
-        Point(2, 1, 0.799, 20.0),
-        Point(4, 1, 0.80, 40.0),
-        Point(8, 1, 0.80, 80.0),
+        OperatingPoint(1, 1, 0.70, 10.0),
+        OperatingPoint(2, 1, 0.799, 20.0),
+        OperatingPoint(4, 1, 0.80, 40.0),
+        OperatingPoint(8, 1, 0.80, 80.0),
     ]
     with caplog.at_level(logging.WARNING):
         assert tuning.choose(points, target=0.95) == points[1]
-    assert "recall 0.800 is the most this index finds, 0.950 was asked for" in caplog.text
-    assert "more than nprobe=2 does not move it" in caplog.text
+    assert "recall 0.800 is the most this index finds, the target is 0.950" in caplog.text
+    assert "more than nprobe=2 does not raise it" in caplog.text
 
 
 def test_recall_is_of_the_documents_there_are() -> None:

@@ -10,11 +10,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from scalingnote import hybrid
-from scalingnote.hybrid import Both
+from scalingnote.hybrid import HybridCandidates, Joining
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig, Tuning
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.search.config import Joining
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.schema import QRELS, QUERIES
@@ -69,7 +68,7 @@ def test_the_weight_is_the_best_of_all_documents_scored(
 
     terms = np.array([[str(i).count(str(t)) for t in range(10)] for i in range(DOCUMENTS)], np.float32)
     every = np.tile(np.arange(DOCUMENTS), (ASKED, 1))
-    both = Both(every, asked @ corpus.matrix.T, terms[numbers] @ terms.T)
+    both = HybridCandidates(every, asked @ corpus.matrix.T, terms[numbers] @ terms.T)
     relevant = [{number: 2, (number + 1) % DOCUMENTS: 0} for number in numbers[:-1]] + [{}]
     background = float((asked @ corpus.matrix.T).mean())
     expected = hybrid.tune_weight(both, relevant, background=background)

@@ -27,7 +27,7 @@ from scalingnote.ingest import job
 from scalingnote.ingest.config import IngestConfig
 from scalingnote.ingest.new_documents import DocumentFlow
 from scalingnote.models import backbone, tower
-from scalingnote.quantize import residual_kmeans
+from scalingnote.quantize import kmeans
 from scalingnote.run_config import RunConfig
 from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Draft
@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
             EncodeConfig(), dataset=dataset.uri, dual_encoder=towers.uri, output=str(folder / "embeddings")
         )
     matrix = vectors.to_numpy(embeddings.table("embeddings")["summary"])
-    codebooks = residual_kmeans.fit(matrix, levels=3, codes=8, iterations=5, seed=0)
+    codebooks = kmeans.fit(matrix, levels=3, codes=8, iterations=5, seed=0)
     draft = Draft(str(folder / "ids"), kind="semantic_ids", config=tiny.Nothing(), parents={})
     draft.write_bytes("codebooks.safetensors", save({"codebooks": codebooks}))
     return {"towers": towers, "embeddings": embeddings, "semantic_ids": draft.commit(counts={})}
@@ -95,7 +95,7 @@ def test_a_document_alone_gets_what_it_got_among_all_others(run):
         alone = vectors.to_numpy(ready.table["summary"])
         np.testing.assert_allclose(alone[0], matrix[row], **CLOSE)
         codes = np.array(ready.table["codes"].to_pylist())
-        np.testing.assert_array_equal(codes, residual_kmeans.encode(alone, flow._codebooks))
+        np.testing.assert_array_equal(codes, kmeans.encode_nearest(alone, flow._codebooks))
 
 
 def test_what_was_fused_is_fused_again(run, fused):

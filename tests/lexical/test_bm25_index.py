@@ -8,12 +8,12 @@ import pytest
 
 from in_process import without_ray
 from scalingnote.bm25 import BM25, document_texts
+from scalingnote.hybrid import Joining
 from scalingnote.index import job, shard
 from scalingnote.index.config import FastScan, IndexConfig, Tuning
 from scalingnote.lexical import job as lexical
 from scalingnote.lexical.config import BM25Config
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.search.config import Joining
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.artifact import open_artifact
 from scalingnote.storage.schema import QRELS, QUERIES

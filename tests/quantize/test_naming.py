@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.quantize import by_code, naming, semantic_id, statistics
+from scalingnote.quantize import naming, semantic_id, statistics
 from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.storage.schema import semantic_ids
 from synthetic_corpus import Settings
@@ -24,7 +24,7 @@ def corpus(seed: int) -> tuple[list[str], np.ndarray, np.ndarray]:
 
 def name(
     folder: Path, doc_ids: list[str], codes: np.ndarray, energy: np.ndarray, given: Artifact | None = None
-) -> tuple[naming.Named, Artifact]:
+) -> tuple[naming.NamedCorpus, Artifact]:
     draft = Draft(str(folder), kind="semantic_ids", config=Settings(), parents={})
     parts = [f"codes/part-{i:05d}.parquet" for i in range(len(SIZES))]
     ends = np.cumsum(SIZES)
@@ -34,9 +34,9 @@ def name(
         sampled = np.arange(rows) % 3 == 0
         table = naming.coded_table(names, codes[ours], energy[ours], sampled & (given is None))
         write_table(draft.work(part), table)
-    where = naming.Corpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE, given)
+    where = naming.CodedCorpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE, given)
     named = naming.name(where, parts, SIZES, each=map)
-    draft.write_json(by_code.SUMMARY, named.ranges)
+    draft.write_json(semantic_id.BY_CODE_SUMMARY, named.ranges)
     for file, part in named.parts.items():
         draft.register(file, part)
     return named, draft.commit(counts={})
@@ -53,10 +53,10 @@ def test_ranges_give_the_ids_and_statistics_of_the_whole(
     suffix = semantic_id.suffixes(codes)
     assert table.schema.equals(semantic_ids(LEVELS))
     assert table.equals(semantic_id.to_table(pa.chunked_array([doc_ids]), codes, suffix).cast(table.schema))
-    whole = statistics.Tally.of(codes, energy, size=SIZE)
+    whole = statistics.CodeTally.of(codes, energy, size=SIZE)
     found = statistics.report(named.tally, named.spread, collisions=named.collisions)
     expected = statistics.report(
-        whole, statistics.Spread.of(codes.astype(np.uint16)), collisions=int((suffix > 0).sum())
+        whole, statistics.PrefixCounts.of(codes.astype(np.uint16)), collisions=int((suffix > 0).sum())
     )
     for level, other in zip(found.pop("levels"), expected.pop("levels"), strict=True):
         assert level == pytest.approx(other)
@@ -65,7 +65,7 @@ def test_ranges_give_the_ids_and_statistics_of_the_whole(
     assert named.unseen.documents == unseen.sum()
     assert (
         named.unseen.usage.tolist()
-        == statistics.Tally.of(codes[unseen], energy[unseen], size=SIZE).usage.tolist()
+        == statistics.CodeTally.of(codes[unseen], energy[unseen], size=SIZE).usage.tolist()
     )
 
     assert len(named.ranges) > 2 or rows == 10_000
@@ -110,7 +110,7 @@ def test_a_killed_run_repeats_only_what_was_under_way(
     settled = []
     suffixes = naming._suffixes
 
-    def dying(where: naming.Corpus, number: int, *others: object) -> object:
+    def dying(where: naming.CodedCorpus, number: int, *others: object) -> object:
         settled.append(number)
         if len(settled) == 3:
             raise KeyboardInterrupt
@@ -130,8 +130,8 @@ def test_a_killed_run_repeats_only_what_was_under_way(
 def test_keys_are_ordered_as_codes_are(size: int, levels: int, packed: int) -> None:
     codes = np.random.default_rng(0).integers(0, size, (300, levels))
     codes[:100] = np.random.default_rng(1).integers(0, 2, (100, levels)) * (size - 1)
-    keys = by_code.keys(codes, size=size)
-    assert [by_code.prefix_of(int(key), size=size, levels=levels) for key in keys] == codes[
+    keys = semantic_id.code_keys(codes, size=size)
+    assert [semantic_id.prefix_of_key(int(key), size=size, levels=levels) for key in keys] == codes[
         :, :packed
     ].tolist()
     assert np.argsort(keys, kind="stable").tolist() == np.lexsort(codes[:, :packed].T[::-1]).tolist()

@@ -10,10 +10,10 @@ from safetensors.numpy import load
 from in_process import without_ray
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.quantize import beam, job, naming, refinement, residual_kmeans, semantic_id
+from scalingnote.quantize import job, kmeans, naming, refinement, semantic_id
 from scalingnote.quantize.config import QuantizeConfig
-from scalingnote.quantize.reader import SemanticIds
-from scalingnote.quantize.sample import draw, shares
+from scalingnote.quantize.refinement import draw, shares
+from scalingnote.quantize.semantic_id import SemanticIds
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from synthetic_corpus import dataset, embeddings, vectors
 
@@ -65,7 +65,7 @@ def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact,
     table = open_artifact(ids.uri, kind="semantic_ids").table("codes")
     assert table["doc_id"].to_pylist() == [f"d{i}" for i in range(sum(SIZES))]
     codebooks = load(Path(ids.file("codebooks.safetensors")).read_bytes())["codebooks"]
-    assert table["codes"].to_pylist() == residual_kmeans.encode(matrix, codebooks).tolist()
+    assert table["codes"].to_pylist() == kmeans.encode_nearest(matrix, codebooks).tolist()
     assert len(set(table["semantic_id"].to_pylist())) == sum(SIZES)
     codes = np.array(table["codes"].to_pylist())
     assert table["suffix"].to_pylist() == semantic_id.suffixes(codes).tolist()
@@ -100,7 +100,7 @@ def test_a_killed_run_keeps_its_coded_parts(
     before = [coded[0].stat().st_mtime_ns, coded[2].stat().st_mtime_ns]
     times = []
 
-    def name(*arguments: Any, **knobs: Any) -> naming.Named:
+    def name(*arguments: Any, **knobs: Any) -> naming.NamedCorpus:
         times.extend(path.stat().st_mtime_ns for path in coded)
         return original(*arguments, **knobs)
 
@@ -125,9 +125,9 @@ def test_a_sample_beyond_one_worker_is_fitted_by_many_and_a_beam_leaves_less_ove
     codebooks = load(Path(made.file("codebooks.safetensors")).read_bytes())["codebooks"]
     assert codebooks.tobytes() == twin.tobytes()
     codes = np.array(made.table("codes")["codes"].to_pylist())
-    assert codes.tolist() == beam.encode(matrix, codebooks, beam=8).tolist()
-    greedy = residual_kmeans.encode(matrix, codebooks)
-    left = [residual_kmeans.residual_energy(matrix, c, codebooks)[:, -1].mean() for c in (codes, greedy)]
+    assert codes.tolist() == kmeans.encode(matrix, codebooks, beam=8).tolist()
+    greedy = kmeans.encode_nearest(matrix, codebooks)
+    left = [kmeans.residual_energy(matrix, c, codebooks)[:, -1].mean() for c in (codes, greedy)]
     assert left[0] < left[1]
     assert made.read_json("statistics.json")["levels"][-1]["residual_energy"] == pytest.approx(left[0])
 
@@ -172,8 +172,8 @@ def test_with_earlier_codebooks_ids_stay_and_drift_is_told(
     assert len(held_out) == 200
     means = []
     for those in (unlike, held_out):
-        codes = residual_kmeans.encode(np.ascontiguousarray(those), codebooks)
-        means.append(residual_kmeans.residual_energy(those, codes, codebooks).mean(axis=0))
+        codes = kmeans.encode_nearest(np.ascontiguousarray(those), codebooks)
+        means.append(kmeans.residual_energy(those, codes, codebooks).mean(axis=0))
     ratios = [level["residual_energy_ratio"] for level in found["levels"]]
     np.testing.assert_allclose(ratios, means[0] / means[1], rtol=1e-5)
     assert "fit new codebooks" in caplog.text

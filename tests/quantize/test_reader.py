@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import save
 
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.quantize import by_code, naming, reader, residual_kmeans
-from scalingnote.quantize.reader import SemanticIds
+from scalingnote.quantize import kmeans, naming, semantic_id
+from scalingnote.quantize.semantic_id import SemanticIds
 from scalingnote.storage.artifact import Draft, write_table
 from synthetic_corpus import Settings, vectors
 
@@ -26,8 +26,8 @@ def rows() -> list[tuple[tuple[int, ...], int, str]]:
 @pytest.fixture(scope="module")
 def ids(tmp_path_factory: pytest.TempPathFactory, rows: list) -> SemanticIds:
     matrix = vectors(sum(SIZES), DIM)
-    codebooks = residual_kmeans.fit(matrix[:400], levels=LEVELS, codes=SIZE, iterations=4, seed=0)
-    codes = residual_kmeans.encode(matrix, codebooks)
+    codebooks = kmeans.fit(matrix[:400], levels=LEVELS, codes=SIZE, iterations=4, seed=0)
+    codes = kmeans.encode_nearest(matrix, codebooks)
     draft = Draft(f"{tmp_path_factory.mktemp('reader')}", kind="semantic_ids", config=Settings(), parents={})
     parts = [f"codes/part-{i:05d}.parquet" for i in range(len(SIZES))]
     for part, end, size in zip(parts, np.cumsum(SIZES), SIZES, strict=True):
@@ -36,9 +36,9 @@ def ids(tmp_path_factory: pytest.TempPathFactory, rows: list) -> SemanticIds:
         write_table(draft.work(part), naming.coded_table(names, codes[end - size : end], energy, sampled))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(naming, "ROWS", 120)  # several files
-        where = naming.Corpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE)
+        where = naming.CodedCorpus(draft.work(), draft.uri, draft.work(), LEVELS, SIZE)
         named = naming.name(where, parts, SIZES, each=map)
-    draft.write_json(by_code.SUMMARY, named.ranges)
+    draft.write_json(semantic_id.BY_CODE_SUMMARY, named.ranges)
     draft.write_bytes("codebooks.safetensors", save({"codebooks": codebooks}))
     artifact = draft.commit(counts={})
     assert len(artifact.names("by_code/")) > 3
@@ -82,7 +82,7 @@ def test_the_nearest_prefixes_are_those_of_brute_force(
     ids: SemanticIds, rows: list, metric: str, level: int
 ) -> None:
     prefixes = Counter(codes[:level] for codes, _, _ in rows)
-    decoded = residual_kmeans.decode(np.array(list(prefixes)), ids.codebooks).astype(np.float64)
+    decoded = kmeans.decode(np.array(list(prefixes)), ids.codebooks).astype(np.float64)
     queries = vectors(20, DIM, seed=7)
     scores = queries @ decoded.T
     if metric == "l2":
@@ -109,11 +109,11 @@ def test_what_cannot_be_read_is_said(ids: SemanticIds, tmp_path: Path) -> None:
         ids.documents([1, 7])
     with pytest.raises(DataError, match=r"at most 2 codes"):
         ids.children([0, 0, 0])
-    with pytest.raises(DataError, match=r"'1-2' is no semantic ID: 3 codes and a suffix"):
+    with pytest.raises(DataError, match=r"'1-2' is not a semantic ID of 3 codes and a suffix"):
         ids.doc_id("1-2")
-    assert (reader.parse("1-2"), reader.parse("")) == ([1, 2], [])
-    with pytest.raises(DataError, match=r"'1-x' is not made of codes"):
-        reader.parse("1-x")
+    assert (semantic_id.parse_prefix("1-2"), semantic_id.parse_prefix("")) == ([1, 2], [])
+    with pytest.raises(DataError, match=r"'1-x' is not a sequence of codes"):
+        semantic_id.parse_prefix("1-x")
     with pytest.raises(ConfigError, match=r"level=4"):
         ids.nearest(vectors(1, DIM), level=4)
     with pytest.raises(ConfigError, match=r"8 dimensions, the codebooks 12"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from scalingnote.quantize import lloyd, refinement, residual_kmeans
+from scalingnote.quantize import kmeans, refinement
 from scalingnote.quantize.config import QuantizeConfig
 from synthetic_corpus import vectors
 
@@ -55,10 +55,8 @@ def test_it_leaves_less_over_than_the_part_that_one_worker_holds(tmp_path: Path)
     sample = vectors(2400, 16)
     rows = stored(sample, [700, 1500], tmp_path)
     refined = refinement.fit(CONFIG, rows, folder=str(tmp_path), each=in_order)
-    alone = residual_kmeans.fit(sample[::16], levels=3, codes=8, iterations=8, seed=0)
-    energies = [
-        np.square(residual_kmeans.subtract(sample, codebooks)).sum() for codebooks in (refined, alone)
-    ]
+    alone = kmeans.fit(sample[::16], levels=3, codes=8, iterations=8, seed=0)
+    energies = [np.square(kmeans.subtract(sample, codebooks)).sum() for codebooks in (refined, alone)]
     assert energies[0] < 0.99 * energies[1]
 
 
@@ -78,14 +76,14 @@ def test_a_killed_run_repeats_no_pass(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = stored(sample, [300], tmp_path / "b")
     calls = []
 
-    def counted(vectors: np.ndarray, centroids: np.ndarray) -> lloyd.Moments:
+    def counted(vectors: np.ndarray, centroids: np.ndarray) -> kmeans.ClusterMoments:
         calls.append(len(vectors))
         if len(calls) == 14:  # in the second half of the second level's second pass
             raise KeyboardInterrupt
         return original(vectors, centroids)
 
-    original = lloyd.assign
-    monkeypatch.setattr(lloyd, "assign", counted)
+    original = kmeans.cluster_moments
+    monkeypatch.setattr(kmeans, "cluster_moments", counted)
     with pytest.raises(KeyboardInterrupt):
         refinement.fit(config, rows, folder=f"{tmp_path}/b", each=in_order)
     again = refinement.fit(config, rows, folder=f"{tmp_path}/b", each=in_order)

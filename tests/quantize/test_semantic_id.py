@@ -40,7 +40,7 @@ def test_the_table_has_the_columns_of_the_schema() -> None:
 
 
 def test_ids_that_were_given_stay_and_newcomers_count_on() -> None:
-    given = semantic_id.Given(
+    given = semantic_id.AssignedIds(
         pa.array(["a", "b", "c", "d"]),
         np.array([[1, 1], [1, 1], [2, 0], [1, 1]], np.uint16),
         np.array([0, 1, 0, 2], np.int32),
@@ -58,7 +58,7 @@ def test_appended_documents_count_on_as_if_all_had_come_at_once(before: int, aft
     codes = np.random.default_rng(seed).integers(0, 3, (before + after, 2)).astype(np.uint16)
     names = pa.array([f"d{i}" for i in range(len(codes))], pa.string())
     whole = semantic_id.suffixes(codes)
-    given = semantic_id.Given(names[:before], codes[:before], whole[:before])
+    given = semantic_id.AssignedIds(names[:before], codes[:before], whole[:before])
     suffix, new = semantic_id.suffixes_after(given, names, codes)
     assert suffix.tolist() == whole.tolist()
     assert new.tolist() == [False] * before + [True] * after

@@ -3,12 +3,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.quantize import by_code, statistics
-from scalingnote.quantize.statistics import Spread, Tally
+from scalingnote.quantize import semantic_id, statistics
+from scalingnote.quantize.statistics import CodeTally, PrefixCounts
 
 
 def report(codes: np.ndarray, energy: np.ndarray, *, size: int, collisions: int = 0) -> dict:
-    return statistics.report(Tally.of(codes, energy, size=size), Spread.of(codes), collisions=collisions)
+    return statistics.report(
+        CodeTally.of(codes, energy, size=size), PrefixCounts.of(codes), collisions=collisions
+    )
 
 
 def test_statistics_of_a_corpus_counted_by_hand() -> None:
@@ -28,16 +30,16 @@ def test_ranges_add_up_to_the_whole(documents: int, levels: int, ranges: int, se
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 4, (documents, levels)).astype(np.uint16)
     energy = rng.random((documents, levels)).astype(np.float32)
-    keys = by_code.keys(codes, size=4)
+    keys = semantic_id.code_keys(codes, size=4)
     ends = np.sort(rng.choice(keys, ranges - 1))
     bucket = np.searchsorted(ends, keys, "right")
     pieces = [np.flatnonzero(bucket == number) for number in range(ranges)]
     pieces = [piece for piece in pieces if len(piece)]
-    tally = Tally(0, np.zeros(levels), np.zeros((levels, 4), np.int64))
+    tally = CodeTally(0, np.zeros(levels), np.zeros((levels, 4), np.int64))
     for piece in pieces:
-        tally += Tally.of(codes[piece], energy[piece], size=4)
+        tally += CodeTally.of(codes[piece], energy[piece], size=4)
     tally = statistics.load(statistics.dump(tally))
-    spread = Spread.merged(Spread.of(codes[piece]) for piece in pieces)
+    spread = PrefixCounts.merged(PrefixCounts.of(codes[piece]) for piece in pieces)
     found = statistics.report(tally, spread, collisions=0)
     whole = report(codes, energy, size=4)
     for level, expected in zip(found.pop("levels"), whole.pop("levels"), strict=True):
@@ -51,25 +53,27 @@ def test_drift_of_documents_like_the_fitted_and_unlike_them() -> None:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 8, (4000, 3))
     energy = np.outer(rng.random(4000) + 0.5, [0.6, 0.4, 0.3]).astype(np.float32)
-    fitted, alike = (Tally.of(codes[half], energy[half], size=8) for half in (slice(2000), slice(2000, 4000)))
+    fitted, alike = (
+        CodeTally.of(codes[half], energy[half], size=8) for half in (slice(2000), slice(2000, 4000))
+    )
     found = statistics.drift(alike, fitted, refit_above=1.1)
     assert (found["documents"], found["refit"]) == (2000, False)
     for level in found["levels"]:
         assert level["residual_energy_ratio"] == pytest.approx(1, abs=0.05)
         assert level["usage_divergence_bits"] < 0.01
     # A third of the codes, and a fifth more left over after the last level.
-    unlike = Tally.of(codes[:500] // 3, energy[:500] * [1, 1, 1.2], size=8)
+    unlike = CodeTally.of(codes[:500] // 3, energy[:500] * [1, 1, 1.2], size=8)
     found = statistics.drift(unlike, fitted, refit_above=1.1)
     assert found["refit"]
     assert found["levels"][2]["residual_energy_ratio"] == pytest.approx(1.2, abs=0.05)
     assert found["levels"][0]["usage_divergence_bits"] > 0.3
     assert not statistics.drift(unlike, fitted, refit_above=1.3)["refit"]
-    few = Tally.of(codes[:50], 2 * energy[:50], size=8)
+    few = CodeTally.of(codes[:50], 2 * energy[:50], size=8)
     assert not statistics.drift(few, fitted, refit_above=1.1)["refit"]  # too few to tell
-    apart = Tally(1, np.ones(1), np.array([[1, 0]])), Tally(1, np.ones(1), np.array([[0, 5]]))
+    apart = CodeTally(1, np.ones(1), np.array([[1, 0]])), CodeTally(1, np.ones(1), np.array([[0, 5]]))
     assert statistics.drift(*apart, refit_above=2.0)["levels"][0]["usage_divergence_bits"] == 1
     assert not statistics.drift(unlike, few, refit_above=0.5)["refit"]
-    nothing = Tally(0, np.zeros(1), np.zeros((1, 2), np.int64))
+    nothing = CodeTally(0, np.zeros(1), np.zeros((1, 2), np.int64))
     assert statistics.drift(nothing, apart[1], refit_above=2.0) == {
         "documents": 0,
         "levels": [],

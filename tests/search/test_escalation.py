@@ -5,7 +5,7 @@ import pytest
 
 from scalingnote import topk
 from scalingnote.errors import ConfigError, SearchError
-from scalingnote.search.escalation import Escalation, Point, curve, doubt, rerank, threshold
+from scalingnote.search.escalation import Escalation, EscalationPoint, curve, doubt, rerank, threshold
 
 INF = float("inf")
 
@@ -72,10 +72,10 @@ def test_curve():
         shares=(0.0, 0.25, 0.5, 1.0),
     )
     assert points == [
-        Point(0.0, 0.0, 0.5, 1.0),
-        Point(0.25, 0.25, 0.75, 3.5),
-        Point(0.5, 0.5, 0.5, 6.0),
-        Point(1.0, 1.0, 0.75, 11.0),
+        EscalationPoint(0.0, 0.0, 0.5, 1.0),
+        EscalationPoint(0.25, 0.25, 0.75, 3.5),
+        EscalationPoint(0.5, 0.5, 0.5, 6.0),
+        EscalationPoint(1.0, 1.0, 0.75, 11.0),
     ]
 
 
@@ -91,7 +91,7 @@ def test_curve_tuned_on_other_queries():
         shares=(0.5,),
         held_out=np.array([-0.05, -0.35]),
     )
-    assert point == Point(0.5, 0.75, 1.0, 1.5)
+    assert point == EscalationPoint(0.5, 0.75, 1.0, 1.5)
 
 
 class Numbers:

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from live_shards import DIM, NLIST, index, table, term_columns
 from scalingnote.errors import DataError, SearchError
+from scalingnote.hybrid import Joining
+from scalingnote.index.config import LiveConfig
 from scalingnote.index.live import versions
-from scalingnote.index.live.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.config import Joining
-from scalingnote.search.live_searcher import LiveSearcher
-from scalingnote.search.searcher import Searcher
+from scalingnote.search.searcher import LiveSearcher, Searcher
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 

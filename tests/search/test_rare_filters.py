@@ -5,7 +5,6 @@ import pyarrow as pa
 import pytest
 
 from scalingnote import topk
-from scalingnote.index import family as families
 from scalingnote.index import ivf
 from scalingnote.index.config import Family, FastScan, RaBitQ, ScalarQuantized
 from scalingnote.index.shard import DOCUMENTS, Layout, Shard
@@ -27,7 +26,7 @@ def _searcher(family: Family) -> Searcher:
         columns = {name: pa.array([""] * len(rows)) for name in DOCUMENTS.names}
         columns |= {"doc_id": pa.array(rows.astype(str)), "price": pa.array(PRICES[rows])}
         shards.append(Shard(number, lists, pa.table(columns)))
-    refine = families.refine(family)
+    refine = ivf.refine_of(family)
     layout = Layout(
         *(DIM, COUNT, len(shards), family.kind, refine, LISTS),
         nprobe=1,
@@ -52,8 +51,8 @@ def test_rare_documents_are_found(family: Family) -> None:
             found = searcher.search(ASKED, k=k, where={"price": {"max": bound - 1}})
             rows = [[int(result.doc_id) for result in line] for line in found]
             assert [len({*line} & {*left.tolist()}) for line in rows] == [min(k, len(left))] * len(ASKED)
-            if bound <= 50 and families.refine(family) == "flat":
+            if bound <= 50 and ivf.refine_of(family) == "flat":
                 assert rows == left[topk.search(ASKED, MATRIX[left], k=k)[1]].tolist()
-        if bound <= 50 and families.refine(family) == "sq8":
+        if bound <= 50 and ivf.refine_of(family) == "sq8":
             best = left[topk.search(ASKED, MATRIX[left], k=1)[1][:, 0]]
             assert [line[0] for line in rows] == best.tolist()

@@ -32,11 +32,6 @@ FLAT = _segments(Flat())
 COARSE = _segments(ScalarQuantized())
 
 
-def _rows(found: scan.Found) -> np.ndarray:
-    """Numbered over all segments."""
-    return np.where(found.rows < 0, -1, found.rows + np.array(BOUNDS)[found.segments])
-
-
 def _masks(mask: np.ndarray) -> list[np.ndarray]:
     return [mask[start:stop] for start, stop in pairwise(BOUNDS)]
 
@@ -54,13 +49,14 @@ def test_filters_equal_brute_force_at_every_selectivity(
     left = np.flatnonzero(mask)
     segments = FLAT if flat else FINE
     # All lists and every candidate: what is found is then exact, whichever way the search takes.
-    plan = scan.Plan(nprobe=LISTS, refine_factor=COUNT)
-    found = scan.search(segments, asked, k=k, plan=plan, masks=_masks(mask))
+    found_scores, found = scan.search(
+        segments, asked, k=k, nprobe=LISTS, refine_factor=COUNT, masks=_masks(mask)
+    )
     scores, exact = topk.search(asked, DOCUMENTS[left], k=k)
     width = min(k, len(left))
-    np.testing.assert_array_equal(_rows(found)[:, :width], left[exact])
-    np.testing.assert_allclose(found.scores[:, :width], scores, atol=1e-6)
-    assert (found.rows[:, width:] == -1).all()
+    np.testing.assert_array_equal(found[:, :width], left[exact])
+    np.testing.assert_allclose(found_scores[:, :width], scores, atol=1e-6)
+    assert (found[:, width:] == -1).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -74,16 +70,13 @@ def test_k_results_come_back_whenever_k_exist(
     selectivity: float, k: int, seed: int, segments: list[ivf.Lists]
 ) -> None:
     mask = np.random.default_rng(seed).random(COUNT) < selectivity
-    plan = scan.Plan(nprobe=1, refine_factor=1)
-    found = scan.search(segments, queries(DOCUMENTS, 4, seed=seed), k=k, plan=plan, masks=_masks(mask))
-    rows = _rows(found)
+    asked = queries(DOCUMENTS, 4, seed=seed)
+    _, rows = scan.search(segments, asked, k=k, nprobe=1, refine_factor=1, masks=_masks(mask))
     assert ((rows >= 0).sum(axis=1) == min(k, mask.sum())).all()
     assert mask[rows[rows >= 0]].all()
     assert all(len(set(line[line >= 0])) == (line >= 0).sum() for line in rows)
 
 
 def test_without_a_filter_too_a_short_scan_is_repeated_over_more_lists() -> None:
-    segments = FINE
-    plan = scan.Plan(nprobe=1, refine_factor=1)
-    found = scan.search(segments, queries(DOCUMENTS, 5), k=1000, plan=plan)
-    assert (found.rows >= 0).all()
+    _, rows = scan.search(FINE, queries(DOCUMENTS, 5), k=1000, nprobe=1, refine_factor=1)
+    assert (rows >= 0).all()

@@ -7,13 +7,13 @@ import pytest
 
 from scalingnote import topk
 from scalingnote.errors import ArtifactError, SearchError
+from scalingnote.hybrid import Joining
 from scalingnote.index import ivf, job
 from scalingnote.index.config import FastScan, Flat, IndexConfig
 from scalingnote.index.shard import Layout, Shard
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.config import Joining
-from scalingnote.search.found import Found, merge
-from scalingnote.search.searcher import Result, Searcher
+from scalingnote.search.candidates import ShardCandidates, merge_candidates
+from scalingnote.search.searcher import Searcher
 from synthetic_corpus import Corpus, queries, vectors
 
 # Every list is scanned and every document re-ranked by its floats: the index leaves nothing to chance.
@@ -71,7 +71,9 @@ def test_what_searchers_of_some_shards_find_merges_to_what_one_of_all_finds(
     others = [Searcher.open(uri, shards=numbers) for numbers in ([0], [1, 2])]
     answers = [other.find(asked, k=10) for other in others]
     for query, results in enumerate(searcher.search(asked, k=10)):
-        merged = merge([a[query] for a in answers], k=10, joining=Joining(), layout=searcher.layout)
+        merged = merge_candidates(
+            [a[query] for a in answers], k=10, joining=Joining(), layout=searcher.layout
+        )
         assert [(hit.document["doc_id"], hit.score, hit.shard) for hit in merged] == [
             (result.doc_id, result.score, result.shard) for result in results
         ]
@@ -102,7 +104,7 @@ def test_a_document_and_its_vector_are_found_by_its_id(searcher: Searcher, corpu
 
 def test_a_result_leads_to_its_document(searcher: Searcher, corpus: Corpus) -> None:
     result = searcher.search(corpus.matrix[400:401], k=1)[0][0]
-    assert result == Result("d400", result.score, shard=1, row=400 - 213)
+    assert (result.doc_id, result.shard) == ("d400", 1)
     assert result.score == pytest.approx(1.0, abs=1e-5)
     assert searcher.document(result) == {
         "doc_id": "d400",
@@ -121,8 +123,10 @@ def test_searchers_of_single_shards_merge_to_the_whole_in_any_order(
     layout, joining = searcher.layout, Joining()
     for query in asked:
         found = [part.find(query[None], k=12)[0] for part in parts]
-        merged = merge(found, k=12, joining=joining, layout=layout)
-        assert merged == merge(searcher.find(query[None], k=12), k=12, joining=joining, layout=layout)
+        merged = merge_candidates(found, k=12, joining=joining, layout=layout)
+        assert merged == merge_candidates(
+            searcher.find(query[None], k=12), k=12, joining=joining, layout=layout
+        )
         assert [hit.document["doc_id"] for hit in merged] == [
             result.doc_id for result in searcher.search(query[None], k=12)[0]
         ]
@@ -143,12 +147,14 @@ def test_nprobe_is_chosen_per_search_and_bounded_by_the_lists(
 
 
 def test_of_equal_scores_the_lower_id_comes_first(searcher: Searcher) -> None:
-    def answer(scores: list[float], ids: list[int]) -> Found:
+    def answer(scores: list[float], ids: list[int]) -> ShardCandidates:
         documents = [{"doc_id": str(number)} for number in ids]
-        return Found(np.array(ids), np.zeros(len(ids), int), np.array(scores, np.float32), None, documents)
+        return ShardCandidates(
+            np.array(ids), np.zeros(len(ids), int), np.array(scores, np.float32), None, documents
+        )
 
     answers = [answer([0.5, 0.5], [40, 47]), answer([0.5, 0.9, 0.5], [28, 29, 23])]
-    merged = merge(answers, k=4, joining=Joining(), layout=searcher.layout)
+    merged = merge_candidates(answers, k=4, joining=Joining(), layout=searcher.layout)
     assert [hit.document["doc_id"] for hit in merged] == ["29", "23", "28", "40"]
     assert [hit.score for hit in merged] == pytest.approx([0.9, 0.5, 0.5, 0.5])
 
@@ -191,15 +197,9 @@ def test_a_damaged_file_is_refused_by_its_name(copy: Path, damage: str) -> None:
     assert len(Searcher.open(str(copy))) == 640
 
 
-def test_what_does_not_exist_is_refused(searcher: Searcher, uri: str) -> None:
+def test_a_shard_that_does_not_exist_is_refused(uri: str) -> None:
     with pytest.raises(SearchError, match="has no shard 3: its shards are 0 to 2"):
         Searcher.open(uri, shards=[0, 3])
-    with pytest.raises(SearchError, match="shard 1 is not held here"):
-        Searcher.open(uri, shards=[0]).documents([0], shard=1)
-    with pytest.raises(SearchError, match="this searcher holds"):
-        searcher.documents([0])
-    with pytest.raises(SearchError, match="shard 0 has no row 213"):
-        searcher.documents([0, 213], shard=0)
 
 
 def _with(value: float) -> np.ndarray:
@@ -225,7 +225,7 @@ def test_a_query_that_cannot_be_searched_is_refused(
     asked: np.ndarray, k: int, message: str, searcher: Searcher
 ) -> None:
     # Below the type checker of the tests, as a caller without one would.
-    search = getattr(Searcher.candidates, "__wrapped__", Searcher.candidates)
+    search = getattr(Searcher.find, "__wrapped__", Searcher.find)
     with pytest.raises(SearchError, match=message):
         search(searcher, asked, k=k)
 
@@ -316,5 +316,5 @@ def test_documents_are_found_in_more_text_than_a_column_of_one_chunk_holds() -> 
     )
     searcher = Searcher(layout, [Shard(0, lists, pa.table({"doc_id": texts, "title": texts}))])
     ((first, *_),) = searcher.search(matrix[58:59], k=1)
-    assert (first.doc_id, first.row) == ("short", 58)
+    assert first.doc_id == "short"
     assert searcher.document(first) == {"doc_id": "short", "title": "short"}

@@ -14,8 +14,8 @@ from scalingnote.errors import ConfigError
 from scalingnote.experiment.config import Arm as Share
 from scalingnote.experiment.config import TrafficSplit
 from scalingnote.index.shard import DOCUMENTS, Layout
-from scalingnote.search.found import Found
-from scalingnote.search.query_path import Asked
+from scalingnote.search.candidates import ShardCandidates
+from scalingnote.search.query_path import EncodedQueries
 from scalingnote.serve.access import RefusedError
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
@@ -43,12 +43,12 @@ LAYOUTS = {"v1": LAYOUT, "wide": replace(LAYOUT, dim=3), "three shards": replace
 
 
 class Encoder:
-    async def encode(self, query: str, user_id: str | None) -> Asked:
+    async def encode(self, query: str, user_id: str | None) -> EncodedQueries:
         if query == "encoder slow":
             await asyncio.sleep(SLOW_S)
         if query == "encoder dead":
             raise OSError("the table is gone")
-        return Asked(np.float32([[BEHAVIOURS.index(query)]]), None, np.array([user_id == "known"]))
+        return EncodedQueries(np.float32([[BEHAVIOURS.index(query)]]), None, np.array([user_id == "known"]))
 
     async def ping(self) -> bool:
         return True
@@ -70,7 +70,7 @@ class Shard:
         rows = rows[::2] if query.exact else rows
         documents = [{name: f"{name} {self._shard}/{row}" for name in DOCUMENTS.names} for row in rows]
         ids, shards = 2 * rows + self._shard, np.full(len(rows), self._shard)
-        return ShardAnswer(query.version, Found(ids, shards, np.float32(ids), None, documents), 1)
+        return ShardAnswer(query.version, ShardCandidates(ids, shards, np.float32(ids), None, documents), 1)
 
     async def describe(self, version: str) -> VersionContent:
         return VersionContent(

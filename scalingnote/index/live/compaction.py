@@ -1,79 +1,86 @@
-"""Compaction: an index version and what was written since go in, the next version comes out.
+"""Compaction: write the next index version from the current one and the log.
 
     rows still alive ─ codes and terms as they are ┐
     documents written since ─ encoded once         ┴► files of a shard, one shard in memory at a time
 
-Centroids and codebooks grow stale as documents come and go. When as many have been written as make a share of
-the index, they are trained anew, on vectors of all shards, and every row is encoded by them; so each write
-pays for a bounded number of trainings.
+Centroids and codebooks become stale as documents come and go. Once the documents written reach a share of the
+index, they are trained anew on vectors of all shards, and every row is encoded again; so each write pays for
+a bounded number of trainings.
 
-It reads logs and files only, so it may run in any process that sees them, while the index is written and
-searched. Killed at any moment it leaves the old version current, with the whole log; the next call takes up
-its plan and what was finished.
+Compaction only reads logs and files, so it may run in any process that sees them, while the index is written
+and searched. A kill leaves the old version current, with the whole log; the next call continues its plan. It
+keeps finished files as long as they match their records: a machine's crash loses unsynced files in any order,
+so checksums decide, and a record that cannot be read counts as not written.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index import ivf, postings, postings_file, rescore, shard
-from scalingnote.index.config import IndexConfig
-from scalingnote.index.live import registry, resume, versions, wal, writes
-from scalingnote.index.live import rows as live_rows
-from scalingnote.index.live.config import DEFAULTS
+from scalingnote.index import ivf, postings, rescore, shard
+from scalingnote.index.config import LIVE_DEFAULTS, IndexConfig
+from scalingnote.index.live import snapshot as live_rows
+from scalingnote.index.live import state, versions, wal
 from scalingnote.index.live.shard import catch_up
 from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.state import LiveState
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import MANIFEST, WORK, Artifact, Draft, Part, write_file, write_table
+from scalingnote.storage.artifact import MANIFEST, WORK, Artifact, Draft, Part, write_file
 
-TUNED = ("tuning", "hybrid_tuning")  # of the index that was built; a version goes by it
+TUNED = ("tuning", "hybrid_tuning")  # manifest entries of the built index, which versions copy
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is decided once: shards of one version go as far as each other, and share a quantizer."""
+    """Decisions for all shards of a version, which must agree after a kill too."""
 
-    until: list[int]  # the record of each log up to which the version goes
-    written: int  # documents, since the quantizer of the base was trained
-    stale: bool  # whether that is to be trained anew
+    until: list[int]  # last record of each log that the version includes
+    written: int  # documents written since the quantizer of the base was trained
+    stale: bool  # whether the quantizer is to be trained anew
 
 
 def compact(
     folder: str | Path,
     *,
     output: str | None = None,
-    retrain_at: float = DEFAULTS.retrain_at,
-    keep_versions: int = DEFAULTS.keep_versions,
+    retrain_at: float = LIVE_DEFAULTS.retrain_at,
+    keep_versions: int = LIVE_DEFAULTS.keep_versions,
 ) -> Artifact | None:
     """Write the next version of the live index in `folder` and make it current; None if there is nothing new.
 
-    `output` is a path or URI, by default beside the logs. The quantizer is trained anew once the documents
-    written since it was are the share `retrain_at` of the index, where the family keeps vectors to train it
-    on; else documents keep the codes they have. Of all versions the `keep_versions` that were current last
-    are kept, this one included. ConfigError when another process compacts the same index.
+    Args:
+        folder: of the live index.
+        output: path or URI of the version; None: beside the logs.
+        retrain_at: train the quantizer anew once the documents written since its training are this share of
+            the index, if the family keeps vectors to train on; otherwise documents keep their codes.
+        keep_versions: versions to keep, those that were current last, with this one.
+
+    Raises:
+        ConfigError: another process compacts the same index, or `output` holds a version that is kept.
     """
     folder = Path(folder)
-    with registry.changing(folder):
-        versions.sweep(folder)  # where a kill came before
+    with versions.register_lock(folder):
+        versions.sweep(folder)  # an earlier run may have been killed before its own sweep
         version = versions.current(folder)
         base = version.open()
         number, place = versions.following(folder)
         taken = [each.number for each in versions.listing(folder) if each.uri == fs.absolute(output or place)]
         if taken:
             raise ConfigError(f"{output} holds version {taken[0]}, which is kept: choose another output")
-        draft = _begun(output or place, base, anew=output is None)
-        if draft.finished:  # and killed before it became current
+        draft = _open_draft(output or place, base, anew=output is None)
+        if draft.finished:  # by a run that was killed before it made the version current
             index = draft.existing()
         else:
-            plan = _planned(draft, folder, base, retrain_at=retrain_at)
+            plan = _plan_for(draft, folder, base, retrain_at=retrain_at)
             if plan is None:
                 fs.delete(draft.uri)
                 return None
@@ -89,16 +96,17 @@ def compact(
 
 
 def due(snapshots: Sequence[Snapshot], *, share: float) -> bool:
-    """Whether the rows written since a version, and those of it that are gone, are this share of its rows."""
+    """Whether the rows written since a version, and its rows that died, reach a share of its rows."""
     rows = sum(len(each.base_alive) for each in snapshots)
     gone = rows - sum(int(np.count_nonzero(each.base_alive)) for each in snapshots)
     return gone + sum(len(each.live_alive) for each in snapshots) >= share * max(rows, 1)
 
 
-def _begun(uri: str, base: Artifact, *, anew: bool) -> Draft:
-    """The next version, as far as an earlier run came; `anew` where what that finished is damaged.
+def _open_draft(uri: str, base: Artifact, *, anew: bool) -> Draft:
+    """The draft of the next version, with the files of an earlier run.
 
-    That is for a place where nothing else can be: elsewhere ArtifactError says what to delete.
+    If those are damaged, `anew` deletes them, which is safe only at a path that nothing else uses; else
+    ArtifactError names what to delete.
     """
     config = IndexConfig.model_validate(base.manifest.config)
     begin = partial(Draft, uri, kind="index", config=config, parents={"index": base})
@@ -110,14 +118,14 @@ def _begun(uri: str, base: Artifact, *, anew: bool) -> Draft:
     except ArtifactError as error:
         if not anew:
             raise
-        get_logger("index").warning("what an earlier compaction left is written anew: %s", error)
+        get_logger("index").warning("files of an earlier compaction are written anew: %s", error)
         fs.delete(uri)
         return begin()
 
 
-def _planned(draft: Draft, folder: Path, base: Artifact, *, retrain_at: float) -> _Plan | None:
-    """The plan of the run that this one takes up, or a new one; None if there is nothing new."""
-    found = resume.noted(draft, "plan.json")
+def _plan_for(draft: Draft, folder: Path, base: Artifact, *, retrain_at: float) -> _Plan | None:
+    """The plan of the run that this one continues, or a new plan; None if there is nothing new."""
+    found = read_note(draft, "plan.json")
     if found is not None:
         return _Plan(**found)
     done = versions.included(base)
@@ -129,29 +137,38 @@ def _planned(draft: Draft, folder: Path, base: Artifact, *, retrain_at: float) -
     written = versions.written(base) + _written(folder, base, until)
     stale = layout.refine != "none" and written >= retrain_at * layout.documents
     plan = _Plan(until, written, stale)
-    for others in ("quantizer.json", "shards"):  # of a plan that cannot be read
+    for others in ("quantizer.json", "shards"):  # they belong to a plan that cannot be read
         fs.delete(draft.work(others))
-    resume.note(draft, "plan.json", vars(plan))
-    fs.make_durable(draft.uri, [f"{WORK}/plan.json"])  # no shard outlives the plan that it belongs to
+    write_note(draft, "plan.json", vars(plan))
+    fs.make_durable(
+        draft.uri, [f"{WORK}/plan.json"]
+    )  # before any shard, which would be useless without its plan
     return plan
 
 
 def _write(draft: Draft, folder: Path, base: Artifact, plan: _Plan, *, origin: str) -> Artifact:
     layout = shard.open_layout(base)
     old = versions.open_quantizer(base, layout)
-    trained = _trained_anew(draft, folder, base, old, plan.until) if plan.stale else None
+    trained = _retrained(draft, folder, base, old, plan.until) if plan.stale else None
     quantizer = trained or old
     coarse = ivf.dump(ivf.coarse_of(quantizer.centroids))
     parts = {shard.COARSE: write_file(draft.path(shard.COARSE), coarse)}
     with Progress("index", total=layout.documents, unit="documents compacted") as progress:
         for number, last in enumerate(plan.until):
             record = f"shards/{number:05d}.json"
-            files = resume.finished(draft, record)
+            files = recorded_files(draft, record)
             if files is None:
                 now = _replayed(folder, base, number, old, last)
-                lists = _encoded_anew(now, trained) if trained else _cut_down(now, old)
-                files = _write_shard(draft, number, layout, lists, now)
-                resume.finish(draft, record, files)
+                lists = _reencoded(now, trained) if trained else _kept_codes(now, old)
+                files = shard.write_shard(
+                    draft.uri,
+                    number,
+                    layout=layout,
+                    lists=lists,
+                    documents=now.documents(np.flatnonzero(now.alive)),
+                    terms=postings.merged(now.term_segments, kept=now.alive if layout.sparse else None),
+                )
+                record_files(draft, record, files)
             parts |= files
             progress.advance(sum(part.rows or 0 for part in files.values()))
     for name, part in parts.items():
@@ -169,12 +186,12 @@ def _write(draft: Draft, folder: Path, base: Artifact, plan: _Plan, *, origin: s
 
 
 def _written(folder: Path, base: Artifact, until: Sequence[int]) -> int:
-    """How many documents the logs have that the base does not include."""
+    """Number of documents in the logs that the base does not include."""
     found = 0
     for number, (after, last) in enumerate(zip(versions.included(base), until, strict=True)):
         for record in wal.read(versions.log_folder(folder, number), after=after, until=last):
-            write = writes.decode(record.payload)
-            found += write.documents.num_rows if isinstance(write, writes.Upsert) else 0
+            write = state.decode_write(record.payload)
+            found += write.documents.num_rows if isinstance(write, state.Upsert) else 0
     return found
 
 
@@ -187,22 +204,22 @@ def _replayed(folder: Path, base: Artifact, number: int, quantizer: ivf.Quantize
     return state.snapshot
 
 
-def _trained_anew(
+def _retrained(
     draft: Draft, folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[int]
 ) -> ivf.Quantizer | None:
-    """The quantizer that an earlier run trained, or a new one; None where there is too little to train on."""
+    """A new quantizer, or that of an earlier run; None where there is too little to train on."""
     record = "quantizer.json"
-    if found := resume.finished(draft, record):
+    if found := recorded_files(draft, record):
         return ivf.parse_quantizer({Path(name).name: fs.read_bytes(draft.path(name)) for name in found})
     trained = _trained(folder, base, old, until)
     if trained is not None:
-        fs.delete(draft.work("shards"))  # codes of another quantizer
+        fs.delete(draft.work("shards"))  # they hold codes of another quantizer
         files = {
             f"{WORK}/quantizer/{name}": write_file(draft.work(f"quantizer/{name}"), data)
             for name, data in ivf.dump_quantizer(trained).items()
         }
-        resume.finish(draft, record, files)
-        fs.make_durable(draft.uri, [*files, f"{WORK}/{record}"])  # nor the quantizer of its codes
+        record_files(draft, record, files)
+        fs.make_durable(draft.uri, [*files, f"{WORK}/{record}"])  # before any shard with its codes
     return trained
 
 
@@ -214,7 +231,7 @@ def _trained(folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[i
     rng = np.random.default_rng(config.seed)
     drawn = []
     for number, last in enumerate(until):
-        vectors = _alive(_replayed(folder, base, number, old, last))
+        vectors = _live_vectors(_replayed(folder, base, number, old, last))
         drawn.append(vectors[rng.random(len(vectors)) < share])
     sample = np.concatenate(drawn)
     nlist = min(layout.nlist, max(1, len(sample) // ivf.POINTS_PER_CENTROID))
@@ -227,35 +244,52 @@ def _trained(folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[i
     return found
 
 
-def _alive(now: Snapshot) -> Float[ndarray, "rows dim"]:
-    """Vectors of the rows alive: those kept of the base, those written of the others."""
+def _live_vectors(now: Snapshot) -> Float[ndarray, "rows dim"]:
+    """Vectors of the live rows: as kept by the base, and as written for later rows."""
     kept = rescore.vectors(now.base.lists.kept, np.flatnonzero(now.base_alive))
     return np.concatenate([kept, now.tail[now.live_alive]])
 
 
-def _encoded_anew(now: Snapshot, quantizer: ivf.Quantizer) -> ivf.Lists:
+def _reencoded(now: Snapshot, quantizer: ivf.Quantizer) -> ivf.Lists:
     lists = ivf.empty(quantizer)
-    ivf.add(lists, _alive(now))
+    ivf.add(lists, _live_vectors(now))
     return lists
 
 
-def _cut_down(now: Snapshot, quantizer: ivf.Quantizer) -> ivf.Lists:
-    """The base's lists without what is dead, and what was written since behind it."""
+def _kept_codes(now: Snapshot, quantizer: ivf.Quantizer) -> ivf.Lists:
+    """The base's lists without dead rows, followed by the rows written since."""
     new = ivf.empty(quantizer)
     ivf.add(new, now.tail[now.live_alive])
-    live_rows.keep(now.base.lists, now.base_alive)
+    live_rows.drop_dead_rows(now.base.lists, now.base_alive)
     return ivf.merge([now.base.lists, new])
 
 
-def _write_shard(
-    draft: Draft, number: int, layout: shard.Layout, lists: ivf.Lists, now: Snapshot
-) -> dict[str, Part]:
-    documents = now.documents(np.flatnonzero(now.alive))
-    names = shard.vector_files(number, family=layout.family, refine=layout.refine)
-    files = dict(zip(names, ivf.dump_files(lists), strict=True))
-    if layout.sparse:
-        own, terms = shard.term_files(number), postings.merged(now.term_segments, kept=now.alive)
-        files |= {own[name]: data for name, data in postings_file.dump(terms).items()}
-    parts = {name: write_file(draft.path(name), data) for name, data in files.items()}
-    parts[shard.documents_file(number)] = write_table(draft.path(shard.documents_file(number)), documents)
-    return parts
+def record_files(draft: Draft, record: str, files: Mapping[str, Part]) -> None:
+    """Record finished files, so that later runs do not write them again."""
+    write_note(draft, record, {name: vars(part) for name, part in files.items()})
+
+
+def recorded_files(draft: Draft, record: str) -> dict[str, Part] | None:
+    """The files of a record; None where there is no record, or one of its files differs."""
+    found = read_note(draft, record)
+    if found is None:
+        return None
+    files = {name: Part(**part) for name, part in found.items()}
+    paths = {draft.path(name): part.sha256 for name, part in files.items()}
+    whole = all(fs.exists(path) and fs.checksum(path) == sha256 for path, sha256 in paths.items())
+    return files if whole else None
+
+
+def write_note(draft: Draft, name: str, value: Mapping[str, Any]) -> None:
+    """Store a value for later runs."""
+    fs.write_bytes(draft.work(name), json.dumps(value).encode())
+
+
+def read_note(draft: Draft, name: str) -> dict[str, Any] | None:
+    """The value; None where there is none, or a crash left the file without its contents."""
+    path = draft.work(name)
+    try:
+        found: dict[str, Any] | None = json.loads(fs.read_bytes(path)) if fs.exists(path) else None
+    except ValueError:
+        return None
+    return found

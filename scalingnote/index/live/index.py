@@ -1,8 +1,7 @@
 """A live index: all its shards in one process, each write sent to the shard that owns the document.
 
-Where shards are processes of their own, each holds a :class:`~scalingnote.index.live.LiveShard`, and whoever
-sends writes asks them :meth:`~scalingnote.index.live.LiveShard.knows` and decides by
-:func:`~scalingnote.index.live.owners`, as is done here.
+With a process per shard, each would hold a :class:`LiveShard`, and the sender of writes would determine the
+owners from :meth:`LiveShard.knows` by :func:`owners`, as :class:`LiveIndex` does.
 """
 
 import threading
@@ -20,23 +19,22 @@ from numpy import ndarray
 
 from scalingnote.errors import ArtifactError, DataError
 from scalingnote.index import shard
-from scalingnote.index.config import IndexConfig
-from scalingnote.index.live import compaction, versions, writes
-from scalingnote.index.live.config import DEFAULTS, LiveConfig
-from scalingnote.index.live.registry import Version
+from scalingnote.index.config import LIVE_DEFAULTS, IndexConfig, LiveConfig
+from scalingnote.index.live import compaction, state, versions
 from scalingnote.index.live.shard import LiveShard, MovedError, owners
 from scalingnote.index.live.snapshot import Snapshot
-from scalingnote.index.live.writes import Written
+from scalingnote.index.live.state import WriteResult
+from scalingnote.index.live.versions import LiveVersion
 from scalingnote.log import get_logger
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.stored_rows import take
 
 T = TypeVar("T")
-_ASKED_AGAIN = 3  # times; a document moves at most once per compaction
+MAX_ATTEMPTS = 3  # to route a write; a document moves at most once per compaction
 
 
 class LiveIndex:
-    """Every shard of an index, open for writing, or following who writes. Threads may share one."""
+    """Every shard of an index, open for writing or following the writer. Threads may share one."""
 
     def __init__(
         self,
@@ -44,11 +42,15 @@ class LiveIndex:
         index: str | None = None,
         *,
         follow: bool = False,
-        config: LiveConfig = DEFAULTS,
+        config: LiveConfig = LIVE_DEFAULTS,
     ) -> None:
-        """Open the current version and what was written since; `folder` holds both, see `versions`.
+        """Open the current version and the writes since.
 
-        `index`, the artifact that was built, is needed once.
+        Args:
+            folder: of versions and logs, see :mod:`scalingnote.index.live.versions`.
+            index: artifact that was built; needed the first time.
+            follow: read only, and follow the process that writes.
+            config: settings.
         """
         self.folder, self._config = Path(folder), config
         self._adopting, self._deciding = threading.Lock(), threading.Lock()
@@ -56,7 +58,7 @@ class LiveIndex:
         self._compaction: Future[None] | None = None
         versions.current(folder, index)
 
-        def open_shards(version: Version) -> None:
+        def open_shards(version: LiveVersion) -> None:
             opened = _Opened(version)
             needed = versions.needed(folder)
             with ExitStack() as on_failure:
@@ -82,7 +84,7 @@ class LiveIndex:
         _with_current(folder, open_shards)
 
     def __len__(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return sum(len(each) for each in self.shards)
 
     @property
@@ -91,32 +93,32 @@ class LiveIndex:
         return self._version.number
 
     def snapshots(self) -> list[Snapshot]:
-        """All shards as of now; of a batch of writes, the part of one may show before that of another."""
+        """All shards as of now; a batch of writes may show in one shard before another."""
         return [each.snapshot for each in self.shards]
 
-    def upsert(self, documents: pa.Table, vectors: Shaped[ndarray, "..."]) -> dict[int, Written]:
-        """Write each document to its owner; what became of them, by shard. See :meth:`LiveShard.upsert`."""
+    def upsert(self, documents: pa.Table, vectors: Shaped[ndarray, "..."]) -> dict[int, WriteResult]:
+        """Write each document to its owner; outcomes by shard. See :meth:`LiveShard.upsert`."""
         if "doc_id" not in documents.column_names or len(vectors) != len(documents):
             raise DataError(
                 f"{len(documents)} documents and {len(vectors)} vectors, doc_id a column: pass these"
             )
         doc_ids = documents["doc_id"].cast(pa.string()).fill_null("").to_pylist()
 
-        def write(number: int, rows: Sequence[int]) -> Written:
+        def write(number: int, rows: Sequence[int]) -> WriteResult:
             own = np.array(rows)
             return self.shards[number].upsert(take(documents, own), vectors[own], rows=rows)
 
         return self._routed(doc_ids, write)
 
-    def delete(self, doc_ids: Sequence[str]) -> dict[int, Written]:
-        """Delete documents; what became of it, by shard. DataError when something else than ids is named."""
-        wanted = writes.delete(doc_ids).doc_ids
+    def delete(self, doc_ids: Sequence[str]) -> dict[int, WriteResult]:
+        """Delete documents; outcomes by shard. DataError where a doc_id is not a non-empty string."""
+        wanted = state.checked_delete(doc_ids).doc_ids
         return self._routed(
             wanted, lambda number, rows: self.shards[number].delete([wanted[i] for i in rows])
         )
 
-    # A write goes to the owner. What is read is wherever it is alive: of documents that were deleted, each
-    # process remembers others, and so followers may name other owners than the writer does.
+    # Writes go to the owner; reads ask every shard for the live document. Each process remembers different
+    # deleted documents, so followers may determine other owners than the writer does.
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """A document by its id, as of now."""
@@ -129,9 +131,9 @@ class LiveIndex:
         return next((vector for vector in found if vector is not None), None)
 
     def refresh(self) -> None:
-        """Follow the writing process: its version if that is another, then its writes."""
+        """Follow the writing process: switch to its version if needed, then apply its writes."""
 
-        def follow(_: Version) -> None:
+        def follow(_: LiveVersion) -> None:
             self.adopt()
             for each in self.shards:
                 each.refresh()
@@ -139,7 +141,7 @@ class LiveIndex:
         _with_current(self.folder, follow)
 
     def compact(self) -> Artifact | None:
-        """Write the next version here and now, and go over to it; None if there is nothing new."""
+        """Write the next version and switch to it; None if there is nothing new."""
         written = compaction.compact(
             self.folder, retrain_at=self._config.retrain_at, keep_versions=self._config.keep_versions
         )
@@ -147,24 +149,24 @@ class LiveIndex:
         return written
 
     def adopt(self) -> bool:
-        """Go over to the version that is current, if it is another, later or earlier; whether it was.
+        """Switch to the current version, later or earlier; returns whether it was another one.
 
-        It was made current, in any process, by a compaction or by `versions.activate`.
+        Compaction or `versions.activate`, in any process, make a version current.
         """
         with self._adopting:
             before = self._version
             if versions.current(self.folder).number != before.number:
-                _with_current(self.folder, self._go_over)
+                _with_current(self.folder, self._switch)
             return self._version.number != before.number
 
-    def _go_over(self, version: Version) -> None:
+    def _switch(self, version: LiveVersion) -> None:
         opened, needed = _Opened(version), versions.needed(self.folder)
         for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
             each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
         self._version, self.layout = version, opened.layout
 
     def close(self) -> None:
-        """Close every shard, after a compaction that is under way."""
+        """Close every shard, after waiting for a running compaction."""
         self._background.shutdown()
         for each in self.shards:
             each.close()
@@ -173,9 +175,9 @@ class LiveIndex:
         return owners(doc_ids, [each.knows(doc_ids) for each in self.shards], shards=len(self.shards))
 
     def _routed(self, doc_ids: Sequence[str], send: Callable[[int, Sequence[int]], T]) -> dict[int, T]:
-        """Send each row to the shard that owns it, and again where a compaction came between."""
+        """Send each row to the shard that owns it, and again where a compaction moved documents meanwhile."""
         sent: dict[int, T] = {}
-        for attempt in range(_ASKED_AGAIN):
+        for attempt in range(MAX_ATTEMPTS):
             owner = np.array(self._owners(doc_ids), np.int64)
             try:
                 for number in np.unique(owner).tolist():
@@ -183,7 +185,7 @@ class LiveIndex:
                 self._compact_if_due()
                 return sent
             except MovedError:
-                if attempt + 1 == _ASKED_AGAIN:
+                if attempt + 1 == MAX_ATTEMPTS:
                     raise
         return sent
 
@@ -195,19 +197,19 @@ class LiveIndex:
         with self._deciding:
             idle = self._compaction is None or self._compaction.done()
             if idle and compaction.due(self.snapshots(), share=share):
-                self._compaction = self._background.submit(self._compact_or_say_why)
+                self._compaction = self._background.submit(self._compact_and_log)
 
-    def _compact_or_say_why(self) -> None:
+    def _compact_and_log(self) -> None:
         try:
             self.compact()
-        except Exception:  # everything is where it was; the next write tries again
+        except Exception:  # nothing has changed; the next write tries again
             get_logger("index").exception("%s: compaction failed", self.folder)
 
 
 class _Opened:
-    """A version, open to take shards from."""
+    """An open version, of which shards are opened one by one."""
 
-    def __init__(self, version: Version) -> None:
+    def __init__(self, version: LiveVersion) -> None:
         self._artifact = version.open()
         self.included = versions.included(self._artifact)
         self.strongest = IndexConfig.model_validate(self._artifact.manifest.config).terms
@@ -219,8 +221,8 @@ class _Opened:
         return shard.open_shard(self._artifact, number, layout=self.layout, coarse=self._coarse)
 
 
-def _with_current(folder: str | Path, use: Callable[[Version], None]) -> None:
-    """Use the current version; the next one where it was replaced, and files of it or its log removed."""
+def _with_current(folder: str | Path, use: Callable[[LiveVersion], None]) -> None:
+    """Use the current version; again with the next one if it was replaced and its files removed meanwhile."""
     while True:
         version = versions.current(folder)
         try:

@@ -2,8 +2,8 @@
 
     write ─► log (durable) ─► state ─► acknowledged, and in every search that starts from here on
 
-Writes that wait at the same time share one sync of the log. A follower is a replica of the shard in another
-process that sees the log's folder: it shows what the writer acknowledged by its last refresh.
+Concurrent writes share one sync of the log. A follower is a replica of the shard in another process that sees
+the log's folder: it shows what the writer had acknowledged by the follower's last refresh.
 """
 
 import threading
@@ -21,43 +21,57 @@ from numpy import ndarray
 
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.index import ivf, rescore
-from scalingnote.index.live import wal, writes
-from scalingnote.index.live.config import DEFAULTS
+from scalingnote.index.config import LIVE_DEFAULTS
+from scalingnote.index.live import wal
 from scalingnote.index.live.snapshot import Snapshot
-from scalingnote.index.live.state import LiveState
-from scalingnote.index.live.writes import Delete, Upsert, Written
+from scalingnote.index.live.state import (
+    Delete,
+    LiveState,
+    Upsert,
+    WriteResult,
+    checked_delete,
+    checked_upsert,
+    decode_write,
+    encode_write,
+)
 from scalingnote.index.shard import Shard
 from scalingnote.log import get_logger
 from scalingnote.storage.exchange import bucket_of
 
-_REPLAYED_AT_ONCE = 256  # records
+REPLAY_BATCH = 256  # records applied at once
 
 
 class MovedError(DataError):
-    """A document belongs to another shard than the one it was sent to: ask again which, and send it there."""
+    """A document was sent to a shard that does not own it: determine the owner again, and send it there."""
 
 
 def owners(doc_ids: Sequence[str], known: Sequence[Sequence[bool]], *, shards: int) -> list[int]:
-    """The shard that each document is to be written to.
+    """Number of the shard that owns each document.
 
-    `known` is what :meth:`LiveShard.knows` of every shard says: a document stays where it is; a new one goes
-    where its hash says. So two writers, or a delete between two upserts, never put one into two shards.
+    A document stays in its shard; a new one belongs to the shard of its hash. So neither two writers nor a
+    delete between two upserts put a document into two shards.
+
+    Args:
+        doc_ids: ids of the documents.
+        known: for every shard, the result of :meth:`LiveShard.knows`.
+        shards: number of shards.
     """
     hashed = bucket_of(pa.array(doc_ids, pa.string()), shards).tolist()
     return [
-        next((number for number, here in enumerate(known) if here[i]), hashed[i]) for i in range(len(doc_ids))
+        next((number for number, knows in enumerate(known) if knows[i]), hashed[i])
+        for i in range(len(doc_ids))
     ]
 
 
 def catch_up(state: LiveState, log: Path, *, until: int) -> None:
-    """Apply what is in a log above the state's record, up to record `until`."""
+    """Apply the records of a log that the state lacks, up to record `until`."""
     records = wal.read(log, after=state.snapshot.sequence, until=until)
-    while group := [(r.sequence, writes.decode(r.payload)) for r in islice(records, _REPLAYED_AT_ONCE)]:
+    while group := [(r.sequence, decode_write(r.payload)) for r in islice(records, REPLAY_BATCH)]:
         state.apply(group)
 
 
 class LiveShard:
-    """A shard that takes writes. Threads may share one; a log has one writer and any number of followers."""
+    """A shard that takes writes. Threads may share it; a log has one writer and any number of followers."""
 
     def __init__(
         self,
@@ -70,8 +84,8 @@ class LiveShard:
         shards: int = 1,
         strongest: int | None = None,
         follow: bool = False,
-        merge_rows: int = DEFAULTS.merge_rows,
-        segment_bytes: int = DEFAULTS.segment_bytes,
+        merge_rows: int = LIVE_DEFAULTS.merge_rows,
+        segment_bytes: int = LIVE_DEFAULTS.segment_bytes,
     ) -> None:
         """Open at the last acknowledged write.
 
@@ -79,10 +93,10 @@ class LiveShard:
             base: shard of an index version that includes the records of the log up to `after`
             quantizer: what the shards of that index share
             log: local folder of this shard's log
-            needed: the log is kept above this record, for versions that may be gone back to; None: `after`
-            shards: of the index; a document lives in one of them, see :func:`owners`
-            strongest: terms of a document that are indexed, where the index holds terms; None: all
-            follow: only read: show the writes of another process
+            needed: records above it are kept, for versions that may be activated again; None: `after`
+            shards: number of shards of the index, see :func:`owners`
+            strongest: terms indexed per document, where the index holds terms; None: all
+            follow: read only, and show the writes of another process
             merge_rows: see LiveConfig
             segment_bytes: see LiveConfig
 
@@ -101,36 +115,41 @@ class LiveShard:
         try:
             self.refresh()
             self._state.forget()
-            if self._log is not None:  # where a crash came between a compaction and this
+            if self._log is not None:  # a crash may have prevented this after a compaction
                 self._log.drop(through=after if needed is None else needed)
         except BaseException:
             self.close()
             raise
 
     def __len__(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self.snapshot)
 
     @property
     def snapshot(self) -> Snapshot:
-        """The shard as of now. Search it and look up its rows in one and the same snapshot."""
+        """The shard as of now; rows found in a snapshot are valid in that snapshot only."""
         return self._state.snapshot
 
     def upsert(
         self, documents: pa.Table, vectors: Shaped[ndarray, "..."], *, rows: Sequence[int] | None = None
-    ) -> Written:
-        """Write documents, each in place of the one with its doc_id if there is one; durable when it returns.
+    ) -> WriteResult:
+        """Write documents, replacing those with equal doc_ids; durable on return.
 
-        `documents` has the columns of the index's own, and `terms` and `impacts` as `storage.schema.SPARSE`
-        where the index holds terms (else a document has none); further ones are left out. Vectors are scaled
-        to unit length. A row without a doc_id or a direction, or with terms that are no terms, is set aside,
-        the others are written as one: after a crash all of them are there or none. `rows` are their numbers
-        in the table that they were taken from, to name those set aside by. Raises DataError when the table
-        cannot be read at all, ArtifactError when the log cannot be written (what was not acknowledged may
-        then still be there).
+        A row without a doc_id or a direction, or with invalid terms, is rejected. The others are written
+        atomically: after a crash all of them are there, or none.
+
+        Args:
+            documents: with the columns of the index; where it holds terms, `terms` and `impacts` as in
+                storage.schema.SPARSE, or none; other columns are ignored.
+            vectors: one per document; scaled to unit length.
+            rows: numbers that name rejected rows without a doc_id; None: their positions.
+
+        Raises:
+            DataError: columns or vectors have another type or shape than the index.
+            ArtifactError: the log cannot be written; writes that were not acknowledged may still be there.
         """
         base = self.snapshot.base
-        write, rejected = writes.upsert(
+        write, rejected = checked_upsert(
             documents,
             vectors,
             schema=base.documents.schema,
@@ -139,12 +158,12 @@ class LiveShard:
             strongest=self._strongest,
             rows=rows,
         )
-        return Written(self._written(write), write.documents.num_rows, rejected)
+        return WriteResult(self._written(write), write.documents.num_rows, rejected)
 
-    def delete(self, doc_ids: Sequence[str]) -> Written:
-        """Delete documents; ids that are not there are no error. Durable when it returns."""
-        write = writes.delete(doc_ids)
-        return Written(self._written(write), len(write.doc_ids))
+    def delete(self, doc_ids: Sequence[str]) -> WriteResult:
+        """Delete documents, ignoring unknown ids; durable on return."""
+        write = checked_delete(doc_ids)
+        return WriteResult(self._written(write), len(write.doc_ids))
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """A document by its id, as of now."""
@@ -153,7 +172,7 @@ class LiveShard:
         return found
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """A document's vector, as of now, as exact as the index keeps it; None where it is not here."""
+        """A document's vector as of now, as exact as the index keeps it; None where it is unknown."""
         snapshot, row = self._state.find(doc_id)
         if row < 0:
             return None
@@ -162,28 +181,31 @@ class LiveShard:
         return found
 
     def knows(self, doc_ids: Sequence[str]) -> list[bool]:
-        """Which of these documents are here, or were since the shard was opened or last went over."""
+        """Which documents are in this shard, or were since it was opened or last changed version."""
         return self._state.knows(doc_ids)
 
     def refresh(self) -> int:
-        """Show what was acknowledged by now; the number of log records taken. A writer needs it only once."""
+        """Apply all acknowledged records; returns their number. A writer does so only when it opens."""
         with self._commit:
             return self._catch_up(self._state)
 
     def merge(self) -> int:
-        """Move the rows that are searched exactly into lists, now; how many they were."""
+        """Move the rows that are searched exactly into lists now; returns their number."""
         return self._state.merge()
 
     def rebase(self, base: Shard, quantizer: ivf.Quantizer, *, after: int, needed: int | None = None) -> None:
-        """Go over to an index version that includes the log up to record `after`, while searches go on.
+        """Switch to another index version, later or earlier, while searches go on.
 
-        It may be a later one or an earlier: what was written since is taken from the log. Then the records up
-        to `needed`, or else up to `after`, are dropped.
+        Args:
+            base: shard of the version.
+            quantizer: of the version.
+            after: last log record that the version includes; later ones are replayed.
+            needed: records up to this one are dropped; None: up to `after`.
         """
         state = LiveState(base, quantizer, sequence=after)
         self._catch_up(state)
         state.merge()
-        with self._commit, self._order:  # no write comes between
+        with self._commit, self._order:  # no write may come between
             if self._log is not None and self._waiting:
                 self._log.sync()
                 self._waiting = []
@@ -196,26 +218,26 @@ class LiveShard:
             self._log.drop(through=after if needed is None else needed)
 
     def close(self) -> None:
-        """Stop writing and merging; snapshots that are held can still be searched."""
+        """Stop writing and merging; existing snapshots can still be searched."""
         with self._commit:
             self._background.shutdown()
             if self._log is not None:
                 self._log.close()
 
     def _written(self, write: Upsert | Delete) -> int:
-        """Log a write, make it durable, show it; its number in the log."""
+        """Log a write, make it durable and visible; returns its number in the log."""
         if self._log is None:
             raise ConfigError(f"this shard follows {self._folder}: send writes to the process that writes it")
         if not write.doc_ids:
             return self._log.acknowledged
-        payload = writes.encode(write)
+        payload = encode_write(write)
         with self._order:
             if isinstance(write, Upsert):
                 self._require_owned(write.doc_ids)
             sequence = self._log.append(payload)
             self._waiting.append((sequence, write))
         with self._commit:
-            if self.snapshot.sequence < sequence:  # else whoever came first took this one along
+            if self.snapshot.sequence < sequence:  # else another thread's sync included it
                 with self._order:
                     group, self._waiting = self._waiting, []
                 self._log.sync()
@@ -224,7 +246,7 @@ class LiveShard:
         return sequence
 
     def _require_owned(self, doc_ids: Sequence[str]) -> None:
-        """Whoever sent them may have asked for their owners before this shard forgot deleted ones."""
+        """MovedError where the sender determined the owners before this shard forgot deleted documents."""
         number = self.snapshot.base.number
         hashed = owners(doc_ids, [], shards=self._shards)
         for doc_id, owner, known in zip(doc_ids, hashed, self.knows(doc_ids), strict=True):
@@ -244,10 +266,10 @@ class LiveShard:
         """In the background, one at a time."""
         idle = self._merge is None or self._merge.done()
         if idle and len(self.snapshot.tail) >= self._merge_rows:
-            self._merge = self._background.submit(self._merge_or_say_why)
+            self._merge = self._background.submit(self._merge_and_log)
 
-    def _merge_or_say_why(self) -> None:
+    def _merge_and_log(self) -> None:
         try:
             self.merge()
-        except Exception:  # searched exactly, the rows are still there; the next write tries again
+        except Exception:  # the rows are still searched exactly; the next write tries again
             get_logger("index").exception("%s: merging failed", self._folder)

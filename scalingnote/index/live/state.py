@@ -1,39 +1,221 @@
-"""What a live shard holds in memory: an index version, the rows written since, and where every document is.
+"""Writes to a live shard, and the state they lead to: an index version, later rows, and where documents are.
 
+    documents ─checked_upsert─► write ─encode_write─► log record
     writes ─apply─► tail, dead rows ─► a new snapshot          (microseconds, one writer at a time)
     tail   ─merge─► lists of the live rows ─► a new snapshot   (in the background, beside the searches)
 
-It knows no log: applied in the order of their numbers, the same writes give the same state anywhere.
+The state knows no log: the same writes, applied in the order of their numbers, give the same state anywhere.
 """
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Float
+import pyarrow.ipc
+from jaxtyping import Bool, Float, Shaped
 from numpy import ndarray
 
+from scalingnote.errors import DataError
 from scalingnote.index import ivf, postings
-from scalingnote.index.live import rows as live_rows
-from scalingnote.index.live.doc_ids import DocIds
-from scalingnote.index.live.snapshot import Snapshot
-from scalingnote.index.live.writes import Delete, Upsert
+from scalingnote.index.live import snapshot as live_rows
+from scalingnote.index.live.snapshot import DocIds, Snapshot
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Shard
 from scalingnote.storage import stored_rows
+from scalingnote.storage.schema import SPARSE
+from scalingnote.storage.vectors import to_arrow, to_numpy
+
+VECTOR = "vector"  # column that a log record adds to those of the documents; deletions lack it
+
+
+@dataclass(frozen=True)
+class Upsert:
+    """Documents with distinct doc_ids, and their vectors of unit length."""
+
+    documents: pa.RecordBatch
+    vectors: Float[ndarray, "rows dim"]
+    terms: pa.RecordBatch | None = None  # as storage.schema.SPARSE; None where the index holds no terms
+
+    @property
+    def doc_ids(self) -> list[str]:
+        """Ids of the documents, in order."""
+        ids: list[str] = self.documents.column("doc_id").to_pylist()
+        return ids
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Deletion of documents; unknown ids are allowed."""
+
+    doc_ids: list[str]
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """Outcome of a write, durable up to and including log record `sequence`."""
+
+    sequence: int
+    rows: int
+    rejected: list[dict[str, str]] = field(default_factory=list)  # as storage.schema.REJECTED has them
+
+
+def checked_upsert(
+    documents: pa.Table,
+    vectors: Shaped[ndarray, "..."],
+    *,
+    schema: pa.Schema,
+    dim: int,
+    sparse: bool = False,
+    strongest: int | None = None,
+    rows: Sequence[int] | None = None,
+) -> tuple[Upsert, list[dict[str, str]]]:
+    """Separate the rows that can be written from those to reject; of rows with equal doc_ids the last counts.
+
+    Args:
+        documents: with the columns of `schema`; where the index is sparse, with `terms` and `impacts`, which
+            may be null or missing for documents without terms.
+        vectors: one per document, of any length.
+        schema: of the index's own columns.
+        dim: of the index.
+        sparse: whether the index holds terms.
+        strongest: terms kept per document; None: all.
+        rows: numbers that name rejected rows without a doc_id; None: their positions.
+
+    Returns:
+        The write, and the rejected rows as in storage.schema.REJECTED.
+
+    Raises:
+        DataError: columns are missing or of another type, or `vectors` has another shape or type.
+    """
+    table = _typed(documents, schema)
+    terms = _terms_of(documents) if sparse else None
+    unfit = {} if terms is None else _unfit(terms)
+    if vectors.ndim != 2 or vectors.shape != (len(table), dim) or vectors.dtype.kind != "f":
+        raise DataError(
+            f"vectors are {vectors.dtype} of shape {vectors.shape}: pass floats of shape "
+            f"({len(table)}, {dim}), one row per document, from the document tower of this index"
+        )
+    wide = vectors.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        lengths = np.sqrt(np.einsum("nd,nd->n", wide, wide))
+    numbers = range(len(table)) if rows is None else rows
+    last: dict[str, int] = {}
+    rejected = []
+    for row, doc_id in enumerate(table["doc_id"].to_pylist()):
+        if reason := _reason(doc_id, float(lengths[row])) or unfit.get(row, ""):
+            rejected.append({"table": "documents", "row": doc_id or f"row {numbers[row]}", "reason": reason})
+        else:
+            last[doc_id] = row
+    kept = sorted(last.values())
+    unit = (wide[kept] / lengths[kept, None]).astype(np.float32)
+    places = pa.array(kept, pa.int64())
+    if terms is not None:
+        terms = _strongest(terms.take(places), strongest)
+    return Upsert(
+        _single_batch(table.take(places)), unit, None if terms is None else _single_batch(terms)
+    ), rejected
+
+
+def checked_delete(doc_ids: Sequence[str]) -> Delete:
+    """A deletion; DataError where a doc_id is not a non-empty string."""
+    wrong = [doc_id for doc_id in doc_ids if not isinstance(doc_id, str) or not doc_id]
+    if wrong:
+        raise DataError(f"{wrong[0]!r} is no doc_id: pass strings that are not empty")
+    return Delete(list(dict.fromkeys(doc_ids)))
+
+
+def encode_write(write: Upsert | Delete) -> bytes:
+    """Payload of a log record: one Arrow table."""
+    if isinstance(write, Upsert):
+        batch = write.documents.append_column(VECTOR, to_arrow(write.vectors))
+        if write.terms is not None:
+            for name in SPARSE.names:
+                batch = batch.append_column(name, write.terms.column(name))
+    else:
+        batch = pa.record_batch({"doc_id": pa.array(write.doc_ids, pa.string())})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def decode_write(payload: bytes) -> Upsert | Delete:
+    """The inverse of :func:`encode_write`."""
+    batch = pa.ipc.open_stream(payload).read_next_batch()
+    if VECTOR not in batch.schema.names:
+        return Delete(batch.column("doc_id").to_pylist())
+    sparse = SPARSE.names if batch.schema.names[-2:] == SPARSE.names else []
+    documents = batch.drop_columns([VECTOR, *sparse])
+    return Upsert(documents, to_numpy(batch.column(VECTOR)), batch.select(sparse) if sparse else None)
+
+
+def _terms_of(documents: pa.Table) -> pa.Table:
+    """Terms of documents, null where the columns are missing."""
+    if any(name in documents.column_names for name in SPARSE.names):
+        return _typed(documents, SPARSE)
+    return pa.table([pa.nulls(len(documents), field.type) for field in SPARSE], schema=SPARSE)
+
+
+def _unfit(terms: pa.Table) -> dict[int, str]:
+    """Rows whose terms cannot be indexed, with the reasons."""
+
+    def reason(rows: pa.Table) -> str:
+        try:
+            postings.build(rows["terms"], rows["impacts"])
+        except DataError as error:
+            return str(error).removeprefix("document 0 ")
+        return ""
+
+    if not reason(terms):
+        return {}
+    return {row: why for row in range(len(terms)) if (why := reason(terms.slice(row, 1)))}
+
+
+def _strongest(terms: pa.Table, k: int | None) -> pa.Table:
+    if k is None:
+        return terms
+    cut = postings.build(terms["terms"], terms["impacts"], strongest=k)
+    return pa.table(postings.columns([cut]), schema=SPARSE)
+
+
+def _typed(documents: pa.Table, schema: pa.Schema) -> pa.Table:
+    missing = [name for name in schema.names if name not in documents.column_names]
+    if missing:
+        raise DataError(
+            f"documents have no column {missing[0]!r}: this index holds {', '.join(schema.names)}"
+        )
+    try:
+        return documents.select(schema.names).cast(schema)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DataError(f"documents are not of the types this index holds: {error}") from None
+
+
+def _reason(doc_id: str | None, length: float) -> str:
+    if not doc_id:
+        return "doc_id is missing"
+    if not np.isfinite(length):
+        return "vector is not finite"
+    return "" if length > 0 else "vector is all zero: it has no direction"
+
+
+def _single_batch(table: pa.Table) -> pa.RecordBatch:
+    batches = table.combine_chunks().to_batches()
+    return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
 class LiveState:
-    """A shard whose snapshots follow the writes applied to it."""
+    """State of a shard in memory; its snapshots follow the writes applied to it."""
 
     def __init__(self, base: Shard, quantizer: ivf.Quantizer, *, sequence: int = 0) -> None:
-        """`quantizer` is what all shards of the index share; `base` includes the writes up to `sequence`."""
+        """Start from `base`, which includes the writes up to `sequence`; shards share the quantizer."""
         self._base_rows = DocIds(base.documents["doc_id"])
-        self._known = np.ones(len(base.documents), bool)  # rows of the base whose documents belong here
-        self._live_rows: dict[str, int] = {}  # from 0; -1 where the document was deleted again
-        self._tail = np.empty((0, quantizer.centroids.shape[1]), np.float32)  # with room to grow
+        self._known = np.ones(
+            len(base.documents), bool
+        )  # rows of the base whose documents belong to this shard
+        self._live_rows: dict[str, int] = {}  # counted from 0; -1 where the document was deleted again
+        self._tail = np.empty((0, quantizer.centroids.shape[1]), np.float32)  # with spare capacity
         self._lock, self._merging = threading.Lock(), threading.Lock()
         self.snapshot = Snapshot(
             sequence=sequence,
@@ -47,13 +229,13 @@ class LiveState:
 
     @property
     def dim(self) -> int:
-        """Of the vectors."""
+        """Dimension of the vectors."""
         return self._tail.shape[1]
 
     def apply(self, writes: Sequence[tuple[int, Upsert | Delete]]) -> None:
-        """Take writes, each with its number, in order; the next snapshot shows all of them.
+        """Apply numbered writes in order; the next snapshot shows all of them at once.
 
-        Those that it shows already are passed over.
+        Writes that the snapshot includes already are skipped.
         """
         with self._lock:
             now = self.snapshot
@@ -87,7 +269,7 @@ class LiveState:
             )
 
     def find(self, doc_id: str) -> tuple[Snapshot, int]:
-        """The newest snapshot, and the row that stands for this document there; -1 if none does."""
+        """The newest snapshot, and the document's row in it; -1 where it has none."""
         with self._lock:
             now = self.snapshot
             live = self._live_rows.get(doc_id, -1)
@@ -97,7 +279,7 @@ class LiveState:
             return now, row if row >= 0 and now.base_alive[row] else -1
 
     def knows(self, doc_ids: Sequence[str]) -> list[bool]:
-        """Which of these documents are here, or were since :meth:`forget`."""
+        """Which of these documents are in this shard, or were since :meth:`forget`."""
         rows = self._base_rows.rows(doc_ids)
         with self._lock:
             known = (rows >= 0) & self._known[rows] if len(self._known) else rows >= 0
@@ -106,23 +288,23 @@ class LiveState:
             ]
 
     def forget(self) -> None:
-        """Know deleted documents no more: from here on they belong where their hash says.
+        """Forget deleted documents: from now on they belong to the shard of their hash.
 
-        To be called before the first question. Which documents belong to a shard then depends on what was
-        written, not on the version it is opened from; a version may still have the rows of one that was
-        deleted, forgotten and written to another shard since.
+        Must be called before the first :meth:`knows`. The documents that belong to a shard then depend on the
+        writes only, not on the version that it is opened from: a version may still have rows of a document
+        that was deleted, forgotten and written to another shard since.
         """
         with self._lock:
             self._known = self.snapshot.base_alive
             self._live_rows = {doc_id: row for doc_id, row in self._live_rows.items() if row >= 0}
 
     def merge(self) -> int:
-        """Move the tail, as it is now, into lists; the number of rows moved. Writes and searches go on."""
+        """Move the current tail into lists while writes and searches go on; returns the rows moved."""
         with self._merging:
             before = self.snapshot
             moved = len(before.tail)
             if moved:
-                merged = live_rows.copy(before.merged)  # which is being searched
+                merged = live_rows.copy_lists(before.merged)  # the original is being searched
                 ivf.add(merged, before.tail)
                 with self._lock:
                     self._tail = self.snapshot.tail[moved:].copy()
@@ -132,18 +314,18 @@ class LiveState:
     def _extended(
         self, tail: Float[ndarray, "rows dim"], vectors: Float[ndarray, "new dim"]
     ) -> Float[ndarray, "more dim"]:
-        """The tail and more rows. A snapshot sees only the rows it began with: room behind these is free."""
+        """Append rows to the tail. Snapshots see only their own rows, so memory behind these may change."""
         stop = len(tail) + len(vectors)
         if stop > len(self._tail):
-            room = np.empty((max(2 * stop, 64), tail.shape[1]), np.float32)
-            room[: len(tail)] = tail
-            self._tail = room
+            grown = np.empty((max(2 * stop, 64), tail.shape[1]), np.float32)
+            grown[: len(tail)] = tail
+            self._tail = grown
         self._tail[len(tail) : stop] = vectors
         return self._tail[:stop]
 
 
 def _without(alive: Bool[ndarray, " rows"], dead: Sequence[int]) -> Bool[ndarray, " rows"]:
-    """A copy, as older snapshots keep theirs; itself where nothing died."""
+    """A copy without dead rows, as older snapshots keep theirs; the array itself where none died."""
     if dead:
         alive = alive.copy()
         alive[list(dead)] = False
@@ -151,7 +333,7 @@ def _without(alive: Bool[ndarray, " rows"], dead: Sequence[int]) -> Bool[ndarray
 
 
 def _with_terms(segments: tuple[Postings, ...], batches: Sequence[pa.RecordBatch]) -> tuple[Postings, ...]:
-    """Term lists of the live rows with those of further ones; few, as a row is copied once per doubling."""
+    """Append term lists of new rows; segments stay few, and a row is copied once per doubling."""
     if not batches:
         return segments
     new = pa.Table.from_batches(batches)
@@ -159,7 +341,7 @@ def _with_terms(segments: tuple[Postings, ...], batches: Sequence[pa.RecordBatch
 
 
 def _appended(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tuple[pa.RecordBatch, ...]:
-    """A chunk is full, or twice as long as the next or more: they are few, and a row is copied few times."""
+    """Append a chunk; each stays full or at least twice as long as the next, so rows are rarely copied."""
     left, most = list(chunks), stored_rows.BATCH_BYTES
     while left and left[-1].num_rows < 2 * batch.num_rows and left[-1].nbytes + batch.nbytes <= most:
         batch = pa.concat_batches([left.pop(), batch])

@@ -1,49 +1,105 @@
 """Versions of a live index: the one that was built, then those that compaction wrote; one of them is current.
 
-folder/versions.json    which are kept, and which is current
+folder/versions.json    the register: which versions are kept, and which is current
 folder/versions/00001   an index artifact whose live.json says what it includes
 folder/shard-00000      the log of a shard, as far back as the oldest version kept needs it
 
-A version is a way to hold the documents, the log says what they are: with the log behind it, every version
-kept gives the same documents, so any of them may become the current one at any time.
+The log defines the documents, a version only stores them up to some record. With the log after that record,
+every version kept gives the same documents, so any of them may become current at any time. The register is
+replaced as a whole: after a kill there is the old one or the new one. Files that it no longer names are
+removed only after it is durable.
 """
 
+import fcntl
+import json
+import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.index import ivf, shard
-from scalingnote.index.live import registry, wal
-from scalingnote.index.live.registry import Register, Version
+from scalingnote.index.live import wal
+from scalingnote.index.live.wal import lock_file, make_folder
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 LIVE = "live.json"  # a part of the index artifacts that compaction writes
+REGISTER_FILE = "versions.json"
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A version kept, as `listing` tells of it."""
+class LiveVersion:
+    """An index version; `origin` is the digest of the index that was built, the same for all of them."""
+
+    number: int
+    uri: str
+    origin: str
+    documents: int
+    created: str  # in UTC
+    included: tuple[int, ...]  # of each shard's log, the record up to which its writes are in
+
+    def open(self) -> Artifact:
+        """The artifact."""
+        return open_artifact(self.uri, kind="index")
+
+
+@dataclass(frozen=True)
+class Register:
+    """Versions, ordered by when they were last made current; the last one is current."""
+
+    kept: tuple[LiveVersion, ...]
+    last: int  # the highest number that a version ever had
+
+    @property
+    def current(self) -> LiveVersion:
+        """The version to open."""
+        return self.kept[-1]
+
+    @property
+    def needed(self) -> list[int]:
+        """Last record of each log that no version kept needs."""
+        return [min(records) for records in zip(*(each.included for each in self.kept), strict=True)]
+
+    def activated(self, version: LiveVersion) -> "Register":
+        """Make this version, which may be new, the current one."""
+        others = tuple(each for each in self.kept if each.number != version.number)
+        return Register((*others, version), max(self.last, version.number))
+
+    def limited(self, keep: int) -> "Register":
+        """Keep only the `keep` versions that were current last."""
+        return replace(self, kept=self.kept[-keep:])
+
+
+@dataclass(frozen=True)
+class ListedVersion:
+    """A version as :func:`listing` describes it."""
 
     number: int
     uri: str
     documents: int
     created: str  # in UTC
     current: bool
-    log_kept: bool  # whether all that was written since is there, so that it can be activated
+    log_kept: bool  # whether the log since is complete, so that it can be activated
 
 
-def current(folder: str | Path, index: str | None = None) -> Version:
-    """The version to open. `index` names the one that was built: needed once, then checked if it is given.
+def current(folder: str | Path, index: str | None = None) -> LiveVersion:
+    """The version to open.
 
-    ArtifactError when the folder holds the writes to another index.
+    Args:
+        folder: of the live index.
+        index: artifact that was built; needed the first time, later only checked.
+
+    Raises:
+        ArtifactError: the folder holds writes to another index.
     """
     built = None if index is None else described(0, open_artifact(index, kind="index"))
-    if built is not None and not registry.exists(folder):
-        registry.begin(folder, Register((built,), 0))
-    found = registry.read(folder).current
+    if built is not None and not register_exists(folder):
+        create_register(folder, Register((built,), 0))
+    found = read_register(folder).current
     if built is not None and built.origin != found.origin:
         raise ArtifactError(
             f"{folder} holds writes to index {found.origin[:12]}, {index} is {built.origin[:12]}: "
@@ -52,11 +108,11 @@ def current(folder: str | Path, index: str | None = None) -> Version:
     return found
 
 
-def listing(folder: str | Path) -> list[Listed]:
-    """The versions kept, by number."""
-    found = registry.read(folder)
+def listing(folder: str | Path) -> list[ListedVersion]:
+    """All versions kept, by number."""
+    found = read_register(folder)
     return [
-        Listed(
+        ListedVersion(
             *(each.number, each.uri, each.documents, each.created),
             current=each == found.current,
             log_kept=_log_kept(folder, each),
@@ -65,14 +121,17 @@ def listing(folder: str | Path) -> list[Listed]:
     ]
 
 
-def activate(folder: str | Path, number: int) -> Version:
-    """Make a version that is kept the current one, durably; open indexes go over to it by `adopt`.
+def activate(folder: str | Path, number: int) -> LiveVersion:
+    """Make a kept version the current one, durably, after reading and checking its files.
 
-    Every file of it is read and checked before. ConfigError when it is not kept, or another process compacts
-    the index; ArtifactError when a file of it is damaged, or a record that was written since is gone.
+    Open indexes switch to it by `adopt`.
+
+    Raises:
+        ConfigError: the version is not kept, or another process compacts the index.
+        ArtifactError: a file is damaged, or a record written since the version is gone.
     """
-    with registry.changing(folder):
-        found = registry.read(folder)
+    with register_lock(folder):
+        found = read_register(folder)
         version = next((each for each in found.kept if each.number == number), None)
         if version is None:
             kept = ", ".join(str(each.number) for each in listing(folder))
@@ -82,33 +141,33 @@ def activate(folder: str | Path, number: int) -> Version:
                 f"version {number} of {folder} cannot be activated: records that were written since are gone"
             )
         check(version.open())
-        fs.delete(_place(folder, found.last + 1))  # what a killed compaction left: it began at another one
-        registry.write(folder, found.activated(version))
+        fs.delete(_place(folder, found.last + 1))  # a killed compaction's draft, based on another version
+        write_register(folder, found.activated(version))
     get_logger("index").info("version %d of %s is current", number, folder)
     return version
 
 
 def check(index: Artifact) -> None:
-    """Read every file of a version; ArtifactError at one that is not as its manifest says."""
+    """Read every file of a version; ArtifactError where one differs from its manifest."""
     for name in index.names():
         index.file(name)
 
 
 def following(folder: str | Path) -> tuple[int, str]:
-    """Number of the next version, which none ever had, and where it goes by default."""
-    number = registry.read(folder).last + 1
+    """Number of the next version, never used before, and its default path."""
+    number = read_register(folder).last + 1
     return number, _place(folder, number)
 
 
-def advance(folder: str | Path, version: Version, *, keep: int) -> None:
+def advance(folder: str | Path, version: LiveVersion, *, keep: int) -> None:
     """Make a new version the current one, durably; then remove all but the `keep` that were current last."""
-    registry.write(folder, registry.read(folder).activated(version).limited(keep))
+    write_register(folder, read_register(folder).activated(version).limited(keep))
     sweep(folder)
 
 
 def sweep(folder: str | Path) -> None:
     """Remove the folders of versions that are no longer kept; what processes have mapped stays readable."""
-    found = registry.read(folder)
+    found = read_register(folder)
     kept = {each.number for each in found.kept}
     for path in Path(folder).glob("versions/[0-9][0-9][0-9][0-9][0-9]"):
         if 0 < int(path.name) <= found.last and int(path.name) not in kept:
@@ -116,14 +175,14 @@ def sweep(folder: str | Path) -> None:
 
 
 def needed(folder: str | Path) -> list[int]:
-    """The record of each log above which all is needed, to open any version kept."""
-    return registry.read(folder).needed
+    """Last record of each log that no version kept needs."""
+    return read_register(folder).needed
 
 
-def described(number: int, index: Artifact) -> Version:
-    """What the register says of an index artifact."""
+def described(number: int, index: Artifact) -> LiveVersion:
+    """The entry of an index artifact in the register."""
     live = index.read_json(LIVE) if LIVE in index.manifest.parts else {}
-    return Version(
+    return LiveVersion(
         number,
         fs.absolute(index.uri),
         live.get("origin", index.digest),
@@ -134,12 +193,12 @@ def described(number: int, index: Artifact) -> Version:
 
 
 def log_folder(folder: str | Path, number: int) -> Path:
-    """Where the log of a shard lies."""
+    """Folder of a shard's log."""
     return Path(folder) / f"shard-{number:05d}"
 
 
 def included(index: Artifact) -> list[int]:
-    """The log record up to which each shard of a version includes what was written."""
+    """Last log record that each shard of a version includes."""
     if LIVE not in index.manifest.parts:
         return [0] * shard.open_layout(index).shards
     found: list[int] = index.read_json(LIVE)["included"]
@@ -147,14 +206,14 @@ def included(index: Artifact) -> list[int]:
 
 
 def written(index: Artifact) -> int:
-    """Documents written since the quantizer of a version was trained, as far as the version includes them."""
+    """Number of documents in a version that were written since its quantizer was trained."""
     if LIVE not in index.manifest.parts:
         return 0
     return int(index.read_json(LIVE)["written"])
 
 
 def open_quantizer(index: Artifact, layout: shard.Layout) -> ivf.Quantizer:
-    """What the shards of an index share, from the smallest of them, emptied."""
+    """The quantizer that the shards share, from the smallest shard, emptied."""
     coarse = shard.open_coarse(index)
     rows = {
         number: index.manifest.parts[shard.documents_file(number)].rows for number in range(layout.shards)
@@ -172,10 +231,64 @@ def open_quantizer(index: Artifact, layout: shard.Layout) -> ivf.Quantizer:
     )
 
 
-def _log_kept(folder: str | Path, version: Version) -> bool:
+def _log_kept(folder: str | Path, version: LiveVersion) -> bool:
     logs = enumerate(version.included)
     return all(wal.holds(log_folder(folder, number), after=record) for number, record in logs)
 
 
 def _place(folder: str | Path, number: int) -> str:
     return fs.absolute(fs.join(str(folder), "versions", f"{number:05d}"))
+
+
+def register_exists(folder: str | Path) -> bool:
+    """Whether an index was ever opened there for writing."""
+    return (Path(folder) / REGISTER_FILE).exists()
+
+
+def read_register(folder: str | Path) -> Register:
+    """The register of a folder; ArtifactError where there is none."""
+    if not register_exists(folder):
+        raise ArtifactError(f"{folder} has no {REGISTER_FILE}: no index was opened there for writing")
+    path = Path(folder) / REGISTER_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        kept = (LiveVersion(**each | {"included": tuple(each["included"])}) for each in values["kept"])
+        return Register(tuple(kept), values["last"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArtifactError(f"{path} is damaged ({error}): restore it") from None
+
+
+def write_register(folder: str | Path, register: Register) -> None:
+    """Replace the register, durably."""
+    folder = Path(folder)
+    pending = folder / f"{REGISTER_FILE}.pending"
+    with pending.open("w", encoding="utf-8") as stream:
+        json.dump(asdict(register), stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    pending.replace(folder / REGISTER_FILE)
+    fs.sync(folder)
+
+
+def create_register(folder: str | Path, register: Register) -> None:
+    """Write the first register of a folder; of several processes that try at once, one succeeds."""
+    folder = Path(folder)
+    make_folder(folder)
+    with (folder / f"{REGISTER_FILE}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+        if not register_exists(folder):
+            write_register(folder, register)
+
+
+@contextmanager
+def register_lock(folder: str | Path) -> Iterator[None]:
+    """Exclusive right to change the register; ConfigError while another process has it."""
+    read_register(folder)
+    taken = (
+        f"{folder} is being compacted, or set to another version, by another process ({{owner}}): wait for it"
+    )
+    lock = lock_file(Path(folder) / "compaction.lock", taken=taken)
+    try:
+        yield
+    finally:
+        os.close(lock)

@@ -4,54 +4,74 @@
     folder/acknowledged                  the last record known to be durable
     folder/00000000000000000001.log ...  segments, named after their first record; a record is header, payload
 
-Records are numbered from 1 without gaps. The end of the newest segment may be torn by a crash: what was never
-acknowledged is cut off when the writer comes back. Anything else that is not as it was written is damage, and
-refused. An acknowledgement is known from two places: the file of that name, which outlives the process but is
-not synced, and every later record, whose header says what had been acknowledged when it was written.
+Records are numbered from 1 without gaps. A crash may tear the end of the newest segment: what was never
+acknowledged is cut off when the writer comes back. Any other difference from what was written is damage and
+an error. An acknowledgement is stored in two places: in the file of that name, which outlives the process but
+is not synced, and in every later record, whose header names the last record acknowledged before it.
 """
 
+import fcntl
 import os
 import threading
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index.live.claim import claim
-from scalingnote.index.live.config import DEFAULTS
-from scalingnote.index.live.wal_segment import (
-    Record,
-    claimed,
-    framed,
-    make_folder,
-    records,
-    segments,
-    start_segment,
-)
+from scalingnote.index.config import LIVE_DEFAULTS
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 
 _MARK = Struct("<QI")  # the record acknowledged, and the CRC-32 of its number
 MAX_RECORD_BYTES = 1 << 30
 _sync = getattr(os, "fdatasync", os.fsync)  # the file's times need not be durable
+_MAGIC = b"SNL1"
+_HEADER, _CRC = Struct("<4sIIQQ"), Struct("<I")  # the fields of Header; CRC-32 of these bytes
+_FRAME = _HEADER.size + _CRC.size
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record: its number and payload."""
+
+    sequence: int
+    payload: bytes
+
+
+class Header(NamedTuple):
+    """Header of a record."""
+
+    magic: bytes
+    length: int  # bytes of the payload
+    check: int  # its CRC-32
+    sequence: int
+    acknowledged: int  # the last record that was durable when this one was written
 
 
 class Log:
     """The writer of a log. Threads may append while one of them syncs."""
 
     def __init__(
-        self, folder: str | Path, *, after: int = 0, segment_bytes: int = DEFAULTS.segment_bytes
+        self, folder: str | Path, *, after: int = 0, segment_bytes: int = LIVE_DEFAULTS.segment_bytes
     ) -> None:
-        """Take the log for writing; a torn end is cut off. New records are numbered above `after`.
+        """Open the log for writing, and cut off an end that a crash has torn.
 
-        ConfigError when another process writes it, ArtifactError when an acknowledged record is damaged.
+        Args:
+            folder: of the log, created if missing.
+            after: number that new records must exceed.
+            segment_bytes: size at which a segment is closed.
+
+        Raises:
+            ConfigError: another process writes this log.
+            ArtifactError: an acknowledged record is damaged.
         """
         self.folder, self._segment_bytes = Path(folder), segment_bytes
         make_folder(self.folder)
-        self._claim = claim(
+        self._lock_handle = lock_file(
             self.folder / "lock",
             taken=f"{self.folder} is being written by another process ({{owner}}): a log has one writer; "
             "stop that one, or open this shard as a follower",
@@ -61,7 +81,7 @@ class Log:
             self._mark = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
             self._lock, self._syncing = threading.Lock(), threading.Lock()
             self._broken, self._closed = False, False
-            if self._path is None or last < after:  # all that is here is older than what it is to go on from
+            if self._path is None or last < after:  # all records here are older than `after`
                 last = max(last, after)
                 self._path = start_segment(self.folder, last + 1)
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
@@ -69,7 +89,7 @@ class Log:
             self._next, self._acknowledged = last + 1, last
             self._note()
         except BaseException:
-            os.close(self._claim)
+            os.close(self._lock_handle)
             raise
 
     @property
@@ -83,7 +103,7 @@ class Log:
             raise ConfigError(f"a record of {len(payload):,} bytes is too large: write smaller batches")
         with self._lock:
             self._require_usable()
-            frame = framed(payload, sequence=self._next, acknowledged=self._acknowledged)
+            frame = encode_record(payload, sequence=self._next, acknowledged=self._acknowledged)
             try:
                 _write_all(self._file, frame)
             except OSError as error:
@@ -96,10 +116,10 @@ class Log:
             return self._next - 1
 
     def sync(self) -> int:
-        """Make durable what was appended so far; the number of the last record that is.
+        """Make all appended records durable; returns the number of the last durable record.
 
-        One thread syncs at a time, for all whose records are there: those who waited find theirs durable.
-        Two at once could note their numbers in the wrong order, or close a segment under one another.
+        One thread syncs at a time, for all records appended so far, so that waiting threads find theirs
+        durable. Two syncs at once could store their numbers in the wrong order, or close the other's segment.
         """
         with self._lock:
             self._require_usable()
@@ -112,7 +132,7 @@ class Log:
                 try:
                     _sync(self._file)
                 except OSError as error:
-                    # The pages count as clean from here on: a second sync would succeed and mean nothing.
+                    # The kernel now counts the pages as clean: a second sync would succeed without effect.
                     self._broken = True
                     message = f"{self._path} cannot be made durable: {error}; open it again"
                     raise ArtifactError(message) from error
@@ -124,7 +144,7 @@ class Log:
             return self._acknowledged
 
     def drop(self, *, through: int) -> None:
-        """Remove the segments all of whose records are numbered up to `through`."""
+        """Remove segments without records above `through`."""
         with self._lock:
             self._require_usable()
             if self._size and self._acknowledged <= through and self._next == self._acknowledged + 1:
@@ -133,21 +153,21 @@ class Log:
             for (_, path), (following, _) in pairwise(found):
                 if following <= through + 1:
                     path.unlink()
-            fs.sync(self.folder)  # removed names are durable only once their folder is
+            fs.sync(self.folder)  # makes the removal durable
 
     def rotate(self) -> None:
-        """Begin a segment, so that what was synced by now can be dropped whole one day."""
+        """Begin a new segment, so that the synced records can later be dropped with theirs."""
         with self._lock:
             self._require_usable()
             if self._size and self._next == self._acknowledged + 1:
                 self._rotate()
 
     def close(self) -> None:
-        """Give the log back; what was not synced may be lost. Closing twice is no error."""
+        """Release the log; records that were not synced may be lost. Closing twice is allowed."""
         with self._lock:
             self._broken = True
             if not self._closed:
-                for file in (self._file, self._mark, self._claim):
+                for file in (self._file, self._mark, self._lock_handle):
                     os.close(file)
             self._closed = True
 
@@ -187,10 +207,15 @@ def holds(folder: str | Path, *, after: int) -> bool:
 
 
 def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Iterator[Record]:
-    """The acknowledged records above `after`, or those of them up to `until`, in order.
+    """Read acknowledged records in order; no lock is needed while a writer appends.
 
-    A reader needs no lock: it may follow a log that is being written. ArtifactError where one is damaged, or
-    missing because it was dropped.
+    Args:
+        folder: of the log.
+        after: number of the record before the first.
+        until: number of the last; None: the last acknowledged one.
+
+    Raises:
+        ArtifactError: a record is damaged, or was dropped.
     """
     folder = Path(folder)
     until = acknowledged(folder) if until is None else until
@@ -207,7 +232,7 @@ def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Ite
                 if record.sequence == expected:
                     yield record
                     expected += 1
-                if expected > until:  # beyond it a record may be half written
+                if expected > until:  # later records may be half written
                     break
     if expected <= until:
         raise ArtifactError(
@@ -217,10 +242,10 @@ def read(folder: str | Path, *, after: int = 0, until: int | None = None) -> Ite
 
 
 def _recover(folder: Path) -> tuple[int, Path | None]:
-    """The last whole record and its segment, after cutting off what a crash has torn.
+    """Cut off what a crash has torn; the last whole record and its segment.
 
-    What no acknowledgement is known of is written again: where its sync failed, the pages count as clean, and
-    a sync of them would mean nothing.
+    Records without a known acknowledgement are written again: if their sync failed, the kernel counts the
+    pages as clean, and another sync would have no effect.
     """
     found, known = segments(folder), acknowledged(folder)
     if not found and known:
@@ -238,7 +263,7 @@ def _recover(folder: Path) -> tuple[int, Path | None]:
                 durable = stop if last <= known else durable
         except ArtifactError:
             stream.seek(end)
-            if max(known, claimed(stream.read())) > last:
+            if max(known, highest_acknowledgement(stream.read())) > last:
                 raise
             torn = path.stat().st_size - end
             get_logger("index").warning("%s: %d bytes of an unfinished record are cut off", path, torn)
@@ -269,3 +294,87 @@ def _write_all(file: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]
+
+
+def encode_record(payload: bytes, *, sequence: int, acknowledged: int) -> bytes:
+    """Bytes of a record in a segment."""
+    header = _HEADER.pack(*Header(_MAGIC, len(payload), zlib.crc32(payload), sequence, acknowledged))
+    return header + _CRC.pack(zlib.crc32(header)) + payload
+
+
+def records(stream: BinaryIO, path: Path, *, first: int) -> Iterator[tuple[Record, int]]:
+    """Records of a segment, each with the offset of its end; ArtifactError where one is not whole."""
+    sequence, start = first, 0
+    while data := stream.read(_FRAME):
+        header = _parse(data)
+        payload = stream.read(header.length) if header else b""
+        if not header or header.sequence != sequence or not _whole(header, payload):
+            raise ArtifactError(f"{path} is damaged at byte {start}, record {sequence}: restore the file")
+        start += len(data) + len(payload)
+        yield Record(sequence, payload), start
+        sequence += 1
+
+
+def highest_acknowledgement(data: bytes) -> int:
+    """The highest acknowledged record that an intact header in these bytes names; 0 if there is none."""
+    found, start = 0, data.find(_MAGIC)
+    while start >= 0:
+        header = _parse(data[start : start + _FRAME])
+        found = max(found, header.acknowledged if header else 0)
+        start = data.find(_MAGIC, start + 1)
+    return found
+
+
+def segments(folder: Path) -> list[tuple[int, Path]]:
+    """First record and path of every segment of a log, in order."""
+    return sorted((int(path.stem), path) for path in folder.glob("*.log"))
+
+
+def start_segment(folder: Path, first: int) -> Path:
+    """Create an empty segment, durably."""
+    path = folder / f"{first:020d}.log"
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
+    fs.sync(folder)
+    return path
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder, durably."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        fs.sync(path.parent)
+
+
+def _parse(data: bytes) -> Header | None:
+    """The header in these bytes; None unless it is intact."""
+    if len(data) < _FRAME or zlib.crc32(data[: _HEADER.size]) != _CRC.unpack(data[_HEADER.size :])[0]:
+        return None
+    header = Header(*_HEADER.unpack(data[: _HEADER.size]))
+    return header if header.magic == _MAGIC else None
+
+
+def _whole(header: Header, payload: bytes) -> bool:
+    return len(payload) == header.length and zlib.crc32(payload) == header.check
+
+
+def lock_file(path: Path, *, taken: str) -> int:
+    """Lock a file for this process; the system releases the lock when the process ends.
+
+    Args:
+        path: of the file, created if missing.
+        taken: message of the ConfigError when another process, `{owner}`, holds the lock.
+
+    Returns:
+        Handle of the file; closing it releases the lock.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(lock, 32, 0).decode() or "of unknown number"
+        os.close(lock)
+        raise ConfigError(taken.format(owner=owner)) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"pid {os.getpid()}".encode(), 0)
+    return lock

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from live_shards import DIM, brute_force, index, search_index, table
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.index import shard as layouts
-from scalingnote.index.config import Family, FastScan, Flat, RaBitQ, ScalarQuantized
+from scalingnote.index.config import Family, FastScan, Flat, LiveConfig, RaBitQ, ScalarQuantized
 from scalingnote.index.live import compaction, versions, wal
-from scalingnote.index.live.claim import claim
-from scalingnote.index.live.config import LiveConfig
 from scalingnote.index.live.index import LiveIndex
-from scalingnote.index.live.registry import Version
+from scalingnote.index.live.versions import LiveVersion
+from scalingnote.index.live.wal import lock_file
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
@@ -124,7 +123,7 @@ def test_a_crash_at_any_write_leaves_a_version_and_its_log(
         def until_it_is_killed(*args: object, left: itertools.count = left, **knobs: object) -> None:
             if next(left) <= 0:
                 raise KeyboardInterrupt
-            (advance if isinstance(args[1], Version) else write_bytes)(*args, **knobs)
+            (advance if isinstance(args[1], LiveVersion) else write_bytes)(*args, **knobs)
 
         killed = False
         with monkeypatch.context() as patch:
@@ -401,7 +400,7 @@ def test_one_compacts_at_a_time_and_only_its_own_index(
     live: LiveIndex, built: Artifact, tmp_path: Path
 ) -> None:
     _write(live, dict(TRUTH))
-    lock = claim(tmp_path / "live" / "compaction.lock", taken="")
+    lock = lock_file(tmp_path / "live" / "compaction.lock", taken="")
     with pytest.raises(ConfigError, match=f"by another process .pid {os.getpid()}"):
         live.compact()
     os.close(lock)

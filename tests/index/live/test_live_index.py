@@ -10,7 +10,7 @@ from live_shards import DIM, quantizer, table
 from scalingnote.errors import DataError
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.index.live.shard import LiveShard, owners
-from scalingnote.search.live_searcher import LiveSearcher
+from scalingnote.search.searcher import LiveSearcher
 from synthetic_corpus import vectors
 
 MATRIX, NEW = vectors(40, DIM), vectors(20, DIM, seed=7)

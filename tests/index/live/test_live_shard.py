@@ -13,11 +13,11 @@ from live_shards import DIM, brute_force, quantizer, scored, search, shard, tabl
 from scalingnote.errors import ArtifactError, ConfigError, DataError, SearchError
 from scalingnote.index import ivf
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
-from scalingnote.index.live import rows as live_rows
 from scalingnote.index.live import shard as live_module
+from scalingnote.index.live import snapshot as live_rows
 from scalingnote.index.live import state
-from scalingnote.index.live.doc_ids import DocIds
 from scalingnote.index.live.shard import LiveShard, owners
+from scalingnote.index.live.snapshot import DocIds
 from scalingnote.index.shard import Shard
 from scalingnote.storage import stored_rows
 from synthetic_corpus import vectors
@@ -106,8 +106,8 @@ def test_a_document_keeps_its_score_when_it_is_merged(live: LiveShard, shared: i
     assert live.merge() == 50
     assert live.merge() == 0
     after = scored(live.snapshot, shared, ASKED, k=30)
-    np.testing.assert_array_equal(before.rows, after.rows)
-    np.testing.assert_array_equal(before.scores, after.scores)
+    for scores_or_rows, same in zip(before, after, strict=True):
+        np.testing.assert_array_equal(scores_or_rows, same)
 
 
 def test_dead_rows_take_nobodys_place(live: LiveShard, shared: ivf.Quantizer) -> None:
@@ -279,7 +279,7 @@ def test_a_log_that_fails_acknowledges_nothing_more(
 
 
 def test_ids_are_told_apart_where_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    from scalingnote.index.live import doc_ids as module
+    from scalingnote.index.live import snapshot as module
 
     names = [f"d{i}" for i in range(50)]
     hash_of = module.hash_of
@@ -327,10 +327,10 @@ def test_lists_cut_down_and_added_to_equal_lists_made_anew(family: Family) -> No
     alive = np.random.default_rng(0).random(250) < 0.6
     lists, anew = ivf.empty(shared), ivf.empty(shared)
     ivf.add(lists, NEW[:250])
-    copy, files = live_rows.copy(lists), ivf.dump_files(lists)
+    copy, files = live_rows.copy_lists(lists), ivf.dump_files(lists)
     more = ivf.empty(shared)
     ivf.add(more, NEW[250:])
-    live_rows.keep(copy, alive)
+    live_rows.drop_dead_rows(copy, alive)
     copy = ivf.merge([copy, more])
     assert ivf.dump_files(lists) == files  # the original is as it was
     ivf.add(anew, np.concatenate([NEW[:250][alive], NEW[250:]]))

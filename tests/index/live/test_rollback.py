@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from live_shards import DIM, brute_force, index, search_index, table
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index.live import compaction, registry, versions
-from scalingnote.index.live.config import LiveConfig
+from scalingnote.index.config import LiveConfig
+from scalingnote.index.live import compaction, versions
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.index.live.shard import owners
 from scalingnote.index.live.wal import Log
@@ -149,13 +149,13 @@ def test_a_document_that_moved_to_another_shard_stays_there(live: LiveIndex, tmp
 def test_of_processes_that_open_a_folder_first_one_makes_the_register(
     built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, ready, make_folder = tmp_path / "live", threading.Barrier(4), registry.make_folder
+    folder, ready, make_folder = tmp_path / "live", threading.Barrier(4), versions.make_folder
 
     def together(made: Path) -> None:
         ready.wait(10)  # none has seen a register
         make_folder(made)
 
-    monkeypatch.setattr(registry, "make_folder", together)
+    monkeypatch.setattr(versions, "make_folder", together)
     with ThreadPoolExecutor(4) as pool:
         found = [pool.submit(versions.current, folder, built.uri) for _ in range(4)]
     assert {each.result().number for each in found} == {0}
@@ -165,16 +165,16 @@ def test_of_processes_that_open_a_folder_first_one_makes_the_register(
 def test_a_process_that_comes_late_to_the_first_register_leaves_what_is_there(
     built: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, truth, make_folder = tmp_path / "live", dict(TRUTH), registry.make_folder
+    folder, truth, make_folder = tmp_path / "live", dict(TRUTH), versions.make_folder
 
     def overtaken(made: Path) -> None:
-        monkeypatch.setattr(registry, "make_folder", make_folder)
+        monkeypatch.setattr(versions, "make_folder", make_folder)
         with closing(LiveIndex(folder, built.uri)) as other:
             _write(other, truth, 0)
             other.compact()
         make_folder(made)
 
-    monkeypatch.setattr(registry, "make_folder", overtaken)
+    monkeypatch.setattr(versions, "make_folder", overtaken)
     assert versions.current(folder, built.uri).number == 1
     assert _equal(LiveIndex(folder), truth)
 
@@ -204,7 +204,7 @@ def test_versions_are_listed_and_old_ones_removed(live: LiveIndex, built: Artifa
 
 
 def last_manifest(uri: str) -> str:
-    created: str = registry.open_artifact(uri, kind="index").manifest.info["created"]
+    created: str = versions.open_artifact(uri, kind="index").manifest.info["created"]
     return created
 
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_current_is_refused_and_nothing_changes(live: LiveIndex, 
     with pytest.raises(ConfigError, match="keeps no version 0: it keeps 1, 2"):
         versions.activate(folder, 0)
     with (
-        registry.changing(folder),
+        versions.register_lock(folder),
         pytest.raises(ConfigError, match=r"being compacted, or set to another version, by another process"),
     ):
         versions.activate(folder, 1)
@@ -247,7 +247,13 @@ def test_a_kill_between_any_steps_leaves_every_write_there(
 ) -> None:
     """Compaction, rollback, compaction again: each step is the last one in its turn."""
     built = index(f"{tmp_path}/index", [TRUTH])
-    steps = (registry, "write"), (versions, "sweep"), (versions.fs, "delete"), (Log, "drop"), (Log, "rotate")
+    steps = (
+        (versions, "write_register"),
+        (versions, "sweep"),
+        (versions.fs, "delete"),
+        (Log, "drop"),
+        (Log, "rotate"),
+    )
     for last in range(100):
         folder, truth = tmp_path / str(last), dict(TRUTH)
         live = LiveIndex(folder, built.uri)

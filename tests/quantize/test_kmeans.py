@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from scalingnote.errors import ConfigError
-from scalingnote.quantize import residual_kmeans
+from scalingnote.quantize import kmeans
 from synthetic_corpus import vectors
 
 LEVELS, CODES = 4, 16
@@ -18,26 +18,25 @@ def sample() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def codebooks(sample: np.ndarray) -> np.ndarray:
-    return residual_kmeans.fit(sample, levels=LEVELS, codes=CODES, iterations=8, seed=0)
+    return kmeans.fit(sample, levels=LEVELS, codes=CODES, iterations=8, seed=0)
 
 
 def test_the_error_of_the_decoded_vector_falls_with_each_level(
     sample: np.ndarray, codebooks: np.ndarray
 ) -> None:
     fresh = vectors(1500, 24, seed=0)[:500] + 0.01  # near the sample, not of it
-    codes = residual_kmeans.encode(fresh, codebooks)
+    codes = kmeans.encode_nearest(fresh, codebooks)
     errors = [
-        np.square(fresh - residual_kmeans.decode(codes[:, : level + 1], codebooks)).sum()
-        for level in range(LEVELS)
+        np.square(fresh - kmeans.decode(codes[:, : level + 1], codebooks)).sum() for level in range(LEVELS)
     ]
     assert all(later < 0.97 * earlier for earlier, later in pairwise(errors))
-    found = residual_kmeans.residual_energy(fresh, codes, codebooks)
+    found = kmeans.residual_energy(fresh, codes, codebooks)
     assert found.shape == codes.shape
     np.testing.assert_allclose(found.sum(axis=0), errors, rtol=1e-4)
 
 
 def test_encode_equals_a_brute_force_twin_in_float64(sample: np.ndarray, codebooks: np.ndarray) -> None:
-    codes = residual_kmeans.encode(sample, codebooks)
+    codes = kmeans.encode_nearest(sample, codebooks)
     residual = sample.astype(np.float64)
     agree = 0
     for level in range(LEVELS):
@@ -54,39 +53,39 @@ def test_encode_equals_a_brute_force_twin_in_float64(sample: np.ndarray, codeboo
 def test_decode_is_the_sum_of_centroids(codebooks: np.ndarray) -> None:
     codes = np.array([[1, 2, 3, 4], [0, 15, 0, 15]])
     expected = [sum(codebooks[level, code] for level, code in enumerate(row)) for row in codes]
-    np.testing.assert_allclose(residual_kmeans.decode(codes, codebooks), expected, atol=1e-6)
+    np.testing.assert_allclose(kmeans.decode(codes, codebooks), expected, atol=1e-6)
 
 
 def test_fit_and_encode_are_deterministic_whatever_the_batch(
     sample: np.ndarray, codebooks: np.ndarray
 ) -> None:
-    again = residual_kmeans.fit(sample, levels=LEVELS, codes=CODES, iterations=8, seed=0)
+    again = kmeans.fit(sample, levels=LEVELS, codes=CODES, iterations=8, seed=0)
     assert again.tobytes() == codebooks.tobytes()
-    other = residual_kmeans.fit(sample, levels=LEVELS, codes=CODES, iterations=8, seed=1)
+    other = kmeans.fit(sample, levels=LEVELS, codes=CODES, iterations=8, seed=1)
     assert other.tobytes() != codebooks.tobytes()
-    whole = residual_kmeans.encode(sample, codebooks)
-    halves = [residual_kmeans.encode(half, codebooks) for half in (sample[:700], sample[700:])]
+    whole = kmeans.encode_nearest(sample, codebooks)
+    halves = [kmeans.encode_nearest(half, codebooks) for half in (sample[:700], sample[700:])]
     np.testing.assert_array_equal(whole, np.concatenate(halves))
 
 
 def test_no_vectors_have_no_codes(codebooks: np.ndarray) -> None:
-    assert residual_kmeans.encode(np.empty((0, 24), np.float32), codebooks).shape == (0, LEVELS)
+    assert kmeans.encode_nearest(np.empty((0, 24), np.float32), codebooks).shape == (0, LEVELS)
 
 
 def test_a_sample_smaller_than_a_codebook_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"quantize.codes=16 .* found 15: set quantize.codes=3"):
-        residual_kmeans.fit(vectors(15, 8), levels=1, codes=16, iterations=2, seed=0)
+        kmeans.fit(vectors(15, 8), levels=1, codes=16, iterations=2, seed=0)
 
 
-@pytest.mark.parametrize("rows", [700, residual_kmeans.BLOCK, 2 * residual_kmeans.BLOCK + 1])
+@pytest.mark.parametrize("rows", [700, kmeans.BLOCK, 2 * kmeans.BLOCK + 1])
 def test_blocks_do_not_show(codebooks: np.ndarray, rows: int) -> None:
     many = vectors(rows, 24, seed=5)
-    codes = residual_kmeans.encode(many, codebooks)
-    one_by_one = [residual_kmeans.encode(many[i : i + 1], codebooks)[0] for i in range(0, rows, 97)]
+    codes = kmeans.encode_nearest(many, codebooks)
+    one_by_one = [kmeans.encode_nearest(many[i : i + 1], codebooks)[0] for i in range(0, rows, 97)]
     assert (codes[::97] == one_by_one).mean() > 0.995
-    left = many - residual_kmeans.decode(codes, codebooks)
-    np.testing.assert_allclose(residual_kmeans.subtract(many, codebooks), left, atol=1e-6)
-    energy = residual_kmeans.residual_energy(many, codes, codebooks)
+    left = many - kmeans.decode(codes, codebooks)
+    np.testing.assert_allclose(kmeans.subtract(many, codebooks), left, atol=1e-6)
+    energy = kmeans.residual_energy(many, codes, codebooks)
     np.testing.assert_allclose(energy[:, -1], np.square(left).sum(axis=1), rtol=1e-4)
 
 
@@ -103,5 +102,17 @@ def test_a_level_is_clustered_on_every_gpu_there_is(
 
     monkeypatch.setattr(faiss, "Kmeans", Kmeans)
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: gpus)
-    residual_kmeans.cluster(sample, codes=4, iterations=1, seed=0)
+    kmeans.cluster(sample, codes=4, iterations=1, seed=0)
     assert asked == [gpus]
+
+
+def test_blas_is_pinned_until_the_last_of_overlapping_blocks_ends() -> None:
+    before = faiss.cvar.distance_compute_blas_threshold
+    assert before != 1
+    one, two = kmeans.blas_only(), kmeans.blas_only()  # as of two threads
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert faiss.cvar.distance_compute_blas_threshold == 1
+    two.__exit__(None, None, None)
+    assert faiss.cvar.distance_compute_blas_threshold == before
