@@ -33,9 +33,9 @@ from scalingnote.collect.association import (
     pair_keys,
 )
 from scalingnote.collect.config import AssociationConfig
-from scalingnote.planner.terms import TermScores
+from scalingnote.planner.planner import TermScores
 from scalingnote.storage.artifact import write_table
-from scalingnote.storage.exchange import bucket_of, gather, scatter
+from scalingnote.storage.shuffle import bucket_of, gather, scatter
 
 SLICE = 250_000  # queries of a slice; there are as many buckets as slices
 Counts = dict[str, int]

@@ -38,7 +38,7 @@ from scalingnote import cluster, topk
 from scalingnote.config import validate
 from scalingnote.datasets.config import MedQuad, PositionClicks
 from scalingnote.datasets.job import run as prepare
-from scalingnote.datasets.user_model import browse, by_grade
+from scalingnote.datasets.user_behavior import browse, probability_by_grade
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.experiment import job, report
 from scalingnote.experiment.access_writer import AccessWriter
@@ -46,7 +46,7 @@ from scalingnote.experiment.comparison import Report
 from scalingnote.experiment.config import Arm, ExperimentConfig, TrafficSplit, arm_of, unit_of
 from scalingnote.log import configure, get_logger
 from scalingnote.models import lookup
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 
 DAY = datetime(2026, 1, 5, tzinfo=UTC).timestamp()
@@ -125,7 +125,7 @@ class Engine:
         plain = plain @ directions.T  # in order of what they tell apart
         weighted = plain * idf[:, None]
         self.doc_ids = documents["doc_id"].to_pylist()
-        self.documents = vectors.unit(np.asarray(counts @ weighted, np.float32))
+        self.documents = arrow.l2_normalize(np.asarray(counts @ weighted, np.float32))
         self.towers: dict[str, Callable[[list[str]], Float[ndarray, "queries dim"]]] = {}
         short = plain.copy()
         short[:, SHORT:] = 0
@@ -138,7 +138,7 @@ class Engine:
     def answer(self, query: str, arm: str) -> tuple[list[str], list[float], dict[str, float]]:
         """doc_ids, scores and milliseconds of one query."""
         clock = [time.perf_counter()]
-        embedding = vectors.unit(self.towers[arm]([query]))
+        embedding = arrow.l2_normalize(self.towers[arm]([query]))
         clock.append(time.perf_counter())
         scores, rows = topk.search(embedding, self.documents, k=K)
         clock.append(time.perf_counter())
@@ -191,8 +191,8 @@ def simulate(engine: Engine, dataset: Artifact, folder: Path, *, users: int) -> 
         writers[number % 2].append(record | {"doc_ids": doc_ids, "scores": scores, "timings_ms": ms})
         grade = np.array([[judged[query].get(doc_id, 0.0) for doc_id in doc_ids]])
         response = browse(
-            by_grade(grade, best=CLICKS.attractiveness, other=CLICKS.noise),
-            by_grade(grade, best=CLICKS.satisfaction, other=CLICKS.satisfaction_noise),
+            probability_by_grade(grade, best=CLICKS.attractiveness, other=CLICKS.noise),
+            probability_by_grade(grade, best=CLICKS.satisfaction, other=CLICKS.satisfaction_noise),
             config=CLICKS,
             rng=rng,
             second=rng,

@@ -37,7 +37,7 @@ from scalingnote.config import load
 from scalingnote.evaluate.exact_search import INDEXED_VIEW
 from scalingnote.run_config import RunConfig
 from scalingnote.search import escalation
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 
 Row = dict[str, Any]
@@ -123,13 +123,13 @@ def measure(
         if pool is None:
             pool = pool_of(built["dataset"], built["embeddings"])
             encoder = Encoder.load(built["dual_encoder"].directory("query"), precision="float32")
-            teacher = vectors.unit(encoder.encode_queries(pool.queries)) @ pool.documents.T
+            teacher = arrow.l2_normalize(encoder.encode_queries(pool.queries)) @ pool.documents.T
             rows += [
                 row(name, seed, "bm25", pool, pool.bm25, 0.0),
                 row(name, seed, "teacher", pool, teacher, 0.0),
             ]
         tower = QueryEncoder.load(built["student"].directory("query"), precision="float32")
-        found = vectors.unit(tower.encode_queries(pool.queries)) @ pool.documents.T
+        found = arrow.l2_normalize(tower.encode_queries(pool.queries)) @ pool.documents.T
         kinds = ("pseudo_queries", "query_embeddings", "student")
         seconds = sum(built[kind].manifest.info["seconds"] for kind in kinds)
         rows.append(row(name, seed, student, pool, found, seconds))
@@ -164,7 +164,7 @@ def pool_of(dataset: Artifact, embeddings: Artifact) -> Pool:
     lexical = BM25.build([by_id[doc_id] for doc_id in doc_ids])
     queries = [asked[query_id] for query_id in relevant]
     bm25 = np.stack([lexical.scores(query) for query in queries])
-    return Pool(doc_ids, vectors.unit(vectors.to_numpy(table[INDEXED_VIEW])), queries, gains, bm25)
+    return Pool(doc_ids, arrow.l2_normalize(arrow.to_numpy(table[INDEXED_VIEW])), queries, gains, bm25)
 
 
 def row(

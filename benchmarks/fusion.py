@@ -53,9 +53,9 @@ from scalingnote.planner.job import run as plan
 from scalingnote.planner.planner import load as load_planner
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.job import run as quantize
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, write_table
-from scalingnote.storage.slices import slices
+from scalingnote.storage.shuffle import slices
 from scalingnote.train import engine
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.data import Order, Store
@@ -133,9 +133,9 @@ def one_seed(seed: int, built: Mapping[str, Artifact], options: Any) -> dict[str
     with TemporaryDirectory() as folder:
         world = simulate(seed, built, Path(folder), options)
         tower = QueryEncoder.load(built["dual_encoder"].directory("query"))
-        plain = vectors.unit(tower.encode_queries(world.queries))
+        plain = arrow.l2_normalize(tower.encode_queries(world.queries))
         table = built["embeddings"].table("embeddings", ["doc_id", "summary"])
-        documents = vectors.to_numpy(table["summary"])
+        documents = arrow.to_numpy(table["summary"])
         found = {"plain": measure(plain[world.asked], documents, world)}
         terms = load_planner(built["planner"]).term_scores([world.queries[i] for i in world.asked])
         for name in options.rows:

@@ -31,7 +31,7 @@ from scalingnote.log import configure
 from scalingnote.quantize.kmeans import blas_only
 from scalingnote.run_config import RunConfig
 from scalingnote.search import scan
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 
 FAMILIES: dict[str, Family] = {
     "ivfpq_fast_scan + sq8 (default)": FastScan(),
@@ -90,14 +90,14 @@ def corpus(options: Namespace) -> tuple[Float[ndarray, "docs dim"], Float[ndarra
     """Unit vectors of documents and of test queries."""
     files = ["configs/quickstart/medquad.yaml", "configs/methods/scalingdual.yaml"]
     built = trained(load(RunConfig, files, options.overrides), steps=options.steps)
-    real = vectors.unit(vectors.to_numpy(built["embeddings"].table("embeddings", ["summary"])["summary"]))
+    real = arrow.l2_normalize(arrow.to_numpy(built["embeddings"].table("embeddings", ["summary"])["summary"]))
     tower = QueryEncoder.load(built["dual_encoder"].directory("query"))
     asked = load_test_set(built["dataset"]).queries[: options.queries]
     rng = np.random.default_rng(0)
     base, one, other = (real[rng.integers(0, len(real), options.documents)] for _ in range(3))
-    moved = vectors.unit(base + 0.5 * (one - other) / np.sqrt(2))
+    moved = arrow.l2_normalize(base + 0.5 * (one - other) / np.sqrt(2))
     moved[: len(real)] = real[: options.documents]
-    return moved, vectors.unit(tower.encode_queries(asked))
+    return moved, arrow.l2_normalize(tower.encode_queries(asked))
 
 
 def measured(

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 
 from benchmarks import minilm
 from benchmarks.plain_embeddings import term_counts
-from scalingnote.datasets import registry
+from scalingnote.datasets import sources
 from scalingnote.datasets.config import MedQuad, PythonDocs
-from scalingnote.datasets.rows import Unreadable
-from scalingnote.storage.vectors import unit
+from scalingnote.datasets.raw_rows import UnreadableRow
+from scalingnote.storage.arrow import l2_normalize
 
 WORDS = 16
 BLOCK = 20_000  # passages turned into vectors at once
@@ -55,14 +55,16 @@ def embedded(
     weights = safetensors.load_file(path / "model.safetensors")
     (name,) = (name for name in weights if name.endswith("word_embeddings.weight"))
     table = weights[name].float().numpy()[: len(idf)] * idf[:, None]
-    wide = np.concatenate([unit(np.asarray(block @ table, np.float32)) for block in counts])
+    wide = np.concatenate([l2_normalize(np.asarray(block @ table, np.float32)) for block in counts])
     directions = np.linalg.svd(np.cov(wide[: len(wide) // 2].T))[2][:dim]
-    return unit(np.asarray(wide @ directions.T, np.float32)), np.asarray(table @ directions.T, np.float32)
+    return l2_normalize(np.asarray(wide @ directions.T, np.float32)), np.asarray(
+        table @ directions.T, np.float32
+    )
 
 
 def _windows() -> Iterator[str]:
     for source in SOURCES:
-        for row in registry.read(source).documents:
-            words = [] if isinstance(row, Unreadable) else str(row["content"]).split()
+        for row in sources.read(source).documents:
+            words = [] if isinstance(row, UnreadableRow) else str(row["content"]).split()
             for start in range(0, len(words), WORDS):
                 yield " ".join(words[start : start + WORDS])

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from benchmarks import minilm
 from scalingnote.config import Config
 from scalingnote.models import lookup
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
 
 DIM = 128
@@ -42,7 +42,7 @@ def build(dataset: Artifact, folder: str) -> tuple[Artifact, Artifact]:
     weights = safetensors.load_file(path / "model.safetensors")
     (name,) = (name for name in weights if name.endswith("word_embeddings.weight"))
     wide = weights[name].float().numpy()[: len(idf)] * idf[:, None]
-    matrix = vectors.unit(np.asarray(whole @ wide, np.float32))
+    matrix = arrow.l2_normalize(np.asarray(whole @ wide, np.float32))
     directions = np.linalg.svd(np.cov(matrix.T))[2][:DIM]
     rows = np.ascontiguousarray(wide @ directions.T, np.float32)
 
@@ -57,8 +57,8 @@ def build(dataset: Artifact, folder: str) -> tuple[Artifact, Artifact]:
     if draft.finished:
         return towers, draft.existing()
     for part, found in counts.items():
-        embedded = vectors.unit(np.asarray(found @ rows, np.float32))
-        columns = {"doc_id": dataset.table(part, ["doc_id"])["doc_id"], "summary": vectors.to_arrow(embedded)}
+        embedded = arrow.l2_normalize(np.asarray(found @ rows, np.float32))
+        columns = {"doc_id": dataset.table(part, ["doc_id"])["doc_id"], "summary": arrow.to_arrow(embedded)}
         draft.write_table(part.replace("documents/", "embeddings/", 1), pa.table(columns))
     return towers, draft.commit(counts={"documents": whole.shape[0]})
 

@@ -26,8 +26,8 @@ from numpy import ndarray
 
 from benchmarks.report import alone, arguments, peak_memory_mb, show, write
 from scalingnote.config import Config
+from scalingnote.storage.arrow import l2_normalize, to_arrow
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.storage.vectors import to_arrow, unit
 
 Row = dict[str, Any]
 DIM, PART = 128, 50_000
@@ -104,7 +104,7 @@ def vectors(count: int, *, seed: int) -> ndarray:
     noise *= 0.7
     noise += centres[rng.integers(len(centres), size=count)]
     noise *= spectrum
-    return unit(noise)
+    return l2_normalize(noise)
 
 
 def assignment(codes: int, options: Namespace) -> Row:

@@ -148,11 +148,11 @@ def _forms(folder: Path, threads: int, *, compiled: bool) -> dict[str, Encode]:
     from tokenizers import Tokenizer
 
     from scalingnote.encode.query_encoder import QueryEncoder
-    from scalingnote.storage import vectors
+    from scalingnote.storage import arrow
 
     def ours(form: Any, where: str, **knobs: Any) -> Encode:
         encoder = QueryEncoder.load(folder / where, form, threads=threads, **knobs)
-        return lambda queries: vectors.unit(encoder.encode_queries(queries))
+        return lambda queries: arrow.l2_normalize(encoder.encode_queries(queries))
 
     library = SentenceTransformer(str(folder / "torch"), device="cpu")
     tokenizer = Tokenizer.from_file(str(folder / "lookup" / "tokenizer.json"))
@@ -233,13 +233,13 @@ def _least_cosine(found: Any, truth: Any) -> float:
 
 def _data() -> tuple[list[str], list[str]]:
     """Texts to learn a tokenizer from, and queries: of medquad where it is there, else what is built in."""
-    from scalingnote.datasets import registry
+    from scalingnote.datasets import sources
     from scalingnote.datasets.config import MedQuad, PythonDocs
-    from scalingnote.datasets.rows import Unreadable
+    from scalingnote.datasets.raw_rows import UnreadableRow
 
-    source = registry.read(MedQuad() if registry.available("medquad") else PythonDocs(packages=PACKAGES))
-    texts = [str(row["content"]) for row in source.documents if not isinstance(row, Unreadable)]
-    queries = [str(row["query"]) for row in source.queries if not isinstance(row, Unreadable)]
+    source = sources.read(MedQuad() if sources.available("medquad") else PythonDocs(packages=PACKAGES))
+    texts = [str(row["content"]) for row in source.documents if not isinstance(row, UnreadableRow)]
+    queries = [str(row["query"]) for row in source.queries if not isinstance(row, UnreadableRow)]
     queries = [query for query in queries if query.strip()]
     order = np.random.default_rng(0).permutation(len(queries))[:4000]
     chosen = [queries[i] for i in order]

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.report import arguments, show, write
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import write_table
 
 DIM = 128
@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of taking; default: %(default)s")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
-    matrix = vectors.unit(rng.standard_normal((options.documents, DIM), dtype=np.float32))
+    matrix = arrow.l2_normalize(rng.standard_normal((options.documents, DIM), dtype=np.float32))
     ids = pa.array([f"d{i:09d}" for i in range(options.documents)])
-    table = pa.table({"doc_id": ids, "summary": vectors.to_arrow(matrix, dtype="float16")})
+    table = pa.table({"doc_id": ids, "summary": arrow.to_arrow(matrix, dtype="float16")})
     drawn = [np.sort(rng.choice(len(table), options.take, replace=False)) for _ in range(options.rounds)]
     expected = [table["summary"].take(pa.array(rows)) for rows in drawn]
     rows: list[dict[str, Any]] = []
@@ -93,7 +93,7 @@ def take_parquet(path: str, rows: Any) -> list[pa.Array]:
 def take_arrow(path: str, rows: Any) -> list[pa.Array]:
     """Only the pages that hold them are touched."""
     values = mapped(path)["summary"].chunk(0).flatten().to_numpy().reshape(-1, DIM)
-    return [vectors.to_arrow(values[rows], dtype="float16")]
+    return [arrow.to_arrow(values[rows], dtype="float16")]
 
 
 def mapped(path: str) -> pa.Table:

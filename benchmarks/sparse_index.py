@@ -116,15 +116,15 @@ def read(folder: str) -> None:
     """Tokens of the answers, end to end, and terms of the questions."""
     from tokenizers import Tokenizer
 
-    from scalingnote.datasets import registry
+    from scalingnote.datasets import sources
     from scalingnote.datasets.config import MedQuad
-    from scalingnote.datasets.rows import Unreadable
+    from scalingnote.datasets.raw_rows import UnreadableRow
     from scalingnote.models import backbone
     from scalingnote.models.sparse_query import SparseQuery
 
-    source = registry.read(MedQuad())
-    texts = [str(row["content"]) for row in source.documents if not isinstance(row, Unreadable)]
-    asked = [str(row["query"]) for row in source.queries if not isinstance(row, Unreadable)]
+    source = sources.read(MedQuad())
+    texts = [str(row["content"]) for row in source.documents if not isinstance(row, UnreadableRow)]
+    asked = [str(row["query"]) for row in source.queries if not isinstance(row, UnreadableRow)]
     tokenizer = Tokenizer.from_str(backbone.train_tokenizer(texts[::8], vocabulary=WORDS))
     found = tokenizer.encode_batch_fast([text for text in texts if text], add_special_tokens=False)
     np.save(f"{folder}/tokens.npy", np.concatenate([np.array(one.ids, np.int32) for one in found]))

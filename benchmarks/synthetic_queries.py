@@ -12,7 +12,7 @@ from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.collect.association import mix_bits
-from scalingnote.planner.terms import TermScores
+from scalingnote.planner.planner import TermScores
 
 TOPIC, INTENTS = 100, 10  # queries and intents of a topic
 TOPIC_WORDS, COMMON_WORDS = 200, 2_000

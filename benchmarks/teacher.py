@@ -32,7 +32,7 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.models import dual_encoder, tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TowerConfig
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import engine
 from scalingnote.train.config import Ranks, Schedule
@@ -129,7 +129,7 @@ def asked(teacher: Encoder, texts: list[str], uri: str) -> tuple[Artifact, float
     table = pa.table({"query_id": ids, "query": texts, "split": ["train"] * len(texts)})
     draft = Draft(uri, kind="query_embeddings", config=Nothing(), parents={})
     draft.write_table(
-        "embeddings/part-00000.parquet", table.append_column("embedding", vectors.to_arrow(embeddings))
+        "embeddings/part-00000.parquet", table.append_column("embedding", arrow.to_arrow(embeddings))
     )
     return draft.commit(counts={}), seconds
 

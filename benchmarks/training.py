@@ -9,7 +9,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.measures import measure
 from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.run_config import RunConfig
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.config import Ranks
 
@@ -48,7 +48,7 @@ def search(tower: Artifact, built: Mapping[str, Artifact]) -> dict[str, float]:
     test = load_test_set(built["dataset"])
     queries = QueryEncoder.load(tower.directory("query")).encode_queries(test.queries)
     embeddings = built["embeddings"].table("embeddings", ["doc_id", "summary"])
-    _, found = topk.search(vectors.unit(queries), vectors.to_numpy(embeddings["summary"]), k=100)
+    _, found = topk.search(arrow.l2_normalize(queries), arrow.to_numpy(embeddings["summary"]), k=100)
     doc_ids = embeddings["doc_id"].to_pylist()
     rankings = {q: [doc_ids[i] for i in row] for q, row in zip(test.query_ids, found.tolist(), strict=True)}
     return measure(rankings, test.qrels)

@@ -174,7 +174,7 @@ def publish(
 
 def _check_texts(texts: str | Path) -> None:
     """DataError, before work is spent, for texts that no stage could read."""
-    from scalingnote.datasets.texts import read_texts
+    from scalingnote.datasets.sources import read_texts
 
     next(iter(read_texts(texts)), None)
 

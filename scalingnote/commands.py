@@ -264,7 +264,7 @@ def ingest(options: argparse.Namespace) -> int:
 def screen(options: argparse.Namespace) -> int:
     """Compare published models as teachers of tables on a user's texts."""
     from scalingnote.config import load
-    from scalingnote.datasets.texts import read_texts
+    from scalingnote.datasets.sources import read_texts
     from scalingnote.distillation import screen as screening
     from scalingnote.distillation.config import ScreenConfig
     from scalingnote.log import configure
@@ -338,22 +338,22 @@ def submit(options: argparse.Namespace) -> int:
 
 def datasets(options: argparse.Namespace) -> int:
     """List, describe or download datasets."""
-    from scalingnote.datasets import registry
+    from scalingnote.datasets import sources
     from scalingnote.log import configure
 
     configure()
     if options.action == "list":
-        width = max(map(len, registry.names()))
-        for name in registry.names():
-            state = "here" if registry.available(name) else "fetch"
-            print(f"{name:<{width}}  {state:<5}  {registry.describe(name).summary}")
+        width = max(map(len, sources.names()))
+        for name in sources.names():
+            state = "here" if sources.available(name) else "fetch"
+            print(f"{name:<{width}}  {state:<5}  {sources.describe(name).summary}")
         return 0
     if options.dataset is None:
         raise ConfigError(f"name a dataset: scalingnote datasets {options.action} NAME; see `datasets list`")
     if options.action == "fetch":
-        print(registry.fetch(options.dataset))
+        print(sources.fetch(options.dataset))
         return 0
-    for key, value in dataclasses.asdict(registry.describe(options.dataset)).items():
+    for key, value in dataclasses.asdict(sources.describe(options.dataset)).items():
         print(f"{key:<10}  {value}")
     return 0
 

@@ -9,9 +9,9 @@ import pyarrow as pa
 
 from scalingnote.config import Config
 from scalingnote.quantize.semantic_id import to_table
+from scalingnote.storage.arrow import to_arrow
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.schema import DOCUMENTS, SPARSE
-from scalingnote.storage.vectors import to_arrow
 
 NOTHING: Mapping[str, pa.Table] = MappingProxyType({})
 

@@ -29,7 +29,7 @@ from numpy import ndarray
 
 from scalingnote.collect.config import AssociationConfig
 from scalingnote.errors import DataError
-from scalingnote.planner.terms import TermScores
+from scalingnote.planner.planner import TermScores
 
 # Kinds of association, numbered by how many top terms must match.
 CLICK, RELEVANCE = 2, 4

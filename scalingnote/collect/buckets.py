@@ -15,8 +15,8 @@ from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.collect.config import CollectConfig
-from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact
 
 ROW_BITS = 40  # of a query's number; the bits above are its bucket
@@ -60,13 +60,13 @@ def read_row_group(item: Item, columns: list[str] | None = None) -> pa.Table:
 
 def read_queries(bucket: int, context: Context) -> pa.Table:
     """The queries of a bucket, sorted by query_id: a query's row in it is part of its number."""
-    return exchange.gather(context.folder("queries"), bucket, schema=QUERY).sort_by("query_id")
+    return shuffle.gather(context.folder("queries"), bucket, schema=QUERY).sort_by("query_id")
 
 
 def scatter_by(table: pa.Table, key: str, target: str, name: str, context: Context) -> None:
     """Write rows to buckets by the hash of a column; `name` is unique among the tables of `target`."""
-    bucket = exchange.bucket_of(table[key], context.config.parts)
-    exchange.scatter(table, bucket, target=context.folder(target), name=name)
+    bucket = shuffle.bucket_of(table[key], context.config.parts)
+    shuffle.scatter(table, bucket, target=context.folder(target), name=name)
 
 
 def scatter_evidence(evidence: pa.Table, name: str, context: Context) -> Counts:

@@ -23,11 +23,11 @@ from scalingnote import cluster
 from scalingnote.collect import steps, triplet_parts
 from scalingnote.collect.buckets import Context, Item
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
-from scalingnote.datasets.trainable import held_out_documents, queries
+from scalingnote.datasets.splits import held_out_documents, queries
 from scalingnote.errors import DataError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
-from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
 
 log = get_logger("collect")
@@ -276,7 +276,7 @@ def _slices(context: Context) -> list[Item]:
     """Slices of at most QUERIES_PER_SLICE queries of one bucket."""
     items: list[Item] = []
     for bucket in range(context.config.parts):
-        rows = exchange.rows_in(context.folder("queries"), bucket)
+        rows = shuffle.count_rows(context.folder("queries"), bucket)
         for start in range(0, rows, steps.QUERIES_PER_SLICE):
             size = min(steps.QUERIES_PER_SLICE, rows - start)
             items.append({"bucket": bucket, "start": start, "rows": size})

@@ -38,10 +38,10 @@ from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig, QueryGene
 from scalingnote.collect.decontamination import CLEAN, EXACT, NEAR, Decontaminator
 from scalingnote.collect.multi_hop import multi_hop_candidates
 from scalingnote.collect.one_hop import EVIDENCE, click_evidence, one_hop_triplets, ranking_evidence
+from scalingnote.planner.planner import TermScores
 from scalingnote.planner.planner import load as load_planner
-from scalingnote.planner.terms import TermScores
-from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import write_table
 
 QUERIES_PER_SLICE = 512  # about 0.1-0.2 s of BM25: short enough for progress, long enough for Ray's overhead
@@ -136,7 +136,7 @@ def one_hop(item: Item, context: Context) -> Counts:
     """Write one bucket's queries, their one-hop triplets and the documents that their evidence judges."""
     bucket = item["bucket"]
     queries = read_queries(bucket, context)
-    evidence = exchange.gather(context.folder("evidence"), bucket, schema=EVIDENCE)
+    evidence = shuffle.gather(context.folder("evidence"), bucket, schema=EVIDENCE)
     query_ids = queries["query_id"].combine_chunks()
     triplets, known, counts = one_hop_triplets(evidence, query_ids, config=context.config)
     for name, table in (("queries", queries), ("one_hop", triplets), ("known", known)):
@@ -186,7 +186,7 @@ def candidates(item: Item, context: Context) -> Counts:
     scores = TermScores.from_arrow(read_table(context.bucket(bucket, "terms")))
     numbers = query_numbers(bucket, len(scores.offsets) - 1)
     # Numbers depend on the number of buckets; ties must not.
-    ties = exchange.hash_of(read_table(context.bucket(bucket, "queries"))["query_id"])
+    ties = shuffle.hash_of(read_table(context.bucket(bucket, "queries"))["query_id"])
     keys, counts = association.candidate_keys(scores, numbers, config=config, ties=ties, owned=owned)
     # A query without click triplets has none to transfer by clicks. By relevance all queries must emit
     # their keys, because an association there needs both directions.
@@ -203,25 +203,25 @@ def associate(item: Item, context: Context) -> Counts:
     """Join one bucket of keys: settled pairs are scattered by associate, the others by pair."""
     config, bucket = context.config.association, item["bucket"]
     assert config is not None
-    own = exchange.gather(context.folder("own"), bucket, schema=association.OWN)
-    emitted = exchange.gather(context.folder("candidates"), bucket, schema=association.CANDIDATES)
+    own = shuffle.gather(context.folder("own"), bucket, schema=association.OWN)
+    emitted = shuffle.gather(context.folder("candidates"), bucket, schema=association.CANDIDATES)
     settled, one_way, counts = association.join(own, emitted, config=config)
-    by_pair = exchange.bucket_of(pa.array(association.pair_keys(one_way)), context.config.parts)
-    exchange.scatter(one_way, by_pair, target=context.folder("pairs"), name=f"{bucket:05d}")
+    by_pair = shuffle.bucket_of(pa.array(association.pair_keys(one_way)), context.config.parts)
+    shuffle.scatter(one_way, by_pair, target=context.folder("pairs"), name=f"{bucket:05d}")
     return counts | _scatter_pairs(settled, f"settled-{bucket:05d}", context)
 
 
 def mutual(item: Item, context: Context) -> Counts:
     """Find the pairs of one bucket that exist in both directions."""
     bucket = item["bucket"]
-    pairs = exchange.gather(context.folder("pairs"), bucket, schema=association.ASSOCIATIONS)
+    pairs = shuffle.gather(context.folder("pairs"), bucket, schema=association.ASSOCIATIONS)
     return _scatter_pairs(association.mutual_pairs(pairs), f"mutual-{bucket:05d}", context)
 
 
 def _scatter_pairs(pairs: pa.Table, name: str, context: Context) -> Counts:
     """Write pairs to the buckets of their associates; counts by kind."""
     to = buckets_of_numbers(pairs["associate"])
-    exchange.scatter(pairs, to, target=context.folder("lenders"), name=name)
+    shuffle.scatter(pairs, to, target=context.folder("lenders"), name=name)
     kinds = pairs["kind"].to_numpy()
     return {
         f"{source}_associations": int((kinds == kind).sum()) for kind, source in association.KINDS.items()
@@ -234,7 +234,7 @@ def _scatter_pairs(pairs: pa.Table, name: str, context: Context) -> Counts:
 def transfer(item: Item, context: Context) -> Counts:
     """Scatter the triplets of one bucket's queries to the queries associated with them."""
     bucket = item["bucket"]
-    pairs = exchange.gather(context.folder("lenders"), bucket, schema=association.ASSOCIATIONS)
+    pairs = shuffle.gather(context.folder("lenders"), bucket, schema=association.ASSOCIATIONS)
     triplets = read_table(context.bucket(bucket, "one_hop"))
     query_ids = read_table(context.bucket(bucket, "queries"))["query_id"].combine_chunks()
     counts = Counter(loans=0, lent_over_cap=0)
@@ -253,7 +253,7 @@ def transfer(item: Item, context: Context) -> Counts:
         to = (rows["row"].to_numpy() >> ROW_BITS).astype(np.int64)
         at = rows.schema.get_field_index("row")
         rows = rows.set_column(at, "row", pa.array(rows["row"].to_numpy() & ((1 << ROW_BITS) - 1)))
-        exchange.scatter(rows, to, target=context.folder("loans"), name=f"{source}-{bucket:05d}")
+        shuffle.scatter(rows, to, target=context.folder("loans"), name=f"{source}-{bucket:05d}")
         counts.update(loans=len(rows), lent_over_cap=left_out)
     return dict(counts)
 

@@ -21,9 +21,9 @@ from scalingnote.collect.buckets import Context, Counts, Item, read_row_group, r
 from scalingnote.collect.config import CollectConfig, Mixing, Share
 from scalingnote.collect.multi_hop import MULTI_HOP, select_multi_hop
 from scalingnote.collect.one_hop import hash_fraction
-from scalingnote.planner.words import words
-from scalingnote.storage import exchange
+from scalingnote.planner.planner import words
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Part, write_table
 from scalingnote.storage.schema import ANSWERS, TRIPLETS
 
@@ -47,7 +47,7 @@ def write_part(item: Item, context: Context) -> tuple[str, Part, Counts]:
     triplets = [_triplets(one_hop, queries, in_validation, hop="one")]
     known = read_table(context.bucket(bucket, "known"))
     if config.association:
-        candidates = exchange.gather(context.folder("loans"), bucket, schema=MULTI_HOP)
+        candidates = shuffle.gather(context.folder("loans"), bucket, schema=MULTI_HOP)
         # A triplet of a query in the other split would mix training and validation data.
         across = in_validation[candidates["row"].to_numpy()] != _in_validation(candidates["via"], config)
         candidates = candidates.filter(pa.array(~across))
@@ -181,7 +181,7 @@ def sample_rows(triplets: pa.Table, *, seed: int) -> pa.Table:
 def count_documents(item: Item, context: Context) -> Counts:
     """Count the distinct documents of one bucket that occur in triplets."""
     schema = pa.schema({"doc_id": pa.string()})
-    documents = exchange.gather(context.folder("documents"), item["bucket"], schema=schema)
+    documents = shuffle.gather(context.folder("documents"), item["bucket"], schema=schema)
     return {"documents": len(pc.unique(documents["doc_id"]))}
 
 

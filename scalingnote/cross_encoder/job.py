@@ -31,10 +31,10 @@ from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Backbone, Pretrained, TowerConfig
 from scalingnote.models.cross_encoder import FACTS, CrossEncoder, with_placeholder
 from scalingnote.models.prompt import DocumentPrompt, Row
+from scalingnote.storage import arrow, schema
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.storage.exchange import hash_of
+from scalingnote.storage.shuffle import hash_of
 from scalingnote.train.config import TrainConfig
 from scalingnote.train.data import Order, Store
 from scalingnote.train.job import Settings, launch, start_rank, train_rank
@@ -190,7 +190,7 @@ class PairQueryParts:
         if name in self._teacher:
             self._write_vocabulary(self._teacher[name])
         out = queries.drop_columns(["positive"]).append_column(
-            schema.embedding_field("embedding", self._encoder.dim), vectors.to_arrow(embeddings)
+            schema.embedding_field("embedding", self._encoder.dim), arrow.to_arrow(embeddings)
         )
         return EncodedPart(out, cost)
 

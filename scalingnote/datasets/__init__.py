@@ -1,1 +1,1 @@
-"""Where documents, queries and judgements come from: readers, the registry, the click simulator."""
+"""Data sets: readers of sources, checks of rows, splits, and the simulator of click logs."""

@@ -1,4 +1,4 @@
-"""What to prepare: a config class per data source, told apart by `name`, and per click model, by `kind`."""
+"""Settings of the prepare stage: a class per data source (`name`) and per click model (`kind`)."""
 
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -9,7 +9,7 @@ from scalingnote.config import Config, Resources
 
 
 class Taste(Config):
-    """Simulated users who differ: each likes some values and ranges of features, and clicks others less."""
+    """Tastes of simulated users, who prefer some values and ranges of features and click others less."""
 
     columns: tuple[str, ...] = Field(
         min_length=1, description="features of documents: of texts some values are liked, of numbers a range"
@@ -26,9 +26,9 @@ class Taste(Config):
 
 
 class ClickModelConfig(Config):
-    """A simulated engine and its users: what every click model has in common.
+    """Settings of the simulated engine and its users that all click models share.
 
-    A result is clicked when it is examined and found attractive; the models differ in what is examined.
+    A result is clicked if it is examined and attractive; the models differ in what is examined.
     """
 
     sessions_per_query: int = Field(3, ge=1, description="how often each training query is issued")
@@ -60,7 +60,7 @@ class ClickModelConfig(Config):
     ranker_skill: float = Field(
         1.0, ge=0, description="how far up the simulated engine puts relevant documents; 0 shuffles them"
     )
-    users: int = Field(1000, ge=1, description="sessions are dealt to so many users")
+    users: int = Field(1000, ge=1, description="number of users, who share the sessions")
     taste: Taste | None = Field(None, description="null: all users find the same attractive")
     start: str = Field(
         "2024-01-01T00:00:00",
@@ -68,7 +68,7 @@ class ClickModelConfig(Config):
         description="UTC time of the first session",
     )
     seconds_between_sessions: int = Field(30, ge=1, description="time from one session to the next")
-    seed: int = Field(0, ge=0, description="seed of every draw")
+    seed: int = Field(0, ge=0, description="seed of all random draws")
 
     @model_validator(mode="after")
     def _satisfaction_lasts(self) -> "ClickModelConfig":
@@ -81,7 +81,7 @@ class ClickModelConfig(Config):
 
 
 class PositionClicks(ClickModelConfig):
-    """Position-based: whether a place is examined depends on its position alone (Craswell et al. 2008)."""
+    """Position-based model: P(examined) of a place depends only on its position (Craswell et al. 2008)."""
 
     kind: Literal["position"] = "position"
     eta: float = Field(
@@ -106,28 +106,28 @@ class DynamicBayesianClicks(ClickModelConfig):
     )
 
 
-def _position_unless_said(values: Any) -> Any:
-    # A config may set one knob of the default model without naming the model.
+def _default_to_position(values: Any) -> Any:
+    # A config may set one field of the default model without naming the model.
     return {"kind": "position", **values} if isinstance(values, dict) else values
 
 
 AnyClickModel = Annotated[
     PositionClicks | CascadeClicks | DynamicBayesianClicks,
     Field(discriminator="kind"),
-    BeforeValidator(_position_unless_said),
+    BeforeValidator(_default_to_position),
 ]
 
 
 class DatasetConfig(Config):
-    """What every source has in common."""
+    """Settings that all sources share."""
 
     seed: int = Field(0, ge=0, description="seed of the train/test split and of the subsets")
     test_fraction: float = Field(0.1, ge=0, le=1, description="share of query groups held out for test")
     max_documents: int | None = Field(
-        None, ge=1, description="keep so many documents: whole groups in the order of a seeded hash"
+        None, ge=1, description="number of documents to keep: whole groups in the order of a seeded hash"
     )
     max_queries: int | None = Field(
-        None, ge=1, description="keep so many queries, in the order of a seeded hash"
+        None, ge=1, description="number of queries to keep, in the order of a seeded hash"
     )
     max_title_chars: int = Field(512, ge=1, description="a document with a longer title is set aside")
     max_content_chars: int = Field(20_000, ge=1, description="longer content is cut, and counted")
@@ -281,15 +281,15 @@ class Columns(DatasetConfig):
 
 
 class Texts(DatasetConfig):
-    """Documents alone, for students that learn without queries; nothing can be measured by judgements."""
+    """Documents without queries, for students that learn without them; nothing is judged for evaluation."""
 
     name: Literal["texts"] = "texts"
-    path: str = Field(description="JSON lines, Parquet, text lines, or a BEIR folder (datasets/texts.py)")
+    path: str = Field(description="JSON lines, Parquet, text lines, or a BEIR folder (datasets/sources.py)")
     click_model: None = None
 
 
 class NewDocuments(DatasetConfig):
-    """Documents of your own that a finished run is to take in, without queries."""
+    """New documents of your own, without queries, for the index of a finished run."""
 
     name: Literal["new"] = "new"
     documents: TableFile = Field(description="doc_id, title, topic, content, group")
@@ -356,7 +356,7 @@ class Logs(DatasetConfig):
     parts: int = Field(16, ge=1, description="buckets of every shuffle: a task holds the ids of one")
     slice_mb: int = Field(64, ge=1, description="MiB of input, uncompressed, that a task reads at once")
     resources: Resources = Resources()
-    # Nothing of a log is drawn, thinned out or simulated: these knobs of other sources must not look as if.
+    # A log is neither sampled nor simulated, so these settings of other sources are refused.
     seed: Literal[0] = Field(0, description="nothing is drawn: windows of time decide")
     max_documents: None = Field(None, description="a log is taken whole")
     max_queries: None = Field(None, description="a log is taken whole: narrow the windows instead")

@@ -1,6 +1,6 @@
-"""Files of a data source: found in `$SCALINGNOTE_DATA` or the user's cache, else downloaded and checked.
+"""Files of public data sets: located in `$SCALINGNOTE_DATA` or the user's cache, else downloaded and checked.
 
-Every URL names a commit and every file a sha256, so what is read today is what is read next year.
+Every URL names a commit and every file has a sha256, so that results stay reproducible.
 """
 
 import hashlib
@@ -14,21 +14,53 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scalingnote.datasets.raw_rows import Source
 from scalingnote.errors import DataError
 from scalingnote.log import Progress, get_logger
 
-_BLOCK = 1 << 18
+_BLOCK_BYTES = 1 << 18
 _TIMEOUT_S = 30
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to download. `sha256` is None only where the server makes the bytes afresh (an archive of a
-    commit); then `convert` checks what came out of it."""
+    """A file to download.
+
+    `sha256` is None only if the server builds the file on each request (an archive of a commit); then
+    `convert` checks the converted files instead.
+    """
 
     name: str
     url: str
     sha256: str | None
+
+
+def copy_files(downloads: Path, target: Path) -> None:
+    """The conversion of files that are read as they were downloaded."""
+    for path in sorted(downloads.iterdir()):
+        shutil.copyfile(path, target / path.name)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a data set is; `languages` and `licence` are "any" and "yours" for readers of the user's files."""
+
+    name: str
+    summary: str
+    languages: str = "any"
+    licence: str = "yours"
+    downloaded: bool = True  # whether it has files to download
+
+
+@dataclass(frozen=True)
+class DownloadedSource:
+    """A public data set: its downloads, their conversion to `files`, and the reader of these files."""
+
+    about: Description
+    files: tuple[str, ...]
+    remotes: tuple[Remote, ...]
+    read: Callable[[Path], Source]  # takes the directory of `files`
+    convert: Callable[[Path, Path], None] = copy_files  # (downloads, target directory)
 
 
 def github(repository: str, commit: str, path: str) -> str:
@@ -42,7 +74,7 @@ def cache_directory() -> Path:
 
 
 def locate(name: str, files: Sequence[str]) -> Path | None:
-    """The directory that has all `files` of a data set: `$SCALINGNOTE_DATA/name`, else the cache's."""
+    """The directory that has all `files` of a data set: `$SCALINGNOTE_DATA/name`, else that of the cache."""
     local = os.environ.get("SCALINGNOTE_DATA")
     for base in ([Path(local)] if local else []) + [cache_directory()]:
         if all((base / name / file).is_file() for file in files):
@@ -53,14 +85,14 @@ def locate(name: str, files: Sequence[str]) -> Path | None:
 def fetch(
     name: str, *, files: Sequence[str], remotes: Sequence[Remote], convert: Callable[[Path, Path], None]
 ) -> Path:
-    """The data set's directory, downloaded first if it is nowhere yet.
+    """The directory of a data set, which is downloaded first if it is neither local nor cached.
 
     `convert(downloads, target)` turns the downloaded files into `files`. They appear in the cache all at
-    once; what was downloaded stays beside them under ``downloads/`` until then, so a second try resumes.
+    once; until then, the downloads stay under ``downloads/``, so that a second try resumes.
     """
-    found = locate(name, files)
-    if found:
-        return found
+    directory = locate(name, files)
+    if directory:
+        return directory
     base = cache_directory()
     downloads = base / "downloads" / name
     for remote in remotes:
@@ -69,10 +101,10 @@ def fetch(
     target = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
     try:
         convert(downloads, target)
-        shutil.rmtree(base / name, ignore_errors=True)  # an incomplete one, or locate had found it
+        shutil.rmtree(base / name, ignore_errors=True)  # incomplete, or `locate` would have returned it
         target.rename(base / name)
     except Exception:
-        for remote in remotes:  # those that nothing vouches for: kept, they would fail for ever
+        for remote in remotes:  # a damaged file without sha256 would fail on every later try
             if remote.sha256 is None:
                 (downloads / remote.name).unlink(missing_ok=True)
         raise
@@ -84,9 +116,10 @@ def fetch(
 
 
 def download(remote: Remote, directory: Path, *, remedy: str) -> Path:
-    """Download one file into `directory`: resume a partial one, check its sha256, then give it its name.
+    """Download one file into `directory`: resume a partial download, check the sha256, rename it to its name.
 
-    DataError when it cannot be had, is cut short (a second try goes on where it ended) or has another sha256.
+    Raises:
+        DataError: the server fails, the file is cut short (a second try resumes it) or its sha256 is wrong.
     """
     target, partial = directory / remote.name, directory / f"{remote.name}.part"
     if target.exists():
@@ -103,16 +136,14 @@ def download(remote: Remote, directory: Path, *, remedy: str) -> Path:
                 partial.open("ab" if resumed else "wb") as stream,
                 Progress("datasets", total=total >> 10, unit="KiB", done=done >> 10) as progress,
             ):
-                while block := response.read(_BLOCK):
+                while block := response.read(_BLOCK_BYTES):
                     stream.write(block)
                     progress.advance(len(block) >> 10, remote.name)
-        have = partial.stat().st_size  # urllib takes a connection that closes early for the end
+        have = partial.stat().st_size  # urllib reports no error if the connection closes early
         if have < total:
             raise DataError(f"{remote.url} sent {have:,} of {total:,} bytes: try again, or {remedy}")
     except urllib.error.HTTPError as error:
-        if error.code == 416:  # nothing left of a finished partial file
-            pass
-        else:
+        if error.code != 416:  # 416: the partial file is already complete
             raise DataError(f"{remote.url} answered {error.code} {error.reason}: {remedy}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
@@ -126,13 +157,7 @@ def download(remote: Remote, directory: Path, *, remedy: str) -> Path:
 def check(path: Path, sha256: str, *, remedy: str, damaged: Callable[[], None] = lambda: None) -> None:
     """DataError, after calling `damaged`, unless the file has this sha256."""
     with path.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != sha256:
+        actual = hashlib.file_digest(stream, "sha256").hexdigest()
+    if actual != sha256:
         damaged()
-        raise DataError(f"{path.name} has sha256 {found}, expected {sha256}: {remedy}")
-
-
-def keep(downloads: Path, target: Path) -> None:
-    """The conversion of files that are read as they come."""
-    for path in sorted(downloads.iterdir()):
-        shutil.copyfile(path, target / path.name)
+        raise DataError(f"{path.name} has sha256 {actual}, expected {sha256}: {remedy}")

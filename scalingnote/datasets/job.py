@@ -1,6 +1,7 @@
-"""Stage "prepare": rows of any source in, one `dataset` artifact out: checked, split, with impressions.
+"""The prepare stage: checks and splits the rows of any source, simulates clicks, writes a `dataset` artifact.
 
-Documents are streamed into parts; ids, groups and topics, queries and judgements are held in memory.
+Documents are streamed into parts; ids, groups and topics, queries and judgements are held in memory. Logs,
+which may not fit in memory, have a job of their own (`logs.job`).
 """
 
 import time
@@ -11,38 +12,38 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from scalingnote.datasets import click_model, columns, intake, registry
+from scalingnote.datasets import click_simulator, file_formats, row_checks, sources, splits
 from scalingnote.datasets.config import AnyClickModel, AnyDataset, Logs, NewDocuments, Texts
-from scalingnote.datasets.quarantine import Quarantine
-from scalingnote.datasets.rows import Row, Source
-from scalingnote.datasets.split import held_out
-from scalingnote.datasets.taste import Tastes
+from scalingnote.datasets.raw_rows import Quarantine, Row, Source
+from scalingnote.datasets.splits import held_out
+from scalingnote.datasets.user_behavior import Tastes
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES, USERS
 
 log = get_logger("datasets")
-_SPEAK_EVERY_S = 5.0
+_LOG_INTERVAL_S = 5.0
 
 
 def run(config: AnyDataset, *, output: str) -> Artifact:
-    """Build the data set at `output`, or return it if it is there.
+    """Build the data set at `output`, or return it if it exists.
 
-    DataError when nothing usable remains; single bad rows are set aside in `rejected.parquet` and counted
-    by reason in the manifest (`rejected_by_reason`).
+    Bad rows are set aside in `rejected.parquet` and counted by reason in the manifest (`rejected_by_reason`).
+
+    Raises:
+        DataError: nothing usable remains.
     """
-    match config:
-        case Logs():
-            from scalingnote.datasets.logs.job import run as run_logs  # late: no other source needs Ray
+    if isinstance(config, Logs):
+        from scalingnote.datasets.logs.job import run as run_logs  # late, since other sources do not need Ray
 
-            return run_logs(config, output=output)
+        return run_logs(config, output=output)
     draft = Draft(output, kind="dataset", config=config, parents={})
     if draft.finished:
         return draft.existing()
-    draft.afresh()  # the files may have changed since
-    about = registry.describe(config.name)
-    source = registry.read(config)
+    draft.afresh()  # the input files may have changed since an earlier run
+    about = sources.describe(config.name)
+    source = sources.read(config)
     quarantine = Quarantine()
 
     catalogue = _write_documents(draft, source, config=config, quarantine=quarantine)
@@ -82,14 +83,16 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
     return artifact
 
 
-def take_in(config: NewDocuments, *, output: str) -> Artifact:
-    """Documents alone, checked as those of :func:`run` are: what a system that runs is to take in."""
+def prepare_documents(config: NewDocuments, *, output: str) -> Artifact:
+    """Build a data set of documents only, with the checks of :func:`run`: input of a live index."""
     draft = Draft(output, kind="dataset", config=config, parents={})
     if draft.finished:
         return draft.existing()
     draft.afresh()
     quarantine = Quarantine()
-    catalogue = _write_documents(draft, columns.read_documents(config), config=config, quarantine=quarantine)
+    catalogue = _write_documents(
+        draft, file_formats.read_documents(config), config=config, quarantine=quarantine
+    )
     draft.write_table("rejected.parquet", quarantine.table())
     counts = {"documents": len(catalogue.group_of), "rejected": sum(quarantine.rejected.values())}
     log.info("%s new documents, %s rejected rows -> %s", *(f"{n:,}" for n in counts.values()), output)
@@ -99,23 +102,23 @@ def take_in(config: NewDocuments, *, output: str) -> Artifact:
 
 
 class _Catalogue:
-    """What later steps need to know of the documents: all that were offered, and those a subset kept."""
+    """Facts about documents that later steps need: ids of all valid ones, groups and topics of those kept."""
 
     def __init__(self, features: Sequence[str]) -> None:
-        """`features` are the columns whose values must be known later on."""
-        self.offered: set[str] = set()
+        """`features` are the columns whose values are kept, too."""
+        self.valid_ids: set[str] = set()
         self.group_of: dict[str, str] = {}
         self.topics: list[str] = []
         self.features: dict[str, list[Any]] = {name: [] for name in features}
 
-    def offer(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Note sound rows as they pass."""
+    def record_valid(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Record all valid rows while they are streamed."""
         for row in rows:
-            self.offered.add(row["doc_id"])
+            self.valid_ids.add(row["doc_id"])
             yield row
 
-    def keep(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Note the rows that are written as they pass."""
+    def record_kept(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Record the rows of the data set while they are streamed."""
         for row in rows:
             self.group_of[row["doc_id"]] = row["group"]
             self.topics.append(row["topic"])
@@ -128,27 +131,27 @@ def _write_documents(
     draft: Draft, source: Source, *, config: AnyDataset | NewDocuments, quarantine: Quarantine
 ) -> _Catalogue:
     taste = config.click_model.taste if config.click_model else None
-    liked = taste.columns if taste else ()
-    if missing := sorted(set(liked) - set(source.features.names)):
+    taste_columns = taste.columns if taste else ()
+    if missing := sorted(set(taste_columns) - set(source.features.names)):
         raise ConfigError(
             f"click_model.taste names {missing}, which are no features of {config.name}: it has "
             f"{source.features.names}"
         )
-    catalogue = _Catalogue(liked)
-    rows: Iterable[Row] = catalogue.offer(
-        intake.documents(source.documents, config=config, features=source.features, quarantine=quarantine)
+    catalogue = _Catalogue(taste_columns)
+    rows: Iterable[Row] = catalogue.record_valid(
+        row_checks.documents(source.documents, config=config, features=source.features, quarantine=quarantine)
     )
     if config.max_documents is not None:
-        rows = intake.subset(rows, size=config.max_documents, seed=config.seed, rank=source.rank)
-    rows = catalogue.keep(rows)
+        rows = splits.subset(rows, size=config.max_documents, seed=config.seed, rank=source.rank)
+    rows = catalogue.record_kept(rows)
     schema = pa.schema([*DOCUMENTS, *source.features])
-    spoke = time.monotonic()
+    last_log = time.monotonic()
     number = 0
     while part := list(islice(rows, config.documents_per_part)):
         draft.write_table(f"documents/part-{number:05d}.parquet", pa.Table.from_pylist(part, schema=schema))
         number += 1
-        if time.monotonic() - spoke > _SPEAK_EVERY_S:
-            spoke = time.monotonic()
+        if time.monotonic() - last_log > _LOG_INTERVAL_S:
+            last_log = time.monotonic()
             log.info("%s documents", f"{len(catalogue.group_of):,}")
     if not number:
         raise DataError(f"{config.name}: no usable document{_reasons(quarantine)}")
@@ -158,15 +161,16 @@ def _write_documents(
 def _supervision(
     source: Source, catalogue: _Catalogue, *, config: AnyDataset, quarantine: Quarantine
 ) -> tuple[dict[str, pa.Table], dict[str, int]]:
-    """Queries with their split and the pairs that name them; and how many of each the subsets left out.
+    """The other tables, and how many of their valid rows the subsets left out.
 
-    Rows are judged against all that was offered, so that a subset does not make sound ones look wrong.
+    Rows are checked against all valid documents, so that rows about documents outside a subset are left out,
+    not rejected.
     """
-    queries = {row["query_id"]: row for row in intake.queries(source.queries, quarantine=quarantine)}
+    queries = {row["query_id"]: row for row in row_checks.queries(source.queries, quarantine=quarantine)}
     pairs = {
         name: list(
-            intake.pairs(
-                name, rows, query_ids=queries, doc_ids=catalogue.offered, quarantine=quarantine
+            row_checks.pairs(
+                name, rows, query_ids=queries, doc_ids=catalogue.valid_ids, quarantine=quarantine
             )
         )
         for name, rows in (
@@ -175,17 +179,17 @@ def _supervision(
             ("scores", source.scores),
         )
     }  # fmt: skip
-    sound = {name: len(rows) for name, rows in {"queries": queries, **pairs}.items()}
+    valid = {name: len(rows) for name, rows in {"queries": queries, **pairs}.items()}
 
     usable = _supervised(pairs)
     for query_id in [query_id for query_id in queries if query_id not in usable]:
         quarantine.reject("queries", queries.pop(query_id), "no relevant document and no impression")
-        sound["queries"] -= 1
+        valid["queries"] -= 1
     pairs = {name: [r for r in rows if r["doc_id"] in catalogue.group_of] for name, rows in pairs.items()}
     usable = _supervised(pairs)
     chosen: Iterable[Row] = [row for row in queries.values() if row["query_id"] in usable]
     if config.max_queries is not None:
-        chosen = intake.subset(chosen, size=config.max_queries, seed=config.seed, key="query_id")
+        chosen = splits.subset(chosen, size=config.max_queries, seed=config.seed, key="query_id")
     queries = {row["query_id"]: row for row in chosen}
     pairs = {name: [r for r in rows if r["query_id"] in queries] for name, rows in pairs.items()}
     if not queries and not isinstance(config, Texts):
@@ -198,15 +202,15 @@ def _supervision(
         "impressions": pa.Table.from_pylist(pairs["impressions"], schema=IMPRESSIONS),
         "scores": pa.Table.from_pylist(pairs["scores"], schema=SCORES),
     }
-    users = list(intake.users(source.users, profile=source.profile, quarantine=quarantine))
-    left_out = {name: count - tables[name].num_rows for name, count in sound.items()}
-    left_out["documents"] = len(catalogue.offered) - len(catalogue.group_of)
+    users = list(row_checks.users(source.users, profile=source.profile, quarantine=quarantine))
+    left_out = {name: count - tables[name].num_rows for name, count in valid.items()}
+    left_out["documents"] = len(catalogue.valid_ids) - len(catalogue.group_of)
     tables["users"] = pa.Table.from_pylist(users, schema=pa.schema([*USERS, *source.profile]))
     return tables, {name: count for name, count in sorted(left_out.items()) if count}
 
 
 def _supervised(pairs: dict[str, list[Row]]) -> set[str]:
-    """Queries something is known of: a relevant document, or what was shown for them."""
+    """Queries with a relevant document or an impression."""
     relevant = {row["query_id"] for row in pairs["qrels"] if row["relevance"] > 0}
     return relevant | {row["query_id"] for row in pairs["impressions"]}
 
@@ -214,7 +218,7 @@ def _supervised(pairs: dict[str, list[Row]]) -> set[str]:
 def _split(
     queries: dict[str, Row], pairs: dict[str, list[Row]], *, group_of: dict[str, str], config: AnyDataset
 ) -> None:
-    """Fill in `split` where the source names none."""
+    """Fill in `split` where the source has none."""
     undecided = [query_id for query_id, row in queries.items() if not row["split"]]
     positives = [(r["query_id"], r["doc_id"]) for r in pairs["qrels"] if r["relevance"] > 0]
     positives += [(r["query_id"], r["doc_id"]) for r in pairs["impressions"] if r["clicked"]]
@@ -223,30 +227,30 @@ def _split(
     )
     for query_id in undecided:
         queries[query_id]["split"] = "test" if query_id in test else "train"
-    found = {row["split"] for row in queries.values()}
-    if undecided and 0 < config.test_fraction < 1 and len(found) < 2:
+    sides = {row["split"] for row in queries.values()}
+    if undecided and 0 < config.test_fraction < 1 and len(sides) < 2:
         log.warning(
             "all %d queries are for %s: they share too many documents, or are too few, for test_fraction=%g",
             len(queries),
-            *found,
+            *sides,
             config.test_fraction,
         )
 
 
 def _tastes(config: AnyClickModel, catalogue: _Catalogue, features: pa.Schema) -> Tastes | None:
-    """What each simulated user likes, by the values of all documents; None where all like the same."""
+    """The tastes of the simulated users, or None if all users are alike."""
     if config.taste is None:
         return None
-    columns = {
+    file_formats = {
         name: pa.array(values, features.field(name).type) for name, values in catalogue.features.items()
     }
-    return Tastes.draw(config.taste, pa.table(columns), users=config.users, seed=config.seed)
+    return Tastes.draw(config.taste, pa.table(file_formats), users=config.users, seed=config.seed)
 
 
 def _simulated(
     tables: dict[str, pa.Table], catalogue: _Catalogue, *, config: AnyClickModel, tastes: Tastes | None
 ) -> pa.Table:
-    """Impressions of training queries; documents in a group that a test query is judged on stay unseen."""
+    """Impressions of training queries; documents of a group that a test query is judged on are not shown."""
     queries, qrels = tables["queries"], tables["qrels"]
     test = queries.filter(pc.equal(queries["split"], "test"))["query_id"]
     is_test = pc.is_in(qrels["query_id"], value_set=test.combine_chunks())
@@ -259,7 +263,7 @@ def _simulated(
         )
         if group not in hidden
     ]
-    return click_model.simulate(
+    return click_simulator.simulate(
         qrels.filter(pc.invert(is_test)),
         doc_ids=[doc_id for doc_id, _, _ in seen],
         topics=[topic for _, topic, _ in seen],

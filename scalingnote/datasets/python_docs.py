@@ -1,8 +1,8 @@
-"""The embedded default: installed packages' documentation in, documents and first-sentence queries out.
+"""The built-in data set: documentation of installed packages; the first sentences of docstrings are queries.
 
-The pairing is CodeSearchNet's (Husain et al. 2019): the first sentence of a docstring is the query, what
-is left of the object's documentation is its document. Nothing is downloaded, and the data is whatever
-versions are installed, so the same environment gives the same rows.
+As in CodeSearchNet (Husain et al. 2019), the first sentence of a docstring is the query, and the rest of the
+object's documentation is the document. Nothing is downloaded: the data depends on the installed versions, so
+the same environment gives the same rows.
 
 A subset (`max_documents`) keeps the least nested names first (``json.dumps`` before ``os.path.join`` before
 ``torch.nn.functional.relu``), functions and classes before the methods of their depth, and decides among
@@ -24,12 +24,10 @@ from typing import Any
 
 from scalingnote.datasets import python_walk
 from scalingnote.datasets.config import PythonDocs
-from scalingnote.datasets.rows import Row, Source, Unreadable
+from scalingnote.datasets.raw_rows import Row, Source, UnreadableRow
 from scalingnote.log import Progress, get_logger
 
-FILES: tuple[str, ...] = ()
-
-# What an import may look at, set so that it neither reaches for a network, a GPU or a display, nor varies.
+# Keeps imports from using the network, a GPU or a display, and makes them reproducible.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -39,7 +37,7 @@ _ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
     "PYTHONHASHSEED": "0",
 }
-_AT_A_TIME = 2
+_MAX_PROCESSES = 2
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|\b0x[0-9a-f]{9,}\b")
 _ROLE = re.compile(r":[a-zA-Z:]+:`~?!?([^`<]*?)(?:\s*<[^`>]*>)?`")
 _LITERAL = re.compile(r"`{1,2}([^`]*)`{1,2}_{0,2}")
@@ -47,11 +45,11 @@ _SENTENCE_END = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\bcf)(?<!\bvs)[.!?](?=\s|
 _UNDERLINE = re.compile(r"^[=\-~^*#]{3,}$")
 
 
-def read(config: PythonDocs, directory: Path | None = None) -> Source:
-    """Documents, queries and judgements of `config.packages`; a package that fails is a rejected row."""
+def read(config: PythonDocs) -> Source:
+    """Documents, queries and judgements of `config.packages`; a package that fails becomes a rejected row."""
     objects, losses, versions = _collect(config)
     sentences: dict[str, list[Row]] = defaultdict(list)
-    documents: list[Row | Unreadable] = list(losses)
+    documents: list[Row | UnreadableRow] = list(losses)
     seen: set[str] = set()
     duplicates = 0
     for item in objects:
@@ -65,8 +63,8 @@ def read(config: PythonDocs, directory: Path | None = None) -> Source:
         if len(sentence.split()) >= config.min_query_words:
             sentences[sentence.casefold()].append({**document, "sentence": sentence})
 
-    queries: list[Row | Unreadable] = []
-    qrels: list[Row | Unreadable] = []
+    queries: list[Row | UnreadableRow] = []
+    qrels: list[Row | UnreadableRow] = []
     group_of: dict[str, str] = {}
     for key, sharing in sentences.items():
         if len(sharing) > config.max_query_documents:
@@ -88,17 +86,17 @@ def _nesting(row: Row) -> tuple[int, bool]:
 
 
 def first_sentence(doc: str, name: str) -> tuple[str, str, str]:
-    """A docstring as (signature lines it opens with, first sentence, all that follows)."""
+    """Split a docstring into (signature lines at its start, first sentence, rest)."""
     paragraphs = re.split(r"\n\s*\n", doc.strip())
     signature = []
     while paragraphs and _is_signature(paragraphs[0], name):
-        # Some C functions go on in the same paragraph: "range(stop) -> range object\nReturn ...".
+        # Docstrings of C functions may continue in this paragraph: "range(stop) -> range object\nReturn ...".
         lines = paragraphs[0].split("\n")
         split = next((n for n, line in enumerate(lines) if n and not _continues(lines, n, name)), len(lines))
         signature.append("\n".join(lines[:split]))
         rest = "\n".join(lines[split:]).strip()
         paragraphs[:1] = [rest] if rest else []
-    # A headline such as "=====" or a directive is no sentence.
+    # An underlined heading or a directive is not a sentence.
     while paragraphs and (_heading(paragraphs[0]) or paragraphs[0].startswith("..")):
         paragraphs.pop(0)
     if not paragraphs:
@@ -111,12 +109,12 @@ def first_sentence(doc: str, name: str) -> tuple[str, str, str]:
 
 
 def plain(text: str) -> str:
-    """One line without reStructuredText marks."""
+    """`text` as one line without reStructuredText markup."""
     return " ".join(_LITERAL.sub(r"\1", _ROLE.sub(r"\1", text)).split())
 
 
 def without_name_words(sentence: str, name: str) -> str:
-    """The sentence without the words its object is named by, whatever their ending."""
+    """The sentence without the words of its object's name, compared by stem."""
     named = _word_stems(name.rpartition(".")[2])
     return " ".join(w for w in sentence.split() if not (_word_stems(w) and _word_stems(w) <= named))
 
@@ -136,13 +134,13 @@ def _document(item: dict[str, Any], *, config: PythonDocs) -> tuple[Row, str]:
     return row, sentence
 
 
-def _collect(config: PythonDocs) -> tuple[list[dict[str, Any]], list[Unreadable], dict[str, str]]:
+def _collect(config: PythonDocs) -> tuple[list[dict[str, Any]], list[UnreadableRow], dict[str, str]]:
     objects: list[dict[str, Any]] = []
-    losses: list[Unreadable] = []
+    losses: list[UnreadableRow] = []
     versions: dict[str, str] = {}
     with (
         Progress("datasets", total=len(config.packages), unit="packages") as progress,
-        ThreadPoolExecutor(_AT_A_TIME) as pool,
+        ThreadPoolExecutor(_MAX_PROCESSES) as pool,
     ):
         for package, (rows, loss) in zip(
             config.packages, pool.map(lambda name: _walk(name, config=config), config.packages), strict=True
@@ -150,19 +148,23 @@ def _collect(config: PythonDocs) -> tuple[list[dict[str, Any]], list[Unreadable]
             progress.advance(1, package)
             if loss:
                 get_logger("datasets").warning("%s is left out: %s", package, loss)
-                losses.append(Unreadable(f"package {package}", loss))
+                losses.append(UnreadableRow(f"package {package}", loss))
                 continue
             *found, summary = rows
             objects += found
             losses += [
-                Unreadable(failure, "submodule cannot be imported") for failure in summary["import_failures"]
+                UnreadableRow(failure, "submodule cannot be imported")
+                for failure in summary["import_failures"]
             ]
             versions[package] = summary["version"]
     return objects, losses, versions
 
 
 def _walk(package: str, *, config: PythonDocs) -> tuple[list[dict[str, Any]], str]:
-    """Rows of one package, or why it is lost. Everything it writes goes to a directory that is deleted."""
+    """Rows of one package, or the reason why they are missing.
+
+    The package is imported in a process whose files go to a temporary directory.
+    """
     with tempfile.TemporaryDirectory(prefix="scalingnote-walk-") as directory:
         output = Path(directory) / "objects.jsonl"
         command = [sys.executable, "-P", python_walk.__file__, package, str(config.module_depth), str(output)]
@@ -193,7 +195,7 @@ def _is_signature(paragraph: str, name: str) -> bool:
 
 
 def _continues(lines: list[str], number: int, name: str) -> bool:
-    """Whether a line still belongs to the signature above it: an overload, or an open bracket."""
+    """Whether a line belongs to the signature above it: as an overload, or inside an open bracket."""
     above = "\n".join(lines[:number])
     return _is_signature(lines[number], name) or above.count("(") + above.count("[") > above.count(
         ")"
@@ -210,7 +212,7 @@ def _scrub(text: str) -> str:
 
 
 def _word_stems(text: str) -> set[str]:
-    """Stems of the words of a name: of HTTPServer_start, http, server and start."""
+    """Stems of the words of a name: "http", "server" and "start" of HTTPServer_start."""
     return {_stem(part) for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", text)}
 
 

@@ -1,9 +1,9 @@
-"""Run in a process of its own: import one package, write a JSON line per documented public object.
+"""A script that imports one package and writes a JSON line per documented public object.
 
     python -P python_walk.py PACKAGE MODULE_DEPTH OUTPUT
 
-Importing runs foreign code, so nothing else lives in this process: its output is a file, and network
-connections are refused. Only the standard library is imported besides the package.
+`python_docs` runs it as a separate process, since importing a package runs foreign code: output is a file,
+and network connections are refused. For the same reason this file imports only the standard library.
 """
 
 import ast
@@ -42,11 +42,11 @@ _STANDARD_LIBRARY = """
 _SKIPPED = re.compile(r"^(_.*|tests?|testing|conftest|setup|benchmarks?|examples?|vendor|externals?)$")
 _MAX_SOURCE_LINES = 60
 _MAX_MEMBERS = 100
-_SHORT_DOC = 200  # characters of docstring after which the source code adds little
+_SHORT_DOC_CHARS = 200  # after a longer docstring the source code adds little
 
 
 def walk(package: str, *, depth: int) -> Iterator[dict[str, Any]]:
-    """A row per documented object, and a last one: the package's version and what could not be imported."""
+    """A row per documented object, then one row with the package's version and failed imports."""
     names = _STANDARD_LIBRARY.split() if package == "stdlib" else [package]
     modules, failures = _import_all(names, depth=1 if package == "stdlib" else depth)
     if not modules:
@@ -88,7 +88,7 @@ def _import_all(names: list[str], *, depth: int) -> tuple[dict[str, types.Module
 
 
 def _named(modules: dict[str, types.ModuleType], roots: set[str]) -> dict[str, tuple[str, Any]]:
-    """Each object once, by its most public name: least nested, its own `__name__`, in `__all__`, short."""
+    """Each object under its most public name: least nested, then its `__name__`, in `__all__`, shortest."""
     best: dict[int, tuple[tuple[int, bool, bool, int, str], str, Any]] = {}
 
     def offer(name: str, kind: str, value: Any, *, listed: bool) -> None:
@@ -105,7 +105,7 @@ def _named(modules: dict[str, types.ModuleType], roots: set[str]) -> dict[str, t
             if kind and not name.startswith("_") and _belongs(value, roots, listed=name in listed):
                 offer(f"{module_name}.{name}", kind, value, listed=name in listed)
 
-    # Methods hang below the name their class ended up with; each is taken where it is defined.
+    # Methods are named after the chosen name of their class, and only in the class that defines them.
     named = {order[-1]: (kind, value) for order, kind, value in best.values()}
     for name, (kind, value) in sorted(named.items()):
         if kind != "class":
@@ -119,7 +119,7 @@ def _named(modules: dict[str, types.ModuleType], roots: set[str]) -> dict[str, t
 
 
 def _members(kind: type, roots: set[str]) -> Iterator[tuple[str, Any]]:
-    """What a class defines, and what it has from private bases (torch.Tensor's methods are TensorBase's)."""
+    """Members of a class and of its private bases (torch.Tensor's methods belong to TensorBase)."""
     for base in kind.__mro__:
         home = base.__module__.split(".")
         private = base.__name__.startswith("_") or any(part.startswith("_") for part in home)
@@ -144,9 +144,9 @@ def _kind(value: Any) -> str | None:
 def _belongs(value: Any, roots: set[str], *, listed: bool) -> bool:
     home = getattr(value, "__module__", None)
     if not isinstance(home, str) or home == "builtins":
-        return True  # a C function bound into this module
+        return True  # a C function of this module
     root = home.split(".")[0]
-    # C twins: `_json` of `json`, `_io` of `io`; what a package lists in __all__ it calls its own.
+    # C implementations: `_json` of `json`, `_io` of `io`; objects in `__all__` belong to the package.
     return root in roots or root.lstrip("_") in roots or (listed and root.startswith("_"))
 
 
@@ -167,7 +167,9 @@ def _describe(name: str, kind: str, value: Any) -> dict[str, Any] | None:
         return None
     doc = inspect.cleandoc(doc)
     source = (
-        _source(value) if kind in ("function", "method", "property") and len(doc) < 2 * _SHORT_DOC else ""
+        _source(value)
+        if kind in ("function", "method", "property") and len(doc) < 2 * _SHORT_DOC_CHARS
+        else ""
     )
     return {
         "name": name,
@@ -184,11 +186,11 @@ def _signature(value: Any, kind: str) -> str:
     try:
         return str(inspect.signature(value))
     except Exception:
-        return ""  # many C functions; their docstring opens with it
+        return ""  # many C functions, whose docstring starts with the signature
 
 
 def _members_listed(value: Any, kind: str) -> str:
-    """Names a module or class offers: all there is to say of one with a single sentence of documentation."""
+    """Public names of a module or class: often the only content besides its first sentence."""
     if kind not in ("module", "class"):
         return ""
     public = sorted(
@@ -200,7 +202,7 @@ def _members_listed(value: Any, kind: str) -> str:
 
 
 def _source(value: Any) -> str:
-    """Source code without its docstring, which holds the query."""
+    """Source code without the docstring, which contains the query."""
     code = getattr(inspect.unwrap(value), "__code__", None)
     if code is None:
         return ""
@@ -222,20 +224,20 @@ def _refuse_network(event: str, arguments: tuple[Any, ...]) -> None:
         raise OSError("no network while documentation is collected")
 
 
-def _without_entropy() -> None:
-    """Some docstrings show draws made at import (scipy.stats.Normal): let every run draw the same.
+def _fix_seeds() -> None:
+    """Make random numbers reproducible, since some docstrings show draws made at import (scipy.stats.Normal).
 
-    numpy takes its entropy from `secrets.randbits`, the standard library's `random` is seeded.
+    numpy takes its entropy from `secrets.randbits`; the standard library's `random` is seeded.
     """
     random.seed(0)
     secrets.randbits = random.Random(0).getrandbits  # type: ignore[assignment]
 
 
 def main() -> None:
-    """Walk the package the command line names."""
+    """Walk the package named on the command line."""
     package, depth, output = sys.argv[1:]
-    if package != "stdlib":  # whose own documentation of `secrets` stays as it is
-        _without_entropy()
+    if package != "stdlib":  # keep its documentation of `secrets`
+        _fix_seeds()
     sys.addaudithook(_refuse_network)
     with open(output, "w", encoding="utf-8", errors="backslashreplace") as stream:
         for row in walk(package, depth=int(depth)):

@@ -26,7 +26,7 @@ from scalingnote.distillation.config import StudentValidation
 from scalingnote.distillation.prepare import VALIDATION
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.log import get_logger
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.collectives import broadcast_numbers
 from scalingnote.train.data import Store, permuted
@@ -73,7 +73,7 @@ def measure_embeddings(
     student: Float[ndarray, "queries dim"], teacher: Float[ndarray, "queries dim"]
 ) -> dict[str, float]:
     """Mean cosine to the teacher's embeddings, and mean squared distance from them."""
-    cosine = (vectors.unit(student) * vectors.unit(teacher)).sum(axis=1)
+    cosine = (arrow.l2_normalize(student) * arrow.l2_normalize(teacher)).sum(axis=1)
     distance = ((student - teacher) ** 2).sum(axis=1)
     return {"cosine": float(cosine.mean()), "squared_distance": float(distance.mean())}
 
@@ -110,9 +110,9 @@ def compare(
     cosine = top10 = top100 = 0.0
     documents = _sampled_documents(dataset)
     if texts:
-        embeddings, teacher = vectors.unit(tower.encode_queries(texts)), vectors.unit(teacher)
+        embeddings, teacher = arrow.l2_normalize(tower.encode_queries(texts)), arrow.l2_normalize(teacher)
         views = Encoder.load(dual_encoder.directory("document")).encode_documents(documents)
-        searched = vectors.unit(views.get(INDEXED_VIEW, next(iter(views.values()))))
+        searched = arrow.l2_normalize(views.get(INDEXED_VIEW, next(iter(views.values()))))
         cosine = float((embeddings * teacher).sum(axis=1).mean())
         top10, top100 = (neighbour_overlap(teacher, embeddings, searched, k=k) for k in (10, 100))
     timed = (texts or ["how to join two tensors"])[:TIMED_QUERIES]
@@ -162,7 +162,7 @@ def _held_out(query_embeddings: Artifact) -> tuple[list[str], Float[ndarray, "qu
         table = query_embeddings.table(part, ["query", "split", "embedding"])
         table = table.filter(pa.compute.equal(table["split"], "validation"))
         texts += table["query"].to_pylist()
-        embeddings.append(vectors.to_numpy(table["embedding"]))
+        embeddings.append(arrow.to_numpy(table["embedding"]))
         if len(texts) >= MAX_QUERIES:
             break
     return texts[:MAX_QUERIES], np.concatenate(embeddings)[:MAX_QUERIES]

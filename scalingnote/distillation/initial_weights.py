@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from scalingnote.errors import ConfigError
 from scalingnote.models.lookup import LookupTower
-from scalingnote.planner.words import words
+from scalingnote.planner.planner import words
 
 _LAYER = re.compile(r"(^|\.)(layers?|h|blocks?)\.(\d+)\.")
 _COPIED_FILES = (

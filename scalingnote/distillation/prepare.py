@@ -28,11 +28,19 @@ from scalingnote.log import get_logger
 from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
 from scalingnote.models.token_rows import list_column, token_columns
+from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Part, write_table
-from scalingnote.storage.exchange import hash_of
-from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
+from scalingnote.storage.shuffle import (
+    JsonRecord,
+    NumberedSlice,
+    TaskRunner,
+    hash_of,
+    named_parts,
+    run_slices,
+    slices,
+    write_tables,
+)
 from scalingnote.train import tokens
 from scalingnote.train.data import Store, one_chunk
 from scalingnote.train.prepare import merge_sorted, number_documents, read_array
@@ -62,7 +70,7 @@ def prepare(
     prompt: QueryPrompt | LookupPrompt,
     folder: str,
     candidates: CandidateSources | None = None,
-    each: Each = map,
+    each: TaskRunner = map,
 ) -> dict[str, int]:
     """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
 
@@ -87,7 +95,7 @@ def prepare(
         parts = slices(teacher, "embeddings")
         records = run_slices(LESSONS, task, parts, folder=folder, each=each, room="distill")
         tables = {
-            name: [file for record in records for file in listed(record[key])]
+            name: [file for record in records for file in named_parts(record[key])]
             for name, key in ((LESSONS, "files"), (VALIDATION, "validation"))
         }
         facts = {"sizes": {LESSONS: _total(tables[LESSONS])}, "dim": records[0]["dim"]}
@@ -105,8 +113,8 @@ def prepare(
 
 
 def _lessons_of_slice(
-    item: Slice, *, teacher: Artifact, prompt: QueryPrompt | LookupPrompt, folder: str
-) -> Record:
+    item: NumberedSlice, *, teacher: Artifact, prompt: QueryPrompt | LookupPrompt, folder: str
+) -> JsonRecord:
     table = pa.concat_tables(teacher.table(part, _QUERY_COLUMNS) for part in item[1])
     written: dict[str, Any] = {}
     for name, split, key in ((LESSONS, "train", "files"), (VALIDATION, "validation", "validation")):
@@ -120,11 +128,11 @@ def lesson_rows(queries: pa.Table, *, prompt: QueryPrompt | LookupPrompt) -> pa.
     texts = queries["query"].to_pylist()
     blocks = (prompt.rows(texts[start : start + _BLOCK_ROWS]) for start in range(0, len(texts), _BLOCK_ROWS))
     number = pa.array(query_number(queries["query_id"]))
-    teacher = vectors.to_arrow(vectors.to_numpy(queries["embedding"]))
+    teacher = arrow.to_arrow(arrow.to_numpy(queries["embedding"]))
     return one_chunk({"query": number, **token_columns(blocks, views=1), "teacher": teacher})
 
 
-def _write_names(sources: CandidateSources, *, folder: str, each: Each) -> None:
+def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) -> None:
     """Write which documents and queries the training rows name: sorted hashes, 8 bytes each."""
     parts = slices(sources.triplets, "triplets")
     run_slices(
@@ -141,7 +149,12 @@ def _write_names(sources: CandidateSources, *, folder: str, each: Each) -> None:
 
 
 def _write_candidates(
-    sources: CandidateSources, teacher: Artifact, lessons: Sequence[Record], *, folder: str, each: Each
+    sources: CandidateSources,
+    teacher: Artifact,
+    lessons: Sequence[JsonRecord],
+    *,
+    folder: str,
+    each: TaskRunner,
 ) -> tuple[dict[str, list[tuple[str, Part]]], dict[str, Any]]:
     """Tables and facts of a store beside its lessons, of which `lessons` are the records."""
     run = partial(run_slices, folder=folder, each=each, room="distill")
@@ -167,7 +180,7 @@ def _write_candidates(
     if len(groups) != 1:
         raise DataError(f"triplets carry unequal numbers of documents ({sorted(groups)}): re-run collect")
     (group,) = groups
-    starts = np.cumsum([0, *(_total(listed(record["files"])) for record in lessons)])
+    starts = np.cumsum([0, *(_total(named_parts(record["files"])) for record in lessons)])
     generated = run(
         "free",
         partial(
@@ -175,11 +188,11 @@ def _write_candidates(
         ),
         [[str(number)] for number in range(len(lessons))],
     )
-    with_documents = [file for record in rows for file in listed(record["files"])]
-    without = [file for record in generated for file in listed(record["files"])]
+    with_documents = [file for record in rows for file in named_parts(record["files"])]
+    without = [file for record in generated for file in named_parts(record["files"])]
     sizes = {"triplets": _total(with_documents), "generated": _total(without)}
     tables = {
-        DOCUMENTS: [file for record in written for file in listed(record["files"])],
+        DOCUMENTS: [file for record in written for file in named_parts(record["files"])],
         ROWS: [*with_documents, *without],
     }
     facts = {
@@ -200,7 +213,7 @@ def _require_view(embeddings: Artifact) -> None:
         )
 
 
-def _hashes_of_slice(item: Slice, *, sources: CandidateSources, folder: str) -> Record:
+def _hashes_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
     table = _training_rows(sources.triplets, item[1], ["query_id", "positive", "negatives", "split"])
     named = tokens.document_hashes(table.to_batches())
     asked = np.unique(tokens.query_number(table["query_id"]))
@@ -209,7 +222,7 @@ def _hashes_of_slice(item: Slice, *, sources: CandidateSources, folder: str) -> 
     return {}
 
 
-def _documents_of_slice(item: Slice, *, sources: CandidateSources, folder: str) -> Record:
+def _documents_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
     wanted = read_array(fs.join(folder, "named.arrow"))
     tables: list[pa.Table] = []
     problems: dict[str, str] = {}
@@ -234,9 +247,9 @@ def _documents_of_slice(item: Slice, *, sources: CandidateSources, folder: str) 
     return {"files": files, "problems": problems}
 
 
-def _number_lessons(lessons: Sequence[Record], folder: str) -> None:
+def _number_lessons(lessons: Sequence[JsonRecord], folder: str) -> None:
     """Write sorted numbers of all queries and the row of each among the lessons: 16 bytes a query."""
-    files = [name for record in lessons for name, _ in listed(record["files"])]
+    files = [name for record in lessons for name, _ in named_parts(record["files"])]
     numbers = np.concatenate([np.empty(0, np.int64), *(read_array(fs.join(folder, name)) for name in files)])
     order = np.argsort(numbers, kind="stable")
     if (np.diff(numbers[order]) == 0).any():
@@ -247,7 +260,9 @@ def _number_lessons(lessons: Sequence[Record], folder: str) -> None:
     write_table(fs.join(folder, "lessons.arrow"), pa.table({"row": order.astype(np.int64)}))
 
 
-def _rows_of_slice(item: Slice, *, sources: CandidateSources, teacher: Artifact, folder: str) -> Record:
+def _rows_of_slice(
+    item: NumberedSlice, *, sources: CandidateSources, teacher: Artifact, folder: str
+) -> JsonRecord:
     number, parts = item
     table = _training_rows(sources.triplets, parts, _TRIPLET_COLUMNS, scores=teacher)
     columns, readable = tokens.triplet_columns(
@@ -272,11 +287,11 @@ def _rows_of_slice(item: Slice, *, sources: CandidateSources, teacher: Artifact,
 
 
 def _rows_without_documents(
-    item: Slice, *, lessons: list[Record], starts: list[int], group: int, folder: str
-) -> Record:
+    item: NumberedSlice, *, lessons: list[JsonRecord], starts: list[int], group: int, folder: str
+) -> JsonRecord:
     """Rows of queries that occur in no triplet."""
     asked = read_array(fs.join(folder, "asked.arrow"))
-    files = listed(lessons[item[0]]["files"])
+    files = named_parts(lessons[item[0]]["files"])
     numbers = np.concatenate(
         [np.empty(0, np.int64), *(read_array(fs.join(folder, name)) for name, _ in files)]
     )

@@ -30,8 +30,8 @@ from numpy import ndarray
 from scalingnote import reports
 from scalingnote.adopt.config import AdoptConfig
 from scalingnote.adopt.towers import open_tower
-from scalingnote.datasets.intake import subset
-from scalingnote.datasets.rows import Row
+from scalingnote.datasets.raw_rows import Row
+from scalingnote.datasets.splits import subset
 from scalingnote.distillation.agreement import neighbour_overlap
 from scalingnote.distillation.config import ScreenConfig
 from scalingnote.encode.encoder import Encoder
@@ -40,8 +40,8 @@ from scalingnote.log import get_logger
 from scalingnote.models.published_model import local_folder
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.pseudo_queries.sampling import SourceDocument, draw
-from scalingnote.storage.exchange import hash_of
-from scalingnote.storage.vectors import unit
+from scalingnote.storage.arrow import l2_normalize
+from scalingnote.storage.shuffle import hash_of
 
 log = get_logger("distill")
 NEIGHBOURS = 10  # of the teacher, which the table should find
@@ -147,7 +147,7 @@ def screen_one(model: str, texts: TextSplit, config: ScreenConfig) -> ScreenedTe
     """
     start = time.perf_counter()
     teacher = Encoder(open_tower(AdoptConfig(path=model), "query"))
-    train, held_out = (unit(teacher.encode_queries(side)) for side in (texts.train, texts.held_out))
+    train, held_out = (l2_normalize(teacher.encode_queries(side)) for side in (texts.train, texts.held_out))
     tokens, held_out_tokens = (token_ids(teacher, side) for side in (texts.train, texts.held_out))
     table = RidgeTable.fit(tokens, train, ridge=config.ridge)
     embeddings = table.embed(held_out_tokens)
@@ -231,7 +231,7 @@ class RidgeTable:
 
     def embed(self, texts: Sequence[Sequence[int]]) -> Float[ndarray, "texts dim"]:
         """Unit embeddings; 0 for a text of which no token was seen."""
-        return unit(np.asarray(token_shares(texts, self.columns) @ self.rows))
+        return l2_normalize(np.asarray(token_shares(texts, self.columns) @ self.rows))
 
     def embed_one(self, ids: Sequence[int]) -> Float[ndarray, " dim"]:
         """The embedding of one text, without sparse arrays: the cost of a query."""

@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 
 from scalingnote import cluster
 from scalingnote.log import get_logger
-from scalingnote.storage import exchange, schema
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import schema, shuffle
 from scalingnote.storage.artifact import Artifact, Draft, Part, write_table
-from scalingnote.storage.slices import Slice, run_slices, slices
+from scalingnote.storage.shuffle import NumberedSlice, run_slices, slices
 
 log = get_logger("encode")
 COLUMNS = ["doc_id", "title", "topic", "content"]
@@ -80,7 +80,7 @@ def compare_with_base(source: Artifact, base: Artifact, draft: Draft) -> dict[st
     return counts
 
 
-def scatter_hashes(item: Slice, *, artifact: Artifact, table: str, folder: str, buckets: int) -> int:
+def scatter_hashes(item: NumberedSlice, *, artifact: Artifact, table: str, folder: str, buckets: int) -> int:
     """Scatter ids, hashes and locations of a slice of documents or embeddings; returns their number."""
     number, parts = item
     part_number = {name: i for i, name in enumerate(artifact.table_parts(table))}
@@ -92,8 +92,8 @@ def scatter_hashes(item: Slice, *, artifact: Artifact, table: str, folder: str, 
         columns = [rows["doc_id"], hashes, pa.array(place), pa.array(np.arange(len(rows), dtype=np.int32))]
         tables.append(pa.table(columns, schema=LOCATED))
     located = pa.concat_tables(tables)
-    bucket = exchange.bucket_of(located["doc_id"], buckets)
-    exchange.scatter(located, bucket, target=fs.join(folder, "scattered", table), name=f"{number:05d}")
+    bucket = shuffle.bucket_of(located["doc_id"], buckets)
+    shuffle.scatter(located, bucket, target=fs.join(folder, "scattered", table), name=f"{number:05d}")
     return len(located)
 
 
@@ -104,7 +104,7 @@ def compare_bucket(item: tuple[int, int], *, folder: str, output: str) -> dict[s
     """
     bucket = item[1]
     now, then = (
-        exchange.gather(fs.join(folder, "scattered", table), bucket, schema=LOCATED)
+        shuffle.gather(fs.join(folder, "scattered", table), bucket, schema=LOCATED)
         for table in ("documents", "embeddings")
     )
     at = pc.index_in(now["doc_id"], value_set=then["doc_id"].combine_chunks())
@@ -116,7 +116,7 @@ def compare_bucket(item: tuple[int, int], *, folder: str, output: str) -> dict[s
     for name in ("part", "row"):
         copy = copy.append_column(f"base_{name}", before[name].filter(pa.array(same[known])))
     group = np.asarray(copy["part"]).astype(np.int64) // PARTS_PER_GROUP
-    exchange.scatter(copy, group, target=fs.join(folder, "copies"), name=f"{bucket:05d}")
+    shuffle.scatter(copy, group, target=fs.join(folder, "copies"), name=f"{bucket:05d}")
 
     gone = pc.invert(pc.is_in(then["doc_id"], value_set=now["doc_id"].combine_chunks()))
     kinds = {
@@ -135,7 +135,7 @@ def compare_bucket(item: tuple[int, int], *, folder: str, output: str) -> dict[s
 
 def write_copies(item: tuple[int, int], *, folder: str) -> int:
     """Write which rows each part of a group copies; returns their number."""
-    copies = exchange.gather(fs.join(folder, "copies"), item[1], schema=COPY)
+    copies = shuffle.gather(fs.join(folder, "copies"), item[1], schema=COPY)
     copies = copies.sort_by([("part", "ascending"), ("row", "ascending")])
     numbers, starts = np.unique(np.asarray(copies["part"]), return_index=True)
     spans = pairwise([*starts.tolist(), len(copies)])

@@ -22,8 +22,8 @@ from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, 
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.token_rows import from_columns, token_columns
+from scalingnote.storage import arrow, schema
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import schema, vectors
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class DocumentPartEncoder:
         dtype = self._config.dtype
         encoding = self._encoder.encode_with_cost(from_columns(tokens), top_k=self._config.top_k)
         matrices = [encoding.embeddings[:, self._encoder.views.index(view)] for view in views]
-        columns = [vectors.to_arrow(vectors.unit(matrix), dtype=dtype) for matrix in matrices]
+        columns = [arrow.to_arrow(arrow.l2_normalize(matrix), dtype=dtype) for matrix in matrices]
         columns += encoding.terms.columns() if encoding.terms else []
         sparse = encoding.terms is not None
         layout = schema.embeddings(views, self._encoder.dim, dtype=dtype, sparse=sparse)

@@ -23,10 +23,10 @@ from scalingnote.encode.cost import Cost
 from scalingnote.encode.documents import encode_documents
 from scalingnote.encode.parts import EncodedPart, Steps, reader_cpus, write_parts
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.storage import exchange, schema, slices, vectors
+from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
-from scalingnote.storage.slices import Slice, run_slices
+from scalingnote.storage.shuffle import NumberedSlice, run_slices
 
 if TYPE_CHECKING:
     from scalingnote.encode.encoder import RowEncoding
@@ -108,7 +108,7 @@ def write_distinct_queries(triplets: Artifact, folder: str, *, rows_per_piece: i
     buckets = bucket_count(triplets)
     run = partial(run_slices, folder=folder, each=cluster.map_tasks, room="encode", unit="tasks")
     scatter = partial(scatter_queries, triplets=triplets, folder=folder, buckets=buckets)
-    run("scatter", scatter, slices.slices(triplets, *TABLES))
+    run("scatter", scatter, shuffle.slices(triplets, *TABLES))
     merge = partial(merge_bucket, folder=folder, rows_per_piece=rows_per_piece)
     merged: list[list[Piece]] = run("merge", merge, range(buckets))
     return [piece for pieces in merged for piece in pieces]
@@ -117,11 +117,11 @@ def write_distinct_queries(triplets: Artifact, folder: str, *, rows_per_piece: i
 def bucket_count(triplets: Artifact) -> int:
     """The number of buckets of about MAX_BUCKET_ROWS rows."""
     names = [name for table in TABLES for name in triplets.table_parts(table)]
-    rows = sum(triplets.manifest.parts[name].rows or slices.ROWS_PER_SLICE for name in names)
+    rows = sum(triplets.manifest.parts[name].rows or shuffle.ROWS_PER_SLICE for name in names)
     return max(-(-rows // MAX_BUCKET_ROWS), 1)
 
 
-def scatter_queries(item: Slice, *, triplets: Artifact, folder: str, buckets: int) -> int:
+def scatter_queries(item: NumberedSlice, *, triplets: Artifact, folder: str, buckets: int) -> int:
     """Scatter the distinct queries of a slice; returns their number."""
     number, parts = item
     rows = 0
@@ -134,9 +134,9 @@ def scatter_queries(item: Slice, *, triplets: Artifact, folder: str, buckets: in
         if distinct:
             queries = pa.concat_tables(distinct)
             key = "source_query_id" if table == "generated" else "query_id"
-            bucket = exchange.bucket_of(queries[key], buckets)
+            bucket = shuffle.bucket_of(queries[key], buckets)
             target = fs.join(folder, "scattered", table)
-            exchange.scatter(queries, bucket, target=target, name=f"{number:05d}")
+            shuffle.scatter(queries, bucket, target=target, name=f"{number:05d}")
             rows += len(queries)
     return rows
 
@@ -148,7 +148,7 @@ def merge_bucket(item: tuple[int, int], *, folder: str, rows_per_piece: int) -> 
     """
     bucket = item[1]
     queries, generated = (
-        _distinct(exchange.gather(fs.join(folder, "scattered", table), bucket, schema=layout))
+        _distinct(shuffle.gather(fs.join(folder, "scattered", table), bucket, schema=layout))
         for table, layout in TABLES.items()
     )
     queries = queries.sort_by("query_id").select(QUERY.names)
@@ -233,7 +233,7 @@ class TeacherQueryEncoder:
             self._write_vocabulary(self._vocabulary[name])
         field = schema.embedding_field("embedding", self._encoder.dim)
         columns = table.select(["query_id", "query", "split"])
-        return EncodedPart(columns.append_column(field, vectors.to_arrow(embeddings)), cost)
+        return EncodedPart(columns.append_column(field, arrow.to_arrow(embeddings)), cost)
 
     def _encode_passages(self, texts: pa.ChunkedArray) -> "tuple[RowEncoding, int]":
         """An encoding by the document tower, and the index of its view: the summary if there is one."""

@@ -23,7 +23,7 @@ from scalingnote.errors import ArtifactError
 from scalingnote.lexical import weights
 from scalingnote.log import Progress
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 
 INDEXED_VIEW = "summary"
@@ -47,7 +47,7 @@ class QueryEmbeddings:
 
     def unit(self, queries: Sequence[str]) -> Float[ndarray, "asked dim"]:
         """Embeddings of some of the queries at length 1, as search uses them."""
-        return vectors.unit(self.of(queries))
+        return arrow.l2_normalize(self.of(queries))
 
     def subset(self, queries: Sequence[str]) -> "QueryEmbeddings":
         """Some of the queries, without repetitions."""
@@ -221,7 +221,7 @@ def gather_embeddings(
     for name in embeddings.names("embeddings/", ".parquet"):
         table = embeddings.table(name, columns=["doc_id", INDEXED_VIEW])
         place, present = _rows_of(ids, table)
-        documents = vectors.to_numpy(table[INDEXED_VIEW])
+        documents = arrow.to_numpy(table[INDEXED_VIEW])
         if not gathered.size:
             gathered = np.zeros((len(doc_ids), documents.shape[1]), np.float32)
         gathered[present], in_pool[present] = documents[place[present]], True
@@ -240,7 +240,7 @@ def score_pairs(
     for name in embeddings.names("embeddings/", ".parquet"):
         table = embeddings.table(name, columns=["doc_id", INDEXED_VIEW])
         place, present = _rows_of(ids, table)
-        documents = vectors.to_numpy(table[INDEXED_VIEW])
+        documents = arrow.to_numpy(table[INDEXED_VIEW])
         for start in range(0, len(present), _PAIRS_PER_BLOCK):
             block = present[start : start + _PAIRS_PER_BLOCK]
             scores[block] = np.einsum("pd,pd->p", queries[rows[block]], documents[place[block]])
@@ -260,7 +260,7 @@ def _parts(
     columns = [INDEXED_VIEW] * (dim is not None) + own * (terms is not None)
     for name in embeddings.names("embeddings/", ".parquet"):
         table = embeddings.table(name, columns=columns)
-        dense = vectors.to_numpy(table[INDEXED_VIEW]) if dim is not None else None
+        dense = arrow.to_numpy(table[INDEXED_VIEW]) if dim is not None else None
         if dense is not None and dense.shape[1] != dim:
             raise ArtifactError(
                 f"the query tower gives {dim} dimensions, {embeddings.uri} has "

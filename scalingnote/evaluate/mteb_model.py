@@ -21,7 +21,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError
 from scalingnote.evaluate.exact_search import INDEXED_VIEW
 from scalingnote.log import get_logger
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 
 log = get_logger("evaluate")
 
@@ -73,12 +73,12 @@ class MtebModel:
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Float[ndarray, "first second"]:
         """Cosines of all with all."""
-        found: ndarray = vectors.unit(_matrix(embeddings1)) @ vectors.unit(_matrix(embeddings2)).T
+        found: ndarray = arrow.l2_normalize(_matrix(embeddings1)) @ arrow.l2_normalize(_matrix(embeddings2)).T
         return found
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Float[ndarray, " pairs"]:
         """Cosines row by row."""
-        first, second = vectors.unit(_matrix(embeddings1)), vectors.unit(_matrix(embeddings2))
+        first, second = arrow.l2_normalize(_matrix(embeddings1)), arrow.l2_normalize(_matrix(embeddings2))
         found: ndarray = np.einsum("pd,pd->p", first, second)
         return found
 
@@ -98,7 +98,7 @@ class MtebModel:
         return ModelMeta.create_empty(about)
 
     def _queries(self, batch: Mapping[str, Sequence[str]]) -> Float[ndarray, "texts dim"]:
-        return vectors.unit(self._query.encode_queries(list(batch.get("query") or batch["text"])))
+        return arrow.l2_normalize(self._query.encode_queries(list(batch.get("query") or batch["text"])))
 
     def _documents(self, batch: Mapping[str, Sequence[str]]) -> Float[ndarray, "texts dim"]:
         content = list(batch.get("body") or batch["text"])
@@ -108,7 +108,9 @@ class MtebModel:
         for row, reason in problems.items():
             log.warning("a document gets zeros, %s: %.80r", reason, content[row])
         out = np.zeros((len(content), self._document.dim), np.float32)
-        out[[row for row in range(len(content)) if row not in problems]] = vectors.unit(views[INDEXED_VIEW])
+        out[[row for row in range(len(content)) if row not in problems]] = arrow.l2_normalize(
+            views[INDEXED_VIEW]
+        )
         return out
 
 

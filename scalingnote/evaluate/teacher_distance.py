@@ -17,7 +17,7 @@ from numpy import ndarray
 
 from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 
 EMBEDDING_BOUND = 1.0
 HISTOGRAM_BINS = 60
@@ -31,7 +31,7 @@ def distances(
 
     The last one is the loss of query distillation (ScalingNote, Eq. 15).
     """
-    student_units, teacher_units = vectors.unit(student), vectors.unit(teacher)
+    student_units, teacher_units = arrow.l2_normalize(student), arrow.l2_normalize(teacher)
     mean = float(np.linalg.norm(student_units - teacher_units, axis=1).mean())
     return {
         "queries": len(student_units),
@@ -63,7 +63,7 @@ def discrepancy(
 
 
 def _pair_distances(embeddings: Float[ndarray, "queries dim"]) -> Float[ndarray, " pairs"]:
-    units = vectors.unit(embeddings).astype(np.float64)
+    units = arrow.l2_normalize(embeddings).astype(np.float64)
     squared = 2 - 2 * (units @ units.T)[np.triu_indices(len(units), k=1)]
     return np.sqrt(np.maximum(squared, 0))
 
@@ -98,7 +98,7 @@ def sample_teacher_queries(
             break
     tables = {split: pa.concat_tables(chosen) for split, chosen in samples.items()}
     return {
-        split: QueryEmbeddings(table["query"].to_pylist(), vectors.to_numpy(table["embedding"]))
+        split: QueryEmbeddings(table["query"].to_pylist(), arrow.to_numpy(table["embedding"]))
         for split, table in tables.items()
         if len(table)
     }

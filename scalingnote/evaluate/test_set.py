@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import regex  # type: ignore[import-untyped]
 
-from scalingnote.datasets import trainable
+from scalingnote.datasets import splits
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.measures import MeasureValues
-from scalingnote.planner.words import words
+from scalingnote.planner.planner import words
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
 
@@ -66,11 +66,11 @@ def load_test_set(dataset: Artifact, *, judgements: str | None = None) -> TestSe
     Raises:
         DataError: no query has a relevant document.
     """
-    queries = trainable.queries(dataset, "test").sort_by("query_id")
+    queries = splits.queries(dataset, "test").sort_by("query_id")
     text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
     qrels: trec.Qrels = {query_id: {} for query_id in text}
     if judgements is None:
-        for row in trainable.judgements(dataset, queries["query_id"]).sort_by("doc_id").to_pylist():
+        for row in splits.judgements(dataset, queries["query_id"]).sort_by("doc_id").to_pylist():
             qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
     else:
         qrels |= {q: judged for q, judged in trec.read_qrels(judgements).items() if q in text}

@@ -14,8 +14,8 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.bm25 import document_texts
-from scalingnote.datasets.columns import table_rows
 from scalingnote.datasets.config import TableFile
+from scalingnote.datasets.file_formats import table_rows
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig, Judgements

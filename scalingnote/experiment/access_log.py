@@ -24,11 +24,11 @@ import pyarrow.compute as pc
 from jaxtyping import Bool
 from numpy import ndarray
 
-from scalingnote.datasets.quarantine import Quarantine
+from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.errors import DataError
 from scalingnote.experiment.config import TrafficSplit, arm_of
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.exchange import hash_of
+from scalingnote.storage.shuffle import hash_of
 
 STAGES = ("encode", "search", "rerank", "total")
 REQUESTS = pa.schema(

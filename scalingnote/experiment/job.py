@@ -18,8 +18,8 @@ import ray.data
 from scalingnote import cluster
 from scalingnote.collect.config import BM25Ranker
 from scalingnote.config import Resources
-from scalingnote.datasets.quarantine import Quarantine
-from scalingnote.datasets.rows import files as local_files
+from scalingnote.datasets.raw_rows import Quarantine
+from scalingnote.datasets.raw_rows import match_files as local_files
 from scalingnote.errors import ConfigError, DataError, ScalingNoteError
 from scalingnote.experiment import access_log, comparison, outcomes, relevance, report
 from scalingnote.experiment.access_log import RequestFilter, RequestSample

@@ -17,8 +17,15 @@ import pyarrow.parquet as pq
 from jaxtyping import Float, Float32
 from numpy import ndarray
 
-from scalingnote.datasets.quarantine import Quarantine
-from scalingnote.datasets.rows import Row, Unreadable, files, json_lines, parquet, quoted
+from scalingnote.datasets.raw_rows import (
+    Quarantine,
+    Row,
+    UnreadableRow,
+    csv_rows,
+    json_lines,
+    match_files,
+    parquet_rows,
+)
 from scalingnote.errors import DataError
 from scalingnote.experiment.access_log import STAGES
 
@@ -26,10 +33,10 @@ KEYS = ["arm", "unit"]
 _Numbers = Float[ndarray, " rows"]
 _NO_TIMES = np.empty(0, np.float32)
 MAX_PARTIAL_SUMS = 64  # of batches in memory, before they are added up
-_READERS: dict[str, Callable[[Path], Iterable[Row | Unreadable]]] = {
+_READERS: dict[str, Callable[[Path], Iterable[Row | UnreadableRow]]] = {
     ".jsonl": json_lines,
-    ".csv": quoted,
-    ".parquet": parquet,
+    ".csv": csv_rows,
+    ".parquet": parquet_rows,
 }
 _SATISFIED = {"true": 1.0, "false": 0.0}
 
@@ -192,7 +199,7 @@ def read_clicks(pattern: str, quarantine: Quarantine) -> dict[str, frozenset[str
 
 def check_files(pattern: str) -> None:
     """Raise DataError if files are missing or have an unknown format, without reading them."""
-    for path in files(pattern):
+    for path in match_files(pattern):
         if path.suffix not in _READERS:
             raise DataError(f"{path} is none of {', '.join(_READERS)}: convert it or rename it")
 
@@ -200,11 +207,11 @@ def check_files(pattern: str) -> None:
 def _rows(pattern: str, names: tuple[str, str], quarantine: Quarantine, *, table: str) -> Iterable[Row]:
     """Rows with both columns and a textual request_id; DataError if no row has them."""
     usable = False
-    for path in files(pattern):
+    for path in match_files(pattern):
         if path.suffix == ".parquet" and (lacking := sorted({*names} - {*pq.read_schema(path).names})):
             raise DataError(f"{path} has no column {lacking[0]!r}: it needs {' and '.join(names)}")
         for row in _READERS[path.suffix](path):
-            if isinstance(row, Unreadable):
+            if isinstance(row, UnreadableRow):
                 quarantine.reject(table, row.row, row.reason)
             elif lacking := [name for name in names if row.get(name) is None]:
                 quarantine.reject(table, row, f"{lacking[0]} is missing")

@@ -27,7 +27,7 @@ from pydantic import Field
 from scalingnote.config import Config
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import Progress
-from scalingnote.storage.text import storable
+from scalingnote.storage.schema import is_valid_unicode
 
 Clock = Callable[[], float]  # seconds since 1970
 EVENTS_PER_WRITE = 512
@@ -99,7 +99,7 @@ def check(events: Sequence[Event]) -> None:
                 f"event {event.event_id!r} happened at {event.timestamp}: give seconds since 1970"
             )
         for text in _texts([event.event_id, event.user_id, event.semantic_id, event.profile]):
-            if not storable(text):
+            if not is_valid_unicode(text):
                 raise DataError(
                     f"event {event.event_id!r} of user {event.user_id!r} has {text!r}, with a lone surrogate "
                     "(invalid UTF-8), which no store can hold: fix the producer of the events"

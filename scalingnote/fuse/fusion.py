@@ -43,8 +43,8 @@ from scalingnote.fuse.networks import (
     QueryNetwork,
     SemanticIds,
 )
-from scalingnote.planner.terms import TermScores
-from scalingnote.storage.exchange import hash_of
+from scalingnote.planner.planner import TermScores
+from scalingnote.storage.shuffle import hash_of
 
 WEIGHTS_FILE, FACTS_FILE = "network.safetensors", "fusion.json"
 DOCUMENTS_PER_PASS = 4096

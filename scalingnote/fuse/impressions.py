@@ -20,16 +20,15 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Int64, UInt64
 from numpy import ndarray
 
-from scalingnote.datasets.trainable import held_out_documents
-from scalingnote.datasets.trainable import queries as queries_of_split
+from scalingnote.datasets.splits import held_out_documents
+from scalingnote.datasets.splits import queries as queries_of_split
 from scalingnote.errors import DataError
 from scalingnote.fuse.config import FuseConfig
-from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact, write_table
-from scalingnote.storage.exchange import hash_of
 from scalingnote.storage.schema import IMPRESSIONS
-from scalingnote.storage.slices import Each, Record, Slice, run_slices, slices
+from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, TaskRunner, hash_of, run_slices, slices
 from scalingnote.train.data import one_chunk
 from scalingnote.train.prepare import merge_sorted, read_array
 
@@ -42,7 +41,7 @@ CLICKS = "clicks"  # folder of the clicks by bucket
 _EXCHANGE = "impressions"
 
 
-def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: Each) -> int:
+def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: TaskRunner) -> int:
     """Write clicks by bucket, and the sorted hashes of the documents, queries and users in them.
 
     Args:
@@ -87,24 +86,30 @@ def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: Eac
 
 
 def _scatter(
-    item: Slice, *, dataset: Artifact, folder: str, parts: int, held_out: pa.Array, test_queries: pa.Array
-) -> Record:
+    item: NumberedSlice,
+    *,
+    dataset: Artifact,
+    folder: str,
+    parts: int,
+    held_out: pa.Array,
+    test_queries: pa.Array,
+) -> JsonRecord:
     """Impressions by user, without those of test queries, which must not be in histories either."""
     table = pa.concat_tables(dataset.table(part, SCHEMA.names) for part in item[1])
     table = table.filter(pc.invert(pc.is_in(table["doc_id"], value_set=held_out)))
     test = pc.is_in(table["query_id"], value_set=test_queries)
     test_clicks = pc.sum(pc.and_(test, table["clicked"])).as_py() or 0
     table = table.filter(pc.invert(test))
-    bucket = exchange.bucket_of(shuffle_keys(table), parts)
-    exchange.scatter(table, bucket, target=fs.join(folder, _EXCHANGE), name=f"{item[0]:05d}")
+    bucket = shuffle.bucket_of(shuffle_keys(table), parts)
+    shuffle.scatter(table, bucket, target=fs.join(folder, _EXCHANGE), name=f"{item[0]:05d}")
     return {"rows": len(table), "test_clicks": test_clicks}
 
 
-def _clicks(item: tuple[int, int], *, config: FuseConfig, folder: str) -> Record:
+def _clicks(item: tuple[int, int], *, config: FuseConfig, folder: str) -> JsonRecord:
     bucket = item[1]
     history = config.query.history
     table = training_rows(
-        exchange.gather(fs.join(folder, _EXCHANGE), bucket, schema=SCHEMA),
+        shuffle.gather(fs.join(folder, _EXCHANGE), bucket, schema=SCHEMA),
         last=history.last if history else 0,
         skipped=config.losses.group - 1,
     )

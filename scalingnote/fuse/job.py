@@ -28,10 +28,10 @@ from scalingnote.fuse.networks import DocumentNetwork, QueryNetwork, SemanticIds
 from scalingnote.fuse.objective import ClickBatches, FusionStage
 from scalingnote.fuse.prepare import VIEW, FusedCorpus, read_part
 from scalingnote.log import get_logger
-from scalingnote.storage import exchange, vectors
+from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
-from scalingnote.storage.slices import slices
+from scalingnote.storage.shuffle import slices
 from scalingnote.train.config import prefix_lengths
 from scalingnote.train.data import Order, Store, one_chunk
 from scalingnote.train.job import Settings, launch, start_rank, train_rank
@@ -167,7 +167,7 @@ def read_queries(
     """Hashes and texts of the training queries of a slice that have clicks."""
     queries = pa.concat_tables(dataset.table(part) for part in slices[int(Path(name).stem)])
     queries = queries.filter(pc.equal(queries["split"], "train"))
-    hashes = exchange.hash_of(queries["query_id"])
+    hashes = shuffle.hash_of(queries["query_id"])
     kept = pa.array(in_sorted(hashes, read_array(fs.join(store, "asked.arrow"))))
     return pa.array(hashes).filter(kept), queries["query"].filter(kept).to_pylist()
 
@@ -185,13 +185,13 @@ class QueryParts:
     def __call__(self, _: str, hashes_and_queries: tuple[pa.Array, list[str]]) -> EncodedPart:
         """A part of the store."""
         hashes, queries = hashes_and_queries
-        embeddings = vectors.unit(self._encoder.encode_queries(queries))
-        columns = {"hash": hashes, "embedding": vectors.to_arrow(embeddings)}
+        embeddings = arrow.l2_normalize(self._encoder.encode_queries(queries))
+        columns = {"hash": hashes, "embedding": arrow.to_arrow(embeddings)}
         if self._words:
             terms = self._planner.term_scores(queries)
             words = important_words(terms, len(queries), most=self._words)
-            columns["words"] = vectors.to_arrow(words.hashes)
-            columns["importances"] = vectors.to_arrow(words.importances)
+            columns["words"] = arrow.to_arrow(words.hashes)
+            columns["importances"] = arrow.to_arrow(words.importances)
         return EncodedPart(one_chunk(columns))
 
 
@@ -211,7 +211,7 @@ class FusedParts:
         # The other columns (term weights) stay as they are.
         plain = self._corpus.embeddings.table(name)
         place = plain.schema.get_field_index(VIEW)
-        column = vectors.to_arrow(fused, dtype=vectors.dtype_of(plain.schema.field(VIEW)))
+        column = arrow.to_arrow(fused, dtype=arrow.dtype_of(plain.schema.field(VIEW)))
         return EncodedPart(plain.set_column(place, plain.schema.field(VIEW), column))
 
 

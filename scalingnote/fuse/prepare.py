@@ -29,10 +29,18 @@ from scalingnote.fuse.fusion import id_buckets
 from scalingnote.fuse.impressions import CLICKS, flat, read_column
 from scalingnote.log import get_logger
 from scalingnote.models.token_rows import list_column
-from scalingnote.storage import exchange, vectors
+from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, write_table
-from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
+from scalingnote.storage.shuffle import (
+    JsonRecord,
+    NumberedSlice,
+    TaskRunner,
+    named_parts,
+    run_slices,
+    slices,
+    write_tables,
+)
 from scalingnote.train.data import Store, one_chunk
 from scalingnote.train.prepare import number_documents, read_array
 from scalingnote.train.tokens import in_sorted, row_numbers
@@ -82,8 +90,8 @@ def read_part(corpus: FusedCorpus, part: str, columns: Sequence[str]) -> Documen
     codes = corpus.semantic_ids.table(f"codes/{name}", ["doc_id", "codes"])
     return DocumentRows(
         _aligned(documents, doc_ids, "document in the dataset"),
-        vectors.to_numpy(embeddings[VIEW]),
-        vectors.matrix_of(_aligned(codes, doc_ids, "semantic ID")["codes"]).astype(np.int32),
+        arrow.to_numpy(embeddings[VIEW]),
+        arrow.to_matrix(_aligned(codes, doc_ids, "semantic ID")["codes"]).astype(np.int32),
     )
 
 
@@ -119,13 +127,13 @@ def _features(config: FuseConfig) -> dict[str, Sequence[Feature]]:
     return {"documents": config.document.features, "users": config.query.profile}
 
 
-def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: Each) -> None:
+def fit_features(config: FuseConfig, dataset: Artifact, *, folder: str, each: TaskRunner) -> None:
     """Fit the features of documents and users, and mark the buckets of ids that training sees."""
     fitted: dict[str, list[Encoding]] = {}
     for table, features in _features(config).items():
         parts = slices(dataset, table)
         task = partial(_observe, dataset=dataset, features=features)
-        records: list[Record] = []
+        records: list[JsonRecord] = []
         if features:
             records = run_slices(f"fit-{table}", task, parts, folder=folder, each=each, room="fuse")
         fitted[table] = fit(features, [record["observed"] for record in records])
@@ -149,7 +157,7 @@ def finish(
     *,
     queries: Sequence[tuple[str, Part]],
     folder: str,
-    each: Each,
+    each: TaskRunner,
     left_out: int = 0,
 ) -> dict[str, Any]:
     """Write the rest of the store: documents, users and rows.
@@ -183,10 +191,10 @@ def finish(
         _write_place("asked", [{"problems": {}, "files": query_files}], folder)
         rows = run(ROWS, partial(_rows, folder=folder), range(config.parts))
         files = {
-            DOCUMENTS: [file for record in documents for file in listed(record["files"])],
+            DOCUMENTS: [file for record in documents for file in named_parts(record["files"])],
             QUERIES: list(queries),
-            USERS: [file for record in users for file in listed(record["files"])],
-            ROWS: [file for record in rows for file in listed(record["files"])],
+            USERS: [file for record in users for file in named_parts(record["files"])],
+            ROWS: [file for record in rows for file in named_parts(record["files"])],
         }
         sizes = {name: sum(part.rows or 0 for _, part in written) for name, written in files.items()}
         left_out += sum(record["left_out"] for record in rows)
@@ -204,19 +212,21 @@ def finish(
 # --- tasks ------------------------------------------------------------------------------------------------
 
 
-def _observe(item: Slice, *, dataset: Artifact, features: Sequence[Feature]) -> Record:
+def _observe(item: NumberedSlice, *, dataset: Artifact, features: Sequence[Feature]) -> JsonRecord:
     columns = list(dict.fromkeys(feature.column for feature in features))
     table = pa.concat_tables(dataset.table(part, columns) for part in item[1])
     return {"observed": observe(features, table)}
 
 
-def _documents(item: Slice, *, corpus: FusedCorpus, encodings: Sequence[Encoding], folder: str) -> Record:
+def _documents(
+    item: NumberedSlice, *, corpus: FusedCorpus, encodings: Sequence[Encoding], folder: str
+) -> JsonRecord:
     wanted = read_array(fs.join(folder, "named.arrow"))
     columns = list(dict.fromkeys(encoding.feature.column for encoding in encodings))
     pieces = []
     for part in item[1]:
         documents = read_part(corpus, part, columns)
-        hashes = exchange.hash_of(documents.table["doc_id"])
+        hashes = shuffle.hash_of(documents.table["doc_id"])
         kept = np.flatnonzero(in_sorted(hashes, wanted))
         pieces.append(
             _matrices(
@@ -231,16 +241,18 @@ def _documents(item: Slice, *, corpus: FusedCorpus, encodings: Sequence[Encoding
     return {"files": write_tables(folder, {f"{DOCUMENTS}/{item[0]:05d}.arrow": table}), "problems": {}}
 
 
-def _users(item: Slice, *, dataset: Artifact, encodings: Sequence[Encoding], folder: str) -> Record:
+def _users(
+    item: NumberedSlice, *, dataset: Artifact, encodings: Sequence[Encoding], folder: str
+) -> JsonRecord:
     columns = list(dict.fromkeys(encoding.feature.column for encoding in encodings))
     table = pa.concat_tables(dataset.table(part, ["user_id", *columns]) for part in item[1])
-    hashes = exchange.hash_of(table["user_id"])
+    hashes = shuffle.hash_of(table["user_id"])
     kept = np.flatnonzero(in_sorted(hashes, read_array(fs.join(folder, "known.arrow"))))
     users = _matrices(hashes[kept], table.take(pa.array(kept)), encodings)
     return {"files": write_tables(folder, {f"{USERS}/{item[0]:05d}.arrow": users}), "problems": {}}
 
 
-def _rows(item: tuple[int, int], *, folder: str) -> Record:
+def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
     """Clicks of a bucket by row numbers, without those whose query or document is not in the store."""
     bucket = item[1]
     with fs.open_input(fs.join(folder, f"{CLICKS}/{bucket:05d}.arrow")) as source:
@@ -279,7 +291,7 @@ def _rows(item: tuple[int, int], *, folder: str) -> Record:
 # --- pieces -----------------------------------------------------------------------------------------------
 
 
-def _write_place(name: str, written: Sequence[Record], folder: str) -> None:
+def _write_place(name: str, written: Sequence[JsonRecord], folder: str) -> None:
     """Write the row in the store of each of the hashes in ``{name}.arrow``."""
     place = number_documents(read_array(fs.join(folder, f"{name}.arrow")), written, folder)
     write_table(fs.join(folder, f"{name}-place.arrow"), pa.table({"row": place}))
@@ -300,5 +312,5 @@ def _matrices(
     """A table of hashes, encoded features and further matrices, without columns of width 0."""
     encoded = encode(encodings, table)
     columns = {"indices": encoded.indices, "numbers": encoded.numbers, **more}
-    wide = {name: vectors.to_arrow(values) for name, values in columns.items() if values.shape[1]}
+    wide = {name: arrow.to_arrow(values) for name, values in columns.items() if values.shape[1]}
     return one_chunk({"hash": pa.array(hashes), **wide})

@@ -20,7 +20,7 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from scalingnote.errors import ConfigError, SearchError
-from scalingnote.storage.text import storable
+from scalingnote.storage.schema import is_valid_unicode
 
 Filter = Mapping[str, Any]
 RANGE = {"min", "max"}
@@ -129,7 +129,7 @@ def _fits(value: Any, kind: pa.DataType) -> bool:
     if pa.types.is_boolean(kind):
         return isinstance(value, bool)
     if _is_text(kind):
-        return isinstance(value, str) and storable(value)
+        return isinstance(value, str) and is_valid_unicode(value)
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)

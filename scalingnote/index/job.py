@@ -20,7 +20,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote import cluster
-from scalingnote.datasets import trainable
+from scalingnote.datasets import splits
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ArtifactError
 from scalingnote.index import filters, ivf, postings, shard, tuning
@@ -30,8 +30,8 @@ from scalingnote.lexical import weights
 from scalingnote.log import Progress, get_logger
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.quantize.job import VIEW, part_rows, read_vectors, sample, use_threads
+from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import vectors
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file
 from scalingnote.storage.schema import SPARSE
 
@@ -204,7 +204,7 @@ def _quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: 
 
 def _test_queries(config: IndexConfig, dataset: Artifact) -> pa.Table:
     """Test queries to tune with."""
-    table = trainable.queries(dataset, "test").sort_by("query_id")
+    table = splits.queries(dataset, "test").sort_by("query_id")
     rng = np.random.default_rng(config.seed)
     return table.take(np.sort(rng.permutation(len(table))[: config.tuning.queries]))
 
@@ -237,7 +237,7 @@ def _relevant(dataset: Artifact, drawn: pa.Table) -> list[dict[str, int]]:
     """Judgements of each test query: doc_id -> grade."""
     judged: dict[str, dict[str, int]] = {query_id: {} for query_id in drawn["query_id"].to_pylist()}
     if judged:
-        for row in trainable.judgements(dataset, drawn["query_id"]).to_pylist():
+        for row in splits.judgements(dataset, drawn["query_id"]).to_pylist():
             judged[row["query_id"]][row["doc_id"]] = row["relevance"]
     return list(judged.values())
 
@@ -266,7 +266,7 @@ def _train(config: IndexConfig, nlist: int, *matrices: Float[ndarray, "_ dim"]) 
 
 def _encode_queries(tower: Artifact, *, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
     """Task: unit embeddings of queries by the query tower of an artifact."""
-    return vectors.unit(QueryEncoder.load(tower.directory("query")).encode_queries(queries))
+    return arrow.l2_normalize(QueryEncoder.load(tower.directory("query")).encode_queries(queries))
 
 
 def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: IndexRun) -> None:

@@ -19,8 +19,8 @@ from scalingnote.index import ivf, postings
 from scalingnote.index.config import Refine
 from scalingnote.index.postings import Postings
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage.arrow import StoredRows
 from scalingnote.storage.artifact import Artifact, Part, write_file, write_table
-from scalingnote.storage.stored_rows import StoredRows
 
 DOCUMENTS = pa.schema({name: pa.string() for name in ("doc_id", "title", "topic", "snippet", "semantic_id")})
 

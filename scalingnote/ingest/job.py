@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 
 from scalingnote import cluster
 from scalingnote.datasets import job as datasets
-from scalingnote.datasets.columns import TYPES
 from scalingnote.datasets.config import NewDocuments, TableFile
-from scalingnote.datasets.rows import files
+from scalingnote.datasets.file_formats import COLUMN_TYPES
+from scalingnote.datasets.raw_rows import match_files
 from scalingnote.encode.parts import EncodedPart, Steps, write_parts
 from scalingnote.errors import DataError
 from scalingnote.ingest.config import IngestConfig
@@ -53,7 +53,7 @@ def run(
         DataError: none of the documents can be read.
     """
     cluster.connect()
-    dataset = datasets.take_in(new, output=f"{output}/dataset")
+    dataset = datasets.prepare_documents(new, output=f"{output}/dataset")
     parents = {
         "dataset": dataset,
         towers.manifest.kind: towers,
@@ -90,7 +90,7 @@ def describe_file(path: str, columns: dict[str, str], *, like: Artifact) -> NewD
         like: the dataset of the run.
     """
     layout = pq.read_schema(fs.open_input(like.file(like.table_parts("documents")[0])))
-    kinds = {kind: name for name, kind in TYPES.items()}
+    kinds = {kind: name for name, kind in COLUMN_TYPES.items()}
     features = {
         f.name: kinds[f.type] for f in layout if f.name not in schema.DOCUMENTS.names and f.type in kinds
     }
@@ -100,7 +100,7 @@ def describe_file(path: str, columns: dict[str, str], *, like: Artifact) -> NewD
 
 def output_uri(run_dir: str, new: NewDocuments) -> str:
     """The output folder for a file of new documents; depends on the content of the file."""
-    sums = "".join(fs.checksum(str(path)) for path in files(new.documents.path))
+    sums = "".join(fs.checksum(str(path)) for path in match_files(new.documents.path))
     return fs.join(fs.absolute(run_dir), "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
 
 

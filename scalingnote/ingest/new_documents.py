@@ -25,9 +25,10 @@ from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.token_rows import from_columns
 from scalingnote.quantize import kmeans, semantic_id
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import schema, vectors
+from scalingnote.storage import schema
+from scalingnote.storage.arrow import dtype_of, l2_normalize, to_arrow, to_matrix, to_numpy
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.exchange import hash_of
+from scalingnote.storage.shuffle import hash_of
 
 if TYPE_CHECKING:  # it needs torch, the writer of an index does not
     from scalingnote.fuse.fusion import DocumentFusion
@@ -76,7 +77,7 @@ class DocumentFlow:
             load_document_prompt(towers),
             safetensors.load(fs.read_bytes(semantic_ids.file("codebooks.safetensors")))["codebooks"],
             width=int(semantic_ids.manifest.config.get("beam", 1)),
-            dtype=vectors.dtype_of(first.field(VIEW)),
+            dtype=dtype_of(first.field(VIEW)),
             fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,
         )
 
@@ -100,15 +101,15 @@ class DocumentFlow:
         encoding = self._encoder.encode_with_cost(from_columns(tokens))
         matrix = encoding.embeddings[:, list(self._encoder.views).index(VIEW)]
         # Rounded to the stored precision: in the stages, codes and fusion start from stored embeddings.
-        embeddings = vectors.to_numpy(vectors.to_arrow(vectors.unit(matrix), dtype=self._dtype))
+        embeddings = to_numpy(to_arrow(l2_normalize(matrix), dtype=self._dtype))
         codes = kmeans.encode(embeddings, self._codebooks, beam=self._width)
         if self._fusion is not None:
             embeddings = self._fusion.fuse(kept, embeddings, codes)
         columns = {
             "doc_id": tokens["doc_id"],
             "content_hash": tokens["content_hash"],
-            "codes": vectors.to_arrow(codes.astype(np.int32)),
-            VIEW: vectors.to_arrow(embeddings, dtype=self._dtype),
+            "codes": to_arrow(codes.astype(np.int32)),
+            VIEW: to_arrow(embeddings, dtype=self._dtype),
         }
         return EncodedPart(pa.table(columns), encoding.cost, rejected)
 
@@ -134,12 +135,12 @@ def index_rows(
     """
     table, rejected = documents_table(documents, schema)
     ready = flow(table)
-    codes = vectors.matrix_of(ready.table["codes"]).astype(np.int32)
+    codes = to_matrix(ready.table["codes"]).astype(np.int32)
     doc_ids = ready.table["doc_id"]
     suffix = (_FIRST_UNCOUNTED + hash_of(doc_ids) % _FIRST_UNCOUNTED).astype(np.int32)
     ids = semantic_id.to_table(doc_ids, codes, suffix)
     rows = document_rows(doc_ids, documents=table, semantic_ids=ids, snippet_chars=snippet_chars)
-    return IndexRows(rows, vectors.to_numpy(ready.table[VIEW]), [*rejected, *ready.rejected])
+    return IndexRows(rows, to_numpy(ready.table[VIEW]), [*rejected, *ready.rejected])
 
 
 def documents_table(documents: Sequence[Mapping[str, Any]], schema: pa.Schema) -> tuple[pa.Table, Rejected]:

@@ -26,10 +26,10 @@ from scalingnote.lexical.config import BM25Config
 from scalingnote.lexical.weights import COLLECTION, VOCABULARY, WORDS, BM25Weights
 from scalingnote.log import get_logger
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_file, write_table
-from scalingnote.storage.slices import Record, Slice, listed, run_slices, slices
+from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, named_parts, run_slices, slices
 
 log = get_logger("bm25")
 QUERY_SIDE = "sparse_query"  # same name as in a dual encoder with a sparse head
@@ -72,7 +72,7 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
     task = partial(weigh_documents, dataset=source, config=config, output=draft.uri, collection=collection)
     weighed = do("weight", task, work)
     for record in [vocabulary, *weighed]:
-        for name, part in listed(record["files"]):
+        for name, part in named_parts(record["files"]):
             draft.register(name, part)
     counts = {
         "documents": collection["documents"],
@@ -88,7 +88,7 @@ def run(config: BM25Config, *, dataset: str, output: str) -> Artifact:
     return draft.commit(counts=counts)
 
 
-def count_words(item: Slice, *, dataset: Artifact, folder: str, buckets: int) -> Record:
+def count_words(item: NumberedSlice, *, dataset: Artifact, folder: str, buckets: int) -> JsonRecord:
     """Scatter the document frequencies of a slice; returns its `documents` and their `length` in words."""
     number, parts = item
     frequencies: Counter[str] = Counter()
@@ -101,15 +101,15 @@ def count_words(item: Slice, *, dataset: Artifact, folder: str, buckets: int) ->
     words = sorted(frequencies)
     table = pa.table([words, [frequencies[word] for word in words]], schema=WORDS)
     if words:
-        bucket = exchange.bucket_of(table["word"], buckets)
-        exchange.scatter(table, bucket, target=fs.join(folder, "counted"), name=f"{number:05d}")
+        bucket = shuffle.bucket_of(table["word"], buckets)
+        shuffle.scatter(table, bucket, target=fs.join(folder, "counted"), name=f"{number:05d}")
     return {"documents": documents, "length": length}
 
 
 def merge_words(item: tuple[int, int], *, config: BM25Config, folder: str) -> int:
     """Sum the document frequencies of a bucket, write its most frequent words, return the number of all."""
     bucket = item[1]
-    table = exchange.gather(fs.join(folder, "counted"), bucket, schema=WORDS)
+    table = shuffle.gather(fs.join(folder, "counted"), bucket, schema=WORDS)
     summed = table.group_by("word", use_threads=False).aggregate([("documents", "sum")])
     whole = summed.rename_columns({"documents_sum": "documents"}).select(WORDS.names)
     kept = _most_frequent(whole, config)
@@ -117,7 +117,7 @@ def merge_words(item: tuple[int, int], *, config: BM25Config, folder: str) -> in
     return len(whole)
 
 
-def choose_vocabulary(item: tuple[int, int], *, config: BM25Config, folder: str, output: str) -> Record:
+def choose_vocabulary(item: tuple[int, int], *, config: BM25Config, folder: str, output: str) -> JsonRecord:
     """Write the vocabulary and the query side; words of equal frequency are in alphabetical order."""
     best = WORDS.empty_table()
     for bucket in range(item[1]):
@@ -137,8 +137,8 @@ def choose_vocabulary(item: tuple[int, int], *, config: BM25Config, folder: str,
 
 
 def weigh_documents(
-    item: Slice, *, dataset: Artifact, config: BM25Config, output: str, collection: dict[str, int]
-) -> Record:
+    item: NumberedSlice, *, dataset: Artifact, config: BM25Config, output: str, collection: dict[str, int]
+) -> JsonRecord:
     """Write the terms and impacts of a slice, one part for each part of the documents."""
     with fs.open_input(fs.join(output, VOCABULARY)) as stream:
         words = pq.read_table(stream)

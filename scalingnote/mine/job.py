@@ -21,13 +21,13 @@ import pyarrow.compute as pc
 
 from scalingnote import cluster, topk
 from scalingnote.collect.one_hop import draw, hash_fraction
-from scalingnote.datasets.trainable import held_out_documents
+from scalingnote.datasets.splits import held_out_documents
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import DataError
 from scalingnote.log import Progress, get_logger
 from scalingnote.mine.config import MineConfig
+from scalingnote.storage import arrow, trec
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import trec, vectors
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_table
 
 log = get_logger("mine")
@@ -98,7 +98,7 @@ def _write_pool(config: MineConfig, parents: dict[str, Artifact], draft: Draft) 
         positives = pc.unique(parents["triplets"].table("triplets", ["positive"])["positive"])
         pool = pool.filter(pc.or_(pa.array(chosen), pc.is_in(pool["doc_id"], value_set=positives)))
     dim = pool.schema.field(SEARCHED_VIEW).type.list_size
-    matrix = vectors.to_arrow(vectors.to_numpy(pool[SEARCHED_VIEW]).astype(np.float32))
+    matrix = arrow.to_arrow(arrow.to_numpy(pool[SEARCHED_VIEW]).astype(np.float32))
     log.info("searching %s documents in %d dimensions", f"{len(pool):,}", dim)
     table = pa.table({"doc_id": pool["doc_id"].combine_chunks(), SEARCHED_VIEW: matrix})
     write_table(draft.work(POOL), table)
@@ -167,13 +167,13 @@ class DualEncoderRanking:
         pool = pa.ipc.open_file(pa.memory_map(str(Path(local) / POOL))).read_all()
         self._doc_ids = pool["doc_id"].to_pylist()
         self._row_of = {doc_id: row for row, doc_id in enumerate(self._doc_ids)}
-        self._documents = vectors.to_numpy(pool[SEARCHED_VIEW])
+        self._documents = arrow.to_numpy(pool[SEARCHED_VIEW])
 
     def rank(self, triplets: pa.Table) -> tuple[Mapping[str, RankedDocuments], list[float | None]]:
         """Rankings by query_id, and the score of each row's positive if the pool holds it."""
         query_ids, positives = triplets["query_id"].to_pylist(), triplets["positive"].to_pylist()
         text = dict(zip(query_ids, triplets["query"].to_pylist(), strict=True))
-        queries = vectors.unit(self._encoder.encode_queries(list(text.values())))
+        queries = arrow.l2_normalize(self._encoder.encode_queries(list(text.values())))
         scores, rows = topk.search(queries, self._documents, k=self._depth)
         rankings = {
             query_id: [(self._doc_ids[row], float(score)) for row, score in zip(best, values, strict=True)]

@@ -1,9 +1,9 @@
-"""The planner stage: a data set's texts or its positives become a planner, on Ray.
+"""The planner stage on Ray: word statistics of a data set, or an encoder trained on its positives.
 
-    statistics   parts -> counts of a slice -> buckets by word -> summed, rare words left out -> words.parquet
-    learned      train queries and their positives -> term recall -> a trained encoder        -> encoder/
+    statistics   parts -> counts of a slice -> buckets by word -> sums without rare words -> words.parquet
+    learned      train queries and their positives -> term recall -> a trained encoder    -> encoder/
 
-The driver holds `max_words` words of each bucket at most; one task holds a bucket of all words.
+The driver holds at most `max_words` words of each bucket; a task holds all words of one bucket.
 """
 
 import tempfile
@@ -21,29 +21,36 @@ from ray.data import TaskPoolStrategy
 
 from scalingnote import cluster
 from scalingnote.config import identity
-from scalingnote.datasets.trainable import held_out_documents
+from scalingnote.datasets.splits import held_out_documents
 from scalingnote.errors import DataError
 from scalingnote.log import Progress, configure, get_logger
-from scalingnote.planner import recall, statistics
 from scalingnote.planner.config import Learned, PlannerConfig, Statistics
-from scalingnote.planner.planner import load
-from scalingnote.planner.words import words
-from scalingnote.storage import exchange
+from scalingnote.planner.planner import (
+    WORD_COUNTS,
+    at_least,
+    count_words,
+    load,
+    merge_counts,
+    most_frequent,
+    words,
+)
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.schema import QUERIES
 
 log = get_logger("planner")
-SLICES = 256  # at most so many counting tasks: each writes a file per bucket
+MAX_SLICES = 256  # counting tasks; each writes a file per bucket
 BUCKETS = 16
-ROW_GROUP = 65_536  # rows, as artifacts are written: what a task reads of a large part at a time
-TEXTS_AT_ONCE = 4096
+ROW_GROUP = 65_536  # rows of a row group in the parts of artifacts
+TEXTS_PER_BATCH = 4096
+PAIR = ["query_id", "doc_id"]
 POSITIVES = {"clicks": ("impressions", "clicked"), "judgements": ("qrels", "relevance")}
-SAMPLE = 1000  # queries whose words are shown when the planner is built
+SAMPLE = 1000  # queries of which the most and least important words are logged
 
 
 def run(config: PlannerConfig, *, dataset: str, output: str) -> Artifact:
-    """Build the `planner` artifact of a data set; DataError when it has nothing to learn from."""
+    """Build the `planner` artifact of a data set; DataError if it has nothing to learn from."""
     source = open_artifact(dataset, kind="dataset")
     draft = Draft(output, kind="planner", config=config, parents={"dataset": source})
     if draft.finished:
@@ -55,21 +62,20 @@ def run(config: PlannerConfig, *, dataset: str, output: str) -> Artifact:
         counts, facts = _learn(config, source, draft)
     draft.write_json("planner.json", {"config": identity(config), "texts": counts["texts"]})
     artifact = draft.commit(counts=counts, **facts)
-    shown = _extremes(artifact, source)
     log.info("%s -> %s", ", ".join(f"{n:,} {name}" for name, n in counts.items()), output)
-    for side, found in shown.items():
-        log.info("%s important in %d queries: %s", side, SAMPLE, ", ".join(found))
+    for side, extremes in _extremes(artifact, source).items():
+        log.info("%s important in %d queries: %s", side, SAMPLE, ", ".join(extremes))
     return artifact
 
 
 def _extremes(planner: Artifact, dataset: Artifact, *, size: int = 10) -> dict[str, list[str]]:
-    """The most and the least important words of a few queries, for human eyes."""
+    """The most and the least important words of a few queries, for the log."""
     batch = next(dataset.batches("queries", rows=SAMPLE, columns=["query"]), None)
     queries = batch["query"].to_pylist() if batch else []
     scores = load(planner).term_scores(queries).scores.tolist()
-    found = [word for query in queries for word in dict.fromkeys(words(query))]
+    terms = [word for query in queries for word in dict.fromkeys(words(query))]
     best: dict[str, float] = {}
-    for word, score in zip(found, scores, strict=True):
+    for word, score in zip(terms, scores, strict=True):
         best[word] = max(score, best.get(word, 0.0))
     order = sorted(best, key=lambda word: (-best[word], word))
     return {"most": order[:size], "least": order[::-1][:size]}
@@ -82,7 +88,7 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
     parts = source.table_parts(config.corpus)
     slices = _slices(source, parts)
     target = draft.work("counts")
-    fs.delete(target)  # a killed run's counts may be half there, and are quicker redone than checked
+    fs.delete(target)  # counts of a killed run may be incomplete; counting again is faster than checking them
     buckets = min(BUCKETS, len(slices))
     counted = ray.data.from_items(slices, override_num_blocks=len(slices)).map(
         partial(_count_slice, dataset=source.uri, config=config, target=target, buckets=buckets),
@@ -99,7 +105,7 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
     add = ray.remote(**cluster.actor_options(config.resources))(_sum_bucket)
     summed = [cluster.task_result(r) for r in [add.remote(target, b, config) for b in range(buckets)]]
     frequent = pa.concat_tables([table for _, _, table in summed])
-    kept = statistics.most_frequent(frequent, config.max_words)
+    kept = most_frequent(frequent, config.max_words)
     distinct, enough = (sum(row[i] for row in summed) for i in (0, 1))
     if not distinct:
         raise DataError(f"{source.uri}: none of {texts:,} {config.corpus} has a word to count")
@@ -113,14 +119,14 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
 
 
 def _slices(source: Artifact, parts: list[str]) -> list[dict[str, Any]]:
-    """Tasks of like size: several small parts, or some of the row groups of a large one."""
+    """Tasks of similar size: several small parts, or some row groups of a large part."""
     pieces = []
     for part in parts:
         of = -(-(source.manifest.parts[part].rows or 1) // ROW_GROUP)
         if of > 1:
-            source.file(part)  # its bytes are checked once, here, and not by every task that reads of it
+            source.file(part)  # checks its bytes once, instead of in each task that reads it
         pieces += [{"part": part, "share": share, "of": of} for share in range(of)]
-    groups = np.array_split(np.arange(len(pieces)), min(SLICES, len(pieces)))
+    groups = np.array_split(np.arange(len(pieces)), min(MAX_SLICES, len(pieces)))
     return [{"slice": f"{i:05d}", "pieces": [pieces[j] for j in group]} for i, group in enumerate(groups)]
 
 
@@ -132,12 +138,12 @@ def _count_slice(
     for piece in row["pieces"]:
         for batch in _read(source, piece["part"], share=piece["share"], of=piece["of"], config=config):
             rows += batch.num_rows
-            found = _texts(batch, config)
-            texts += len(found)
-            counts.append(statistics.count(found))
-    merged = statistics.merge(counts)
-    bucket = exchange.bucket_of(merged["word"], buckets)
-    exchange.scatter(merged, bucket, target=target, name=row["slice"])
+            batch_texts = _texts(batch, config)
+            texts += len(batch_texts)
+            counts.append(count_words(batch_texts))
+    merged = merge_counts(counts)
+    bucket = shuffle.bucket_of(merged["word"], buckets)
+    shuffle.scatter(merged, bucket, target=target, name=row["slice"])
     return {"rows": rows, "texts": texts}
 
 
@@ -148,11 +154,11 @@ def _read(
     with fs.open_input(source.file(part) if of == 1 else fs.join(source.uri, part)) as stream:
         file = pq.ParquetFile(stream)
         groups = list(range(share, file.num_row_groups, of))
-        yield from file.iter_batches(TEXTS_AT_ONCE, row_groups=groups, columns=columns)
+        yield from file.iter_batches(TEXTS_PER_BATCH, row_groups=groups, columns=columns)
 
 
 def _texts(batch: pa.RecordBatch, config: Statistics) -> list[str]:
-    """The texts that count: every document, for an index is built over all; of the queries those of train."""
+    """All documents, since an index has all of them; of the queries those of the train split."""
     if config.corpus == "queries":
         train: list[str] = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
         return train
@@ -165,10 +171,10 @@ def _join(batch: pa.RecordBatch, fields: tuple[str, ...]) -> list[str]:
 
 
 def _sum_bucket(target: str, bucket: int, config: Statistics) -> tuple[int, int, pa.Table]:
-    """Distinct words of a bucket, how many are frequent enough, and the most frequent of those."""
-    counts = statistics.merge([exchange.gather(target, bucket, schema=statistics.COUNTS)])
-    enough = statistics.at_least(counts, config.min_df)
-    return len(counts), len(enough), statistics.most_frequent(enough, config.max_words)
+    """The number of distinct words of a bucket, that of frequent words, and the most frequent ones."""
+    counts = merge_counts([shuffle.gather(target, bucket, schema=WORD_COUNTS)])
+    enough = at_least(counts, config.min_df)
+    return len(counts), len(enough), most_frequent(enough, config.max_words)
 
 
 # --- learned: one task reads, trains and writes --------------------------------------------------------
@@ -194,16 +200,16 @@ def _train(config: Learned, dataset: str, target: str) -> tuple[dict[str, int], 
             f"{dataset}: no training query has a positive by {' or '.join(config.positives)} among the "
             "documents training may see: name another source in planner.positives"
         )
-    # The examples are in a drawn order already: the first ones measure, the others train.
+    # The examples are in random order already: the first ones are for validation.
     held = min(round(len(texts) * config.validation_fraction), len(texts) - 1)
-    model = learned.build(config, texts[held:])
+    model = learned.build_regressor(config, texts[held:])
     model.to("cuda" if config.resources.gpus_per_worker and torch.cuda.is_available() else "cpu")
-    losses = learned.fit(model, texts[held:], targets[held:], config=config)
+    losses = learned.fit_regressor(model, texts[held:], targets[held:], config=config)
     facts: dict[str, Any] = {"loss": [round(loss, 6) for loss in losses]}
     if held:
-        wanted, mean = np.concatenate(targets[:held]), np.concatenate(targets[held:]).mean()
-        facts["validation_mse"] = round(float(((model.score(texts[:held]) - wanted) ** 2).mean()), 6)
-        facts["validation_mse_of_the_mean"] = round(float(((mean - wanted) ** 2).mean()), 6)
+        expected, mean = np.concatenate(targets[:held]), np.concatenate(targets[held:]).mean()
+        facts["validation_mse"] = round(float(((model.score(texts[:held]) - expected) ** 2).mean()), 6)
+        facts["validation_mse_of_the_mean"] = round(float(((mean - expected) ** 2).mean()), 6)
     with tempfile.TemporaryDirectory() as folder:
         model.cpu().save(Path(folder))
         fs.upload(folder, target)
@@ -211,19 +217,21 @@ def _train(config: Learned, dataset: str, target: str) -> tuple[dict[str, int], 
 
 
 def _examples(config: Learned, source: Artifact) -> tuple[list[list[str]], list[Any], int]:
-    """Queries as words and the recall of each word, in a drawn order; and how many pairs they rest on."""
-    queries = recall.draw(_queries(source), config.max_queries, seed=config.seed)
-    found_pairs = _pairs(config, source, queries["query_id"].combine_chunks())
-    pairs = recall.positives(found_pairs, most=config.max_positives, seed=config.seed)
+    """The words of queries in random order, the target of each word, and the number of positive pairs."""
+    from scalingnote.planner import learned
+
+    queries = learned.sample_queries(_queries(source), config.max_queries, seed=config.seed)
+    candidates = _pairs(config, source, queries["query_id"].combine_chunks())
+    pairs = learned.sample_positives(candidates, most=config.max_positives, seed=config.seed)
     row_of = {query_id: row for row, query_id in enumerate(queries["query_id"].to_pylist())}
-    wanted: dict[str, list[int]] = {}
+    queries_of: dict[str, list[int]] = {}
     for query_id, doc_id in zip(pairs["query_id"].to_pylist(), pairs["doc_id"].to_pylist(), strict=True):
-        wanted.setdefault(doc_id, []).append(row_of[query_id])
+        queries_of.setdefault(doc_id, []).append(row_of[query_id])
     texts = [words(query) for query in queries["query"].to_pylist()]
-    found = recall.term_recall(
-        texts, wanted, _documents(config, source, wanted), against_chance=config.against_chance
+    recalls = learned.term_recall(
+        texts, queries_of, _documents(config, source, queries_of), against_chance=config.against_chance
     )
-    examples = [(t, r) for t, r in zip(texts, found, strict=True) if t and r is not None]
+    examples = [(t, r) for t, r in zip(texts, recalls, strict=True) if t and r is not None]
     return [t for t, _ in examples], [r for _, r in examples], len(pairs)
 
 
@@ -235,21 +243,24 @@ def _queries(source: Artifact) -> Iterator[pa.Table]:
 
 
 def _pairs(config: Learned, source: Artifact, query_ids: pa.Array) -> Iterator[pa.Table]:
-    """(query_id, doc_id) of these queries and the documents chosen for them that training may see."""
+    """(query_id, doc_id) of these queries and their clicked or relevant documents that training may see."""
     held_out = held_out_documents(source)
     for kind in config.positives:
-        table, mark = POSITIVES[kind]
-        for batch in source.batches(table, rows=ROW_GROUP, columns=[*recall.PAIR, mark]):
-            chosen = pc.greater(batch[mark].cast(pa.int32()), 0)
+        table, column = POSITIVES[kind]
+        for batch in source.batches(table, rows=ROW_GROUP, columns=[*PAIR, column]):
+            chosen = pc.greater(batch[column].cast(pa.int32()), 0)
             of_ours = pc.is_in(batch["query_id"], value_set=query_ids)
-            pairs = pa.Table.from_batches([batch.filter(pc.and_(chosen, of_ours)).select(recall.PAIR)])
+            pairs = pa.Table.from_batches([batch.filter(pc.and_(chosen, of_ours)).select(PAIR)])
             yield pairs.filter(pc.invert(pc.is_in(pairs["doc_id"], value_set=held_out)))
 
 
-def _documents(config: Learned, source: Artifact, wanted: dict[str, list[int]]) -> Iterator[tuple[str, str]]:
-    ids = pa.array(sorted(wanted), pa.string())
+def _documents(
+    config: Learned, source: Artifact, queries_of: dict[str, list[int]]
+) -> Iterator[tuple[str, list[str]]]:
+    ids = pa.array(sorted(queries_of), pa.string())
     with Progress("planner", total=len(ids), unit="positives read") as progress:
         for batch in source.batches("documents", rows=ROW_GROUP, columns=["doc_id", *config.fields]):
             kept = batch.filter(pc.is_in(batch["doc_id"], value_set=ids))
-            yield from zip(kept["doc_id"].to_pylist(), _join(kept, config.fields), strict=True)
+            texts = map(words, _join(kept, config.fields))
+            yield from zip(kept["doc_id"].to_pylist(), texts, strict=True)
             progress.advance(kept.num_rows)

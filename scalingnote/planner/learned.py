@@ -1,21 +1,34 @@
-"""Importance from a small encoder: a number per word, read at its first token (DeepCT, Dai and Callan 2019).
+"""A small encoder that predicts the importance of words (DeepCT, Dai and Callan 2019), and its targets.
 
-    words  -> tokens   [queries, tokens]           each word tokenised alone, so that it owns its tokens
+    words  -> tokens   [queries, tokens]           each word is tokenised alone, so that it owns its tokens
            -> hidden   [queries, tokens, hidden]   the encoder reads the whole query
            -> logits   [queries, tokens]           one weight vector
            -> scores   [terms]                     sigmoid at the first token of each distinct word
 
-DeepCT regresses the share with a squared error and cuts what leaves [0, 1] off; here a sigmoid keeps it
-inside, so that scores do not tie at the ends, and cross entropy, which has the same minimum, trains it.
+DeepCT regresses the target with a squared error and clips scores to [0, 1]. Here a sigmoid bounds them, so
+that scores do not tie at the ends; it is trained with cross entropy, which has the same minimum.
+
+The target is DeepCT's query term recall r, the share of a query's positives that have the word: a word that
+chosen documents repeat is one the query is about, unlike "how", "please" or "near me". Stop words are in all
+documents, chosen or not. DeepCT removes them by a list; here the recall that chance explains is subtracted:
+
+    recall r   = share of the query's positives that have the word
+    chance c   = share of the other queries' positives that have it
+    target     = max(0, r - c)
+
+Dividing by 1 - c (Cohen's kappa) would give "the" a target of 1 whenever a query's only positive has it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Int, UInt64
 from numpy import ndarray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -27,21 +40,24 @@ from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone, train_tokenizer
 from scalingnote.models.config import Scratch
 from scalingnote.planner.config import Learned
+from scalingnote.storage.shuffle import hash_of
 
-NOT_READ = -1  # the position of a word that lies behind the tokens the encoder reads
-_QUERIES_AT_ONCE = 256
+PAIR = ["query_id", "doc_id"]
+NOT_READ = -1  # position of a word behind the last token that the encoder reads
+_QUERIES_PER_BATCH = 256
+_ROWS_BEFORE_FOLD = 1 << 20
 
 
 @dataclass(frozen=True)
-class Row:
-    """Token ids of one query, and where each of its distinct words begins."""
+class TermTokens:
+    """Token ids of one query, and the position of the first token of each distinct word."""
 
     ids: list[int]
     positions: list[int]
 
 
 class TermRegressor(nn.Module):
-    """An encoder with one output per token, and the tokenizer it reads words with."""
+    """An encoder with one output per token, and its tokenizer."""
 
     def __init__(self, backbone: Backbone, *, max_length: int) -> None:
         super().__init__()
@@ -60,15 +76,15 @@ class TermRegressor(nn.Module):
         self._tokens.no_padding()
         self._tokens.no_truncation()
 
-    def rows(self, texts: Sequence[Sequence[str]]) -> list[Row]:
+    def rows(self, texts: Sequence[Sequence[str]]) -> list[TermTokens]:
         """Token rows of texts given as words."""
         unique = list(dict.fromkeys(word for text in texts for word in text))
-        # A space before each: byte-level vocabularies hold words with the space that precedes them.
+        # Byte-level vocabularies have words with the space before them.
         encoded = self._tokens.encode_batch_fast([f" {word}" for word in unique], add_special_tokens=False)
         ids_of = {word: encoding.ids for word, encoding in zip(unique, encoded, strict=True)}
         return [self._row(text, ids_of) for text in texts]
 
-    def _row(self, text: Sequence[str], ids_of: dict[str, list[int]]) -> Row:
+    def _row(self, text: Sequence[str], ids_of: dict[str, list[int]]) -> TermTokens:
         ids = [] if self._special.first is None else [self._special.first]
         tail = [] if self._special.end is None else [self._special.end]
         position: dict[str, int] = {}
@@ -77,10 +93,10 @@ class TermRegressor(nn.Module):
             if pieces:
                 position.setdefault(word, len(ids))
             ids += pieces
-        return Row(ids + tail, [position.get(word, NOT_READ) for word in dict.fromkeys(text)])
+        return TermTokens(ids + tail, [position.get(word, NOT_READ) for word in dict.fromkeys(text)])
 
-    def forward(self, rows: Sequence[Row]) -> Float[Tensor, " terms"]:
-        """Logits of the distinct words of all rows; those of words that are not read mean nothing."""
+    def forward(self, rows: Sequence[TermTokens]) -> Float[Tensor, " terms"]:
+        """Logits of the distinct words of all rows; undefined for words that are not read."""
         ids, mask = self._pad(rows)
         hidden = self.backbone(input_ids=ids, attention_mask=mask).last_hidden_state
         places = [
@@ -89,7 +105,9 @@ class TermRegressor(nn.Module):
         at = torch.tensor(places, dtype=torch.long, device=ids.device)
         return self.head(hidden.flatten(0, 1)[at].float()).squeeze(-1)  # type: ignore[no-any-return]
 
-    def _pad(self, rows: Sequence[Row]) -> tuple[Int[Tensor, "rows tokens"], Int[Tensor, "rows tokens"]]:
+    def _pad(
+        self, rows: Sequence[TermTokens]
+    ) -> tuple[Int[Tensor, "rows tokens"], Int[Tensor, "rows tokens"]]:
         longest = max(len(row.ids) for row in rows)
         ids = torch.full((len(rows), longest), self._special.pad)
         mask = torch.zeros((len(rows), longest), dtype=torch.long)
@@ -104,10 +122,10 @@ class TermRegressor(nn.Module):
         """Importances of the distinct words of each text; 0 for a word the encoder does not read."""
         rows = self.rows(texts)
         scores = [np.zeros(0, dtype=np.float32)] * len(rows)
-        # Rows of like length go together, so that little of a forward pass is padding.
+        # Sorted by length, so that little of a batch is padding.
         order = sorted((i for i in range(len(rows)) if texts[i]), key=lambda i: len(rows[i].ids))
-        for start in range(0, len(order), _QUERIES_AT_ONCE):
-            chosen = order[start : start + _QUERIES_AT_ONCE]
+        for start in range(0, len(order), _QUERIES_PER_BATCH):
+            chosen = order[start : start + _QUERIES_PER_BATCH]
             logits = self([rows[i] for i in chosen])
             sizes = [len(rows[i].positions) for i in chosen]
             for i, values in zip(chosen, torch.sigmoid(logits).cpu().split(sizes), strict=True):
@@ -135,7 +153,7 @@ class TermRegressor(nn.Module):
         return model.eval()
 
 
-def build(config: Learned, texts: Sequence[Sequence[str]]) -> TermRegressor:
+def build_regressor(config: Learned, texts: Sequence[Sequence[str]]) -> TermRegressor:
     """An untrained model; a scratch backbone learns its tokenizer from `texts`."""
     tokenizer = None
     if isinstance(config.backbone, Scratch):
@@ -145,21 +163,27 @@ def build(config: Learned, texts: Sequence[Sequence[str]]) -> TermRegressor:
     return TermRegressor(backbone, max_length=config.max_length)
 
 
-def fit(
+def fit_regressor(
     model: TermRegressor,
     texts: Sequence[Sequence[str]],
     targets: Sequence[Float32[ndarray, " _"]],
     *,
     config: Learned,
 ) -> list[float]:
-    """Train `model` so that its scores of the texts' distinct words near `targets`; the mean loss per epoch.
+    """Train `model` on the targets of the texts' distinct words.
 
-    TrainingError when the loss is not finite.
+    Returns:
+        The mean loss of each epoch.
+
+    Raises:
+        TrainingError: the loss is not finite.
     """
     rows = model.rows(texts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.peak_lr)
     steps = config.epochs * -(-len(rows) // config.batch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps, config.warmup))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: _learning_rate_factor(step, steps, config.warmup)
+    )
     device = model.head.weight.device
     losses = []
     model.train()
@@ -171,8 +195,8 @@ def fit(
             for chosen in _batches(len(rows), config, epoch=epoch):
                 batch = [rows[i] for i in chosen]
                 read = torch.tensor([p != NOT_READ for row in batch for p in row.positions], device=device)
-                wanted = torch.from_numpy(np.concatenate([targets[i] for i in chosen])).to(device)
-                loss = binary_cross_entropy_with_logits(model(batch)[read], wanted[read])
+                target = torch.from_numpy(np.concatenate([targets[i] for i in chosen])).to(device)
+                loss = binary_cross_entropy_with_logits(model(batch)[read], target[read])
                 if not torch.isfinite(loss):
                     raise TrainingError(f"the planner's loss is {loss:g} in epoch {epoch}: lower peak_lr")
                 optimizer.zero_grad(set_to_none=True)
@@ -188,12 +212,101 @@ def fit(
 
 
 def _batches(rows: int, config: Learned, *, epoch: int) -> Iterator[list[int]]:
-    """Every row once, in an order that the seed and the epoch decide."""
+    """Every row once, in an order that depends on the seed and the epoch."""
     order = np.random.Generator(np.random.Philox(key=[config.seed, epoch])).permutation(rows).tolist()
     for start in range(0, rows, config.batch):
         yield order[start : start + config.batch]
 
 
-def _rate(step: int, steps: int, warmup: float) -> float:
+def _learning_rate_factor(step: int, steps: int, warmup: float) -> float:
     rising = max(round(steps * warmup), 1)
     return (step + 1) / rising if step < rising else (steps - step) / max(steps - rising, 1)
+
+
+def sample_queries(queries: Iterable[pa.Table], size: int, *, seed: int) -> pa.Table:
+    """A uniform sample of `size` rows: those whose seeded hash of query_id is smallest, in its order.
+
+    The result does not depend on the order of the tables. At most 2 x `size` rows and one table are held.
+    """
+    kept: list[pa.Table] = []
+    for table in queries:
+        kept.append(table.append_column("key", pa.array(_random_keys(table["query_id"], seed=seed))))
+        if sum(map(len, kept)) > 2 * size:
+            kept = [_smallest(kept, size)]
+    return _smallest(kept, size).drop_columns("key")
+
+
+def sample_positives(pairs: Iterable[pa.Table], *, most: int, seed: int) -> pa.Table:
+    """Distinct (query_id, doc_id) pairs, a uniform sample of at most `most` per query, sorted.
+
+    At most twice the sampled pairs are held, however many clicks there are.
+    """
+    kept: list[pa.Table] = [pa.table({name: pa.array([], pa.string()) for name in PAIR})]
+    for table in pairs:
+        kept.append(table.select(PAIR))
+        if sum(map(len, kept[1:])) > max(len(kept[0]), _ROWS_BEFORE_FOLD):
+            kept = [_sample_per_query(pa.concat_tables(kept), most, seed=seed)]
+    return _sample_per_query(pa.concat_tables(kept), most, seed=seed)
+
+
+def term_recall(
+    queries: Sequence[Sequence[str]],
+    queries_of: Mapping[str, Sequence[int]],
+    documents: Iterable[tuple[str, Sequence[str]]],
+    *,
+    against_chance: bool = True,
+) -> list[Float32[ndarray, " _"] | None]:
+    """The target of each distinct word of each query (see the docstring of the module).
+
+    Args:
+        queries: the words of each query.
+        queries_of: doc_id -> the queries (indices) of which it is a positive.
+        documents: (doc_id, words) of positives; they are streamed.
+        against_chance: subtract chance; else the target is plain recall.
+
+    Returns:
+        An array per query, or None for a query without a positive among the documents.
+    """
+    distinct = [list(dict.fromkeys(query)) for query in queries]
+    vocabulary = {word for query in distinct for word in query}
+    hits_of = [np.zeros(len(query)) for query in distinct]  # positives of the query with each word
+    positives_of = [0] * len(distinct)
+    df: Counter[str] = Counter()
+    count = 0
+    for doc_id, text in documents:
+        present = vocabulary.intersection(text)
+        df.update(present)
+        count += 1
+        for row in queries_of.get(doc_id, ()):
+            hits_of[row] += [word in present for word in distinct[row]]
+            positives_of[row] += 1
+    targets: list[Float32[ndarray, " _"] | None] = []
+    for query, hits, positives in zip(distinct, hits_of, positives_of, strict=True):
+        recall = hits / max(positives, 1)
+        if against_chance and count > positives:
+            chance = (np.array([df[word] for word in query]) - hits) / (count - positives)
+            recall = np.maximum(recall - chance, 0)
+        targets.append(recall.astype(np.float32) if positives else None)
+    return targets
+
+
+def _smallest(tables: Sequence[pa.Table], size: int) -> pa.Table:
+    return pa.concat_tables(tables).sort_by([("key", "ascending"), ("query_id", "ascending")]).slice(0, size)
+
+
+def _sample_per_query(pairs: pa.Table, most: int, *, seed: int) -> pa.Table:
+    pairs = pairs.group_by(PAIR).aggregate([])
+    if not pairs.num_rows:
+        return pairs
+    keys = _random_keys(pc.binary_join_element_wise(pairs["query_id"], pairs["doc_id"], " "), seed=seed)
+    table = pairs.append_column("key", pa.array(keys))
+    table = table.sort_by([("query_id", "ascending"), ("key", "ascending"), ("doc_id", "ascending")])
+    ids = np.asarray(table["query_id"].combine_chunks().dictionary_encode().indices)
+    first = np.flatnonzero(np.diff(ids, prepend=-1))
+    rank = np.arange(len(ids)) - np.repeat(first, np.diff(first, append=len(ids)))
+    kept = table.filter(pa.array(rank < most)).select(PAIR)
+    return kept.sort_by([("query_id", "ascending"), ("doc_id", "ascending")])
+
+
+def _random_keys(ids: pa.ChunkedArray, *, seed: int) -> UInt64[ndarray, " ids"]:
+    return hash_of(pa.array([f"{seed} {value}" for value in ids.to_pylist()], pa.string()))

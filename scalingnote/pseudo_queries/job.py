@@ -19,17 +19,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote import cluster
-from scalingnote.datasets.columns import table_rows
 from scalingnote.datasets.config import TableFile
-from scalingnote.datasets.rows import Unreadable
+from scalingnote.datasets.file_formats import table_rows
+from scalingnote.datasets.raw_rows import UnreadableRow
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.pseudo_queries.config import PseudoQueriesConfig
 from scalingnote.pseudo_queries.sampling import SourceDocument, draw
-from scalingnote.storage import exchange, schema
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import schema, shuffle
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
-from scalingnote.storage.slices import Record, Slice, listed, run_slices, slices
+from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, named_parts, run_slices, slices
 
 log = get_logger("pseudo_queries")
 TABLE = "queries"
@@ -73,13 +73,13 @@ def run(config: PseudoQueriesConfig, *, dataset: str, triplets: str | None = Non
     if "triplets" in parents:
         hold_out = partial(hold_out_validation, triplets=parents["triplets"], to=buckets)
         do("validation", hold_out, slices(parents["triplets"], "triplets"))
-    logged: list[Record] = []
+    logged: list[JsonRecord] = []
     if config.query_log:
         logged = do("log", partial(scatter_log, config=config, to=buckets), [config.query_log])
     merge = partial(merge_bucket, of=buckets, output=draft.uri, rows=config.rows_per_part)
     merged = do("merge", merge, range(buckets.count))
     for record in merged:
-        for name, part in listed(record["files"]):
+        for name, part in named_parts(record["files"]):
             draft.register(name, part)
     counts = {name: sum(record[name] for record in merged) for name in ("queries", "validation", "held_out")}
     if not counts["queries"]:
@@ -113,19 +113,19 @@ class TextBuckets:
 
     def read(self, bucket: int) -> tuple[pa.Table, pa.Table]:
         """SCATTERED and HELD_OUT rows of a bucket."""
-        texts = exchange.gather(self._target("texts"), bucket, schema=SCATTERED)
-        return texts, exchange.gather(self._target("held"), bucket, schema=HELD_OUT)
+        texts = shuffle.gather(self._target("texts"), bucket, schema=SCATTERED)
+        return texts, shuffle.gather(self._target("held"), bucket, schema=HELD_OUT)
 
     def _scatter(self, table: pa.Table, kind: str, name: str) -> None:
-        bucket = exchange.bucket_of(table["key"], self.count) if len(table) else np.empty(0, np.int64)
-        exchange.scatter(table, bucket, target=self._target(kind), name=name)
+        bucket = shuffle.bucket_of(table["key"], self.count) if len(table) else np.empty(0, np.int64)
+        shuffle.scatter(table, bucket, target=self._target(kind), name=name)
 
     def _target(self, kind: str) -> str:
         return fs.join(self.folder, "scattered", kind)
 
 
 def scatter_documents(
-    item: Slice,
+    item: NumberedSlice,
     *,
     dataset: Artifact,
     config: PseudoQueriesConfig,
@@ -137,7 +137,7 @@ def scatter_documents(
     rows: dict[str, tuple[str, str, str]] = {}
     for part in parts:
         table = dataset.table(part, ["doc_id", "title", "content"])
-        keys = exchange.hash_of(table["doc_id"])
+        keys = shuffle.hash_of(table["doc_id"])
         texts = zip(keys.tolist(), table["title"].to_pylist(), table["content"].to_pylist(), strict=True)
         for key, title, content in texts:
             split = _split(key, config)
@@ -148,7 +148,9 @@ def scatter_documents(
     return len(rows)
 
 
-def scatter_queries(item: Slice, *, dataset: Artifact, config: PseudoQueriesConfig, to: TextBuckets) -> int:
+def scatter_queries(
+    item: NumberedSlice, *, dataset: Artifact, config: PseudoQueriesConfig, to: TextBuckets
+) -> int:
     """Hold out a slice's test queries and write its training queries to buckets; returns their number."""
     number, parts = item
     table = pa.concat_tables(dataset.table(part, ["query", "split"]) for part in parts)
@@ -158,14 +160,14 @@ def scatter_queries(item: Slice, *, dataset: Artifact, config: PseudoQueriesConf
     texts = sorted(table.filter(training)["query"].unique().to_pylist())
     if config.train_queries is not None:
         total = max(dataset.counts.get("queries", len(table)), 1)
-        hashes = exchange.hash_of(pa.array(texts, pa.string()))
+        hashes = shuffle.hash_of(pa.array(texts, pa.string()))
         # The smallest hashes, so that a larger number keeps the texts of a smaller one.
         share = -(-config.train_queries * len(table) // total)
         texts = [texts[row] for row in np.argsort(hashes, kind="stable")[:share]]
     return _write_real(texts, name, config, to)
 
 
-def hold_out_validation(item: Slice, *, triplets: Artifact, to: TextBuckets) -> int:
+def hold_out_validation(item: NumberedSlice, *, triplets: Artifact, to: TextBuckets) -> int:
     """Hold out the validation queries of a slice of triplets; returns their number."""
     number, parts = item
     table = pa.concat_tables(triplets.table(part, ["query", "split"]) for part in parts)
@@ -173,7 +175,7 @@ def hold_out_validation(item: Slice, *, triplets: Artifact, to: TextBuckets) -> 
     return to.hold_out(queries, f"triplets-{number:05d}")
 
 
-def scatter_log(item: tuple[int, str], *, config: PseudoQueriesConfig, to: TextBuckets) -> Record:
+def scatter_log(item: tuple[int, str], *, config: PseudoQueriesConfig, to: TextBuckets) -> JsonRecord:
     """Write the queries of a log to buckets; counts `rows` written and `unreadable` rows."""
     texts: list[str] = []
     written = unreadable = chunk = 0
@@ -191,7 +193,7 @@ def scatter_log(item: tuple[int, str], *, config: PseudoQueriesConfig, to: TextB
     return {"rows": written, "unreadable": unreadable}
 
 
-def merge_bucket(item: tuple[int, int], *, of: TextBuckets, output: str, rows: int) -> Record:
+def merge_bucket(item: tuple[int, int], *, of: TextBuckets, output: str, rows: int) -> JsonRecord:
     """Write the distinct texts of a bucket that are not held out, as parts of at most `rows` rows.
 
     Of equal texts a real query is kept before a drawn one, and validation before training.
@@ -204,7 +206,7 @@ def merge_bucket(item: tuple[int, int], *, of: TextBuckets, output: str, rows: i
     distinct = table.group_by("key", use_threads=False).aggregate([(name, "first") for name in names])
     excluded = pc.is_in(distinct["key"], value_set=held_out["key"].combine_chunks())
     kept = distinct.filter(pc.invert(excluded))
-    numbers = exchange.hash_of(kept["key"])
+    numbers = shuffle.hash_of(kept["key"])
     # By hash, not by key, or texts with equal first words would share a part.
     order = np.argsort(numbers, kind="stable")
     columns = {name: kept[f"{name}_first"] for name in names}
@@ -236,7 +238,7 @@ def _split(key: int, config: PseudoQueriesConfig) -> str:
 def _write_real(texts: Iterable[str], name: str, config: PseudoQueriesConfig, to: TextBuckets) -> int:
     """Write real queries to buckets; returns the number of distinct ones."""
     by_key = {key: text for text in texts if (key := text_key(text))}
-    hashes = exchange.hash_of(pa.array([*by_key], pa.string())).tolist()
+    hashes = shuffle.hash_of(pa.array([*by_key], pa.string())).tolist()
     splits = [_split(number, config) for number in hashes]
     rows = zip(by_key.items(), splits, strict=True)
     to.write_texts([(key, text, "query", split, _REAL) for (key, text), split in rows], name)
@@ -257,5 +259,5 @@ def _log_texts(path: str) -> Iterator[str | None]:
                     yield None
         return
     for row in table_rows(TableFile(path=path), ["query"], needs=["query"]):
-        text = None if isinstance(row, Unreadable) else row.get("query")
+        text = None if isinstance(row, UnreadableRow) else row.get("query")
         yield text if isinstance(text, str) and text.strip() else None

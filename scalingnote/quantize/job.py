@@ -28,9 +28,9 @@ from scalingnote.quantize import kmeans, naming, refinement, semantic_id, statis
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.refinement import draw, shares
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage.arrow import to_numpy
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
-from scalingnote.storage.slices import ROWS_PER_SLICE, grouped, run_slices
-from scalingnote.storage.vectors import to_numpy
+from scalingnote.storage.shuffle import ROWS_PER_SLICE, group_by_size, run_slices
 
 VIEW = "summary"  # the embedding that is quantized and indexed
 CODEBOOKS = "codebooks.safetensors"
@@ -220,7 +220,7 @@ def _refined(
     # At most 1024 files, whose sums pass through the driver in every pass.
     limit = min(config.documents_per_worker, max(ROWS_PER_SLICE, sum(wanted) // 1024))
     taken = _sampled_parts(parts, wanted)
-    groups = grouped([take for _, _, take in taken], limit=limit)
+    groups = group_by_size([take for _, _, take in taken], limit=limit)
     files = [[taken[place] for place in group] for group in groups]
 
     def each(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:

@@ -20,11 +20,11 @@ from safetensors import numpy as safetensors
 
 from scalingnote.quantize import semantic_id
 from scalingnote.quantize.statistics import CodeTally, PrefixCounts
-from scalingnote.storage import exchange
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
+from scalingnote.storage.arrow import to_arrow, to_matrix
 from scalingnote.storage.artifact import Artifact, Part, write_table
-from scalingnote.storage.slices import Each, grouped, run_slices
-from scalingnote.storage.vectors import matrix_of, to_arrow
+from scalingnote.storage.shuffle import TaskRunner, group_by_size, run_slices
 
 ROWS = 1 << 22  # documents of a task, which takes some 270 bytes of memory for each: 1.1 GB
 KEYS_PER_RANGE = 1024  # sampled to determine the bounds of ranges
@@ -82,7 +82,7 @@ def coded_table(
     return pa.table({"doc_id": doc_ids.cast(pa.string()), **columns})
 
 
-def name(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each: Each) -> NamedCorpus:
+def name(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each: TaskRunner) -> NamedCorpus:
     """Assign an ID to every document, and write the parts and the files by code.
 
     Args:
@@ -91,7 +91,7 @@ def name(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each
         rows: number of rows of each.
         each: maps a task over items, in order.
     """
-    pieces = [[(place, parts[place]) for place in group] for group in grouped(rows, limit=ROWS)]
+    pieces = [[(place, parts[place]) for place in group] for group in group_by_size(rows, limit=ROWS)]
     run = partial(run_slices, folder=fs.join(corpus.work, "naming"), each=each, room="quantize")
     ranges = -(-sum(rows) // ROWS)
     # The names of the steps also name their records: others would not find those of a killed run.
@@ -122,7 +122,7 @@ def name(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each
 
 def _sample_keys(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, every: int) -> list[int]:
     """Task: the keys of every `every`-th document of a slice."""
-    codes = np.concatenate([matrix_of(_read(corpus, part, ["codes"])["codes"]) for _, part in item[1]])
+    codes = np.concatenate([to_matrix(_read(corpus, part, ["codes"])["codes"]) for _, part in item[1]])
     found: list[int] = semantic_id.code_keys(codes[::every], size=corpus.size).tolist()
     return found
 
@@ -137,9 +137,9 @@ def _partition(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, ends: list
             table = table.append_column(column, pa.array(values))
         tables.append(table)
     whole = pa.concat_tables(tables)
-    keys = semantic_id.code_keys(matrix_of(whole["codes"]), size=corpus.size)
+    keys = semantic_id.code_keys(to_matrix(whole["codes"]), size=corpus.size)
     bucket = np.searchsorted(np.array(ends, np.uint64), keys, "right").astype(np.int64)
-    exchange.scatter(whole, bucket, target=fs.join(corpus.work, "dealt"), name=f"{item[0]:05d}")
+    shuffle.scatter(whole, bucket, target=fs.join(corpus.work, "dealt"), name=f"{item[0]:05d}")
     return len(whole)
 
 
@@ -151,13 +151,13 @@ def _assign_suffixes(
     wide = {"codes": pa.list_(pa.uint16(), corpus.levels), "energy": pa.list_(pa.float32(), corpus.levels)}
     origin = {"sampled": pa.bool_(), "part": pa.int32(), "row": pa.int32()}
     layout = pa.schema({"doc_id": pa.string(), **wide, **origin})
-    table = exchange.gather(fs.join(corpus.work, "dealt"), number, schema=layout).combine_chunks()
+    table = shuffle.gather(fs.join(corpus.work, "dealt"), number, schema=layout).combine_chunks()
     if not len(table):
         return {"documents": 0}
-    doc_ids, codes = table["doc_id"].combine_chunks(), matrix_of(table["codes"])
+    doc_ids, codes = table["doc_id"].combine_chunks(), to_matrix(table["codes"])
     suffix, new = _suffixes(corpus, number, ends, doc_ids, codes)
     unseen = new & ~table["sampled"].to_numpy()
-    energy = matrix_of(table["energy"])
+    energy = to_matrix(table["energy"])
     tallies = {
         "all": CodeTally.of(codes, energy, size=corpus.size),
         "unseen": CodeTally.of(codes[unseen], energy[unseen], size=corpus.size),
@@ -168,7 +168,7 @@ def _assign_suffixes(
     sent = np.flatnonzero(suffix)
     back = table.select(["part", "row"]).take(sent).append_column("suffix", pa.array(suffix[sent]))
     slices = np.searchsorted(firsts, back["part"].to_numpy(), "right") - 1
-    exchange.scatter(
+    shuffle.scatter(
         back, slices.astype(np.int64), target=fs.join(corpus.work, "suffixes"), name=f"{number:05d}"
     )
     file = f"by_code/part-{number:05d}.arrow"
@@ -203,7 +203,7 @@ def _suffixes(
 
 def _write_ids(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus) -> list[Any]:
     """Task: write the parts of a slice with their suffixes."""
-    back = exchange.gather(fs.join(corpus.work, "suffixes"), item[0], schema=_SUFFIXES)
+    back = shuffle.gather(fs.join(corpus.work, "suffixes"), item[0], schema=_SUFFIXES)
     origin, row, value = (back[column].to_numpy() for column in _SUFFIXES.names)
     written = []
     for number, part in item[1]:
@@ -211,7 +211,7 @@ def _write_ids(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus) -> list[An
         suffix = np.zeros(len(table), np.int32)
         ours = origin == number
         suffix[row[ours]] = value[ours]
-        named = semantic_id.to_table(table["doc_id"], matrix_of(table["codes"]), suffix)
+        named = semantic_id.to_table(table["doc_id"], to_matrix(table["codes"]), suffix)
         written.append((part, asdict(write_table(fs.join(corpus.output, part), named))))
     return written
 

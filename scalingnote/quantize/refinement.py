@@ -24,9 +24,9 @@ from scalingnote.log import get_logger
 from scalingnote.quantize import kmeans
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage.arrow import to_arrow, to_numpy
 from scalingnote.storage.artifact import write_table
-from scalingnote.storage.slices import Each, run_slices
-from scalingnote.storage.vectors import to_arrow, to_numpy
+from scalingnote.storage.shuffle import TaskRunner, run_slices
 
 log = get_logger("quantize")
 
@@ -57,7 +57,7 @@ def draw(rows: int, *, take: int, seed: int, part: int) -> Int[ndarray, " chosen
 
 
 def fit(
-    config: QuantizeConfig, rows: Sequence[int], *, folder: str, each: Each
+    config: QuantizeConfig, rows: Sequence[int], *, folder: str, each: TaskRunner
 ) -> Float[ndarray, "levels codes dim"]:
     """Fit codebooks to the vectors that :func:`store` wrote.
 
@@ -86,7 +86,7 @@ def store(vectors: Float[ndarray, "docs dim"], *, folder: str, file: int, level:
 
 
 def _level(
-    config: QuantizeConfig, level: int, rows: Sequence[int], *, folder: str, each: Each
+    config: QuantizeConfig, level: int, rows: Sequence[int], *, folder: str, each: TaskRunner
 ) -> Float[ndarray, "codes dim"]:
     """Centroids of a level, continued from the last recorded pass."""
     passes = fs.join(folder, "passes", f"{level:02d}")

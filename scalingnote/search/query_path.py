@@ -18,7 +18,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.fuse.feature_store import FeatureStore
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.planner.planner import Planner
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 
 if TYPE_CHECKING:  # it needs torch, a lookup tower does not
     from scalingnote.fuse.fusion import QueryFusion
@@ -62,7 +62,7 @@ class QueryPath:
             queries: texts.
             users: id of the user of each query, None where unknown.
         """
-        embeddings = vectors.unit(self.encoder.encode_queries(queries))
+        embeddings = arrow.l2_normalize(self.encoder.encode_queries(queries))
         terms = None if self.sparse is None else self.sparse.encode(queries)
         encoded = EncodedQueries(embeddings, terms, np.zeros(len(queries), bool))
         if self.personal is None or users is None or not any(users):

@@ -1,9 +1,9 @@
-"""The artifact contract: a directory of parts and a manifest written last, atomically.
+"""Artifacts: a directory of parts, and a manifest that is written last and atomically.
 
-A stage *begins* an artifact, writes parts, and *commits*. A reader *opens* it and is refused when the
-manifest is missing (unfinished), of another kind, or when a part is not the bytes the manifest names.
-`_work/` inside an artifact belongs to the stage that builds it (checkpoints, commit records); it
-survives a kill so that the next run resumes, and is deleted by the commit.
+A stage begins a :class:`Draft`, writes parts and commits it. :func:`open_artifact` raises an error if the
+manifest is missing (unfinished) or of another kind; reading a part raises one if its bytes differ from the
+manifest's checksum. `_work/` inside an artifact belongs to the stage that builds it (checkpoints, records of
+tasks): it survives a kill, so that the next run resumes, and the commit deletes it.
 """
 
 import hashlib
@@ -26,13 +26,13 @@ from scalingnote.storage.lease import Lease
 
 MANIFEST = "manifest.json"
 WORK = "_work"
-CLAIM, LEASE = "fingerprint", "lease"  # in it: whose work it is, and which process is at it
+CLAIM, LEASE = "fingerprint", "lease"  # in WORK: the fingerprint, and the process that builds
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Part:
-    """One file of an artifact; `rows` is None where the file is not a table."""
+    """One file of an artifact; `rows` is None if the file is not a table."""
 
     sha256: str
     bytes: int
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an artifact says of itself. `info` (times, versions, notes) is not part of its digest."""
+    """Description of an artifact. `info` (times, versions, notes) is not part of the digest."""
 
     kind: str
     config: dict[str, Any]
@@ -54,7 +54,7 @@ class Manifest:
 
 
 def fingerprint(kind: str, config: Config, parents: Mapping[str, "Artifact"]) -> str:
-    """Identity of an artifact before it exists: same kind, settings and parents give the same value."""
+    """Identity of an artifact before it is built: equal for equal kind, settings and parents."""
     return _hash([kind, SCHEMA_VERSION, identity(config), {k: a.digest for k, a in sorted(parents.items())}])
 
 
@@ -73,7 +73,7 @@ class Artifact:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Row counts and the like, as the building stage recorded them."""
+        """Row counts and other numbers that the stage recorded."""
         return self.manifest.counts
 
     def names(self, prefix: str = "", suffix: str = "") -> list[str]:
@@ -81,7 +81,7 @@ class Artifact:
         return sorted(n for n in self.manifest.parts if n.startswith(prefix) and n.endswith(suffix))
 
     def file(self, name: str) -> str:
-        """URI of a part, its bytes checked against the manifest at first use in this process."""
+        """URI of a part; its checksum is verified at the first use in this process."""
         part = self.manifest.parts.get(name)
         uri = fs.join(self.uri, name)
         if part is None:
@@ -89,17 +89,17 @@ class Artifact:
         if name not in self._verified:
             if not fs.exists(uri):
                 raise ArtifactError(f"{uri} is missing: restore it or delete {self.uri} and re-run")
-            found = fs.checksum(uri)
-            if found != part.sha256:
+            actual = fs.checksum(uri)
+            if actual != part.sha256:
                 raise ArtifactError(
-                    f"{uri} is damaged: sha256 {found[:12]}, the manifest says {part.sha256[:12]}; "
+                    f"{uri} is damaged: sha256 {actual[:12]}, the manifest says {part.sha256[:12]}; "
                     f"restore it or delete {self.uri} and re-run its stage"
                 )
             self._verified.add(name)
         return uri
 
     def directory(self, prefix: str) -> Path:
-        """A local directory with the (checked) parts below `prefix`, copied there if remote."""
+        """A local directory with the verified parts below `prefix`; remote parts are copied."""
         names = self.names(prefix.rstrip("/") + "/")
         if not names:
             raise ArtifactError(f"{self.uri} has no parts below {prefix!r}")
@@ -108,7 +108,7 @@ class Artifact:
         return fs.download(self.uri, names, version=self.digest) / prefix
 
     def table_parts(self, name: str) -> list[str]:
-        """The Parquet parts of a table, which is one file or a folder of them; none when it is not there."""
+        """The Parquet parts of a table, which is one file or a folder; none if the table is absent."""
         for single in (name, f"{name}.parquet"):
             if single in self.manifest.parts:
                 return [single]
@@ -130,14 +130,22 @@ class Artifact:
     def batches(
         self, name: str, *, rows: int = 8192, columns: list[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Stream a table part by part without ever holding it whole."""
+        """Stream a table; only `rows` rows are held in memory."""
         for part in self.table_parts(name):
             with fs.open_input(self.file(part)) as source:
                 yield from pq.ParquetFile(source).iter_batches(rows, columns=columns)
 
 
 def open_artifact(uri: str, *, kind: str) -> Artifact:
-    """Open a finished artifact of `kind`; ArtifactError says why it cannot be read."""
+    """Open a finished artifact.
+
+    Args:
+        uri: its directory.
+        kind: the expected kind, such as "dataset" or "index".
+
+    Raises:
+        ArtifactError: no manifest, another kind, or another schema version.
+    """
     manifest = _read_manifest(uri)
     if manifest is None:
         raise ArtifactError(f"no finished {kind!r} artifact at {uri}: run the stage that builds it")
@@ -147,7 +155,20 @@ def open_artifact(uri: str, *, kind: str) -> Artifact:
 
 
 class Draft:
-    """An artifact under construction. `finished` means an equal one is already there: skip the work."""
+    """An artifact under construction.
+
+    Creating a draft waits while another process builds the same artifact. `finished` is True if an equal
+    artifact exists, so that the caller skips the work.
+
+    Args:
+        uri: directory of the artifact.
+        kind: of the artifact.
+        config: settings of the stage.
+        parents: the input artifacts by role.
+
+    Raises:
+        ArtifactError: `uri` has another artifact or other files.
+    """
 
     def __init__(self, uri: str, *, kind: str, config: Config, parents: Mapping[str, Artifact]) -> None:
         self.uri, self._kind, self._config, self._parents = uri, kind, config, dict(parents)
@@ -158,22 +179,22 @@ class Draft:
         self.finished = self._is_there() or not self._begin()
 
     def _begin(self) -> bool:
-        """Go on with what an earlier run left, or with nothing; False when another process finished it."""
-        self._require_place()
-        if not self._lease.take(of=self.uri, done=lambda: fs.exists(self.path(MANIFEST))):
+        """Resume the work of an earlier run or start anew; False if another process finished the artifact."""
+        self._require_free_place()
+        if not self._lease.acquire(of=self.uri, done=lambda: fs.exists(self.path(MANIFEST))):
             return False
-        if self._is_there():  # committed between the last look and the taking
+        if self._is_there():  # another process committed just before the lease was acquired
             self._end()
             return False
         self._claim()
         return True
 
     def _end(self) -> None:
-        self._lease.give_back()
+        self._lease.release()
         fs.delete(self.work())
 
     def _is_there(self) -> bool:
-        """Whether the artifact is; ArtifactError when another one is in its place."""
+        """Whether the artifact exists; ArtifactError if another one is at its URI."""
         existing = _read_manifest(self.uri)
         if existing and existing.info.get("fingerprint") != self.fingerprint:
             raise ArtifactError(
@@ -182,43 +203,43 @@ class Draft:
             )
         return existing is not None
 
-    def _require_place(self) -> None:
-        """ArtifactError where there are files of something else."""
+    def _require_free_place(self) -> None:
+        """ArtifactError if the URI has files that are no artifact."""
         if fs.is_file(self.uri):
             raise ArtifactError(f"{self.uri} is a file: choose another output")
         parts = set() if fs.exists(self.work(CLAIM)) else _top(self.uri) - {WORK}
-        if parts and MANIFEST not in parts:  # else it was committed just now
+        if parts and MANIFEST not in parts:  # with a manifest, another process has just committed
             raise ArtifactError(
                 f"{self.uri} has files that are no unfinished artifact, such as {min(parts)}: choose another "
                 "output or delete it"
             )
 
     def _claim(self) -> None:
-        """Unfinished work of other settings or inputs would be resumed as ours: clear it away.
+        """Delete unfinished work of other settings or inputs, which would otherwise be resumed.
 
-        The claim says that what lies here may go: it is written first and goes last.
+        The claim marks the files here as deletable: it is written first and deleted last.
         """
         claim = self.work(CLAIM)
         if fs.exists(claim):
             if fs.read_bytes(claim).decode() == self.fingerprint:
                 return
-            fs.write_bytes(claim, b"")  # nobody is to resume what a kill from here on leaves
+            fs.write_bytes(claim, b"")  # if this process is killed from here on, no run resumes the remains
         self.afresh()
         for name in _top(self.work()) - {LEASE, CLAIM}:
             fs.delete(self.work(name))
         fs.write_bytes(claim, self.fingerprint.encode())
 
     def afresh(self) -> None:
-        """Clear an unfinished run's parts: whoever resumes nothing would commit them beside its own."""
+        """Delete the parts of an unfinished run; a stage that does not resume would commit them too."""
         for name in _top(self.uri) - {WORK}:
             fs.delete(self.path(name))
 
     def path(self, name: str) -> str:
-        """URI where a part goes."""
+        """URI of a part."""
         return fs.join(self.uri, name)
 
     def work(self, name: str = "") -> str:
-        """URI inside the private, kill-surviving work directory."""
+        """URI inside the work directory, which survives a kill."""
         return fs.join(self.uri, WORK, name) if name else fs.join(self.uri, WORK)
 
     def write_table(self, name: str, table: pa.Table) -> None:
@@ -235,13 +256,18 @@ class Draft:
         self._parts[name] = Part(hashlib.sha256(data).hexdigest(), len(data))
 
     def register(self, name: str, part: Part) -> None:
-        """Record a part some worker wrote, with the checksum it computed while it held the bytes."""
+        """Record a part that a worker wrote and checksummed."""
         self._parts[name] = part
 
     def commit(self, *, counts: Mapping[str, int], **info: Any) -> Artifact:
-        """Write the manifest: from here on the artifact exists. Parts nobody registered are hashed now.
+        """Write the manifest, which makes the artifact exist. Unregistered files are hashed and added.
 
-        ArtifactError when another process has taken the work over, from one that was silent for long.
+        Args:
+            counts: row counts and other numbers of the artifact.
+            info: further facts, which are not part of the digest.
+
+        Raises:
+            ArtifactError: this process did not renew its lease in time, and another one took over.
         """
         if self._lease.lost:
             raise ArtifactError(
@@ -280,15 +306,15 @@ class Draft:
         return Artifact(self.uri, manifest)
 
     def existing(self) -> Artifact:
-        """The finished artifact that makes this draft needless."""
+        """The finished artifact at this draft's URI."""
         return open_artifact(self.uri, kind=self._kind)
 
 
 def write_table(uri: str, table: pa.Table, *, use_dictionary: list[str] | None = None) -> Part:
     """Write one table file and return its Part; equal tables give equal bytes.
 
-    `use_dictionary` names the Parquet columns whose values repeat, by default all but vectors: looking for
-    repeats among them takes twice as long, and six times as long when they are read.
+    `use_dictionary` names the Parquet columns to encode by a dictionary, by default all but vectors: with a
+    dictionary, vectors take twice as long to write and six times as long to read.
     """
     sink = pa.BufferOutputStream()
     if uri.endswith(".arrow"):
@@ -312,7 +338,7 @@ def _top(uri: str) -> set[str]:
 
 
 def _leaves(layout: pa.Schema) -> list[str]:
-    """What Parquet calls the columns of a table, vectors left out."""
+    """Parquet's names of the columns of a table, without vectors."""
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     return [
         f"{field.name}.list.element" if any(kind(field.type) for kind in lists) else field.name

@@ -1,4 +1,4 @@
-"""Paths: a local path or a URI, resolved to one pyarrow filesystem; joins, atomic writes, local copies.
+"""Files at local paths and URIs: one pyarrow filesystem for each, atomic writes, local copies.
 
 ``s3://``, ``gs://`` and ``hdfs://`` are pyarrow's own; any other scheme is looked up in fsspec.
 """
@@ -20,12 +20,12 @@ S3_COPY_BYTES = 5 << 30
 
 
 def join(base: str, *names: str) -> str:
-    """`base` and `names` with one slash between; works on paths and URIs alike."""
+    """`base` and `names` with single slashes between them, for paths and URIs."""
     return "/".join([base.rstrip("/"), *(name.strip("/") for name in names)])
 
 
 def absolute(uri: str) -> str:
-    """`uri` as seen from any working directory; workers have others than the driver."""
+    """`uri` independent of the working directory, which differs between driver and workers."""
     return uri if "://" in uri else str(Path(uri).absolute())
 
 
@@ -39,13 +39,13 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
         filesystem = _connect(scheme, authority)
     except (ValueError, ImportError) as error:
         raise DataError(f"no filesystem for {uri!r}: {error}; install its fsspec package") from None
-    # A bucket is part of the path, a host is not.
+    # A bucket belongs to the path, a host does not.
     return filesystem, f"/{path}" if scheme in {"hdfs", "file"} else rest
 
 
 @lru_cache(maxsize=16)
 def _connect(scheme: str, authority: str) -> pafs.FileSystem:
-    """One connection per bucket or host: buckets differ in region, hosts in cluster."""
+    """One connection per bucket or host, since buckets may differ in region and hosts in cluster."""
     if scheme in {"s3", "gs", "hdfs", "file"}:
         return pafs.FileSystem.from_uri(f"{scheme}://{authority}/")[0]
     import fsspec
@@ -54,19 +54,19 @@ def _connect(scheme: str, authority: str) -> pafs.FileSystem:
 
 
 def exists(uri: str) -> bool:
-    """Whether a file or directory is there."""
+    """Whether a file or directory exists."""
     filesystem, path = resolve(uri)
     return bool(filesystem.get_file_info(path).type != pafs.FileType.NotFound)
 
 
 def is_file(uri: str) -> bool:
-    """Whether a file is there."""
+    """Whether `uri` is an existing file."""
     filesystem, path = resolve(uri)
     return bool(filesystem.get_file_info(path).is_file)
 
 
 def read_bytes(uri: str) -> bytes:
-    """The whole file; DataError when it is missing."""
+    """The content of a file; DataError if it is missing."""
     filesystem, path = resolve(uri)
     try:
         with filesystem.open_input_stream(path) as stream:
@@ -76,7 +76,7 @@ def read_bytes(uri: str) -> bytes:
 
 
 def write_bytes(uri: str, data: bytes) -> None:
-    """Write so that a reader sees the old file or the whole new one, never a part of it."""
+    """Write atomically: a reader sees the old file or the complete new one."""
     filesystem, path = resolve(uri)
     filesystem.create_dir(path.rsplit("/", 1)[0], recursive=True)
     pending = f"{path}.pending"
@@ -86,7 +86,7 @@ def write_bytes(uri: str, data: bytes) -> None:
 
 
 def _rename(filesystem: pafs.FileSystem, pending: str, path: str, *, size: int) -> None:
-    """Give a finished file its name. S3 has no renames, and copies nothing above 5 GiB at once."""
+    """Give a complete file its name. S3 has no rename, and its copy request is limited to 5 GiB."""
     if filesystem.type_name != "s3" or size <= S3_COPY_BYTES:
         filesystem.move(pending, path)
         return
@@ -97,22 +97,19 @@ def _rename(filesystem: pafs.FileSystem, pending: str, path: str, *, size: int) 
 
 
 def make_durable(uri: str, names: Iterable[str]) -> None:
-    """Have these files of `uri`, and the folders that lead to them, outlive a crash of the machine.
-
-    What is not on a local disk is durable once it is written.
-    """
+    """Sync files below `uri` and their folders to disk; files that are not local are durable once written."""
     filesystem, path = resolve(uri)
     if not isinstance(filesystem, pafs.LocalFileSystem):
         return
     root = Path(path)
     files = [root / name for name in names]
     folders = {above for each in files for above in each.parents if above.is_relative_to(root.parent)}
-    for each in [*files, *sorted(folders, reverse=True)]:  # a name is of use once its file is there
+    for each in [*files, *sorted(folders, reverse=True)]:  # a file before the folder that names it
         sync(each)
 
 
 def sync(path: Path) -> None:
-    """Have a local file, or the names that a folder has got and lost, outlive a crash of the machine."""
+    """Sync a local file, or the entries of a folder, to disk, so that they survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -121,19 +118,19 @@ def sync(path: Path) -> None:
 
 
 def list_files(uri: str) -> dict[str, int]:
-    """Every file below `uri`: path relative to it -> size in bytes, sorted; empty if there is none."""
+    """All files below `uri`: relative path -> size in bytes, sorted; empty if there are none."""
     filesystem, path = resolve(uri)
     selector = pafs.FileSelector(path, recursive=True, allow_not_found=True)
-    found = {
+    sizes = {
         info.path[len(path) :].strip("/"): info.size
         for info in filesystem.get_file_info(selector)
         if info.type == pafs.FileType.File
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(sizes.items()))
 
 
 def delete(uri: str) -> None:
-    """Remove a file or a directory with all below it; nothing happens if it is not there."""
+    """Delete a file or a directory tree, if it exists."""
     filesystem, path = resolve(uri)
     kind = filesystem.get_file_info(path).type
     if kind == pafs.FileType.Directory:
@@ -143,7 +140,7 @@ def delete(uri: str) -> None:
 
 
 def checksum(uri: str) -> str:
-    """sha256 of a file, read in blocks."""
+    """The sha256 of a file."""
     digest = hashlib.sha256()
     for block in _blocks(uri):
         digest.update(block)
@@ -174,9 +171,9 @@ def upload(local: str | Path, uri: str) -> None:
 
 
 def download(uri: str, files: list[str], *, version: str) -> Path:
-    """A local directory with `files` of `uri`: itself when local, else a copy kept per URI and `version`.
+    """A local directory with `files` of `uri`: `uri` itself if local, else a cached copy.
 
-    What is at a remote URI may change: `version` names its contents, so that no stale copy is taken for it.
+    The content of a remote URI may change: `version` identifies it, so that no stale copy is used.
     """
     filesystem, path = resolve(uri)
     if isinstance(filesystem, pafs.LocalFileSystem):
@@ -192,7 +189,7 @@ def download(uri: str, files: list[str], *, version: str) -> Path:
                     for block in _blocks(join(uri, name)):
                         stream.write(block)
                 except BaseException:
-                    os.unlink(stream.name)  # a disk that is full stays so otherwise
+                    os.unlink(stream.name)  # or the partial copy would stay on a full disk
                     raise
             shutil.move(stream.name, copy)
     return target

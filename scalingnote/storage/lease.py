@@ -1,8 +1,8 @@
-"""Who builds an artifact: one process at a time, on whatever storage, with no server to ask.
+"""Leases: one process at a time builds an artifact, on any storage and without a lock server.
 
-A file beside the work says which process it is, and is written again by it every few seconds. Another that
-wants to build the same waits for as long as the file changes. A holder that is gone from this machine, or
-has been silent for half a minute, has lost its lease.
+The holder names itself in a file beside its work and rewrites the file every few seconds. Another process
+that wants to build the same artifact waits while the file changes. A holder loses its lease if its process on
+this machine has ended, or if the file has not changed for half a minute.
 """
 
 import json
@@ -21,75 +21,83 @@ from scalingnote.errors import ScalingNoteError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 
-BEAT_S, SILENT_S, LOOK_S = 5.0, 30.0, 0.5
-_ME = uuid.uuid4().hex  # numbers of processes come again
+HEARTBEAT_INTERVAL_S, EXPIRY_S, POLL_INTERVAL_S = 5.0, 30.0, 0.5
+_PROCESS = uuid.uuid4().hex  # operating systems reuse process ids
 log = get_logger("artifact")
 
 
 class Lease:
-    """The right to build what a file stands for: taken, and held until it is given back or forgotten."""
+    """The right to build an artifact, held until it is released or the object is garbage-collected."""
 
     _held: ClassVar["WeakSet[Lease]"] = WeakSet()
-    _thread: ClassVar = threading.Lock()  # taken by the first: one thread writes for all
+    _thread: ClassVar = threading.Lock()  # acquired by the first lease: one thread renews all leases
 
     def __init__(self, uri: str) -> None:
         self._uri, self._beats, self._writing = uri, 0, threading.Lock()
 
-    def take(self, *, of: str, done: Callable[[], bool]) -> bool:
-        """Wait until nobody else holds it, and take it; False if what it is for (`of`) is `done` by then."""
+    def acquire(self, *, of: str, done: Callable[[], bool]) -> bool:
+        """Wait until no other process holds the lease, and acquire it.
+
+        Args:
+            of: name of the artifact, for the log.
+            done: whether the artifact is finished.
+
+        Returns:
+            False if the artifact was finished while waiting.
+        """
         seen, since = "", time.monotonic()
-        while (found := _read(self._uri)) and not _gone(found):
+        while (holder := _read(self._uri)) and not _ended(holder):
             if done():
                 return False
             if not seen:
-                log.info("process %s of %s builds %s: waiting for it", found["pid"], found["host"], of)
-            if (text := json.dumps(found)) != seen:
+                log.info("process %s of %s builds %s: waiting for it", holder["pid"], holder["host"], of)
+            if (text := json.dumps(holder)) != seen:
                 seen, since = text, time.monotonic()
-            elif time.monotonic() - since > SILENT_S:
-                log.info("it is silent: going on with its work")
+            elif time.monotonic() - since > EXPIRY_S:
+                log.info("its lease has expired: resuming its work")
                 break
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
         self._write()
         self._held.add(self)
         if self._thread.acquire(blocking=False):
-            threading.Thread(target=_beat, args=(self._held,), daemon=True).start()
+            threading.Thread(target=_renew_periodically, args=(self._held,), daemon=True).start()
         return True
 
     @property
     def lost(self) -> bool:
-        """Whether another process has taken it over from this one, which was silent for long."""
-        found = _read(self._uri)
-        return found is not None and found["process"] != _ME
+        """Whether another process took the lease after this one had not renewed it in time."""
+        holder = _read(self._uri)
+        return holder is not None and holder["process"] != _PROCESS
 
-    def beat(self) -> None:
-        """Show that its holder lives, if it still is the holder."""
+    def renew(self) -> None:
+        """Renew the lease if this process still holds it."""
         with self._writing:
             if self in self._held and not self.lost:
                 self._write()
 
-    def give_back(self) -> None:
-        """Write no more; the file goes with the work that it is for."""
-        with self._writing:  # a beat that has begun comes to its end
+    def release(self) -> None:
+        """Stop renewing the lease; the caller deletes its file with the work directory."""
+        with self._writing:  # wait for a renewal in progress
             self._held.discard(self)
 
     def _write(self) -> None:
         self._beats += 1
-        told = {"process": _ME, "host": socket.gethostname(), "pid": os.getpid(), "beats": self._beats}
-        fs.write_bytes(self._uri, json.dumps(told).encode())
+        holder = {"process": _PROCESS, "host": socket.gethostname(), "pid": os.getpid(), "beats": self._beats}
+        fs.write_bytes(self._uri, json.dumps(holder).encode())
 
 
 def _read(uri: str) -> dict[str, Any] | None:
-    """What a lease says; None where there is none, or it cannot be read."""
+    """The holder in a lease file; None if the file is missing or unreadable."""
     try:
-        found: dict[str, Any] = json.loads(fs.read_bytes(uri))
+        holder: dict[str, Any] = json.loads(fs.read_bytes(uri))
     except (OSError, ValueError, ScalingNoteError):
         return None
-    return found
+    return holder
 
 
-def _gone(holder: dict[str, Any]) -> bool:
-    """Whether the holder is known to be no more, or is this very process."""
-    if holder["process"] == _ME:
+def _ended(holder: dict[str, Any]) -> bool:
+    """Whether the holder is known to have ended, or is this process."""
+    if holder["process"] == _PROCESS:
         return True
     if holder["host"] != socket.gethostname():
         return False
@@ -99,15 +107,15 @@ def _gone(holder: dict[str, Any]) -> bool:
         return True
 
 
-def _beat(held: "WeakSet[Lease]") -> None:
+def _renew_periodically(held: "WeakSet[Lease]") -> None:
     while True:
-        time.sleep(BEAT_S)
-        _beat_all(list(held))  # in a call of its own: what is forgotten elsewhere is to be forgotten here
+        time.sleep(HEARTBEAT_INTERVAL_S)
+        _renew_all(list(held))  # a call, so that no local variable keeps a lease alive during the sleep
 
 
-def _beat_all(held: list[Lease]) -> None:
+def _renew_all(held: list[Lease]) -> None:
     for lease in held:
         try:
-            lease.beat()
-        except Exception as error:  # storage that is away for a while: the next beat may do
-            log.warning("no sign of life could be written: %s", error)
+            lease.renew()
+        except Exception as error:  # storage may be unavailable for a while: the next renewal may succeed
+            log.warning("the lease could not be renewed: %s", error)

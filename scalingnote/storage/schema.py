@@ -1,11 +1,16 @@
-"""Columns of every table that passes between stages; the one place where they are named.
+"""Columns of every table that passes between stages, and the text that these columns can hold.
 
-Documents may carry further columns: these are *features* (price, supplier, votes...), kept as they are. So
-may users: their *profile*.
+Documents may have further columns, their *features* (price, supplier, votes...), which are kept; so may
+users, their *profile*.
 """
+
+import re
 
 import pyarrow as pa
 
+_SURROGATE = re.compile(
+    r"[\ud800-\udfff]"
+)  # Python keeps a whole pair as the one character that it stands for
 DOCUMENTS = pa.schema(
     {
         "doc_id": pa.string(),
@@ -23,7 +28,7 @@ QUERIES = pa.schema(
         "split": pa.string(),  # "train" or "test"
     }
 )
-# Texts drawn from documents, and real queries among them, for a teacher to encode.
+# Texts drawn from documents and real queries, which a teacher encodes.
 PSEUDO_QUERIES = pa.schema(
     {
         "query_id": pa.string(),
@@ -42,7 +47,7 @@ IMPRESSIONS = pa.schema(
         "position": pa.int32(),  # 1 is the top
         "clicked": pa.bool_(),
         "timestamp": pa.timestamp("ms"),  # UTC; Parquet keeps no seconds
-        "dwell_s": pa.float32(),  # seconds spent on a clicked document; null where nobody measured
+        "dwell_s": pa.float32(),  # seconds spent on a clicked document; null if unknown
     }
 )
 USERS = pa.schema({"user_id": pa.string()})
@@ -57,14 +62,14 @@ TRIPLETS = pa.schema(
         "hop": pa.string(),  # "one": the query's own evidence; "multi": an associated query's
         "via": pa.string(),  # query_id whose evidence this is, for hop "multi"; else null
         "weight": pa.float32(),  # of this row in the losses
-        # A ranking model's: the positive's, then each negative's; null where it did not score them all.
+        # Scores of a ranking model: the positive's, then each negative's; null unless it scored all of them.
         "scores": pa.list_(pa.float32()),
         "split": pa.string(),  # "train" or "validation"
     }
 )
-# Beside triplets: every document known to answer a query, so that later negatives can avoid it.
+# Beside triplets: every known answer of a query, so that it is not drawn as a negative later.
 ANSWERS = pa.schema({"query_id": pa.string(), "positive": pa.string()})
-# Finished trainings of several sizes: what scaling laws are fitted to. Further columns are kept.
+# Finished trainings of several sizes, to which scaling laws are fitted. Further columns are kept.
 LADDER = pa.schema(
     {
         "parameters": pa.int64(),  # of the document tower, without embeddings
@@ -85,14 +90,14 @@ def embedding_field(name: str, dim: int, *, dtype: str = "float32") -> pa.Field:
 SPARSE = pa.schema({"terms": pa.list_(pa.int32()), "impacts": pa.list_(pa.float16())})
 
 
-# Of what was encoded: a document whose hash is the same need not be encoded again.
+# Hash of the encoded text: a document with the same hash need not be encoded again.
 CONTENT_HASH = pa.field("content_hash", pa.binary(16))
-# What became of a document since an earlier corpus: "added", "changed" or "deleted".
+# The change of a document since an earlier corpus: "added", "changed" or "deleted".
 CHANGES = pa.schema({"doc_id": pa.string(), "change": pa.string()})
 
 
 def embeddings(views: list[str], dim: int, *, dtype: str = "float32", sparse: bool = False) -> pa.Schema:
-    """Schema of an embeddings artifact: id, hash, a column per view, and the sparse vector if any."""
+    """Schema of an embeddings artifact: id, hash, a column per view, and optionally the sparse vector."""
     dense = [embedding_field(view, dim, dtype=dtype) for view in views]
     return pa.schema([pa.field("doc_id", pa.string()), CONTENT_HASH, *dense, *(SPARSE if sparse else [])])
 
@@ -107,3 +112,13 @@ def semantic_ids(levels: int) -> pa.Schema:
             "semantic_id": pa.string(),  # "c0-c1-...-suffix"
         }
     )
+
+
+def is_valid_unicode(text: str) -> bool:
+    """Whether `text` is valid UTF-8: JSON's escapes can spell half of a surrogate pair, which is not."""
+    return not _SURROGATE.search(text)
+
+
+def replace_surrogates(text: str) -> str:
+    """`text` with U+FFFD, the replacement character, for every half of a surrogate pair."""
+    return _SURROGATE.sub("\ufffd", text)

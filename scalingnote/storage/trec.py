@@ -1,7 +1,7 @@
-"""TREC files: judgements (qrels) and ranked results (runs), as every IR tool reads and writes them.
+"""TREC files: judgements (qrels) and ranked results (runs), the format of all IR tools.
 
-The format separates columns by blanks. An id that holds one is written percent-encoded behind ``%:``, which
-no id of others begins with; all other ids stand as they are, percent signs and all.
+The format separates columns by blanks. An id with a blank is written percent-encoded after the prefix ``%:``;
+all other ids are written unchanged.
 """
 
 import math
@@ -19,7 +19,7 @@ _ENCODED = "%:"
 
 
 def write_qrels(uri: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
-    """One line ``query 0 document relevance`` per judgement, in the order given."""
+    """Write a line ``query 0 document relevance`` per judgement, in the order of `qrels`."""
     lines = [
         f"{_escape(query_id)} 0 {_escape(doc_id)} {relevance}\n"
         for query_id, judged in qrels.items()
@@ -29,7 +29,7 @@ def write_qrels(uri: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def read_qrels(uri: str) -> Qrels:
-    """The judgements of a file; DataError names the first line that is none, or whose grade is not whole."""
+    """Read the judgements of a file; DataError names the first invalid line or fractional grade."""
     qrels: Qrels = {}
     for place, (query_id, _, doc_id, relevance) in _rows(uri, columns=4):
         grade = _number(relevance, place)
@@ -40,10 +40,10 @@ def read_qrels(uri: str) -> Qrels:
 
 
 def write_run(uri: str, run: Mapping[str, Sequence[tuple[str, float]]], *, tag: str) -> None:
-    """One line ``query Q0 document rank score tag`` per result; ranks count from 1.
+    """Write a line ``query Q0 document rank score tag`` per result; ranks start at 1.
 
-    Others order by score alone. A score that is not below the one before is therefore written as the next
-    smaller number; all others stay. DataError for a score that is NaN.
+    Other tools ignore ranks and order by score. A score that is not below the previous one is therefore
+    written as the next smaller float32. DataError for a score that is NaN.
     """
     tag = _escape(tag)
     lines = [
@@ -57,13 +57,13 @@ def write_run(uri: str, run: Mapping[str, Sequence[tuple[str, float]]], *, tag: 
 
 
 def read_run(uri: str) -> Run:
-    """The results of a file, best first: by score, and of equal scores by rank.
+    """Read the results of a file, best first: by score, ties by rank.
 
-    DataError names the first line that is none, has a number that is NaN, or repeats a query's document.
+    DataError names the first line that is invalid, has NaN, or repeats a document of a query.
     """
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    results_of: dict[str, dict[str, tuple[float, float]]] = {}
     for place, (query_id, _, doc_id, rank, score, _) in _rows(uri, columns=6):
-        results = found.setdefault(query_id, {})
+        results = results_of.setdefault(query_id, {})
         if doc_id in results:
             raise DataError(
                 f"{place}: document {doc_id!r} stands twice in query {query_id!r}: keep one of them"
@@ -71,12 +71,12 @@ def read_run(uri: str) -> Run:
         results[doc_id] = -_number(score, place), _number(rank, place)
     return {
         query_id: [(doc_id, -results[doc_id][0]) for doc_id in sorted(results, key=results.__getitem__)]
-        for query_id, results in found.items()
+        for query_id, results in results_of.items()
     }
 
 
 def _rows(uri: str, *, columns: int) -> Iterator[tuple[str, list[str]]]:
-    # Windows' editors begin a file with a mark of its encoding, which is no part of the first id.
+    # utf-8-sig: Windows editors write a byte-order mark, which does not belong to the first id.
     for number, line in enumerate(fs.read_bytes(uri).decode("utf-8-sig").split("\n"), 1):
         values = line.split()
         if len(values) not in (0, columns):
@@ -86,27 +86,27 @@ def _rows(uri: str, *, columns: int) -> Iterator[tuple[str, list[str]]]:
 
 
 def _descending(query_id: str, results: Sequence[tuple[str, float]]) -> Iterator[str]:
-    """The scores as they are written, each below the one before also where trec_eval reads it: in float32."""
+    """The scores as text, strictly descending also in float32, which trec_eval reads."""
     before = np.float32(np.inf)
     for doc_id, score in results:
         if math.isnan(score):
             raise DataError(f"document {doc_id!r} of query {query_id!r} has the score NaN: it has no rank")
         text = f"{score:.9g}"
-        if not (found := np.float32(text)) < before:
-            found = np.nextafter(before, np.float32(-np.inf))
-            text = f"{found:.9g}"
+        if not (value := np.float32(text)) < before:
+            value = np.nextafter(before, np.float32(-np.inf))
+            text = f"{value:.9g}"
         yield text
-        before = found
+        before = value
 
 
 def _number(text: str, place: str) -> float:
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = math.nan
-    if math.isnan(found):
+        number = math.nan
+    if math.isnan(number):
         raise DataError(f"{place}: {text!r} is not a number")
-    return found
+    return number
 
 
 def _escape(text: str) -> str:
@@ -127,5 +127,5 @@ def _unescape(text: str) -> str:
 
 
 def _breaks(character: str) -> bool:
-    """Whether a reader may take it for the end of a column, of the file, or for a mark of its encoding."""
+    """Whether a reader may treat it as the end of a column or of the file, or as a byte-order mark."""
     return character.isspace() or character in "\x00\ufeff"

@@ -28,8 +28,16 @@ from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, write_table
-from scalingnote.storage.exchange import hash_of
-from scalingnote.storage.slices import Each, Record, Slice, listed, run_slices, slices, write_tables
+from scalingnote.storage.shuffle import (
+    JsonRecord,
+    NumberedSlice,
+    TaskRunner,
+    hash_of,
+    named_parts,
+    run_slices,
+    slices,
+    write_tables,
+)
 from scalingnote.train import tokens
 from scalingnote.train.config import TrainConfig
 from scalingnote.train.data import Store
@@ -59,7 +67,7 @@ class MeanRow:
 
 
 def prepare(
-    config: TrainConfig, *, dataset: Artifact, triplets: Artifact, folder: str, each: Each = map
+    config: TrainConfig, *, dataset: Artifact, triplets: Artifact, folder: str, each: TaskRunner = map
 ) -> PreparedStore:
     """Write the store of a run into `folder`, or find it there. To be called once, before any rank starts.
 
@@ -81,7 +89,9 @@ def prepare(
     return PreparedStore(folder, learnt, facts["sizes"], facts["documents"])
 
 
-def _write_store(config: TrainConfig, dataset: Artifact, triplets: Artifact, folder: str, each: Each) -> None:
+def _write_store(
+    config: TrainConfig, dataset: Artifact, triplets: Artifact, folder: str, each: TaskRunner
+) -> None:
     of_triplets = slices(triplets, "triplets")
     of_documents = slices(dataset, "documents")
     run = partial(run_slices, folder=folder, each=each, room="train")
@@ -119,13 +129,15 @@ def _write_store(config: TrainConfig, dataset: Artifact, triplets: Artifact, fol
     _finish_store(written, rows, folder)
 
 
-def _hashes_of_slice(item: Slice, *, triplets: Artifact, folder: str) -> Record:
+def _hashes_of_slice(item: NumberedSlice, *, triplets: Artifact, folder: str) -> JsonRecord:
     hashes = tokens.document_hashes(tokens.read_columns(triplets, item[1], ["positive", "negatives"]))
     write_table(fs.join(folder, _file_name("names", item[0])), pa.table({"hash": hashes}))
     return {}
 
 
-def _documents_of_slice(item: Slice, *, dataset: Artifact, prompt: DocumentPrompt, folder: str) -> Record:
+def _documents_of_slice(
+    item: NumberedSlice, *, dataset: Artifact, prompt: DocumentPrompt, folder: str
+) -> JsonRecord:
     batches = tokens.read_columns(dataset, item[1], tokens.DOCUMENT_COLUMNS)
     wanted = read_array(fs.join(folder, "wanted.arrow"))
     table, problems = tokens.document_rows(batches, prompt=prompt, wanted=wanted)
@@ -146,13 +158,13 @@ def sparse_query(config: TrainConfig, tokenizer: Tokenizer) -> SparseQuery | Non
 
 
 def _rows_of_slice(
-    item: Slice,
+    item: NumberedSlice,
     *,
     triplets: Artifact,
     prompt: QueryPrompt | LookupPrompt,
     sparse: SparseQuery | None,
     folder: str,
-) -> Record:
+) -> JsonRecord:
     number, parts = item
     table = pa.concat_tables(triplets.table(part) for part in parts)
     rows, left_out = tokens.triplet_rows(
@@ -207,7 +219,7 @@ def merge_sorted(sorted_arrays: Sequence[ndarray]) -> UInt64[ndarray, " all"]:
 
 
 def number_documents(
-    wanted: UInt64[ndarray, " named"], written: Sequence[Record], folder: str
+    wanted: UInt64[ndarray, " named"], written: Sequence[JsonRecord], folder: str
 ) -> Int64[ndarray, " named"]:
     """The row number of each wanted document, or MISSING or UNREADABLE."""
     place = np.full(len(wanted), tokens.MISSING, dtype=np.int64)
@@ -215,7 +227,7 @@ def number_documents(
     for record in written:
         for doc_id in record["problems"]:
             place[np.searchsorted(wanted, hash_of(pa.array([doc_id])))] = tokens.UNREADABLE
-        for name, part in listed(record["files"]):
+        for name, part in named_parts(record["files"]):
             at = np.searchsorted(wanted, read_array(fs.join(folder, name)))
             if (place[at] >= 0).any() or len(np.unique(at)) < len(at):
                 raise DataError(
@@ -245,7 +257,7 @@ def _trained_tokenizers(
     return tokenizers
 
 
-def _finish_store(documents: Sequence[Record], rows: Sequence[Record], folder: str) -> None:
+def _finish_store(documents: Sequence[JsonRecord], rows: Sequence[JsonRecord], folder: str) -> None:
     problems = {doc_id: reason for record in documents for doc_id, reason in record["problems"].items()}
     if problems:
         doc_id, reason = next(iter(problems.items()))
@@ -259,7 +271,8 @@ def _finish_store(documents: Sequence[Record], rows: Sequence[Record], folder: s
         )
     names = sorted({part for record in rows for part in record["parts"]})
     by_part = {
-        part: [file for record in rows for file in listed(record["parts"].get(part, []))] for part in names
+        part: [file for record in rows for file in named_parts(record["parts"].get(part, []))]
+        for part in names
     }
     sizes = {part: sum(file.rows or 0 for _, file in files) for part, files in by_part.items()}
     sizes = {part: count for part, count in sizes.items() if count}
@@ -267,9 +280,9 @@ def _finish_store(documents: Sequence[Record], rows: Sequence[Record], folder: s
     if len(groups) > 1:
         raise DataError(f"triplets carry unequal numbers of documents ({groups}): re-run collect")
     tables = {
-        "documents": [file for record in documents for file in listed(record["files"])],
+        "documents": [file for record in documents for file in named_parts(record["files"])],
         "train": [file for files in by_part.values() for file in files],
-        "validation": [file for record in rows for file in listed(record["validation"])],
+        "validation": [file for record in rows for file in named_parts(record["validation"])],
     }
     facts = {
         "sizes": sizes,

@@ -31,7 +31,7 @@ from scalingnote.models.token_rows import IDS, list_column, token_columns
 from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.exchange import hash_of
+from scalingnote.storage.shuffle import hash_of
 from scalingnote.train.data import one_chunk
 
 MISSING, UNREADABLE = -1, -2  # in place of a row number

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from scalingnote.log import get_logger
 from scalingnote.models.batch import collate
 from scalingnote.models.prompt import Row
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.train.collectives import broadcast_numbers, rank, world_size
 from scalingnote.train.config import Validation
 from scalingnote.train.data import Rows, Store, permuted
@@ -93,7 +93,7 @@ def measure_retrieval(
     ScalingNote, section 4.4). ``R@K`` and ``MRR@10`` look for the first relevant document of the pool; of
     equal scores it counts as last, so that a tower with constant embeddings has a recall of 0.
     """
-    scores = vectors.unit(queries).astype(np.float64) @ vectors.unit(pool).astype(np.float64).T
+    scores = arrow.l2_normalize(queries).astype(np.float64) @ arrow.l2_normalize(pool).astype(np.float64).T
     rows = np.arange(len(scores))
     right = scores[rows, sample.positives][:, None]
     others = np.take_along_axis(scores, sample.negatives, axis=1)

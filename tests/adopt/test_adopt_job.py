@@ -25,7 +25,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models import publish
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.run_config import RunConfig
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 
 CONFIG = Path(__file__).parents[2] / "configs/quickstart/python_docs.yaml"
 CLOSE = 1e-5
@@ -50,7 +50,7 @@ def test_documents_and_queries_are_encoded_as_published(tmp_path: Path, monkeypa
     )
     model = SentenceTransformer(str(path), device="cpu")
     texts = [f"{row['title']} {row['content']}" for row in tiny.document_rows()]
-    embedded = vectors.to_numpy(found.table("embeddings")["summary"])
+    embedded = arrow.to_numpy(found.table("embeddings")["summary"])
     np.testing.assert_allclose(embedded, model.encode_document(texts), atol=CLOSE)
 
     queries = dataset.table("queries.parquet")["query"].to_pylist()[:8]

@@ -21,7 +21,7 @@ from chromium import launch  # noqa: E402
 from served_page import running  # noqa: E402
 from small_index import SmallIndex, build  # noqa: E402
 
-from scalingnote.datasets import registry  # noqa: E402
+from scalingnote.datasets import sources  # noqa: E402
 from scalingnote.datasets.config import MedQuad  # noqa: E402
 
 QUERY = "symptoms of kidney failure in diabetes"
@@ -62,7 +62,7 @@ def main() -> None:
 
 def medquad(documents: int) -> SmallIndex:
     """Every so many answers, with the collection they come from as a second field."""
-    rows = [row for row in registry.read(MedQuad()).documents if isinstance(row, dict)]
+    rows = [row for row in sources.read(MedQuad()).documents if isinstance(row, dict)]
     step = max(1, len(rows) // documents)
     chosen = [row | {"collection": row["doc_id"].split("/")[0].split("_")[1]} for row in rows[::step]]
     return build(chosen, fields=["collection"], width=2048, shards=4)

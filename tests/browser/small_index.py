@@ -20,7 +20,7 @@ import pyarrow as pa
 from scalingnote.index import ivf, shard
 from scalingnote.index.config import Flat
 from scalingnote.search.searcher import Searcher
-from scalingnote.storage.vectors import unit
+from scalingnote.storage.arrow import l2_normalize
 
 Features = Callable[[str], Iterator[str]]
 WORD = re.compile(r"[^\W\u4e00-\u9fff]+|[\u4e00-\u9fff]")  # a Chinese character is a word
@@ -49,7 +49,7 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
     """`rows` have doc_id, title, topic, content and `fields`; an embedding has 2 * width dimensions."""
     texts = [f"{row['title']} {row['title']} {row['content']}" for row in rows]
     halves = {name: _Half.fit(texts, features, width) for name, features in _FEATURES.items()}
-    matrix = unit(np.hstack([np.stack([half(text) for text in texts]) for half in halves.values()]))
+    matrix = l2_normalize(np.hstack([np.stack([half(text) for text in texts]) for half in halves.values()]))
     towers = {
         name: lambda text, half=half, at=at: np.pad(half(text), (at * width, (1 - at) * width))
         for at, (name, half) in enumerate(halves.items())
@@ -114,4 +114,4 @@ class _Half:
             vector[hashed % self.width] += weight if hashed >> 31 else -weight
         if not vector.any():
             vector[0] = 1.0
-        return unit(vector[None])[0]
+        return l2_normalize(vector[None])[0]

@@ -26,8 +26,8 @@ from scalingnote.collect.association import (
 )
 from scalingnote.collect.config import AssociationConfig
 from scalingnote.errors import DataError
-from scalingnote.planner.terms import TermScores
-from scalingnote.storage.exchange import bucket_of, gather, scatter
+from scalingnote.planner.planner import TermScores
+from scalingnote.storage.shuffle import bucket_of, gather, scatter
 
 NO_CAPS = {"max_terms": 16, "max_associates": 10**6}
 LEVELS = st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0])  # exact in float32: ties, and thresholds hit exactly

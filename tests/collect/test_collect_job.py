@@ -11,7 +11,7 @@ from scalingnote.collect.config import AssociationConfig, CollectConfig, CrossEn
 from scalingnote.collect.job import run
 from scalingnote.collect.one_hop import click_evidence, hash_fraction, one_hop_triplets, ranking_evidence
 from scalingnote.config import Config, Resources
-from scalingnote.datasets.trainable import held_out_documents, queries
+from scalingnote.datasets.splits import held_out_documents, queries
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.planner import job as planner_job
 from scalingnote.planner.config import Statistics

@@ -13,7 +13,7 @@ from scalingnote.cross_encoder import job
 from scalingnote.cross_encoder.pairs import PairEncoder
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.errors import ConfigError
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Draft
 
 GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
@@ -52,7 +52,7 @@ def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(tmp_path: 
     assert table["split"].to_pylist() == [split for _, split, _ in expected.values()]
     asked = encoder.model.query_prompt.rows([query for query, _, _ in expected.values()])
     direct = encoder.queries(asked, [document(doc_id) for *_, doc_id in expected.values()])
-    np.testing.assert_allclose(vectors.to_numpy(table["embedding"]), direct, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(arrow.to_numpy(table["embedding"]), direct, rtol=1e-3, atol=1e-4)
 
     scored = np.array(found.table("scores")["scores"].to_pylist())
     for column, names in enumerate(zip(*([row["positive"], *row["negatives"]] for row in rows), strict=True)):
@@ -72,8 +72,8 @@ def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(tmp_path: 
     )
     table = documents.table("embeddings")
     assert table["doc_id"].to_pylist() == list(texts)
-    direct = vectors.unit(encoder.documents([document(doc_id) for doc_id in texts]))
-    np.testing.assert_allclose(vectors.to_numpy(table["summary"]), direct, rtol=1e-2, atol=2e-3)  # float16
+    direct = arrow.l2_normalize(encoder.documents([document(doc_id) for doc_id in texts]))
+    np.testing.assert_allclose(arrow.to_numpy(table["summary"]), direct, rtol=1e-2, atol=2e-3)  # float16
 
 
 def test_a_cross_encoder_has_one_embedding_of_a_document(tmp_path: Path):

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets.click_model import simulate
+from scalingnote.datasets.click_simulator import simulate
 from scalingnote.datasets.config import CascadeClicks, DynamicBayesianClicks, PositionClicks
 from scalingnote.storage.schema import QRELS
 

@@ -5,11 +5,10 @@ import json
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets import intake
+from scalingnote.datasets import row_checks
 from scalingnote.datasets.config import Columns, DatasetConfig
 from scalingnote.datasets.job import run
-from scalingnote.datasets.quarantine import KEPT_PER_REASON, SHOWN_CHARS, Quarantine
-from scalingnote.datasets.rows import json_lines
+from scalingnote.datasets.raw_rows import KEPT_PER_REASON, SHOWN_CHARS, Quarantine, json_lines
 from scalingnote.errors import DataError
 from scalingnote.storage.schema import IMPRESSIONS
 
@@ -19,7 +18,7 @@ GOOD = {"doc_id": "good", "title": "A title", "topic": "topic", "content": "Some
 def take(rows, **settings):
     quarantine = Quarantine()
     kept = list(
-        intake.documents(
+        row_checks.documents(
             rows, config=DatasetConfig(**settings), features=pa.schema([]), quarantine=quarantine
         )
     )
@@ -74,7 +73,7 @@ def test_a_feature_that_is_none_loses_its_value_alone():
     ]
     rows = [{**GOOD, "doc_id": str(n), **values} for n, values in enumerate(odd)]
     quarantine = Quarantine()
-    kept = list(intake.documents(rows, config=DatasetConfig(), features=features, quarantine=quarantine))
+    kept = list(row_checks.documents(rows, config=DatasetConfig(), features=features, quarantine=quarantine))
     assert [row["doc_id"] for row in kept] == [row["doc_id"] for row in rows]
     assert [row["stock"] for row in kept] == [None, None, 2, None, None, None, None]
     assert [(row["brand"], row["price"]) for row in kept] == [(None, None)] * 6 + [("acme", 1.5)]
@@ -99,7 +98,7 @@ def test_queries():
         {"query_id": 4, "query": "number", "split": "test"},
     ]
     quarantine = Quarantine()
-    kept = list(intake.queries(rows, quarantine=quarantine))
+    kept = list(row_checks.queries(rows, quarantine=quarantine))
     assert kept == [
         {"query_id": "1", "query": "two words", "split": ""},
         {"query_id": "4", "query": "number", "split": "test"},
@@ -128,7 +127,7 @@ def test_queries():
 def test_a_bad_pair_is_set_aside_with_its_reason(table, extra, reason):
     quarantine = Quarantine()
     row = {"query_id": "q", "doc_id": "d", **extra}
-    assert not list(intake.pairs(table, [row], query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
+    assert not list(row_checks.pairs(table, [row], query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
     assert quarantine.rejected == {f"{table}: {reason}": 1}
 
 
@@ -138,7 +137,7 @@ def test_a_time_is_in_seconds_and_of_this_calendar():
     times = [second, 1e3 * second, int(1e9 * second), 1e17, 1e308, -1e12, 253_402_300_799.99997]
     quarantine = Quarantine()
     rows = [{**given, "timestamp": time} for time in times]
-    kept = list(intake.pairs("impressions", rows, query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
+    kept = list(row_checks.pairs("impressions", rows, query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
     table = pa.Table.from_pylist(kept, schema=IMPRESSIONS)
     years = [time.year for time in table["timestamp"].to_pylist()]
     assert years == [2023, 9999]
@@ -150,7 +149,7 @@ def test_a_time_is_in_seconds_and_of_this_calendar():
 def test_a_judgement_given_twice_counts_once():
     quarantine = Quarantine()
     rows = [{"query_id": "q", "doc_id": "d", "relevance": n} for n in ("2", 3)]
-    kept = list(intake.pairs("qrels", rows, query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
+    kept = list(row_checks.pairs("qrels", rows, query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
     assert kept == [{"query_id": "q", "doc_id": "d", "relevance": 2}]
     assert quarantine.rejected == {"qrels: duplicate query and document": 1}
 
@@ -158,11 +157,13 @@ def test_a_judgement_given_twice_counts_once():
 def test_a_row_that_is_set_aside_is_no_duplicates_first():
     quarantine = Quarantine()
     rows = [{"query_id": "q", "doc_id": "d", "relevance": n} for n in (None, 2)]
-    kept = list(intake.pairs("qrels", rows, query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
+    kept = list(row_checks.pairs("qrels", rows, query_ids=["q"], doc_ids=["d"], quarantine=quarantine))
     assert kept == [{"query_id": "q", "doc_id": "d", "relevance": 2}]
     documents = [{"doc_id": "d", "title": "t", "group": group} for group in (7, "7")]
     features = pa.schema([])
-    kept = list(intake.documents(documents, config=DatasetConfig(), features=features, quarantine=quarantine))
+    kept = list(
+        row_checks.documents(documents, config=DatasetConfig(), features=features, quarantine=quarantine)
+    )
     assert [row["group"] for row in kept] == ["7"]
     assert not [reason for reason in quarantine.rejected if "duplicate" in reason]
 

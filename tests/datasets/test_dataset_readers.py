@@ -15,12 +15,12 @@ import pytest
 from pydantic import TypeAdapter
 
 from scalingnote.datasets import config as configs
-from scalingnote.datasets import download, registry
-from scalingnote.datasets.columns import table_rows
+from scalingnote.datasets import download, sources
 from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco, TableFile
+from scalingnote.datasets.file_formats import table_rows
 from scalingnote.datasets.job import run
-from scalingnote.datasets.rows import quoted, separated
-from scalingnote.datasets.stackexchange_devops import text_of
+from scalingnote.datasets.public_english import strip_html
+from scalingnote.datasets.raw_rows import csv_rows, delimited_lines
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES
 
@@ -248,7 +248,7 @@ def test_a_finished_data_set_is_returned_and_another_is_refused(tmp_path):
 
 def test_the_union_is_told_apart_by_name():
     adapter = TypeAdapter(AnyDataset)
-    for name in registry.names():
+    for name in sources.names():
         needed = {
             "beir": {"path": "x"},
             "msmarco": {"collection": "x", "test_queries": "y", "test_qrels": "z"},
@@ -258,7 +258,7 @@ def test_the_union_is_told_apart_by_name():
         }.get(name, {})
         assert adapter.validate_python({"name": name, **needed}).name == name
     with pytest.raises(ConfigError, match="choose one of python_docs"):
-        registry.describe("nothing")
+        sources.describe("nothing")
 
 
 def test_offline_says_what_to_do(tmp_path, monkeypatch):
@@ -268,10 +268,10 @@ def test_offline_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv("SCALINGNOTE_DATA", raising=False)
     monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path))
     monkeypatch.setattr(download.urllib.request, "urlopen", refuse)
-    assert not registry.available("medquad")
-    assert registry.available("python_docs")
+    assert not sources.available("medquad")
+    assert sources.available("python_docs")
     with pytest.raises(DataError, match=r"archive/577bd37.*network unreachable.*\$SCALINGNOTE_DATA/medquad/"):
-        registry.fetch("medquad")
+        sources.fetch("medquad")
 
 
 def remote(tmp_path, content=b"hello " * 1000, sha256=None):
@@ -285,7 +285,7 @@ def remote(tmp_path, content=b"hello " * 1000, sha256=None):
 def test_download_checks_converts_and_caches(tmp_path, monkeypatch):
     monkeypatch.delenv("SCALINGNOTE_DATA", raising=False)
     monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path / "cache"))
-    asked = {"files": ["file.bin"], "remotes": [remote(tmp_path)], "convert": download.keep}
+    asked = {"files": ["file.bin"], "remotes": [remote(tmp_path)], "convert": download.copy_files}
     found = download.fetch("thing", **asked)
     assert found == tmp_path / "cache" / "thing"
     assert (found / "file.bin").read_bytes() == b"hello " * 1000
@@ -381,7 +381,7 @@ def test_what_cannot_be_converted_and_nothing_vouches_for_is_downloaded_again(tm
     def convert(downloads, target):
         if (downloads / "other.bin").read_bytes() != b"archive":
             raise zipfile.BadZipFile
-        download.keep(downloads, target)
+        download.copy_files(downloads, target)
 
     asked = {"files": ["other.bin"], "remotes": [vouched, loose], "convert": convert}
     with pytest.raises(zipfile.BadZipFile):
@@ -393,15 +393,15 @@ def test_what_cannot_be_converted_and_nothing_vouches_for_is_downloaded_again(tm
 
 def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):
     (tmp_path / "rows.tsv").write_bytes("\ufeffq1\tfirst\nq2\tsecond \ufeff\n".encode())
-    rows = list(separated(tmp_path / "rows.tsv", columns=("query_id", "query")))
+    rows = list(delimited_lines(tmp_path / "rows.tsv", columns=("query_id", "query")))
     assert [row["query_id"] for row in rows] == ["q1", "q2"]
     assert rows[1]["query"] == "second \ufeff"
     (tmp_path / "rows.csv").write_bytes("\ufeffquery_id,query\nq1,first\n".encode())
-    assert list(quoted(tmp_path / "rows.csv")) == [{"query_id": "q1", "query": "first"}]
+    assert list(csv_rows(tmp_path / "rows.csv")) == [{"query_id": "q1", "query": "first"}]
 
 
 def test_html():
-    assert text_of("<p>a <code>if x &lt; 3</code></p>\n<p>&amp;b</p>") == "a if x < 3 &b"
+    assert strip_html("<p>a <code>if x &lt; 3</code></p>\n<p>&amp;b</p>") == "a if x < 3 &b"
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.datasets.split import held_out, uniform
+from scalingnote.datasets.splits import held_out, uniform
 
 
 def test_uniform_depends_on_key_and_seed_only():

@@ -7,16 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets import intake
+from scalingnote.datasets import row_checks
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.logs import values
-from scalingnote.datasets.logs.checks import CHECKED, check
-from scalingnote.datasets.logs.inputs import Slice
-from scalingnote.datasets.logs.queries import query_ids
-from scalingnote.datasets.logs.reading import PROBLEM, read
-from scalingnote.datasets.logs.tables import kinds
-from scalingnote.datasets.logs.tally import EXAMPLES, Tally
-from scalingnote.datasets.quarantine import SHOWN_CHARS, Quarantine
+from scalingnote.datasets.logs.column_checks import CHECKED, MAX_EXAMPLES, PROBLEM, LogTally, check_table
+from scalingnote.datasets.logs.inputs import LogSlice, column_kinds
+from scalingnote.datasets.logs.slice_reader import read_slice
+from scalingnote.datasets.logs.values import query_ids
+from scalingnote.datasets.raw_rows import SHOWN_CHARS, Quarantine
 
 CONFIG = Logs(documents={"path": "d"}, impressions={"path": "i"}, max_title_chars=50, max_content_chars=100)
 DOCUMENT = {"doc_id": "d", "title": "A title", "topic": "topic", "content": "Some content.", "group": "g"}
@@ -45,11 +43,11 @@ def check_json(tmp_path, table, rows, config=CONFIG):
     path.write_bytes(b"\n".join(lines) + b"\n")
     names = {name for row in rows if isinstance(row, dict) for name in row}
     size = path.stat().st_size
-    piece = Slice(0, table, str(path), {name: name for name in sorted(names)}, 0, size, size, 0)
-    tally = Tally()
+    piece = LogSlice(0, table, str(path), {name: name for name in sorted(names)}, 0, size, size, 0)
+    tally = LogTally()
     tables = [
-        check(read_rows, table, config=config, tally=tally)
-        for read_rows in read(piece, kinds=kinds(config, table), tally=tally)
+        check_table(read_rows, table, config=config, tally=tally)
+        for read_rows in read_slice(piece, kinds=column_kinds(config, table), tally=tally)
     ]
     return pa.concat_tables(tables), tally
 
@@ -57,8 +55,8 @@ def check_json(tmp_path, table, rows, config=CONFIG):
 def check_columns(table, columns, config=CONFIG):
     """Arrow columns through the checks."""
     rows = pa.table(columns)
-    tally = Tally()
-    return check(
+    tally = LogTally()
+    return check_table(
         rows.append_column(PROBLEM, pa.nulls(len(rows), pa.string())), table, config=config, tally=tally
     ), tally
 
@@ -67,10 +65,10 @@ def intake_reason(table, row):
     """What intake, which reads row by row, has against a row."""
     quarantine = Quarantine()
     if table == "documents":
-        list(intake.documents([row], config=CONFIG, features=pa.schema([]), quarantine=quarantine))
+        list(row_checks.documents([row], config=CONFIG, features=pa.schema([]), quarantine=quarantine))
     else:
         row = {"query_id": "q", **row}
-        list(intake.pairs(table, [row], query_ids=["q"], doc_ids=[row["doc_id"]], quarantine=quarantine))
+        list(row_checks.pairs(table, [row], query_ids=["q"], doc_ids=[row["doc_id"]], quarantine=quarantine))
     return dict(quarantine.rejected)
 
 
@@ -195,7 +193,7 @@ def test_documents_are_mended_as_intake_mends_them(tmp_path):
     ]
     kept, tally = check_json(tmp_path, "documents", rows)
     quarantine = Quarantine()
-    expected = list(intake.documents(rows, config=CONFIG, features=pa.schema([]), quarantine=quarantine))
+    expected = list(row_checks.documents(rows, config=CONFIG, features=pa.schema([]), quarantine=quarantine))
     assert kept.to_pylist() == expected
     assert dict(tally.mended) == dict(quarantine.mended)
     assert set(tally.mended) == {
@@ -239,7 +237,7 @@ def test_features_keep_their_type_or_are_dropped():
     ],
 )
 def test_a_time_is_the_same_however_it_is_written(column, unit):
-    clock, problem = values.times(pa.table({"t": column}), "t", unit=unit)
+    clock, problem = values.time_column(pa.table({"t": column}), "t", unit=unit)
     assert clock.cast(pa.int64()).to_pylist() == [1_700_000_000_500, None]
     assert problem.to_pylist() == [None, "t is not a number"]
 
@@ -271,10 +269,10 @@ def test_what_nobody_sees_and_what_case_hides_make_no_other_query():
 
 
 def test_a_tally_counts_all_and_keeps_the_first_in_any_order():
-    rows = pa.table({"content": ["x" * 10**4] * (EXAMPLES + 5), "n": list(range(EXAMPLES + 5))})
+    rows = pa.table({"content": ["x" * 10**4] * (MAX_EXAMPLES + 5), "n": list(range(MAX_EXAMPLES + 5))})
     found = []
     for number in range(3):
-        tally = Tally()
+        tally = LogTally()
         tally.reject(
             "documents",
             "no text",
@@ -285,12 +283,12 @@ def test_a_tally_counts_all_and_keeps_the_first_in_any_order():
         found.append(tally.values())
     sums = []
     for order in ((0, 1, 2), (2, 0, 1)):
-        total = Tally()
+        total = LogTally()
         for number in order:
             total.add(json.loads(json.dumps(found[number])), number=number)
         sums.append(total)
-        assert total.rejected == {"documents: no text": 3 * (EXAMPLES + 5)}
+        assert total.rejected == {"documents: no text": 3 * (MAX_EXAMPLES + 5)}
         assert total.mended == {"m": 3}
     assert sums[0].table() == sums[1].table()
-    assert sums[0].table().num_rows == EXAMPLES
+    assert sums[0].table().num_rows == MAX_EXAMPLES
     assert len(sums[0].table()["row"][0].as_py()) <= SHOWN_CHARS

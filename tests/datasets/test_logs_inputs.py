@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalingnote.datasets.config import Logs
-from scalingnote.datasets.logs.inputs import Slice, find, plan
-from scalingnote.datasets.logs.reading import _lines, read
-from scalingnote.datasets.logs.tables import kinds
-from scalingnote.datasets.logs.tally import Tally
+from scalingnote.datasets.logs.column_checks import LogTally
+from scalingnote.datasets.logs.inputs import LogSlice, column_kinds, find_files, plan_slices
+from scalingnote.datasets.logs.slice_reader import _lines, read_slice
 from scalingnote.errors import DataError
 
 IMPRESSION = {
@@ -43,7 +42,7 @@ def planned(tmp_path, *, documents=DOCUMENT, impressions=IMPRESSION, form="parqu
             else:
                 lines(path, row)
             paths[table] = {"path": str(path), "columns": (columns or {}).get(table, {})}
-    return plan(Logs(**paths))
+    return plan_slices(Logs(**paths))
 
 
 def test_files_are_found_sorted_below_directories_and_by_pattern(tmp_path):
@@ -60,7 +59,7 @@ def test_files_are_found_sorted_below_directories_and_by_pattern(tmp_path):
     base = str(tmp_path)
 
     def names(path):
-        return [uri.removeprefix(base + "/") for uri, size, _ in find(path)]
+        return [uri.removeprefix(base + "/") for uri, size, _ in find_files(path)]
 
     assert names(f"{base}/b") == names(f"{base}/b/") == ["b/1.parquet", "b/2.parquet"]
     assert names(base) == ["a.jsonl", "b/1.parquet", "b/2.parquet"]
@@ -118,7 +117,7 @@ def test_a_file_that_is_none_of_its_kind_is_refused(tmp_path):
     (tmp_path / "i.jsonl").write_bytes(b"session_id,query\ns,q\n")
     for name, error in (("i.parquet", "is not a Parquet file"), ("i.jsonl", "opens with no JSON object")):
         with pytest.raises(DataError, match=error):
-            plan(Logs(documents={"path": good}, impressions={"path": str(tmp_path / name)}))
+            plan_slices(Logs(documents={"path": good}, impressions={"path": str(tmp_path / name)}))
 
 
 def test_queries_are_called_in_one_way(tmp_path):
@@ -136,7 +135,7 @@ def test_queries_are_called_in_one_way(tmp_path):
         documents={"path": lines(tmp_path / "d.jsonl", DOCUMENT)}, impressions={"path": str(tmp_path / "two")}
     )
     with pytest.raises(DataError, match=r"2\.jsonl has no column query_id, other impressions have"):
-        plan(config)
+        plan_slices(config)
 
 
 def test_a_dwell_threshold_needs_dwell_times(tmp_path):
@@ -144,9 +143,9 @@ def test_a_dwell_threshold_needs_dwell_times(tmp_path):
         "documents": {"path": lines(tmp_path / "d.jsonl", DOCUMENT)},
         "impressions": {"path": lines(tmp_path / "i.jsonl", IMPRESSION)},
     }
-    assert len(plan(Logs(**paths))) == 2
+    assert len(plan_slices(Logs(**paths))) == 2
     with pytest.raises(DataError, match=r"has no column \['dwell_s'\]"):
-        plan(Logs(**paths, min_dwell_s=1.0))
+        plan_slices(Logs(**paths, min_dwell_s=1.0))
 
 
 def test_slices_are_runs_of_row_groups(tmp_path):
@@ -154,7 +153,7 @@ def test_slices_are_runs_of_row_groups(tmp_path):
     rows = pa.Table.from_pylist([{**IMPRESSION, "doc_id": f"{n:0200d}"} for n in range(30_000)])
     pq.write_table(rows, path, row_group_size=2000, use_dictionary=False)
     documents = lines(tmp_path / "d.jsonl", DOCUMENT)
-    slices = plan(Logs(documents={"path": documents}, impressions={"path": str(path)}, slice_mb=1))
+    slices = plan_slices(Logs(documents={"path": documents}, impressions={"path": str(path)}, slice_mb=1))
     assert [piece.number for piece in slices] == list(range(len(slices)))
     found = [piece for piece in slices if piece.table == "impressions"]
     assert len(found) > 4
@@ -162,7 +161,9 @@ def test_slices_are_runs_of_row_groups(tmp_path):
     doc_ids = [
         doc_id
         for piece in found
-        for table in read(piece, kinds=kinds(Logs(**_any(path)), "impressions"), tally=Tally())
+        for table in read_slice(
+            piece, kinds=column_kinds(Logs(**_any(path)), "impressions"), tally=LogTally()
+        )
         for doc_id in table["doc_id"].to_pylist()
     ]
     assert doc_ids == rows["doc_id"].to_pylist()
@@ -180,7 +181,7 @@ def test_byte_ranges_give_every_line_to_one_slice(tmp_path_factory, lengths, ste
     data += b"\n" if ends and data else b""
     path.write_bytes(data)
     pieces = [
-        Slice(0, "impressions", str(path), {}, start, min(start + step, len(data)), step, 0)
+        LogSlice(0, "impressions", str(path), {}, start, min(start + step, len(data)), step, 0)
         for start in range(0, len(data), step)
     ]
     assert b"".join(_lines(piece) for piece in pieces) == data
@@ -188,8 +189,8 @@ def test_byte_ranges_give_every_line_to_one_slice(tmp_path_factory, lengths, ste
 
 def test_a_broken_line_changes_no_other_row(tmp_path, monkeypatch):
     """Blocks that Arrow can read and blocks read line by line give the same rows, whatever the cuts."""
-    monkeypatch.setattr("scalingnote.datasets.logs.reading._BLOCK", 3000)
-    monkeypatch.setattr("scalingnote.datasets.logs.reading._FEW_LINES", 300)
+    monkeypatch.setattr("scalingnote.datasets.logs.slice_reader._BLOCK_BYTES", 3000)
+    monkeypatch.setattr("scalingnote.datasets.logs.slice_reader._MIN_BLOCK_BYTES", 300)
     rows = [{**IMPRESSION, "doc_id": f"d{n}", "position": n + 1, "nested": {"x": n}} for n in range(60)]
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     lines(whole, *rows)
@@ -198,10 +199,12 @@ def test_a_broken_line_changes_no_other_row(tmp_path, monkeypatch):
     columns = {name: name for name in IMPRESSION}
 
     def doc_ids(path, step):
-        size, found, tally = path.stat().st_size, [], Tally()
+        size, found, tally = path.stat().st_size, [], LogTally()
         for start in range(0, size, step):
-            piece = Slice(0, "impressions", str(path), columns, start, min(start + step, size), step, 0)
-            for table in read(piece, kinds=kinds(Logs(**_any(path)), "impressions"), tally=tally):
+            piece = LogSlice(0, "impressions", str(path), columns, start, min(start + step, size), step, 0)
+            for table in read_slice(
+                piece, kinds=column_kinds(Logs(**_any(path)), "impressions"), tally=tally
+            ):
                 found += zip(
                     table["doc_id"].to_pylist(), map(float, table["position"].to_pylist()), strict=True
                 )

@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalingnote.datasets import intake
+from scalingnote.datasets import row_checks
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.job import run as prepare
-from scalingnote.datasets.logs import flow
-from scalingnote.datasets.logs.inputs import plan
-from scalingnote.datasets.quarantine import Quarantine
+from scalingnote.datasets.logs import job
+from scalingnote.datasets.logs.inputs import plan_slices
+from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import LEASE, WORK, Draft
@@ -126,7 +126,7 @@ def twin(log, config):
     quarantine, left_out = Quarantine(), Counter()
     features = pa.schema([("price", pa.float64())])
     documents = list(
-        intake.documents(
+        row_checks.documents(
             [*log["documents"], *log["unpaired"]], config=config, features=features, quarantine=quarantine
         )
     )
@@ -151,7 +151,7 @@ def twin(log, config):
         for row in rows[table]:
             if row not in here:
                 quarantine.reject(table, row, "unknown doc_id")
-        return list(intake.pairs(table, here, query_ids=known, doc_ids=doc_ids, quarantine=quarantine))
+        return list(row_checks.pairs(table, here, query_ids=known, doc_ids=doc_ids, quarantine=quarantine))
 
     # What a query is called: by all rows that are sound themselves, whatever became of their document.
     named = {row["doc_id"] for row in log["impressions"] if row["doc_id"]}
@@ -215,7 +215,7 @@ def twin(log, config):
 def _sound_alone(row, named):
     return bool(
         list(
-            intake.pairs(
+            row_checks.pairs(
                 "impressions", [row], query_ids=[row["query_id"]], doc_ids=named, quarantine=Quarantine()
             )
         )
@@ -236,7 +236,7 @@ def serially(task, items):
 
 def build(config, output, *, each=serially):
     draft = Draft(str(output), kind="dataset", config=config, parents={})
-    return draft.existing() if draft.finished else flow.build(config, draft, plan(config), each=each)
+    return draft.existing() if draft.finished else job.build(config, draft, plan_slices(config), each=each)
 
 
 def contents(artifact):
@@ -333,7 +333,12 @@ def test_a_killed_run_goes_on_and_doubles_nothing(small, tmp_path, tasks, caplog
 
     assert build(config, tmp_path / "out", each=counted).digest == digest
     assert (
-        len(done) == len(plan(config)) + 2 + len([p for p in plan(config) if p.table in EVIDENCE]) + 2 - tasks
+        len(done)
+        == len(plan_slices(config))
+        + 2
+        + len([p for p in plan_slices(config) if p.table in EVIDENCE])
+        + 2
+        - tasks
     )
 
 
@@ -351,7 +356,7 @@ def test_work_of_other_files_is_not_taken_for_ours(small, tmp_path):
     draft = Draft(str(output), kind="dataset", config=config, parents={})
     other = config.model_copy(update={"impressions": Logs(**{**_paths(config), **paths}).impressions})
     with pytest.raises(Exception, match="killed"):
-        flow.build(config, draft, plan(other), each=_killed_after(11))
+        job.build(config, draft, plan_slices(other), each=_killed_after(11))
     fs.write_bytes(draft.path("impressions/part-00000-00077.parquet"), b"stale")
     assert build(config, output).digest == digest
 

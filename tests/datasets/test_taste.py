@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets.click_model import simulate
+from scalingnote.datasets.click_simulator import simulate
 from scalingnote.datasets.config import PositionClicks, Taste
-from scalingnote.datasets.taste import BANDS, Tastes
+from scalingnote.datasets.user_behavior import BANDS, Tastes
 from scalingnote.errors import ConfigError
 from scalingnote.storage.schema import QRELS
 

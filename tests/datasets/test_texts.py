@@ -7,10 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalingnote.datasets import registry
-from scalingnote.datasets.quarantine import Quarantine
-from scalingnote.datasets.rows import Source
-from scalingnote.datasets.texts import read_texts
+from scalingnote.datasets import sources
+from scalingnote.datasets.raw_rows import Quarantine, Source
+from scalingnote.datasets.sources import read_texts
 from scalingnote.errors import DataError
 
 
@@ -131,5 +130,5 @@ def test_no_text_at_all(tmp_path):
 
 def test_registered_data_set(monkeypatch):
     rows = [{"doc_id": "a", "title": "One", "topic": "", "content": "first", "group": "a"}]
-    monkeypatch.setattr(registry, "read", lambda config: Source(documents=rows, queries=()))
+    monkeypatch.setattr(sources, "read", lambda config: Source(documents=rows, queries=()))
     assert list(read_texts("medquad")) == [document("a", "One", "first")]

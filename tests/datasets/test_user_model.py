@@ -12,7 +12,12 @@ from scalingnote.datasets.config import (
     DynamicBayesianClicks,
     PositionClicks,
 )
-from scalingnote.datasets.user_model import browse, by_grade, dwell, examination
+from scalingnote.datasets.user_behavior import (
+    browse,
+    draw_dwell_times,
+    examination_probabilities,
+    probability_by_grade,
+)
 from scalingnote.errors import ConfigError
 
 probability = st.sampled_from([0.0, 0.3, 0.8, 1.0])
@@ -99,20 +104,20 @@ def test_nobody_clicks_what_never_attracts():
 
 
 def test_examination():
-    np.testing.assert_allclose(examination(4, eta=2.0), [1, 1 / 4, 1 / 9, 1 / 16])
+    np.testing.assert_allclose(examination_probabilities(4, eta=2.0), [1, 1 / 4, 1 / 9, 1 / 16])
 
 
 def test_by_grade():
     np.testing.assert_allclose(
-        by_grade(np.array([0, 0.1, 0.5, 1]), best=0.8, other=0.2), [0.2, 0.2, 0.4, 0.8]
+        probability_by_grade(np.array([0, 0.1, 0.5, 1]), best=0.8, other=0.2), [0.2, 0.2, 0.4, 0.8]
     )
     # A best below the rest's would be odd, and is what was asked for at grade 0 only.
-    np.testing.assert_allclose(by_grade(np.array([0, 1.0]), best=0.1, other=0.2), [0.2, 0.2])
+    np.testing.assert_allclose(probability_by_grade(np.array([0, 1.0]), best=0.1, other=0.2), [0.2, 0.2])
 
 
 def test_dwell():
     config = PositionClicks(satisfied_dwell_s=50, unsatisfied_dwell_s=5, dwell_sigma=0)
-    seconds = dwell(np.array([True, False]), config=config, rng=np.random.default_rng(0))
+    seconds = draw_dwell_times(np.array([True, False]), config=config, rng=np.random.default_rng(0))
     np.testing.assert_allclose(seconds, [50, 5])
 
 

@@ -13,7 +13,7 @@ from scalingnote.distillation.prepare import CandidateSources, prepare
 from scalingnote.errors import ConfigError, TrainingError
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import Tower
-from scalingnote.storage import schema, vectors
+from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train.data import Order, Store
 
@@ -49,7 +49,7 @@ def embeddings(
         values = numbered(COUNT)[start : start + len(ids)]
         kept = [i for i, doc_id in enumerate(ids) if doc_id != left_out]
         table = pa.table({"doc_id": [ids[i] for i in kept]})
-        table = table.append_column(view, vectors.to_arrow(values[kept], dtype="float16"))
+        table = table.append_column(view, arrow.to_arrow(values[kept], dtype="float16"))
         draft.write_table(part.replace("documents/", "embeddings/"), table)
         start += len(ids)
     rejected = [{"table": "documents", "row": left_out, "reason": "too long"}] if left_out else []
@@ -69,7 +69,7 @@ def teacher(uri: str, triplets: Artifact, *, generated: int = 0, scores: bool = 
             "query": [v[0] for v in found.values()],
             "split": [v[1] for v in found.values()],
         }
-    ).append_column("embedding", vectors.to_arrow(numbered(len(found))))
+    ).append_column("embedding", arrow.to_arrow(numbered(len(found))))
     for number, start in enumerate(range(0, len(found), 10)):
         draft.write_table(f"embeddings/part-{number:05d}.parquet", table.slice(start, 10))
     if scores:

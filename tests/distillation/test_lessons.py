@@ -12,7 +12,7 @@ from scalingnote.distillation.prepare import prepare
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import Tower
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train.data import Order, Store
 
@@ -32,7 +32,7 @@ def embedded(uri: str, teacher: np.ndarray) -> Artifact:
         texts = QUERIES[start : start + 10]
         split = ["validation" if (start + i) % 7 == 6 else "train" for i in range(len(texts))]
         table = pa.table({"query_id": texts, "query": texts, "split": split})
-        table = table.append_column("embedding", vectors.to_arrow(teacher[start : start + 10]))
+        table = table.append_column("embedding", arrow.to_arrow(teacher[start : start + 10]))
         draft.write_table(f"embeddings/part-{start // 10:05d}.parquet", table)
     return draft.commit(counts={})
 

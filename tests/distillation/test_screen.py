@@ -12,7 +12,7 @@ from scalingnote.distillation import agreement, screen
 from scalingnote.distillation.config import ScreenConfig
 from scalingnote.distillation.screen import RidgeTable, ridge_fit, token_shares
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.storage.vectors import unit
+from scalingnote.storage.arrow import l2_normalize
 
 TEXTS = [[1, 5, 5, 2], [1, 7, 2], [1, 2], [1, 9, 5, 7, 2]]
 COLUMNS = np.array([-1, 0, 1, -1, -1, 2, -1, 3, -1, 4])
@@ -56,7 +56,7 @@ def test_table_learns_a_teacher_that_is_one():
     targets = np.stack([rows[ids].mean(axis=0) for ids in texts])
     table = RidgeTable.fit(texts, targets, ridge=1e-6)
     found = table.embed(texts)
-    assert (found * unit(targets)).sum(axis=1).min() > 0.9999
+    assert (found * l2_normalize(targets)).sum(axis=1).min() > 0.9999
     one = [0, 3, 3, 29, 31, 1000]
     np.testing.assert_allclose(table.embed_one(one), table.embed([one])[0], atol=1e-6)
     assert table.embed_one([1000]).tolist() == table.embed([[1000]])[0].tolist() == [0] * 4

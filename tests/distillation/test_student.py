@@ -17,7 +17,7 @@ from scalingnote.models import backbone, dual_encoder, tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig, Pretrained
 from scalingnote.models.lookup import LookupTower
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import engine
 from scalingnote.train.config import GradCache, Optimizer, Ranks, Schedule
@@ -49,7 +49,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     table = pa.table({"query_id": QUERIES, "query": QUERIES, "split": ["train"] * len(QUERIES)})
     embeddings = encoder.encode_queries(QUERIES)
     draft.write_table(
-        "embeddings/part-00000.parquet", table.append_column("embedding", vectors.to_arrow(embeddings))
+        "embeddings/part-00000.parquet", table.append_column("embedding", arrow.to_arrow(embeddings))
     )
     known = {
         "tokens": made.token_embeddings.weight.detach(),
@@ -121,7 +121,7 @@ def test_new_words_shorten_rows(teacher: Artifact, tmp_path: Path):
 def test_a_student_of_all_the_teachers_layers_is_the_teacher(teacher: Artifact, tmp_path: Path):
     whole = TRANSFORMER.model_copy(update={"backbone": tiny.CAUSAL.model_copy(update={"layers": 3})})
     made, _ = built(teacher, tmp_path, config(student=whole, start="teacher"))
-    expected = vectors.to_numpy(teacher.table("embeddings")["embedding"])
+    expected = arrow.to_numpy(teacher.table("embeddings")["embedding"])
     np.testing.assert_allclose(embedded(made, QUERIES), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -154,7 +154,7 @@ def test_chunks_of_a_large_batch_give_the_plain_steps_gradients(teacher, tmp_pat
     rows = student.build_prompt(
         wanted, student.prepare_start(wanted, teacher, folder=str(tmp_path / "start"))
     ).rows(QUERIES)
-    target = torch.from_numpy(np.array(vectors.to_numpy(teacher.table("embeddings")["embedding"])))
+    target = torch.from_numpy(np.array(arrow.to_numpy(teacher.table("embeddings")["embedding"])))
     lesson = Lesson(collate(rows, pad=0, packed=packed), target)
     found = []
     for query_rows in (None, 7):

@@ -9,9 +9,9 @@ import pytest
 import tiny
 from scalingnote.encode import changes
 from scalingnote.encode.changes import content_hashes
-from scalingnote.storage import schema, vectors
+from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
-from scalingnote.storage.slices import slices
+from scalingnote.storage.shuffle import slices
 
 
 def documents(uri: Path, rows: list[dict[str, str]], *, rows_per_part: int) -> Artifact:
@@ -27,7 +27,7 @@ def embeddings(uri: Path, rows: list[dict[str, str]], *, rows_per_part: int) -> 
     draft = Draft(str(uri), kind="embeddings", config=tiny.Nothing(), parents={})
     table = pa.Table.from_pylist(rows, schema=schema.DOCUMENTS)
     numbers = np.array([[float(row["doc_id"][1:])] * 4 for row in rows], np.float32)
-    columns = [table["doc_id"], content_hashes(table), vectors.to_arrow(numbers)]
+    columns = [table["doc_id"], content_hashes(table), arrow.to_arrow(numbers)]
     made = pa.table(columns, schema=schema.embeddings(["summary"], 4))
     for number, start in enumerate(range(0, len(rows), rows_per_part)):
         draft.write_table(f"embeddings/part-{number:05d}.parquet", made.slice(start, rows_per_part))
@@ -76,5 +76,5 @@ def test_what_is_the_same_is_copied_and_the_rest_is_told(
         got = changes.read_copies(number, folder=folder, base=base)
         assert [part[row]["doc_id"] for row in got["row"].to_pylist()] == got["doc_id"].to_pylist()
         assert got["doc_id"].to_pylist() == [r["doc_id"] for r in part if kinds[r["doc_id"]] == "same"]
-        values = vectors.to_numpy(got["summary"])[:, 0].tolist()
+        values = arrow.to_numpy(got["summary"])[:, 0].tolist()
         assert values == [float(doc_id[1:]) for doc_id in got["doc_id"].to_pylist()]

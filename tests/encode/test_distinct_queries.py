@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from scalingnote.encode import job
-from scalingnote.storage import slices
+from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact, Draft
 
 
@@ -56,7 +56,7 @@ def twin(triplets: Artifact) -> dict[str, tuple[str, str]]:
 
 
 def settled(triplets: Artifact, folder: Path, *, buckets: int, rows_per_piece: int) -> list[pa.Table]:
-    for item in enumerate(slices.slices(triplets, *job.TABLES)):
+    for item in enumerate(shuffle.slices(triplets, *job.TABLES)):
         job.scatter_queries(item, triplets=triplets, folder=str(folder), buckets=buckets)
     tables = []
     for bucket in range(buckets):
@@ -70,7 +70,7 @@ def settled(triplets: Artifact, folder: Path, *, buckets: int, rows_per_piece: i
 @pytest.mark.parametrize("buckets", [1, 5])
 @pytest.mark.parametrize("generated", [True, False])
 def test_every_query_comes_out_once(tmp_path, monkeypatch, rows_per_part, buckets, generated):
-    monkeypatch.setattr(slices, "ROWS_PER_SLICE", 40)
+    monkeypatch.setattr(shuffle, "ROWS_PER_SLICE", 40)
     triplets = written(tmp_path / "triplets", rows_per_part=rows_per_part, generated=generated)
     rows = [r for t in settled(triplets, tmp_path, buckets=buckets, rows_per_piece=9) for r in t.to_pylist()]
     found = {row["query_id"]: (row["query"], row["split"]) for row in rows}
@@ -87,10 +87,10 @@ def test_a_step_done_again_changes_nothing(tmp_path):
 
 def test_slices_and_buckets_follow_the_number_of_rows(tmp_path, monkeypatch):
     triplets = written(tmp_path / "triplets", rows_per_part=50)
-    assert len(slices.slices(triplets, *job.TABLES)) == job.bucket_count(triplets) == 1
-    monkeypatch.setattr(slices, "ROWS_PER_SLICE", 100)
+    assert len(shuffle.slices(triplets, *job.TABLES)) == job.bucket_count(triplets) == 1
+    monkeypatch.setattr(shuffle, "ROWS_PER_SLICE", 100)
     monkeypatch.setattr(job, "MAX_BUCKET_ROWS", 100)
-    found = slices.slices(triplets, *job.TABLES)
+    found = shuffle.slices(triplets, *job.TABLES)
     assert sorted(part for parts in found for part in parts) == sorted(
         [*triplets.names("triplets/"), *triplets.names("generated/")]
     )

@@ -16,7 +16,7 @@ from scalingnote.encode.documents import load_document_encoder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, EncodingError
 from scalingnote.models import backbone, tower
-from scalingnote.storage import schema, vectors
+from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 
 CONFIG = EncodeConfig(dtype="float32", resources=Fleet(workers=1))
@@ -47,12 +47,12 @@ def corpus(uri: Path, rows: list[dict[str, str]]) -> Artifact:
 
 def read(embeddings: Artifact) -> tuple[list[str], np.ndarray]:
     table = embeddings.table("embeddings")
-    return table["doc_id"].to_pylist(), vectors.to_numpy(table["summary"])
+    return table["doc_id"].to_pylist(), arrow.to_numpy(table["summary"])
 
 
 def directly(towers: Artifact, rows: list[dict[str, str]]) -> np.ndarray:
     encoder = Encoder.load(towers.directory("document"))
-    return vectors.unit(encoder.encode_documents(pa.Table.from_pylist(rows))["summary"])
+    return arrow.l2_normalize(encoder.encode_documents(pa.Table.from_pylist(rows))["summary"])
 
 
 def flaky_tower(towers: Artifact, token_budget: int) -> Encoder:

@@ -12,7 +12,7 @@ from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import backbone, tower
 from scalingnote.models.batch import collate
 from scalingnote.models.tower import Tower
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_half_precision_rounds_weights_and_no_rotary_frequency(document: Tower):
     assert {parameter.dtype for parameter in half.backbone.parameters()} == {torch.bfloat16}
     before, after = (tower.backbone.rotary_emb.inv_freq for tower in (document, half))
     torch.testing.assert_close(after, before, atol=0, rtol=0)
-    cosines = (vectors.unit(found) * vectors.unit(expected)).sum(1)
+    cosines = (arrow.l2_normalize(found) * arrow.l2_normalize(expected)).sum(1)
     assert cosines.min() > 0.999
 
 

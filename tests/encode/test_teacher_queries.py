@@ -15,7 +15,7 @@ from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.encode.encoder import Encoder
 from scalingnote.models import backbone, tower
 from scalingnote.models.batch import collate
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Draft
 
 GENERATED = pa.schema({"query_id": pa.string(), "query": pa.string(), "source_query_id": pa.string()})
@@ -53,7 +53,7 @@ def test_generated_queries_teach_unless_their_source_is_for_validation(tmp_path,
     assert split == expected | {"g0": "train", "g2": "train"}
     assert len(found.table_parts("embeddings")) == -(-len(split) // 8)
     direct = Encoder.load(towers.directory("query")).encode_queries(table["query"].to_pylist())
-    np.testing.assert_allclose(vectors.to_numpy(table["embedding"]), direct, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(arrow.to_numpy(table["embedding"]), direct, rtol=1e-4, atol=1e-6)
 
     # A student reads the teacher's text and starts from its words, without loading it.
     tokens = safetensors.torch.load(Path(found.file("teacher/tokens.safetensors")).read_bytes())["weight"]

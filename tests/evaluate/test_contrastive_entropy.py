@@ -11,7 +11,7 @@ from scalingnote.evaluate import test_set
 from scalingnote.evaluate.contrastive_entropy import entropies, temperature_of
 from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Draft
 from scalingnote.train.config import TrainConfig
 
@@ -26,7 +26,7 @@ def pool(uri: str, ids: list[str], documents: np.ndarray):
     draft = Draft(uri, kind="embeddings", config=tiny.Nothing(), parents={})
     for number, start in enumerate(range(0, len(ids), 7)):
         mine = slice(start, start + 7)
-        part = {"doc_id": ids[mine], "summary": vectors.to_arrow(documents[mine])}
+        part = {"doc_id": ids[mine], "summary": arrow.to_arrow(documents[mine])}
         draft.write_table(f"embeddings/part-{number:05d}.parquet", pa.table(part))
     return draft.commit(counts={"documents": len(ids)})
 

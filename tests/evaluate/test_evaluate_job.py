@@ -21,7 +21,7 @@ from scalingnote.evaluate.config import EvaluateConfig, Judgements
 from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import lineage
 from scalingnote.models import backbone, tower
-from scalingnote.storage import trec, vectors
+from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Draft
 
 DIM = 16
@@ -67,12 +67,14 @@ def world(tmp_path_factory):
     queries = dataset.table("queries.parquet")["query"].to_pylist()
     encoder = Encoder.load(made["dual_encoder"].directory("query"))
     noise = np.random.default_rng(0).normal(size=(len(queries), DIM)).astype(np.float32)
-    near = vectors.unit(vectors.unit(encoder.encode_queries(queries)) + 0.15 * vectors.unit(noise))
+    near = arrow.l2_normalize(
+        arrow.l2_normalize(encoder.encode_queries(queries)) + 0.15 * arrow.l2_normalize(noise)
+    )
     ids = dataset.table("documents")["doc_id"].to_pylist()
     parents = {"dataset": dataset, "dual_encoder": made["dual_encoder"]}
     draft = Draft(str(root / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents=parents)
     for number, start in enumerate(range(0, len(ids), 40)):
-        part = {"doc_id": ids[start : start + 40], "summary": vectors.to_arrow(near[start : start + 40])}
+        part = {"doc_id": ids[start : start + 40], "summary": arrow.to_arrow(near[start : start + 40])}
         draft.write_table(f"embeddings/part-{number:05d}.parquet", pa.table(part))
     made["embeddings"] = draft.commit(counts={"documents": len(ids)})
     parents = {"dataset": dataset, "embeddings": made["embeddings"]}
@@ -141,7 +143,7 @@ def test_report(cluster, world, searcher, tmp_path):
 
     # The dual encoder's run is the ranking of a plain matrix product over the whole pool.
     test = test_set.load_test_set(made["dataset"])
-    scores = vectors.unit(encoder.encode_queries(test.queries)) @ near.T
+    scores = arrow.l2_normalize(encoder.encode_queries(test.queries)) @ near.T
     run = trec.read_run(artifact.file("runs/scalingdual.trec"))
     for query_id, row in zip(test.query_ids, scores, strict=True):
         best = np.argsort(-row, kind="stable")[:20]
@@ -256,7 +258,7 @@ def test_what_a_user_brings_is_measured(world, searcher, here, tmp_path):
     artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
     report = artifact.read_json("report.json")
 
-    scores = vectors.unit(encoder.encode_queries(test.queries)) @ near.T
+    scores = arrow.l2_normalize(encoder.encode_queries(test.queries)) @ near.T
     auc = report["auc"]
     assert (auc["pairs"], auc["not_in_pool"], auc["unusable"]) == (240, 1, 1)
     for label in ("SAT", "REL"):

@@ -9,7 +9,7 @@ from scalingnote.encode.encoder import TopTerms
 from scalingnote.evaluate import exact_search
 from scalingnote.evaluate.exact_search import PoolPart
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.storage import schema, vectors
+from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 from tiny import Nothing
 
@@ -54,7 +54,7 @@ def artifact(uri: str, documents: np.ndarray, weights: np.ndarray) -> Artifact:
         ids = pa.array([f"d{i}" for i in rows])
         hashes = pa.array([bytes(16)] * len(rows), schema_hash)
         made = pa.table(
-            [ids, hashes, vectors.to_arrow(documents[rows]), *columns(weights[rows])], schema=layout
+            [ids, hashes, arrow.to_arrow(documents[rows]), *columns(weights[rows])], schema=layout
         )
         draft.write_table(f"embeddings/part-{number:05d}.parquet", made)
     return draft.commit(counts={"documents": DOCUMENTS})

@@ -12,7 +12,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError
 from scalingnote.evaluate.mteb_model import MtebModel
 from scalingnote.models import backbone, tower
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 
 DIM = 16
 ROWS = tiny.document_rows(12)
@@ -41,7 +41,7 @@ def expected(folders) -> np.ndarray:
     )
     documents = Encoder.load(folders["document"]).encode_documents(table)["summary"]
     queries = QueryEncoder.load(folders["query"]).encode_queries([row["text"] for row in QUERIES])
-    return vectors.unit(queries) @ vectors.unit(documents).T
+    return arrow.l2_normalize(queries) @ arrow.l2_normalize(documents).T
 
 
 def test_batches_go_through_the_tower_of_their_role(model, folders):

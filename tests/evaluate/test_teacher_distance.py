@@ -11,7 +11,7 @@ from scalingnote.evaluate import teacher_distance
 from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
 from scalingnote.evaluate.teacher_distance import discrepancy, distances
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
 
 
@@ -35,7 +35,7 @@ def test_terms_are_those_of_the_equation():
 
 def test_discrepancy_is_that_of_every_pair():
     student, teacher = drawn(7, 3, 0), drawn(7, 5, 1)
-    ours, theirs = vectors.unit(student), vectors.unit(teacher)
+    ours, theirs = arrow.l2_normalize(student), arrow.l2_normalize(teacher)
     pairs = [
         float(np.linalg.norm(theirs[i] - theirs[j]) - np.linalg.norm(ours[i] - ours[j]))
         for i in range(7)
@@ -63,7 +63,7 @@ def test_the_teachers_queries_are_sampled_by_split_over_parts(tmp_path):
         table = {
             "query": [f"query {i}" for i in rows],
             "split": ["validation" if i % 10 == 0 else "train" for i in rows],
-            "embedding": vectors.to_arrow(every[list(rows)]),
+            "embedding": arrow.to_arrow(every[list(rows)]),
         }
         draft.write_table(f"embeddings/part-{part:05d}.parquet", pa.table(table))
     made: Artifact = draft.commit(counts={})

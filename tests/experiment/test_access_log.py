@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets.quarantine import Quarantine
+from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.experiment import access_log
 from scalingnote.experiment.access_writer import AccessWriter

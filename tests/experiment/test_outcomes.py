@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from scalingnote.datasets.quarantine import Quarantine
+from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.errors import DataError
 from scalingnote.experiment import access_log, comparison, outcomes, relevance
 from scalingnote.experiment.access_log import RequestFilter, RequestSample

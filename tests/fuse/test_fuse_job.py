@@ -21,12 +21,12 @@ from scalingnote.fuse.impressions import SCHEMA, training_rows
 from scalingnote.fuse.prepare import FusedCorpus, read_part
 from scalingnote.index.job import _require_same_origin
 from scalingnote.models import backbone, tower
-from scalingnote.planner.statistics import COUNTS
+from scalingnote.planner.planner import WORD_COUNTS
 from scalingnote.quantize.kmeans import encode_nearest, fit
 from scalingnote.quantize.semantic_id import suffixes, to_table
 from scalingnote.storage import schema
+from scalingnote.storage.arrow import to_arrow, to_numpy
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.storage.vectors import to_arrow, to_numpy
 
 DOCUMENTS, PER_PART, DIM, USERS = 60, 24, 16, 12
 FEATURES = [{"kind": "categorical", "column": "brand", "width": 4}, {"kind": "numeric", "column": "price"}]
@@ -112,7 +112,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     towers = draft.commit(counts={})
     draft = Draft(f"{base}/planner", kind="planner", config=tiny.Nothing(), parents={"dataset": source})
     words = sorted({word for title in titles for word in title.split()})
-    counts = pa.table({COUNTS.names[0]: words, COUNTS.names[1]: [2] * len(words)}).cast(COUNTS)
+    counts = pa.table({WORD_COUNTS.names[0]: words, WORD_COUNTS.names[1]: [2] * len(words)}).cast(WORD_COUNTS)
     draft.write_table("words.parquet", counts)
     draft.write_json("planner.json", {"config": {"kind": "statistics"}, "texts": DOCUMENTS})
     planner = draft.commit(counts={})

@@ -24,7 +24,7 @@ from scalingnote.fuse.feature_encoding import fit, observe
 from scalingnote.fuse.feature_store import User
 from scalingnote.fuse.fusion import DocumentFusion, QueryFusion, codes_of, important_words
 from scalingnote.fuse.networks import NO_WORD, DocumentNetwork, QueryNetwork, SemanticIds
-from scalingnote.planner.terms import TermScores
+from scalingnote.planner.planner import TermScores
 
 DIM, LEVELS, CODES, ROWS = 16, 3, 8, 40
 NETWORKS = {"mlp": Mlp(hidden=(24,)), "cross": Cross(rank=6, hidden=(24,))}
@@ -73,7 +73,7 @@ def document_side(network: str = "mlp", **knobs) -> DocumentFusion:
     seen = torch.zeros(config.ids.buckets, dtype=torch.bool) if config.ids else None
     if seen is not None:
         from scalingnote.fuse.fusion import id_buckets
-        from scalingnote.storage.exchange import hash_of
+        from scalingnote.storage.shuffle import hash_of
 
         seen[id_buckets(hash_of(products()["doc_id"]), config)] = True
     made = DocumentNetwork(config, encodings, dim=DIM, semantic_ids=semantic_ids(), seen=seen)

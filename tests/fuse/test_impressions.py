@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from scalingnote.fuse.impressions import NO_HASH, SCHEMA, training_rows
-from scalingnote.storage.exchange import hash_of
+from scalingnote.storage.shuffle import hash_of
 
 
 def log(seed: int, *, sessions: int = 60) -> pa.Table:

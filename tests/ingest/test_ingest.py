@@ -29,7 +29,7 @@ from scalingnote.ingest.new_documents import DocumentFlow
 from scalingnote.models import backbone, tower
 from scalingnote.quantize import kmeans
 from scalingnote.run_config import RunConfig
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
 
 DIM, COUNT = 16, 40
@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
         embeddings = encoding.run(
             EncodeConfig(), dataset=dataset.uri, dual_encoder=towers.uri, output=str(folder / "embeddings")
         )
-    matrix = vectors.to_numpy(embeddings.table("embeddings")["summary"])
+    matrix = arrow.to_numpy(embeddings.table("embeddings")["summary"])
     codebooks = kmeans.fit(matrix, levels=3, codes=8, iterations=5, seed=0)
     draft = Draft(str(folder / "ids"), kind="semantic_ids", config=tiny.Nothing(), parents={})
     draft.write_bytes("codebooks.safetensors", save({"codebooks": codebooks}))
@@ -85,14 +85,14 @@ def fused(
 def test_a_document_alone_gets_what_it_got_among_all_others(run):
     flow = DocumentFlow.load(run["towers"], run["semantic_ids"], run["embeddings"])
     bulk = run["embeddings"].table("embeddings")
-    matrix = vectors.to_numpy(bulk["summary"])
+    matrix = arrow.to_numpy(bulk["summary"])
     for row in (0, 17, COUNT - 1):
         ready = flow(pa.Table.from_pylist([tiny.document_rows()[row]]))
         assert not ready.rejected
         assert ready.table["doc_id"][0] == bulk["doc_id"][row]
         assert ready.table["content_hash"][0] == bulk["content_hash"][row]
         assert ready.table.schema.field("summary").type == bulk.schema.field("summary").type
-        alone = vectors.to_numpy(ready.table["summary"])
+        alone = arrow.to_numpy(ready.table["summary"])
         np.testing.assert_allclose(alone[0], matrix[row], **CLOSE)
         codes = np.array(ready.table["codes"].to_pylist())
         np.testing.assert_array_equal(codes, kmeans.encode_nearest(alone, flow._codebooks))
@@ -104,10 +104,10 @@ def test_what_was_fused_is_fused_again(run, fused):
     plain = DocumentFlow.load(run["towers"], run["semantic_ids"], run["embeddings"])(documents).table
     ready = DocumentFlow.load(run["towers"], run["semantic_ids"], embeddings)(documents).table
     codes = np.array(plain["codes"].to_pylist())
-    expected = fusion.fuse(documents, vectors.to_numpy(plain["summary"]), codes)
-    found = vectors.to_numpy(ready["summary"])
+    expected = fusion.fuse(documents, arrow.to_numpy(plain["summary"]), codes)
+    found = arrow.to_numpy(ready["summary"])
     np.testing.assert_allclose(found, expected, **CLOSE)
-    assert np.abs(found - vectors.to_numpy(plain["summary"])).max() > 0.01
+    assert np.abs(found - arrow.to_numpy(plain["summary"])).max() > 0.01
 
 
 def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -131,8 +131,8 @@ def test_a_file_is_taken_in_and_bad_rows_are_told(run, tmp_path: Path, monkeypat
     )
     expected = flow(pa.Table.from_pylist([row for row in rows if len(row["title"]) < 90])).table
     assert ready.table("ready")["doc_id"].to_pylist() == expected["doc_id"].to_pylist()
-    found = vectors.to_numpy(ready.table("ready")["summary"])
-    np.testing.assert_allclose(found, vectors.to_numpy(expected["summary"]), **CLOSE)
+    found = arrow.to_numpy(ready.table("ready")["summary"])
+    np.testing.assert_allclose(found, arrow.to_numpy(expected["summary"]), **CLOSE)
     assert job.run(config, new, **run, output=str(tmp_path / "taken")).digest == ready.digest
     before = job.output_uri("runs/x", new)
     (tmp_path / "new.jsonl").write_text(lines[0])

@@ -75,7 +75,7 @@ def test_scores_are_those_of_bm25_on_english_chinese_and_code(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("scalingnote.storage.slices.ROWS_PER_SLICE", rows_per_slice)
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", rows_per_slice)
     monkeypatch.setattr(job, "MAX_BUCKET_DOCUMENTS", documents_per_bucket)
     config = BM25Config(k1=1.5, b=0.6)
     found = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
@@ -95,7 +95,7 @@ def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on
     dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     whole = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "whole"))
-    monkeypatch.setattr("scalingnote.storage.slices.ROWS_PER_SLICE", 2)
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 2)
     monkeypatch.setattr(job, "MAX_BUCKET_DOCUMENTS", 3)
     weighed: list[int] = []
     each = cluster.map_tasks

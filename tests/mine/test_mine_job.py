@@ -9,13 +9,13 @@ import pytest
 import tiny
 from in_process import without_ray
 from scalingnote.config import Resources
-from scalingnote.datasets.trainable import held_out_documents
+from scalingnote.datasets.splits import held_out_documents
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import DataError
 from scalingnote.mine import job
 from scalingnote.mine.config import MineConfig
 from scalingnote.models import backbone, tower
-from scalingnote.storage import trec, vectors
+from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Artifact, Draft
 
 DIM = 16
@@ -36,10 +36,10 @@ def parents(tmp_path_factory) -> dict[str, Artifact]:
 
     queries = dataset.table("queries")["query"].to_pylist()
     noise = np.random.default_rng(0).normal(size=(len(queries), DIM)).astype(np.float32)
-    near = vectors.unit(Encoder(made).encode_queries(queries)) + 0.2 * vectors.unit(noise)
+    near = arrow.l2_normalize(Encoder(made).encode_queries(queries)) + 0.2 * arrow.l2_normalize(noise)
     draft = Draft(str(root / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents={})
     doc_ids = dataset.table("documents")["doc_id"]
-    part = pa.table({"doc_id": doc_ids, "summary": vectors.to_arrow(vectors.unit(near))})
+    part = pa.table({"doc_id": doc_ids, "summary": arrow.to_arrow(arrow.l2_normalize(near))})
     draft.write_table("embeddings/part-00000.parquet", part)
     embeddings = draft.commit(counts={"documents": len(part)})
     return {"dataset": dataset, "triplets": triplets, "dual_encoder": towers, "embeddings": embeddings}
@@ -59,7 +59,7 @@ def test_negatives_are_what_the_towers_rank_high(cluster, parents, tmp_path):
     embeddings = parents["embeddings"].table("embeddings")
     held_out = set(held_out_documents(parents["dataset"]).to_pylist())
     encoder = Encoder.load(parents["dual_encoder"].directory("query"))
-    matrix = vectors.to_numpy(embeddings["summary"])
+    matrix = arrow.to_numpy(embeddings["summary"])
     assert [{**row, "negatives": []} for row in after] == [{**row, "negatives": []} for row in before]
     for row in after:
         scores = matrix @ encoder.encode_queries([row["query"]])[0]

@@ -6,7 +6,7 @@ from scalingnote.errors import ArtifactError, ConfigError, TrainingError
 from scalingnote.models import backbone as backbones
 from scalingnote.models.config import Scratch
 from scalingnote.planner.config import Learned
-from scalingnote.planner.learned import TermRegressor, build, fit
+from scalingnote.planner.learned import TermRegressor, build_regressor, fit_regressor
 from scalingnote.planner.planner import Planner
 
 TINY = Scratch(
@@ -31,8 +31,8 @@ def queries(count, seed):
 @pytest.fixture(scope="module")
 def trained():
     texts, targets = queries(300, seed=0)
-    model = build(CONFIG, texts)
-    losses = fit(model, texts, targets, config=CONFIG)
+    model = build_regressor(CONFIG, texts)
+    losses = fit_regressor(model, texts, targets, config=CONFIG)
     return model, losses
 
 
@@ -53,8 +53,8 @@ def test_equal_seeds_give_equal_weights_whatever_was_drawn_before(trained):
     texts, targets = queries(300, seed=0)
     torch.manual_seed(99)
     state = torch.get_rng_state()
-    again = build(CONFIG, texts)
-    assert fit(again, texts, targets, config=CONFIG) == trained[1]
+    again = build_regressor(CONFIG, texts)
+    assert fit_regressor(again, texts, targets, config=CONFIG) == trained[1]
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in trained[0].state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
@@ -103,7 +103,7 @@ def test_positions_name_the_first_token_of_each_distinct_word(trained):
 def test_unfit_backbones_are_refused():
     texts = [["buy", "fig"]]
     with pytest.raises(ConfigError, match="max_length=33"):
-        build(CONFIG.model_copy(update={"max_length": 33}), texts)
+        build_regressor(CONFIG.model_copy(update={"max_length": 33}), texts)
     tokenizer = backbones.train_tokenizer(["buy fig"], vocabulary=300)
     causal = TINY.model_copy(update={"architecture": "qwen2"})
     backbone = backbones.build(causal, tokenizer_json=tokenizer, seed=0)
@@ -113,8 +113,8 @@ def test_unfit_backbones_are_refused():
 
 def test_a_loss_that_is_not_finite_stops_training():
     texts, targets = queries(8, seed=0)
-    model = build(CONFIG, texts)
+    model = build_regressor(CONFIG, texts)
     with torch.no_grad():
         model.head.bias.fill_(float("nan"))
     with pytest.raises(TrainingError, match="peak_lr"):
-        fit(model, texts, targets, config=CONFIG)
+        fit_regressor(model, texts, targets, config=CONFIG)

@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.planner import recall
-from scalingnote.planner.recall import draw, positives, term_recall
+from scalingnote.planner import learned
+from scalingnote.planner.learned import sample_positives, sample_queries, term_recall
 
 LETTERS = st.lists(st.sampled_from("abcdef"), max_size=5)
 
 
 @given(st.lists(LETTERS, max_size=5), st.lists(LETTERS, max_size=6), st.data(), st.booleans())
 def test_term_recall_is_its_definition(queries, texts, data, against_chance):
-    documents = {f"d{i}": " ".join(text) for i, text in enumerate(texts)}
+    documents = {f"d{i}": text for i, text in enumerate(texts)}
     rows = st.lists(st.sampled_from(range(len(queries))), unique=True) if queries else st.just([])
     wanted = {doc_id: data.draw(rows) for doc_id in documents}
     found = term_recall(queries, wanted, documents.items(), against_chance=against_chance)
     assert len(found) == len(queries)
     for row, query in enumerate(queries):
-        own = [documents[d].split() for d in documents if row in wanted[d]]
-        others = [documents[d].split() for d in documents if row not in wanted[d]]
+        own = [documents[d] for d in documents if row in wanted[d]]
+        others = [documents[d] for d in documents if row not in wanted[d]]
         if not own:
             assert found[row] is None
             continue
@@ -34,7 +34,8 @@ def test_term_recall_is_its_definition(queries, texts, data, against_chance):
 
 
 def test_stop_words_matter_only_without_chance():
-    texts = {"d0": "the fig of the garden", "d1": "the pear of the garden", "d2": "the plum of the house"}
+    sentences = ("the fig of the garden", "the pear of the garden", "the plum of the house")
+    texts = {f"d{i}": sentence.split() for i, sentence in enumerate(sentences)}
     queries = [["the", "fig"], ["the", "pear"], ["where", "the", "plum"]]
     wanted = {f"d{i}": [i] for i in range(3)}
     plain = term_recall(queries, wanted, texts.items(), against_chance=False)
@@ -49,14 +50,14 @@ def queries_table(ids):
 
 def test_a_draw_depends_on_neither_order_nor_batches():
     ids = [f"q{i}" for i in range(50)]
-    drawn = draw([queries_table(ids)], 10, seed=3)
+    drawn = sample_queries([queries_table(ids)], 10, seed=3)
     random.Random(1).shuffle(ids)
-    again = draw([queries_table(ids[i : i + 7]) for i in range(0, 50, 7)], 10, seed=3)
+    again = sample_queries([queries_table(ids[i : i + 7]) for i in range(0, 50, 7)], 10, seed=3)
     assert drawn.equals(again)
     assert drawn.num_rows == 10
     assert drawn.column_names == ["query_id", "query"]
     assert set(drawn["query_id"].to_pylist()) != set(
-        draw([queries_table(ids)], 10, seed=4)["query_id"].to_pylist()
+        sample_queries([queries_table(ids)], 10, seed=4)["query_id"].to_pylist()
     )
 
 
@@ -65,13 +66,15 @@ def test_positives_are_capped_per_query_and_distinct(most, monkeypatch):
     rows = [(f"q{i}", f"d{j}") for i in range(5) for j in range(i)] * 2
     random.Random(2).shuffle(rows)
     pairs = pa.table({"query_id": [q for q, _ in rows], "doc_id": [d for _, d in rows]})
-    whole = positives([pairs], most=most, seed=0)
+    whole = sample_positives([pairs], most=most, seed=0)
     kept = [tuple(row.values()) for row in whole.to_pylist()]
     assert kept == sorted(set(kept))
     assert set(kept) <= set(rows)
     for i in range(5):
         assert sum(query == f"q{i}" for query, _ in kept) == min(i, most)
-    assert positives([], most=most, seed=0).num_rows == 0
+    assert sample_positives([], most=most, seed=0).num_rows == 0
     # What is left out on the way would not have been drawn in the end either.
-    monkeypatch.setattr(recall, "_ROWS_BEFORE_FOLD", 3)
-    assert positives([pairs.slice(i, 2) for i in range(0, len(pairs), 2)], most=most, seed=0).equals(whole)
+    monkeypatch.setattr(learned, "_ROWS_BEFORE_FOLD", 3)
+    assert sample_positives([pairs.slice(i, 2) for i in range(0, len(pairs), 2)], most=most, seed=0).equals(
+        whole
+    )

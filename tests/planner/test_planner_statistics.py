@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 from scalingnote.config import validate
 from scalingnote.errors import ConfigError
 from scalingnote.planner.config import Learned, Statistics
-from scalingnote.planner.planner import Planner
-from scalingnote.planner.statistics import (
+from scalingnote.planner.planner import (
+    Planner,
     WordStatistics,
     at_least,
-    count,
+    count_words,
+    hash_words,
     importance,
-    merge,
+    merge_counts,
     most_frequent,
+    words,
 )
-from scalingnote.planner.words import hash_words, words
 
 FOODS = ["apple", "pear", "plum", "fig", "grape", "melon", "cherry", "lemon", "peach", "quince"]
 ENGLISH = [f"the {food} is a fruit of tree number {i}" for i in range(150) for food in FOODS]
@@ -32,7 +33,7 @@ CHINESE[9] += ", 党参是可以的"
 
 
 def planner(texts, **settings):
-    counts = at_least(count(texts), settings.get("min_df", 2))
+    counts = at_least(count_words(texts), settings.get("min_df", 2))
     return Planner(WordStatistics(counts, texts=len(texts), config=Statistics(**settings)))
 
 
@@ -86,7 +87,7 @@ def test_unknown_words():
     assert planner(ENGLISH, unknown=0.25).importances("zebra") == {"zebra": 0.25}
     # A word that is too rare to be kept is as unknown as one that never was.
     assert planner(ENGLISH, min_df=3, unknown=0.25).importances("pomology") == {"pomology": 0.25}
-    empty = WordStatistics(count([]), texts=0, config=Statistics(unknown=1.0))
+    empty = WordStatistics(count_words([]), texts=0, config=Statistics(unknown=1.0))
     assert Planner(empty).importances("zebra") == {"zebra": 1.0}
 
 
@@ -117,10 +118,10 @@ def test_no_query_at_all():
 
 def test_counts_do_not_depend_on_how_the_texts_come():
     texts = ENGLISH[:200] + CHINESE[:200]
-    whole = most_frequent(count(texts), 1000)
+    whole = most_frequent(count_words(texts), 1000)
     random.Random(5).shuffle(texts)
-    parts = [count(texts[i : i + 37]) for i in range(0, len(texts), 37)]
-    assert most_frequent(merge(parts), 1000).equals(whole)
+    parts = [count_words(texts[i : i + 37]) for i in range(0, len(texts), 37)]
+    assert most_frequent(merge_counts(parts), 1000).equals(whole)
     slow = Counter(word for text in texts for word in set(words(text)))
     rows = sorted(slow.items(), key=lambda row: (-row[1], row[0]))
     assert list(zip(whole["word"].to_pylist(), whole["df"].to_pylist(), strict=True)) == rows

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from scalingnote.planner.words import hash_words, words
+from scalingnote.planner.planner import hash_words, words
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_each_text_occurs_once_and_none_that_is_held_out(
     tmp_path: Path,
     monkeypatch,
 ):
-    monkeypatch.setattr("scalingnote.storage.slices.ROWS_PER_SLICE", rows_per_slice)
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", rows_per_slice)
     monkeypatch.setattr(job, "MAX_BUCKET_TEXTS", rows_per_bucket)
     found = job.run(ONE_EACH, dataset=dataset.uri, triplets=triplets.uri, output=str(tmp_path / "out"))
     assert texts(found) == dict.fromkeys(

@@ -75,7 +75,7 @@ def test_who_comes_second_waits_and_takes_what_the_first_has_built(
     found: list[Artifact] = []
     second = threading.Thread(target=lambda: found.append(build(uri)))
     second.start()
-    time.sleep(3 * lease.LOOK_S)
+    time.sleep(3 * lease.POLL_INTERVAL_S)
     assert not found
     other.communicate("commit\n")
     second.join()
@@ -101,14 +101,14 @@ def test_what_a_killed_process_held_is_free_at_once(uri: str, other: "subprocess
     other.wait()
     began = time.monotonic()
     assert build(uri).counts == {"rows": 2}
-    assert time.monotonic() - began < lease.SILENT_S
+    assert time.monotonic() - began < lease.EXPIRY_S
 
 
 def test_a_holder_elsewhere_is_waited_for_as_long_as_it_shows_that_it_lives(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(lease, "SILENT_S", 0.4)
-    monkeypatch.setattr(lease, "LOOK_S", 0.05)
+    monkeypatch.setattr(lease, "EXPIRY_S", 0.4)
+    monkeypatch.setattr(lease, "POLL_INTERVAL_S", 0.05)
     held_by(uri)
     found: list[Artifact] = []
     second = threading.Thread(target=lambda: found.append(build(uri)))
@@ -134,7 +134,7 @@ def test_its_holder_shows_that_it_lives_until_the_work_is_done_or_forgotten(
     uri: str, monkeypatch: pytest.MonkeyPatch
 ):
     def beats() -> int:
-        lease._beat_all(list(lease.Lease._held))
+        lease._renew_all(list(lease.Lease._held))
         return int(json.loads(Path(uri, "_work/lease").read_bytes())["beats"])
 
     draft = Draft(uri, kind="thing", config=Settings(), parents={})
@@ -144,8 +144,8 @@ def test_its_holder_shows_that_it_lives_until_the_work_is_done_or_forgotten(
     del draft
     before = Path(uri, "_work/lease").read_bytes()
     again = Draft(uri + "-other", kind="thing", config=Settings(), parents={})
-    lease._beat_all(list(lease.Lease._held))
+    lease._renew_all(list(lease.Lease._held))
     assert Path(uri, "_work/lease").read_bytes() == before
     again.commit(counts={})
-    lease._beat_all(list(lease.Lease._held))
+    lease._renew_all(list(lease.Lease._held))
     assert not Path(uri + "-other", "_work").exists()

@@ -2,8 +2,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.storage import stored_rows
-from scalingnote.storage.stored_rows import StoredRows, take
+from scalingnote.storage import arrow
+from scalingnote.storage.arrow import StoredRows, take_rows
 
 COLUMNS = {
     "text": pa.array(["a", "", "Füße", "文字", "e"]),
@@ -39,13 +39,13 @@ def test_rows_are_what_arrow_makes_of_them(table: pa.Table) -> None:
 @pytest.mark.parametrize("rows", [[], [3], [0, 1, 4, 5, 9], [9, 0, 0, 7, 4, 5]], ids=len)
 def test_rows_taken_are_those_that_arrow_takes(rows: list[int]) -> None:
     table = pa.concat_tables([TABLE, TABLE.slice(0, 0), TABLE])
-    assert take(table, np.array(rows, np.int64)).equals(table.take(pa.array(rows, pa.int64())))
+    assert take_rows(table, np.array(rows, np.int64)).equals(table.take(pa.array(rows, pa.int64())))
 
 
 def test_what_is_taken_lies_in_few_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     table = pa.concat_tables([pa.table({"text": [f"{number:05d}"]}) for number in range(100)])
-    monkeypatch.setattr(stored_rows, "BATCH_BYTES", 100)
-    found = take(table, np.arange(0, 100, 2))
+    monkeypatch.setattr(arrow, "BATCH_BYTES", 100)
+    found = take_rows(table, np.arange(0, 100, 2))
     sizes = [batch.nbytes for batch in found.to_batches()]
     assert max(sizes) <= 100
     assert len(sizes) < 10
@@ -57,5 +57,5 @@ def test_a_column_may_have_more_text_than_one_chunk_can_hold() -> None:
     table = pa.table({"text": pa.chunked_array([chunk] * 40)})  # 2.5 GiB of one and the same
     with pytest.raises(pa.ArrowInvalid, match="offset overflow"):
         table.take(pa.array([0, 78]))
-    assert take(table, np.array([0, 4, 78]))["text"].to_pylist() == ["short"] * 3
+    assert take_rows(table, np.array([0, 4, 78]))["text"].to_pylist() == ["short"] * 3
     assert StoredRows(table)[78] == {"text": "short"}

@@ -12,7 +12,7 @@ from scalingnote.models import batch, tower
 from scalingnote.models.batch import collate
 from scalingnote.models.prompt import Row
 from scalingnote.storage import schema
-from scalingnote.storage import slices as sliced
+from scalingnote.storage import shuffle as sliced
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import prepare as preparing
 from scalingnote.train.candidates import TripletBatches

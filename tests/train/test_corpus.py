@@ -9,7 +9,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, tower
 from scalingnote.models.config import Lora, Pretrained, TowerConfig
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.exchange import hash_of
+from scalingnote.storage.shuffle import hash_of
 from scalingnote.train import tokens
 
 DOCUMENTS = tiny.document_rows(12)

@@ -14,7 +14,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.models import dual_encoder
 from scalingnote.models.config import LookupConfig, TokenWiseConfig
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.storage import vectors
+from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.config import Align, Losses, Sparse, TrainConfig
@@ -109,9 +109,9 @@ def test_what_it_learns_finds_documents_by_table_and_by_counts(prepared: Prepare
     documents = tiny.document_rows()
     encoder = Encoder.load(tmp_path / "document", precision="float32")
     encoding = encoder.encode_with_cost(encoder.document_rows(pa.Table.from_pylist(documents)))
-    embeddings = vectors.unit(encoding.embeddings[:, encoder.views.index("summary")])
+    embeddings = arrow.l2_normalize(encoding.embeddings[:, encoder.views.index("summary")])
     texts = [row["title"] for row in documents]
-    cheap = vectors.unit(QueryEncoder.load(tmp_path / "query").encode_queries(texts))
+    cheap = arrow.l2_normalize(QueryEncoder.load(tmp_path / "query").encode_queries(texts))
     by_table = np.argsort(-(cheap @ embeddings.T), axis=1)[:, :10]
     terms = [
         dict(zip(t, i, strict=True))

@@ -1,11 +1,11 @@
-"""A search platform's own log: documents and impressions of any size become a data set, on Ray.
+"""The log of a search platform: documents and impressions of any size become a data set, on Ray.
 
-    documents    -> slices -> buckets by doc_id   -> documents/part-*, ids nobody knows, per slice
+    documents    -> slices -> buckets by doc_id   -> documents/part-*; for each slice, the unknown ids
     impressions  -> slices -> rows, ids they name -> rows whose document is known -> buckets by query_id
     scores, qrels                                                                 -> queries, qrels,
                                                                                      impressions, scores
 
-`inputs` finds the files and cuts them into slices, `reading` makes tables of a slice, `checks` sets bad rows
-aside, `split` knows the windows of time, `steps` does one slice or one bucket, `flow` strings the steps
-together, and `job` runs them on Ray.
+`inputs` finds the files and divides them into slices, `slice_reader` reads a slice as tables, `column_checks`
+rejects bad rows, `time_split` splits by time, `log_tasks` processes one slice or one bucket, `job` runs these
+tasks on Ray.
 """

@@ -1,31 +1,60 @@
-"""Which files make up the log, whether their columns fit, and the slices of work they are cut into.
+"""The files of a log: their columns are checked against the config, and they are divided into slices of work.
 
-A file whose columns cannot fit is refused here, by name, before any work is spent. What single rows hold is
-the business of `checks`.
+A file with missing or wrongly typed columns is refused before any work; `column_checks` checks the values.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from scalingnote.datasets.config import Logs, TableFile
-from scalingnote.datasets.logs import tables
+from scalingnote.datasets.config import FeatureType, Logs, TableFile
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 
-_FIXED = ("query", "query_id", "relevance")
-_SNIFFED = 1 << 18  # bytes of a JSON-lines file that tell its columns
+Kind = Literal["id", "text", "number", "flag", "time"]
+_DOCUMENTS: dict[str, Kind] = {
+    "doc_id": "id",
+    "title": "text",
+    "topic": "text",
+    "content": "text",
+    "group": "text",
+}
+_PAIR: dict[str, Kind] = {"query": "text", "query_id": "id", "doc_id": "id"}
+_IMPRESSIONS: dict[str, Kind] = _PAIR | {
+    "session_id": "id",
+    "user_id": "id",
+    "position": "number",
+    "clicked": "flag",
+    "timestamp": "time",
+    "dwell_s": "number",
+}
+_FEATURES: dict[FeatureType, Kind] = {
+    "string": "text",
+    "int64": "number",
+    "float64": "number",
+    "bool": "flag",
+}
+_KIND_NAMES: dict[Kind, str] = {
+    "id": "text or whole numbers",
+    "text": "text",
+    "number": "a number",
+    "flag": "true or false, or 1 and 0",
+    "time": "a timestamp, a number or ISO 8601 text",
+}
+TABLES = ("documents", "unpaired", "impressions", "scores", "qrels")
+_FIXED_COLUMNS = ("query", "query_id", "relevance")
+_SCHEMA_BYTES = 1 << 18  # of a JSON-lines file, from which its columns are inferred
 
 
 @dataclass(frozen=True)
-class Slice:
+class LogSlice:
     """What one task reads: some row groups of a Parquet file, or a range of bytes of a JSON-lines file.
 
     Slices are numbered in the order of the input: tables, then files by name, then rows.
@@ -38,7 +67,7 @@ class Slice:
     start: int  # first row group, or first byte
     stop: int
     size: int  # bytes, uncompressed
-    changed: int  # when the file was written: what was made of an older one must not be taken for this one's
+    changed: int  # modification time of the file, so that results of an older version are not reused
 
 
 class _File(NamedTuple):
@@ -48,29 +77,30 @@ class _File(NamedTuple):
     changed: int
 
 
-class _Found(NamedTuple):
-    columns: dict[str, str]
-    cuts: list[tuple[int, int, int]]  # start, stop, bytes
+class _Layout(NamedTuple):
+    columns: dict[str, str]  # our name -> the file's
+    cuts: list[tuple[int, int, int]]  # start, stop, bytes of each slice
 
 
-def plan(config: Logs) -> list[Slice]:
-    """Every slice of every table; DataError names the file and the column that do not fit."""
-    given: dict[str, TableFile | None] = {name: getattr(config, name) for name in tables.NAMES}
-    files = [_File(name, *found) for name, table in given.items() if table for found in find(table.path)]
-    with ThreadPoolExecutor(16) as pool:  # one footer in an object store is one wait
-        inspected = _named_alike(files, list(pool.map(lambda file: _inspect(file, config), files)))
+def plan_slices(config: Logs) -> list[LogSlice]:
+    """All slices of all tables; DataError names the file and the column that do not fit."""
+    tables: dict[str, TableFile | None] = {name: getattr(config, name) for name in TABLES}
+    files = [_File(name, *info) for name, table in tables.items() if table for info in find_files(table.path)]
+    with ThreadPoolExecutor(16) as pool:  # each footer in an object store is one round trip
+        inspected = _with_same_query_key(files, list(pool.map(lambda file: _inspect(file, config), files)))
     slices = [
-        Slice(0, file.table, file.uri, found.columns, *cut, file.changed)
-        for file, found in zip(files, inspected, strict=True)
-        for cut in found.cuts
+        LogSlice(0, file.table, file.uri, layout.columns, *cut, file.changed)
+        for file, layout in zip(files, inspected, strict=True)
+        for cut in layout.cuts
     ]
     return [replace(piece, number=number) for number, piece in enumerate(slices)]
 
 
-def find(path: str) -> Iterator[tuple[str, int, int]]:
-    """URI, bytes and time of the files at `path`, sorted: a file, a directory, a pattern of ``*`` and ``?``.
+def find_files(path: str) -> Iterator[tuple[str, int, int]]:
+    """URI, bytes and modification time of the files at `path`, sorted.
 
-    Below a directory, names that start with ``.`` or ``_`` (marks other systems leave) are passed over.
+    `path` is a file, a directory, or a pattern of ``*`` and ``?``. Below a directory, names that start with
+    ``.`` or ``_`` (markers of other systems) are skipped.
     """
     path = fs.absolute(path).rstrip("/")
     fixed = re.split(r"[*?]", path, maxsplit=1)[0]
@@ -78,16 +108,16 @@ def find(path: str) -> Iterator[tuple[str, int, int]]:
     filesystem, inside = fs.resolve(base)
     top = filesystem.get_file_info(inside)
     if top.type == pafs.FileType.File:
-        found = {"": top}
+        infos = {"": top}
     else:
         selector = pafs.FileSelector(inside, recursive=True, allow_not_found=True)
         listed = [info for info in filesystem.get_file_info(selector) if info.type == pafs.FileType.File]
         named = {info.path[len(inside) :].strip("/"): info for info in listed}
-        wanted = _pattern(path[len(base) :].strip("/"))
-        found = {name: info for name, info in named.items() if wanted.fullmatch(name)}
-    if not found:
+        pattern = _pattern(path[len(base) :].strip("/"))
+        infos = {name: info for name, info in named.items() if pattern.fullmatch(name)}
+    if not infos:
         raise DataError(f"no file at {path}: check the path")
-    for name, info in sorted(found.items()):
+    for name, info in sorted(infos.items()):
         uri = fs.join(base, name) if name else base
         if not uri.endswith((".jsonl", ".parquet")):
             raise DataError(f"{uri} is neither .jsonl nor .parquet: convert it or narrow the path")
@@ -101,34 +131,35 @@ def _pattern(glob: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def _inspect(file: _File, config: Logs) -> _Found:
+def _inspect(file: _File, config: Logs) -> _Layout:
     mapping: dict[str, str] = getattr(config, file.table).columns
-    kinds = tables.kinds(config, file.table)
+    kinds = column_kinds(config, file.table)
     unknown = sorted(set(mapping) - set(kinds))
     if unknown:
         raise DataError(f"{file.uri}: columns maps {unknown}, which are none of {list(kinds)}")
     theirs = {name: mapping.get(name, name) for name in kinds}
     limit = config.slice_mb << 20
-    look = _look_at_parquet if file.uri.endswith(".parquet") else _look_at_json
-    seen, wrong, found = look(file, theirs, kinds, limit)
-    lacking = tables.missing(config, file.table, seen) if found.cuts else []
-    lacking += [name for name in mapping if name not in seen and name not in lacking]
-    if lacking:
-        shown = [theirs.get(name, name) for name in lacking]
+    inspect = _inspect_parquet if file.uri.endswith(".parquet") else _inspect_json
+    seen, wrong, layout = inspect(file, theirs, kinds, limit)
+    missing = _missing_columns(config, file.table, seen) if layout.cuts else []
+    missing += [name for name in mapping if name not in seen and name not in missing]
+    if missing:
+        shown = [theirs.get(name, name) for name in missing]
         raise DataError(f"{file.uri} ({file.table}) has no column {shown}: map it under {file.table}.columns")
     for name, kind in wrong.items():
         raise DataError(
             f"{file.uri} ({file.table}): column {theirs[name]!r} is of type {kind}, but {name} is "
-            f"{tables.describe(kinds[name])}: convert it, or map another column"
+            f"{_KIND_NAMES[kinds[name]]}: convert it, or map another column"
         )
-    return found
+    return layout
 
 
-_Look = tuple[set[str], dict[str, str], _Found]  # our names seen, those of a wrong type, and the rest
+# Our columns that the file has, those of a wrong type (with this type), and the layout.
+_Inspection = tuple[set[str], dict[str, str], _Layout]
 
 
-def _look_at_parquet(file: _File, theirs: dict[str, str], kinds: dict[str, tables.Kind], limit: int) -> _Look:
-    """Slices are runs of row groups of up to `limit` bytes; one larger row group is one slice."""
+def _inspect_parquet(file: _File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
+    """Slices are runs of row groups of up to `limit` bytes; a larger row group is a slice of its own."""
     try:
         with fs.open_input(file.uri) as source:
             reader = pq.ParquetFile(source)
@@ -137,7 +168,7 @@ def _look_at_parquet(file: _File, theirs: dict[str, str], kinds: dict[str, table
         raise DataError(f"{file.uri} is not a Parquet file: {error}") from None
     columns = {name: column for name, column in theirs.items() if column in schema.names}
     types = {name: schema.field(column).type for name, column in columns.items()}
-    wrong = {name: str(kind) for name, kind in types.items() if not tables.fits(kind, kinds[name])}
+    wrong = {name: str(kind) for name, kind in types.items() if not _fits_arrow(kind, kinds[name])}
     cuts: list[tuple[int, int, int]] = []
     for number in range(metadata.num_row_groups):
         size = metadata.row_group(number).total_byte_size
@@ -145,13 +176,13 @@ def _look_at_parquet(file: _File, theirs: dict[str, str], kinds: dict[str, table
             cuts[-1] = (cuts[-1][0], number + 1, cuts[-1][2] + size)
         else:
             cuts.append((number, number + 1, size))
-    return set(columns), wrong, _Found(columns, cuts)
+    return set(columns), wrong, _Layout(columns, cuts)
 
 
-def _look_at_json(file: _File, theirs: dict[str, str], kinds: dict[str, tables.Kind], limit: int) -> _Look:
-    """Slices are ranges of `limit` bytes. The first lines tell the columns; an optional one may be rare."""
+def _inspect_json(file: _File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
+    """Slices are ranges of `limit` bytes. Columns are inferred from the first lines."""
     with fs.open_input(file.uri) as source:
-        head = source.read(_SNIFFED)
+        head = source.read(_SCHEMA_BYTES)
     lines = head.split(b"\n") if len(head) == file.size else head.split(b"\n")[:-1]
     rows = [row for line in lines if (row := _object(line)) is not None]
     if not rows and any(line.strip() for line in lines):
@@ -161,17 +192,17 @@ def _look_at_json(file: _File, theirs: dict[str, str], kinds: dict[str, tables.K
         for name, column in theirs.items()
     }
     wrong = {
-        name: " and ".join(sorted(kind.__name__ for kind in found))
-        for name, found in types.items()
-        if not tables.fits_json(found, kinds[name])
+        name: " and ".join(sorted(kind.__name__ for kind in kinds_seen))
+        for name, kinds_seen in types.items()
+        if not _fits_json(kinds_seen, kinds[name])
     }
     seen = {name for name, column in theirs.items() if not rows or any(column in row for row in rows)}
-    # What a query is called by, and whether grades are given, must not change within a file; other columns
-    # may turn up later.
-    columns = {n: column for n, column in theirs.items() if n in seen or n not in _FIXED}
+    # Optional columns may first occur later in the file; the key of queries and the presence of grades must
+    # not change within it.
+    columns = {n: column for n, column in theirs.items() if n in seen or n not in _FIXED_COLUMNS}
     starts = range(0, file.size, limit)
     cuts = [(start, min(start + limit, file.size), min(limit, file.size - start)) for start in starts]
-    return seen, wrong, _Found(columns, cuts)
+    return seen, wrong, _Layout(columns, cuts)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -182,22 +213,101 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _named_alike(files: Sequence[_File], inspected: Sequence[_Found]) -> list[_Found]:
-    """A log calls its queries by an id of its own in every file, or by their text in every file."""
-    pairs = [(file, found) for file, found in zip(files, inspected, strict=True) if found.cuts]
-    named = {file.uri: "query_id" in found.columns for file, found in pairs if file.table == "impressions"}
+def _with_same_query_key(files: Sequence[_File], inspected: Sequence[_Layout]) -> list[_Layout]:
+    """Check that all files identify queries by query_id, or all by their text."""
+    pairs = [(file, layout) for file, layout in zip(files, inspected, strict=True) if layout.cuts]
+    named = {file.uri: "query_id" in layout.columns for file, layout in pairs if file.table == "impressions"}
     if len(set(named.values())) > 1:
-        bare = next(uri for uri, has in named.items() if not has)
-        raise DataError(f"{bare} has no column query_id, other impressions have: one query would become two")
-    by_id = any(named.values())
-    for file, found in pairs:
-        if by_id and file.table in ("scores", "qrels") and "query_id" not in found.columns:
+        without_id = next(uri for uri, has_id in named.items() if not has_id)
+        raise DataError(
+            f"{without_id} has no column query_id, other impressions have: one query would become two"
+        )
+    has_ids = any(named.values())
+    for file, layout in pairs:
+        if has_ids and file.table in ("scores", "qrels") and "query_id" not in layout.columns:
             raise DataError(
                 f"{file.uri} ({file.table}) has no column query_id, but the impressions call queries by it: "
                 "add it here, or leave it out there"
             )
-    return [found if by_id or "query" not in found.columns else _by_text(found) for found in inspected]
+    return [layout if has_ids or "query" not in layout.columns else _by_text(layout) for layout in inspected]
 
 
-def _by_text(found: _Found) -> _Found:
-    return found._replace(columns={name: c for name, c in found.columns.items() if name != "query_id"})
+def _by_text(layout: _Layout) -> _Layout:
+    return layout._replace(columns={name: c for name, c in layout.columns.items() if name != "query_id"})
+
+
+# --- what a column may hold ----------------------------------------------------------------------------
+
+
+def column_kinds(config: Logs, table: str) -> dict[str, Kind]:
+    """The columns of a table by our names, and the kind of their values."""
+    match table:
+        case "documents" | "unpaired":
+            return _DOCUMENTS | {name: _FEATURES[kind] for name, kind in config.features.items()}
+        case "impressions":
+            return _IMPRESSIONS
+        case "scores":
+            return _PAIR | {"score": "number"}
+        case _:
+            return _PAIR | {"relevance": "number"}
+
+
+def _missing_columns(config: Logs, table: str, have: Collection[str]) -> list[str]:
+    """The required columns of a table that a file with the columns `have` lacks."""
+    either: tuple[str, ...]
+    match table:
+        case "documents" | "unpaired":
+            needed, either = ["doc_id"], ("title", "content")
+        case "impressions":
+            needed, either = ["session_id", "query", "doc_id", "position", "clicked", "timestamp"], ("query",)
+            needed += ["dwell_s"] if config.min_dwell_s else []
+        case "scores":
+            needed, either = ["doc_id", "score"], ("query", "query_id")
+        case _:
+            needed, either = ["doc_id"], ("query", "query_id")
+    lacking = [name for name in needed if name not in have]
+    if not any(name in have for name in either) and not set(either) & set(lacking):
+        lacking.append(" or ".join(either))
+    return lacking
+
+
+def _fits_arrow(type_: pa.DataType, kind: Kind) -> bool:
+    """Whether a column of this type can have values of `kind`."""
+    if pa.types.is_dictionary(type_):
+        type_ = type_.value_type
+    # Some writers do not mark text columns as UTF-8, so that they are read as binary.
+    text = any(
+        is_type(type_)
+        for is_type in (
+            pa.types.is_string,
+            pa.types.is_large_string,
+            pa.types.is_string_view,
+            pa.types.is_binary,
+            pa.types.is_large_binary,
+        )
+    )
+    number = pa.types.is_integer(type_) or pa.types.is_floating(type_) or pa.types.is_decimal(type_)
+    match kind:
+        case "id":
+            good = text or pa.types.is_integer(type_)
+        case "text":
+            good = text
+        case "number":
+            good = text or number
+        case "flag":
+            good = pa.types.is_boolean(type_) or pa.types.is_integer(type_)
+        case "time":
+            good = text or number or pa.types.is_timestamp(type_)
+    return good or pa.types.is_null(type_)
+
+
+def _fits_json(kinds_seen: set[type], kind: Kind) -> bool:
+    """The same for the Python types of a JSON column, of which one must fit."""
+    types: dict[Kind, set[type]] = {
+        "id": {str, int},
+        "text": {str},
+        "number": {int, float, str},
+        "flag": {bool, int},
+        "time": {int, float, str},
+    }
+    return not kinds_seen or bool(kinds_seen & types[kind])

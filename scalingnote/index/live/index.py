@@ -26,8 +26,8 @@ from scalingnote.index.live.snapshot import Snapshot
 from scalingnote.index.live.state import WriteResult
 from scalingnote.index.live.versions import LiveVersion
 from scalingnote.log import get_logger
+from scalingnote.storage.arrow import take_rows
 from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.stored_rows import take
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 3  # to route a write; a document moves at most once per compaction
@@ -106,7 +106,7 @@ class LiveIndex:
 
         def write(number: int, rows: Sequence[int]) -> WriteResult:
             own = np.array(rows)
-            return self.shards[number].upsert(take(documents, own), vectors[own], rows=rows)
+            return self.shards[number].upsert(take_rows(documents, own), vectors[own], rows=rows)
 
         return self._routed(doc_ids, write)
 

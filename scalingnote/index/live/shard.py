@@ -36,7 +36,7 @@ from scalingnote.index.live.state import (
 )
 from scalingnote.index.shard import Shard
 from scalingnote.log import get_logger
-from scalingnote.storage.exchange import bucket_of
+from scalingnote.storage.shuffle import bucket_of
 
 REPLAY_BATCH = 256  # records applied at once
 

@@ -24,8 +24,8 @@ from scalingnote.index import ivf
 from scalingnote.index.ivf import Lists
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Shard
-from scalingnote.storage.exchange import hash_of
-from scalingnote.storage.stored_rows import StoredRows, take
+from scalingnote.storage.arrow import StoredRows, take_rows
+from scalingnote.storage.shuffle import hash_of
 
 
 class Segment(NamedTuple):
@@ -90,7 +90,7 @@ class Snapshot:
         outside = wanted[(wanted < 0) | (wanted >= self.rows)]
         if len(outside):
             raise SearchError(f"no row {outside[0]}: there are {self.rows}")
-        return take(pa.concat_tables([self.base.documents, self._live_documents]), wanted)
+        return take_rows(pa.concat_tables([self.base.documents, self._live_documents]), wanted)
 
     def document(self, row: int) -> dict[str, Any]:
         """The document of a row that is there, as searches give it."""

@@ -23,9 +23,9 @@ from scalingnote.index.live import snapshot as live_rows
 from scalingnote.index.live.snapshot import DocIds, Snapshot
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Shard
-from scalingnote.storage import stored_rows
+from scalingnote.storage import arrow
+from scalingnote.storage.arrow import to_arrow, to_numpy
 from scalingnote.storage.schema import SPARSE
-from scalingnote.storage.vectors import to_arrow, to_numpy
 
 VECTOR = "vector"  # column that a log record adds to those of the documents; deletions lack it
 
@@ -342,7 +342,7 @@ def _with_terms(segments: tuple[Postings, ...], batches: Sequence[pa.RecordBatch
 
 def _appended(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tuple[pa.RecordBatch, ...]:
     """Append a chunk; each stays full or at least twice as long as the next, so rows are rarely copied."""
-    left, most = list(chunks), stored_rows.BATCH_BYTES
+    left, most = list(chunks), arrow.BATCH_BYTES
     while left and left[-1].num_rows < 2 * batch.num_rows and left[-1].nbytes + batch.nbytes <= most:
         batch = pa.concat_batches([left.pop(), batch])
     return (*left, batch) if batch.num_rows else tuple(left)

@@ -19,7 +19,7 @@ from scalingnote.index.live import state
 from scalingnote.index.live.shard import LiveShard, owners
 from scalingnote.index.live.snapshot import DocIds
 from scalingnote.index.shard import Shard
-from scalingnote.storage import stored_rows
+from scalingnote.storage import arrow
 from synthetic_corpus import vectors
 
 BASE = {f"d{i}": vector for i, vector in enumerate(vectors(60, DIM))}
@@ -366,7 +366,7 @@ def test_documents_are_found_in_more_text_than_a_column_of_one_chunk_holds(
 def test_live_rows_lie_in_few_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [table([f"n{number}"]).to_batches()[0] for number in range(100, 300)]
     most = 20 * rows[0].nbytes
-    monkeypatch.setattr(stored_rows, "BATCH_BYTES", most)
+    monkeypatch.setattr(arrow, "BATCH_BYTES", most)
     chunks: tuple[pa.RecordBatch, ...] = ()
     for row in rows:
         chunks = state._appended(chunks, row)

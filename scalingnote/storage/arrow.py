@@ -1,8 +1,8 @@
-"""Rows of a table: one by one as Python values, what a search gives of the documents it finds; or many.
+"""Arrow columns as numpy matrices, without copies if the layout allows, and rows of tables by their numbers.
 
-Values are read where Arrow has them. Its own scalars cost a microsecond or two each, and ten documents have
-fifty of them: more than it takes to find the ten. And its `take` joins all chunks of a text column before it
-takes a row: a copy of the whole column each time, and an error where that has more than 2 GiB.
+pyarrow's own access to rows is too slow for search results: a scalar costs one or two microseconds, and ten
+documents have fifty of them, which takes longer than the search. `Table.take` first joins all chunks of a
+text column: it copies the whole column each time, and fails above 2 GiB.
 """
 
 from bisect import bisect_right
@@ -12,35 +12,74 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Int
+from jaxtyping import Float, Int, Shaped
 from numpy import ndarray
 
-BATCH_BYTES = 1 << 26  # up to which batches are joined; a text column of one holds no more than 2 GiB
+BATCH_BYTES = 1 << 26  # maximal size of joined batches; a text column of a batch holds at most 2 GiB
 
 _Reader = Callable[[int], Any]
 
 
+def to_numpy(column: pa.ChunkedArray | pa.Array) -> Float[ndarray, "rows dim"]:
+    """A FixedSizeList column as a float32 matrix."""
+    return np.ascontiguousarray(to_matrix(column), dtype=np.float32)
+
+
+def to_matrix(column: pa.ChunkedArray | pa.Array) -> Shaped[ndarray, "rows dim"]:
+    """A FixedSizeList column as a matrix of its own dtype."""
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    if isinstance(column, pa.ChunkedArray):  # zero chunks stay a ChunkedArray in some versions
+        column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    values: ndarray = column.flatten().to_numpy(zero_copy_only=False)
+    return values.reshape(-1, column.type.list_size)
+
+
+def dtype_of(field: pa.Field) -> str:
+    """The numpy name of a FixedSizeList column's value type."""
+    return str(np.dtype(field.type.value_type.to_pandas_dtype()))
+
+
+def to_arrow(matrix: Shaped[ndarray, "rows dim"], *, dtype: str = "float32") -> pa.Array:
+    """A matrix as a FixedSizeList column of `dtype` (float16 or float32; integers keep their dtype)."""
+    if np.issubdtype(matrix.dtype, np.floating):
+        matrix = matrix.astype(dtype)
+    values = pa.array(np.ascontiguousarray(matrix).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(values, matrix.shape[1])
+
+
+def l2_normalize(matrix: Float[ndarray, "rows dim"]) -> Float[ndarray, "rows dim"]:
+    """Scale rows to L2 norm 1, as float32; a row of zeros stays zero."""
+    # Faster than np.linalg.norm, whose overhead exceeds the scaling of a single query's vector.
+    norms = np.sqrt(np.add.reduce(matrix * matrix, axis=1, keepdims=True))
+    scaled: ndarray = (matrix / np.maximum(norms, 1e-12)).astype(np.float32, copy=False)
+    return scaled
+
+
+# --- rows --------------------------------------------------------------------------------------------------
+
+
 class StoredRows:
-    """A table whose rows are asked for by their numbers. Threads may share one."""
+    """Random access to the rows of a table as Python values. Thread-safe."""
 
     def __init__(self, table: pa.Table) -> None:
         self._batches = table.to_batches()
         self._starts = [*accumulate((batch.num_rows for batch in self._batches), initial=0)]
-        # Made when they are first needed: a large table has a thousand batches, a few answers touch ten.
+        # Created at first use: a large table has a thousand batches, of which few results use ten.
         self._readers: list[dict[str, _Reader] | None] = [None] * len(self._batches)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """A row that is there, by the names of its columns; as :meth:`pyarrow.Table.to_pylist` has it."""
+        """Row `row` as a dict, with the values of :meth:`pyarrow.Table.to_pylist`."""
         readers, inside = self._place(row)
         return {name: read(inside) for name, read in readers.items()}
 
     def value(self, row: int, name: str) -> Any:
-        """What a row has in one column."""
+        """The value of a row in one column."""
         readers, inside = self._place(row)
         return readers[name](inside)
 
     def _place(self, row: int) -> tuple[dict[str, _Reader], int]:
-        """The readers of the batch that a row is in, and its number there."""
+        """The column readers of the row's batch, and the row's number in the batch."""
         number = bisect_right(self._starts, row) - 1
         readers = self._readers[number]
         if readers is None:
@@ -52,8 +91,8 @@ class StoredRows:
         return readers, row - self._starts[number]
 
 
-def take(table: pa.Table, rows: Int[ndarray, " rows"]) -> pa.Table:
-    """Rows that are there, in order, from the chunks they lie in: made for rows that ascend."""
+def take_rows(table: pa.Table, rows: Int[ndarray, " rows"]) -> pa.Table:
+    """Rows by their numbers, in this order; fastest for ascending numbers."""
     batches = table.to_batches()
     starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
     number = np.searchsorted(starts, rows, side="right") - 1
@@ -67,7 +106,7 @@ def take(table: pa.Table, rows: Int[ndarray, " rows"]) -> pa.Table:
 
 
 def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Neighbours as one: a table that is taken from again and again would fall to ever smaller pieces."""
+    """Join small adjacent batches: repeated calls of `take_rows` would otherwise make ever smaller ones."""
     held: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:

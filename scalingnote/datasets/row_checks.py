@@ -1,6 +1,9 @@
-"""The gate every row passes: raw dicts in, tables of the agreed schema out, bad rows set aside by name."""
+"""Checks of raw rows: valid rows take the columns of ``storage.schema``, others are rejected with a reason.
 
-import heapq
+`logs.column_checks` applies the same rules to whole columns.
+"""
+
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -9,25 +12,23 @@ from typing import Any
 import pyarrow as pa
 
 from scalingnote.datasets.config import DatasetConfig
-from scalingnote.datasets.quarantine import Quarantine
-from scalingnote.datasets.rows import Row, Rows, Unreadable
-from scalingnote.datasets.split import uniform
-from scalingnote.storage.text import mended, storable
+from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, UnreadableRow
+from scalingnote.storage.schema import is_valid_unicode, replace_surrogates
 
-# Everything below a space but tab and line ends, DEL and the C1 block.
+# Control characters except tab and line ends, DEL and the C1 block.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _MAX_ID_CHARS = 256
-_FIRST_S, _END_S = -62_135_596_800, 253_402_300_800  # the years 1 to 9999, all that Python's datetimes hold
+_FIRST_S, _END_S = -62_135_596_800, 253_402_300_800  # the years 1 to 9999, the range of Python's datetime
 
 
 class _BadRowError(Exception):
-    """Why a row is set aside."""
+    """The reason to reject a row."""
 
 
 def documents(
     rows: Rows, *, config: DatasetConfig, features: pa.Schema, quarantine: Quarantine
 ) -> Iterator[Row]:
-    """Documents that can be indexed, with the columns of DOCUMENTS and `features`; `group` is never empty."""
+    """Valid documents with the columns of DOCUMENTS and `features`; `group` is never empty."""
     seen: set[str] = set()
 
     def check(row: Row) -> Row:
@@ -50,14 +51,14 @@ def documents(
             "group": _text(row, "group", quarantine) or doc_id,
             **{field.name: _feature(row, field, quarantine) for field in features},
         }
-        seen.add(doc_id)  # only now: a row that was set aside is no duplicate's first
+        seen.add(doc_id)  # only now, so that a rejected row does not make a later one a duplicate
         return sound
 
     return _checked("documents", rows, check, quarantine)
 
 
 def queries(rows: Rows, *, quarantine: Quarantine) -> Iterator[Row]:
-    """Queries with an id and a text; `split` is "train", "test" or, where the source names none, empty."""
+    """Queries with an id and a text; `split` is "train", "test", or empty if the source has no split."""
     seen: set[str] = set()
 
     def check(row: Row) -> Row:
@@ -77,7 +78,7 @@ def queries(rows: Rows, *, quarantine: Quarantine) -> Iterator[Row]:
 
 
 def users(rows: Rows, *, profile: pa.Schema, quarantine: Quarantine) -> Iterator[Row]:
-    """Users with an id, each once, and the columns of `profile`."""
+    """Distinct users with an id and the columns of `profile`."""
     seen: set[str] = set()
 
     def check(row: Row) -> Row:
@@ -94,9 +95,9 @@ def users(rows: Rows, *, profile: pa.Schema, quarantine: Quarantine) -> Iterator
 def pairs(
     table: str, rows: Rows, *, query_ids: Iterable[str], doc_ids: Iterable[str], quarantine: Quarantine
 ) -> Iterator[Row]:
-    """Rows of qrels, impressions or scores whose query and document are known; each qrel and score once."""
+    """Rows of qrels, impressions or scores with a known query and document; a qrel or score only once."""
     known_queries, known_documents = set(query_ids), set(doc_ids)
-    finish = {"qrels": _qrel, "impressions": _impression, "scores": _score}[table]
+    other_columns = {"qrels": _qrel, "impressions": _impression, "scores": _score}[table]
     once = table != "impressions"
     seen: set[tuple[str, str]] = set()
 
@@ -108,7 +109,7 @@ def pairs(
             raise _BadRowError("unknown doc_id")
         if once and (query_id, doc_id) in seen:
             raise _BadRowError("duplicate query and document")
-        sound = {"query_id": query_id, "doc_id": doc_id, **finish(row)}
+        sound = {"query_id": query_id, "doc_id": doc_id, **other_columns(row)}
         if once:
             seen.add((query_id, doc_id))
         return sound
@@ -116,24 +117,9 @@ def pairs(
     return _checked(table, rows, check, quarantine)
 
 
-def subset(
-    rows: Iterable[Row], *, size: int, seed: int, rank: Callable[[Row], Any] | None = None, key: str = "group"
-) -> list[Row]:
-    """The `size` rows that come first by `rank`, ties and no rank at all settled by a hash of `key`.
-
-    Rows keep their order. Only the chosen ones are ever held in memory.
-    """
-
-    def order(item: tuple[int, Row]) -> tuple[Any, float, int]:
-        number, row = item
-        return (rank(row) if rank else 0, uniform(row[key], seed=seed), number)
-
-    return [row for _, row in sorted(heapq.nsmallest(size, enumerate(rows), key=order), key=lambda x: x[0])]
-
-
 def _checked(name: str, rows: Rows, check: Callable[[Row], Row], quarantine: Quarantine) -> Iterator[Row]:
     for row in rows:
-        if isinstance(row, Unreadable):
+        if isinstance(row, UnreadableRow):
             quarantine.reject(name, row.row, row.reason)
             continue
         try:
@@ -157,7 +143,7 @@ def _identifier(row: Row, key: str) -> str:
         raise _BadRowError(f"no {key}")
     if len(value) > _MAX_ID_CHARS:
         raise _BadRowError(f"{key} longer than {_MAX_ID_CHARS} characters")
-    if _CONTROL.search(value) or not storable(value):
+    if _CONTROL.search(value) or not is_valid_unicode(value):
         raise _BadRowError(f"{key} with control characters")
     return value
 
@@ -173,8 +159,8 @@ def _text(row: Row, key: str, quarantine: Quarantine) -> str:
             raise _BadRowError("invalid UTF-8") from None
     if not isinstance(value, str):
         raise _BadRowError(f"{key} is of type {type(value).__name__}, not text")
-    if not storable(value):
-        value = mended(value)
+    if not is_valid_unicode(value):
+        value = replace_surrogates(value)
         quarantine.mend("lone_surrogates_replaced")
     if _CONTROL.search(value):
         value = _CONTROL.sub(" ", value)
@@ -183,16 +169,16 @@ def _text(row: Row, key: str, quarantine: Quarantine) -> str:
 
 
 def _feature(row: Row, field: pa.Field, quarantine: Quarantine) -> Any:
-    """The value as `field` wants it; None, and counted, where it is none: it costs no document its place."""
+    """The value with the type of `field`; an invalid value becomes None and is counted, the row stays."""
     value = row.get(field.name)
     if value is None:
         return None
     try:
         if pa.types.is_string(field.type):
             return _text(row, field.name, quarantine)
-        found = pa.scalar(value, type=field.type).as_py()
-        if not pa.types.is_integer(field.type) or found == value:  # Arrow cuts 1.5 to 1
-            return found
+        typed = pa.scalar(value, type=field.type).as_py()
+        if not pa.types.is_integer(field.type) or typed == value:  # Arrow truncates 1.5 to 1
+            return typed
     except (_BadRowError, OverflowError, pa.ArrowInvalid, pa.ArrowTypeError):
         pass
     quarantine.mend(f"feature_{field.name}_dropped")
@@ -226,7 +212,7 @@ def _impression(row: Row) -> Row:
         "user_id": None if user is None else _identifier(row, "user_id"),
         "position": int(position),
         "clicked": bool(clicked),
-        "timestamp": int(1000 * seconds),  # seconds in, milliseconds kept
+        "timestamp": int(1000 * seconds),  # the schema has milliseconds
         "dwell_s": None if row.get("dwell_s") is None else _number(row, "dwell_s"),
     }
 
@@ -241,6 +227,6 @@ def _number(row: Row, key: str) -> float:
         raise _BadRowError(f"{key} is not a number") from None
     except OverflowError:  # an integer may be larger than any float
         raise _BadRowError(f"{key} is not finite") from None
-    if number != number or number in (float("inf"), float("-inf")):
+    if not math.isfinite(number):
         raise _BadRowError(f"{key} is not finite")
     return number

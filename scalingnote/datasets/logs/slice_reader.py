@@ -1,8 +1,8 @@
-"""The rows of one slice as Arrow tables under our column names, a few megabytes at a time.
+"""Reads a slice as Arrow tables under our column names, a few megabytes at a time.
 
-Parquet comes typed. JSON lines are parsed by Arrow as long as a block is what its first line promises. One
-that is not (a broken line, a number among texts) is cut smaller, and in the end read line by line, so that a
-bad row costs some milliseconds, and no other row anything.
+Parquet is typed. JSON lines are parsed by Arrow with the types of the first line of a block. If a line of the
+block does not fit (broken JSON, a number among texts), the block is divided, and finally read line by line:
+a bad line costs a few milliseconds and affects no other line.
 """
 
 import json
@@ -14,21 +14,18 @@ import pyarrow as pa
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
-from scalingnote.datasets.logs.inputs import Slice
-from scalingnote.datasets.logs.tables import Kind
-from scalingnote.datasets.logs.tally import Tally
+from scalingnote.datasets.logs.column_checks import PROBLEM, LogTally
+from scalingnote.datasets.logs.inputs import Kind, LogSlice
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.text import mended, storable
+from scalingnote.storage.schema import is_valid_unicode, replace_surrogates
 
-# A column beside the file's own: why the row cannot be used, where reading it already told.
-PROBLEM = "_problem"
-_BLOCK = 1 << 20
-_FEW_LINES = 1 << 14  # bytes
-_PEEK = 1 << 16
+_BLOCK_BYTES = 1 << 20
+_MIN_BLOCK_BYTES = 1 << 14
+_PEEK_BYTES = 1 << 16
 
 
-def read(piece: Slice, *, kinds: dict[str, Kind], tally: Tally) -> Iterator[pa.Table]:
-    """Tables with those of our columns that the file has, and PROBLEM. Unreadable lines are set aside."""
+def read_slice(piece: LogSlice, *, kinds: dict[str, Kind], tally: LogTally) -> Iterator[pa.Table]:
+    """Tables with those of our columns that the file has, and PROBLEM. Unreadable lines are rejected."""
     if piece.uri.endswith(".parquet"):
         with fs.open_input(piece.uri) as source:
             reader = pq.ParquetFile(source)
@@ -37,43 +34,43 @@ def read(piece: Slice, *, kinds: dict[str, Kind], tally: Tally) -> Iterator[pa.T
                 columns = {name: rows[column] for name, column in piece.columns.items()}
                 yield pa.table(columns | {PROBLEM: pa.nulls(len(rows), pa.string())})
         return
-    for block in _blocks(_lines(piece), _BLOCK):
-        # Rows read this way and that have one schema, as a rule: few tables are quicker than many.
-        for _, alike in groupby(_parsed(block, piece, kinds, tally), key=lambda table: table.schema):
+    for block in _blocks(_lines(piece), _BLOCK_BYTES):
+        # Both ways of reading usually give the same schema; few tables are faster to process than many.
+        for _, alike in groupby(_parse(block, piece, kinds, tally), key=lambda table: table.schema):
             yield pa.concat_tables(alike)
 
 
-def _parsed(block: bytes, piece: Slice, kinds: dict[str, Kind], tally: Tally) -> Iterator[pa.Table]:
-    table = _by_arrow(block, piece.columns, kinds)
+def _parse(block: bytes, piece: LogSlice, kinds: dict[str, Kind], tally: LogTally) -> Iterator[pa.Table]:
+    table = _parse_block(block, piece.columns, kinds)
     if table is not None:
         yield table
         return
-    smaller = list(_blocks(block, max(len(block) // 4, _FEW_LINES)))
-    if len(smaller) == 1:  # as small as it gets: few lines, or one long line
-        yield _line_by_line(block, piece, kinds, tally)
+    smaller = list(_blocks(block, max(len(block) // 4, _MIN_BLOCK_BYTES)))
+    if len(smaller) == 1:  # cannot be divided further: few lines, or one long line
+        yield _parse_lines(block, piece, kinds, tally)
         return
     for part in smaller:
-        yield from _parsed(part, piece, kinds, tally)
+        yield from _parse(part, piece, kinds, tally)
 
 
-def _lines(piece: Slice) -> bytes:
+def _lines(piece: LogSlice) -> bytes:
     """The lines whose first byte lies in [start, stop)."""
     first = max(piece.start - 1, 0)
     with fs.open_input(piece.uri) as source:
         source.seek(first)
         data: bytes = source.read(piece.stop - first)
-        while not data.endswith(b"\n") and (more := source.read(_PEEK)):
-            head, found, _ = more.partition(b"\n")
-            data += head + found
+        while not data.endswith(b"\n") and (more := source.read(_PEEK_BYTES)):
+            head, newline, _ = more.partition(b"\n")
+            data += head + newline
     if not piece.start:
         return data
-    # The byte before `start` shows whether a line begins there or has begun before.
+    # Reading started one byte early: a newline there means that a line begins at `start`.
     begin = data.find(b"\n") + 1
     return data[begin:] if 0 < begin < piece.stop - first else b""
 
 
 def _blocks(data: bytes, size: int) -> Iterator[bytes]:
-    """Whole lines, about `size` bytes of them at a time."""
+    """Blocks of whole lines, of about `size` bytes."""
     start = 0
     while start < len(data):
         stop = data.find(b"\n", start + size) + 1 or len(data)
@@ -81,12 +78,12 @@ def _blocks(data: bytes, size: int) -> Iterator[bytes]:
         start = stop
 
 
-def _by_arrow(block: bytes, columns: dict[str, str], kinds: dict[str, Kind]) -> pa.Table | None:
-    """The block parsed at once; None where any line does not keep what the first one promises."""
+def _parse_block(block: bytes, columns: dict[str, str], kinds: dict[str, Kind]) -> pa.Table | None:
+    """The block parsed at once; None if any line does not fit the types of the first one."""
     try:
-        block.decode()  # Arrow would put U+FFFD for what is not UTF-8
+        block.decode()  # Arrow would replace invalid UTF-8 by U+FFFD
         first = json.loads(block[: block.find(b"\n") + 1 or None])
-        schema = {column: _promised(first.get(column), kinds[name]) for name, column in columns.items()}
+        schema = {column: _arrow_type(first.get(column), kinds[name]) for name, column in columns.items()}
         parsed = pj.read_json(
             pa.BufferReader(block),
             read_options=pj.ReadOptions(use_threads=False, block_size=len(block) + 1),
@@ -103,7 +100,7 @@ def _by_arrow(block: bytes, columns: dict[str, str], kinds: dict[str, Kind]) -> 
     return pa.table(taken | {PROBLEM: pa.nulls(lines, pa.string())})
 
 
-def _promised(value: Any, kind: Kind) -> pa.DataType:
+def _arrow_type(value: Any, kind: Kind) -> pa.DataType:
     match kind, value:
         case "flag", bool() | None:
             return pa.bool_()
@@ -120,8 +117,8 @@ def _promised(value: Any, kind: Kind) -> pa.DataType:
     return pa.string()
 
 
-def _line_by_line(block: bytes, piece: Slice, kinds: dict[str, Kind], tally: Tally) -> pa.Table:
-    named = "documents" if piece.table == "unpaired" else piece.table
+def _parse_lines(block: bytes, piece: LogSlice, kinds: dict[str, Kind], tally: LogTally) -> pa.Table:
+    table = "documents" if piece.table == "unpaired" else piece.table
     columns: dict[str, list[Any]] = {name: [] for name in [*piece.columns, PROBLEM]}
     for line in block.split(b"\n"):
         if not line.strip():
@@ -134,41 +131,40 @@ def _line_by_line(block: bytes, piece: Slice, kinds: dict[str, Kind], tally: Tal
         except ValueError:
             reason = "invalid JSON"
         if reason:
-            shown = line[:400].decode("utf-8", "backslashreplace").rstrip()
-            tally.reject_lines(named, reason, [shown])
+            tally.reject_rows(table, reason, [line[:400].decode("utf-8", "backslashreplace").rstrip()])
             continue
         problem = None
         for name, column in piece.columns.items():
-            value, why = _plain(row.get(column), name, kinds[name], tally)
+            value, why = _typed_value(row.get(column), name, kinds[name], tally)
             columns[name].append(value)
             problem = problem or why
         columns[PROBLEM].append(problem)
     return pa.table({name: _array(values, kinds.get(name, "text")) for name, values in columns.items()})
 
 
-def _array(found: list[Any], kind: Kind) -> pa.Array:
+def _array(items: list[Any], kind: Kind) -> pa.Array:
     match kind:
         case "flag":
-            return pa.array(found, pa.bool_())
+            return pa.array(items, pa.bool_())
         case "number":
-            return pa.array(found, pa.float64())
-        case "time" if not any(isinstance(value, str) for value in found):
-            return pa.array(found, pa.float64())
-    return pa.array([value if value is None else str(value) for value in found], pa.string())
+            return pa.array(items, pa.float64())
+        case "time" if not any(isinstance(value, str) for value in items):
+            return pa.array(items, pa.float64())
+    return pa.array([value if value is None else str(value) for value in items], pa.string())
 
 
-def _plain(value: Any, name: str, kind: Kind, tally: Tally) -> tuple[Any, str | None]:
-    """A JSON value as its kind is kept, and why it cannot be used."""
+def _typed_value(value: Any, name: str, kind: Kind, tally: LogTally) -> tuple[Any, str | None]:
+    """A JSON value with the Python type of its kind, and the reason if it is invalid."""
     if value is None:
         return None, None
     match kind:
         case "flag":
-            # 0 and 1 pass; what is neither is null, and refused as that.
+            # 0 and 1 are valid; another number becomes null, which `column_checks` rejects.
             return (bool(value) if isinstance(value, (int, float)) and value in (0, 1) else None), None
         case "number":
             return _number(value, name)
         case "time" if isinstance(value, str):
-            return mended(value), None
+            return replace_surrogates(value), None
         case "time":
             return _number(value, name)
         case "id" if isinstance(value, int) and not isinstance(value, bool):
@@ -177,12 +173,12 @@ def _plain(value: Any, name: str, kind: Kind, tally: Tally) -> tuple[Any, str | 
             return None, f"{name} is of type {type(value).__name__}"
         case "text" if not isinstance(value, str):
             return None, f"{name} is of type {type(value).__name__}, not text"
-    if storable(value):
+    if is_valid_unicode(value):
         return value, None
     if kind == "id":
         return None, f"{name} with control characters"
     tally.mended["lone_surrogates_replaced"] += 1
-    return mended(value), None
+    return replace_surrogates(value), None
 
 
 def _number(value: Any, name: str) -> tuple[float | None, str | None]:

@@ -1,0 +1,206 @@
+"""Raw rows of files as dicts, or as the reason why a line cannot be decoded; and the rejected rows."""
+
+import csv
+import glob
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scalingnote.errors import DataError
+from scalingnote.storage.schema import REJECTED
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class UnreadableRow:
+    """A row that could not be decoded: its beginning and the reason."""
+
+    row: str
+    reason: str
+
+
+Rows = Iterable[Row | UnreadableRow]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The raw rows of each table of a data source; columns are named as in ``storage.schema``.
+
+    A query may have a `split`; without one, the split is drawn by group. `features` are the types of document
+    columns beyond the five that every document has, `profile` those of user columns beyond the id. `rank`
+    orders documents for a subset (smallest first); without it, whole groups are kept in the order of a seeded
+    hash. `notes` are recorded in the manifest.
+    """
+
+    documents: Rows
+    queries: Rows
+    qrels: Rows = ()
+    impressions: Rows = ()
+    scores: Rows = ()
+    users: Rows = ()
+    features: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    profile: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    rank: Callable[[Row], Any] | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def map_rows(rows: Rows, rename: Callable[[Row], Row]) -> Iterator[Row | UnreadableRow]:
+    """Rows under our column names; a row without a needed field becomes unreadable, unreadable rows pass."""
+    for row in rows:
+        if isinstance(row, UnreadableRow):
+            yield row
+            continue
+        try:
+            yield rename(row)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            yield UnreadableRow(
+                repr(row)[:400], f"not in the source's format: {type(error).__name__} {error}"
+            )
+
+
+def readable_rows(rows: Rows) -> Iterator[Row]:
+    """Only the rows that could be read: for a second table from a file whose unreadable rows are counted."""
+    return (row for row in rows if isinstance(row, dict))
+
+
+def text_id(text: str, *, prefix: str) -> str:
+    """An id that is equal for equal texts, ignoring case."""
+    return f"{prefix}-{hashlib.sha256(text.casefold().encode('utf-8', 'replace')).hexdigest()[:16]}"
+
+
+def distinct_rows(rows: Iterable[Row], key: str) -> Iterator[Row]:
+    """The first row of each value of `key`."""
+    seen: set[str] = set()
+    for row in rows:
+        if row[key] not in seen:
+            seen.add(row[key])
+            yield row
+
+
+def first_sentence(text: str, *, max_chars: int = 120) -> str:
+    """The first sentence of an English or Chinese text: the title of texts without one."""
+    end = re.search(r"[。！？\n]|[.!?](?=\s|$)", text.strip())
+    return text.strip()[: end.end() if end else None][:max_chars].strip()
+
+
+def json_lines(path: Path) -> Iterator[Row | UnreadableRow]:
+    """Objects of a JSON-lines file."""
+    for line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except UnicodeDecodeError:
+            yield UnreadableRow(_beginning(line), "invalid UTF-8")
+        except ValueError:
+            yield UnreadableRow(_beginning(line), "invalid JSON")
+        else:
+            yield value if isinstance(value, dict) else UnreadableRow(_beginning(line), "not a JSON object")
+
+
+def delimited_lines(
+    path: Path, *, columns: Sequence[str], separator: str = "\t", header: bool = False
+) -> Iterator[Row | UnreadableRow]:
+    """Lines of fields without quoting (TREC and MS MARCO files); `separator` " " means any white space."""
+    for number, line in enumerate(_lines(path)):
+        if (header and number == 0) or not line.strip():
+            continue
+        try:
+            # A byte-order mark would become part of the first id.
+            text = line.decode("utf-8" if number else "utf-8-sig").rstrip("\r\n")
+        except UnicodeDecodeError:
+            yield UnreadableRow(_beginning(line), "invalid UTF-8")
+            continue
+        fields = text.split() if separator == " " else text.split(separator)
+        if len(fields) == len(columns):
+            yield dict(zip(columns, fields, strict=True))
+        else:
+            yield UnreadableRow(_beginning(line), f"{len(fields)} fields, expected {len(columns)}")
+
+
+def csv_rows(path: Path, *, encoding: str = "utf-8") -> Iterator[Row | UnreadableRow]:
+    """Rows of a CSV file with a header; bytes that `encoding` cannot decode reject their row only."""
+    marked = "utf-8-sig" if encoding == "utf-8" else encoding  # spreadsheets write a byte-order mark
+    with path.open(encoding=marked, errors="surrogateescape", newline="") as stream:
+        for row in csv.DictReader(stream):
+            text = "".join(value for value in row.values() if isinstance(value, str))
+            if None in row or None in row.values():
+                yield UnreadableRow(text.encode("utf-8", "replace").decode(), "wrong number of fields")
+            elif any("\udc80" <= character <= "\udcff" for character in text):
+                yield UnreadableRow(text.encode("utf-8", "replace").decode(), f"invalid {encoding.upper()}")
+            else:
+                yield dict(row)
+
+
+def parquet_rows(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Row | UnreadableRow]:
+    """Rows of a Parquet file, one batch in memory at a time."""
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(8192, columns=list(columns) if columns else None):
+            yield from batch.to_pylist()
+
+
+def match_files(pattern: str) -> list[Path]:
+    """The files of a path or glob, sorted; DataError if there are none."""
+    found = sorted(Path(path) for path in glob.glob(pattern))
+    if not found:
+        raise DataError(f"no file at {pattern}: check the path")
+    return found
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError:
+        raise DataError(f"no file at {path}: check the path") from None
+    with stream:
+        yield from stream
+
+
+def _beginning(line: bytes) -> str:
+    return line[:400].decode("utf-8", "backslashreplace").rstrip()
+
+
+SHOWN_CHARS = 200  # of a rejected row
+KEPT_PER_REASON = 1000  # rejected rows
+
+
+class Quarantine:
+    """Counts rejected and repaired rows by reason, and keeps the first rejected rows of each reason."""
+
+    def __init__(self) -> None:
+        self.rejected: Counter[str] = Counter()
+        self.mended: Counter[str] = Counter()
+        self._rows: list[dict[str, str]] = []
+        self._kept: Counter[tuple[str, str]] = Counter()
+
+    def reject(self, table: str, row: Any, reason: str) -> None:
+        """Set a row aside."""
+        self.rejected[f"{table}: {reason}"] += 1
+        self._kept[table, reason] += 1
+        if self._kept[table, reason] <= KEPT_PER_REASON:
+            self._rows.append({"table": table, "row": shown_row(row), "reason": reason})
+
+    def mend(self, what: str) -> None:
+        """Count a row that was kept after a repair."""
+        self.mended[what] += 1
+
+    def table(self) -> pa.Table:
+        """REJECTED: at most KEPT_PER_REASON rows of each reason, in the order of rejection."""
+        return pa.Table.from_pylist(self._rows, schema=REJECTED)
+
+
+def shown_row(row: str | dict[str, Any]) -> str:
+    """The beginning of a rejected row, as text that can be stored."""
+    if not isinstance(row, str):
+        # A long value is cut before it is formatted: a row may hold a megabyte.
+        row = repr({key: v[:SHOWN_CHARS] if isinstance(v, str) else v for key, v in row.items()})
+    return row[:SHOWN_CHARS].encode("utf-8", "backslashreplace").decode()
