@@ -106,7 +106,7 @@ def serve_faults(r: Report) -> Lines:
     yield value(r, "lost", f"acknowledged writes lost while parts are killed, {requests:,} requests")
     yield value(r, "wrong or mixed", "answers that are wrong, or of two index versions")
     yield value(r, "doubled", "documents twice in an answer")
-    yield value(r, "undocumented", "errors that docs/operations.md does not name")
+    yield value(r, "undocumented", "errors that docs/guides/operations.md does not name")
 
 
 def exposure(r: Report) -> Lines:

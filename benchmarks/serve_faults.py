@@ -12,7 +12,7 @@ Two services of a finished run, one after the other, every part of each in repli
             and not acknowledged), and no answer may have a document twice.
 
 Nothing is killed before everything that was killed is back: of what answers searches there are two, of the
-writer one. Errors are counted by status; those that docs/operations.md does not name are failures.
+writer one. Errors are counted by status; those that docs/guides/operations.md does not name are failures.
 """
 
 import http.client

@@ -140,7 +140,7 @@ def _clusters() -> Iterator[Finding]:
                 "warn",
                 f"no token for the cluster at {address}",
                 "every client of a cluster without token authentication can run code on it: start its nodes "
-                "and this shell with RAY_AUTH_MODE=token (docs/operations.md, Tokens)",
+                "and this shell with RAY_AUTH_MODE=token (docs/guides/operations.md, Tokens)",
             )
     running = [process.info["pid"] for process in psutil.process_iter(["pid", "name"]) if _is_gcs(process)]
     if running:

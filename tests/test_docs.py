@@ -16,7 +16,7 @@ from scalingnote.config import validate
 from scalingnote.run_config import RunConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted({ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")} - {ROOT / "docs/architecture.md"})
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 GUIDES = sorted([ROOT / "docs/start.md", *ROOT.glob("docs/guides/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

@@ -28,7 +28,7 @@ from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup_table import LookupFeatures, Storage, Table, is_bigram, quantize_rows
 from scalingnote.models.prompt import Row, tokenize
 
-# Learning rates under RowAdam relative to token rows (docs/distillation.md); pairs are many and rare.
+# Learning rates under RowAdam relative to token rows (docs/guides/distil.md); pairs are many and rare.
 BIGRAM_RATE = 0.25
 END_RATE = 0.5
 WEIGHT_RATE = 2.5

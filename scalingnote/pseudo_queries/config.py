@@ -18,7 +18,7 @@ Kind = Literal[
     "passage",
 ]
 
-# Shares of the kinds, from an ablation on three collections (docs/distillation.md): without questions, or
+# Shares of the kinds, from an ablation on three collections (docs/guides/distil.md): without questions, or
 # without keywords, a lookup table keeps about a point less of its teacher's nDCG@10.
 DEFAULT_MIX: dict[Kind, float] = {
     "title": 0.05,

@@ -25,7 +25,7 @@ STUDENT = Scratch(  # the published query tower (Table 8): RED Bert-4L
     architecture="bert", layers=4, hidden=768, heads=12, intermediate=3072, vocabulary=84_522
 )
 BYTES_PER_NUMBER = {"float16": 2, "int8": 1}
-GATEWAY_MAX_DOCUMENTS = 2_000_000  # up to which a gateway holds the index itself (docs/serving.md)
+GATEWAY_MAX_DOCUMENTS = 2_000_000  # up to which a gateway holds the index itself (docs/guides/serve.md)
 TRAINING_POINTS_PER_LIST = 39
 MONTH_HOURS = 730
 CORE_HOUR = "{core price} + {GB of memory a core} × {memory price}"  # US dollars

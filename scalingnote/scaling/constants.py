@@ -100,7 +100,7 @@ def _index(row: str, label: str, *, recall: float, size: float, time: float, wid
             "bytes a dimension",
             width,
             "bytes",
-            StatedSource("design", "codes and kept vectors (docs/index.md)"),
+            StatedSource("design", "codes and kept vectors (docs/guides/index.md)"),
         ),
         exhaustive=row == "flat",
     )

@@ -11,7 +11,7 @@ Metrics go through Ray, and every node exports those of its replicas for Prometh
     scalingnote_index_documents           version
 
 Traces go through OpenTelemetry: Serve opens a span for a request, the steps of a search are its children.
-Serve's environment decides whether and how often a request is traced (docs/operations.md).
+Serve's environment decides whether and how often a request is traced (docs/guides/operations.md).
 """
 
 import logging

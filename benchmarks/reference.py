@@ -1,10 +1,11 @@
-"""docs/reference: every knob, from the classes of the configs, and every command, from the parser.
+"""docs/reference: every knob, from the config classes, every command, from the parser, and every module.
 
-python -m benchmarks.knobs             write docs/reference/knobs.md and docs/reference/cli.md
-python -m benchmarks.knobs --check     exit with 1 where a page differs from what would be written
+python -m benchmarks.reference             write docs/reference
+python -m benchmarks.reference --check     exit with 1 where a page differs from what would be written
 """
 
 import argparse
+import ast
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
     for path in stale():
         if options.check:
-            raise SystemExit(f"{path} is stale: run `python -m benchmarks.knobs`")
+            raise SystemExit(f"{path} is stale: run `python -m benchmarks.reference`")
         path.parent.mkdir(exist_ok=True)
         path.write_text(PAGES[path](), encoding="utf-8")
         sys.stdout.write(f"{path}\n")
@@ -70,8 +71,8 @@ def knobs_page() -> str:
     """Every knob of a run's config, one table per section."""
     parts = [
         "# Knobs",
-        "Generated from the config classes by `python -m benchmarks.knobs`; a test compares this page with "
-        "them. Do not edit it.",
+        "Generated from the config classes by `python -m benchmarks.reference`; a test compares this page "
+        "with them. Do not edit it.",
         "Each section below is a section of a run's YAML file; `--set section.knob=value` overrides a knob. "
         "`place(kind).knob` exists only where `place.kind` has that value (of a dataset: its `name`). "
         "`list[].knob` is a knob of each item of a list. A long default is cut and ends with `…`.",
@@ -277,7 +278,7 @@ def commands_page() -> str:
     said = {choice.dest: choice.help or "" for choice in commands._choices_actions}
     parts = [
         "# Commands",
-        "Generated from the parser by `python -m benchmarks.knobs`; a test compares this page with it. "
+        "Generated from the parser by `python -m benchmarks.reference`; a test compares this page with it. "
         "Do not edit it.",
         "Exit codes: 0 done, 1 a check failed, 2 wrong input, 130 interrupted. `SCALINGNOTE_DEBUG=1` shows "
         "tracebacks.",
@@ -311,9 +312,34 @@ def _argument(action: argparse.Action) -> tuple[str, str]:
     return _escaped(form), _escaped(text) + needed
 
 
+def modules_page() -> str:
+    """Every module of the package with the first line of its docstring, one table per folder."""
+    parts = [
+        "# Modules",
+        "Generated from the docstrings by `python -m benchmarks.reference`; a test compares this page "
+        "with them. Do not edit it. [architecture.md](../architecture.md) explains the packages.",
+    ]
+    package = DOCS.parent / "scalingnote"
+    folders = [path.parent for path in sorted(package.rglob("__init__.py"))]
+    for folder in folders:
+        parts.append(f"## {folder.relative_to(DOCS.parent)}/")
+        parts.append(_summary(folder / "__init__.py"))
+        modules = [path for path in sorted(folder.glob("*.py")) if "_pb2" not in path.name]
+        rows = [f"| `{path.name}` | {_summary(path)} |" for path in modules if path.name != "__init__.py"]
+        parts.append("\n".join(["| module | contents |", "| :-- | :-- |", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _summary(path: Path) -> str:
+    """First line of a module's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0].replace("|", "\\|")
+
+
 PAGES: Mapping[Path, Callable[[], str]] = {
     DOCS / "reference/knobs.md": knobs_page,
     DOCS / "reference/cli.md": commands_page,
+    DOCS / "reference/modules.md": modules_page,
 }
 
 
