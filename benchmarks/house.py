@@ -8,7 +8,7 @@
 - comment_share: lines of comment over all lines
 - files_on_query_walk, types_on_query_walk: a query over HTTP to a gateway in this process, over a
   small index, traced: files whose functions were entered, and data types (dataclasses, pydantic
-  models, named tuples) of which an object was made
+  models, named tuples) of objects that were made for the query
 """
 
 import ast

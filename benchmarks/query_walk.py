@@ -20,7 +20,7 @@ PACKAGE = str(ROOT / "scalingnote") + "/"
 
 @dataclass(frozen=True)
 class Walk:
-    """Files whose functions were entered, and data types of which an object was made."""
+    """Files whose functions were entered, and data types of objects that were made for the query."""
 
     files: list[str]
     types: list[str]
@@ -36,16 +36,21 @@ def trace() -> Walk:
     files: set[str] = set()
     types: set[str] = set()
     walks = False
+    before: dict[int, Any] = {}  # objects of the first search, not made for the second
 
-    def note(frame: FrameType, event: str, _: Any) -> None:
+    def note(frame: FrameType, event: str, returned: Any) -> None:
         name = frame.f_code.co_filename
-        if not walks or event != "call":
+        if event not in ("call", "return") or not name.startswith(PACKAGE):
             return
-        if name.startswith(PACKAGE):
+        if walks:
             files.add(name.removeprefix(PACKAGE))
-        if frame.f_code.co_name == "__init__":
-            made = type(frame.f_locals.get("self"))
-            if made.__module__.startswith("scalingnote") and _is_data(made):
+        for value in (*frame.f_locals.values(), returned):
+            made = type(value)
+            if not made.__module__.startswith("scalingnote") or not _is_data(made):
+                continue
+            if not walks:
+                before[id(value)] = value
+            elif id(value) not in before:
                 types.add(f"{made.__module__}.{made.__qualname__}")
 
     with tempfile.TemporaryDirectory() as folder:

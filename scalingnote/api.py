@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Float64
 from numpy import ndarray
 
 from scalingnote.encode.query_encoder import QueryEncoder as Tower
 from scalingnote.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
+    from scalingnote.encode.config import Form
     from scalingnote.run_config import RunConfig
+    from scalingnote.search.candidates import SearchHit
+    from scalingnote.search.query_path import EncodedQueries
     from scalingnote.storage.artifact import Artifact
 
+MAX_TUNING_QUERIES = 2_000  # of a threshold
 RECIPES = ("table", "static", "table-attention", "layers2")
 
 
@@ -194,31 +198,102 @@ class Index:
 
     Args:
         run_dir: a run that `scalingnote run CONFIG` finished.
+        form: of the query tower: "auto" (the fastest), "lookup", "torch", "onnx", "onnx_int8".
+        escalate: share of the queries, from 0 to 1, that the teacher encodes in place of the student: those
+            for which the student's ten best scores are closest together. The threshold is tuned on the run's
+            queries, test queries left out, or on its pseudo-queries.
 
     Raises:
-        ConfigError: there is no run.
+        ConfigError: there is no run, or `escalate` is not 0 and the run has no student of its document tower.
         ArtifactError: the run built no index.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
+    def __init__(self, run_dir: str | Path, *, form: "Form" = "auto", escalate: float = 0.0) -> None:
         from scalingnote import pipeline
+        from scalingnote.encode import exports
+        from scalingnote.models.sparse_query import SparseQuery
+        from scalingnote.search.query_path import QueryPath
         from scalingnote.search.searcher import Searcher
 
         config = pipeline.load_run(str(run_dir))
+        self.searcher = Searcher.open(pipeline.locate(config, "index").uri)
         tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
-        self.encoder = QueryEncoder(tower.directory("query"))
-        self._searcher: Searcher = Searcher.open(pipeline.locate(config, "index").uri)
+        encoder = Tower.load(exports.find(tower, form, str(run_dir)).directory("query"), form)
+        source = pipeline.query_terms(config) if self.searcher.layout.refine != "none" else None
+        terms = None if source is None else SparseQuery.load(source.directory("sparse_query"))
+        self.query_path = QueryPath(encoder, terms)
+        self._teacher: QueryPath | None = None
+        self._threshold = float("inf")
+        if escalate:
+            self._teacher = QueryPath(_teacher(config), terms)
+            self._threshold = self._tuned(_held_out_queries(config), escalate)
+
+    def encode(self, query: str) -> "EncodedQueries":
+        """Embedding and terms of a query: the teacher's embedding where the student is uncertain."""
+        encoded = self.query_path([query])
+        if self._teacher is not None and self._doubts(encoded)[0] > self._threshold:
+            encoded = self._teacher([query])
+        return encoded
+
+    def search_encoded(self, encoded: "EncodedQueries", *, k: int) -> "list[SearchHit]":
+        """The `k` best documents of an encoded query, by embeddings and by terms if the index has some."""
+        if encoded.terms is None:
+            return self.searcher.search(encoded.embeddings, k=k)[0]
+        return self.searcher.search_both(encoded.embeddings, encoded.terms, k=k)[0]
 
     def search(self, query: str, *, k: int = 10) -> list[Result]:
-        """The `k` best documents by the embeddings' cosine, best first; ConfigError for an empty query."""
+        """The `k` best documents, best first.
+
+        Args:
+            query: a text.
+            k: number of documents, 1 to 1000.
+
+        Raises:
+            ConfigError: the query is empty, or `k` is below 1.
+        """
         if not query.strip() or k < 1:
             raise ConfigError("nothing to search: give some text and k of at least 1")
-        found = self._searcher.search(self.encoder.encode(query), k=k)[0]
-        results = []
-        for hit in found:
-            document = self._searcher.document(hit)
-            results.append(Result(hit.doc_id, float(hit.score), document["title"], document["snippet"]))
-        return results
+        hits = self.search_encoded(self.encode(query), k=k)
+        shown = [(hit, hit.document) for hit in hits]
+        return [Result(hit.doc_id, float(hit.score), row["title"], row["snippet"]) for hit, row in shown]
+
+    def _doubts(self, encoded: "EncodedQueries") -> Float64[ndarray, " queries"]:
+        from scalingnote.search import escalation
+
+        hits = self.searcher.search(encoded.embeddings, k=escalation.COMPARED)
+        scores = np.full((len(hits), escalation.COMPARED), -np.inf)
+        for row, best in enumerate(hits):
+            scores[row, : len(best)] = [hit.score for hit in best]
+        return escalation.doubt(scores)
+
+    def _tuned(self, queries: Sequence[str], share: float) -> float:
+        from scalingnote.search import escalation
+
+        doubts = self._doubts(self.query_path(queries)) if queries else np.empty(0)
+        return escalation.threshold(doubts, share)
+
+
+def _teacher(config: "RunConfig") -> Tower:
+    """The query side of the tower that encoded the documents."""
+    from scalingnote import pipeline
+
+    if config.distill is None or config.distill.document is not None or config.fuse is not None:
+        raise ConfigError("this run has no student that searches its teacher's documents: leave escalate out")
+    if config.cross_encoder is not None:
+        raise ConfigError("a cross-encoder cannot encode a query alone: leave escalate out")
+    return Tower.load(pipeline.locate(config, "dual_encoder").directory("query"), "torch")
+
+
+def _held_out_queries(config: "RunConfig") -> list[str]:
+    """Queries to tune a threshold on: never test queries."""
+    from scalingnote import pipeline
+
+    rows = pipeline.locate(config, "dataset").table("queries", ["query", "split"]).to_pylist()
+    queries = [row["query"] for row in rows if row["split"] != "test"]
+    if not queries and config.pseudo_queries is not None:
+        table = pipeline.locate(config, "pseudo_queries").table("pseudo_queries", ["query", "split"])
+        queries = [row["query"] for row in table.to_pylist() if row["split"] != "train"]
+    return queries[:MAX_TUNING_QUERIES]
 
 
 __all__ = ["ArtifactError", "ConfigError", "Index", "QueryEncoder", "Result", "distill"]

@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
     search.add_argument("--form", default="auto", help="of the query tower: onnx_int8, torch, ...")
     search.add_argument("-k", type=int, default=5, help="number of results, default: %(default)s")
+    search.add_argument(
+        "--escalate", type=float, default=0.0, metavar="SHARE", help="of the queries that the teacher encodes"
+    )
 
     ids = command("ids", commands.ids, "show the documents of a finished run whose semantic ID begins so")
     ids.add_argument("prefix", nargs="?", default="", help="codes, e.g. 12-7; none: all documents")

@@ -152,41 +152,25 @@ def search(options: argparse.Namespace) -> int:
     """Print the best documents for a query, with load, encode and search times."""
     if not options.query.strip() or options.k < 1:
         raise ConfigError("nothing to search: give some text and -k of at least 1")
-    from scalingnote import pipeline
-
-    config = pipeline.load_run(options.run)
-    index = pipeline.locate(config, "index")
-    tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
-    from scalingnote.encode import exports
-    from scalingnote.encode.query_encoder import QueryEncoder
-    from scalingnote.models.sparse_query import SparseQuery
-    from scalingnote.search.query_path import QueryPath
-    from scalingnote.search.searcher import Searcher
+    from scalingnote.api import Index
 
     clock = [time.perf_counter()]
-    tower = exports.find(tower, options.form, options.run)
-    encoder = QueryEncoder.load(tower.directory("query"), options.form)
-    searcher = Searcher.open(index.uri)
-    source = pipeline.query_terms(config) if searcher.layout.refine != "none" else None
-    path = QueryPath(encoder, None if source is None else SparseQuery.load(source.directory("sparse_query")))
+    index = Index(options.run, form=options.form, escalate=options.escalate)
     clock.append(time.perf_counter())
-    asked = path([options.query])
+    encoded = index.encode(options.query)
     clock.append(time.perf_counter())
-    if asked.terms is None:
-        results = searcher.search(asked.embeddings, k=options.k)[0]
-    else:
-        results = searcher.search_both(asked.embeddings, asked.terms, k=options.k)[0]
+    hits = index.search_encoded(encoded, k=options.k)
     clock.append(time.perf_counter())
-    for rank, result in enumerate(results, 1):
-        document = searcher.document(result)
-        title = document["title"] or result.doc_id
-        print(f"{rank:>3}. {result.score:.4f}  {title}")
-        print(f"     {result.doc_id} · {document['topic']} · {document['semantic_id']}")
+    for rank, hit in enumerate(hits, 1):
+        document = hit.document
+        print(f"{rank:>3}. {hit.score:.4f}  {document['title'] or hit.doc_id}")
+        print(f"     {hit.doc_id} · {document['topic']} · {document['semantic_id']}")
         print(f"     {' '.join(document['snippet'].split())[:200]}\n")
     load, encode, search = (1000 * (after - before) for before, after in itertools.pairwise(clock))
-    how = "embeddings" if asked.terms is None else "embeddings and terms"
-    times = f"by {how}; load {load:.0f} ms, encode ({encoder.form}) {encode:.1f} ms, search {search:.1f} ms"
-    print(f"{len(results)} results; {times}")
+    by = "embeddings" if encoded.terms is None else "embeddings and terms"
+    form = index.query_path.encoder.form
+    times = f"by {by}; load {load:.0f} ms, encode ({form}) {encode:.1f} ms, search {search:.1f} ms"
+    print(f"{len(hits)} results; {times}")
     return 0
 
 

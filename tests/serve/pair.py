@@ -28,10 +28,10 @@ def built(folder: Path, *, corpus_seed: int = 0) -> Artifact:
     return job.run(config, **corpus.uris, output=f"{folder}/index")
 
 
-def student(uri: str, *, dim: int = DIM) -> Artifact:
+def student(uri: str, *, dim: int = DIM, seed: int = 0) -> Artifact:
     texts = [row["content"] for row in tiny.document_rows()]
     learnt = train_tokenizer(texts, vocabulary=tiny.CAUSAL.vocabulary)
     draft = Draft(uri, kind="student", config=tiny.Nothing(), parents={})
-    made = tower.build(tiny.query_tower(), role="query", dim=dim, tokenizer_json=learnt, seed=0)
+    made = tower.build(tiny.query_tower(), role="query", dim=dim, tokenizer_json=learnt, seed=seed)
     made.save(Path(draft.path("query")))
     return draft.commit(counts={})
