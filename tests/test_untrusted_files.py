@@ -17,11 +17,11 @@ from scalingnote.models import backbone
 
 ROOT = Path(scalingnote.__file__).parents[1]
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
-BETWEEN_WORKERS = {"scalingnote/encode/job.py"}  # of one run: columns that Ray Data hands on
+BETWEEN_WORKERS = {"scalingnote/encode/parts.py"}  # of one run: columns that Ray Data hands on
 NO_WEIGHTS = {"AutoTokenizer", "AutoConfig", "PreTrainedTokenizerFast"}
 CHECKED_FIRST = {"PeftModel"}  # takes no use_safetensors: see the last test
 READERS = {
-    "urlopen": {"scalingnote/datasets/download.py", "scalingnote/serve/metrics.py"},
+    "urlopen": {"scalingnote/datasets/download.py", "scalingnote/serve/telemetry.py"},
     "urlretrieve": set[str](),
 }
 CHECKED_AFTERWARDS = {"scalingnote/datasets/public_english.py"}  # GitHub packs this archive anew each time

@@ -22,8 +22,8 @@ def titles(within: Page | Locator) -> list[str]:
 def best(served: Served, query: str, *, tower: str = "words", k: int = 10, where: Any = None) -> list[str]:
     """Titles as the searcher itself finds them."""
     index = served.app.index
-    found = index.searcher.candidates(index.towers[tower](query)[None], k=k, where=where)[0]
-    return [index.searcher.document(candidate)["title"] for candidate in found]
+    hits = index.searcher.search(index.towers[tower](query)[None], k=k, where=where)[0]
+    return [hit.document["title"] for hit in hits]
 
 
 def test_results_come_while_typing_and_the_back_button_takes_the_query_back(

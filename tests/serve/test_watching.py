@@ -83,5 +83,5 @@ def test_every_alert_says_what_is_wrong_and_has_a_runbook(name):
 
 
 def test_no_runbook_is_left_without_its_alert():
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "guides" / "operations.md").read_text()
     assert set(re.findall(r"^#+ (ScalingNote\w+)$", text, re.MULTILINE)) == set(ALERTS)
