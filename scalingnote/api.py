@@ -152,7 +152,9 @@ def run_config(
     values |= {} if count is None else {"pseudo_queries.count": count}
     values |= {} if queries is None else {"pseudo_queries.query_log": str(queries)}
     with resources.as_file(recipe) as path:
-        return load(RunConfig, [path], [*(f"{name}={value}" for name, value in values.items()), *overrides])
+        config = load(RunConfig, [path], [*(f"{name}={value}" for name, value in values.items()), *overrides])
+    _check_width(config)
+    return config
 
 
 def publish(
@@ -174,6 +176,33 @@ def publish(
     )
     query, document = built["student"].directory("query"), built["dual_encoder"].directory("document")
     write_router(query, document, to, document_reference=model, facts=facts)
+
+
+def _check_width(config: "RunConfig") -> None:
+    """ConfigError, before work is spent, for a student that is wider than its teacher."""
+    from scalingnote.adopt.towers import model_path
+    from scalingnote.models.config import Pretrained, TowerConfig
+    from scalingnote.models.flops import backbone_shape
+    from scalingnote.models.published_model import PACKAGED, local_folder
+
+    if config.adopt is None or config.distill is None or config.distill.start == "teacher":
+        return
+    student = config.distill.student
+    if not isinstance(student, TowerConfig):
+        return  # a table has the teacher's width
+    model = model_path(config.adopt, "query")
+    if model.startswith(PACKAGED):
+        model = str(local_folder(model))
+    try:
+        width = backbone_shape(student.backbone).hidden
+        teacher = backbone_shape(Pretrained(path=model)).hidden
+    except ConfigError:  # a shape that cannot be known before the model is loaded
+        return
+    if width > teacher:
+        raise ConfigError(
+            f"the student's hidden states have {width} values, those of {model} {teacher}: a query would cost "
+            "more than with the teacher. Choose a narrower student"
+        )
 
 
 def _check_texts(texts: str | Path) -> None:

@@ -105,3 +105,15 @@ def test_the_interface_starts_neither_torch_nor_ray():
     code = "import scalingnote, sys; scalingnote.QueryEncoder; print({'torch', 'ray'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_student_wider_than_its_teacher_is_refused(tmp_path: Path, texts: Path):
+    wide = (
+        "{backbone: {kind: scratch, architecture: bert, layers: 1, hidden: 256, heads: 4, intermediate: 512}}"
+    )
+    random = ("distill.start=random", "distill.teacher_layers=null", f"distill.student={wide}")
+    with pytest.raises(ConfigError, match=r"hidden states have 256 values.*Choose a narrower student"):
+        scalingnote.distill(
+            folder(tmp_path), texts, to=tmp_path / "out", student="layers2", overrides=(*FEW, *random)
+        )
+    assert not (tmp_path / "out.run").exists()
