@@ -200,8 +200,8 @@ def _check_width(config: "RunConfig") -> None:
         return
     if width > teacher:
         raise ConfigError(
-            f"the student's hidden states have {width} values, those of {model} {teacher}: a query would cost "
-            "more than with the teacher. Choose a narrower student"
+            f"the student's hidden states have {width} values, those of {model} {teacher}: a query would "
+            "cost more than with the teacher. Choose a narrower student"
         )
 
 
