@@ -48,7 +48,9 @@ class RunConfig(Config):
     distill: DistillConfig | None = Field(DistillConfig(), description="null: serve stage I's query tower")
     encode: EncodeConfig = EncodeConfig()
     quantize: QuantizeConfig = QuantizeConfig()
-    fuse: FuseConfig | None = Field(None, description="null: what is indexed is the documents' embeddings")
+    fuse: FuseConfig | None = Field(
+        None, description="null: the index holds the documents' embeddings as encoded"
+    )
     bm25: BM25Config | None = Field(
         None, description="words of the documents, weighted by BM25, for hybrid search beside the embeddings"
     )

@@ -55,7 +55,7 @@ class ServeConfig(Config):
         None,
         ge=1,
         le=65535,
-        description="gRPC beside HTTP; it listens on every interface, whatever `host` is. None: no gRPC",
+        description="gRPC beside HTTP; it listens on every interface, independently of `host`. None: no gRPC",
     )
     api_keys: str | None = Field(
         None, description="file with one API key a line; needed where host is not loopback, unless open"

@@ -102,7 +102,9 @@ class QueryGenerationConfig(Config):
     sigmas: tuple[NonNegative, ...] = Field(
         (0.1, 0.2), min_length=1, description="one query is generated with each noise's standard deviation"
     )
-    mask_fraction: float = Field(0.1, ge=0, lt=1, description="of a query's tokens, masked before encoding")
+    mask_fraction: float = Field(
+        0.1, ge=0, lt=1, description="share of a query's tokens that is masked before encoding"
+    )
     max_length: int = Field(64, ge=4, description="tokens of a query, read and written")
     num_beams: int = Field(1, ge=1, description="1 decodes greedily")
     batch_size: int = Field(64, ge=1, description="queries per forward pass")

@@ -22,7 +22,9 @@ class Taste(Config):
         le=1,
         description="share of its attraction that a document loses with each column not liked",
     )
-    told: float = Field(0.7, ge=0, le=1, description="chance that a profile says what its user likes")
+    told: float = Field(
+        0.7, ge=0, le=1, description="probability that a profile states a preference of its user"
+    )
 
 
 class ClickModelConfig(Config):
@@ -34,7 +36,7 @@ class ClickModelConfig(Config):
     sessions_per_query: int = Field(3, ge=1, description="how often each training query is issued")
     results_per_session: int = Field(10, ge=1, description="length of the exposed list")
     relevant_per_session: int = Field(
-        3, ge=1, description="at most so many relevant documents among the exposed ones"
+        3, ge=1, description="maximum number of relevant documents in a session"
     )
     same_topic_share: float = Field(
         0.7, ge=0, le=1, description="share of the non-relevant exposures drawn from the relevant one's topic"
@@ -162,7 +164,9 @@ class PythonDocs(DatasetConfig):
         description="packages to walk; 'stdlib' is a stated set of standard library modules",
     )
     module_depth: int = Field(
-        3, ge=1, description="import submodules down to so many name components (3: torch.nn.functional)"
+        3,
+        ge=1,
+        description="maximum number of name components of an imported module (3: torch.nn.functional)",
     )
     omit_name_words: bool = Field(
         False, description="leave the words of the object's own name out of its query: no lexical shortcut"
@@ -311,7 +315,7 @@ class Logs(DatasetConfig):
     name: Literal["logs"] = "logs"
     documents: TableFile = Field(description="doc_id, title, topic, content, optionally group")
     unpaired: TableFile | None = Field(
-        None, description="further documents, shown to nobody: they make the pool that is searched larger"
+        None, description="documents without impressions that enlarge the searched pool"
     )
     impressions: TableFile = Field(
         description="session_id, query (its text), doc_id, position, clicked, timestamp; optionally user_id, "
@@ -347,7 +351,9 @@ class Logs(DatasetConfig):
         1, ge=1, description="clicks in the test window that make a document relevant to a test query"
     )
     min_dwell_s: float = Field(
-        0.0, ge=0, description="such a click lasts so many seconds, or nobody measured how long it did"
+        0.0,
+        ge=0,
+        description="minimum dwell time of such a click, in seconds; clicks without a measured time count too",
     )
     hold_out_documents: bool = Field(
         False,

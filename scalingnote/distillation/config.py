@@ -135,4 +135,4 @@ class ScreenConfig(Config):
         description="weight of the squared norm of the table; on feedbackqa with all-MiniLM-L6-v2 .001, .01 "
         "and .1 give overlaps of .48, .51 and .44",
     )
-    seed: int = Field(0, ge=0, description="of the sample of documents, of the draws and of what is held out")
+    seed: int = Field(0, ge=0, description="of the sampled documents, the draws and the held-out documents")

@@ -8,7 +8,7 @@ from scalingnote.config import Config, Resources
 
 Refine = Literal["none", "sq8", "flat"]
 KEPT = (
-    "vectors kept to score candidates anew: codes alone cap recall@10 at about 0.8, whatever nprobe; 8-bit "
+    "vectors kept to score candidates anew: codes alone cap recall@10 at about 0.8 at any nprobe; 8-bit "
     "scalars (dim bytes per document) lift it to 0.98, floats (4*dim) make scores exact"
 )
 # Content is kept as a snippet only; the others name columns of a shard's own, or of the log of a live index.
@@ -132,7 +132,7 @@ class LiveConfig(Config):
     keep_versions: int = Field(
         2,
         ge=1,
-        description="versions that can be made current again, those that were it last, and their logs",
+        description="previous versions, with their logs, that can be made current again",
     )
 
 

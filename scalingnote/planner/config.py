@@ -18,7 +18,9 @@ class Statistics(Config):
         "documents", description="whose texts are counted: all documents, or the training queries"
     )
     fields: tuple[TextField, ...] = Field(
-        ("title", "topic", "content"), min_length=1, description="of a document, what is counted"
+        ("title", "topic", "content"),
+        min_length=1,
+        description="fields of a document whose words are counted",
     )
     half: float = Field(
         0.01, gt=0, lt=1, description="a word that this share of the texts holds has importance 0.5"
