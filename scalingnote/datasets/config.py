@@ -353,7 +353,7 @@ class Logs(DatasetConfig):
     min_dwell_s: float = Field(
         0.0,
         ge=0,
-        description="minimum dwell time of such a click, in seconds; clicks without a measured time count too",
+        description="minimum dwell time of such a click, in seconds; clicks without a time count too",
     )
     hold_out_documents: bool = Field(
         False,
