@@ -33,6 +33,8 @@ TIMING = 0.10  # of medians of several runs, beside the test that their ranges a
 RULES = (
     Rule(r"^(lost|duplicates$|doubled$|undocumented$|wrong)", "zero"),
     Rule(r"^open_doors", "zero"),
+    Rule(r"^requests_per_part", "lower"),
+    Rule(r"^read_mb_s$", "higher", SHORT),
     Rule(r"^(control_open_doors|silent_on_the_machine|listeners)$", "either"),
     Rule(r"^faults_survived$", "higher"),
     Rule(r"^errors_per_request$", "lower", 0.005, relative=False),

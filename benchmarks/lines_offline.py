@@ -147,6 +147,19 @@ def front_door(r: Report) -> Lines:
     )
 
 
+def object_store(r: Report) -> Lines:
+    for name, what in (
+        ("written", "requests to write a part to S3"),
+        ("read", "requests to read a part of S3"),
+    ):
+        yield value(r, f"requests_per_part_{name}", what, "", "a table of 20,000 rows", bar=3)
+    rate = {row["read by"]: f"{row['MB/s']:.1f}" for row in r["reads"]}
+    what = "a file of 256 MB from a store 30 ms away, MB/s"
+    yield ratio(
+        r, "read_over_stream", what, rate["ranges"], f"one request after the other {rate['stream']}", bar=5
+    )
+
+
 def encode_faults(r: Report) -> Lines:
     lost = sum(case["lost"] + case["doubled"] for case in r["cases"])
     what = f"SIGKILL of driver, encoder, node: digest equal; documents lost or doubled: {lost}"

@@ -65,6 +65,7 @@ BENCHMARKS = (
         "--run-dir {folder}/front_door",
         60,
     ),
+    Benchmark("object_store", "", 0.5, "", 1),
     Benchmark("random_access", "--documents 200000", 0.2, "", 1),
     Benchmark(
         "quantize",

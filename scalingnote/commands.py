@@ -284,10 +284,9 @@ def ladder(options: argparse.Namespace) -> int:
     """Train stage I at several sizes; print the laws."""
     config = _load(options)
     from scalingnote import pipeline
-    from scalingnote.storage import filesystem as fs
 
     made = pipeline.ladder(config)
-    print(f"{fs.read_bytes(made.file('report.md')).decode()}\n{made.uri}/report.md")
+    print(f"{made.read_bytes('report.md').decode()}\n{made.uri}/report.md")
     return 0
 
 

@@ -22,7 +22,6 @@ from scalingnote.models import tower
 from scalingnote.models.config import Scratch
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.tower import Tower
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train import tokens
 from scalingnote.train.data import Order, Store
@@ -121,7 +120,7 @@ def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) 
     if config.document is None or not isinstance(config.document.backbone, Scratch):
         return None
     if config.inherit_tokens:
-        return fs.read_bytes(parents["query_embeddings"].file("teacher/tokenizer.json")).decode()
+        return parents["query_embeddings"].read_bytes("teacher/tokenizer.json").decode()
     triplets, dataset = parents["triplets"], parents["dataset"]
     named = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
     learnt = tokens.train_tokenizers(
@@ -144,7 +143,7 @@ def _document_student(
         seed=config.seed,
     )
     if config.inherit_tokens and isinstance(config.document.backbone, Scratch):
-        weights = safetensors.torch.load(fs.read_bytes(teacher.file("teacher/tokens.safetensors")))
+        weights = safetensors.torch.load(teacher.read_bytes("teacher/tokens.safetensors"))
         inherit_token_embeddings(made.token_embeddings, weights["weight"])
     return made
 

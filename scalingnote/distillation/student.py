@@ -213,14 +213,14 @@ def _tokenizer_json(start: StudentStart) -> str:
 
 def _token_weights(teacher: Artifact, name: str) -> Float[Tensor, "vocabulary width"]:
     """Weights of each of the teacher's tokens, which its job wrote: ``tokens`` or ``alone``."""
-    data = fs.read_bytes(teacher.file(f"teacher/{name}.safetensors"))
+    data = teacher.read_bytes(f"teacher/{name}.safetensors")
     return safetensors.torch.load(data)["weight"].float()
 
 
 def _tokenizer(config: DistillConfig, teacher: Artifact) -> str | None:
     """Tokenizer JSON of a student from scratch; a pretrained one brings its own."""
     if inherits_tokens(config):
-        return fs.read_bytes(teacher.file("teacher/tokenizer.json")).decode()
+        return teacher.read_bytes("teacher/tokenizer.json").decode()
     texts = partial(tokens.distinct_queries, teacher, "embeddings")
     return tokens.train_tokenizers({"student": config.student}, texts=texts).get("student")
 

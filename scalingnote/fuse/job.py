@@ -238,7 +238,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
 def _stage(config: FuseConfig, settings: Settings) -> FusionStage:
     """Both networks with their initial weights."""
     ids = open_artifact(settings["semantic_ids"], kind="semantic_ids")
-    codebooks = safetensors.load(fs.read_bytes(ids.file("codebooks.safetensors")))["codebooks"].float()
+    codebooks = safetensors.load(ids.read_bytes("codebooks.safetensors"))["codebooks"].float()
     encodings = prepare.encodings(settings["store"])
     seen = torch.from_numpy(read_array(fs.join(settings["store"], prepare.SEEN)).copy())
     return build(config, codebooks, **encodings, seen=seen)

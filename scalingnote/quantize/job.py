@@ -187,7 +187,7 @@ def _sample_size(config: QuantizeConfig, rows: Sequence[int]) -> int:
 
 def _codebooks(config: QuantizeConfig, draft: Draft, source: Artifact, earlier: Artifact | None) -> bytes:
     if earlier is not None:
-        return fs.read_bytes(earlier.file(CODEBOOKS))
+        return earlier.read_bytes(CODEBOOKS)
     if fs.exists(draft.path(CODEBOOKS)):  # fitted before the run was killed
         return fs.read_bytes(draft.path(CODEBOOKS))
     parts = source.names("embeddings/", ".parquet")
@@ -317,7 +317,7 @@ def _report(
     found = statistics.report(named.tally, named.spread, collisions=named.collisions)
     fitted = named.unseen
     if earlier is not None:
-        fitted = statistics.load(fs.read_bytes(earlier.file(FITTED)))
+        fitted = statistics.load(earlier.read_bytes(FITTED))
         found["drift"] = statistics.drift(named.unseen, fitted, refit_above=config.refit_above)
         _log_drift(found["drift"], config)
     draft.write_bytes(FITTED, statistics.dump(fitted))
@@ -347,7 +347,7 @@ def _dump(codebooks: Float[ndarray, "levels codes dim"]) -> bytes:
 
 
 def _load(artifact: Artifact) -> Float[ndarray, "levels codes dim"]:
-    codebooks: ndarray = safetensors.load(fs.read_bytes(artifact.file(CODEBOOKS)))["codebooks"]
+    codebooks: ndarray = safetensors.load(artifact.read_bytes(CODEBOOKS))["codebooks"]
     return codebooks
 
 

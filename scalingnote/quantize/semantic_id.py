@@ -28,7 +28,6 @@ from numpy import ndarray
 from safetensors import numpy as safetensors
 
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 BY_CODE_SUMMARY = "by_code.json"
@@ -229,7 +228,7 @@ class SemanticIds:
 
     def __init__(self, artifact: Artifact) -> None:
         self._by_code = ByCode(artifact)
-        data = fs.read_bytes(artifact.file("codebooks.safetensors"))
+        data = artifact.read_bytes("codebooks.safetensors")
         self.codebooks: Float[ndarray, "levels codes dim"] = safetensors.load(data)["codebooks"]
         self.levels, self.size, self.dim = self.codebooks.shape
 

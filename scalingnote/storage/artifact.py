@@ -19,7 +19,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from scalingnote.config import Config, identity
-from scalingnote.errors import ArtifactError
+from scalingnote.errors import ArtifactError, DataError
 from scalingnote.log import environment
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.lease import Lease
@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 WORK = "_work"
 CLAIM, LEASE = "fingerprint", "lease"  # in WORK: the fingerprint, and the process that builds
 SCHEMA_VERSION = 1
+MAX_MEMORY_PART_BYTES = 512 << 20  # of a remote part that is read as a whole
 
 
 @dataclass(frozen=True)
@@ -87,16 +88,40 @@ class Artifact:
         if part is None:
             raise ArtifactError(f"{self.uri} has no part {name!r}; it has {self.names()[:8]}")
         if name not in self._verified:
-            if not fs.exists(uri):
-                raise ArtifactError(f"{uri} is missing: restore it or delete {self.uri} and re-run")
-            actual = fs.checksum(uri)
-            if actual != part.sha256:
-                raise ArtifactError(
-                    f"{uri} is damaged: sha256 {actual[:12]}, the manifest says {part.sha256[:12]}; "
-                    f"restore it or delete {self.uri} and re-run its stage"
-                )
-            self._verified.add(name)
+            try:
+                self._verify(name, fs.checksum(uri))
+            except FileNotFoundError:
+                raise self._missing(uri) from None
         return uri
+
+    def open(self, name: str) -> pa.NativeFile:
+        """A part, open for reading: mapped if local; if remote, read and verified in the same request.
+
+        A remote part above :data:`MAX_MEMORY_PART_BYTES` is verified first and then read by ranges.
+        """
+        part = self.manifest.parts.get(name)
+        small = part is not None and part.bytes <= MAX_MEMORY_PART_BYTES
+        if name in self._verified or not small or fs.is_local(self.uri):
+            return fs.open_input(self.file(name))
+        uri = fs.join(self.uri, name)
+        try:
+            data = fs.read_bytes(uri)
+        except DataError:
+            raise self._missing(uri) from None
+        self._verify(name, hashlib.sha256(data).hexdigest())
+        return pa.BufferReader(data)
+
+    def _verify(self, name: str, actual: str) -> None:
+        expected = self.manifest.parts[name].sha256
+        if actual != expected:
+            raise ArtifactError(
+                f"{fs.join(self.uri, name)} is damaged: sha256 {actual[:12]}, the manifest says "
+                f"{expected[:12]}; restore it or delete {self.uri} and re-run its stage"
+            )
+        self._verified.add(name)
+
+    def _missing(self, uri: str) -> ArtifactError:
+        return ArtifactError(f"{uri} is missing: restore it or delete {self.uri} and re-run")
 
     def directory(self, prefix: str) -> Path:
         """A local directory with the verified parts below `prefix`; remote parts are copied."""
@@ -114,25 +139,30 @@ class Artifact:
                 return [single]
         return self.names(f"{name}/", ".parquet")
 
+    def read_bytes(self, name: str) -> bytes:
+        """The content of a part."""
+        data: bytes = self.open(name).read()
+        return data
+
     def read_json(self, name: str) -> Any:
         """A JSON part."""
-        return json.loads(fs.read_bytes(self.file(name)))
+        return json.loads(self.read_bytes(name))
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
         """One table: a memory-mapped `.arrow` part, or the Parquet parts that :meth:`table_parts` finds."""
         if name.endswith(".arrow"):
-            return pa.ipc.open_file(fs.open_input(self.file(name))).read_all()
+            return pa.ipc.open_file(self.open(name)).read_all()
         names = self.table_parts(name)
         if not names:
             raise ArtifactError(f"{self.uri} has no table {name!r}; it has {self.names()[:8]}")
-        return pa.concat_tables(pq.read_table(fs.open_input(self.file(n)), columns=columns) for n in names)
+        return pa.concat_tables(pq.read_table(self.open(part), columns=columns) for part in names)
 
     def batches(
         self, name: str, *, rows: int = 8192, columns: list[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Stream a table; only `rows` rows are held in memory."""
         for part in self.table_parts(name):
-            with fs.open_input(self.file(part)) as source:
+            with self.open(part) as source:
                 yield from pq.ParquetFile(source).iter_batches(rows, columns=columns)
 
 

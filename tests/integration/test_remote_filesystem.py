@@ -1,14 +1,16 @@
 """Stages on a remote filesystem: a local S3 endpoint stands in for the object store."""
 
+import hashlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from in_process import without_ray
-from scalingnote.config import Resources
+from scalingnote.config import Config, Resources
 from scalingnote.errors import ArtifactError
 from scalingnote.index import job as index_job
 from scalingnote.index.config import IndexConfig
@@ -16,7 +18,7 @@ from scalingnote.quantize import job as quantize_job
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import open_artifact
+from scalingnote.storage.artifact import Draft, open_artifact
 from synthetic_corpus import Corpus, queries
 
 QUANTIZE = QuantizeConfig(
@@ -77,16 +79,47 @@ def test_damage_to_a_remote_part_is_refused(bucket: str) -> None:
         artifact.table(name)
 
 
-def test_a_file_too_large_to_be_copied_there_is_written_again(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from moto.s3.models import S3Backend
+@pytest.fixture
+def requests(bucket: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests that the store answers, as METHOD or METHOD range."""
+    from moto.moto_server import werkzeug_app
 
-    monkeypatch.setattr(S3Backend, "copy_object", None)
-    monkeypatch.setattr(fs, "S3_COPY_BYTES", 10)
-    fs.write_bytes(f"{bucket}/large/shard", bytes(range(200)))
-    assert fs.read_bytes(f"{bucket}/large/shard") == bytes(range(200))
-    assert fs.list_files(f"{bucket}/large") == {"shard": 200}
+    seen: list[str] = []
+    answer = werkzeug_app.DomainDispatcherApplication.__call__
+
+    def counted(self: object, environ: dict[str, str], start: object) -> object:
+        seen.append(f"{environ['REQUEST_METHOD']} {environ.get('HTTP_RANGE', '')}".strip())
+        return answer(self, environ, start)
+
+    monkeypatch.setattr(werkzeug_app.DomainDispatcherApplication, "__call__", counted)
+    return seen
+
+
+def test_a_part_is_one_request_to_write_and_two_to_read(bucket: str, requests: list[str]) -> None:
+    table = pa.table({"doc_id": [f"d{n}" for n in range(100)], "n": range(100)})
+    draft = Draft(f"{bucket}/requests", kind="rows", config=Config(), parents={})
+    requests.clear()
+    draft.write_table("rows.parquet", table)
+    assert requests == ["PUT"]
+    made = draft.commit(counts={})
+    requests.clear()
+    assert open_artifact(made.uri, kind="rows").table("rows").equals(table)
+    manifest, part = ["HEAD", "HEAD", "GET"], ["HEAD", "GET"]
+    assert [name.split()[0] for name in requests] == manifest + part
+
+
+def test_a_large_file_is_read_by_ranges_side_by_side(
+    bucket: str, requests: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs, "RANGE_BYTES", 10)
+    data = bytes(range(205))
+    fs.write_bytes(f"{bucket}/large/shard", data)
+    requests.clear()
+    assert fs.read_bytes(f"{bucket}/large/shard") == data
+    ranges = {f"GET bytes={start}-{min(start + 9, 204)}" for start in range(0, 205, 10)}
+    assert set(requests) == {"HEAD"} | ranges
+    assert fs.checksum(f"{bucket}/large/shard") == hashlib.sha256(data).hexdigest()
+    assert fs.list_files(f"{bucket}/large") == {"shard": 205}
 
 
 def test_a_tree_goes_there_and_back_and_no_stale_copy_is_read(bucket: str, tmp_path: Path) -> None:
