@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import ray
@@ -26,6 +27,8 @@ from scalingnote.log import LINE, get_logger
 T = TypeVar("T")
 R = TypeVar("R")
 CONNECT_TIMEOUT_S = 10.0  # a cluster's head has for taking a connection
+# Of one map: the time of a wait and the driver's memory grow with the number of tasks in flight.
+MAX_TASKS_IN_FLIGHT = 1_000
 NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
 # Tasks are idempotent, so an OSError of the storage is retried like the death of a worker.
 RETRY_OPTIONS: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [OSError]}
@@ -254,10 +257,11 @@ def map_tasks(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
         yield work(items[0])
         return
     task: Any = ray.remote(num_cpus=1, **RETRY_OPTIONS)(_apply)
-    shared = ray.put(work)
-    waiting = [task.remote(shared, item) for item in items]
+    shared, left = ray.put(work), iter(items)
+    waiting = [task.remote(shared, item) for item in islice(left, MAX_TASKS_IN_FLIGHT)]
     while waiting:
         (done,), waiting = ray.wait(waiting)
+        waiting += [task.remote(shared, item) for item in islice(left, 1)]
         yield task_result(done)
 
 

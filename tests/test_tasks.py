@@ -97,6 +97,19 @@ def test_what_there_is_no_worker_for_is_not_begun(tmp_path: Path, monkeypatch: p
     assert list(found) == [1, 2, 3, 4, 5]
 
 
+def test_the_driver_holds_a_bounded_number_of_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def begin(number: int, *, folder: Path) -> int:
+        (folder / str(number)).touch()
+        return number
+
+    without_ray(monkeypatch)
+    monkeypatch.setattr(cluster, "MAX_TASKS_IN_FLIGHT", 3)
+    done = cluster.map_tasks(partial(begin, folder=tmp_path), range(9))
+    first = next(done)
+    assert len(list(tmp_path.iterdir())) <= 4  # three, and the one in place of the first
+    assert sorted([first, *done]) == list(range(9))
+
+
 @pytest.mark.usefixtures("cluster")
 def test_what_storage_refuses_for_a_moment_is_done_again(tmp_path: Path):
     def fail_twice(number: int, *, folder: Path) -> int:
