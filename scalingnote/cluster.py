@@ -253,8 +253,8 @@ def task_result(reference: Any) -> Any:
 
 def map_tasks(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """Results of `work` for each item, in the order of completion, from tasks of one CPU each."""
-    if len(items) == 1:  # faster here than a worker starts
-        yield work(items[0])
+    if len(items) <= 1:  # faster here than a worker starts
+        yield from map(work, items)
         return
     task: Any = ray.remote(num_cpus=1, **RETRY_OPTIONS)(_apply)
     shared, left = ray.put(work), iter(items)

@@ -143,7 +143,7 @@ def ladder(config: RunConfig) -> Artifact:
 def publish(report: Artifact, run_dir: str) -> None:
     """Copy a report to the top of the run directory, where people look for it."""
     for name in report.names("report."):
-        fs.write_bytes(fs.join(run_dir, name), fs.read_bytes(report.file(name)))
+        fs.write_bytes(fs.join(run_dir, name), report.read_bytes(name))
 
 
 def _newest(config: RunConfig, kind: str, built: Sequence[Stage], opened: dict[str, Artifact]) -> Artifact:

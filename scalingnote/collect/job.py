@@ -254,10 +254,14 @@ def _run_step(row: dict[str, str], load: Callable[[], Callable[[Item], Any]]) ->
 
 def _row_groups(dataset: Artifact, tables: list[str]) -> list[Item]:
     """One item per row group of the tables' files: bounded in size, and many enough for all workers."""
+    parts = {table: dataset.table_parts(table) for table in tables}
+    # Checksums are compared in tasks: the driver reads the parts' footers only.
+    for _ in cluster.map_tasks(dataset.file, [name for names in parts.values() for name in names]):
+        pass
     items: list[Item] = []
-    for table in tables:
-        for name in dataset.table_parts(table):
-            with fs.open_input(dataset.file(name)) as file:
+    for table, names in parts.items():
+        for name in names:
+            with fs.open_input(fs.join(dataset.uri, name)) as file:
                 parquet = pq.ParquetFile(file).metadata
             for group in range(parquet.num_row_groups):
                 items.append(

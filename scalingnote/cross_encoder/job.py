@@ -150,7 +150,7 @@ def _prompt(teacher: Artifact) -> DocumentPrompt:
             "max_positions": None,
             "sparse": None,
         },
-        fs.read_bytes(teacher.file(f"{MODEL}/tokenizer.json")).decode(),
+        teacher.read_bytes(f"{MODEL}/tokenizer.json").decode(),
     )
 
 

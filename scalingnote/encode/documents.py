@@ -42,7 +42,7 @@ def load_document_encoder(towers: Artifact, token_budget: int) -> "Encoder":
 
 def load_document_prompt(towers: Artifact) -> DocumentPrompt:
     """The prompt of an artifact's document tower, without its weights."""
-    tokenizer = fs.read_bytes(towers.file("document/tokenizer.json")).decode()
+    tokenizer = towers.read_bytes("document/tokenizer.json").decode()
     return DocumentPrompt.restore(towers.read_json("document/tower.json"), tokenizer)
 
 

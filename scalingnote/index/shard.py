@@ -168,7 +168,7 @@ def open_layout(index: Artifact) -> Layout:
 
 def open_coarse(index: Artifact) -> Any:
     """Read the coarse quantizer that all shards of an index share."""
-    return ivf.parse(fs.read_bytes(index.file(COARSE)))
+    return ivf.parse(index.read_bytes(COARSE))
 
 
 def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any, mapped: bool = False) -> Shard:
@@ -190,10 +190,10 @@ def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any, map
         index.file(name)
         folder = fs.download(index.uri, [name], version=index.digest)
         kept = faiss.read_index(str(folder / name), faiss.IO_FLAG_MMAP_IFC)
-        codes = fs.read_bytes(index.file(others[0])) if others else None
+        codes = index.read_bytes(others[0]) if others else None
         lists = replace(ivf.load(coarse, codes, None), kept=kept)
     else:
-        data = [fs.read_bytes(index.file(name)) for name in files]
+        data = [index.read_bytes(name) for name in files]
         lists = parse(data, layout=layout, coarse=coarse)
     documents = index.table(documents_file(number))
     if len(documents) != len(lists):

@@ -75,7 +75,7 @@ class DocumentFlow:
         return cls(
             load_document_encoder(towers, token_budget),
             load_document_prompt(towers),
-            safetensors.load(fs.read_bytes(semantic_ids.file("codebooks.safetensors")))["codebooks"],
+            safetensors.load(semantic_ids.read_bytes("codebooks.safetensors"))["codebooks"],
             width=int(semantic_ids.manifest.config.get("beam", 1)),
             dtype=dtype_of(first.field(VIEW)),
             fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,

@@ -78,7 +78,7 @@ def run(
             "or raise max_score_ratio"
         )
     for name in (*source.names("answers/"), *source.names("generated/")):
-        draft.write_bytes(name, fs.read_bytes(source.file(name)))
+        draft.write_bytes(name, source.read_bytes(name))
     log.info("%s", ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     return draft.commit(
         counts=dict(counts), simulated_clicks=bool(source.manifest.info.get("simulated_clicks", False))

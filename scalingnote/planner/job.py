@@ -120,12 +120,15 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
 
 def _slices(source: Artifact, parts: list[str]) -> list[dict[str, Any]]:
     """Tasks of similar size: several small parts, or some row groups of a large part."""
-    pieces = []
+    pieces, large = [], []
     for part in parts:
         of = -(-(source.manifest.parts[part].rows or 1) // ROW_GROUP)
         if of > 1:
-            source.file(part)  # checks its bytes once, instead of in each task that reads it
+            large.append(part)
         pieces += [{"part": part, "share": share, "of": of} for share in range(of)]
+    # Checksums of large parts are compared once, and in tasks: no byte of them passes through the driver.
+    for _ in cluster.map_tasks(source.file, large):
+        pass
     groups = np.array_split(np.arange(len(pieces)), min(MAX_SLICES, len(pieces)))
     return [{"slice": f"{i:05d}", "pieces": [pieces[j] for j in group]} for i, group in enumerate(groups)]
 
