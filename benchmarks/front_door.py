@@ -54,15 +54,21 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=SETS, help="BEIR folders, default: %(default)s")
     parser.add_argument("--students", nargs="+", default=STUDENTS, help="default: %(default)s")
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--seeds-of", action="append", default=[], metavar="STUDENT=N", help="fewer seeds of a slow student"
+    )
     parser.add_argument("--run-dir", default="runs/front_door", help="default: %(default)s")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against speed")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="override a knob")
     options = parser.parse_args()
     rows: list[Row] = []
     curves: list[Row] = []
+    seeds = dict.fromkeys(options.students, options.seeds)
+    seeds |= {student: int(count) for student, _, count in (each.partition("=") for each in options.seeds_of)}
     for name in options.sets:
         for seed in range(options.seeds):
-            found, points = measure(name, options.students, seed, f"{options.run_dir}/{name}", options.set)
+            students = [student for student in options.students if seed < seeds[student]]
+            found, points = measure(name, students, seed, f"{options.run_dir}/{name}", options.set)
             rows += found
             curves += points
             shown = [{key: value for key, value in each.items() if key != "hybrids"} for each in found]
@@ -262,11 +268,12 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
         own = [row for row in rows if row["method"] == method]
         numbers = ("nDCG@10", "R@100", "kept", "+ BM25", "hybrid kept", "seconds")
         means = {number: round(statistics.mean(row[number] for row in own), 4) for number in numbers}
+        seeds = len({row["seed"] for row in own})
         by_set = {
             f"kept, {name}": round(statistics.mean(row["kept"] for row in own if row["set"] == name), 4)
             for name in dict.fromkeys(row["set"] for row in own)
         }
-        out.append({"method": method, **means, **by_set})
+        out.append({"method": method, "seeds": seeds, **means, **by_set})
     return out
 
 
