@@ -15,7 +15,7 @@ import tiny
 from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
-from scalingnote.serve import app, launch, settings
+from scalingnote.serve import app, gateway, launch, settings
 from scalingnote.serve.access import read_keys
 from scalingnote.serve.app import ServedArtifacts
 from scalingnote.serve.settings import AppArgs
@@ -217,7 +217,7 @@ def deployed(application: Any) -> Deployment:
     return application._bound_deployment
 
 
-def test_ray_reserves_the_gpus_that_are_set_and_searchers_read_writes_as_often_as_that_says(tmp_path):
+def test_gpus_and_the_interval_of_reading_writes_are_those_that_are_set(tmp_path, monkeypatch):
     draft = Draft(str(tmp_path / "index"), kind="index", config=tiny.Nothing(), parents={})
     draft.write_json("index.json", {"shards": 2})
     index = draft.commit(counts={"documents": 9})
@@ -234,3 +234,5 @@ def test_ray_reserves_the_gpus_that_are_set_and_searchers_read_writes_as_often_a
     assert (reranker.num_replicas, reranker.ray_actor_options["num_gpus"]) == (2, 0.25)
     (searcher,) = app._searchers(served)
     assert deployed(searcher).init_kwargs["refresh_s"] == 3
+    monkeypatch.setattr(gateway, "IndexSearcher", lambda _, **knobs: knobs)
+    assert gateway._local_searcher(catalog, config).target["refresh_s"] == 3
