@@ -68,7 +68,9 @@ class ServeConfig(Config):
         description="auto: HAProxy where there are API keys or the service is open, as replicas then listen "
         "on all interfaces; else Serve's own proxy",
     )
-    cors_origins: tuple[str, ...] = Field((), description="pages of these origins may call this service")
+    cors_origins: tuple[str, ...] = Field(
+        (), description="web pages of these origins (https://shop.example) may call this service; (): none"
+    )
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: the index's own")
     deadline_s: float = Field(2.0, gt=0, description="of a request; slower shards are left out of the answer")
     query_form: Form = Field(

@@ -140,7 +140,10 @@ class CollectConfig(Config):
     top_k: int = Field(10, ge=1, description="ranks up to K are dropped as likely false negatives")
     top_t: int = Field(50, ge=2, description="hard negatives are drawn from ranks K+1 to T")
     max_negative_score_ratio: float | None = Field(
-        None, gt=0, description="a hard negative scores at most this many times the positive's score"
+        None,
+        gt=0,
+        description="a hard negative of 'relevance' scores at most this many times the positive's score, "
+        "where that is above 0; null: any score",
     )
     association: AssociationConfig | None = Field(
         AssociationConfig(), description="null: no multi-hop triplets"

@@ -38,7 +38,11 @@ class DistillLosses(Config):
         0.0, ge=0, description="softmax cross entropy of labels, in-batch and sampled negatives (Eq. 9)"
     )
     scores: float = Field(0.0, ge=0, description="the teacher's scores of the same candidates (Eq. 11-13)")
-    scores_kind: Literal["softmax", "bce", "mse"] = "softmax"
+    scores_kind: Literal["softmax", "bce", "mse"] = Field(
+        "softmax",
+        description="loss of `scores`; softmax: cross entropy over a query's candidates (Eq. 11), bce: "
+        "binary cross entropy of each candidate (Eq. 12), mse: squared difference of scores (Eq. 13)",
+    )
     temperature: float = Field(0.05, gt=0, lt=1, description="of one_hot and scores")
 
     @property

@@ -81,7 +81,7 @@ class Relevance(Config):
         BM25Ranker(),
         description="ranking model; bm25, the fallback, scores a document relative to the query's best one",
     )
-    irrelevant_below: float = Field(0.5, description="documents with a lower score are irrelevant")
+    irrelevant_below: float = Field(0.5, description="documents that the judge scores lower are irrelevant")
     depths: tuple[Annotated[int, Field(ge=1, le=1000)], ...] = Field(
         (4, 20), min_length=1, description="the share of irrelevant documents is measured in the top K"
     )

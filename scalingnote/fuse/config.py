@@ -121,8 +121,10 @@ class QuerySide(Config):
     crosses: tuple[str, ...] = Field(
         (), description="columns of categorical or bucketed profile features, each crossed with the query"
     )
-    cross_buckets: int = Field(65_536, ge=1, description="rows of the table of (word, column, value)")
-    cross_width: int = Field(16, ge=1)
+    cross_buckets: int = Field(
+        65_536, ge=1, description="rows of the table that hashes of (word, column, value) share"
+    )
+    cross_width: int = Field(16, ge=1, description="width of an embedding in that table")
     network: Network = Mlp()
 
     @model_validator(mode="after")

@@ -14,7 +14,9 @@ class MineConfig(Config):
         "none: search with the last round's dual encoder. A finished stage is recognised by their paths",
     )
     runs_sha256: tuple[str, ...] = Field(
-        (), description="set when the stage starts, so that work on files with other contents is not resumed"
+        (),
+        description="checksums of the files in `runs`: other contents are refused. Without any, they are set "
+        "when the stage starts, so that work on files with other contents is not resumed",
     )
     first_rank: int = Field(11, ge=1, description="ranks before it are dropped as likely false negatives")
     last_rank: int = Field(100, ge=1, description="negatives are drawn from ranks first_rank to last_rank")

@@ -23,7 +23,7 @@ from scalingnote import cluster, topk
 from scalingnote.collect.one_hop import draw, hash_fraction
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.errors import DataError
+from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import Progress, get_logger
 from scalingnote.mine.config import MineConfig
 from scalingnote.storage import arrow, trec
@@ -60,6 +60,11 @@ def run(
     }
     runs = tuple(fs.absolute(uri) for uri in config.runs)  # workers have other working directories
     sums = tuple(fs.checksum(uri) for uri in runs)
+    if config.runs_sha256 not in ((), sums):
+        raise ConfigError(
+            f"the files of mine.runs have sha256 {', '.join(sums) or 'none'}, not "
+            f"{', '.join(config.runs_sha256)}: name the right files, or leave mine.runs_sha256 out"
+        )
     hashed = config.model_copy(update={"runs_sha256": sums})
     draft = Draft(output, kind="triplets", config=hashed, parents=parents)
     if draft.finished:

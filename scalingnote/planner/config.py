@@ -52,8 +52,8 @@ class Learned(Config):
         True, description="take off what other queries' positives hold too, or stop words would matter most"
     )
     max_queries: int = Field(100_000, ge=1, description="training queries, drawn evenly")
-    max_positives: int = Field(20, ge=1, description="per query, drawn evenly: enough to estimate a share")
-    validation_fraction: float = Field(0.1, ge=0, lt=1, description="share of them that only measures")
+    max_positives: int = Field(20, ge=1, description="positives read of a query, drawn evenly")
+    validation_fraction: float = Field(0.1, ge=0, lt=1, description="share of the queries that only measures")
     epochs: int = Field(3, ge=1, description="passes over the queries")
     batch: int = Field(64, ge=1, description="queries per step")
     peak_lr: float = Field(

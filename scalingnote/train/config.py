@@ -227,7 +227,11 @@ class Schedule(Config):
     memory: Memory = Memory()
     checkpoint_every: int = Field(200, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1)
-    max_failures: int = Field(2, ge=0, description="restarts of the worker group before giving up")
+    max_failures: int = Field(
+        2,
+        ge=0,
+        description="restarts of the workers before giving up; with resources.workers: 0 there are none",
+    )
     seed: int = 0
     tracking: Tracking = Tracking()
     resources: Ranks = Ranks()

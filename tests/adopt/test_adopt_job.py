@@ -79,6 +79,20 @@ def test_the_config_says_what_the_files_do_not(tmp_path: Path):
     assert made.document.config.max_length == 8
 
 
+def test_a_prefix_of_documents_and_a_length_of_queries_are_those_of_the_config(tmp_path: Path):
+    path = folder(tmp_path, prompts={"query": "", "document": "text: "}, max_length=40)
+    config = AdoptConfig(path=str(path), document_prefix="find: ", query_max_length=8)
+    towers = job.run(config, output=str(tmp_path / "towers"))
+    model = SentenceTransformer(str(path), device="cpu")
+    documents = pa.table({"title": ["a b"], "topic": [""], "content": ["c d"]})
+    found = Encoder.load(towers.directory("document")).encode_documents(documents)["summary"][0]
+    np.testing.assert_allclose(found, model.encode("find: a b c d"), atol=CLOSE)
+    model.max_seq_length = 8
+    query = "a b c d e f g h i j k l m n o p"
+    found = QueryEncoder.load(towers.directory("query"), precision="float32").encode_queries([query])[0]
+    np.testing.assert_allclose(found, model.encode(query), atol=CLOSE)
+
+
 def test_a_card_says_that_nothing_was_trained(tmp_path: Path):
     config = AdoptConfig(path=str(folder(tmp_path)))
     towers = job.run(config, output=str(tmp_path / "towers"))

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scalingnote.collect import one_hop
+from scalingnote.collect.config import CollectConfig
 from scalingnote.collect.one_hop import Triplet, click_triplets, draw, hash_fraction, relevance_triplet
 
 DOCS = st.sampled_from("abcdefgh")
@@ -91,6 +93,15 @@ def test_what_scores_nearly_as_well_as_the_positive_is_no_negative():
     below_zero = [("a", -1.0), ("b", -2.0)]  # a ratio of negative scores says nothing
     triplet = relevance_triplet("q", below_zero, top_k=1, top_t=2, num_negatives=1, max_score_ratio=0.5)
     assert triplet == Triplet("a", ["b"])
+
+
+def test_the_config_bounds_the_score_of_a_negative():
+    ranking = {"a": 0.8, "b": 0.7, "c": 0.5, "d": 0.4}
+    window = CollectConfig(top_k=1, top_t=4, num_negatives=3)
+    for ratio, negatives in ((None, {"b", "c", "d"}), (0.625, {"c", "d"}), (0.5, {"d"})):
+        config = window.model_copy(update={"max_negative_score_ratio": ratio})
+        ((source, triplet),) = one_hop._query_triplets("q", [], ranking, config)
+        assert (source, triplet.positive, set(triplet.negatives)) == ("relevance", "a", negatives)
 
 
 def test_short_rankings():

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from scalingnote.datasets import python_docs
 from scalingnote.datasets.config import PythonDocs
 from scalingnote.datasets.job import run
 from scalingnote.datasets.python_docs import first_sentence, plain, read, without_name_words
@@ -215,3 +216,18 @@ def test_name_words_are_left_out():
     sentence = "Concatenates arrays while splitting nothing"
     assert without_name_words(sentence, "numpy.concatenate_split") == "arrays while splitting nothing"
     assert without_name_words("Run the hooks of PreTrained models", "a.PreTrainedModel") == "Run the hooks of"
+
+
+def test_a_query_loses_the_words_of_its_name_only_where_that_is_asked_for():
+    item = {
+        "name": "numpy.split",
+        "kind": "function",
+        "doc": "Split an array.",
+        "signature": "",
+        "source": "",
+    }
+    queries = [
+        python_docs._document(item, config=PythonDocs(omit_name_words=omit))[1] for omit in (False, True)
+    ]
+    assert queries == ["Split an array", "an array"]
+    assert not PythonDocs().omit_name_words

@@ -136,6 +136,25 @@ def test_losses_are_those_of_each_row_alone(symmetric: bool, scores: bool):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
 
 
+@pytest.mark.parametrize("kind", ["softmax", "bce", "mse"])
+def test_scores_are_compared_as_their_kind_says(kind: str):
+    losses = ALL.model_copy(update={"document_matching": 0.0, "scores_kind": kind})
+    made = stage(losses, symmetric=False)
+    given = lesson(made, range(ROWS), scores=True)
+    _, parts = made(given)
+    found = given.candidates
+    queries = F.normalize(made.embeddings("query", given.queries)[:, 0].detach().double(), dim=-1)
+    documents = F.normalize(found.embeddings.double(), dim=-1)[found.index]
+    student, teacher = torch.einsum("qd,qgd->qg", queries, documents) / TAU, found.scores.double()
+    of_each = {
+        "softmax": -teacher.softmax(1) * student.log_softmax(1),
+        "bce": F.softplus(student) - teacher.sigmoid() * student,
+        "mse": (teacher - student) ** 2,
+    }[kind]
+    expected = (of_each.nan_to_num(0.0).sum(1) * found.weights).sum() / ROWS  # rows without scores are NaN
+    assert parts["scores"].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
 def step(rows: Sequence[int], *, scores: bool, uneven: bool) -> Found:
     made = stage(ALL, symmetric=True, uneven=uneven)
     loss, parts = made(lesson(made, rows, scores=scores))

@@ -137,6 +137,21 @@ def test_a_wave_that_stands_still_is_followed_by_another(towers, rows, tmp_path,
     assert read(made)[0] == [row["doc_id"] for row in encodable(rows)]
 
 
+def test_an_execution_takes_no_more_parts_than_a_wave_has(towers, rows, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    waves = []
+    monkeypatch.setattr(
+        parts,
+        "_run_wave",
+        lambda *given, run=parts._run_wave, **where: waves.append(given[1]) or run(*given, **where),
+    )
+    source = corpus(tmp_path / "source", rows)
+    config = CONFIG.model_copy(update={"resources": Fleet(workers=1, parts_per_wave=2)})
+    made = documents.encode_documents(config, source.uri, towers, str(tmp_path / "made"))
+    assert [len(wave) for wave in waves] == [2, 1]
+    assert read(made)[0] == [row["doc_id"] for row in encodable(rows)]
+
+
 def test_what_fails_again_and_again_ends_the_run(towers, rows, tmp_path, monkeypatch):
     without_ray(monkeypatch)
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import light
@@ -152,3 +153,24 @@ def test_words_by_bm25_join_every_tower(parents: dict[str, Artifact], words: Art
 def _scaled(scores: dict[str, float], doc: str) -> float:
     low, high = min(scores.values()), max(scores.values())
     return (scores[doc] - low) / (high - low)
+
+
+def test_bm25_over_the_pool_has_the_saturation_and_the_normalisation_that_are_set(tmp_path: Path):
+    contents = {"once": "fig plum", "often": "fig fig", "long": "fig plum pear kiwi lime date"}
+    ids, empty = list(contents), [""] * len(contents)
+    columns = {"doc_id": ids, "title": empty, "topic": empty, "content": list(contents.values())}
+    parents = {}
+    for kind, table in {"dataset": columns, "embeddings": {"doc_id": ids}}.items():
+        draft = Draft(str(tmp_path / kind), kind=kind, config=tiny.Nothing(), parents={})
+        folder = {"dataset": "documents"}.get(kind, kind)
+        draft.write_table(f"{folder}/part-00000.parquet", pa.table(table))
+        parents[kind] = draft.commit(counts={})
+
+    def scores(**constants: float) -> dict[str, float]:
+        pool = retrieval_methods.Bm25Pool.build(CONFIG.model_copy(update=constants), parents)
+        return dict(zip(ids, pool.scores(["fig"] * len(ids), ids), strict=True))
+
+    by_default, no_saturation, no_lengths = scores(), scores(bm25_k1=0.0), scores(bm25_b=0.0)
+    assert by_default["often"] > by_default["once"] > by_default["long"]
+    assert len(set(no_saturation.values())) == 1  # that a word is there is all that counts
+    assert no_lengths["once"] == no_lengths["long"] < no_lengths["often"]

@@ -1,10 +1,20 @@
 import math
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from scipy import stats
 
-from scalingnote.experiment.comparison import UnitSums, arm_difference, holm, resampled, sample_ratio, welch
+from scalingnote.experiment.comparison import (
+    UnitSums,
+    arm_difference,
+    compare_arms,
+    holm,
+    resampled,
+    sample_ratio,
+    welch,
+)
+from scalingnote.experiment.config import Arm, ExperimentConfig, TrafficSplit
 
 
 def each(values) -> UnitSums:
@@ -106,3 +116,12 @@ def test_sample_ratio_by_hand():
     assert sample_ratio([560, 490], [0.5, 0.5]) == pytest.approx(stats.chi2.sf(4 + 2 / 3, 1))
     assert sample_ratio([100, 200], [1 / 3, 2 / 3]) == pytest.approx(1)
     assert sample_ratio([0, 0], [0.5, 0.5]) == 1
+
+
+def test_groups_are_a_mismatch_where_p_is_below_the_level_that_is_set():
+    split = TrafficSplit(arms=(Arm(name="control", share=0.5), Arm(name="treatment", share=0.5)))
+    units = pa.table({"arm": ["control"] * 560 + ["treatment"] * 490})  # p = 0.031
+    for level, mismatch in ((0.01, False), (0.05, True)):
+        config = ExperimentConfig(logs=("log",), split=split, mismatch_alpha=level)
+        assert compare_arms(config, units, [])["sample_ratio"]["mismatch"] is mismatch
+    assert ExperimentConfig(logs=("log",), split=split).mismatch_alpha == 0.001

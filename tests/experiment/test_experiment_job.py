@@ -252,3 +252,13 @@ def test_the_command_prints_the_table(here, dataset, tmp_path, monkeypatch, caps
 def test_the_config_in_the_repository_parses():
     root = Path(cli.__file__).parents[1]
     assert load(ExperimentConfig, [root / "configs/experiment.yaml"]).split.arms[1].name == "student"
+
+
+@pytest.mark.parametrize(("below", "share"), [(0.0, 0), (1.5, 1)])  # BM25 relative to the best: 0 to 1
+def test_documents_with_a_score_below_the_bound_are_irrelevant(here, dataset, tmp_path, below, share):
+    asked = config(tmp_path, f"relevance.irrelevant_below={below}", "relevance.requests_per_arm=9")
+    write_logs(tmp_path, asked, users=40)
+    made = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "out"))
+    for arm in made.read_json("report.json")["arms"].values():
+        assert arm["measures"]["irrelevant@4"]["mean"] == arm["measures"]["irrelevant@20"]["mean"] == share
+    assert f"irrelevant below {below:g}" in Path(made.file("report.md")).read_text()

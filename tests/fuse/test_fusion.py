@@ -80,9 +80,13 @@ def document_side(network: str = "mlp", **knobs) -> DocumentFusion:
     return DocumentFusion(awake(made), config, encodings)
 
 
-def query_side(network: str = "mlp", pool: str = "attention") -> QueryFusion:
+def query_side(network: str = "mlp", pool: str = "attention", **knobs) -> QueryFusion:
     config = QuerySide(
-        profile=PROFILE, crosses=("country",), network=NETWORKS[network], history=History(last=4, pool=pool)
+        profile=PROFILE,
+        crosses=("country",),
+        network=NETWORKS[network],
+        history=History(last=4, pool=pool),
+        **knobs,
     )
     users = pa.table({"country": ["de", "de", "fr", "fr"], "age": [20, 30, 40, 50]})
     encodings = fit(PROFILE, [observe(PROFILE, users)])
@@ -169,6 +173,20 @@ def test_one_query_is_fused_as_it_is_in_a_batch():
         np.testing.assert_allclose(
             fusion.fuse(plain[row : row + 1], terms=own, users=[user])[0], batch[row], atol=1e-6
         )
+
+
+def test_pairs_of_word_and_country_have_a_table_of_the_size_that_is_set():
+    users = [User({"country": country}) for country in ("de", "fr")] * 30
+    asked = {"terms": terms(60), "users": users}
+    for rows, most in ((1, 1), (8, 8), (65_536, 60)):
+        fusion, looked_up = query_side(cross_buckets=rows, cross_width=5), []
+        table = fusion._network.crosses
+        assert table.rows.shape == (rows, 5)
+        table.register_forward_hook(lambda _, given, __, seen=looked_up: seen.append(given[0]))
+        fusion.fuse(unit(60), **asked)
+        (buckets,) = looked_up
+        assert set(buckets.tolist()) <= set(range(rows))
+        assert 0.9 * most <= len(set(buckets.tolist())) <= most
 
 
 def test_both_sides_survive_the_disk(tmp_path: Path):

@@ -133,6 +133,15 @@ def test_the_most_frequent_words_are_kept_and_lengths_count_all(dataset: Artifac
         assert mine["impacts"] == [impact for term, impact in pairs if names[term] in kept]
 
 
+def test_of_a_query_only_the_first_terms_are_read(dataset: Artifact, tmp_path: Path):
+    for most, words in ((1, ["join"]), (2, ["join", "tensors"]), (512, ["join", "tensors", "along"])):
+        config = BM25Config(query_terms=most)
+        found = job.run(config, dataset=dataset.uri, output=str(tmp_path / str(most)))
+        names = found.table("vocabulary.parquet")["word"].to_pylist()
+        (read,) = SparseQuery.load(found.directory("sparse_query")).tokens(["join tensors along"])
+        assert [names[term] for term in read] == words
+
+
 def test_a_document_that_comes_later_is_weighted_by_the_same_statistics(dataset: Artifact, tmp_path: Path):
     found = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "out"))
     again = BM25Weights.load(found).columns(document_texts(dataset.table("documents")))

@@ -1,5 +1,6 @@
 """The mine stage on a tiny corpus: a real query tower with random weights, documents near their queries."""
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from in_process import without_ray
 from scalingnote.config import Resources
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.encode.encoder import Encoder
-from scalingnote.errors import DataError
+from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.mine import job
 from scalingnote.mine.config import MineConfig
 from scalingnote.models import backbone, tower
@@ -88,6 +89,26 @@ def test_any_run_can_be_mined(parents, tmp_path, monkeypatch):
     found = {row["query_id"]: row["negatives"] for row in mined.table("triplets").to_pylist()}
     assert {tuple(negatives) for query_id, negatives in found.items() if query_id != "q001"} == {("d001",)}
     assert mined.counts["kept"] == 1  # d001 answers q001
+
+
+def test_a_run_file_with_other_contents_is_refused_before_work(parents, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    path, output = tmp_path / "run.trec", tmp_path / "mined"
+    rows = parents["triplets"].table("triplets").to_pylist()
+    trec.write_run(str(path), {row["query_id"]: [("d001", 1.0)] for row in rows}, tag="bm25")
+    window = {"first_rank": 1, "last_rank": 1, "max_score_ratio": None}
+    config = MineConfig(resources=ONE, runs=(str(path),), **window)
+    right = hashlib.sha256(path.read_bytes()).hexdigest()
+    for wrong in (("0" * 64,), (right, right)):
+        with pytest.raises(ConfigError, match=rf"mine\.runs have sha256 {right}, not {wrong[0]}"):
+            job.run(config.model_copy(update={"runs_sha256": wrong}), **uris(parents), output=str(output))
+    assert not output.exists()
+    named = config.model_copy(update={"runs_sha256": (right,)})
+    made = job.run(named, **uris(parents), output=str(output))
+    assert job.run(config, **uris(parents), output=str(output)).digest == made.digest
+    path.write_text(path.read_text().replace("d001", "d002"))
+    with pytest.raises(ArtifactError, match="other settings or inputs"):
+        job.run(config, **uris(parents), output=str(output))
 
 
 def test_nothing_to_mine_is_an_error(parents, tmp_path, monkeypatch):

@@ -85,6 +85,15 @@ def test_training_sees_no_test_query_and_no_document_of_its_group(tmp_path):
     assert pairs == 1
 
 
+def test_of_a_query_with_many_positives_only_some_are_read(tmp_path):
+    documents = [(f"d{number}", "fig", "", "", f"g{number}") for number in range(5)]
+    queries = [("q0", "ripe fig", "train"), ("q1", "plum", "train")]
+    qrels = [*(("q0", f"d{number}", 1) for number in range(5)), ("q1", "d0", 1)]
+    source = dataset(tmp_path / "dataset", documents=documents, queries=queries, qrels=qrels)
+    for most, read in ((1, 2), (3, 4), (20, 6)):
+        assert job._examples(LEARNED.model_copy(update={"max_positives": most}), source)[2] == read
+
+
 def test_nothing_to_learn_from(tmp_path):
     qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 0)]
     source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)

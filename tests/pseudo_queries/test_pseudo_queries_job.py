@@ -106,6 +106,13 @@ def test_texts_are_drawn_alike_by_one_seed_and_shares_say_of_which_kind(dataset:
     assert all(len(text.split()) <= 24 for text in texts(first))
 
 
+@pytest.mark.parametrize("most", [3, 128])
+def test_a_passage_is_cut_at_its_number_of_words(most: int, dataset: Artifact, tmp_path: Path):
+    config = ONE_EACH.model_copy(update={"mix": {"passage": 1}, "passage_words": most})
+    found = texts(job.run(config, dataset=dataset.uri, output=str(tmp_path / "out")))
+    assert " ".join(LONG.split()[:most]) in found
+
+
 def test_all_texts_of_a_document_are_of_one_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     without_ray(monkeypatch)
     documents = [{"title": f"t{n}", "content": f"alpha{n} beta{n} gamma{n} delta{n}"} for n in range(40)]

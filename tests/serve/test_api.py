@@ -236,3 +236,18 @@ def test_a_body_that_is_no_json_is_refused_by_its_name(client, kind, body):
     assert (kind or "no content-type") in Refusal.model_validate(answer.json()).error.message
     accepted = {"content-type": "Application/JSON; charset=utf-8"}
     assert client("POST", "/search", content=b'{"query": "x"}', headers=accepted).status_code == 200
+
+
+def test_pages_of_the_origins_that_are_listed_may_call_and_no_others(index: Artifact, query_tower: Artifact):
+    page, other = "https://shop.example", "https://other.example"
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    for listed in ((), (page,)):
+        config = ServeConfig(cors_origins=listed)
+        client = Client(api.build(service(index, query_tower, config), config))
+        for origin in (page, other):
+            allowed = origin if origin in listed else None
+            before = client("OPTIONS", "/search", headers={"origin": origin, **asked})
+            answer = client("POST", "/search", json={"query": "x"}, headers={"origin": origin})
+            found = [each.headers.get("access-control-allow-origin") for each in (before, answer)]
+            assert found == [allowed, allowed]
+        client.close()

@@ -2,20 +2,27 @@ import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 from ray.exceptions import RayActorError
+from ray.serve import Deployment
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
+import tiny
 from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
-from scalingnote.serve import app, launch, settings
+from scalingnote.serve import app, gateway, launch, settings
 from scalingnote.serve.access import read_keys
+from scalingnote.serve.app import ServedArtifacts
 from scalingnote.serve.settings import AppArgs
-from scalingnote.serve_config import LOOPBACK, ServeConfig
+from scalingnote.serve.versions import LiveCatalog
+from scalingnote.serve.writer import DocumentPathParts
+from scalingnote.serve_config import LOOPBACK, LiveServe, Rerank, ServeConfig
+from scalingnote.storage.artifact import Draft
 
 ROOT = Path(app.__file__).parents[2]
 
@@ -203,3 +210,29 @@ def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
 def test_vectors_are_not_left_in_files_that_are_written_to():
     with pytest.raises(ConfigError, match="mapped is for an index that is read only"):
         validate(ServeConfig, {"mapped": True, "live": {"folder": "live"}}, source="serve")
+
+
+def deployed(application: Any) -> Deployment:
+    """The deployment of a bound application, with the options that Ray gets."""
+    return application._bound_deployment
+
+
+def test_gpus_and_the_interval_of_reading_writes_are_those_that_are_set(tmp_path, monkeypatch):
+    draft = Draft(str(tmp_path / "index"), kind="index", config=tiny.Nothing(), parents={})
+    draft.write_json("index.json", {"shards": 2})
+    index = draft.commit(counts={"documents": 9})
+    config = ServeConfig(
+        live=LiveServe(folder=str(tmp_path), encoders=2, gpus_per_encoder=0.5, refresh_s=3.0),
+        rerank=Rerank(model="cross", replicas=2, gpus_per_replica=0.25),
+        searchers_in="replicas",
+    )
+    catalog = LiveCatalog(str(tmp_path), index.uri, 8)
+    parts = DocumentPathParts(*[("towers", "dual_encoder")] * 4, snippet_chars=9)
+    served = ServedArtifacts(index, (), catalog, config, documents=parts)
+    encoder, reranker = deployed(app._writing(served).encoder), deployed(app._reranker(config))
+    assert (encoder.num_replicas, encoder.ray_actor_options["num_gpus"]) == (2, 0.5)
+    assert (reranker.num_replicas, reranker.ray_actor_options["num_gpus"]) == (2, 0.25)
+    (searcher,) = app._searchers(served)
+    assert deployed(searcher).init_kwargs["refresh_s"] == 3
+    monkeypatch.setattr(gateway, "IndexSearcher", lambda _, **knobs: knobs)
+    assert gateway._local_searcher(catalog, config).target["refresh_s"] == 3

@@ -7,7 +7,7 @@ import pytest
 
 from scalingnote.serve import searcher
 from scalingnote.serve.searcher import RELEASE_AFTER_S, IndexSearcher
-from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, Version
+from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, ServedVersions, Version
 
 A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
 
@@ -62,3 +62,31 @@ def test_an_old_version_is_better_than_none(tmp_path: Path, clock: list[float]):
     assert held_after(2 * OPEN_TIMEOUT_S, holding, clock) == ["a"]
     asyncio.run(holding.load(B))
     assert sorted(holding._held) == ["b"]
+
+
+class Written(LiveCatalog):
+    """Of a live index with one version."""
+
+    def read(self) -> ServedVersions:
+        return ServedVersions((A,))
+
+
+def test_a_searcher_of_a_live_index_reads_writes_at_the_interval_that_is_set(monkeypatch: pytest.MonkeyPatch):
+    read: list[IndexSearcher] = []
+
+    async def refresh(holding: IndexSearcher) -> None:
+        read.append(holding)
+
+    monkeypatch.setattr(IndexSearcher, "_open", lambda _, version: version.uri)
+    monkeypatch.setattr(IndexSearcher, "refresh", refresh)
+    often, rarely = (IndexSearcher(Written("live", A.uri, 8), refresh_s=after) for after in (0.001, 60.0))
+
+    async def wait() -> None:
+        following = [asyncio.create_task(holding._follow_catalog()) for holding in (often, rarely)]
+        while read.count(often) < 3:
+            await asyncio.sleep(0.01)
+        for task in following:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(wait(), timeout=30))
+    assert rarely not in read

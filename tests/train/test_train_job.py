@@ -5,12 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.train import RunConfig, TrainingFailedError
 
 import tiny
 from in_process import without_ray
+from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.distillation.config import DistillConfig
+from scalingnote.errors import TrainingError
+from scalingnote.fuse.config import FuseConfig
 from scalingnote.storage import filesystem as fs
 from scalingnote.train import job
-from scalingnote.train.config import Losses, TrainConfig
+from scalingnote.train.config import Losses, Schedule, TrainConfig
 
 CONFIG = TrainConfig(
     query=tiny.query_tower(),
@@ -39,3 +44,20 @@ def test_a_run_that_stopped_early_counts_the_pairs_that_it_saw(
     assert (counts["steps"], counts["pairs"], counts["documents_per_pair"]) == (steps, steps * 8, 2)
     assert 3 < counts["query_tokens"] / counts["pairs"] < 17
     assert 2 * 10 < counts["document_tokens"] / counts["pairs"] <= 2 * 40
+
+
+@pytest.mark.parametrize("stage", [TrainConfig, DistillConfig, FuseConfig, DualPooledConfig])
+def test_the_workers_of_a_stage_are_started_again_as_often_as_it_says(
+    stage: type[Schedule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Failing:
+        def __init__(self, worker: Any, *, run_config: RunConfig, **_: Any) -> None:
+            assert run_config.failure_config.max_failures == 5
+
+        def fit(self) -> None:
+            raise TrainingFailedError("the node is gone")
+
+    without_ray(monkeypatch)
+    monkeypatch.setattr(job, "TorchTrainer", Failing)
+    with pytest.raises(TrainingError, match="training failed after 5 restarts: the node is gone"):
+        job.launch(print, {"work": str(tmp_path)}, schedule=stage(max_failures=5), room="train")
