@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ WORK = "_work"
 CLAIM, LEASE = "fingerprint", "lease"  # in WORK: the fingerprint, and the process that builds
 SCHEMA_VERSION = 1
 MAX_MEMORY_PART_BYTES = 512 << 20  # of a remote part that is read as a whole
+MAX_PICKLED_PARTS = 10_000  # of a manifest that is sent to each task: about 1 MB
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,18 @@ class Artifact:
     uri: str
     manifest: Manifest
     _verified: set[str] = field(default_factory=set, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for workers: a long manifest is left out, and each process reads it once from its URI."""
+        if len(self.manifest.parts) <= MAX_PICKLED_PARTS:
+            return dict(self.__dict__)
+        return {"uri": self.uri, "kind": self.manifest.kind, "digest": self.digest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "kind" in state:
+            manifest = _shared_manifest(state["uri"], state["kind"], state["digest"])
+            state = {"uri": state["uri"], "manifest": manifest, "_verified": set()}
+        self.__dict__.update(state)
 
     @property
     def digest(self) -> str:
@@ -392,6 +406,15 @@ def _read_manifest(uri: str) -> Manifest | None:
             f"{uri} has schema version {manifest.schema_version}, this release reads {SCHEMA_VERSION}: "
             "re-run the stage that built it"
         )
+    return manifest
+
+
+@lru_cache(maxsize=8)
+def _shared_manifest(uri: str, kind: str, digest: str) -> Manifest:
+    """The manifest of an artifact that another process opened; ArtifactError if it has changed since."""
+    manifest = open_artifact(uri, kind=kind).manifest
+    if manifest.digest != digest:
+        raise ArtifactError(f"{uri} was built anew while it was read: run this stage again")
     return manifest
 
 

@@ -1,3 +1,4 @@
+import pickle
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,6 +9,7 @@ import pytest
 
 from scalingnote.config import Config, Resources
 from scalingnote.errors import ArtifactError
+from scalingnote.storage import artifact
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
@@ -175,3 +177,19 @@ def test_wherever_clearing_is_killed_nothing_is_resumed_or_refused(uri: str, mon
 def test_a_claim_that_was_being_written_is_no_file_of_others(uri: str):
     fs.write_bytes(fs.join(uri, "_work/fingerprint.pending"), b"half")
     assert build(uri).counts == {"rows": 3}
+
+
+def test_a_long_manifest_is_read_by_each_process_and_not_sent(uri: str, monkeypatch: pytest.MonkeyPatch):
+    made = build(uri)
+    whole = pickle.dumps(made)
+    monkeypatch.setattr(artifact, "MAX_PICKLED_PARTS", 0)
+    short = pickle.dumps(made)
+    assert len(short) < len(whole)
+    again = pickle.loads(short)
+    assert again == made
+    assert again.table("rows") == TABLE
+    fs.delete(uri)
+    build(uri, knob=2)
+    artifact._shared_manifest.cache_clear()
+    with pytest.raises(ArtifactError, match="was built anew while it was read"):
+        pickle.loads(short)
