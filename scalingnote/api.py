@@ -90,7 +90,8 @@ def distill(
             is the student.
         student: recipe of the student: "table" (rows of tokens, pairs and end tokens; no neural network),
             "static" (rows of tokens alone, which sentence-transformers reads without our code),
-            "table-attention" (one head over the table's rows), "layers2" (first and last of six layers).
+            "table-attention" (one head over the table's rows), "layers2" (first and last of six layers); or
+            hub id or folder of a smaller embedding model, which gets a linear layer into the teacher's space.
         queries: file with real queries to learn from as well (text lines, JSON lines or Parquet).
         count: texts to draw from the documents; None takes the recipe's.
         seed: of every draw.
@@ -138,9 +139,11 @@ def run_config(
     from scalingnote.run_config import RunConfig
 
     _check_texts(texts)
-    if student not in RECIPES:
-        raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}")
-    recipe = resources.files("scalingnote.distillation") / "recipes" / f"{student}.yaml"
+    is_model = student not in RECIPES and ("/" in student or ":" in student or Path(student).is_dir())
+    if student not in RECIPES and not is_model:
+        raise ConfigError(f"no student {student!r}: choose one of {', '.join(RECIPES)}, or name a model")
+    name = "model" if is_model else student
+    recipe = resources.files("scalingnote.distillation") / "recipes" / f"{name}.yaml"
     values: dict[str, Any] = {
         "run_dir": str(run_dir or f"{to}.run"),
         "dataset.name": "texts",
@@ -149,6 +152,7 @@ def run_config(
         "pseudo_queries.seed": seed,
         "distill.seed": seed,
     }
+    values |= {"distill.student.backbone.path": student} if is_model else {}
     values |= {} if count is None else {"pseudo_queries.count": count}
     values |= {} if queries is None else {"pseudo_queries.query_log": str(queries)}
     with resources.as_file(recipe) as path:

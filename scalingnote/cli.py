@@ -181,7 +181,9 @@ def _add_model(distill: argparse.ArgumentParser) -> None:
         "--to", metavar="DIR", help="folder to write, for sentence-transformers and scalingnote"
     )
     model.add_argument(
-        "--student", default="table", help="table, static, table-attention or layers2; default: table"
+        "--student",
+        default="table",
+        help="table, static, table-attention, layers2, or a smaller MODEL; default: table",
     )
     model.add_argument(
         "--queries", metavar="FILE", help="real queries to learn from as well, if you have some"

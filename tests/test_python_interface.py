@@ -107,6 +107,20 @@ def test_the_interface_starts_neither_torch_nor_ray():
     assert done.stdout.strip() == "set()"
 
 
+def test_a_smaller_model_becomes_the_query_side_of_a_wider_one(tmp_path: Path, texts: Path):
+    teacher = folder(tmp_path / "teacher", pooling=("mean", "cls"))  # embeddings of two states
+    small = folder(tmp_path / "small")
+    tower = scalingnote.distill(
+        teacher, texts, to=tmp_path / "out", student=str(small), count=300, overrides=FEW
+    )
+    queries = ["ba ko li", tiny.document_rows(1)[0]["title"]]
+    published = SentenceTransformer(str(teacher), device="cpu")
+    assert tower.dim == published.get_embedding_dimension() == 64
+    library = SentenceTransformer(str(tmp_path / "out"), device="cpu", trust_remote_code=True)
+    np.testing.assert_allclose(library.encode_query(queries), tower.encode(queries), atol=1e-4)
+    np.testing.assert_allclose(library.encode_document(queries), published.encode(queries), atol=1e-5)
+
+
 def test_a_student_wider_than_its_teacher_is_refused(tmp_path: Path, texts: Path):
     wide = (
         "{backbone: {kind: scratch, architecture: bert, layers: 1, hidden: 256, heads: 4, intermediate: 512}}"
