@@ -40,6 +40,25 @@ def main(stage: str, arguments: Sequence[str] | None = None) -> int:
     return _ended(stage, work)
 
 
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the stages of a config in order, except finished ones; after a kill the same job resumes."""
+    parser = _parser("run", "Run the stages of a config.")
+    parser.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    options = parser.parse_args(arguments)
+
+    def work() -> "tuple[str, Artifact]":
+        from scalingnote import pipeline, stages
+        from scalingnote.config import load
+        from scalingnote.run_config import RunConfig
+
+        config = load(RunConfig, options.config, options.overrides)
+        _check_place(config.run_dir, config.address)
+        built = pipeline.run(config, stages.select(config, until=options.until))
+        return list(built.items())[-1]
+
+    return _ended("run", work)
+
+
 def experiment(arguments: Sequence[str] | None = None) -> int:
     """Compare the arms of an experiment, which is no stage: it has a config of its own."""
     options = _parser("experiment", "Compare the arms of an experiment.").parse_args(arguments)

@@ -121,10 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     publish.add_argument("folder", help="where they go: dual_encoder/query, dual_encoder/document, ...")
     publish.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
 
-    submit = command("submit", commands.submit, "send one stage to a Ray cluster as a job")
-    submit.add_argument(
-        "stage", type=_stage, metavar="STAGE", help=", ".join(stages.NAMES) + "; train@1: round 1"
-    )
+    submit = command("submit", commands.submit, "send a whole run, or one stage, to a Ray cluster as a job")
+    names = f"run (all stages), {', '.join(stages.NAMES)}; train@1: round 1"
+    submit.add_argument("stage", type=_stage, metavar="STAGE", help=names)
+    submit.add_argument("--until", metavar="STAGE", help="of a whole run: stop after this stage")
     _add_config(submit)
     submit.add_argument("--address", required=True, metavar="URL", help="e.g. http://head-node:8265")
     submit.add_argument("--submission-id", metavar="ID", help="refused if used before: submits once")
@@ -142,8 +142,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _stage(name: str) -> str:
-    if name.partition("@")[0] not in stages.NAMES:
-        raise argparse.ArgumentTypeError(f"no stage {name!r}; choose from {', '.join(stages.NAMES)}")
+    if name != "run" and name.partition("@")[0] not in stages.NAMES:
+        raise argparse.ArgumentTypeError(f"no stage {name!r}; choose from run, {', '.join(stages.NAMES)}")
     return name
 
 

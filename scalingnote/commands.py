@@ -304,7 +304,7 @@ def publish(options: argparse.Namespace) -> int:
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Send a stage to a cluster."""
+    """Send a run, or one stage, to a cluster."""
     config = _load(options)
     return int(
         importlib.import_module("scalingnote.submit").submit(
@@ -313,6 +313,7 @@ def submit(options: argparse.Namespace) -> int:
             run_dir=config.run_dir,
             address=options.address,
             overrides=options.overrides,
+            until=options.until,
             submission_id=options.submission_id,
             wait=options.wait,
         )

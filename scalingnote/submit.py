@@ -1,4 +1,4 @@
-"""Send one stage to a Ray cluster: the working directory goes up, the job's log and exit code come back."""
+"""Send a run, or one stage, to a Ray cluster: the working directory goes up, log and exit code come back."""
 
 import asyncio
 import logging
@@ -27,11 +27,13 @@ def submit(
     run_dir: str,
     address: str,
     overrides: Sequence[str] = (),
+    until: str | None = None,
     submission_id: str | None = None,
     wait: bool = False,
 ) -> int:
     """Submit `jobs/{stage}.py` from the current directory; returns an exit code (the job's if waited for)."""
-    command = shlex.join(entrypoint(stage, configs, run_dir=run_dir, overrides=overrides))
+    arguments = entrypoint(stage, configs, run_dir=run_dir, overrides=overrides, until=until)
+    command = shlex.join(arguments)
     client = _connect(address)
     log.info("%s: %s", address, command)
     try:
@@ -53,12 +55,19 @@ def submit(
 
 
 def entrypoint(
-    stage: str, configs: Sequence[str], *, run_dir: str, overrides: Sequence[str] = ()
+    stage: str,
+    configs: Sequence[str],
+    *,
+    run_dir: str,
+    overrides: Sequence[str] = (),
+    until: str | None = None,
 ) -> list[str]:
     """The command of the job; ConfigError where it could not find its files on the cluster.
 
-    A stage of an earlier round is named ``train@1``.
+    A stage of an earlier round is named ``train@1``; ``run`` is all stages, or those up to `until`.
     """
+    if until is not None and stage != "run":
+        raise ConfigError(f"--until is of a whole run: scalingnote submit run ... --until {until}")
     stage, _, number = stage.partition("@")
     script = f"jobs/{stage}.py"
     if not Path(script).is_file():
@@ -66,6 +75,7 @@ def entrypoint(
             f"no {script} in {Path.cwd()}: submit from the root of the project, which is uploaded"
         )
     command = ["python", script, *(["--round", number] if number else [])]
+    command += [] if until is None else ["--until", until]
     for config in configs:
         if not file_of(config).resolve().is_relative_to(Path.cwd()):
             raise ConfigError(f"{config} is not below {Path.cwd()}, which is uploaded: copy it there")

@@ -67,7 +67,7 @@ def test_what_serves_starts_without_torch_unless_a_tower_needs_it():
 
 
 def test_every_stage_has_an_entrypoint_in_jobs():
-    others = {"__init__", "entrypoint", "experiment", "ingest", "ladder"}
+    others = {"__init__", "entrypoint", "experiment", "ingest", "ladder", "run"}
     assert {path.stem for path in (Path(__file__).parents[1] / "jobs").glob("*.py")} - others == {
         *stages.NAMES
     }

@@ -160,12 +160,14 @@ def shell(project: Path, *arguments: str, **environment: str) -> subprocess.Comp
     return done
 
 
-def submit(project: Path, head: Head, stage: str, run_dir: str) -> subprocess.CompletedProcess[str]:
+def submit(
+    project: Path, head: Head, stage: str, run_dir: str, *more: str
+) -> subprocess.CompletedProcess[str]:
     # An address in the environment must not win over the one that is given.
     return shell(
         project,
         *("submit", stage, "configs/tiny.yaml", "--address", head.dashboard, "--set", f"run_dir={run_dir}"),
-        "--wait",
+        *("--wait", *more),
         RAY_ADDRESS="http://127.0.0.1:9",
     )
 
@@ -207,6 +209,17 @@ def test_jobs_build_what_is_built_in_process(project: Path, head: Head, in_proce
         assert (line["stage"], line["digest"]) == (stage, artifact.digest)
         assert line["counts"] == artifact.counts
     assert digests(project, "runs/jobs") == in_process
+
+
+def test_a_whole_run_is_one_job_and_resumes(project: Path, head: Head, in_process: dict[str, str]) -> None:
+    shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "whole" / STAGES[0])
+    done = submit(project, head, "run", "runs/whole", "--until", STAGES[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1/2 prepare: finished before" in done.stdout
+    assert digests(project, "runs/whole") == in_process
+    refused = submit(project, head, "planner", "runs/whole", "--until", STAGES[-1])
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "scalingnote submit run" in refused.stderr
 
 
 def test_the_shell_builds_what_is_built_in_process(
