@@ -106,6 +106,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     base = values.pop("extends", None)
     if base:
         values = merge(_read(file.parent / base), values)
+    # From the variant that is named to the one that extends no other.
     chain: list[dict[str, Any]] = []
     while variant:
         if variant not in known:

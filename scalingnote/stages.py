@@ -188,6 +188,7 @@ CROSS_ENCODER_STAGES: tuple[Stage, ...] = (
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)
+# Stages that a round of stage I repeats; collect runs once.
 _ROUND = ("train", "encode", "mine")
 
 
@@ -206,6 +207,7 @@ def of(config: "RunConfig") -> list[Stage]:
         replace(known[name], name=f"{name}@{number}") for number in range(1, config.rounds) for name in _ROUND
     ]
     names = ["prepare", "planner", "collect"]
+    # Without triplets the planner is needed by fusion alone, which weighs the words of a query.
     if not _reads_triplets(config):
         names = ["prepare", "planner"] if config.fuse is not None else ["prepare"]
     words = [] if config.bm25 is None else [known["bm25"]]
@@ -243,8 +245,10 @@ def _last_round(config: "RunConfig", known: Mapping[str, Stage]) -> list[Stage]:
     if config.cross_encoder is None:
         teacher = _reading(teacher, *triplets, *texts)
     distill = _reading(known["distill"], *config.distill.reads)
+    # QKD needs query embeddings only: the student is ready before the slowest stage, encode, begins.
     if not config.distill.reads:
         return [top, *pseudo, teacher, distill, known["encode"]]
+    # A student's own document tower replaces the teacher's embeddings in the index.
     again = [known["encode_student"]] if config.distill.document else []
     return [top, *pseudo, teacher, known["encode"], distill, *again]
 
@@ -270,6 +274,7 @@ def _evaluate(config: "RunConfig", known: Mapping[str, Stage], *kinds: str) -> S
     towers = () if config.cross_encoder is not None else ("dual_encoder",)
     students = () if config.distill is None else ("student",)
     own = config.distill is not None and (config.distill.document is not None or config.fuse is not None)
+    # The teacher searches its own documents, which are not the newest embeddings then.
     apart = towers and own
     return replace(
         stage,
