@@ -33,7 +33,12 @@ TIMING = 0.10  # of medians of several runs, beside the test that their ranges a
 RULES = (
     Rule(r"^(lost|duplicates$|doubled$|undocumented$|wrong)", "zero"),
     Rule(r"^open_doors", "zero"),
-    Rule(r"^requests_per_part", "lower"),
+    Rule(r"^requests_per_part", "lower", 0.5, relative=False),
+    # Size and shape of the package: counts, the same on every machine.
+    Rule(r"^import_cycles$", "zero"),
+    Rule(r"^(files|lines|functions_over_60|single_importer_modules|\w+_on_query_walk)$", "lower", 0.01),
+    Rule(r"^median_file$", "either"),
+    Rule(r"^comment_share$", "higher", 0.001, relative=False),
     Rule(r"^read_mb_s$", "higher", SHORT),
     Rule(r"^(control_open_doors|silent_on_the_machine|listeners)$", "either"),
     Rule(r"^faults_survived$", "higher"),

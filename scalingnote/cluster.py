@@ -116,6 +116,22 @@ def _delayed_interrupt() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_interrupt_handler() -> Iterator[None]:
+    """Restore the handler of SIGINT: Ray Train leaves its own, which aborts a controller that has ended.
+
+    With it, CTRL-C in a later stage ended the process with exit code 0, or did nothing at all.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
 def _loopback() -> Iterator[None]:
     """Have Ray's processes listen on 127.0.0.1, as it does by default on macOS and Windows.
 

@@ -148,7 +148,8 @@ def launch(
         ),
     )
     try:
-        result = trainer.fit()
+        with cluster.kept_interrupt_handler():
+            result = trainer.fit()
     except TrainingFailedError as error:
         for cause in getattr(error, "worker_failures", {}).values():
             if isinstance(cause, ScalingNoteError):

@@ -1,7 +1,9 @@
 """What a run says of itself: counted by the steps that were made."""
 
 import json
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,3 +63,21 @@ def test_the_workers_of_a_stage_are_started_again_as_often_as_it_says(
     monkeypatch.setattr(job, "TorchTrainer", Failing)
     with pytest.raises(TrainingError, match="training failed after 5 restarts: the node is gone"):
         job.launch(print, {"work": str(tmp_path)}, schedule=stage(max_failures=5), room="train")
+
+
+def test_ray_trains_interrupt_handler_does_not_outlive_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Interrupting:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def fit(self) -> SimpleNamespace:
+            signal.signal(signal.SIGINT, lambda *_: None)
+            return SimpleNamespace(return_value=None)
+
+    without_ray(monkeypatch)
+    monkeypatch.setattr(job, "TorchTrainer", Interrupting)
+    before = signal.getsignal(signal.SIGINT)
+    job.launch(print, {"work": str(tmp_path)}, schedule=TrainConfig(), room="train")
+    assert signal.getsignal(signal.SIGINT) is before
