@@ -34,13 +34,16 @@ class Resources(Circumstances):
 
 
 C = TypeVar("C", bound=Config)
+PACKAGE = Path(__file__).parent
+PACKAGED = "scalingnote:"
 
 
 def load(model: type[C], paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C:
     """Read YAML files left to right (a later one wins, mappings merge), apply ``a.b=value``, validate.
 
-    A file may open with ``extends: other.yaml``, a path relative to itself. ``FILE.yaml:NAME`` is the file
-    with one of its `variants` laid over it; a variant may extend another one of the file.
+    A file may open with ``extends: other.yaml``, a path relative to itself, or with
+    ``extends: scalingnote:path.yaml``, a file of the package. ``FILE.yaml:NAME`` is the file with one of its
+    `variants` laid over it; a variant may extend another one of the file.
     """
     merged: dict[str, Any] = {}
     for path in paths:
@@ -105,7 +108,10 @@ def _read(path: str | Path) -> dict[str, Any]:
     known = values.pop("variants", {})
     base = values.pop("extends", None)
     if base:
-        values = merge(_read(file.parent / base), values)
+        # A file of the package, which lies elsewhere where the package is installed.
+        inside = base.startswith(PACKAGED)
+        parent = PACKAGE / base.removeprefix(PACKAGED) if inside else file.parent / base
+        values = merge(_read(parent), values)
     # From the variant that is named to the one that extends no other.
     chain: list[dict[str, Any]] = []
     while variant:

@@ -188,3 +188,12 @@ def test_a_variant_is_laid_over_its_file_and_may_extend_another(tmp_path: Path):
     assert alone.epochs == 3
     with pytest.raises(ConfigError, match=r"no variant 'seded', it has longer, seeded; .* mean 'seeded'"):
         load(RunConfig, [quickstart, f"{file}:seded"])
+
+
+def test_a_config_may_extend_a_file_of_the_package_from_anywhere(tmp_path: Path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: scalingnote:distillation/recipes/table.yaml\ndistill: {epochs: 3}\n")
+    made = load(RunConfig, [CONFIGS / "quickstart/python_docs.yaml", file]).distill
+    assert made is not None
+    assert made.student.kind == "lookup"
+    assert made.epochs == 3
