@@ -121,7 +121,11 @@ def test_an_interrupt_while_ray_starts_ends_what_was_started(monkeypatch: pytest
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # no token is made
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: steps.append("ended"))
-    with pytest.raises(KeyboardInterrupt):
-        cluster.connect()
-    assert steps == ["started", "ended"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.connect()
+        assert steps == ["started", "ended"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,4 +1,5 @@
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,7 @@ def test_a_resumed_run_hides_the_steps_after_its_checkpoint(tmp_path: Path):
     for step in range(8):
         killed.log(step, {"loss": 1.0})
     killed.close()
+    time.sleep(1)  # file names begin with seconds, and are read in their order
     for step in range(4, 10):
         resumed.log(step, {"loss": 2.0})
     resumed.close()
