@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from scalingnote.run_config import RunConfig
     from scalingnote.storage.artifact import Artifact
 
 HERE = Path(__file__).resolve().parent
@@ -28,11 +29,8 @@ def main(stage: str, arguments: Sequence[str] | None = None) -> int:
 
     def work() -> "tuple[str, Artifact]":
         from scalingnote import pipeline, stages
-        from scalingnote.config import load
-        from scalingnote.run_config import RunConfig
 
-        config = load(RunConfig, options.config, options.overrides)
-        _check_place(config.run_dir, config.address)
+        config = _run_config(options)
         name = f"{stage}@{options.round}" if options.round is not None else stage
         ((kind, artifact),) = pipeline.run(config, stages.select(config, only=name)).items()
         return kind, artifact
@@ -48,11 +46,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> "tuple[str, Artifact]":
         from scalingnote import pipeline, stages
-        from scalingnote.config import load
-        from scalingnote.run_config import RunConfig
 
-        config = load(RunConfig, options.config, options.overrides)
-        _check_place(config.run_dir, config.address)
+        config = _run_config(options)
         built = pipeline.run(config, stages.select(config, until=options.until))
         return list(built.items())[-1]
 
@@ -83,14 +78,20 @@ def ladder(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> "tuple[str, Artifact]":
         from scalingnote import pipeline
-        from scalingnote.config import load
-        from scalingnote.run_config import RunConfig
 
-        config = load(RunConfig, options.config, options.overrides)
-        _check_place(config.run_dir, config.address)
+        config = _run_config(options)
         return "ladder", pipeline.ladder(config)
 
     return _ended("ladder", work)
+
+
+def _run_config(options: argparse.Namespace) -> "RunConfig":
+    from scalingnote.config import load
+    from scalingnote.run_config import RunConfig
+
+    config = load(RunConfig, options.config, options.overrides)
+    _check_place(config.run_dir, config.address)
+    return config
 
 
 def _parser(name: str, text: str) -> argparse.ArgumentParser:

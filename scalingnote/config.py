@@ -4,7 +4,6 @@ A section defines the result of a stage and is stored in its artifact. Settings 
 (:class:`Circumstances`: workers, tracking) are not part of the artifact's identity.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from scalingnote.errors import ConfigError
+from scalingnote.errors import ConfigError, did_you_mean
 
 
 class Config(BaseModel):
@@ -116,9 +115,10 @@ def _read(path: str | Path) -> dict[str, Any]:
     chain: list[dict[str, Any]] = []
     while variant:
         if variant not in known:
-            near = difflib.get_close_matches(variant, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{file} has no variant {variant!r}, it has {', '.join(known) or 'none'}{hint}")
+            there = ", ".join(known) or "none"
+            raise ConfigError(
+                f"{file} has no variant {variant!r}, it has {there}{did_you_mean(variant, known)}"
+            )
         chain.append(dict(known[variant]))
         variant = chain[-1].pop("extends", "")
     for layer in reversed(chain):
@@ -157,8 +157,7 @@ def _explain(item: dict[str, Any], known: set[str]) -> str:
     place = ".".join(str(part) for part in item["loc"])
     if item["type"] != "extra_forbidden":
         return f"{place}: {item['msg']} (found {item.get('input')!r})"
-    near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-    return f"unknown key {place!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"unknown key {place!r}" + did_you_mean(str(item["loc"][-1]), known)
 
 
 def _all_keys(model: type[BaseModel]) -> set[str]:

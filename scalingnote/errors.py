@@ -1,5 +1,8 @@
 """The exceptions this package raises: what is wrong, the value found, and the remedy, in that order."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class ScalingNoteError(Exception):
     """Base of every error that the user can fix; the CLI prints it without a traceback."""
@@ -27,3 +30,9 @@ class EncodingError(ScalingNoteError):
 
 class SearchError(ScalingNoteError):
     """A search that cannot be answered: a missing shard, a vector of the wrong dimension."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'NAME'?`` with the most similar of the known names; empty if none is similar."""
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

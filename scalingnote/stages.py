@@ -3,12 +3,11 @@
 The command line, jobs/ and the pipeline follow this table.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from scalingnote.errors import ConfigError
+from scalingnote.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:  # the command line reads the table before any config is needed
     from scalingnote.run_config import RunConfig
@@ -292,8 +291,7 @@ def select(
     names = [stage.name for stage in wanted]
     for name in (only, start, until):
         if name is not None and name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, names)
             raise ConfigError(f"no stage {name!r} in this run; it has {', '.join(names)}{hint}")
     if only:
         start = until = only

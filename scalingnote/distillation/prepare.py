@@ -205,7 +205,7 @@ def _write_candidates(
 
 
 def _require_view(embeddings: Artifact) -> None:
-    with fs.open_input(embeddings.file(embeddings.table_parts("embeddings")[0])) as stream:
+    with embeddings.open(embeddings.table_parts("embeddings")[0]) as stream:
         views = pq.read_schema(stream).names
     if INDEXED_VIEW not in views:
         raise ConfigError(

@@ -148,7 +148,7 @@ def read_copies(number: int, *, folder: str, base: Artifact) -> pa.Table:
     """The rows that a part copies from `base`: columns of its embeddings, and ``row``, their place."""
     uri = _copies_uri(folder, number)
     parts = base.table_parts("embeddings")
-    layout = pq.read_schema(fs.open_input(base.file(parts[0]))).append(COPY.field("row"))
+    layout = pq.read_schema(base.open(parts[0])).append(COPY.field("row"))
     tables = [layout.empty_table()]
     if fs.exists(uri):
         copies = pq.read_table(fs.open_input(uri))

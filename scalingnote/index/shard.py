@@ -203,9 +203,7 @@ def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any, map
         )
     terms = None
     if layout.sparse:
-        buffers = {
-            name: fs.open_input(index.file(part)).read_buffer() for name, part in term_files(number).items()
-        }
+        buffers = {name: index.open(part).read_buffer() for name, part in term_files(number).items()}
         terms = postings.load(buffers, documents=len(documents))
     return Shard(number, lists, documents, terms)
 

@@ -89,7 +89,7 @@ def describe_file(path: str, columns: dict[str, str], *, like: Artifact) -> NewD
         columns: our name -> the file's name of a column.
         like: the dataset of the run.
     """
-    layout = pq.read_schema(fs.open_input(like.file(like.table_parts("documents")[0])))
+    layout = pq.read_schema(like.open(like.table_parts("documents")[0]))
     kinds = {kind: name for name, kind in COLUMN_TYPES.items()}
     features = {
         f.name: kinds[f.type] for f in layout if f.name not in schema.DOCUMENTS.names and f.type in kinds

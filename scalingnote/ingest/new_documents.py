@@ -24,7 +24,6 @@ from scalingnote.index.shard import document_rows
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.token_rows import from_columns
 from scalingnote.quantize import kmeans, semantic_id
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
 from scalingnote.storage.arrow import dtype_of, l2_normalize, to_arrow, to_matrix, to_numpy
 from scalingnote.storage.artifact import Artifact
@@ -70,7 +69,7 @@ class DocumentFlow:
         """
         from scalingnote.fuse.fusion import DocumentFusion
 
-        first = pq.read_schema(fs.open_input(embeddings.file(embeddings.table_parts("embeddings")[0])))
+        first = pq.read_schema(embeddings.open(embeddings.table_parts("embeddings")[0]))
         fused = bool(embeddings.names("document_fusion/"))
         return cls(
             load_document_encoder(towers, token_budget),

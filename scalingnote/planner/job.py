@@ -154,7 +154,7 @@ def _read(
     source: Artifact, part: str, *, share: int, of: int, config: Statistics
 ) -> Iterator[pa.RecordBatch]:
     columns = list(config.fields) if config.corpus == "documents" else ["query", "split"]
-    with fs.open_input(source.file(part) if of == 1 else fs.join(source.uri, part)) as stream:
+    with source.open(part) if of == 1 else fs.open_input(fs.join(source.uri, part)) as stream:
         file = pq.ParquetFile(stream)
         groups = list(range(share, file.num_row_groups, of))
         yield from file.iter_batches(TEXTS_PER_BATCH, row_groups=groups, columns=columns)
