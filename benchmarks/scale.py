@@ -1,0 +1,243 @@
+"""Seconds, requests and memory of the offline stages as the corpus grows.
+
+    python -m benchmarks.scale --json docs/results/scale.json
+
+Corpora are synthetic (benchmarks/scale_inputs.py): embeddings of 32 dimensions, as many impressions as
+documents, the same 2,000 training and 500 test queries at each size. Every stage runs alone in a process of
+its own, the driver, on a private Ray cluster; it is what `scalingnote` runs, with the settings below.
+
+- driver_rss_gb_max: resident memory of the largest driver, interpreter and libraries included
+- driver_rss_growth: the largest, over stages, of a driver at the largest size over one at the next
+- growth_exponent_max: the largest x of seconds ~ documents^x between the two largest sizes, over stages
+
+`--folder` keeps corpora, artifacts and finished measurements: a run that was killed continues.
+"""
+
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import scale_inputs
+from benchmarks.report import alone, arguments, peak_memory_mb, show, write
+from scalingnote.storage.artifact import Artifact, open_artifact
+
+SIZES = (100_000, 1_000_000, 10_000_000)
+DOCUMENTS_PER_SHARD = 2_500_000
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--documents", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=[*STAGES])
+    parser.add_argument("--folder", type=Path, help="default: a temporary one")
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="scale-"))
+    try:
+        rows = [
+            row for size in options.documents for row in measured(folder / str(size), size, options.stages)
+        ]
+    finally:
+        if options.folder is None:
+            shutil.rmtree(folder)
+    show("Stages", rows)
+    growth = [row for stage in options.stages for row in grown([r for r in rows if r["stage"] == stage])]
+    metrics: dict[str, float] = {"driver_rss_gb_max": max(row["driver GB"] for row in rows)}
+    if growth:
+        show("From the second largest corpus to the largest", growth)
+        metrics["driver_rss_growth"] = max(row["driver growth"] for row in growth)
+        metrics["growth_exponent_max"] = max(row["exponent"] for row in growth)
+    show("Metrics", [metrics])
+    write(options.json, metrics=metrics, stages=rows, growth=growth)
+
+
+def measured(folder: Path, documents: int, stages: list[str]) -> list[Row]:
+    """A row for each stage on a corpus of this size; those measured before are taken from `folder`."""
+    rows = []
+    for name, stage in STAGES.items():
+        if name not in stages:
+            continue
+        note = folder / f"{name}.json"
+        if not note.exists():
+            scale_inputs.files(folder, documents)
+            row = {"stage": name, "documents": documents, **alone(run, stage, folder, documents)}
+            note.write_text(json.dumps(row), encoding="utf-8")
+        rows.append(json.loads(note.read_text(encoding="utf-8")))
+    return rows
+
+
+def run(stage: Callable[[Path, int], Artifact], folder: Path, documents: int) -> Row:
+    """Run one stage in this process and return its figures."""
+    import ray
+
+    from scalingnote import cluster
+    from scalingnote.log import configure
+
+    configure()
+    cluster.connect()
+    try:
+        start = time.perf_counter()
+        artifact = stage(folder, documents)
+        seconds = time.perf_counter() - start
+    finally:
+        ray.shutdown()
+    usage: Mapping[str, int] = artifact.manifest.info.get("usage") or dict.fromkeys(
+        ("worker_peak_bytes", "bytes_read", "bytes_written", "requests"), 1
+    )
+    return {
+        "seconds": round(seconds, 1),
+        "documents/s": round(documents / seconds),
+        "driver GB": round(peak_memory_mb() / 1024, 3),
+        "worker GB": round(usage["worker_peak_bytes"] / 2**30, 3),
+        "read MB": round(usage["bytes_read"] / 1e6),
+        "written MB": round(usage["bytes_written"] / 1e6),
+        "requests": usage["requests"],
+    }
+
+
+def grown(rows: list[Row]) -> list[Row]:
+    """How a stage's figures grew between the two largest corpora."""
+    if len(rows) < 2:
+        return []
+    small, large = sorted(rows, key=lambda row: row["documents"])[-2:]
+    factor = math.log(large["documents"] / small["documents"])
+    return [
+        {
+            "stage": large["stage"],
+            "exponent": round(math.log(large["seconds"] / small["seconds"]) / factor, 3),
+            "driver growth": round(large["driver GB"] / small["driver GB"], 3),
+            "requests growth": round(large["requests"] / small["requests"], 2),
+        }
+    ]
+
+
+def _opened(folder: Path, name: str, kind: str | None = None) -> Artifact:
+    return open_artifact(f"{folder}/{name}", kind=kind or name)
+
+
+def _columns(folder: Path, documents: int) -> Artifact:
+    from scalingnote.datasets import job
+    from scalingnote.datasets.config import Columns, TableFile
+
+    tables = {
+        name: TableFile(path=f"{folder}/{name}/*.parquet") for name in ("documents", "queries", "qrels")
+    }
+    config = Columns(documents_per_part=scale_inputs.DOCUMENTS_PER_PART, click_model=None, **tables)
+    return job.run(config, output=f"{folder}/dataset")
+
+
+def _logs(folder: Path, documents: int) -> Artifact:
+    from scalingnote.datasets import job
+    from scalingnote.datasets.config import Logs, TableFile
+
+    tables = {name: TableFile(path=f"{folder}/{name}/*.parquet") for name in ("documents", "impressions")}
+    days = [f"2024-01-{day:02d}T00:00:00Z" for day in (1, 31)]
+    windows = {"train": days, "test": [days[1], "2024-02-02T00:00:00Z"]}
+    config = Logs.model_validate(
+        {
+            **tables,
+            **windows,
+            "parts": max(16, documents // 250_000),
+            "documents_per_part": scale_inputs.DOCUMENTS_PER_PART,
+        }
+    )
+    return job.run(config, output=f"{folder}/logs")
+
+
+def _planner(folder: Path, documents: int) -> Artifact:
+    from scalingnote.planner import job
+    from scalingnote.planner.config import Statistics
+
+    return job.run(Statistics(), dataset=f"{folder}/logs", output=f"{folder}/planner")
+
+
+def _collect_clicks(folder: Path, documents: int) -> Artifact:
+    from scalingnote.collect import job
+    from scalingnote.collect.config import CollectConfig
+
+    config = CollectConfig(sources=("click",), parts=max(8, documents // 250_000))
+    uris = {"dataset": f"{folder}/logs", "planner": f"{folder}/planner"}
+    return job.run(config, **uris, output=f"{folder}/click_triplets")
+
+
+def _collect_bm25(folder: Path, documents: int) -> Artifact:
+    from scalingnote.collect import job
+    from scalingnote.collect.config import BM25Ranker, CollectConfig
+
+    config = CollectConfig(sources=("relevance",), ranker=BM25Ranker(), association=None)
+    uris = {"dataset": f"{folder}/dataset", "planner": f"{folder}/planner"}
+    return job.run(config, **uris, output=f"{folder}/triplets")
+
+
+def _pseudo_queries(folder: Path, documents: int) -> Artifact:
+    from scalingnote.pseudo_queries import job
+    from scalingnote.pseudo_queries.config import PseudoQueriesConfig
+
+    return job.run(PseudoQueriesConfig(), dataset=f"{folder}/dataset", output=f"{folder}/pseudo_queries")
+
+
+def _quantize(folder: Path, documents: int) -> Artifact:
+    from scalingnote.quantize import job
+    from scalingnote.quantize.config import QuantizeConfig
+
+    towers = scale_inputs.towers(folder, documents)
+    embeddings = scale_inputs.embeddings(folder, _opened(folder, "dataset"), towers, documents)
+    config = QuantizeConfig(levels=4, codes=256)
+    return job.run(config, embeddings=embeddings.uri, output=f"{folder}/semantic_ids")
+
+
+def _bm25(folder: Path, documents: int) -> Artifact:
+    from scalingnote.lexical import job
+    from scalingnote.lexical.config import BM25Config
+
+    return job.run(BM25Config(), dataset=f"{folder}/dataset", output=f"{folder}/bm25_terms")
+
+
+def _index(folder: Path, documents: int) -> Artifact:
+    from scalingnote.index import job
+    from scalingnote.index.config import IndexConfig
+
+    config = IndexConfig(shards=max(2, documents // DOCUMENTS_PER_SHARD))
+    kinds = ("dataset", "embeddings", "semantic_ids", "dual_encoder")
+    return job.run(config, **{kind: f"{folder}/{kind}" for kind in kinds}, output=f"{folder}/index")
+
+
+def _mine(folder: Path, documents: int) -> Artifact:
+    from scalingnote.mine import job
+    from scalingnote.mine.config import MineConfig
+
+    kinds = ("dataset", "triplets", "dual_encoder", "embeddings")
+    return job.run(MineConfig(), **{kind: f"{folder}/{kind}" for kind in kinds}, output=f"{folder}/mined")
+
+
+def _evaluate(folder: Path, documents: int) -> Artifact:
+    from scalingnote.evaluate import job
+    from scalingnote.evaluate.config import EvaluateConfig
+
+    config = EvaluateConfig(typos=0, entropy_negatives=0)
+    kinds = ("dataset", "embeddings", "index", "dual_encoder", "bm25_terms")
+    return job.run(config, **{kind: f"{folder}/{kind}" for kind in kinds}, output=f"{folder}/report")
+
+
+STAGES: dict[str, Callable[[Path, int], Artifact]] = {
+    "prepare (columns)": _columns,
+    "prepare (logs)": _logs,
+    "planner": _planner,
+    "collect (clicks)": _collect_clicks,
+    "collect (BM25)": _collect_bm25,
+    "pseudo_queries": _pseudo_queries,
+    "quantize": _quantize,
+    "bm25": _bm25,
+    "index": _index,
+    "mine": _mine,
+    "evaluate": _evaluate,
+}
+
+
+if __name__ == "__main__":
+    main()
