@@ -9,7 +9,10 @@ its own, the driver, on a private Ray cluster; it is what `scalingnote` runs, wi
 - driver_rss_gb_max: resident memory of the largest driver, interpreter and libraries included
 - driver_rss_growth: the largest, over stages, of a driver at the largest size over one at the next
 - growth_exponent_max: the largest x of seconds ~ documents^x between the two largest sizes, over stages
+- plan_seconds_error_max: the largest share, over stages, by which what `scalingnote plan` computes from the
+  smaller sizes differs from the largest run; plan_requests_error_max and plan_driver_error_max alike
 
+`--costs FILE` writes what the plan computes with; the package's own is scalingnote/scaling/stage_costs.json.
 `--folder` keeps corpora, artifacts and finished measurements: a run that was killed continues.
 """
 
@@ -24,6 +27,7 @@ from typing import Any
 
 from benchmarks import scale_inputs
 from benchmarks.report import alone, arguments, peak_memory_mb, show, write
+from scalingnote.scaling.stage_costs import predict
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 SIZES = (100_000, 1_000_000, 10_000_000)
@@ -36,6 +40,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, nargs="+", default=SIZES)
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=[*STAGES])
     parser.add_argument("--folder", type=Path, help="default: a temporary one")
+    parser.add_argument("--costs", type=Path, metavar="FILE")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="scale-"))
     try:
@@ -46,14 +51,22 @@ def main() -> None:
         if options.folder is None:
             shutil.rmtree(folder)
     show("Stages", rows)
-    growth = [row for stage in options.stages for row in grown([r for r in rows if r["stage"] == stage])]
+    by_stage = [[row for row in rows if row["stage"] == stage] for stage in options.stages]
+    growth = [row for own in by_stage for row in grown(own)]
+    planned = [row for own in by_stage for row in predicted(own)]
     metrics: dict[str, float] = {"driver_rss_gb_max": max(row["driver GB"] for row in rows)}
     if growth:
         show("From the second largest corpus to the largest", growth)
         metrics["driver_rss_growth"] = max(row["driver growth"] for row in growth)
         metrics["growth_exponent_max"] = max(row["exponent"] for row in growth)
+    if planned:
+        show("What the smaller corpora predict of the largest", planned)
+        for figure in ("seconds", "requests", "driver"):
+            metrics[f"plan_{figure}_error_max"] = max(row[f"{figure} error"] for row in planned)
     show("Metrics", [metrics])
-    write(options.json, metrics=metrics, stages=rows, growth=growth)
+    write(options.json, metrics=metrics, stages=rows, growth=growth, predicted=planned)
+    if options.costs:
+        options.costs.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def measured(folder: Path, documents: int, stages: list[str]) -> list[Row]:
@@ -114,6 +127,22 @@ def grown(rows: list[Row]) -> list[Row]:
             "requests growth": round(large["requests"] / small["requests"], 2),
         }
     ]
+
+
+def predicted(rows: list[Row]) -> list[Row]:
+    """What a stage's smaller corpora predict of the largest, beside what was measured."""
+    if len(rows) < 3:
+        return []
+    *smaller, largest = sorted(rows, key=lambda row: row["documents"])
+    found = predict(smaller, documents=largest["documents"])
+    row: Row = {"stage": largest["stage"]}
+    for figure, name in (("seconds", "seconds"), ("requests", "requests"), ("driver GB", "driver")):
+        row |= {
+            f"{name} predicted": round(found[figure], 3),
+            f"{name} measured": largest[figure],
+            f"{name} error": round(abs(found[figure] / largest[figure] - 1), 3),
+        }
+    return [row]
 
 
 def _opened(folder: Path, name: str, kind: str | None = None) -> Artifact:

@@ -102,14 +102,16 @@ def word_vectors() -> Float[ndarray, "words dim"]:
     rng = np.random.default_rng(0)
     rarity = np.log(1 / word_shares()).astype(np.float32)
     spectrum = np.arange(1, DIM + 1, dtype=np.float32) ** -0.5
-    return rng.standard_normal((VOCABULARY, DIM), np.float32) * spectrum * rarity[:, None]
+    vectors: ndarray = rng.standard_normal((VOCABULARY, DIM), np.float32) * spectrum * rarity[:, None]
+    return vectors
 
 
 @cache
 def word_shares() -> Float[ndarray, " words"]:
     """How often each word is drawn: Zipf's law, without its first ten words."""
     share = 1 / np.arange(10, 10 + VOCABULARY)
-    return share / share.sum()
+    shares: ndarray = share / share.sum()
+    return shares
 
 
 def words_of_part(number: int, documents: int) -> Int[ndarray, "documents words"]:

@@ -1,6 +1,6 @@
 """The plan of a whole system: GPU hours, bytes, machines and money for a corpus and its traffic.
 
-    PlanConfig ─► operations ─► GPU hours · documents ─► storage, index ─► searchers, encoders, gateways
+    PlanConfig ─► operations ─► GPU hours · documents ─► offline stages, storage, index ─► searchers, gateways
 
 All arithmetic is formulas of a :class:`Ledger`, so `plan --explain` prints exactly what was computed, with
 constants and their sources. Scan times beyond the measured million documents are an assumption: with
@@ -17,6 +17,7 @@ from scalingnote.models.flops import Shape, adapter_parameters, backbone_shape
 from scalingnote.scaling import constants, training_cost
 from scalingnote.scaling.config import PlanConfig
 from scalingnote.scaling.constants import FAMILIES, Constant, IndexFamily, Ledger, PlanStep, StatedSource
+from scalingnote.scaling.stage_costs import StageCost, stage_costs
 from scalingnote.scaling.training_cost import GIB, GPUS, TowerInput
 from scalingnote.train.config import Ddp, Fsdp2, Optimizer
 
@@ -61,7 +62,8 @@ class SearcherFleet:
     replicas: float  # of each shard
     nodes: float
     shard_ms: float  # of one core, for a query in each shard
-    month: float  # US dollars
+    fan_out_cores: float  # of gateways, for calls to shards beyond the first
+    month: float  # US dollars, with those cores
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class IndexPlan:
     """The index in the family that is cheapest at the requested recall."""
 
     family: IndexFamily
-    document_bytes: float
+    document_bytes: float  # of vectors and ids
+    row_bytes: float  # with what is shown of a document
     gb: float  # of one version
     sizes: tuple[SearcherFleet, ...]
     best: SearcherFleet
@@ -91,6 +94,7 @@ class CapacityPlan:
     config: PlanConfig
     shape: Shape
     phases: tuple[GpuPhase, ...]
+    offline: tuple[StageCost, ...]
     stored: tuple[EmbeddingStorage, ...]
     index: IndexPlan
     serving: tuple[ReplicaFleet, ...]
@@ -116,14 +120,23 @@ def plan(config: PlanConfig) -> CapacityPlan:
     stored = tuple(_storage(ledger, dim) for dim in config.dims)
     index = _cheapest_index(ledger, config)
     serving = (_encoders(ledger, config), _gateways(ledger))
+    offline = stage_costs(
+        documents=config.documents,
+        tokens=config.tokens,
+        dim=config.dims[-1],
+        cores=config.nodes * config.node_cores,
+        core_price=config.core_price + constants.GB_A_CORE.value * config.memory_price,
+        request_price=config.request_price,
+    )
     return CapacityPlan(
         config=config,
         shape=shape,
         phases=phases,
+        offline=tuple(offline),
         stored=stored,
         index=index,
         serving=serving,
-        once=sum(phase.cost for phase in phases),
+        once=sum(phase.cost for phase in phases) + sum(stage.cost for stage in offline),
         month=stored[-1].month + index.best.month + sum(part.month for part in serving),
         notes=tuple(_notes(config, shape, index)),
         steps=tuple(ledger.steps),
@@ -242,7 +255,12 @@ def _index(ledger: Ledger, config: PlanConfig, family: IndexFamily) -> IndexPlan
         "{bytes a document at 128 dimensions} + "
         "{bytes a dimension} × ({dimensions} - {dimensions measured on})",
     )
-    gb = ledger.step("index", "GB", "{documents} × {index bytes a document} / 1e9")
+    row_bytes = ledger.step(
+        "bytes a document in a searcher",
+        "bytes",
+        "{index bytes a document} + {bytes of its id, title and snippet}",
+    )
+    gb = ledger.step("index", "GB", "{documents} × {bytes a document in a searcher} / 1e9")
     growth = "{documents} / {documents measured on}"
     ledger.step("growth of a scan", "times", growth if family.exhaustive else f"sqrt({growth})")
     ledger.step(
@@ -252,9 +270,16 @@ def _index(ledger: Ledger, config: PlanConfig, family: IndexFamily) -> IndexPlan
     )
     ledger.step("cost of one more shard", "µs", "({µs in four shards apart} - {µs in one index}) / 3")
     ledger.step("price of a core with its memory", "USD an hour", CORE_HOUR)
+    # The request through replicas makes two calls more than one that is answered inside its gateway.
+    ledger.step(
+        "core seconds of a call to a replica",
+        "s",
+        "({cores of that machine} / {requests a second through replicas of their own} - "
+        "{cores of that machine} / {requests a second inside a gateway}) / 2",
+    )
     sizes = tuple(_searchers(ledger, memory) for memory in config.node_memory)
     best = min(sizes, key=lambda size: (size.month, size.nodes))
-    return IndexPlan(family, document_bytes, gb, sizes, best)
+    return IndexPlan(family, document_bytes, row_bytes, gb, sizes, best)
 
 
 def _searchers(ledger: Ledger, memory: int) -> SearcherFleet:
@@ -284,12 +309,19 @@ def _searchers(ledger: Ledger, memory: int) -> SearcherFleet:
         "max({replicas}, ceil({cores that search a shard @} / {cores @}))",
     )
     nodes = step("searchers", "nodes", "{shards @} × {replicas of a shard @}")
+    fan_out = step(
+        "cores to fan out",
+        "cores",
+        "{queries a second} × {core seconds of a call to a replica} × ({shards @} - 1) / "
+        "{busy share of a core}",
+    )
     month = step(
         "searchers a month",
         "USD",
-        f"{{searchers @}} × {{cores @}} × {{price of a core with its memory}} × {MONTH_HOURS}",
+        "({searchers @} × {cores @} + {cores to fan out @}) × {price of a core with its memory} × "
+        f"{MONTH_HOURS}",
     )
-    return SearcherFleet(memory, cores, shards, replicas, nodes, query_ms, month)
+    return SearcherFleet(memory, cores, shards, replicas, nodes, query_ms, fan_out, month)
 
 
 def _encoders(ledger: Ledger, config: PlanConfig) -> ReplicaFleet:

@@ -106,11 +106,16 @@ class PlanConfig(Config):
     node_memory: tuple[Annotated[int, Field(ge=16)], ...] = Field(
         (64, 128, 256, 512, 1024), min_length=1, description="GB of the nodes that searchers may run on"
     )
+    nodes: int = Field(16, ge=1, description="CPU nodes that the offline stages run on")
+    node_cores: int = Field(16, ge=1, description="cores of each of them")
     replicas: int = Field(2, ge=1, description="copies of everything that serves, at least: one may die")
     gpu_price: float | None = Field(None, ge=0, description="of a GPU hour; null: by the kind of GPU")
     core_price: float = Field(0.03, ge=0, description="of a CPU core's hour")
     memory_price: float = Field(0.004, ge=0, description="of a GB of memory for an hour")
     storage_price: float = Field(0.023, ge=0, description="of a GB in object storage for a month")
+    request_price: float = Field(
+        5.0, ge=0, description="of a million requests to object storage, as for writes"
+    )
 
     @model_validator(mode="after")
     def _ascends(self) -> "PlanConfig":

@@ -166,6 +166,14 @@ GATEWAY_RATE = Constant(
         "docs/results/serve.json", "requests/s", "table", (("server", "replicas"), ("connections", 16))
     ),
 )
+GATEWAY_ALONE_RATE = Constant(
+    "requests a second inside a gateway",
+    346.0,
+    "1/s",
+    MeasuredSource(
+        "docs/results/serve.json", "requests/s", "table", (("server", "int8 x 1"), ("connections", 16))
+    ),
+)
 GATEWAY_CORES = Constant(
     "cores of that machine", 2.0, "cores", MeasuredSource("docs/results/serve.json", "cpus", "environment")
 )
@@ -181,6 +189,12 @@ VERSIONS = Constant(
     2.0,
     "",
     StatedSource("design", "serve.versions_kept: a swap needs room for the next one"),
+)
+SHOWN_BYTES = Constant(
+    "bytes of its id, title and snippet",
+    340.0,
+    "bytes",
+    StatedSource("design", "index.snippet_chars 240, and about 100 of ids, title and topic; held in memory"),
 )
 USABLE = Constant(
     "share of a node's memory for the index",

@@ -40,6 +40,8 @@ MACHINES = {
     "gpus": ("N", "that work at the same time, default: 8"),
     "mfu": ("SHARE", "of the peak that is reached, default: 0.4"),
     "node_memory": ("GB", "sizes of searchers' nodes, default: 64 128 256 512 1024"),
+    "nodes": ("N", "CPU nodes of the offline stages, default: 16"),
+    "node_cores": ("N", "cores of each of them, default: 16"),
     "replicas": ("N", "copies of everything that serves, at least, default: 2"),
 }
 PRICES = {
@@ -47,6 +49,7 @@ PRICES = {
     "core_price": ("USD", "of a CPU core's hour, default: 0.03"),
     "memory_price": ("USD", "of a GB of memory for an hour, default: 0.004"),
     "storage_price": ("USD", "of a GB in object storage for a month, default: 0.023"),
+    "request_price": ("USD", "of a million requests to it, default: 5"),
 }
 TEXT_OPTIONS, LIST_OPTIONS = ("model", "gpu", "query_tower"), ("dims", "node_memory")
 
@@ -104,7 +107,7 @@ def as_text(plan: "CapacityPlan") -> str:
         f"{config.documents:,} documents of {config.tokens:g} tokens, {config.qps:,g} queries a second\n"
         f"{config.model}: {plan.shape.non_embedding_parameters:,} parameters without embeddings in each tower"
     )
-    blocks = [*_gpu_and_storage(plan), *_index_and_serving(plan), _cost(plan)]
+    blocks = [*_gpu_and_storage(plan), _offline(plan), *_index_and_serving(plan), _cost(plan)]
     assumed = [
         f"{constant.name} {_value(constant.value, constant.unit)}: {constant.source.why}"
         for constant in plan.constants
@@ -158,11 +161,28 @@ def _gpu_and_storage(plan: "CapacityPlan") -> list[str]:
     return [_table(title, rows), _table(("embeddings, GB", *kinds, "USD a month"), embeddings)]
 
 
+def _offline(plan: "CapacityPlan") -> str:
+    rows = [
+        (
+            one.name,
+            *map(_short, (one.core_hours, one.hours, one.read_gb, one.written_gb)),
+            four_digits(one.requests),
+            _money(one.cost),
+            _short(one.driver_gb),
+        )
+        for one in plan.offline
+    ]
+    title = f"offline, on {plan.config.nodes} nodes of {plan.config.node_cores} cores"
+    columns = ("core hours", "hours", "GB read", "GB written", "requests", "USD", "driver GB")
+    return _table((title, *columns), rows)
+
+
 def _index_and_serving(plan: "CapacityPlan") -> list[str]:
     index = plan.index
     about_index = [
         ("recall@100, measured", f"{index.family.recall.value:g}"),
         ("bytes a document", f"{index.document_bytes:,.1f}"),
+        ("with its title and snippet", f"{index.row_bytes:,.1f}"),
         ("GB of one version", _short(index.gb)),
     ]
     searchers = [
@@ -170,12 +190,21 @@ def _index_and_serving(plan: "CapacityPlan") -> list[str]:
             f"{one.node_gb:,} GB, {one.cores:g} cores" + (" (cheapest)" if one is index.best else ""),
             *(f"{count:,.0f}" for count in (one.shards, one.replicas, one.nodes)),
             _short(one.shard_ms),
+            _short(one.fan_out_cores),
             _money(one.month),
         )
         for one in index.sizes
     ]
     replicas = [(part.name, f"{part.count:,.0f}", _money(part.month)) for part in plan.serving]
-    size_title = ("searchers, by size of node", "shards", "replicas", "nodes", "ms in a shard", "USD a month")
+    size_title = (
+        "searchers, by size of node",
+        "shards",
+        "replicas",
+        "nodes",
+        "ms in a shard",
+        "cores to fan out",
+        "USD a month",
+    )
     return [
         _table(("index", index.family.label), about_index),
         _table(size_title, searchers),
