@@ -160,6 +160,21 @@ def object_store(r: Report) -> Lines:
     )
 
 
+def scale(r: Report) -> Lines:
+    sizes = sorted({row["documents"] for row in r["stages"]})
+    largest = f"{sizes[-1]:,} documents, {len(r['growth'])} stages"
+    driver, workers = (max(row[f"{name} GB"] for row in r["stages"]) for name in ("driver", "worker"))
+    yield value(
+        r, "driver_rss_gb_max", "memory of the largest driver", "GB", f"a worker {workers:.2f} GB", bar=1.0
+    )
+    before = f"{sizes[-2]:,} documents before"
+    yield value(r, "driver_rss_growth", f"a driver's memory, {before}, {driver:.2f} GB", "", largest, bar=1.2)
+    yield value(r, "growth_exponent_max", "x of seconds ~ documents^x", "", largest, bar=1.1)
+    for figure in ("seconds", "requests", "driver"):
+        what = f"{figure} of the largest corpus, as `scalingnote plan` computes them from smaller ones: error"
+        yield value(r, f"plan_{figure}_error_max", what, "", largest)
+
+
 def encode_faults(r: Report) -> Lines:
     lost = sum(case["lost"] + case["doubled"] for case in r["cases"])
     what = f"SIGKILL of driver, encoder, node: digest equal; documents lost or doubled: {lost}"

@@ -26,7 +26,8 @@ BEGIN, END = "<!-- from here on: python -m benchmarks.performance -->", "<!-- up
 PARTS: Mapping[str, tuple[str, ...]] = {
     "Training": ("train", "methods", "sources", "teacher", "distillation", "faults", "gpu"),
     "Collecting": ("collect",),
-    "Encoding": ("encode", "native", "encode_faults", "random_access", "object_store"),
+    "Encoding": ("encode", "native", "encode_faults", "random_access"),
+    "Carriers": ("object_store", "scale"),
     "Quantising": ("quantize",),
     "Fusing": ("fusion",),
     "Query encoders": ("query_encoder", "front_door"),

@@ -66,7 +66,7 @@ BENCHMARKS = (
         60,
     ),
     Benchmark("object_store", "", 0.5, "", 1),
-    Benchmark("scale", "--documents 20000 100000", 4, "", 60),
+    Benchmark("scale", "--documents 20000 40000", 3, "", 60),
     Benchmark("random_access", "--documents 200000", 0.2, "", 1),
     Benchmark(
         "quantize",
