@@ -175,6 +175,12 @@ def scale(r: Report) -> Lines:
         yield value(r, f"plan_{figure}_error_max", what, "", largest)
 
 
+def stage_faults(r: Report) -> Lines:
+    count, runs = r["metrics"]["faults"], r["runs"]
+    what = f"SIGKILL of driver, worker, node: {len(runs)} runs of all stages with the bytes of one without"
+    yield value(r, "faults_survived", what, f"of {count:.0f}", bar=count)
+
+
 def encode_faults(r: Report) -> Lines:
     lost = sum(case["lost"] + case["doubled"] for case in r["cases"])
     what = f"SIGKILL of driver, encoder, node: digest equal; documents lost or doubled: {lost}"

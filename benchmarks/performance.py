@@ -27,7 +27,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Training": ("train", "methods", "sources", "teacher", "distillation", "faults", "gpu"),
     "Collecting": ("collect",),
     "Encoding": ("encode", "native", "encode_faults", "random_access"),
-    "Carriers": ("object_store", "scale"),
+    "Carriers": ("object_store", "scale", "stage_faults"),
     "Quantising": ("quantize",),
     "Fusing": ("fusion",),
     "Query encoders": ("query_encoder", "front_door"),
