@@ -19,9 +19,6 @@ class Fleet(Resources):
         description="tasks of one CPU that read and tokenise ahead of the workers, and as many that write "
         "behind them, so that GPUs do not wait; 0: workers do it themselves, which is best on CPUs",
     )
-    parts_per_wave: int = Field(
-        4096, ge=1, description="parts of one Ray Data execution; if it fails, the next takes the rest"
-    )
     price_per_hour: float = Field(
         0.0, ge=0, description="of a worker, in any currency; progress lines show the cost"
     )

@@ -117,38 +117,23 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, ro
         documents.encode_documents(other, newer.uri, towers, str(tmp_path / "refused"))
 
 
-def test_a_wave_that_stands_still_is_followed_by_another(towers, rows, tmp_path, monkeypatch, caplog):
+def test_an_execution_that_stands_still_is_followed_by_another(towers, rows, tmp_path, monkeypatch, caplog):
     without_ray(monkeypatch)
-    waves = []
+    executions = []
 
-    def wave(*given, run=parts._run_wave, **where):
-        waves.append(given[1])
+    def execute(*given, run=parts._execute, **where):
+        executions.append(given[1])
         found = run(*given, **where)
         yield next(found)
-        if len(waves) == 1:
+        if len(executions) == 1:
             next(found)  # done, but not told
             raise ExecutionTimeoutError("no progress for 1800 s")
         yield from found
 
-    monkeypatch.setattr(parts, "_run_wave", wave)
+    monkeypatch.setattr(parts, "_execute", execute)
     source = corpus(tmp_path / "source", rows)
     made = documents.encode_documents(CONFIG, source.uri, towers, str(tmp_path / "made"))
-    assert [len(parts) for parts in waves] == [3, 1]
-    assert read(made)[0] == [row["doc_id"] for row in encodable(rows)]
-
-
-def test_an_execution_takes_no_more_parts_than_a_wave_has(towers, rows, tmp_path, monkeypatch):
-    without_ray(monkeypatch)
-    waves = []
-    monkeypatch.setattr(
-        parts,
-        "_run_wave",
-        lambda *given, run=parts._run_wave, **where: waves.append(given[1]) or run(*given, **where),
-    )
-    source = corpus(tmp_path / "source", rows)
-    config = CONFIG.model_copy(update={"resources": Fleet(workers=1, parts_per_wave=2)})
-    made = documents.encode_documents(config, source.uri, towers, str(tmp_path / "made"))
-    assert [len(wave) for wave in waves] == [2, 1]
+    assert [len(parts) for parts in executions] == [3, 1]
     assert read(made)[0] == [row["doc_id"] for row in encodable(rows)]
 
 
