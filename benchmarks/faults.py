@@ -4,10 +4,14 @@ Every case trains the same small dual encoder. A fault strikes with SIGKILL, at 
 drawn step. The driver is then started again, unless Ray has to mend it alone. What must be equal to the
 uninterrupted run: every number of the loss curve, and the digest of the artifact, that is all bytes of the
 saved towers.
+
+Then the run is elastic, on a cluster of two nodes: one is lost, and another joins later. It goes on with one
+rank, and then with two again. One rank rounds its sums in another order than two, so losses are compared.
 """
 
 import argparse
 import contextlib
+import os
 import random
 import subprocess
 import sys
@@ -20,6 +24,7 @@ import matplotlib as mpl
 import psutil
 import pyarrow as pa
 from matplotlib.figure import Figure
+from ray.cluster_utils import Cluster
 
 from benchmarks import report
 from scalingnote import cluster
@@ -38,11 +43,14 @@ FAULTS: dict[Fault, str] = {
     "driver": "the driver killed and started again",
     "ray": "all of Ray killed and started again",
 }
+ELASTIC = "a node lost and another added; the run goes on with one rank, then two"
 PLOT = Path("docs/results/faults.png")
 PROMPT = "{title} [TITLE_QUERY] {topic} {content} [CONTENT_QUERY] [EMB]"
 STEPS, EVERY = 240, 10
 DOCUMENTS, BATCH = 256, 32
 COLOURS = ("#8a8f98", "#0f8b8d", "#e69f00", "#cc6f9c")
+ELASTIC_STEPS = 600  # long enough for Ray to see the nodes change
+RESIZE_INTERVAL_S = 10.0
 TIMEOUT = 1800.0
 
 
@@ -55,9 +63,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="draws the steps at which faults strike")
     parser.add_argument("--plot", type=Path, default=PLOT)
     parser.add_argument("--drive", nargs=2, help=argparse.SUPPRESS)  # one driver: inputs, output
+    parser.add_argument("--elastic", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.drive:
-        drive(*options.drive)
+        drive(*options.drive, elastic=options.elastic)
         return
     rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as name:
@@ -67,6 +76,7 @@ def main() -> None:
         for fault in FAULTS:
             at = rng.randrange(STEPS // 5, STEPS * 4 // 5)
             cases[fault] = run(fault, folder, at=at)
+        elastic = elastic_runs(folder)
     whole = cases["none"]
     rows = [
         {
@@ -80,6 +90,7 @@ def main() -> None:
         for fault, case in cases.items()
     ]
     report.show("Stage I under faults", rows)
+    report.show(f"Elastic: {ELASTIC}", [elastic])
     plot(cases, options.plot)
     same = [row["curve identical"] and row["artifact identical"] for row in rows[1:]]
     report.write(
@@ -88,8 +99,10 @@ def main() -> None:
             "faults_survived": float(sum(same)),
             "lost_to_faults": float(len(same) - sum(same)),
             "faults": float(len(same)),
+            "elastic_loss_difference_max": elastic["largest difference of a loss"],
         },
         cases=rows,
+        elastic=elastic,
         curves={FAULTS[fault]: case["curve"] for fault, case in cases.items()},
     )
 
@@ -120,6 +133,43 @@ def run(fault: Fault, folder: Path, *, at: int) -> dict[str, Any]:
         "seconds": time.monotonic() - start,
         "curve": artifact.read_json("curve.json"),
         "digest": artifact.digest,
+    }
+
+
+def elastic_runs(folder: Path) -> dict[str, Any]:
+    """An elastic training without a fault, and one whose cluster loses a node and gets another."""
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_health_check_failure_threshold": "2"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    lost = [nodes.add_node(num_cpus=1) for _ in range(2)][-1]
+    command = [sys.executable, "-m", "benchmarks.faults", "--elastic", "--drive", str(folder / "inputs")]
+    environment = os.environ | {"RAY_ADDRESS": nodes.address}
+    curves, seconds, struck = {}, {}, []
+    try:
+        for name in ("whole", "disturbed"):
+            output, start = folder / "runs" / "train" / name, time.monotonic()
+            with (folder / "elastic.log").open("wb") as log:
+                driver = subprocess.Popen([*command, str(output)], env=environment, stdout=log, stderr=log)
+            if name == "disturbed":
+                struck.append(wait_for_checkpoint(output, ELASTIC_STEPS // 6, driver))
+                nodes.remove_node(lost, allow_graceful=False)
+                struck.append(wait_for_checkpoint(output, ELASTIC_STEPS // 2, driver))
+                nodes.add_node(num_cpus=1)
+            if driver.wait(timeout=TIMEOUT) != 0:
+                raise SystemExit(f"the elastic run {name!r} ended with {driver.returncode}")
+            seconds[name] = time.monotonic() - start
+            curves[name] = open_artifact(str(output), kind="dual_encoder").read_json("curve.json")
+    finally:
+        nodes.shutdown()
+    pairs = zip(curves["whole"], curves["disturbed"], strict=True)
+    return {
+        "lost after step": struck[0],
+        "added after step": struck[1],
+        "seconds": seconds["disturbed"],
+        "seconds without": seconds["whole"],
+        "first loss": curves["whole"][0]["loss"],
+        "last loss": curves["disturbed"][-1]["loss"],
+        "largest difference of a loss": max(abs(one["loss"] - other["loss"]) for one, other in pairs),
     }
 
 
@@ -160,10 +210,12 @@ def kill(pids: list[int]) -> None:
             psutil.Process(pid).kill()
 
 
-def drive(inputs: str, output: str) -> None:
+def drive(inputs: str, output: str, *, elastic: bool) -> None:
     """What a user's driver does."""
     configure()
     cluster.connect()
+    job.RESIZE_INTERVAL_S = RESIZE_INTERVAL_S
+    steps = ELASTIC_STEPS if elastic else STEPS
     config = TrainConfig(
         query=TowerConfig(backbone=backbone(), max_length=16),
         document=TowerConfig(backbone=backbone(), max_length=48, prompt=PROMPT),
@@ -171,11 +223,11 @@ def drive(inputs: str, output: str) -> None:
         losses=Losses(matryoshka=(16, 32)),
         optimizer=Optimizer(peak_lr=2e-3),
         global_batch=BATCH,
-        epochs=STEPS * BATCH / DOCUMENTS,
+        epochs=steps * BATCH / DOCUMENTS,
         precision="float32",
         checkpoint_every=EVERY,
         validation=Validation(every=50, queries=32, documents=DOCUMENTS, negatives=32),
-        resources=Ranks(workers=2, cpus_per_worker=1.0),
+        resources=Ranks(workers=2, min_workers=1 if elastic else None, cpus_per_worker=1.0),
     )
     job.run(config, dataset=f"{inputs}/dataset", triplets=f"{inputs}/triplets", output=output)
 

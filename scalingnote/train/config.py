@@ -1,6 +1,7 @@
 """Knobs of stage I; the defaults of the losses are ScalingNote's, section 4.2 and appendix A."""
 
 from collections.abc import Sequence
+from math import lcm
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -204,11 +205,19 @@ class Ranks(Resources):
         description="ranks; 0: the driver's own process trains, on all its cores, without Ray's workers: "
         "the quickest start for small runs",
     )
+    min_workers: int | None = Field(
+        None,
+        ge=1,
+        description="train with as many ranks as there are nodes for, at least this many: when nodes leave "
+        "or join, the run goes on from its newest checkpoint with fewer or more; null: always `workers`",
+    )
 
     @model_validator(mode="after")
-    def _have_their_gpus(self) -> "Ranks":
+    def _can_start(self) -> "Ranks":
         if not self.workers and self.gpus_per_worker:
             raise ValueError("workers=0 trains on the driver's CPU: set workers=1 for one GPU")
+        if self.min_workers is not None and self.min_workers > self.workers:
+            raise ValueError(f"min_workers={self.min_workers} is above workers={self.workers}: lower it")
         return self
 
 
@@ -241,10 +250,23 @@ class Schedule(Config):
         """Processes that train together."""
         return max(self.resources.workers, 1)
 
+    def _batch_unit(self) -> int:
+        return lcm(*range(self.resources.min_workers or self.ranks, self.ranks + 1))
+
     @model_validator(mode="after")
     def _can_run(self) -> "Schedule":
-        if self.global_batch % self.ranks:
-            raise ValueError(f"global_batch {self.global_batch} does not divide over {self.ranks} workers")
+        # Ranks average their gradients, so each needs as many rows as the others.
+        for ranks in range(self.resources.min_workers or self.ranks, self.ranks + 1):
+            if self.global_batch % ranks:
+                raise ValueError(
+                    f"global_batch {self.global_batch} does not divide over {ranks} workers: a multiple of "
+                    f"{self._batch_unit()} does"
+                )
+        if self.resources.min_workers is not None and isinstance(self.strategy, DeepSpeed):
+            raise ValueError(
+                "resources.min_workers: a checkpoint of strategy deepspeed fits one number of workers only; "
+                "choose ddp or fsdp2"
+            )
         if self.optimizer.kind == "row_adam" and not isinstance(self.strategy, Ddp):
             raise ValueError("optimizer.kind=row_adam moves whole tables: choose strategy ddp")
         if isinstance(self.strategy, Fsdp2) and self.optimizer.kind == "adamw_8bit":

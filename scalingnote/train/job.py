@@ -37,6 +37,7 @@ from scalingnote.train.prepare import mean_row, prepare, sparse_query
 from scalingnote.train.validation import validator
 
 log = get_logger("train")
+RESIZE_INTERVAL_S = 60.0  # between looks for nodes that joined; a change restarts from the newest checkpoint
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Schedule)
 Settings = dict[str, Any]  # of a rank: plain values, sent by the driver
@@ -123,7 +124,8 @@ def launch(
         TrainingError: the restarts did not help.
     """
     resources, max_failures = schedule.resources, schedule.max_failures
-    cluster.check_resources(resources, knob=f"{room}.resources")
+    least = resources.min_workers or resources.workers
+    cluster.check_resources(resources.model_copy(update={"workers": least}), knob=f"{room}.resources")
     filesystem, path = fs.resolve(fs.join(settings["work"], "ray"))
     on_cpu = resources.gpus_per_worker == 0
     # DeepSpeed chooses its accelerator while it is imported.
@@ -131,14 +133,19 @@ def launch(
     if not resources.workers:
         os.environ.update(variables)
     rendezvous = tempfile.TemporaryDirectory() if resources.workers and cluster.is_private() else None
+    # As a dictionary: Ray's stubs are those of Ray Train before 2.43, which knows no elastic groups.
+    group: dict[str, Any] = {
+        "num_workers": resources.workers if least == resources.workers else (least, resources.workers),
+        "elastic_resize_monitor_interval_s": RESIZE_INTERVAL_S,
+    }
     trainer = TorchTrainer(
         worker,  # type: ignore[arg-type]
         train_loop_config=settings,
         torch_config=OneMachine(folder=rendezvous.name) if rendezvous else None,
         scaling_config=ScalingConfig(
-            num_workers=resources.workers,
             use_gpu=not on_cpu,
             resources_per_worker={"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker},
+            **group,
         ),
         run_config=RunConfig(  # type: ignore[call-arg]  # its stubs are those of Ray Train before 2.43
             storage_path=path,

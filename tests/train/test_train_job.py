@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.train import RunConfig, TrainingFailedError
+from pydantic import ValidationError
+from ray.train import RunConfig, ScalingConfig, TrainingFailedError
 
 import tiny
 from in_process import without_ray
@@ -17,7 +18,7 @@ from scalingnote.errors import TrainingError
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.storage import filesystem as fs
 from scalingnote.train import job
-from scalingnote.train.config import Losses, Schedule, TrainConfig
+from scalingnote.train.config import Losses, Ranks, Schedule, TrainConfig
 
 CONFIG = TrainConfig(
     query=tiny.query_tower(),
@@ -46,6 +47,58 @@ def test_a_run_that_stopped_early_counts_the_pairs_that_it_saw(
     assert (counts["steps"], counts["pairs"], counts["documents_per_pair"]) == (steps, steps * 8, 2)
     assert 3 < counts["query_tokens"] / counts["pairs"] < 17
     assert 2 * 10 < counts["document_tokens"] / counts["pairs"] <= 2 * 40
+
+
+def test_an_elastic_group_has_from_min_workers_to_workers_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: dict[str, Any] = {}
+
+    class Recording:
+        def __init__(self, worker: Any, *, scaling_config: ScalingConfig, **_: Any) -> None:
+            asked["ranks"] = scaling_config.num_workers
+
+        def fit(self) -> SimpleNamespace:
+            return SimpleNamespace(return_value=None)
+
+    def check(resources: Ranks, *, knob: str) -> None:
+        asked["needed"] = resources.workers
+
+    without_ray(monkeypatch)
+    monkeypatch.setattr(job, "TorchTrainer", Recording)
+    monkeypatch.setattr(job.cluster, "is_private", lambda: False)
+    monkeypatch.setattr(job.cluster, "check_resources", check)
+    for ranks, expected in (
+        (Ranks(workers=4, min_workers=2), ((2, 4), 2)),
+        (Ranks(workers=4), (4, 4)),
+        (Ranks(workers=4, min_workers=4), (4, 4)),
+    ):
+        schedule = CONFIG.model_copy(update={"global_batch": 24, "resources": ranks})
+        job.launch(lambda _: None, {"work": str(tmp_path)}, schedule=schedule, room="train")
+        assert (asked["ranks"], asked["needed"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"resources": {"workers": 2, "min_workers": 3}}, "min_workers=3 is above workers=2"),
+        (
+            {"global_batch": 32, "resources": {"workers": 4, "min_workers": 2}},
+            "global_batch 32 does not divide over 3 workers: a multiple of 12 does",
+        ),
+        (
+            {
+                "global_batch": 2,
+                "resources": {"workers": 2, "min_workers": 1},
+                "strategy": {"kind": "deepspeed"},
+            },
+            "fits one number of workers only",
+        ),
+    ],
+)
+def test_an_elastic_group_that_could_not_train_alike_is_refused(given: dict[str, Any], message: str):
+    with pytest.raises(ValidationError, match=message):
+        Schedule.model_validate(given)
 
 
 @pytest.mark.parametrize("stage", [TrainConfig, DistillConfig, FuseConfig, DualPooledConfig])
