@@ -129,6 +129,16 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("--address", required=True, metavar="URL", help="e.g. http://head-node:8265")
     submit.add_argument("--submission-id", metavar="ID", help="refused if used before: submits once")
     submit.add_argument("--wait", action="store_true", help="follow the log, end with the job's exit code")
+    driver = submit.add_argument_group(
+        "driver", "where it runs; by default on the head, without a reservation"
+    )
+    driver.add_argument("--driver-cpus", type=float, metavar="N", help="reserved for it")
+    driver.add_argument("--driver-memory", type=float, metavar="GB", help="reserved for it")
+    driver.add_argument(
+        "--driver-resource",
+        metavar="NAME",
+        help="custom resource of the nodes that may run it, e.g. on-demand ones",
+    )
 
     datasets = command("datasets", commands.datasets, "list, describe or download the datasets")
     datasets.add_argument("action", choices=("list", "describe", "fetch"))

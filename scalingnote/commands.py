@@ -316,6 +316,9 @@ def submit(options: argparse.Namespace) -> int:
             until=options.until,
             submission_id=options.submission_id,
             wait=options.wait,
+            cpus=options.driver_cpus,
+            memory_gb=options.driver_memory,
+            resource=options.driver_resource,
         )
     )
 

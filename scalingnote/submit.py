@@ -17,6 +17,7 @@ from scalingnote.log import get_logger
 
 # Anchored at the root: `scalingnote/data/` would be code. Ray leaves out what .gitignore names, too.
 EXCLUDES = ["/.git", "/.venv", "/runs", "/data", "/build", "/dist", "*.egg-info", "__pycache__", ".*_cache"]
+DRIVER_SHARE = 0.001  # of a custom resource: a node that has it takes many drivers
 log = get_logger("submit")
 
 
@@ -30,8 +31,28 @@ def submit(
     until: str | None = None,
     submission_id: str | None = None,
     wait: bool = False,
+    cpus: float | None = None,
+    memory_gb: float | None = None,
+    resource: str | None = None,
 ) -> int:
-    """Submit `jobs/{stage}.py` from the current directory; returns an exit code (the job's if waited for)."""
+    """Submit `jobs/{stage}.py` from the current directory.
+
+    Args:
+        stage: a stage, or ``run`` for a whole run.
+        configs: config files below the current directory.
+        run_dir: of the run; a path is pinned to where it is here.
+        address: URL of the cluster's dashboard.
+        overrides: ``A.B=VALUE`` of the config.
+        until: last stage of a whole run.
+        submission_id: of the job; one that was used before is refused.
+        wait: whether to follow the log. The job goes on if this process ends.
+        cpus: that Ray reserves for the driver; by default it runs on the head, with none.
+        memory_gb: the same of memory.
+        resource: custom resource of the nodes that may run the driver, such as those that are not taken back.
+
+    Returns:
+        An exit code, the job's if it was waited for.
+    """
     arguments = entrypoint(stage, configs, run_dir=run_dir, overrides=overrides, until=until)
     command = shlex.join(arguments)
     client = _connect(address)
@@ -41,6 +62,9 @@ def submit(
             entrypoint=command,
             submission_id=submission_id,
             runtime_env={"working_dir": ".", "excludes": EXCLUDES},
+            entrypoint_num_cpus=cpus,
+            entrypoint_memory=None if memory_gb is None else int(memory_gb * 1e9),
+            entrypoint_resources=None if resource is None else {resource: DRIVER_SHARE},
         )
     except RuntimeError as error:
         raise ConfigError(f"{address} refused the job: {_reason(error)}") from None

@@ -80,6 +80,7 @@ def head() -> Iterator[Head]:
         "--block",
         "--disable-usage-stats",
         "--num-cpus=2",
+        '--resources={"driver": 1}',
         f"--temp-dir={place}",
         f"--port={port}",
         f"--dashboard-port={dashboard}",
@@ -213,7 +214,8 @@ def test_jobs_build_what_is_built_in_process(project: Path, head: Head, in_proce
 
 def test_a_whole_run_is_one_job_and_resumes(project: Path, head: Head, in_process: dict[str, str]) -> None:
     shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "whole" / STAGES[0])
-    done = submit(project, head, "run", "runs/whole", "--until", STAGES[-1])
+    driver = ("--driver-cpus", "0.1", "--driver-memory", "0.1", "--driver-resource", "driver")
+    done = submit(project, head, "run", "runs/whole", "--until", STAGES[-1], *driver)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1/2 prepare: finished before" in done.stdout
     assert digests(project, "runs/whole") == in_process

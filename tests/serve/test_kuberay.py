@@ -1,6 +1,7 @@
 """The manifests for Kubernetes, checked by structure: no cluster is needed."""
 
 import argparse
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ FIELDS = {
     "RayJob": {
         "entrypoint",
         "entrypointNumCpus",
+        "entrypointResources",
         "submissionMode",
         "shutdownAfterJobFinishes",
         "ttlSecondsAfterFinished",
@@ -127,7 +129,8 @@ def test_pods_are_those_that_ray_expects(name):
         assert all(isinstance(container["resources"]["limits"][key], str) for key in ("cpu", "memory"))
         assert pod["securityContext"]["runAsNonRoot"]
         gpus = "nvidia.com/gpu" in container["resources"]["limits"]
-        assert gpus == ("nodeSelector" in pod) == ("tolerations" in pod)
+        assert gpus == ("tolerations" in pod)
+        assert "nodeSelector" in pod or not gpus
         assert container["image"].endswith("-gpu") or not gpus
         mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
         assert mounted == {volume["name"] for volume in pod.get("volumes", ())}
@@ -162,10 +165,22 @@ def test_the_image_has_the_locked_ray_and_all_that_a_wheel_is_built_from():
 
 
 @every_job
-def test_a_job_ends_with_its_cluster_and_is_tried_once(name):
+def test_a_job_ends_with_its_cluster_and_is_started_again_on_another(name):
     spec = MANIFESTS[name]["spec"]
     assert spec["shutdownAfterJobFinishes"]
-    assert spec["backoffLimit"] == spec["submitterConfig"]["backoffLimit"] == 0
+    assert spec["backoffLimit"] == 3  # of clusters; stages resume
+    assert spec["submitterConfig"]["backoffLimit"] == 0  # of submissions to one cluster
+
+
+@every_job
+def test_a_driver_has_a_node_of_its_own_that_is_not_taken_back(name):
+    assert json.loads(MANIFESTS[name]["spec"]["entrypointResources"]) == {"driver": 1}
+    (driver,) = (group for group in cluster_of(name)["workerGroupSpecs"] if group["groupName"] == "driver")
+    assert json.loads(json.loads(driver["rayStartParams"]["resources"])) == {"driver": 1}
+    # Its only CPU is the driver's: no task of a stage runs beside it.
+    assert driver["rayStartParams"]["num-cpus"] == str(MANIFESTS[name]["spec"]["entrypointNumCpus"])
+    assert driver["replicas"] == 1
+    assert "nodeSelector" in driver["template"]["spec"]
 
 
 @every_job
@@ -178,9 +193,14 @@ def test_an_entrypoint_is_a_job_that_its_cluster_has_room_for(name):
     config = load(RunConfig, [in_image(path) for path in options.config], options.overrides)
     assert "://" in config.run_dir
     assert config.address is None
+    if stage == "run":  # nodes come when a stage asks for them
+        assert cluster_of(name)["enableInTreeAutoscaling"]
+        return
     resources: Resources = getattr(config, stage).resources
     cpus = gpus = workers = 0.0
     for group, (_, container) in zip(cluster_of(name)["workerGroupSpecs"], list(pods(name))[1:], strict=True):
+        if group["groupName"] == "driver":
+            continue
         have = {
             key: float(value) for key, value in container["resources"]["limits"].items() if key != "memory"
         }
@@ -193,7 +213,7 @@ def test_an_entrypoint_is_a_job_that_its_cluster_has_room_for(name):
             workers += group["replicas"] * fit
     assert workers == resources.workers
     assert gpus == resources.workers * resources.gpus_per_worker
-    beside = 2 * getattr(resources, "readers", 0) + MANIFESTS[name]["spec"]["entrypointNumCpus"]
+    beside = 2 * getattr(resources, "readers", 0)
     assert cpus >= resources.workers * resources.cpus_per_worker + beside
 
 
