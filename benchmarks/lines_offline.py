@@ -28,6 +28,10 @@ def train(r: Report) -> Lines:
     peak = f"sentence-transformers {theirs['peak MB']:.0f} MB"
     metric = "peak_memory_over_sentence_transformers"
     yield ratio(r, metric, f"the same at batch {last['batch']:,}", f"{last['peak MB']:.0f} MB", peak, bar=1)
+    if checkpoint := r.get("checkpoint"):
+        size = f"{checkpoint['GB']:.1f} GB, a local disk"
+        yield value(r, "checkpoint_wait_s_per_gb", "what training waits for a checkpoint", "s/GB", size)
+        yield value(r, "restart_s_per_gb", "reading of a checkpoint at a restart", "s/GB", size)
 
 
 def teacher(r: Report) -> Lines:
@@ -43,6 +47,10 @@ def faults(r: Report) -> Lines:
     cases = f"of {r['metrics']['faults']:.0f}"
     what = "SIGKILL of a worker, the driver, all of Ray: loss curve and artifact identical"
     yield value(r, "faults_survived", what, cases, bar=r["metrics"]["faults"])
+    if elastic := r.get("elastic"):
+        what = "an elastic run that loses a node and gets another: largest difference of a step's loss"
+        losses = f"losses from {elastic['first loss']:.2f} to {elastic['last loss']:.3f}"
+        yield value(r, "elastic_loss_difference_max", what, "", losses)
 
 
 def methods(r: Report) -> Lines:

@@ -4,11 +4,11 @@
     {uri}/step-000000400/checkpoint.json               written last: without it there is no checkpoint
 
 DCP knows the place of each shard in its tensor, so states of one layout can be read by another number of
-ranks. Tensors are copied before :meth:`Checkpoints.save` returns; files are written while training goes on.
+ranks: each reads what it needs of them, where they lie. Tensors are copied before :meth:`Checkpoints.save`
+returns; files are written while training goes on.
 """
 
 import json
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -20,19 +20,19 @@ from typing import Any
 
 import torch.distributed as dist
 from pyarrow.fs import LocalFileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from scalingnote.errors import TrainingError
 from scalingnote.storage import filesystem as fs
+from scalingnote.train.checkpoint_reader import ShardReader
 from scalingnote.train.collectives import rank
-from scalingnote.train.data import local_copy
 from scalingnote.train.engine import WHOLE, Engine
 
 MARKER = "checkpoint.json"
-_ON_CPU = StagingOptions(
+STAGING = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
 
@@ -77,7 +77,7 @@ class Checkpoints:
         """
         self.wait()
         uri = fs.join(self.uri, _name(step))
-        state = DefaultStager(_ON_CPU).stage(source.state())
+        state = DefaultStager(STAGING).stage(source.state())
         marker = {"step": step, "notes": notes, "layout": source.layout, "best": best}
         # Not DCP's async_save: when that is done, our marker is still missing.
         with self._without_dcp_warning():
@@ -107,15 +107,11 @@ class Checkpoints:
                 f"{uri} was written as {info.layout!r}, this run reads {target.layout!r}: resume it with "
                 "the same strategy and number of workers, or delete it to start again"
             )
-        folder = local_copy(uri, self._files_of_rank(info), version=json.dumps(info.files))
         state = target.state()
-        reader = HuggingFaceStorageReader(str(folder))
+        reader = ShardReader(uri, self._files_of_rank(info))
         with self._without_dcp_warning():
             load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         target.restored(state)
-        if not isinstance(fs.resolve(uri)[0], LocalFileSystem):
-            self._barrier()  # ranks of a machine share a copy
-            shutil.rmtree(folder, ignore_errors=True)
         return info
 
     def _files_of_rank(self, info: CheckpointInfo) -> list[str]:
