@@ -46,6 +46,7 @@ RULES = (
     Rule(r"^faults_survived$", "higher"),
     Rule(r"^errors_per_request$", "lower", 0.005, relative=False),
     Rule(r"_s_per_gb$", "lower", SHORT, of_the_machine=True),
+    Rule(r"^loads_per_actor$|^lost_parts_max$", "lower", 0.5, relative=False),
     Rule(r"^elastic_loss_difference_max$", "lower", 0.02, relative=False),
     Rule(r"^max_difference$", "lower", 1e-6, relative=False),
     Rule(r"^(faults|kills|requests|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),

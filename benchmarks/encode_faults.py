@@ -5,6 +5,10 @@
 A cluster of two nodes encodes the same documents again and again. In each run SIGKILL strikes once, when a
 drawn number of parts is committed; a lost node is replaced, a killed driver is started again. The artifact
 must then have the digest of the undisturbed one, that is all bytes of all its parts.
+
+- loads_per_actor: how often a process loaded the model, on average, in the undisturbed run
+- lost_parts_max: parts that were encoded once more because of a fault, at most; each of the two encoders may
+  hold one
 """
 
 import argparse
@@ -14,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +27,8 @@ from ray.cluster_utils import Cluster
 
 from benchmarks import encode_inputs as inputs
 from benchmarks.report import arguments, show, write
-from scalingnote.storage.artifact import open_artifact
+from scalingnote.encode.documents import encode_documents, load_document_encoder
+from scalingnote.storage.artifact import Artifact, open_artifact
 
 Fault = Literal["driver", "encoder", "node"]
 FAULTS: tuple[Fault, ...] = ("driver", "encoder", "node")
@@ -30,6 +36,7 @@ DOCUMENTS, ROWS_PER_PART = 3200, 80
 PARTS = DOCUMENTS // ROWS_PER_PART
 TIMEOUT = 600.0
 ENCODER = "EncodeParts"
+CALLS = "calls"  # a line for each model that is loaded and each part that is encoded
 
 
 def main() -> None:
@@ -53,12 +60,13 @@ def main() -> None:
         try:
             nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
             os.environ["RAY_ADDRESS"] = cluster.address
-            whole = finish(start(folder, "whole"), folder / "whole")
+            undisturbed = finish(start(folder, "whole"), folder / "whole")
+            whole = calls(folder / "whole")
             rows = []
             for seed in range(options.seeds):
                 rng = random.Random(seed)
                 fault, at = FAULTS[seed % len(FAULTS)], rng.randrange(2, PARTS - 6)
-                rows.append(run(fault, at, folder / f"run-{seed}", cluster, nodes, rng, whole))
+                rows.append(run(fault, at, folder / f"run-{seed}", cluster, nodes, rng, undisturbed))
                 show("Encoding under faults", rows)
         finally:
             cluster.shutdown()
@@ -69,6 +77,8 @@ def main() -> None:
             "faults_survived": float(survived),
             "lost_to_faults": float(len(rows) - survived),
             "faults": float(len(rows)),
+            "loads_per_actor": loads_per_actor(whole),
+            "lost_parts_max": float(max(row["parts encoded again"] for row in rows)),
         },
         cases=rows,
     )
@@ -99,8 +109,42 @@ def run(
         "documents": len(doc_ids),
         "lost": DOCUMENTS - len(set(doc_ids)),
         "doubled": len(doc_ids) - len(set(doc_ids)),
+        "parts encoded again": sum(what == "encode" for what, _ in calls(output)) - PARTS,
         "digest equal": found.digest == whole.digest,
     }
+
+
+def calls(output: Path) -> list[tuple[str, str]]:
+    """What the encoders of a run did, and the process of each."""
+    lines = (output.parent / f"{output.name}-{CALLS}").read_text(encoding="utf-8").splitlines()
+    return [(what, process) for what, process in map(str.split, lines)]
+
+
+def loads_per_actor(done: list[tuple[str, str]]) -> float:
+    """Models loaded over processes that encoded."""
+    loads = [process for what, process in done if what == "load"]
+    return len(loads) / len(set(loads))
+
+
+class NotedEncoder:
+    """An encoder that notes in a file when it is loaded and when it encodes a part."""
+
+    def __init__(self, towers: Artifact, token_budget: int, *, notes: str) -> None:
+        self._encoder, self._notes = load_document_encoder(towers, token_budget), notes
+        self._note("load")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._encoder, name)
+
+    def encode_with_cost(self, *rows: Any, **options: Any) -> Any:
+        """As the encoder does."""
+        encoded = self._encoder.encode_with_cost(*rows, **options)
+        self._note("encode")
+        return encoded
+
+    def _note(self, what: str) -> None:
+        with Path(self._notes).open("a", encoding="utf-8") as file:
+            file.write(f"{what} {os.getpid()}\n")
 
 
 def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
@@ -140,12 +184,13 @@ def encoders() -> list[psutil.Process]:
 def drive(folder: str, name: str) -> None:
     """What a user's driver does."""
     from scalingnote import cluster
-    from scalingnote.encode import job
     from scalingnote.encode.config import EncodeConfig, Fleet
 
     cluster.connect()
     config = EncodeConfig(token_budget=2048, resources=Fleet(workers=2))
-    job.run(config, dataset=f"{folder}/dataset", dual_encoder=f"{folder}/towers", output=f"{folder}/{name}")
+    towers = open_artifact(f"{folder}/towers", kind="dual_encoder")
+    load = partial(NotedEncoder, notes=f"{folder}/{name}-{CALLS}")
+    encode_documents(config, f"{folder}/dataset", towers, f"{folder}/{name}", load_encoder=load)
 
 
 if __name__ == "__main__":

@@ -194,6 +194,11 @@ def encode_faults(r: Report) -> Lines:
     what = f"SIGKILL of driver, encoder, node: digest equal; documents lost or doubled: {lost}"
     count = r["metrics"]["faults"]
     yield value(r, "faults_survived", what, f"of {count:.0f}", bar=count)
+    if "loads_per_actor" in r["metrics"]:
+        yield value(r, "loads_per_actor", "times that an encoder loads its model", "", "a whole run", bar=1)
+        yield value(
+            r, "lost_parts_max", "parts encoded again after a fault, at most", "", "two encoders", bar=2
+        )
 
 
 def random_access(r: Report) -> Lines:
