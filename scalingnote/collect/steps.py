@@ -10,14 +10,12 @@ items: an index, a planner, a model. Steps know neither Ray nor each other.
 """
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect import association
 from scalingnote.collect.buckets import (
     QUERY,
@@ -34,7 +32,7 @@ from scalingnote.collect.buckets import (
     scatter_by,
     scatter_evidence,
 )
-from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig, QueryGenerationConfig
+from scalingnote.collect.config import QueryGenerationConfig
 from scalingnote.collect.decontamination import CLEAN, EXACT, NEAR, Decontaminator
 from scalingnote.collect.multi_hop import multi_hop_candidates
 from scalingnote.collect.one_hop import EVIDENCE, click_evidence, one_hop_triplets, ranking_evidence
@@ -44,11 +42,17 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import write_table
 
-QUERIES_PER_SLICE = 512  # about 0.1-0.2 s of BM25: short enough for progress, long enough for Ray's overhead
 OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected
 
 
 # --- queries and evidence ------------------------------------------------------------------------------
+
+
+def read_row_group_sizes(item: Item, context: Context) -> list[int]:
+    """Rows of each row group of a part, whose checksum is compared."""
+    with fs.open_input(context.dataset.file(item["part"])) as file:
+        found = pq.ParquetFile(file).metadata
+    return [found.row_group(group).num_rows for group in range(found.num_row_groups)]
 
 
 class QuerySelection:
@@ -80,56 +84,6 @@ def take_evidence(item: Item, context: Context) -> Counts:
     else:
         table = ranking_evidence(table)
     return scatter_evidence(table, item["slice"], context) | {"evidence_rows": item["rows"]}
-
-
-def build_ranking_index(context: Context, ranker: BM25Ranker | CrossEncoderConfig, local: str) -> None:
-    """Write a BM25 index over the training documents to a folder, with their ids, and texts where needed."""
-    documents = context.dataset.table("documents", ["doc_id", "title", "topic", "content"])
-    documents = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=context.held_out)))
-    settings = ranker if isinstance(ranker, BM25Ranker) else BM25Ranker()
-    BM25.build(document_texts(documents), k1=settings.k1, b=settings.b).save(local)
-    columns = ["doc_id"] if isinstance(ranker, BM25Ranker) else documents.schema.names
-    write_table(f"{local}/documents.arrow", documents.select(columns))
-
-
-class Ranking:
-    """Ranks documents for queries; the index is memory-mapped, so the actors of a machine share it."""
-
-    def __init__(
-        self, context: Context, ranker: BM25Ranker | CrossEncoderConfig, index: str, version: str
-    ) -> None:
-        local = fs.download(index, list(fs.list_files(index)), version=version)
-        self._context, self._bm25 = context, BM25.load(local)
-        self._documents = pa.ipc.open_file(pa.memory_map(f"{local}/documents.arrow")).read_all()
-        self._depth = context.config.top_t
-        self._scorer: Any = None
-        if isinstance(ranker, CrossEncoderConfig):
-            from scalingnote.collect.transformer_models import PairScorer
-
-            self._scorer, self._depth = PairScorer(ranker), ranker.candidates
-        self._queries: tuple[int, pa.Table] = (-1, QUERY.empty_table())  # of the last bucket
-
-    def __call__(self, item: Item) -> Counts:
-        """Rank documents for one slice of a bucket's queries and scatter the best as evidence."""
-        bucket, start = item["bucket"], item["start"]
-        if self._queries[0] != bucket:
-            self._queries = (bucket, read_queries(bucket, self._context))
-        queries = self._queries[1].slice(start, QUERIES_PER_SLICE)
-        rows, scores = self._bm25.search(queries["query"].to_pylist(), self._depth)
-        which, rank = np.nonzero(rows >= 0)
-        query_rows, document_rows = pa.array(which), pa.array(rows[which, rank])
-        scored: Any = scores[which, rank]
-        if self._scorer:
-            texts = document_texts(self._documents.take(document_rows))
-            scored = self._scorer.score(queries["query"].take(query_rows).to_pylist(), texts)
-        columns = {
-            "query_id": queries["query_id"].take(query_rows),
-            "doc_id": self._documents["doc_id"].take(document_rows),
-            "score": scored,
-        }
-        evidence = ranking_evidence(pa.table(columns))
-        name = f"ranked-{bucket:05d}-{start:09d}"
-        return scatter_evidence(evidence, name, self._context) | {"ranked": len(queries)}
 
 
 def one_hop(item: Item, context: Context) -> Counts:
