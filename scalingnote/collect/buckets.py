@@ -15,6 +15,7 @@ from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.collect.config import CollectConfig
+from scalingnote.collect.one_hop import condensed
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact
@@ -70,9 +71,12 @@ def scatter_by(table: pa.Table, key: str, target: str, name: str, context: Conte
 
 
 def scatter_evidence(evidence: pa.Table, name: str, context: Context) -> Counts:
-    """Write evidence to buckets by query, without documents excluded from training."""
+    """Write evidence, condensed, to buckets by query, without documents excluded from training."""
     allowed = evidence.filter(pc.invert(pc.is_in(evidence["doc_id"], value_set=context.held_out)))
-    scatter_by(allowed, "query_id", "evidence", name, context)
+    config = context.config
+    scatter_by(
+        condensed(allowed, most=config.max_evidence, seed=config.seed), "query_id", "evidence", name, context
+    )
     return {"held_out_rows": len(evidence) - len(allowed)}
 
 

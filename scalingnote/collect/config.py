@@ -139,6 +139,12 @@ class CollectConfig(Config):
     )
     top_k: int = Field(10, ge=1, description="ranks up to K are dropped as likely false negatives")
     top_t: int = Field(50, ge=2, description="hard negatives are drawn from ranks K+1 to T")
+    max_evidence: int = Field(
+        10_000,
+        ge=1,
+        description="documents that are read for a query of those shown (drawn evenly), and of those scored "
+        "(the best); bounds the memory of a query with a tenth of all clicks",
+    )
     max_negative_score_ratio: float | None = Field(
         None,
         gt=0,
@@ -170,6 +176,8 @@ class CollectConfig(Config):
                 f"top_t={self.top_t} leaves fewer than num_negatives={self.num_negatives} ranks above "
                 f"top_k={self.top_k}: raise top_t"
             )
+        if self.max_evidence < self.top_t:
+            raise ValueError(f"max_evidence={self.max_evidence} is below top_t={self.top_t}: raise it")
         if isinstance(self.ranker, CrossEncoderConfig) and self.ranker.candidates < self.top_t:
             raise ValueError(
                 f"ranker.candidates={self.ranker.candidates} is below top_t={self.top_t}: raise it"

@@ -19,13 +19,14 @@ from scalingnote import cluster
 from scalingnote.collect import ranking, steps, triplet_parts
 from scalingnote.collect.buckets import Context, Item
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
+from scalingnote.config import Resources
 from scalingnote.datasets.splits import held_out_documents, queries
 from scalingnote.errors import DataError, ScalingNoteError
 from scalingnote.lexical.frequencies import count_frequencies
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.storage.shuffle import named_parts, run_slices, slices
+from scalingnote.storage.shuffle import TaskRunner, named_parts, run_slices, slices
 
 log = get_logger("collect")
 Step = Callable[..., Any]  # of an item, the context and further arguments
@@ -54,12 +55,13 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     source = parents["dataset"]
     ranker = _ranker(config, source)
     cluster.check_resources(config.resources, knob="collect.resources")
+    tasks = _tasks(config.resources)
     context = Context(
         config=config,
         dataset=source,
         planner=parents["planner"],
-        held_out=held_out_documents(source),
-        test_queries=queries(source, "test")["query"].combine_chunks(),
+        held_out=held_out_documents(source, each=tasks),
+        test_queries=queries(source, "test", each=tasks)["query"].combine_chunks(),
         work=draft.work(),
         output=draft.uri,
     )
@@ -177,6 +179,7 @@ class _Steps:
 
     def __init__(self, context: Context) -> None:
         self._context, self._resources = context, context.config.resources
+        self.tasks = _tasks(self._resources)
         self.counts: Counter[str] = Counter()
 
     def __call__(
@@ -190,25 +193,26 @@ class _Steps:
         self, name: str, step: Step | type, items: Sequence[Item], *arguments: Any, unit: str = "buckets"
     ) -> list[Any]:
         """Results of a step for each item; those that an earlier, killed run recorded are not repeated."""
-        task: Callable[[tuple[int, Item]], Any]
+        task: Callable[[tuple[int, Item]], Any] = partial(
+            _call, step=step, context=self._context, arguments=arguments
+        )
+        each = self.tasks
         if isinstance(step, type):
             task, each = _Loaded(step, self._context, arguments), self._in_actors
-        else:
-            task = partial(_call, step=step, context=self._context, arguments=arguments)
-            each = self.tasks
         work = self._context.work
         return run_slices(name, task, items, folder=work, each=each, room="collect", unit=unit)
-
-    def tasks(self, work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
-        """Results of `work` from tasks, which need no GPU."""
-        return cluster.map_tasks_in_order(
-            work, items, self._resources.model_copy(update={"gpus_per_worker": 0.0})
-        )
 
     def _in_actors(self, work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
         rows = [{"item": json.dumps(item)} for item in items]
         done = cluster.map_with_actors(rows, _Actor, {"work": ray.put(work)}, self._resources)
         return cluster.dataset_rows(done)
+
+
+def _tasks(resources: Resources) -> TaskRunner:
+    """Runs tasks, which need no GPU."""
+    return partial(
+        cluster.map_tasks_in_order, resources=resources.model_copy(update={"gpus_per_worker": 0.0})
+    )
 
 
 class _Loaded:
