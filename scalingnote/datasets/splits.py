@@ -79,7 +79,7 @@ def held_out(
 
 
 def queries(dataset: Artifact, split: str, *, each: TaskRunner = map) -> pa.Table:
-    """query_id and query of one split; `each` maps over the parts, in order, by default in this process."""
+    """query_id and query of one split, in the order of `each`, which maps over the parts."""
     read = partial(_queries_of_part, dataset=dataset, split=split)
     empty = QUERIES.empty_table().select(["query_id", "query"])
     return pa.concat_tables([empty, *each(read, dataset.table_parts("queries"))])
@@ -101,7 +101,7 @@ def held_out_documents(dataset: Artifact, *, each: TaskRunner = map) -> pa.Array
 
     Args:
         dataset: the data set.
-        each: maps over the parts of its tables, in order, by default in this process.
+        each: maps over the parts of its tables; its order is that of the ids.
     """
     if not dataset.manifest.info.get("hold_out_documents", True):
         return pa.array([], pa.string())

@@ -22,19 +22,16 @@ from scalingnote.config import identity
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.errors import DataError
 from scalingnote.lexical.frequencies import count_frequencies, read_frequencies
-from scalingnote.log import Progress, configure, get_logger
+from scalingnote.log import configure, get_logger
 from scalingnote.planner.config import Learned, PlannerConfig, Statistics
-from scalingnote.planner.planner import WORD_COUNTS, load, words
+from scalingnote.planner.examples import gather_examples, read_examples
+from scalingnote.planner.planner import WORD_COUNTS, join_fields, load, words
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.storage.schema import QUERIES
 from scalingnote.storage.shuffle import slices
 
 log = get_logger("planner")
-ROW_GROUP = 65_536  # rows of a row group in the parts of artifacts
 TEXTS_PER_BATCH = 4096
-PAIR = ["query_id", "doc_id"]
-POSITIVES = {"clicks": ("impressions", "clicked"), "judgements": ("qrels", "relevance")}
 SAMPLE = 1000  # queries of which the most and least important words are logged
 
 
@@ -98,7 +95,7 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
 
 def _read_words(parts: Sequence[str], *, dataset: Artifact, config: Statistics) -> Iterator[list[str]]:
     """The words of every text that counts in some parts."""
-    columns = list(config.fields) if config.corpus == "documents" else ["query", "split"]
+    columns: list[str] = [*config.fields] if config.corpus == "documents" else ["query", "split"]
     for part in parts:
         for batch in dataset.batches(part, rows=TEXTS_PER_BATCH, columns=columns):
             yield from map(words, _texts(batch, config))
@@ -109,32 +106,29 @@ def _texts(batch: pa.RecordBatch, config: Statistics) -> list[str]:
     if config.corpus == "queries":
         train: list[str] = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
         return train
-    return _join(batch, config.fields)
+    return join_fields(batch, config.fields)
 
 
-def _join(batch: pa.RecordBatch, fields: tuple[str, ...]) -> list[str]:
-    columns = (batch[name].to_pylist() for name in fields)
-    return ["\n".join(value or "" for value in row) for row in zip(*columns, strict=True)]
-
-
-# --- learned: one task reads, trains and writes --------------------------------------------------------
+# --- learned: tasks read the examples, one trains ------------------------------------------------------
 
 
 def _learn(config: Learned, source: Artifact, draft: Draft) -> tuple[dict[str, int], dict[str, Any]]:
+    folder = draft.work()
+    held_out = held_out_documents(source, each=cluster.map_tasks)
+    gather_examples(config, source, held_out=held_out, folder=folder, each=cluster.map_tasks)
     train = ray.remote(**cluster.actor_options(config.resources))(_train)
-    counts, facts = cluster.task_result(train.remote(config, source.uri, draft.path("encoder")))
+    counts, facts = cluster.task_result(train.remote(config, source.uri, folder, draft.path("encoder")))
     return counts, facts
 
 
-def _train(config: Learned, dataset: str, target: str) -> tuple[dict[str, int], dict[str, Any]]:
+def _train(config: Learned, dataset: str, folder: str, target: str) -> tuple[dict[str, int], dict[str, Any]]:
     import torch
 
     from scalingnote.planner import learned
 
     configure()
     torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
-    source = open_artifact(dataset, kind="dataset")
-    texts, targets, pairs = _examples(config, source)
+    texts, targets, pairs = read_examples(config, folder)
     if not texts:
         raise DataError(
             f"{dataset}: no training query has a positive by {' or '.join(config.positives)} among the "
@@ -154,53 +148,3 @@ def _train(config: Learned, dataset: str, target: str) -> tuple[dict[str, int], 
         model.cpu().save(Path(folder))
         fs.upload(folder, target)
     return {"texts": len(texts), "positives": pairs}, facts
-
-
-def _examples(config: Learned, source: Artifact) -> tuple[list[list[str]], list[Any], int]:
-    """The words of queries in random order, the target of each word, and the number of positive pairs."""
-    from scalingnote.planner import learned
-
-    queries = learned.sample_queries(_queries(source), config.max_queries, seed=config.seed)
-    candidates = _pairs(config, source, queries["query_id"].combine_chunks())
-    pairs = learned.sample_positives(candidates, most=config.max_positives, seed=config.seed)
-    row_of = {query_id: row for row, query_id in enumerate(queries["query_id"].to_pylist())}
-    queries_of: dict[str, list[int]] = {}
-    for query_id, doc_id in zip(pairs["query_id"].to_pylist(), pairs["doc_id"].to_pylist(), strict=True):
-        queries_of.setdefault(doc_id, []).append(row_of[query_id])
-    texts = [words(query) for query in queries["query"].to_pylist()]
-    recalls = learned.term_recall(
-        texts, queries_of, _documents(config, source, queries_of), against_chance=config.against_chance
-    )
-    examples = [(t, r) for t, r in zip(texts, recalls, strict=True) if t and r is not None]
-    return [t for t, _ in examples], [r for _, r in examples], len(pairs)
-
-
-def _queries(source: Artifact) -> Iterator[pa.Table]:
-    """The queries of the train split, batch by batch."""
-    yield QUERIES.empty_table()
-    for batch in source.batches("queries", rows=ROW_GROUP, columns=QUERIES.names):
-        yield pa.Table.from_batches([batch.filter(pc.equal(batch["split"], "train"))])
-
-
-def _pairs(config: Learned, source: Artifact, query_ids: pa.Array) -> Iterator[pa.Table]:
-    """(query_id, doc_id) of these queries and their clicked or relevant documents that training may see."""
-    held_out = held_out_documents(source)
-    for kind in config.positives:
-        table, column = POSITIVES[kind]
-        for batch in source.batches(table, rows=ROW_GROUP, columns=[*PAIR, column]):
-            chosen = pc.greater(batch[column].cast(pa.int32()), 0)
-            of_ours = pc.is_in(batch["query_id"], value_set=query_ids)
-            pairs = pa.Table.from_batches([batch.filter(pc.and_(chosen, of_ours)).select(PAIR)])
-            yield pairs.filter(pc.invert(pc.is_in(pairs["doc_id"], value_set=held_out)))
-
-
-def _documents(
-    config: Learned, source: Artifact, queries_of: dict[str, list[int]]
-) -> Iterator[tuple[str, list[str]]]:
-    ids = pa.array(sorted(queries_of), pa.string())
-    with Progress("planner", total=len(ids), unit="positives read") as progress:
-        for batch in source.batches("documents", rows=ROW_GROUP, columns=["doc_id", *config.fields]):
-            kept = batch.filter(pc.is_in(batch["doc_id"], value_set=ids))
-            texts = map(words, _join(kept, config.fields))
-            yield from zip(kept["doc_id"].to_pylist(), texts, strict=True)
-            progress.advance(kept.num_rows)
