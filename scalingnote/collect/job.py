@@ -17,8 +17,8 @@ import ray
 
 from scalingnote import cluster
 from scalingnote.collect import ranking, steps, triplet_parts
-from scalingnote.collect.buckets import Context, Item
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
+from scalingnote.collect.steps import Context, Item
 from scalingnote.config import Resources
 from scalingnote.datasets.splits import held_out_documents, queries
 from scalingnote.errors import DataError, ScalingNoteError

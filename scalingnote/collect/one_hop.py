@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from jaxtyping import Int64
+from numpy import ndarray
 
 from scalingnote.collect.config import CollectConfig
 
@@ -114,10 +116,16 @@ def condensed(evidence: pa.Table, *, most: int, seed: int) -> pa.Table:
     hashes = np.array([hash_fraction(f"evidence {query_id} {doc}", seed=seed) for query_id, doc in pairs])
     worst = -pc.fill_null(rest["score"], 0).to_numpy()
     order = np.lexsort((hashes, worst, group[crowded]))  # of shown documents the scores are equal
-    starts = np.flatnonzero(np.diff(group[crowded][order], prepend=-1))
-    place = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
-    kept = rest.take(pa.array(np.sort(order[place < most])))
+    kept = rest.take(pa.array(np.sort(order[rank_within_runs(group[crowded][order]) < most])))
     return pa.concat_tables([added.filter(pa.array(~crowded)), kept]).select(EVIDENCE.names)
+
+
+def rank_within_runs(*columns: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+    """0, 1, 2... within each run of rows that are equal in all columns."""
+    new = np.ones(len(columns[0]), bool)
+    new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    starts = np.flatnonzero(new)
+    return np.arange(len(new)) - np.repeat(starts, np.diff(starts, append=len(new)))
 
 
 def _evidence(table: pa.Table, **columns: pa.ChunkedArray) -> pa.Table:

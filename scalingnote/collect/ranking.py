@@ -18,9 +18,9 @@ from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.bm25 import document_texts, terms
-from scalingnote.collect.buckets import Context, Counts, Item, read_queries, read_table, scatter_evidence
 from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig
 from scalingnote.collect.one_hop import ranking_evidence
+from scalingnote.collect.steps import Context, Counts, Item, read_queries, read_table, scatter_evidence
 from scalingnote.lexical import ranking
 from scalingnote.lexical.frequencies import Frequencies, read_frequencies
 from scalingnote.lexical.weights import BM25Weights

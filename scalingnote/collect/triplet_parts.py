@@ -17,10 +17,10 @@ from numpy import ndarray
 
 from scalingnote import reports
 from scalingnote.collect.association import KINDS
-from scalingnote.collect.buckets import Context, Counts, Item, read_row_group, read_table, scatter_by
 from scalingnote.collect.config import CollectConfig, Mixing, Share
 from scalingnote.collect.multi_hop import MULTI_HOP, select_multi_hop
 from scalingnote.collect.one_hop import hash_fraction
+from scalingnote.collect.steps import Context, Counts, Item, read_row_group, read_table, scatter_by
 from scalingnote.planner.planner import words
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
