@@ -31,7 +31,7 @@ from scalingnote.storage.artifact import write_table
 from scalingnote.storage.schema import DOCUMENTS
 
 MAX_WORDS = 1 << 22  # in the vocabulary, the most frequent ones: 400 MB of a task that builds a shard
-SHARDS_PER_SEARCH = 8  # two million documents: some 0.2 ms per query and shard
+SHARDS_PER_SEARCH = 8  # two million documents: 0.2 to 1 ms per query and shard
 GROUP_QUERIES = 1 << 16  # 40 MB of hits where 50 documents are kept
 PAIR_GROUP_QUERIES = 1 << 12  # with a cross-encoder: the texts of 100 documents for each are some 400 MB
 SCORED_QUERIES = 512  # between two records of a cross-encoder

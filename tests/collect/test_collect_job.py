@@ -268,6 +268,15 @@ def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(
     assert one.equals(two)
 
 
+def test_workers_and_shards_decide_nothing_of_a_ranking(
+    cluster, dataset, planner, one_hop, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 30)
+    config = ONE_HOP.model_copy(update={"resources": Resources(workers=2)})
+    other = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "other"))
+    assert other.digest == one_hop.digest
+
+
 def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, planner, tmp_path):
     wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
     with pytest.raises(ConfigError, match="nothing"):

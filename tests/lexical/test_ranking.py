@@ -1,6 +1,11 @@
 """BM25 by shards: rows, scores and ties of bm25s over all texts, bit for bit, however they are cut."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,13 +28,18 @@ TEXTS = [
 QUERIES = ["join tensors", "tensors tensors a", "张量的形状", "a b c a", "nothing here is known", "", "b"]
 
 
-def ranked(texts: list[str], queries: list[str], *, shard: int, k: int, k1: float, b: float):
-    """Rows and scores from shards of `shard` texts."""
+def shards_of(texts: list[str], shard: int, k1: float = 1.2, b: float = 0.75) -> list[tuple[int, pa.Table]]:
+    """Shards of `shard` texts, each with the number of its first text."""
     words, totals = count_words(map(terms, texts))
     words = most_frequent(add_counts(words), 1000)
     weights = BM25Weights(words, documents=len(texts), length=totals["length"], k1=k1, b=b)
     starts = range(0, len(texts), shard)
-    shards = [(start, build_shard(texts[start : start + shard], weights, words["word"])) for start in starts]
+    return [(start, build_shard(texts[start : start + shard], weights, words["word"])) for start in starts]
+
+
+def ranked(texts: list[str], queries: list[str], *, shard: int, k: int, k1: float, b: float):
+    """Rows and scores from shards of `shard` texts."""
+    shards = shards_of(texts, shard, k1, b)
     assert all(table.schema == SHARD for _, table in shards)
     rows, scores = search(shards, queries, k)
     # In two runs of shards, merged, as well.
@@ -71,3 +81,21 @@ def test_a_shard_without_words_finds_nothing():
     rows, scores = search([(0, build_shard(["a", ""], weights, words["word"]))], ["a"], 2)
     assert rows.tolist() == [[-1, -1]]
     assert scores.tolist() == [[-np.inf, -np.inf]]
+
+
+def test_shards_do_not_depend_on_the_hash_seed():
+    code = (
+        "import hashlib; from test_ranking import TEXTS, shards_of;"
+        "texts = [str(table.to_pydict()) for _, table in shards_of(TEXTS, 3)];"
+        "print([hashlib.md5(text.encode()).hexdigest() for text in texts])"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            check=True,
+            capture_output=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1
