@@ -165,7 +165,9 @@ class CollectConfig(Config):
         None, description="further queries for distillation (EmbedDistill, section 4.3)"
     )
     validation_fraction: float = Field(0.1, ge=0, lt=1, description="share of the queries; 9:1 in the paper")
-    parts: int = Field(8, ge=1, description="files of the artifact; the hash of a query selects one")
+    parts: int = Field(
+        8, ge=1, description="files of the artifact, of which a query's hash selects one; more for large logs"
+    )
     seed: int = Field(0, description="of the draws and of the validation split")
     resources: Resources = Resources()
 

@@ -29,6 +29,7 @@ from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.shuffle import TaskRunner, named_parts, run_slices, slices
 
 log = get_logger("collect")
+MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence, some 300 bytes of a task's memory for each
 Step = Callable[..., Any]  # of an item, the context and further arguments
 Ranker = ScoreTable | BM25Ranker | CrossEncoderConfig
 
@@ -57,7 +58,7 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     cluster.check_resources(config.resources, knob="collect.resources")
     tasks = _tasks(config.resources)
     context = Context(
-        config=config,
+        config=config.model_copy(update={"parts": _parts(config, source, ranker)}),
         dataset=source,
         planner=parents["planner"],
         held_out=held_out_documents(source, each=tasks),
@@ -102,6 +103,17 @@ def _ranker(config: CollectConfig, dataset: Artifact) -> Ranker | None:
     if isinstance(config.ranker, ScoreTable) and not scored:
         raise DataError(f"{dataset.uri} has no scores: set collect.ranker to bm25 or cross_encoder")
     return config.ranker or (ScoreTable() if scored else BM25Ranker())
+
+
+def _parts(config: CollectConfig, dataset: Artifact, ranker: Ranker | None) -> int:
+    """Number of buckets of queries: more than asked for where a bucket of evidence would fill a worker."""
+    rows = {
+        table: sum(dataset.manifest.parts[part].rows or 0 for part in dataset.table_parts(table))
+        for table in ("queries", "impressions", "scores")
+    }
+    if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
+        rows["scores"] = rows["queries"] * config.top_t
+    return max(config.parts, -(-sum(rows.values()) // MAX_BUCKET_ROWS))
 
 
 def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[str]:

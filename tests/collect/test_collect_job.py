@@ -277,6 +277,15 @@ def test_workers_and_shards_decide_nothing_of_a_ranking(
     assert other.digest == one_hop.digest
 
 
+def test_a_large_log_makes_more_parts(dataset, planner, one_hop, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr("scalingnote.collect.job.MAX_BUCKET_ROWS", 100)
+    other = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "other"))
+    assert len(other.names("triplets/")) == (40 + 241 + 40 * 12 + 99) // 100 > len(one_hop.names("triplets/"))
+    order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
+    assert other.table("triplets").sort_by(order).equals(one_hop.table("triplets").sort_by(order))
+
+
 def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, planner, tmp_path):
     wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
     with pytest.raises(ConfigError, match="nothing"):
