@@ -1,8 +1,8 @@
 """Rankings of the training documents for the training queries, by BM25 or by a cross-encoder after it.
 
-    documents ─► frequencies of words ─► shards ┐
-    queries ─► groups ──────────────────────────┴► Search ─► hits of some shards ─► merge ─► evidence
-                                                        a cross-encoder: merge ─► texts ─► PairScoring ─┘
+    documents ─► word frequencies ─► shards ┐
+    queries ─────────────────────► groups ──┴► search ─► hits of some shards ─► merge ─► evidence
+                          with a cross-encoder: merge ─► texts of the best ─► PairScoring ─► evidence
 
 A task holds a shard of documents, a group of queries with their best documents, or, for a cross-encoder, the
 texts of a smaller group: memory is bounded at any corpus size.
