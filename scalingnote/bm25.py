@@ -8,7 +8,6 @@ the way that suits BM25.
 import re
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -76,11 +75,6 @@ class BM25:
         index.index((rows, vocabulary), create_empty_token=False, show_progress=False)
         return cls(index)
 
-    @property
-    def size(self) -> int:
-        """Number of indexed texts."""
-        return int(self._index.scores["num_docs"])
-
     def search(
         self, queries: Sequence[str], k: int
     ) -> tuple[Int64[ndarray, "queries k"], Float32[ndarray, "queries k"]]:
@@ -100,17 +94,6 @@ class BM25:
         """The score of every text, 0 where it shares no term with the query."""
         found: ndarray = self._index.get_scores_from_ids(self._index.get_tokens_ids(terms(query)))
         return found
-
-    def save(self, folder: str | Path) -> None:
-        """Write the index as plain numpy and JSON files."""
-        self._index.save(folder, show_progress=False)
-
-    @classmethod
-    def load(cls, folder: str | Path) -> "BM25":
-        """Open a saved index memory-mapped: processes of one machine share its pages."""
-        import bm25s
-
-        return cls(bm25s.BM25.load(folder, mmap=True, show_progress=False))
 
 
 def _best(

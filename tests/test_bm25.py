@@ -1,15 +1,11 @@
 import math
-import subprocess
-import sys
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalingnote.bm25 import BM25, document_texts, terms
-from scalingnote.errors import DataError
 
 TEXTS = [
     "The sun warms the sea",
@@ -88,30 +84,6 @@ def test_a_query_without_known_terms_finds_nothing():
     rows, scores = BM25.build(TEXTS).search(["zebra", ""], k=3)
     assert (rows == -1).all()
     assert (scores == 0).all()
-
-
-def test_saved_index_answers_alike(tmp_path):
-    index = BM25.build(TEXTS)
-    index.save(tmp_path / "bm25")
-    loaded = BM25.load(tmp_path / "bm25")
-    assert loaded.size == len(TEXTS)
-    for mine, theirs in zip(index.search(TEXTS, 4), loaded.search(TEXTS, 4), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-
-
-def test_files_do_not_depend_on_the_hash_seed(tmp_path):
-    code = f"from scalingnote.bm25 import BM25; BM25.build({TEXTS!r}).save(__import__('sys').argv[1])"
-    for seed in ("1", "2"):
-        subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / seed)], check=True, env={"PYTHONHASHSEED": seed}
-        )
-    for file in sorted((tmp_path / "1").iterdir()):
-        assert file.read_bytes() == (tmp_path / "2" / file.name).read_bytes(), file.name
-
-
-def test_no_terms_is_refused():
-    with pytest.raises(DataError, match="none of 2 documents"):
-        BM25.build(["", " , "])
 
 
 def test_document_texts_join_the_three_columns():

@@ -128,7 +128,7 @@ ARTIFACTS = {"semantic_ids": Located()}
 def test_ids_shows_what_lies_under_a_prefix(tmp_path, monkeypatch, capsys):
     draft = Draft(str(tmp_path), kind="semantic_ids", config=Config(), parents={})
     codes = np.array([[3, 1], [3, 2], [3, 2], [5, 0]], np.uint16)
-    names, suffix = pa.array(["a", "b", "c", "d"]), semantic_id.suffixes(codes)
+    names, suffix = pa.array(["a", "b", "c", "d"]), np.array([0, 0, 1, 0], np.int32)
     draft.write_table("by_code/part-00000.arrow", semantic_id.sorted_table(names, codes, suffix))
     ends = {"first": [3, 1], "last": [5, 0]}
     draft.write_json(semantic_id.BY_CODE_SUMMARY, [{"name": "by_code/part-00000.arrow", "rows": 4, **ends}])

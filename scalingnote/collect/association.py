@@ -54,6 +54,7 @@ ASSOCIATIONS = pa.schema(
 
 _CHUNK_KEYS = 1 << 18  # formed and filtered at once: they fit in the cache
 _FILTER_BITS_PER_KEY = 16  # at this density one probe passes 6 % of the keys that no query owns
+_MAX_FILTER_BYTES = 1 << 28  # every task maps it; reached by 130 million keys, beyond which more keys pass
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class KeyFilter:
 
 
 def key_filter(own: Iterable[pa.Table], *, keys: int) -> KeyFilter:
-    """The filter over OWN tables of about `keys` rows in total; takes two bytes of memory per key."""
-    bits = np.zeros(max(1, _FILTER_BITS_PER_KEY * keys // 8), np.uint8)
+    """The filter over OWN tables of about `keys` rows in total; two bytes per key, at most 256 MiB."""
+    bits = np.zeros(min(max(1, _FILTER_BITS_PER_KEY * keys // 8), _MAX_FILTER_BYTES), np.uint8)
     for table in own:
         slots = table["key"].to_numpy() % np.uint64(8 * len(bits))
         masks = np.uint8(1) << (slots & np.uint64(7)).astype(np.uint8)

@@ -139,6 +139,12 @@ class CollectConfig(Config):
     )
     top_k: int = Field(10, ge=1, description="ranks up to K are dropped as likely false negatives")
     top_t: int = Field(50, ge=2, description="hard negatives are drawn from ranks K+1 to T")
+    max_evidence: int = Field(
+        10_000,
+        ge=1,
+        description="documents that are read for a query of those shown (drawn evenly), and of those scored "
+        "(the best); bounds the memory of a query with a tenth of all clicks",
+    )
     max_negative_score_ratio: float | None = Field(
         None,
         gt=0,
@@ -159,7 +165,9 @@ class CollectConfig(Config):
         None, description="further queries for distillation (EmbedDistill, section 4.3)"
     )
     validation_fraction: float = Field(0.1, ge=0, lt=1, description="share of the queries; 9:1 in the paper")
-    parts: int = Field(8, ge=1, description="files of the artifact; the hash of a query selects one")
+    parts: int = Field(
+        8, ge=1, description="files of the artifact, of which a query's hash selects one; more for large logs"
+    )
     seed: int = Field(0, description="of the draws and of the validation split")
     resources: Resources = Resources()
 
@@ -170,6 +178,8 @@ class CollectConfig(Config):
                 f"top_t={self.top_t} leaves fewer than num_negatives={self.num_negatives} ranks above "
                 f"top_k={self.top_k}: raise top_t"
             )
+        if self.max_evidence < self.top_t:
+            raise ValueError(f"max_evidence={self.max_evidence} is below top_t={self.top_t}: raise it")
         if isinstance(self.ranker, CrossEncoderConfig) and self.ranker.candidates < self.top_t:
             raise ValueError(
                 f"ranker.candidates={self.ranker.candidates} is below top_t={self.top_t}: raise it"

@@ -1,37 +1,36 @@
 """The collect stage on Ray: triplets from a dataset's click log and rankings.
 
-Each step of :mod:`scalingnote.collect.steps` is mapped over its slices or buckets. Tables pass between steps
-as files in the artifact's work directory, never through the driver, because a retried task overwrites its own
-files, and because 600,000 rows on two cores took 2.5 s: ``groupby`` of a bucket column or a keyed
-``repartition`` of Ray Data took 10-16 s, ``groupby("query_id")``, which calls Python once per query, over
-20 s. A file records that a step is done; a run that was killed continues with the next step.
+Each step is mapped over slices or buckets. Tables pass between steps as files in the artifact's work
+directory, never through the driver, because a retried task overwrites its own files, and because 600,000 rows
+on two cores took 2.5 s: ``groupby`` of a bucket column or a keyed ``repartition`` of Ray Data took 10-16 s,
+``groupby("query_id")``, which calls Python once per query, over 20 s. Every finished item of a step is
+recorded; a run that was killed continues with the others.
 """
 
 import json
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import pyarrow.parquet as pq
 import ray
-from ray.data import ActorPoolStrategy, TaskPoolStrategy
 
 from scalingnote import cluster
-from scalingnote.collect import steps, triplet_parts
-from scalingnote.collect.buckets import Context, Item
+from scalingnote.collect import ranking, steps, triplet_parts
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
+from scalingnote.collect.steps import Context, Item
+from scalingnote.config import Resources
 from scalingnote.datasets.splits import held_out_documents, queries
 from scalingnote.errors import DataError, ScalingNoteError
-from scalingnote.log import Progress, get_logger
+from scalingnote.lexical.frequencies import count_frequencies
+from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.shuffle import TaskRunner, named_parts, run_slices, slices
 
 log = get_logger("collect")
-Step = Callable[[Item, Context], Any]
+MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence, some 300 bytes of a task's memory for each
+Step = Callable[..., Any]  # of an item, the context and further arguments
 Ranker = ScoreTable | BM25Ranker | CrossEncoderConfig
 
 
@@ -57,12 +56,13 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     source = parents["dataset"]
     ranker = _ranker(config, source)
     cluster.check_resources(config.resources, knob="collect.resources")
+    tasks = _tasks(config.resources)
     context = Context(
-        config=config,
+        config=config.model_copy(update={"parts": _parts(config, source, ranker)}),
         dataset=source,
         planner=parents["planner"],
-        held_out=held_out_documents(source),
-        test_queries=queries(source, "test")["query"].combine_chunks(),
+        held_out=held_out_documents(source, each=tasks),
+        test_queries=queries(source, "test", each=tasks)["query"].combine_chunks(),
         work=draft.work(),
         output=draft.uri,
     )
@@ -105,183 +105,166 @@ def _ranker(config: CollectConfig, dataset: Artifact) -> Ranker | None:
     return config.ranker or (ScoreTable() if scored else BM25Ranker())
 
 
+def _parts(config: CollectConfig, dataset: Artifact, ranker: Ranker | None) -> int:
+    """Number of buckets of queries: more than asked for where a bucket of evidence would fill a worker."""
+    rows = {
+        table: sum(dataset.manifest.parts[part].rows or 0 for part in dataset.table_parts(table))
+        for table in ("queries", "impressions", "scores")
+    }
+    if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
+        rows["scores"] = rows["queries"] * config.top_t
+    return max(config.parts, -(-sum(rows.values()) // MAX_BUCKET_ROWS))
+
+
 def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[str]:
     """Run all steps in order and register the parts with the draft; returns the counts."""
     config, dataset = context.config, context.dataset
-    shared = ray.put(context)
-
-    def buckets() -> list[Item]:
-        return [{"bucket": number} for number in range(config.parts)]
-
-    counts: Counter[str] = Counter()
-
-    def each(
-        name: str,
-        step: Step | type,
-        items: Callable[[], list[Item]],
-        *arguments: Any,
-        unit: str = "buckets",
-        notes: bool = False,
-    ) -> None:
-        """Run a step unless an earlier, killed run finished it. `notes` records each item, for slow steps."""
-        note = draft.work(f"done/{name}.json")
-        if not fs.exists(note):
-            step_counts, todo = Counter[str](), items()
-            if notes:
-                step_counts, todo = _without_done(draft.work(f"done/{name}"), todo)
-            for result in _map(name, step, todo, shared, *arguments, config=config, unit=unit):
-                step_counts.update(result)
-            fs.write_bytes(note, json.dumps(step_counts).encode())
-        counts.update(json.loads(fs.read_bytes(note)))
-
+    run = _Steps(context)
+    buckets: list[Item] = [{"bucket": number} for number in range(config.parts)]
     # Both sources need the clicks: a clicked document is no negative of its query.
     logs = ["impressions", "scores"] if isinstance(ranker, ScoreTable) else ["impressions"]
-    each("queries", steps.QuerySelection, partial(_row_groups, dataset, ["queries"]), unit="queries")
-    each("evidence", steps.take_evidence, partial(_row_groups, dataset, logs), unit="rows")
+    run("queries", steps.QuerySelection, _row_groups(run, dataset, "queries"), unit="row groups")
+    run("evidence", steps.take_evidence, _row_groups(run, dataset, *logs), unit="row groups")
     if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
-        index = draft.work("bm25")
-        if not fs.exists(draft.work("done/rank.json")):
-            with tempfile.TemporaryDirectory() as local:
-                steps.build_ranking_index(context, ranker, local)
-                fs.upload(local, index)
-        slices = partial(_slices, context)
-        each("rank", steps.Ranking, slices, ranker, index, draft.fingerprint, unit="queries", notes=True)
-    each("one-hop", steps.one_hop, buckets)
+        _rank(run, context, ranker)
+    run("one-hop", steps.one_hop, buckets)
     if config.association:
-        each("own-keys", steps.OwnKeys, buckets)
-        each("own-filter", steps.own_filter, lambda: [{}])
-        each("candidates", steps.candidates, buckets)
-        each("associate", steps.associate, buckets)
-        each("mutual", steps.mutual, buckets)
-        each("transfer", steps.transfer, buckets)
+        run("own-keys", steps.OwnKeys, buckets)
+        run("own-filter", steps.own_filter, [{}])
+        run("candidates", steps.candidates, buckets)
+        run("associate", steps.associate, buckets)
+        run("mutual", steps.mutual, buckets)
+        run("transfer", steps.transfer, buckets)
     if config.query_generation:
-        each("generate", steps.QueryWriting, buckets, config.query_generation, notes=True)
-    for result in _map("finish", triplet_parts.write_part, buckets(), shared, config=config, unit="parts"):
-        draft.register(result["name"], Part(**result["part"]))
-        counts.update(result["counts"])
-    triplet_parts.draw_samples(context)
-    each("documents", triplet_parts.count_documents, buckets)
-    each(
-        "texts", triplet_parts.read_documents, partial(_row_groups, dataset, ["documents"]), unit="documents"
+        run("generate", steps.QueryWriting, buckets, config.query_generation)
+    for record in run.records("finish", triplet_parts.write_part, buckets):
+        for name, part in named_parts(record["files"]):
+            draft.register(name, part)
+        run.counts.update(record["counts"])
+    run("sample", triplet_parts.draw_samples, [{}])
+    run("documents", triplet_parts.count_documents, buckets)
+    run("texts", triplet_parts.read_documents, _row_groups(run, dataset, "documents"), unit="row groups")
+    return run.counts
+
+
+def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConfig) -> None:
+    """Rank the training documents for every query."""
+    scored = isinstance(ranker, CrossEncoderConfig)
+    bm25 = BM25Ranker() if isinstance(ranker, CrossEncoderConfig) else ranker
+    depth = ranker.candidates if isinstance(ranker, CrossEncoderConfig) else context.config.top_t
+    shards = slices(context.dataset, "documents")
+    corpus = count_frequencies(
+        shards,
+        partial(ranking.read_training_words, context=context),
+        texts=context.dataset.counts.get("documents", 0),
+        most=ranking.MAX_WORDS,
+        folder=context.folder("rank"),
+        each=run.tasks,
+        room="collect",
     )
-    return counts
-
-
-def _without_done(folder: str, items: list[Item]) -> tuple[Counter[str], list[Item]]:
-    """Counts of the items with a note in `folder`, and the other items, each with the URI of its note."""
-    done = set(fs.list_files(folder))
-    counts, todo = Counter[str](), []
-    for item in items:
-        name = "-".join(str(item[key]) for key in ("bucket", "start") if key in item) + ".json"
-        if name in done:
-            counts.update(json.loads(fs.read_bytes(fs.join(folder, name))))
-        else:
-            todo.append(item | {"note": fs.join(folder, name)})
-    return counts, todo
-
-
-def _map(
-    name: str,
-    step: Step | type,
-    items: list[Item],
-    shared: Any,
-    *arguments: Any,
-    config: CollectConfig,
-    unit: str,
-) -> Iterable[Any]:
-    """Results of `step` for each item; a function runs in tasks, a class is loaded once per actor."""
-    if not items:
-        return
-    workers = min(config.resources.workers, len(items))
-    rows = ray.data.from_items([{"item": json.dumps(item)} for item in items], override_num_blocks=len(items))
-    options: dict[str, Any] = {"num_cpus": config.resources.cpus_per_worker}
-    if isinstance(step, type):
-        done = rows.map(
-            _StepActor,  # type: ignore[arg-type]  # Ray's annotation forgets callable classes
-            fn_constructor_args=(step, shared, *arguments),
-            compute=ActorPoolStrategy(size=workers),
-            num_gpus=config.resources.gpus_per_worker or None,
-            **options,
+    if not corpus.length:
+        raise DataError(
+            f"{context.dataset.uri}: none of {corpus.texts:,} training documents has a word to index: check "
+            "title, topic, content"
         )
-    else:
-        task = partial(_task, step=step, shared=shared)
-        done = rows.map(task, compute=TaskPoolStrategy(size=workers), **options)
-    with Progress(
-        "collect", total=sum(item.get("rows", 1) for item in items), unit=f"{unit} ({name})"
-    ) as progress:
-        for row in cluster.dataset_rows(done):
-            progress.advance(row["rows"])
-            yield json.loads(row["result"])
+    numbered: list[Item] = [{"shard": number, "parts": parts} for number, parts in enumerate(shards)]
+    run("shards", ranking.write_shard, numbered, bm25, corpus, unit="shards")
+    size = ranking.PAIR_GROUP_QUERIES if scored else ranking.GROUP_QUERIES
+    run("groups", ranking.write_groups, [{"bucket": number} for number in range(context.config.parts)], size)
+    groups = ranking.groups(context, size)
+    numbers = range(len(shards))
+    searches: list[Item] = [
+        group | {"shards": [*numbers[first : first + ranking.SHARDS_PER_SEARCH]]}
+        for first in range(0, len(shards), ranking.SHARDS_PER_SEARCH)
+        for group in groups
+    ]
+    run("search", ranking.search_shards, searches, depth, unit="searches")
+    merge = ranking.merge_pairs if scored else ranking.merge_hits
+    run("rank", merge, groups, depth, shards, unit="groups of queries")
+    if scored:
+        pairs = ranking.groups(context, ranking.SCORED_QUERIES)
+        run("score", ranking.PairScoring, pairs, ranker, unit="slices of queries")
 
 
-def _task(row: dict[str, str], step: Step, shared: Any) -> dict[str, Any]:
-    context = ray.get(shared)
-    return _run_step(row, lambda: lambda item: step(item, context))
+class _Steps:
+    """Runs steps: a function in tasks, a class, which loads something, in actors. Adds up their counts."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._resources = context, context.config.resources
+        self.tasks = _tasks(self._resources)
+        self.counts: Counter[str] = Counter()
+
+    def __call__(
+        self, name: str, step: Step | type, items: Sequence[Item], *arguments: Any, unit: str = "buckets"
+    ) -> None:
+        """Run a step that returns counts for each item."""
+        for counts in self.records(name, step, items, *arguments, unit=unit):
+            self.counts.update(counts)
+
+    def records(
+        self, name: str, step: Step | type, items: Sequence[Item], *arguments: Any, unit: str = "buckets"
+    ) -> list[Any]:
+        """Results of a step for each item; those that an earlier, killed run recorded are not repeated."""
+        task: Callable[[tuple[int, Item]], Any] = partial(
+            _call, step=step, context=self._context, arguments=arguments
+        )
+        each = self.tasks
+        if isinstance(step, type):
+            task, each = _Loaded(step, self._context, arguments), self._in_actors
+        work = self._context.work
+        return run_slices(name, task, items, folder=work, each=each, room="collect", unit=unit)
+
+    def _in_actors(self, work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
+        rows = [{"item": json.dumps(item)} for item in items]
+        done = cluster.map_with_actors(rows, _Actor, {"work": ray.put(work)}, self._resources)
+        return cluster.dataset_rows(done)
 
 
-class _StepActor:
-    """Holds a step that loads a planner, an index or a model.
+def _tasks(resources: Resources) -> TaskRunner:
+    """Runs tasks, which need no GPU."""
+    return partial(
+        cluster.map_tasks_in_order, resources=resources.model_copy(update={"gpus_per_worker": 0.0})
+    )
 
-    It loads at the first row, because Ray drops the exception of an actor whose constructor fails.
+
+class _Loaded:
+    """A step that loads a planner, a test set or a model.
+
+    It loads at the first item, because Ray drops the exception of an actor whose constructor fails.
     """
 
-    def __init__(self, step: type, shared: Any, *arguments: Any) -> None:
-        self._make, self._shared, self._arguments = step, shared, arguments
+    def __init__(self, step: type, context: Context, arguments: Sequence[Any]) -> None:
+        self._make: Callable[[], Callable[[Item], Any]] = partial(step, context, *arguments)
         self._step: Callable[[Item], Any] | None = None
 
-    def __call__(self, row: dict[str, str]) -> dict[str, Any]:
-        return _run_step(row, self._loaded)
-
-    def _loaded(self) -> Callable[[Item], Any]:
-        if self._step is None:
-            self._step = self._make(ray.get(self._shared), *self._arguments)
-        return self._step
+    def __call__(self, item: tuple[int, Item]) -> Any:
+        self._step = self._step or self._make()
+        return self._step(item[1])
 
 
-def _run_step(row: dict[str, str], load: Callable[[], Callable[[Item], Any]]) -> dict[str, Any]:
-    item = json.loads(row["item"])
-    try:
-        result = load()(item)
-    except ScalingNoteError as error:
-        return {"error": cluster.error_column(error)}
-    if isinstance(result, tuple):  # a finished part
-        name, part, counts = result
-        result = {"name": name, "part": asdict(part), "counts": counts}
-    if "note" in item:
-        fs.write_bytes(item["note"], json.dumps(result).encode())
-    return {"rows": item.get("rows", 1), "result": json.dumps(result)}
+class _Actor:
+    def __init__(self, work: Any) -> None:
+        self._work: Callable[[Any], Any] = ray.get(work)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        try:
+            self._work(tuple(json.loads(batch["item"][0])))
+        except ScalingNoteError as error:
+            return {"error": [cluster.error_column(error)]}
+        return {"error": [""]}
 
 
-def _row_groups(dataset: Artifact, tables: list[str]) -> list[Item]:
+def _call(item: tuple[int, Item], *, step: Step, context: Context, arguments: Sequence[Any]) -> Any:
+    return step(item[1], context, *arguments)
+
+
+def _row_groups(run: "_Steps", dataset: Artifact, *tables: str) -> list[Item]:
     """One item per row group of the tables' files: bounded in size, and many enough for all workers."""
-    parts = {table: dataset.table_parts(table) for table in tables}
-    # Checksums are compared in tasks: the driver reads the parts' footers only.
-    for _ in cluster.map_tasks(dataset.file, [name for names in parts.values() for name in names]):
-        pass
-    items: list[Item] = []
-    for table, names in parts.items():
-        for name in names:
-            with fs.open_input(fs.join(dataset.uri, name)) as file:
-                parquet = pq.ParquetFile(file).metadata
-            for group in range(parquet.num_row_groups):
-                items.append(
-                    {
-                        "table": table,
-                        "uri": fs.join(dataset.uri, name),
-                        "group": group,
-                        "rows": parquet.row_group(group).num_rows,
-                        "slice": f"{table}-{len(items):07d}",
-                    }
-                )
-    return items
-
-
-def _slices(context: Context) -> list[Item]:
-    """Slices of at most QUERIES_PER_SLICE queries of one bucket."""
-    items: list[Item] = []
-    for bucket in range(context.config.parts):
-        rows = shuffle.count_rows(context.folder("queries"), bucket)
-        for start in range(0, rows, steps.QUERIES_PER_SLICE):
-            size = min(steps.QUERIES_PER_SLICE, rows - start)
-            items.append({"bucket": bucket, "start": start, "rows": size})
-    return items
+    parts: list[Item] = [{"table": t, "part": part} for t in tables for part in dataset.table_parts(t)]
+    found = run.records(f"row-groups-{'-'.join(tables)}", steps.read_row_group_sizes, parts, unit="parts")
+    groups = [
+        item | {"uri": fs.join(dataset.uri, item["part"]), "group": group, "rows": rows}
+        for item, sizes in zip(parts, found, strict=True)
+        for group, rows in enumerate(sizes)
+    ]
+    return [item | {"slice": f"{item['table']}-{number:07d}"} for number, item in enumerate(groups)]

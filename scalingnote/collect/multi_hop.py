@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Int64
 from numpy import ndarray
 
-from scalingnote.collect.one_hop import hash_fraction
+from scalingnote.collect.one_hop import hash_fraction, rank_within_runs
 
 MULTI_HOP = pa.schema(
     {
@@ -95,7 +95,7 @@ def select_multi_hop(
     first[np.unique(by_source, axis=0, return_index=True)[1]] = True
     counts["multi_duplicate"] = int((~first).sum())
     selected, source = selected.filter(pa.array(first)), source[first]
-    rank = _rank_within_runs(selected["row"].to_numpy(), source)
+    rank = rank_within_runs(selected["row"].to_numpy(), source)
     counts["multi_over_cap"] = int((rank >= limit).sum())
     return selected.filter(pa.array(rank < limit)).select(MULTI_HOP.names), counts
 
@@ -131,13 +131,3 @@ def _usable_candidates(
         "multi_negative_is_positive": int((consistent & false_negative).sum()),
     }
     return consistent & ~false_negative, pairs, counts
-
-
-def _rank_within_runs(
-    row: Int64[ndarray, " candidates"], source: Int64[ndarray, " candidates"]
-) -> Int64[ndarray, " candidates"]:
-    """0, 1, 2... within each run of equal (row, source)."""
-    new = np.ones(len(row), bool)
-    new[1:] = (row[1:] != row[:-1]) | (source[1:] != source[:-1])
-    starts = np.flatnonzero(new)
-    return np.arange(len(row)) - np.repeat(starts, np.diff([*starts, len(row)]))

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from jaxtyping import Int64
+from numpy import ndarray
 
 from scalingnote.collect.config import CollectConfig
 
@@ -83,16 +85,47 @@ def click_evidence(impressions: pa.Table, *, min_dwell_s: float) -> pa.Table:
             "satisfied": pc.and_(clicked, long_enough).cast(pa.int64()),
         }
     )
-    # A head query shows its first document a million times: aggregate before the shuffle.
-    pairs = shown.group_by(["query_id", "doc_id"], use_threads=False)
-    counted = pairs.aggregate([("clicks", "sum"), ("satisfied", "sum")])
-    return _evidence(counted, clicks=counted["clicks_sum"], satisfied=counted["satisfied_sum"])
+    return _evidence(shown, clicks=shown["clicks"], satisfied=shown["satisfied"])
 
 
 def ranking_evidence(scores: pa.Table) -> pa.Table:
     """EVIDENCE of a ranking model; rows without a finite score are left out."""
     scores = scores.filter(pc.is_finite(pc.fill_null(scores["score"], float("nan"))))
     return _evidence(scores, score=scores["score"])
+
+
+def condensed(evidence: pa.Table, *, most: int, seed: int) -> pa.Table:
+    """EVIDENCE added up, with at most `most` shown and `most` scored documents of each query.
+
+    Of the shown documents those of the smallest seeded hash are kept, of the scored those of the best score.
+    What is kept of the whole is kept of every slice, too: a log can be condensed slice by slice and then
+    again, and a query with a tenth of all clicks fills no memory.
+    """
+    keyed = evidence.append_column("scored", pc.is_valid(evidence["score"]))
+    sums = [("clicks", "sum"), ("satisfied", "sum"), ("score", "max")]
+    added = keyed.group_by(["query_id", "doc_id", "scored"], use_threads=False).aggregate(sums)
+    renamed = {f"{name}_{how}": name for name, how in sums}
+    added = added.rename_columns([renamed.get(name, name) for name in added.schema.names])
+    query = added["query_id"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+    group = 2 * query + added["scored"].to_numpy()
+    crowded = (np.bincount(group) > most)[group] if len(group) else np.zeros(0, bool)
+    rest = added.filter(pa.array(crowded))
+    if not len(rest):
+        return added.select(EVIDENCE.names)
+    pairs = zip(rest["query_id"].to_pylist(), rest["doc_id"].to_pylist(), strict=True)
+    hashes = np.array([hash_fraction(f"evidence {query_id} {doc}", seed=seed) for query_id, doc in pairs])
+    worst = -pc.fill_null(rest["score"], 0).to_numpy()
+    order = np.lexsort((hashes, worst, group[crowded]))  # of shown documents the scores are equal
+    kept = rest.take(pa.array(np.sort(order[rank_within_runs(group[crowded][order]) < most])))
+    return pa.concat_tables([added.filter(pa.array(~crowded)), kept]).select(EVIDENCE.names)
+
+
+def rank_within_runs(*columns: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+    """0, 1, 2... within each run of rows that are equal in all columns."""
+    new = np.ones(len(columns[0]), bool)
+    new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    starts = np.flatnonzero(new)
+    return np.arange(len(new)) - np.repeat(starts, np.diff(starts, append=len(new)))
 
 
 def _evidence(table: pa.Table, **columns: pa.ChunkedArray) -> pa.Table:
@@ -167,6 +200,7 @@ def one_hop_triplets(
     Evidence of other queries is left out and counted (``ignored_rows``), and so is a triplet with fewer than
     ``num_negatives`` negatives (``without_negatives``): a training row has exactly that many.
     """
+    evidence = condensed(evidence, most=config.max_evidence, seed=config.seed)
     row_of = pc.index_in(evidence["query_id"], value_set=query_ids)
     evidence = evidence.append_column("row", row_of.cast(pa.int64())).filter(pc.is_valid(row_of))
     counts = Counter(ignored_rows=len(row_of) - len(evidence))

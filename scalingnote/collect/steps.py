@@ -1,4 +1,4 @@
-"""The steps of collect up to multi-hop candidates, each over one slice or one bucket.
+"""The steps of collect, each over one slice or one bucket, and the files between them.
 
     queries ─────► QuerySelection ─by query─► one_hop ──► bucket: queries, one_hop, known
     log, scores ─► take_evidence ──by query─────┘
@@ -6,49 +6,125 @@
     transfer ─by query─► triplet_parts.write_part
 
 A step is a function of an item and the context, or a class where it loads something once and uses it for many
-items: an index, a planner, a model. Steps know neither Ray nor each other.
+items: a planner, a model. Steps know neither Ray nor each other. A step scatters rows to buckets by query_id,
+doc_id or key, in files whose names depend on its input alone: repeated after a crash, it writes them again. A
+query is numbered by its bucket and its row in it, so that association works on integers alone.
 """
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from jaxtyping import Int64, UInt64
+from numpy import ndarray
 
-from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect import association
-from scalingnote.collect.buckets import (
-    QUERY,
-    ROW_BITS,
-    Context,
-    Counts,
-    Item,
-    buckets_of_numbers,
-    query_numbers,
-    read_queries,
-    read_row_group,
-    read_table,
-    rows_of_numbers,
-    scatter_by,
-    scatter_evidence,
-)
-from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig, QueryGenerationConfig
+from scalingnote.collect.config import CollectConfig, QueryGenerationConfig
 from scalingnote.collect.decontamination import CLEAN, EXACT, NEAR, Decontaminator
 from scalingnote.collect.multi_hop import multi_hop_candidates
-from scalingnote.collect.one_hop import EVIDENCE, click_evidence, one_hop_triplets, ranking_evidence
+from scalingnote.collect.one_hop import (
+    EVIDENCE,
+    click_evidence,
+    condensed,
+    one_hop_triplets,
+    ranking_evidence,
+)
 from scalingnote.planner.planner import TermScores
 from scalingnote.planner.planner import load as load_planner
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import write_table
+from scalingnote.storage.artifact import Artifact, write_table
 
-QUERIES_PER_SLICE = 512  # about 0.1-0.2 s of BM25: short enough for progress, long enough for Ray's overhead
+ROW_BITS = 40  # of a query's number; the bits above are its bucket
 OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected
+QUERY = pa.schema({"query_id": pa.string(), "query": pa.string()})
+Item = dict[str, Any]  # one slice or bucket, as JSON values
+Counts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Input of all steps; equal for all of them, and small."""
+
+    config: CollectConfig
+    dataset: Artifact
+    planner: Artifact
+    held_out: pa.Array  # doc_ids excluded from training
+    test_queries: pa.Array  # their texts
+    work: str
+    output: str
+
+    def folder(self, name: str) -> str:
+        """A file or folder of the work directory."""
+        return fs.join(self.work, name)
+
+    def bucket(self, number: int, table: str) -> str:
+        """The file of a table of one bucket."""
+        return fs.join(self.work, "bucket", f"{number:05d}", f"{table}.parquet")
+
+
+def read_table(uri: str) -> pa.Table:
+    """A whole Parquet file."""
+    with fs.open_input(uri) as file:
+        return pq.read_table(file)
+
+
+def read_row_group(item: Item, columns: list[str] | None = None) -> pa.Table:
+    """The row group of a dataset's file that an item names (``uri`` and ``group``)."""
+    with fs.open_input(item["uri"]) as file:
+        return pq.ParquetFile(file).read_row_group(item["group"], columns=columns)
+
+
+def read_queries(bucket: int, context: Context) -> pa.Table:
+    """The queries of a bucket, sorted by query_id: a query's row in it is part of its number."""
+    return shuffle.gather(context.folder("queries"), bucket, schema=QUERY).sort_by("query_id")
+
+
+def scatter_by(table: pa.Table, key: str, target: str, name: str, context: Context) -> None:
+    """Write rows to buckets by the hash of a column; `name` is unique among the tables of `target`."""
+    bucket = shuffle.bucket_of(table[key], context.config.parts)
+    shuffle.scatter(table, bucket, target=context.folder(target), name=name)
+
+
+def scatter_evidence(evidence: pa.Table, name: str, context: Context) -> Counts:
+    """Write evidence, condensed, to buckets by query, without documents excluded from training."""
+    allowed = evidence.filter(pc.invert(pc.is_in(evidence["doc_id"], value_set=context.held_out)))
+    config = context.config
+    scatter_by(
+        condensed(allowed, most=config.max_evidence, seed=config.seed), "query_id", "evidence", name, context
+    )
+    return {"held_out_rows": len(evidence) - len(allowed)}
+
+
+def query_numbers(bucket: int, rows: int) -> UInt64[ndarray, " rows"]:
+    """The numbers of the first `rows` queries of a bucket."""
+    return np.arange(rows, dtype=np.uint64) | np.uint64(bucket << ROW_BITS)
+
+
+def rows_of_numbers(numbers: pa.ChunkedArray) -> Int64[ndarray, " queries"]:
+    """The rows, within their buckets, of numbered queries."""
+    values: UInt64[ndarray, " queries"] = numbers.to_numpy()
+    return (values & np.uint64((1 << ROW_BITS) - 1)).astype(np.int64)
+
+
+def buckets_of_numbers(numbers: pa.ChunkedArray) -> Int64[ndarray, " queries"]:
+    """The buckets of numbered queries."""
+    values: UInt64[ndarray, " queries"] = numbers.to_numpy()
+    return (values >> np.uint64(ROW_BITS)).astype(np.int64)
 
 
 # --- queries and evidence ------------------------------------------------------------------------------
+
+
+def read_row_group_sizes(item: Item, context: Context) -> list[int]:
+    """Rows of each row group of a part, whose checksum is compared."""
+    with fs.open_input(context.dataset.file(item["part"])) as file:
+        found = pq.ParquetFile(file).metadata
+    return [found.row_group(group).num_rows for group in range(found.num_row_groups)]
 
 
 class QuerySelection:
@@ -80,56 +156,6 @@ def take_evidence(item: Item, context: Context) -> Counts:
     else:
         table = ranking_evidence(table)
     return scatter_evidence(table, item["slice"], context) | {"evidence_rows": item["rows"]}
-
-
-def build_ranking_index(context: Context, ranker: BM25Ranker | CrossEncoderConfig, local: str) -> None:
-    """Write a BM25 index over the training documents to a folder, with their ids, and texts where needed."""
-    documents = context.dataset.table("documents", ["doc_id", "title", "topic", "content"])
-    documents = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=context.held_out)))
-    settings = ranker if isinstance(ranker, BM25Ranker) else BM25Ranker()
-    BM25.build(document_texts(documents), k1=settings.k1, b=settings.b).save(local)
-    columns = ["doc_id"] if isinstance(ranker, BM25Ranker) else documents.schema.names
-    write_table(f"{local}/documents.arrow", documents.select(columns))
-
-
-class Ranking:
-    """Ranks documents for queries; the index is memory-mapped, so the actors of a machine share it."""
-
-    def __init__(
-        self, context: Context, ranker: BM25Ranker | CrossEncoderConfig, index: str, version: str
-    ) -> None:
-        local = fs.download(index, list(fs.list_files(index)), version=version)
-        self._context, self._bm25 = context, BM25.load(local)
-        self._documents = pa.ipc.open_file(pa.memory_map(f"{local}/documents.arrow")).read_all()
-        self._depth = context.config.top_t
-        self._scorer: Any = None
-        if isinstance(ranker, CrossEncoderConfig):
-            from scalingnote.collect.transformer_models import PairScorer
-
-            self._scorer, self._depth = PairScorer(ranker), ranker.candidates
-        self._queries: tuple[int, pa.Table] = (-1, QUERY.empty_table())  # of the last bucket
-
-    def __call__(self, item: Item) -> Counts:
-        """Rank documents for one slice of a bucket's queries and scatter the best as evidence."""
-        bucket, start = item["bucket"], item["start"]
-        if self._queries[0] != bucket:
-            self._queries = (bucket, read_queries(bucket, self._context))
-        queries = self._queries[1].slice(start, QUERIES_PER_SLICE)
-        rows, scores = self._bm25.search(queries["query"].to_pylist(), self._depth)
-        which, rank = np.nonzero(rows >= 0)
-        query_rows, document_rows = pa.array(which), pa.array(rows[which, rank])
-        scored: Any = scores[which, rank]
-        if self._scorer:
-            texts = document_texts(self._documents.take(document_rows))
-            scored = self._scorer.score(queries["query"].take(query_rows).to_pylist(), texts)
-        columns = {
-            "query_id": queries["query_id"].take(query_rows),
-            "doc_id": self._documents["doc_id"].take(document_rows),
-            "score": scored,
-        }
-        evidence = ranking_evidence(pa.table(columns))
-        name = f"ranked-{bucket:05d}-{start:09d}"
-        return scatter_evidence(evidence, name, self._context) | {"ranked": len(queries)}
 
 
 def one_hop(item: Item, context: Context) -> Counts:

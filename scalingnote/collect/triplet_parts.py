@@ -17,15 +17,16 @@ from numpy import ndarray
 
 from scalingnote import reports
 from scalingnote.collect.association import KINDS
-from scalingnote.collect.buckets import Context, Counts, Item, read_row_group, read_table, scatter_by
 from scalingnote.collect.config import CollectConfig, Mixing, Share
 from scalingnote.collect.multi_hop import MULTI_HOP, select_multi_hop
 from scalingnote.collect.one_hop import hash_fraction
+from scalingnote.collect.steps import Context, Counts, Item, read_row_group, read_table, scatter_by
 from scalingnote.planner.planner import words
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import Part, write_table
+from scalingnote.storage.artifact import write_table
 from scalingnote.storage.schema import ANSWERS, TRIPLETS
+from scalingnote.storage.shuffle import JsonRecord
 
 FIELDS = ("title", "topic", "content")
 SAMPLE_ROWS = 20  # per source
@@ -37,8 +38,11 @@ _SHOWN_CHARS = 100
 # --- parts ---------------------------------------------------------------------------------------------
 
 
-def write_part(item: Item, context: Context) -> tuple[str, Part, Counts]:
-    """Write one part of the artifact: a bucket's one-hop and multi-hop triplets, sampled and split."""
+def write_part(item: Item, context: Context) -> JsonRecord:
+    """Write one part of the artifact: a bucket's one-hop and multi-hop triplets, sampled and split.
+
+    Returns its `files`, for the manifest, and `counts`.
+    """
     config, bucket = context.config, item["bucket"]
     queries = read_table(context.bucket(bucket, "queries"))
     one_hop = read_table(context.bucket(bucket, "one_hop"))
@@ -72,7 +76,8 @@ def write_part(item: Item, context: Context) -> tuple[str, Part, Counts]:
     documents = pa.table({"doc_id": _documents(table)})
     scatter_by(documents, "doc_id", "documents", f"{bucket:05d}", context)
     name = f"triplets/part-{bucket:05d}.parquet"
-    return name, write_table(fs.join(context.output, name), table), dict(counts)
+    part = write_table(fs.join(context.output, name), table)
+    return {"files": [(name, vars(part))], "counts": dict(counts)}
 
 
 def sample_sources(triplets: pa.Table, mixing: Mixing, *, seed: int) -> tuple[pa.Table, dict[str, int]]:
@@ -185,11 +190,12 @@ def count_documents(item: Item, context: Context) -> Counts:
     return {"documents": len(pc.unique(documents["doc_id"]))}
 
 
-def draw_samples(context: Context) -> None:
+def draw_samples(item: Item, context: Context) -> Counts:
     """Draw the rows to read from the samples of all buckets."""
     rows = [read_table(context.bucket(number, "sample")) for number in range(context.config.parts)]
     drawn = sample_rows(pa.concat_tables([TRIPLETS.empty_table(), *rows]), seed=context.config.seed)
     write_table(context.folder("sample.parquet"), drawn)
+    return {}
 
 
 def read_documents(item: Item, context: Context) -> Counts:

@@ -3,6 +3,7 @@
 import hashlib
 import heapq
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow.compute as pc
 from scalingnote.datasets.raw_rows import Row
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QRELS, QUERIES
+from scalingnote.storage.shuffle import TaskRunner
 
 
 def uniform(key: str, *, seed: int) -> float:
@@ -76,10 +78,11 @@ def held_out(
 # --- reading either split of a `dataset` artifact; only the test split is held in memory -----------------
 
 
-def queries(dataset: Artifact, split: str) -> pa.Table:
-    """query_id and query of one split."""
-    kept = [b.filter(pc.equal(b["split"], split)) for b in dataset.batches("queries")]
-    return pa.Table.from_batches(kept, schema=QUERIES).select(["query_id", "query"])
+def queries(dataset: Artifact, split: str, *, each: TaskRunner = map) -> pa.Table:
+    """query_id and query of one split, in the order of `each`, which maps over the parts."""
+    read = partial(_queries_of_part, dataset=dataset, split=split)
+    empty = QUERIES.empty_table().select(["query_id", "query"])
+    return pa.concat_tables([empty, *each(read, dataset.table_parts("queries"))])
 
 
 def judgements(dataset: Artifact, query_ids: pa.ChunkedArray) -> pa.Table:
@@ -90,38 +93,53 @@ def judgements(dataset: Artifact, query_ids: pa.ChunkedArray) -> pa.Table:
     return pa.Table.from_batches(kept) if kept else QRELS.empty_table()
 
 
-def held_out_documents(dataset: Artifact) -> pa.Array:
+def held_out_documents(dataset: Artifact, *, each: TaskRunner = map) -> pa.Array:
     """doc_ids of every group with a document that is relevant to a test query; training may use all others.
 
     A data set whose info says ``hold_out_documents: false`` is split by time: one document may be clicked
     before and after the cut, and only queries are held out (ScalingNote, section 4.1.2).
+
+    Args:
+        dataset: the data set.
+        each: maps over the parts of its tables; its order is that of the ids.
     """
     if not dataset.manifest.info.get("hold_out_documents", True):
         return pa.array([], pa.string())
-    test = queries(dataset, "test")["query_id"].combine_chunks()
-    relevant = [
-        b.filter(pc.and_(pc.greater(b["relevance"], 0), pc.is_in(b["query_id"], value_set=test)))["doc_id"]
-        for b in dataset.batches("qrels")
-    ]
-    chosen = pa.concat_arrays([pa.array([], pa.string()), *relevant]).unique()
-    columns = ["doc_id", "group"]
+
+    def found(table: str, read: Callable[[str], pa.ChunkedArray]) -> pa.Array:
+        chunks = [chunk for column in each(read, dataset.table_parts(table)) for chunk in column.chunks]
+        return pa.concat_arrays([pa.array([], pa.string()), *chunks])
+
+    test = queries(dataset, "test", each=each)["query_id"].combine_chunks()
+    relevant = found("qrels", partial(_relevant_of_part, dataset=dataset, query_ids=test)).unique()
+    groups = found("documents", partial(_groups_of_part, dataset=dataset, doc_ids=relevant)).unique()
+    return found("documents", partial(_documents_of_part, dataset=dataset, doc_ids=relevant, groups=groups))
+
+
+def _queries_of_part(part: str, *, dataset: Artifact, split: str) -> pa.Table:
+    table = dataset.table(part, ["query_id", "query", "split"])
+    return table.filter(pc.equal(table["split"], split)).select(["query_id", "query"])
+
+
+def _relevant_of_part(part: str, *, dataset: Artifact, query_ids: pa.Array) -> pa.ChunkedArray:
+    table = dataset.table(part, QRELS.names)
+    relevant = pc.and_(pc.greater(table["relevance"], 0), pc.is_in(table["query_id"], value_set=query_ids))
+    return table.filter(relevant)["doc_id"]
+
+
+def _groups_of_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.ChunkedArray:
+    table = dataset.table(part, ["doc_id", "group"])
     # A document without a group is a group of its own.
-    groups = [
-        b["group"].filter(pc.and_(pc.is_in(b["doc_id"], value_set=chosen), _grouped(b)))
-        for b in dataset.batches("documents", columns=columns)
-    ]
-    tested = pa.concat_arrays([pa.array([], pa.string()), *groups]).unique()
-    held_out = [
-        b["doc_id"].filter(
-            pc.or_(
-                pc.is_in(b["doc_id"], value_set=chosen),
-                pc.and_(_grouped(b), pc.is_in(b["group"], value_set=tested)),
-            )
-        )
-        for b in dataset.batches("documents", columns=columns)
-    ]
-    return pa.concat_arrays([pa.array([], pa.string()), *held_out])
+    return table.filter(pc.and_(pc.is_in(table["doc_id"], value_set=doc_ids), _grouped(table)))["group"]
 
 
-def _grouped(batch: pa.RecordBatch) -> pa.Array:
-    return pc.not_equal(pc.fill_null(batch["group"], ""), "")
+def _documents_of_part(
+    part: str, *, dataset: Artifact, doc_ids: pa.Array, groups: pa.Array
+) -> pa.ChunkedArray:
+    table = dataset.table(part, ["doc_id", "group"])
+    of_groups = pc.and_(_grouped(table), pc.is_in(table["group"], value_set=groups))
+    return table.filter(pc.or_(pc.is_in(table["doc_id"], value_set=doc_ids), of_groups))["doc_id"]
+
+
+def _grouped(table: pa.Table) -> pa.ChunkedArray:
+    return pc.not_equal(pc.fill_null(table["group"], ""), "")

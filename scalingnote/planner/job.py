@@ -1,13 +1,13 @@
 """The planner stage on Ray: word statistics of a data set, or an encoder trained on its positives.
 
-    statistics   parts -> counts of a slice -> buckets by word -> sums without rare words -> words.parquet
+    statistics   texts -> frequencies of words, without rare ones (lexical/frequencies.py)  -> words.parquet
     learned      train queries and their positives -> term recall -> a trained encoder    -> encoder/
 
-The driver holds at most `max_words` words of each bucket; a task holds all words of one bucket.
+The driver holds at most `max_words` words.
 """
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,37 +15,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import ray
-from ray.data import TaskPoolStrategy
 
 from scalingnote import cluster
 from scalingnote.config import identity
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.errors import DataError
-from scalingnote.log import Progress, configure, get_logger
+from scalingnote.lexical.frequencies import count_frequencies, read_frequencies
+from scalingnote.log import configure, get_logger
 from scalingnote.planner.config import Learned, PlannerConfig, Statistics
-from scalingnote.planner.planner import (
-    WORD_COUNTS,
-    at_least,
-    count_words,
-    load,
-    merge_counts,
-    most_frequent,
-    words,
-)
+from scalingnote.planner.examples import gather_examples, read_examples
+from scalingnote.planner.planner import WORD_COUNTS, join_fields, load, words
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from scalingnote.storage.schema import QUERIES
+from scalingnote.storage.shuffle import slices
 
 log = get_logger("planner")
-MAX_SLICES = 256  # counting tasks; each writes a file per bucket
-BUCKETS = 16
-ROW_GROUP = 65_536  # rows of a row group in the parts of artifacts
 TEXTS_PER_BATCH = 4096
-PAIR = ["query_id", "doc_id"]
-POSITIVES = {"clicks": ("impressions", "clicked"), "judgements": ("qrels", "relevance")}
 SAMPLE = 1000  # queries of which the most and least important words are logged
 
 
@@ -81,83 +67,38 @@ def _extremes(planner: Artifact, dataset: Artifact, *, size: int = 10) -> dict[s
     return {"most": order[:size], "least": order[::-1][:size]}
 
 
-# --- statistics: count, shuffle by word, sum -----------------------------------------------------------
+# --- statistics ----------------------------------------------------------------------------------------
 
 
 def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str, int], dict[str, Any]]:
-    parts = source.table_parts(config.corpus)
-    slices = _slices(source, parts)
-    target = draft.work("counts")
-    fs.delete(target)  # counts of a killed run may be incomplete; counting again is faster than checking them
-    buckets = min(BUCKETS, len(slices))
-    counted = ray.data.from_items(slices, override_num_blocks=len(slices)).map(
-        partial(_count_slice, dataset=source.uri, config=config, target=target, buckets=buckets),
-        compute=TaskPoolStrategy(size=min(config.resources.workers, len(slices))),
-        num_cpus=config.resources.cpus_per_worker,
+    found = count_frequencies(
+        slices(source, config.corpus),
+        partial(_read_words, dataset=source, config=config),
+        texts=sum(source.manifest.parts[part].rows or 0 for part in source.table_parts(config.corpus)),
+        most=config.max_words,
+        least=config.min_df,
+        folder=draft.work(),
+        each=partial(cluster.map_tasks_in_order, resources=config.resources),
+        room="planner",
     )
-    texts = 0
-    total = sum(source.manifest.parts[part].rows or 0 for part in parts)
-    with Progress("planner", total=total, unit=f"{config.corpus} counted") as progress:
-        for row in cluster.dataset_rows(counted):
-            progress.advance(row["rows"])
-            texts += row["texts"]
-
-    add = ray.remote(**cluster.actor_options(config.resources))(_sum_bucket)
-    summed = [cluster.task_result(r) for r in [add.remote(target, b, config) for b in range(buckets)]]
-    frequent = pa.concat_tables([table for _, _, table in summed])
-    kept = most_frequent(frequent, config.max_words)
-    distinct, enough = (sum(row[i] for row in summed) for i in (0, 1))
-    if not distinct:
-        raise DataError(f"{source.uri}: none of {texts:,} {config.corpus} has a word to count")
+    if not found.distinct:
+        raise DataError(f"{source.uri}: none of {found.texts:,} {config.corpus} has a word to count")
+    kept = read_frequencies(found.words).rename_columns(WORD_COUNTS.names)
     draft.write_table("words.parquet", kept)
     return {
-        "texts": texts,
+        "texts": found.texts,
         "words": len(kept),
-        "rare_words_left_out": distinct - enough,
-        "words_over_max_words": enough - len(kept),
+        "rare_words_left_out": found.distinct - found.frequent,
+        "words_over_max_words": found.frequent - len(kept),
     }, {}
 
 
-def _slices(source: Artifact, parts: list[str]) -> list[dict[str, Any]]:
-    """Tasks of similar size: several small parts, or some row groups of a large part."""
-    pieces, large = [], []
+def _read_words(parts: Sequence[str], *, dataset: Artifact, config: Statistics) -> Iterator[list[str]]:
+    """The words of every text that counts in some parts."""
+    columns: list[str] = [*config.fields] if config.corpus == "documents" else ["query", "split"]
     for part in parts:
-        of = -(-(source.manifest.parts[part].rows or 1) // ROW_GROUP)
-        if of > 1:
-            large.append(part)
-        pieces += [{"part": part, "share": share, "of": of} for share in range(of)]
-    # Checksums of large parts are compared once, and in tasks: no byte of them passes through the driver.
-    for _ in cluster.map_tasks(source.file, large):
-        pass
-    groups = np.array_split(np.arange(len(pieces)), min(MAX_SLICES, len(pieces)))
-    return [{"slice": f"{i:05d}", "pieces": [pieces[j] for j in group]} for i, group in enumerate(groups)]
-
-
-def _count_slice(
-    row: dict[str, Any], *, dataset: str, config: Statistics, target: str, buckets: int
-) -> dict[str, int]:
-    source = open_artifact(dataset, kind="dataset")
-    counts, rows, texts = [], 0, 0
-    for piece in row["pieces"]:
-        for batch in _read(source, piece["part"], share=piece["share"], of=piece["of"], config=config):
-            rows += batch.num_rows
-            batch_texts = _texts(batch, config)
-            texts += len(batch_texts)
-            counts.append(count_words(batch_texts))
-    merged = merge_counts(counts)
-    bucket = shuffle.bucket_of(merged["word"], buckets)
-    shuffle.scatter(merged, bucket, target=target, name=row["slice"])
-    return {"rows": rows, "texts": texts}
-
-
-def _read(
-    source: Artifact, part: str, *, share: int, of: int, config: Statistics
-) -> Iterator[pa.RecordBatch]:
-    columns = list(config.fields) if config.corpus == "documents" else ["query", "split"]
-    with source.open(part) if of == 1 else fs.open_input(fs.join(source.uri, part)) as stream:
-        file = pq.ParquetFile(stream)
-        groups = list(range(share, file.num_row_groups, of))
-        yield from file.iter_batches(TEXTS_PER_BATCH, row_groups=groups, columns=columns)
+        for batch in dataset.batches(part, rows=TEXTS_PER_BATCH, columns=columns):
+            yield from map(words, _texts(batch, config))
 
 
 def _texts(batch: pa.RecordBatch, config: Statistics) -> list[str]:
@@ -165,39 +106,29 @@ def _texts(batch: pa.RecordBatch, config: Statistics) -> list[str]:
     if config.corpus == "queries":
         train: list[str] = batch.filter(pc.equal(batch["split"], "train"))["query"].to_pylist()
         return train
-    return _join(batch, config.fields)
+    return join_fields(batch, config.fields)
 
 
-def _join(batch: pa.RecordBatch, fields: tuple[str, ...]) -> list[str]:
-    columns = (batch[name].to_pylist() for name in fields)
-    return ["\n".join(value or "" for value in row) for row in zip(*columns, strict=True)]
-
-
-def _sum_bucket(target: str, bucket: int, config: Statistics) -> tuple[int, int, pa.Table]:
-    """The number of distinct words of a bucket, that of frequent words, and the most frequent ones."""
-    counts = merge_counts([shuffle.gather(target, bucket, schema=WORD_COUNTS)])
-    enough = at_least(counts, config.min_df)
-    return len(counts), len(enough), most_frequent(enough, config.max_words)
-
-
-# --- learned: one task reads, trains and writes --------------------------------------------------------
+# --- learned: tasks read the examples, one trains ------------------------------------------------------
 
 
 def _learn(config: Learned, source: Artifact, draft: Draft) -> tuple[dict[str, int], dict[str, Any]]:
+    folder = draft.work()
+    held_out = held_out_documents(source, each=cluster.map_tasks)
+    gather_examples(config, source, held_out=held_out, folder=folder, each=cluster.map_tasks)
     train = ray.remote(**cluster.actor_options(config.resources))(_train)
-    counts, facts = cluster.task_result(train.remote(config, source.uri, draft.path("encoder")))
+    counts, facts = cluster.task_result(train.remote(config, source.uri, folder, draft.path("encoder")))
     return counts, facts
 
 
-def _train(config: Learned, dataset: str, target: str) -> tuple[dict[str, int], dict[str, Any]]:
+def _train(config: Learned, dataset: str, folder: str, target: str) -> tuple[dict[str, int], dict[str, Any]]:
     import torch
 
     from scalingnote.planner import learned
 
     configure()
     torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
-    source = open_artifact(dataset, kind="dataset")
-    texts, targets, pairs = _examples(config, source)
+    texts, targets, pairs = read_examples(config, folder)
     if not texts:
         raise DataError(
             f"{dataset}: no training query has a positive by {' or '.join(config.positives)} among the "
@@ -217,53 +148,3 @@ def _train(config: Learned, dataset: str, target: str) -> tuple[dict[str, int], 
         model.cpu().save(Path(folder))
         fs.upload(folder, target)
     return {"texts": len(texts), "positives": pairs}, facts
-
-
-def _examples(config: Learned, source: Artifact) -> tuple[list[list[str]], list[Any], int]:
-    """The words of queries in random order, the target of each word, and the number of positive pairs."""
-    from scalingnote.planner import learned
-
-    queries = learned.sample_queries(_queries(source), config.max_queries, seed=config.seed)
-    candidates = _pairs(config, source, queries["query_id"].combine_chunks())
-    pairs = learned.sample_positives(candidates, most=config.max_positives, seed=config.seed)
-    row_of = {query_id: row for row, query_id in enumerate(queries["query_id"].to_pylist())}
-    queries_of: dict[str, list[int]] = {}
-    for query_id, doc_id in zip(pairs["query_id"].to_pylist(), pairs["doc_id"].to_pylist(), strict=True):
-        queries_of.setdefault(doc_id, []).append(row_of[query_id])
-    texts = [words(query) for query in queries["query"].to_pylist()]
-    recalls = learned.term_recall(
-        texts, queries_of, _documents(config, source, queries_of), against_chance=config.against_chance
-    )
-    examples = [(t, r) for t, r in zip(texts, recalls, strict=True) if t and r is not None]
-    return [t for t, _ in examples], [r for _, r in examples], len(pairs)
-
-
-def _queries(source: Artifact) -> Iterator[pa.Table]:
-    """The queries of the train split, batch by batch."""
-    yield QUERIES.empty_table()
-    for batch in source.batches("queries", rows=ROW_GROUP, columns=QUERIES.names):
-        yield pa.Table.from_batches([batch.filter(pc.equal(batch["split"], "train"))])
-
-
-def _pairs(config: Learned, source: Artifact, query_ids: pa.Array) -> Iterator[pa.Table]:
-    """(query_id, doc_id) of these queries and their clicked or relevant documents that training may see."""
-    held_out = held_out_documents(source)
-    for kind in config.positives:
-        table, column = POSITIVES[kind]
-        for batch in source.batches(table, rows=ROW_GROUP, columns=[*PAIR, column]):
-            chosen = pc.greater(batch[column].cast(pa.int32()), 0)
-            of_ours = pc.is_in(batch["query_id"], value_set=query_ids)
-            pairs = pa.Table.from_batches([batch.filter(pc.and_(chosen, of_ours)).select(PAIR)])
-            yield pairs.filter(pc.invert(pc.is_in(pairs["doc_id"], value_set=held_out)))
-
-
-def _documents(
-    config: Learned, source: Artifact, queries_of: dict[str, list[int]]
-) -> Iterator[tuple[str, list[str]]]:
-    ids = pa.array(sorted(queries_of), pa.string())
-    with Progress("planner", total=len(ids), unit="positives read") as progress:
-        for batch in source.batches("documents", rows=ROW_GROUP, columns=["doc_id", *config.fields]):
-            kept = batch.filter(pc.is_in(batch["doc_id"], value_set=ids))
-            texts = map(words, _join(kept, config.fields))
-            yield from zip(kept["doc_id"].to_pylist(), texts, strict=True)
-            progress.advance(kept.num_rows)

@@ -1,4 +1,4 @@
-"""A small encoder that predicts the importance of words (DeepCT, Dai and Callan 2019), and its targets.
+"""A small encoder that predicts the importance of words (DeepCT, Dai and Callan 2019).
 
     words  -> tokens   [queries, tokens]           each word is tokenised alone, so that it owns its tokens
            -> hidden   [queries, tokens, hidden]   the encoder reads the whole query
@@ -8,27 +8,16 @@
 DeepCT regresses the target with a squared error and clips scores to [0, 1]. Here a sigmoid bounds them, so
 that scores do not tie at the ends; it is trained with cross entropy, which has the same minimum.
 
-The target is DeepCT's query term recall r, the share of a query's positives that have the word: a word that
-chosen documents repeat is one the query is about, unlike "how", "please" or "near me". Stop words are in all
-documents, chosen or not. DeepCT removes them by a list; here the recall that chance explains is subtracted:
-
-    recall r   = share of the query's positives that have the word
-    chance c   = share of the other queries' positives that have it
-    target     = max(0, r - c)
-
-Dividing by 1 - c (Cohen's kappa) would give "the" a target of 1 whenever a query's only positive has it.
+The targets are those of :mod:`scalingnote.planner.examples`.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from jaxtyping import Float, Float32, Int, UInt64
+from jaxtyping import Float, Float32, Int
 from numpy import ndarray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -40,12 +29,9 @@ from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone, train_tokenizer
 from scalingnote.models.config import Scratch
 from scalingnote.planner.config import Learned
-from scalingnote.storage.shuffle import hash_of
 
-PAIR = ["query_id", "doc_id"]
 NOT_READ = -1  # position of a word behind the last token that the encoder reads
 _QUERIES_PER_BATCH = 256
-_ROWS_BEFORE_FOLD = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -221,92 +207,3 @@ def _batches(rows: int, config: Learned, *, epoch: int) -> Iterator[list[int]]:
 def _learning_rate_factor(step: int, steps: int, warmup: float) -> float:
     rising = max(round(steps * warmup), 1)
     return (step + 1) / rising if step < rising else (steps - step) / max(steps - rising, 1)
-
-
-def sample_queries(queries: Iterable[pa.Table], size: int, *, seed: int) -> pa.Table:
-    """A uniform sample of `size` rows: those whose seeded hash of query_id is smallest, in its order.
-
-    The result does not depend on the order of the tables. At most 2 x `size` rows and one table are held.
-    """
-    kept: list[pa.Table] = []
-    for table in queries:
-        kept.append(table.append_column("key", pa.array(_random_keys(table["query_id"], seed=seed))))
-        if sum(map(len, kept)) > 2 * size:
-            kept = [_smallest(kept, size)]
-    return _smallest(kept, size).drop_columns("key")
-
-
-def sample_positives(pairs: Iterable[pa.Table], *, most: int, seed: int) -> pa.Table:
-    """Distinct (query_id, doc_id) pairs, a uniform sample of at most `most` per query, sorted.
-
-    At most twice the sampled pairs are held, however many clicks there are.
-    """
-    kept: list[pa.Table] = [pa.table({name: pa.array([], pa.string()) for name in PAIR})]
-    for table in pairs:
-        kept.append(table.select(PAIR))
-        if sum(map(len, kept[1:])) > max(len(kept[0]), _ROWS_BEFORE_FOLD):
-            kept = [_sample_per_query(pa.concat_tables(kept), most, seed=seed)]
-    return _sample_per_query(pa.concat_tables(kept), most, seed=seed)
-
-
-def term_recall(
-    queries: Sequence[Sequence[str]],
-    queries_of: Mapping[str, Sequence[int]],
-    documents: Iterable[tuple[str, Sequence[str]]],
-    *,
-    against_chance: bool = True,
-) -> list[Float32[ndarray, " _"] | None]:
-    """The target of each distinct word of each query (see the docstring of the module).
-
-    Args:
-        queries: the words of each query.
-        queries_of: doc_id -> the queries (indices) of which it is a positive.
-        documents: (doc_id, words) of positives; they are streamed.
-        against_chance: subtract chance; else the target is plain recall.
-
-    Returns:
-        An array per query, or None for a query without a positive among the documents.
-    """
-    distinct = [list(dict.fromkeys(query)) for query in queries]
-    vocabulary = {word for query in distinct for word in query}
-    hits_of = [np.zeros(len(query)) for query in distinct]  # positives of the query with each word
-    positives_of = [0] * len(distinct)
-    df: Counter[str] = Counter()
-    count = 0
-    for doc_id, text in documents:
-        present = vocabulary.intersection(text)
-        df.update(present)
-        count += 1
-        for row in queries_of.get(doc_id, ()):
-            hits_of[row] += [word in present for word in distinct[row]]
-            positives_of[row] += 1
-    targets: list[Float32[ndarray, " _"] | None] = []
-    for query, hits, positives in zip(distinct, hits_of, positives_of, strict=True):
-        recall = hits / max(positives, 1)
-        if against_chance and count > positives:
-            chance = (np.array([df[word] for word in query]) - hits) / (count - positives)
-            recall = np.maximum(recall - chance, 0)
-        targets.append(recall.astype(np.float32) if positives else None)
-    return targets
-
-
-def _smallest(tables: Sequence[pa.Table], size: int) -> pa.Table:
-    return pa.concat_tables(tables).sort_by([("key", "ascending"), ("query_id", "ascending")]).slice(0, size)
-
-
-def _sample_per_query(pairs: pa.Table, most: int, *, seed: int) -> pa.Table:
-    pairs = pairs.group_by(PAIR).aggregate([])
-    if not pairs.num_rows:
-        return pairs
-    keys = _random_keys(pc.binary_join_element_wise(pairs["query_id"], pairs["doc_id"], " "), seed=seed)
-    table = pairs.append_column("key", pa.array(keys))
-    table = table.sort_by([("query_id", "ascending"), ("key", "ascending"), ("doc_id", "ascending")])
-    ids = np.asarray(table["query_id"].combine_chunks().dictionary_encode().indices)
-    first = np.flatnonzero(np.diff(ids, prepend=-1))
-    rank = np.arange(len(ids)) - np.repeat(first, np.diff(first, append=len(ids)))
-    kept = table.filter(pa.array(rank < most)).select(PAIR)
-    return kept.sort_by([("query_id", "ascending"), ("doc_id", "ascending")])
-
-
-def _random_keys(ids: pa.ChunkedArray, *, seed: int) -> UInt64[ndarray, " ids"]:
-    return hash_of(pa.array([f"{seed} {value}" for value in ids.to_pylist()], pa.string()))

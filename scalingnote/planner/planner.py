@@ -16,15 +16,13 @@ word per run of characters.
 """
 
 import unicodedata
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import regex  # type: ignore[import-untyped]
 from jaxtyping import Float32, Float64, Int64, UInt64
 from numpy import ndarray
@@ -54,6 +52,12 @@ def words(text: str) -> list[str]:
         else:
             out.append(word)
     return out
+
+
+def join_fields(documents: pa.Table | pa.RecordBatch, fields: Sequence[str]) -> list[str]:
+    """The text of each document: its fields, each on a line."""
+    columns = (documents[name].to_pylist() for name in fields)
+    return ["\n".join(value or "" for value in row) for row in zip(*columns, strict=True)]
 
 
 def hash_words(words: Sequence[str]) -> UInt64[ndarray, " words"]:
@@ -119,31 +123,6 @@ def importance(
     idf = -np.log((df + 0.5) / (texts + 1))
     scores: ndarray = 1 / (1 + (-np.log(half) / idf) ** saturation)
     return scores
-
-
-def count_words(texts: Iterable[str]) -> pa.Table:
-    """WORD_COUNTS: the number of texts with each word."""
-    df: Counter[str] = Counter()
-    for text in texts:
-        df.update(set(words(text)))
-    return pa.table([list(df.keys()), list(df.values())], schema=WORD_COUNTS)
-
-
-def merge_counts(counts: Sequence[pa.Table]) -> pa.Table:
-    """WORD_COUNTS of several tables added."""
-    table = pa.concat_tables([WORD_COUNTS.empty_table(), *counts])
-    summed = table.group_by("word", use_threads=False).aggregate([("df", "sum")])
-    return summed.select(["word", "df_sum"]).rename_columns(WORD_COUNTS.names)
-
-
-def at_least(counts: pa.Table, min_df: int) -> pa.Table:
-    """The words that at least `min_df` texts have."""
-    return counts.filter(pc.greater_equal(counts["df"], min_df))
-
-
-def most_frequent(counts: pa.Table, size: int) -> pa.Table:
-    """At most `size` words, most frequent first, ties in alphabetical order."""
-    return counts.sort_by([("df", "descending"), ("word", "ascending")]).slice(0, size)
 
 
 class WordStatistics:

@@ -1,12 +1,15 @@
 """Assign semantic IDs to a coded corpus, range by range: no process ever holds the codes of all documents.
 
-Documents are partitioned by ranges of codes, whose bounds come from a sample of the codes. A range holds all
-documents with equal codes, so it assigns their suffixes, counts prefixes, and writes its documents sorted by
-code. Suffixes then return to the parts that the documents came from. Every step is a recorded task over files
-(storage/slices.py): after a kill, only the tasks under way are repeated.
+Documents are partitioned by ranges of codes, whose bounds come from a sample. A bound is the codes of a
+document and a part of the corpus: of the documents with these codes, those of earlier parts are below it. So
+documents with equal codes that fill many ranges are divided in corpus order, and all others stay together. A
+range numbers its documents with equal codes, after those that were counted below it, counts prefixes, and
+writes its documents sorted by code. Suffixes then return to the parts that the documents came from. Every
+step is a recorded task over files (storage/shuffle.py): after a kill, only the tasks under way are repeated.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +33,7 @@ ROWS = 1 << 22  # documents of a task, which takes some 270 bytes of memory for 
 KEYS_PER_RANGE = 1024  # sampled to determine the bounds of ranges
 _SUFFIXES = pa.schema({"part": pa.int32(), "row": pa.int32(), "suffix": pa.int32()})
 CorpusSlice = list[tuple[int, str]]  # parts, each with its place in the corpus
+Bound = list[int]  # codes, and the first part of the corpus whose documents with these codes are behind it
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,17 @@ def name(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each
     # The names of the steps also name their records: others would not find those of a killed run.
     sample = partial(_sample_keys, corpus=corpus, every=max(1, ROWS // KEYS_PER_RANGE))
     sampled = run("show", sample, pieces) if ranges > 1 else []
-    keys = np.sort(np.array([key for some in sampled for key in some], np.uint64))
-    ends = [int(keys[len(keys) * number // ranges]) for number in range(1, ranges)]
-    run("deal", partial(_partition, corpus=corpus, ends=ends), pieces)
-    assign = partial(_assign_suffixes, corpus=corpus, ends=ends, firsts=[piece[0][0] for piece in pieces])
+    bounds = _choose_bounds([key for keys in sampled for key in keys], ranges)
+    run("deal", partial(_partition, corpus=corpus, bounds=bounds), pieces)
+    count = partial(_count_at_bound, corpus=corpus, bounds=bounds)
+    counted = run("count", count, range(ranges - 1), unit="ranges")
+    assign = partial(
+        _assign_suffixes,
+        corpus=corpus,
+        bounds=bounds,
+        below=_numbered_below(bounds, counted),
+        firsts=[piece[0][0] for piece in pieces],
+    )
     assigned = [found for found in run("settle", assign, range(ranges), unit="ranges") if found["documents"]]
     written = [
         listed for files in run("name", partial(_write_ids, corpus=corpus), pieces) for listed in files
@@ -120,15 +131,39 @@ def name(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each
     )
 
 
-def _sample_keys(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, every: int) -> list[int]:
-    """Task: the keys of every `every`-th document of a slice."""
-    codes = np.concatenate([to_matrix(_read(corpus, part, ["codes"])["codes"]) for _, part in item[1]])
-    found: list[int] = semantic_id.code_keys(codes[::every], size=corpus.size).tolist()
-    return found
+def _choose_bounds(sampled: Iterable[Bound], ranges: int) -> list[Bound]:
+    """Bounds of ranges of about equal size.
+
+    Documents with equal codes are divided only where they fill a range, so that two bounds have their codes.
+    """
+    ordered = sorted(sampled)
+    places = [ordered[len(ordered) * number // ranges] for number in range(1, ranges)]
+    uses = Counter(tuple(codes) for *codes, _ in places)
+    return [[*codes, part if uses[tuple(codes)] > 1 else 0] for *codes, part in places]
 
 
-def _partition(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, ends: list[int]) -> int:
-    """Task: send the documents of a slice to the ranges of their codes."""
+def _numbered_below(bounds: Sequence[Bound], counted: Sequence[int]) -> list[int]:
+    """For every range, the new documents below it with the codes of its lower bound."""
+    below = [0]
+    for number, found in enumerate(counted):
+        same = number > 0 and bounds[number - 1][:-1] == bounds[number][:-1]
+        below.append(found + (below[number] if same else 0))
+    return below
+
+
+def _sample_keys(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, every: int) -> list[Bound]:
+    """Task: the codes and the part of every `every`-th document of a slice."""
+    keys: list[Bound] = []
+    place = 0
+    for number, part in item[1]:
+        codes = to_matrix(_read(corpus, part, ["codes"])["codes"])
+        keys += [[*found, number] for found in codes[-place % every :: every].tolist()]
+        place += len(codes)
+    return keys
+
+
+def _partition(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, bounds: list[Bound]) -> int:
+    """Task: send the documents of a slice to their ranges."""
     tables = []
     for number, part in item[1]:
         table = _read(corpus, part)
@@ -137,14 +172,34 @@ def _partition(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus, ends: list
             table = table.append_column(column, pa.array(values))
         tables.append(table)
     whole = pa.concat_tables(tables)
-    keys = semantic_id.code_keys(to_matrix(whole["codes"]), size=corpus.size)
-    bucket = np.searchsorted(np.array(ends, np.uint64), keys, "right").astype(np.int64)
+    ends = np.array(bounds, np.int64).reshape(-1, corpus.levels + 1)
+    keys = semantic_id.sortable(to_matrix(whole["codes"]), whole["part"].to_numpy())
+    bucket = np.searchsorted(semantic_id.sortable(ends[:, :-1], ends[:, -1]), keys, "right").astype(np.int64)
     shuffle.scatter(whole, bucket, target=fs.join(corpus.work, "dealt"), name=f"{item[0]:05d}")
     return len(whole)
 
 
+def _count_at_bound(item: tuple[int, int], *, corpus: CodedCorpus, bounds: list[Bound]) -> int:
+    """Task: the number of new documents of a range with the codes of its upper bound."""
+    *bound, part = bounds[item[1]]
+    if not part:
+        return 0
+    layout = pa.schema({"doc_id": pa.string(), "codes": pa.list_(pa.uint16(), corpus.levels)})
+    table = shuffle.gather(fs.join(corpus.work, "dealt"), item[1], schema=layout)
+    codes = to_matrix(table["codes"])
+    equal = (codes == np.array(bound)).all(axis=1)
+    doc_ids = table["doc_id"].combine_chunks().filter(pa.array(equal))
+    _, new = semantic_id.assign_suffixes(_given(corpus, bound, bound), doc_ids, codes[equal])
+    return int(new.sum())
+
+
 def _assign_suffixes(
-    item: tuple[int, int], *, corpus: CodedCorpus, ends: list[int], firsts: list[int]
+    item: tuple[int, int],
+    *,
+    corpus: CodedCorpus,
+    bounds: list[Bound],
+    below: list[int],
+    firsts: list[int],
 ) -> dict[str, Any]:
     """Task: assign the suffixes of a range, write its documents by code, and return suffixes to parts."""
     number = item[1]
@@ -155,7 +210,11 @@ def _assign_suffixes(
     if not len(table):
         return {"documents": 0}
     doc_ids, codes = table["doc_id"].combine_chunks(), to_matrix(table["codes"])
-    suffix, new = _suffixes(corpus, number, ends, doc_ids, codes)
+    *low, _ = bounds[number - 1] if number else [0]
+    *high, _ = bounds[number] if number < len(bounds) else [0]
+    suffix, new = semantic_id.assign_suffixes(_given(corpus, low, high), doc_ids, codes)
+    if below[number]:
+        suffix[new & (codes == np.array(low)).all(axis=1)] += below[number]
     unseen = new & ~table["sampled"].to_numpy()
     energy = to_matrix(table["energy"])
     tallies = {
@@ -185,20 +244,9 @@ def _assign_suffixes(
     }
 
 
-def _suffixes(
-    corpus: CodedCorpus,
-    number: int,
-    ends: list[int],
-    doc_ids: pa.Array,
-    codes: Shaped[ndarray, "docs levels"],
-) -> tuple[ndarray, ndarray]:
-    """Suffixes of the documents of a range, and which of them have no ID yet."""
-    if corpus.given is None:
-        return semantic_id.suffixes(codes), np.ones(len(codes), bool)
-    bounds = [semantic_id.prefix_of_key(end, size=corpus.size, levels=corpus.levels) for end in ends]
-    low, high = [[], *bounds][number], [*bounds, None][number]
-    given = semantic_id.ByCode(corpus.given).between(low, high)
-    return semantic_id.suffixes_after(given, doc_ids, codes)
+def _given(corpus: CodedCorpus, low: Sequence[int], high: Sequence[int]) -> Iterable[semantic_id.CodeRange]:
+    """IDs that stay, of codes from `low` to `high`."""
+    return semantic_id.ByCode(corpus.given).between(low, high) if corpus.given else ()
 
 
 def _write_ids(item: tuple[int, CorpusSlice], *, corpus: CodedCorpus) -> list[Any]:

@@ -3,7 +3,7 @@
 Even 256^6 codes collide for similar texts, so an ID is the codes and a suffix: 0 for the first document with
 these codes in corpus order, then 1, 2, ... An ID depends on earlier documents only: with the same codebooks,
 appending documents changes no ID. IDs assigned before stay, in whatever order documents come
-(:func:`suffixes_after`).
+(:func:`assign_suffixes`).
 
     ids = SemanticIds.open("runs/quickstart/quantize/0123456789ab")
     ids.children([12])              # the codes that may follow 12, with their documents: constrained decoding
@@ -16,14 +16,14 @@ found by binary search in one column after the other, and only the pages touched
 range of codes; a summary lists the ranges.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, Float, Int, Integer, UInt16, UInt64
+from jaxtyping import Bool, Float, Int, Integer, Shaped, UInt16
 from numpy import ndarray
 from safetensors import numpy as safetensors
 
@@ -36,48 +36,39 @@ LISTING = pa.schema({"doc_id": pa.string(), "semantic_id": pa.string()})
 Metric = Literal["l2", "inner_product"]
 
 
-class AssignedIds(NamedTuple):
-    """IDs that were assigned by an earlier run."""
-
-    doc_ids: pa.Array
-    codes: Integer[ndarray, "given levels"]
-    suffix: Int[ndarray, " given"]
-
-
-def suffixes(codes: Integer[ndarray, "docs levels"]) -> Int[ndarray, " docs"]:
-    """Number of earlier documents with the same codes; `codes` must hold all documents that share codes."""
-    order, fresh = runs(codes)
-    positions = np.arange(len(codes))
-    starts = np.maximum.accumulate(np.where(fresh[:, -1], positions, 0))
-    suffix = np.empty(len(codes), np.int32)
-    suffix[order] = positions - starts
-    return suffix
-
-
-def suffixes_after(
-    given: AssignedIds, doc_ids: pa.Array, codes: Integer[ndarray, "docs levels"]
+def assign_suffixes(
+    given: Iterable["CodeRange"], doc_ids: pa.Array, codes: Integer[ndarray, "docs levels"]
 ) -> tuple[Int[ndarray, " docs"], Bool[ndarray, " docs"]]:
     """Suffixes that keep assigned IDs, and which documents are new (or have new codes).
 
     A document whose ID has these codes keeps it. Others continue after the highest suffix assigned with their
     codes, in corpus order: no document gets the ID of one that was removed.
+
+    Args:
+        given: IDs assigned before, those with the codes of these documents among them; one piece is held.
+        doc_ids: of the documents.
+        codes: of the documents.
     """
-    if not len(given.doc_ids):
-        return suffixes(codes), np.ones(len(codes), bool)
-    place = pc.index_in(doc_ids, given.doc_ids).fill_null(-1).to_numpy()
-    new = (place < 0) | (given.codes[place] != codes).any(axis=1)
-    suffix = given.suffix[place].astype(np.int32)
-    # Assigned and new documents together, the assigned first in every run of equal codes.
-    order, fresh = runs(np.concatenate([given.codes.astype(codes.dtype), codes[new]]))
+    order, fresh = runs(codes)
     starts = np.flatnonzero(fresh[:, -1])
     run = np.cumsum(fresh[:, -1]) - 1
-    free = np.concatenate([given.suffix + 1, np.zeros(new.sum(), np.int32)])[order]
-    is_new = order >= len(given.codes)
-    before: ndarray = np.cumsum(is_new) - is_new  # new documents further up
-    counted = np.maximum.reduceat(free, starts)[run] + before - before[starts][run]
-    new_suffixes = np.empty(new.sum(), np.int32)
-    new_suffixes[order[is_new] - len(given.codes)] = counted[is_new]
-    suffix[new] = new_suffixes
+    keys = sortable(codes[order[starts]])
+    free = np.zeros(len(starts), np.int32)  # first suffix of each run that no document has or had
+    suffix, new = np.zeros(len(codes), np.int32), np.ones(len(codes), bool)
+    for piece in given:
+        matrix = piece.matrix()
+        place = pc.index_in(doc_ids, piece.doc_ids).fill_null(-1).to_numpy()
+        kept = (place >= 0) & (matrix[place] == codes).all(axis=1)
+        suffix[kept], new[kept] = piece.suffix[place[kept]], False
+        last = np.flatnonzero(np.append((matrix[1:] != matrix[:-1]).any(axis=1), True))
+        assigned = sortable(matrix[last])
+        at = np.minimum(np.searchsorted(keys, assigned), max(len(keys) - 1, 0))
+        ours = keys[at] == assigned if len(keys) else np.zeros(len(at), bool)
+        free[at[ours]] = np.maximum(free[at[ours]], piece.suffix[last[ours]] + 1)
+    is_new = new[order]
+    before = np.cumsum(is_new) - is_new  # new documents further up
+    counted = (free[run] + before - before[starts][run]).astype(np.int32)
+    suffix[order[is_new]] = counted[is_new]
     return suffix, new
 
 
@@ -163,21 +154,14 @@ class ByCode:
                 if stop > start:
                     yield piece.cut(start, stop)
 
-    def between(self, low: Sequence[int], high: Sequence[int] | None) -> AssignedIds:
-        """IDs from prefix `low` up to, not including, prefix `high` (None: to the end)."""
-        pieces = []
+    def between(self, low: Sequence[int], high: Sequence[int]) -> Iterator[CodeRange]:
+        """IDs from prefix `low` to prefix `high`, both included, one piece per file that has some."""
         for found in self._ranges:
-            if found["last"] < list(low) or (high is not None and found["first"] >= list(high)):
-                continue
-            piece = self._open(found["name"])
-            stop = len(piece.suffix) if high is None else piece.bounds(high)[0]
-            pieces.append(piece.cut(piece.bounds(low)[0], stop))
-        levels = len(self._ranges[0]["first"])
-        return AssignedIds(
-            pa.concat_arrays([pa.array([], pa.string()), *(piece.doc_ids for piece in pieces)]),
-            np.concatenate([np.empty((0, levels), np.uint16), *(piece.matrix() for piece in pieces)]),
-            np.concatenate([np.empty(0, np.int32), *(piece.suffix for piece in pieces)]),
-        )
+            if found["last"][: len(low)] >= list(low) and found["first"][: len(high)] <= list(high):
+                piece = self._open(found["name"])
+                start, stop = piece.bounds(low)[0], piece.bounds(high)[1]
+                if stop > start:
+                    yield piece.cut(start, stop)
 
     def _load(self, name: str) -> CodeRange:
         table = self._artifact.table(name)
@@ -195,24 +179,15 @@ def sorted_table(
     return pa.table({"doc_id": doc_ids.take(pa.array(order)), "suffix": pa.array(suffix[order]), **columns})
 
 
-def code_keys(codes: Integer[ndarray, "docs levels"], *, size: int) -> UInt64[ndarray, " docs"]:
-    """Pack as many first codes as fit 64 bits into a number that sorts as the codes do."""
-    bits = _bits(size)
-    found = np.zeros(len(codes), np.uint64)
-    for column in codes.T[: 64 // bits]:
-        found = (found << np.uint64(bits)) | column.astype(np.uint64)
+def sortable(*columns: Integer[ndarray, "..."]) -> Shaped[ndarray, " docs"]:
+    """A string of bytes for each row that sorts as the row's codes, and then its further numbers, do."""
+    wide = [np.atleast_2d(column.T).T.astype(">u4" if column.ndim == 1 else ">u2") for column in columns]
+    rows = np.concatenate(
+        [column.view(np.uint8).reshape(len(column), column.itemsize * column.shape[1]) for column in wide],
+        axis=1,
+    )
+    found: ndarray = np.ascontiguousarray(rows).view(f"S{rows.shape[1]}").ravel()
     return found
-
-
-def prefix_of_key(key: int, *, size: int, levels: int) -> list[int]:
-    """The codes packed in a key."""
-    bits = _bits(size)
-    packed = min(levels, 64 // bits)
-    return [key >> bits * (packed - 1 - level) & (1 << bits) - 1 for level in range(packed)]
-
-
-def _bits(size: int) -> int:
-    return (size - 1).bit_length()
 
 
 class Near(NamedTuple):
@@ -264,7 +239,7 @@ class SemanticIds:
             raise DataError(f"{semantic_id!r} is not a semantic ID of {self.levels} codes and a suffix")
         *codes, suffix = numbers
         self._checked(codes)
-        for piece in self._by_code.pieces(codes):  # at most one: equal codes are stored together
+        for piece in self._by_code.pieces(codes):  # more than one where very many documents share the codes
             place = int(np.searchsorted(piece.suffix, np.int32(suffix)))
             if place < len(piece.suffix) and piece.suffix[place] == suffix:
                 return str(piece.doc_ids[place].as_py())

@@ -7,7 +7,7 @@ next range is counted twice.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,8 @@ class PrefixCounts:
     largest: int  # largest number of documents with equal codes
     first: list[int]  # the lowest codes
     last: list[int]  # the highest
+    with_first: int  # documents with the lowest codes
+    with_last: int
 
     @classmethod
     def of(cls, codes: Integer[ndarray, "docs levels"]) -> "PrefixCounts":
@@ -72,6 +74,8 @@ class PrefixCounts:
             largest=int(sizes.max()),
             first=codes[order[0]].tolist(),
             last=codes[order[-1]].tolist(),
+            with_first=int(sizes[0]),
+            with_last=int(sizes[-1]),
         )
 
     @classmethod
@@ -79,15 +83,26 @@ class PrefixCounts:
         """Merge disjoint ranges in ascending order."""
         ranges = list(ranges)
         distinct = np.sum([each.distinct for each in ranges], axis=0)
+        alone, largest = (sum(each.alone for each in ranges), max(each.largest for each in ranges))
+        tail = ranges[0].with_last  # documents so far with the codes of the last one
         for before, after in pairwise(ranges):
             same = np.equal(before.last, after.first)
             distinct -= np.logical_and.accumulate(same)  # prefixes counted in both ranges
+            if same.all():
+                alone -= (tail == 1) + (after.with_first == 1)
+                tail += after.with_first
+                largest = max(largest, tail)
+            if not same.all() or after.first != after.last:
+                tail = after.with_last
+        head = list(takewhile(lambda each: each.first == ranges[0].first, ranges))
         return cls(
             distinct=distinct.tolist(),
-            alone=sum(each.alone for each in ranges),
-            largest=max(each.largest for each in ranges),
+            alone=alone,
+            largest=largest,
             first=ranges[0].first,
             last=ranges[-1].last,
+            with_first=sum(each.with_first for each in head),
+            with_last=tail,
         )
 
 

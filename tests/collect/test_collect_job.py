@@ -1,13 +1,21 @@
 """A small shop: 40 queries, 60 documents in groups of three, a click log, and a few test queries."""
 
-import json
+import contextlib
+from collections import Counter
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
 from in_process import without_ray
-from scalingnote import cluster as cluster_of_ray
-from scalingnote.collect.config import AssociationConfig, CollectConfig, CrossEncoderConfig, ScoreTable
+from scalingnote.bm25 import BM25, document_texts
+from scalingnote.collect.config import (
+    AssociationConfig,
+    CollectConfig,
+    CrossEncoderConfig,
+    DecontaminationConfig,
+    ScoreTable,
+)
 from scalingnote.collect.job import run
 from scalingnote.collect.one_hop import click_evidence, hash_fraction, one_hop_triplets, ranking_evidence
 from scalingnote.config import Config, Resources
@@ -18,6 +26,7 @@ from scalingnote.planner.config import Statistics
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Draft
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
+from scalingnote.storage.shuffle import run_slices
 
 WORDS = ["lamp", "sofa", "desk", "chair", "shelf", "rug", "bed", "mirror", "stool", "vase", "plant", "clock"]
 WORDS += ["frame", "bench", "crate"]
@@ -211,7 +220,7 @@ def test_multi_hop_lends_what_the_associate_has_and_resumes_after_a_kill(
     assert "Rows of relevance_multi" in page
     assert "multi across split" in page
 
-    def die(context):
+    def die(item, context):
         raise KeyboardInterrupt
 
     # Killed near the end; what the steps before it wrote is kept, and gives the same triplets.
@@ -259,32 +268,110 @@ def test_the_number_of_parts_and_workers_decides_nothing_but_the_files(
     assert one.equals(two)
 
 
-def test_what_a_ranking_actor_cannot_load_is_said_plainly_and_a_killed_ranking_goes_on(
+def test_workers_and_shards_decide_nothing_of_a_ranking(
     cluster, dataset, planner, one_hop, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 30)
+    config = ONE_HOP.model_copy(update={"resources": Resources(workers=2)})
+    other = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "other"))
+    assert other.digest == one_hop.digest
+
+
+def test_a_large_log_makes_more_parts(dataset, planner, one_hop, tmp_path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr("scalingnote.collect.job.MAX_BUCKET_ROWS", 100)
+    other = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "other"))
+    assert len(other.names("triplets/")) == (40 + 241 + 40 * 12 + 99) // 100 > len(one_hop.names("triplets/"))
+    order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
+    assert other.table("triplets").sort_by(order).equals(one_hop.table("triplets").sort_by(order))
+
+
+def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, planner, tmp_path):
     wrong = ONE_HOP.model_copy(update={"ranker": CrossEncoderConfig(path=str(tmp_path / "nothing"))})
     with pytest.raises(ConfigError, match="nothing"):
         run(wrong, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "wrong"))
 
-    ranked, rows = [], cluster_of_ray.dataset_rows
 
-    def die_in_the_middle(done):
-        for number, row in enumerate(rows(done)):
-            if json.loads(row["result"]).get("ranked"):
-                ranked.append(row)
-                if number == 1 and len(ranked) == 2:
-                    raise KeyboardInterrupt
-            yield row
+SHARDS = {
+    "scalingnote.storage.shuffle.ROWS_PER_SLICE": 30,  # a shard of each part
+    "scalingnote.collect.ranking.SHARDS_PER_SEARCH": 1,
+    "scalingnote.collect.ranking.GROUP_QUERIES": 4,
+    "scalingnote.collect.ranking.PAIR_GROUP_QUERIES": 6,
+    "scalingnote.collect.ranking.SCORED_QUERIES": 3,
+    "scalingnote.lexical.frequencies.MAX_BUCKET_TEXTS": 25,
+}
 
-    monkeypatch.setattr(cluster_of_ray, "dataset_rows", die_in_the_middle)
-    with pytest.raises(KeyboardInterrupt):
-        run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
-    noted = fs.list_files(str(tmp_path / "b/_work/done/rank"))
+
+def test_killed_in_every_step_a_run_repeats_no_finished_item_and_shards_decide_nothing(
+    dataset, planner, tmp_path, monkeypatch
+):
+    config = CONFIG.model_copy(update={"decontamination": DecontaminationConfig()})
     without_ray(monkeypatch)
-    again = run(ONE_HOP, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
-    assert again.digest == one_hop.digest
-    assert len(noted) >= 2
-    assert len(ranked) == 2 + 4 - len(noted)  # what had a note was not ranked again
+    whole = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
+    for name, value in SHARDS.items():
+        monkeypatch.setattr(name, value)
+    killed, journal = set(), tmp_path / "journal"
+
+    def dying_run_slices(name, task, slices, *, each, **given):
+        def noted(item):
+            with journal.open("a") as lines:
+                print(name, item[0], file=lines)
+            return task(item)
+
+        def dying(work, items):
+            for result in each(work, items):
+                yield result
+                if name not in killed:
+                    killed.add(name)
+                    raise KeyboardInterrupt
+
+        return run_slices(name, noted, slices, each=dying, **given)
+
+    monkeypatch.setattr("scalingnote.collect.job.run_slices", dying_run_slices)
+    monkeypatch.setattr("scalingnote.lexical.frequencies.run_slices", dying_run_slices)
+    again = None
+    while not again:
+        with contextlib.suppress(KeyboardInterrupt):
+            again = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "b"))
+    assert again.digest == whole.digest
+    assert {"count", "shards", "search", "rank", "one-hop", "mutual", "finish", "texts"} <= killed
+    done = Counter(journal.read_text().splitlines())
+    assert {"shards 0", "shards 1", "search 15"} <= set(done)
+    assert set(done.values()) == {1}
+
+
+def test_a_cross_encoder_scores_the_candidates_of_bm25(dataset, planner, tmp_path, monkeypatch):
+    class Scorer:
+        """A score of the pair's texts alone."""
+
+        def __init__(self, config):
+            self._seed = config.batch_size
+
+        def score(self, queries, documents):
+            pairs = zip(queries, documents, strict=True)
+            return np.array([hash_fraction("|".join(pair), seed=self._seed) for pair in pairs], np.float32)
+
+    without_ray(monkeypatch)
+    monkeypatch.setattr("scalingnote.collect.transformer_models.PairScorer", Scorer)
+    ranker = CrossEncoderConfig(path="any", candidates=14)
+    config = ONE_HOP.model_copy(update={"ranker": ranker, "sources": ("relevance",)})
+    artifact = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "whole"))
+    table = dataset.table("documents")
+    table = table.filter(pa.array([name not in TEST_DOCUMENTS for name in table["doc_id"].to_pylist()]))
+    names, texts = table["doc_id"].to_pylist(), document_texts(table)
+    bm25, rows = BM25.build(texts), artifact.table("triplets").to_pylist()
+    assert len(rows) > 30
+    for row in rows:
+        ((candidates,), _) = bm25.search([row["query"]], 14)
+        asked = [row["query"]] * 14
+        scores = Scorer(ranker).score(asked, [texts[i] for i in candidates])
+        score_of = {names[i]: score for i, score in zip(candidates, scores, strict=True)}
+        assert row["positive"] == max(sorted(score_of), key=score_of.get)
+        assert row["scores"] == [pytest.approx(score_of[name]) for name in docs_of(row)]
+    for name, value in SHARDS.items():
+        monkeypatch.setattr(name, value)
+    cut = run(config, dataset=dataset.uri, planner=planner.uri, output=str(tmp_path / "cut"))
+    assert cut.digest == artifact.digest
 
 
 def test_evidence_that_is_not_there_is_refused_before_work(planner, tmp_path):

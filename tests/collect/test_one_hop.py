@@ -3,12 +3,24 @@
 from collections import Counter
 from collections.abc import Iterable
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scalingnote.collect import one_hop
 from scalingnote.collect.config import CollectConfig
-from scalingnote.collect.one_hop import Triplet, click_triplets, draw, hash_fraction, relevance_triplet
+from scalingnote.collect.one_hop import (
+    EVIDENCE,
+    Triplet,
+    click_triplets,
+    condensed,
+    draw,
+    hash_fraction,
+    relevance_triplet,
+)
 
 DOCS = st.sampled_from("abcdefgh")
 
@@ -139,3 +151,48 @@ def test_shares_are_spread_evenly():
     keys = [f"q{i}" for i in range(5000)]
     assert abs(sum(hash_fraction(key, seed=3) < 0.1 for key in keys) - 500) < 110
     assert hash_fraction("q", seed=1) != hash_fraction("q", seed=2)
+
+
+def log(rng: np.random.Generator, rows: int) -> pa.Table:
+    """Evidence of which one query has half of the rows, some of them scored."""
+    queries = np.where(rng.random(rows) < 0.5, 0, rng.integers(1, 30, rows))
+    scored = rng.random(rows) < 0.3
+    clicked = rng.random(rows) < 0.2
+    columns = {
+        "query_id": [f"q{number}" for number in queries],
+        "doc_id": [f"d{number}" for number in rng.integers(0, 60, rows)],
+        "clicks": pa.array(np.where(scored, 0, clicked), mask=scored),
+        "satisfied": pa.array(np.where(scored, 0, clicked), mask=scored),
+        "score": pa.array(rng.random(rows).astype(np.float32), mask=~scored),
+    }
+    return pa.table(columns).cast(EVIDENCE)
+
+
+def rows_of(evidence: pa.Table) -> list[tuple[object, ...]]:
+    return sorted(map(tuple, (row.values() for row in evidence.to_pylist())), key=str)
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_evidence_condensed_slice_by_slice_is_that_of_the_whole(most: int):
+    evidence = log(np.random.default_rng(0), 3000)
+    whole = condensed(evidence, most=most, seed=5)
+    slices = [condensed(evidence.slice(start, 170), most=most, seed=5) for start in range(0, 3000, 170)]
+    assert rows_of(condensed(pa.concat_tables(slices), most=most, seed=5)) == rows_of(whole)
+    # The slices of a head query are bounded by what is kept, not by its clicks.
+    heads = [pc.sum(pc.equal(piece["query_id"], "q0")).as_py() for piece in slices]
+    assert max(heads) <= 2 * most
+
+
+def test_of_a_crowded_query_shown_documents_are_drawn_and_the_best_scores_kept():
+    evidence = log(np.random.default_rng(1), 3000)
+    kept = condensed(evidence, most=5, seed=0)
+    head = [row for row in kept.to_pylist() if row["query_id"] == "q0"]
+    scores = [row["score"] for row in head if row["score"] is not None]
+    whole = condensed(evidence, most=1000, seed=0).to_pylist()
+    every = [row for row in whole if row["query_id"] == "q0"]
+    assert sorted(scores) == sorted(row["score"] for row in every if row["score"] is not None)[-5:]
+    shown = [row for row in head if row["clicks"] is not None]
+    assert len(shown) == 5
+    assert all(row in every for row in shown)  # with all their clicks
+    other = condensed(evidence, most=5, seed=1).to_pylist()
+    assert {row["doc_id"] for row in other if row["query_id"] == "q0"} != {row["doc_id"] for row in head}

@@ -14,7 +14,7 @@ from scalingnote.bm25 import BM25, document_texts
 from scalingnote.config import load
 from scalingnote.errors import ArtifactError, DataError
 from scalingnote.evaluate import exact_search
-from scalingnote.lexical import job
+from scalingnote.lexical import frequencies, job
 from scalingnote.lexical.config import BM25Config
 from scalingnote.lexical.weights import BM25Weights, read_columns
 from scalingnote.models.sparse_query import SparseQuery
@@ -76,7 +76,7 @@ def test_scores_are_those_of_bm25_on_english_chinese_and_code(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", rows_per_slice)
-    monkeypatch.setattr(job, "MAX_BUCKET_DOCUMENTS", documents_per_bucket)
+    monkeypatch.setattr(frequencies, "MAX_BUCKET_TEXTS", documents_per_bucket)
     config = BM25Config(k1=1.5, b=0.6)
     found = job.run(config, dataset=dataset.uri, output=str(tmp_path / "out"))
     twin = BM25.build(document_texts(dataset.table("documents")), k1=1.5, b=0.6)
@@ -96,7 +96,7 @@ def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on
 ):
     whole = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "whole"))
     monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 2)
-    monkeypatch.setattr(job, "MAX_BUCKET_DOCUMENTS", 3)
+    monkeypatch.setattr(frequencies, "MAX_BUCKET_TEXTS", 3)
     weighed: list[int] = []
     each = cluster.map_tasks
 
@@ -104,7 +104,7 @@ def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on
         for result in each(work, items):
             yield result
             weighed.append(1)
-            if len(weighed) == 9:  # 4 slices counted, 3 buckets merged, the vocabulary, 1 slice weighed
+            if len(weighed) == 10:  # 4 slices counted, 3 buckets merged, 2 on the vocabulary, 1 weighed
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(cluster, "map_tasks", killed)
@@ -112,8 +112,8 @@ def test_however_the_work_is_cut_the_files_are_the_same_and_a_killed_run_goes_on
         job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "cut"))
     monkeypatch.setattr(cluster, "map_tasks", each)
     counted: list[int] = []
-    count = job.count_words
-    monkeypatch.setattr(job, "count_words", lambda *a, **k: counted.append(1) or count(*a, **k))
+    count = frequencies.count_words
+    monkeypatch.setattr(frequencies, "count_words", lambda *a, **k: counted.append(1) or count(*a, **k))
     cut = job.run(BM25Config(), dataset=dataset.uri, output=str(tmp_path / "cut"))
     assert cut.manifest.parts == whole.manifest.parts
     assert not counted

@@ -1,13 +1,17 @@
+import contextlib
 from collections import Counter
 
 import pyarrow as pa
 import pytest
 
 import tiny
+from in_process import without_ray
+from scalingnote.datasets.splits import held_out_documents
 from scalingnote.errors import ArtifactError, DataError
 from scalingnote.models.config import Scratch
 from scalingnote.planner import job
 from scalingnote.planner.config import Learned, Statistics
+from scalingnote.planner.examples import gather_examples, read_examples
 from scalingnote.planner.planner import load, words
 from scalingnote.storage.artifact import Draft, open_artifact
 from scalingnote.storage.schema import DOCUMENTS, QRELS, QUERIES
@@ -70,6 +74,12 @@ def dataset(uri, *, documents, queries, qrels):
     return draft.commit(counts={})
 
 
+def examples(config, source, folder):
+    held_out = held_out_documents(source)
+    gather_examples(config, source, held_out=held_out, folder=str(folder), each=map)
+    return read_examples(config, str(folder))
+
+
 HELD_OUT = {
     "documents": [("d0", "fig", "", "", "g"), ("d1", "plum", "", "", "g"), ("d2", "pear", "", "", "h")],
     "queries": [("q0", "fig", "test"), ("q1", "plum", "train"), ("q2", "ripe pear", "train")],
@@ -79,7 +89,7 @@ HELD_OUT = {
 def test_training_sees_no_test_query_and_no_document_of_its_group(tmp_path):
     qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 1)]
     source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)
-    texts, targets, pairs = job._examples(LEARNED, source)
+    texts, targets, pairs = examples(LEARNED, source, tmp_path / "work")
     assert texts == [["ripe", "pear"]]
     assert [target.tolist() for target in targets] == [[0, 1]]
     assert pairs == 1
@@ -91,11 +101,40 @@ def test_of_a_query_with_many_positives_only_some_are_read(tmp_path):
     qrels = [*(("q0", f"d{number}", 1) for number in range(5)), ("q1", "d0", 1)]
     source = dataset(tmp_path / "dataset", documents=documents, queries=queries, qrels=qrels)
     for most, read in ((1, 2), (3, 4), (20, 6)):
-        assert job._examples(LEARNED.model_copy(update={"max_positives": most}), source)[2] == read
+        config = LEARNED.model_copy(update={"max_positives": most})
+        assert examples(config, source, tmp_path / str(most))[2] == read
 
 
-def test_nothing_to_learn_from(tmp_path):
+def test_nothing_to_learn_from(tmp_path, monkeypatch):
+    without_ray(monkeypatch)
     qrels = [("q0", "d0", 1), ("q1", "d1", 1), ("q2", "d2", 0)]
     source = dataset(tmp_path / "dataset", qrels=qrels, **HELD_OUT)
     with pytest.raises(DataError, match=r"planner\.positives"):
-        job._train(LEARNED, source.uri, str(tmp_path / "encoder"))
+        job.run(LEARNED, dataset=source.uri, output=str(tmp_path / "planner"))
+
+
+def test_examples_do_not_depend_on_slices_nor_on_a_kill(tmp_path, monkeypatch):
+    source = tiny.dataset(str(tmp_path / "dataset"), rows_per_part=7)
+    few = LEARNED.model_copy(update={"max_queries": 30, "max_positives": 1})
+    whole = examples(few, source, tmp_path / "whole")
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 10)
+    died = []
+
+    def dying(work, items):
+        for number, result in enumerate(map(work, items)):
+            yield result
+            if number == 1 and len(died) < 3:
+                died.append(number)
+                raise KeyboardInterrupt
+
+    cut = None
+    while cut is None:
+        with contextlib.suppress(KeyboardInterrupt):
+            held_out = held_out_documents(source)
+            gather_examples(few, source, held_out=held_out, folder=str(tmp_path / "cut"), each=dying)
+            cut = read_examples(few, str(tmp_path / "cut"))
+    assert len(died) == 3
+    assert len(whole[0]) == 30
+    assert cut[0] == whole[0]
+    assert cut[2] == whole[2] == 30
+    assert [target.tolist() for target in cut[1]] == [target.tolist() for target in whole[1]]

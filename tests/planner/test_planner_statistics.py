@@ -3,22 +3,22 @@ import random
 from collections import Counter
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scalingnote.config import validate
 from scalingnote.errors import ConfigError
+from scalingnote.lexical.frequencies import add_counts, count_words, most_frequent
 from scalingnote.planner.config import Learned, Statistics
 from scalingnote.planner.planner import (
+    WORD_COUNTS,
     Planner,
     WordStatistics,
-    at_least,
-    count_words,
     hash_words,
     importance,
-    merge_counts,
-    most_frequent,
     words,
 )
 
@@ -32,8 +32,13 @@ CHINESE[3] += ", 党参是可以的"
 CHINESE[9] += ", 党参是可以的"
 
 
+def counted(texts):
+    return count_words(map(words, texts))[0]
+
+
 def planner(texts, **settings):
-    counts = at_least(count_words(texts), settings.get("min_df", 2))
+    counts = counted(texts).rename_columns(WORD_COUNTS.names)
+    counts = counts.filter(pc.greater_equal(counts["df"], settings.get("min_df", 2)))
     return Planner(WordStatistics(counts, texts=len(texts), config=Statistics(**settings)))
 
 
@@ -87,7 +92,7 @@ def test_unknown_words():
     assert planner(ENGLISH, unknown=0.25).importances("zebra") == {"zebra": 0.25}
     # A word that is too rare to be kept is as unknown as one that never was.
     assert planner(ENGLISH, min_df=3, unknown=0.25).importances("pomology") == {"pomology": 0.25}
-    empty = WordStatistics(count_words([]), texts=0, config=Statistics(unknown=1.0))
+    empty = WordStatistics(WORD_COUNTS.empty_table(), texts=0, config=Statistics(unknown=1.0))
     assert Planner(empty).importances("zebra") == {"zebra": 1.0}
 
 
@@ -118,13 +123,13 @@ def test_no_query_at_all():
 
 def test_counts_do_not_depend_on_how_the_texts_come():
     texts = ENGLISH[:200] + CHINESE[:200]
-    whole = most_frequent(count_words(texts), 1000)
+    whole = most_frequent(counted(texts), 1000)
     random.Random(5).shuffle(texts)
-    parts = [count_words(texts[i : i + 37]) for i in range(0, len(texts), 37)]
-    assert most_frequent(merge_counts(parts), 1000).equals(whole)
+    parts = [counted(texts[i : i + 37]) for i in range(0, len(texts), 37)]
+    assert most_frequent(add_counts(pa.concat_tables(parts)), 1000).equals(whole)
     slow = Counter(word for text in texts for word in set(words(text)))
     rows = sorted(slow.items(), key=lambda row: (-row[1], row[0]))
-    assert list(zip(whole["word"].to_pylist(), whole["df"].to_pylist(), strict=True)) == rows
+    assert list(zip(whole["word"].to_pylist(), whole["documents"].to_pylist(), strict=True)) == rows
     assert most_frequent(whole, 2).equals(whole.slice(0, 2))
 
 

@@ -9,7 +9,7 @@ import pytest
 from scalingnote.quantize import naming, semantic_id, statistics
 from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.storage.schema import semantic_ids
-from synthetic_corpus import Settings
+from synthetic_corpus import Settings, suffixes
 
 LEVELS, SIZE = 3, 6
 SIZES = [70, 0, 130, 40, 160, 5, 95]
@@ -50,7 +50,7 @@ def test_ranges_give_the_ids_and_statistics_of_the_whole(
     doc_ids, codes, energy = corpus(0)
     named, artifact = name(tmp_path, doc_ids, codes, energy)
     table = artifact.table("codes")
-    suffix = semantic_id.suffixes(codes)
+    suffix = suffixes(codes)
     assert table.schema.equals(semantic_ids(LEVELS))
     assert table.equals(semantic_id.to_table(pa.chunked_array([doc_ids]), codes, suffix).cast(table.schema))
     whole = statistics.CodeTally.of(codes, energy, size=SIZE)
@@ -108,30 +108,73 @@ def test_a_killed_run_repeats_only_what_was_under_way(
     doc_ids, codes, energy = corpus(3)
     _, whole = name(tmp_path / "whole", doc_ids, codes, energy)
     settled = []
-    suffixes = naming._suffixes
+    assign = semantic_id.assign_suffixes
 
-    def dying(where: naming.CodedCorpus, number: int, *others: object) -> object:
-        settled.append(number)
+    def dying(*arguments: object) -> object:
+        settled.append(1)
         if len(settled) == 3:
             raise KeyboardInterrupt
-        return suffixes(where, number, *others)
+        return assign(*arguments)
 
-    monkeypatch.setattr(naming, "_suffixes", dying)
+    monkeypatch.setattr(semantic_id, "assign_suffixes", dying)
     with pytest.raises(KeyboardInterrupt):
         name(tmp_path / "again", doc_ids, codes, energy)
     _, again = name(tmp_path / "again", doc_ids, codes, energy)
-    assert settled[:4] == [0, 1, 2, 2]
+    assert len(settled) == len(whole.names("by_code/")) + 1  # the third was done twice
     assert again.digest == whole.digest
 
 
-@pytest.mark.parametrize(
-    ("size", "levels", "packed"), [(256, 6, 6), (8192, 6, 4), (2, 16, 16), (65_536, 5, 4)]
-)
-def test_keys_are_ordered_as_codes_are(size: int, levels: int, packed: int) -> None:
-    codes = np.random.default_rng(0).integers(0, size, (300, levels))
-    codes[:100] = np.random.default_rng(1).integers(0, 2, (100, levels)) * (size - 1)
-    keys = semantic_id.code_keys(codes, size=size)
-    assert [semantic_id.prefix_of_key(int(key), size=size, levels=levels) for key in keys] == codes[
-        :, :packed
-    ].tolist()
-    assert np.argsort(keys, kind="stable").tolist() == np.lexsort(codes[:, :packed].T[::-1]).tolist()
+@pytest.mark.parametrize(("size", "levels"), [(256, 6), (65_536, 5), (2, 16)])
+def test_keys_are_ordered_as_codes_and_parts_are(size: int, levels: int) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, size, (300, levels)).astype(np.uint16)
+    codes[:100] = rng.integers(0, 2, (100, levels)) * (size - 1)
+    parts = rng.integers(0, 1 << 20, 300)
+    keys = semantic_id.sortable(codes, parts)
+    assert np.argsort(keys, kind="stable").tolist() == np.lexsort((parts, *codes.T[::-1])).tolist()
+
+
+def crowded(seed: int) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """A corpus in which a third of the documents has the same codes, and a tenth others."""
+    doc_ids, codes, energy = corpus(seed)
+    drawn = np.random.default_rng(seed).random(len(codes))
+    codes[drawn < 0.3] = [2, 1, 0]
+    codes[(drawn > 0.3) & (drawn < 0.4)] = [2, 1, 1]
+    return doc_ids, codes, energy
+
+
+def test_documents_with_the_same_codes_are_divided_and_numbered_as_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doc_ids, codes, energy = crowded(4)
+    one, whole = name(tmp_path / "whole", doc_ids, codes, energy)
+    monkeypatch.setattr(naming, "ROWS", 40)
+    many, cut = name(tmp_path / "cut", doc_ids, codes, energy)
+    assert max(found["rows"] for found in many.ranges) < 100 < (codes == [2, 1, 0]).all(axis=1).sum()
+    assert sum(found["first"] == found["last"] == [2, 1, 0] for found in many.ranges) > 1
+    assert cut.table("codes").equals(whole.table("codes"))
+    assert many.spread == one.spread
+    assert many.collisions == one.collisions
+    assert many.tally.usage.tolist() == one.tally.usage.tolist()
+    ordered = pa.concat_tables([cut.table(found["name"]) for found in many.ranges])
+    assert ordered.equals(pa.concat_tables([whole.table(found["name"]) for found in one.ranges]))
+    reader = semantic_id.ByCode(cut)
+    pieces = list(reader.pieces([2, 1, 0]))
+    assert sum(len(piece.suffix) for piece in pieces) == (codes == [2, 1, 0]).all(axis=1).sum()
+
+
+def test_newcomers_to_crowded_codes_count_on_in_corpus_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doc_ids, codes, energy = crowded(5)
+    half = len(doc_ids) // 2
+    monkeypatch.setattr(naming, "ROWS", 40)
+    old = [doc_id if row < half else f"gone{row}" for row, doc_id in enumerate(doc_ids)]
+    _, before = name(tmp_path / "before", old, codes, energy)
+    _, cut = name(tmp_path / "cut", doc_ids, codes, energy, before)
+    monkeypatch.setattr(naming, "ROWS", 10_000)
+    _, whole = name(tmp_path / "whole", doc_ids, codes, energy, before)
+    assert cut.table("codes").equals(whole.table("codes"))
+    kept = cut.table("codes")["semantic_id"].to_pylist()
+    assert kept[:half] == before.table("codes")["semantic_id"].to_pylist()[:half]
+    assert not set(kept[half:]) & set(before.table("codes")["semantic_id"].to_pylist())

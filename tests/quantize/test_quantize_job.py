@@ -10,12 +10,12 @@ from safetensors.numpy import load
 from in_process import without_ray
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.quantize import job, kmeans, naming, refinement, semantic_id
+from scalingnote.quantize import job, kmeans, naming, refinement
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.quantize.refinement import draw, shares
 from scalingnote.quantize.semantic_id import SemanticIds
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
-from synthetic_corpus import dataset, embeddings, vectors
+from synthetic_corpus import dataset, embeddings, suffixes, vectors
 
 SIZES = [300, 250, 50]
 CONFIG = QuantizeConfig(
@@ -68,7 +68,7 @@ def test_every_document_gets_its_own_id_from_the_stored_codebooks(ids: Artifact,
     assert table["codes"].to_pylist() == kmeans.encode_nearest(matrix, codebooks).tolist()
     assert len(set(table["semantic_id"].to_pylist())) == sum(SIZES)
     codes = np.array(table["codes"].to_pylist())
-    assert table["suffix"].to_pylist() == semantic_id.suffixes(codes).tolist()
+    assert table["suffix"].to_pylist() == suffixes(codes).tolist()
     statistics = json.loads(Path(ids.file("statistics.json")).read_text())
     assert statistics["documents"] == sum(SIZES)
     assert statistics["collisions"] == sum(suffix > 0 for suffix in table["suffix"].to_pylist()) > 0

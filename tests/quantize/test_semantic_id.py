@@ -1,4 +1,4 @@
-from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
@@ -10,25 +10,28 @@ from pydantic import ValidationError
 from scalingnote.quantize import semantic_id
 from scalingnote.quantize.config import QuantizeConfig
 from scalingnote.storage import schema
+from synthetic_corpus import suffixes
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 60), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_suffixes_equal_a_counting_loop(documents: int, levels: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 3, (documents, levels)).astype(np.uint16)
-    seen: Counter[tuple[int, ...]] = Counter()
-    expected = []
-    for row in map(tuple, codes.tolist()):
-        expected.append(seen[row])
-        seen[row] += 1
-    assert semantic_id.suffixes(codes).tolist() == expected
+    found, new = assign(codes)
+    assert found.tolist() == suffixes(codes).tolist()
+    assert new.all()
+
+
+def assign(codes: np.ndarray, given: Iterable[semantic_id.CodeRange] = ()) -> tuple[np.ndarray, np.ndarray]:
+    names = pa.array([f"d{i}" for i in range(len(codes))], pa.string())
+    return semantic_id.assign_suffixes(given, names, codes)
 
 
 def test_colliding_documents_get_distinct_ids_that_later_documents_do_not_change() -> None:
     codes = np.array([[3, 1], [2, 255], [3, 1], [3, 1], [3, 2]], np.int32)
-    ids = semantic_id.to_strings(codes, semantic_id.suffixes(codes)).to_pylist()
+    ids = semantic_id.to_strings(codes, assign(codes)[0]).to_pylist()
     assert ids == ["3-1-0", "2-255-0", "3-1-1", "3-1-2", "3-2-0"]
-    fewer = semantic_id.to_strings(codes[:3], semantic_id.suffixes(codes[:3])).to_pylist()
+    fewer = semantic_id.to_strings(codes[:3], assign(codes[:3])[0]).to_pylist()
     assert fewer == ids[:3]
 
 
@@ -39,16 +42,20 @@ def test_the_table_has_the_columns_of_the_schema() -> None:
     assert table.to_pylist()[1] == {"doc_id": "b", "codes": [2, 5], "suffix": 4, "semantic_id": "2-5-4"}
 
 
+def piece(doc_ids: list[str], codes: list[list[int]], suffix: list[int]) -> semantic_id.CodeRange:
+    columns = tuple(np.array(codes, np.uint16).T)
+    return semantic_id.CodeRange(pa.array(doc_ids, pa.string()), np.array(suffix, np.int32), columns)
+
+
 def test_ids_that_were_given_stay_and_newcomers_count_on() -> None:
-    given = semantic_id.AssignedIds(
-        pa.array(["a", "b", "c", "d"]),
-        np.array([[1, 1], [1, 1], [2, 0], [1, 1]], np.uint16),
-        np.array([0, 1, 0, 2], np.int32),
-    )
+    given = [
+        piece(["a", "b", "d"], [[1, 1], [1, 1], [1, 1]], [0, 1, 2]),
+        piece(["c", "h"], [[2, 0], [9, 9]], [0, 7]),
+    ]
     # d is gone, c has other codes now, b and a changed places; e, f and g are new.
     doc_ids = pa.array(["e", "b", "f", "c", "a", "g"])
     codes = np.array([[1, 1], [1, 1], [3, 3], [1, 1], [1, 1], [2, 0]], np.uint16)
-    suffix, new = semantic_id.suffixes_after(given, doc_ids, codes)
+    suffix, new = semantic_id.assign_suffixes(given, doc_ids, codes)
     assert suffix.tolist() == [3, 1, 0, 4, 0, 1]
     assert new.tolist() == [True, False, True, True, False, True]
 
@@ -56,10 +63,14 @@ def test_ids_that_were_given_stay_and_newcomers_count_on() -> None:
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 2**32 - 1))
 def test_appended_documents_count_on_as_if_all_had_come_at_once(before: int, after: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 3, (before + after, 2)).astype(np.uint16)
-    names = pa.array([f"d{i}" for i in range(len(codes))], pa.string())
-    whole = semantic_id.suffixes(codes)
-    given = semantic_id.AssignedIds(names[:before], codes[:before], whole[:before])
-    suffix, new = semantic_id.suffixes_after(given, names, codes)
+    whole = suffixes(codes)
+    names = pa.array([f"d{i}" for i in range(before)], pa.string())
+    ordered = semantic_id.sorted_table(names, codes[:before], whole[:before])
+    doc_ids, suffix, *columns = (column.combine_chunks() for column in ordered.columns)
+    given = semantic_id.CodeRange(doc_ids, np.asarray(suffix), tuple(map(np.asarray, columns)))
+    cut = before // 2  # within equal codes, as where very many documents share them
+    pieces = (given.cut(0, cut), given.cut(cut, before))
+    suffix, new = assign(codes, [each for each in pieces if len(each.suffix)])
     assert suffix.tolist() == whole.tolist()
     assert new.tolist() == [False] * before + [True] * after
 
