@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from scalingnote.datasets.config import Logs
+from scalingnote.datasets.document_tasks import write_parts
 from scalingnote.datasets.logs import time_split
 from scalingnote.datasets.logs.column_checks import CHECKED, LogTally, check_table
 from scalingnote.datasets.logs.inputs import LogSlice, column_kinds
@@ -123,7 +124,7 @@ def write_documents(bucket: int, *, config: Logs, work: str, output: str) -> dic
             yield rows.filter(pa.array(mask))
 
     name = f"documents/part-{bucket:05d}"
-    written = _write_parts(first_documents(), name, rows_per_part=config.documents_per_part, output=output)
+    written = write_parts(first_documents(), name, rows_per_part=config.documents_per_part, output=output)
     known = ids["doc_id"].filter(pa.array(first)).combine_chunks()
     unknown = [*_unknown_ids(named_stream(fs.join(work, "named"), bucket), known)]
     ids_of_slices = pa.concat_arrays([pa.array([], pa.string()), *(found for _, found in unknown)])
@@ -161,7 +162,7 @@ def write_queries(bucket: int, *, config: Logs, work: str, output: str) -> dict[
         part = f"{table}/part-{bucket:05d}.parquet"
         written[part] = vars(write_table(fs.join(output, part), rows))
     name = f"impressions/part-{bucket:05d}"
-    written |= _write_parts(
+    written |= write_parts(
         stream(impressions, bucket), name, rows_per_part=IMPRESSIONS_PER_PART, output=output
     )
     for part, values in written.items():
@@ -200,33 +201,3 @@ def _known(rows: pa.Table, table: str, texts: pa.Table, tally: LogTally) -> pa.T
     first = time_split.first_rows(rows, ["query_id", "doc_id"])
     tally.reject(table, "duplicate query and document", rows, ~first)
     return rows.filter(pa.array(first))
-
-
-# --- files ------------------------------------------------------------------------------------------------
-
-
-def _write_parts(
-    tables: Iterable[pa.Table], name: str, *, rows_per_part: int, output: str
-) -> dict[str, dict[str, Any]]:
-    """Write all rows to ``{name}-00000.parquet``, ...; returns the fields of each :class:`Part` by name."""
-    written = {}
-    for number, rows in enumerate(_rechunk(tables, rows_per_part)):
-        part = f"{name}-{number:05d}.parquet"
-        written[part] = vars(write_table(fs.join(output, part), rows))
-    return written
-
-
-def _rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
-    """The same rows in tables of `size` (the last one may be shorter); holds two tables in memory."""
-    waiting: list[pa.Table] = []
-    for table in tables:
-        start = 0
-        while start < len(table):
-            room = size - sum(map(len, waiting))
-            waiting.append(table.slice(start, room))
-            start += room
-            if sum(map(len, waiting)) == size:
-                yield pa.concat_tables(waiting)
-                waiting = []
-    if waiting:
-        yield pa.concat_tables(waiting)
