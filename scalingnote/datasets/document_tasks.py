@@ -10,8 +10,8 @@ rejected rows depend on the input and the config, not on slices or workers.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from scalingnote.storage.shuffle import (
     scatter,
 )
 
-_SLICES_PER_BUCKET = 8  # a bucket has as many ids as these slices
+SLICES_PER_BUCKET = 8  # a bucket has as many ids as these slices
 _ROWS_PER_BATCH = 4096
 _LOCATED = pa.schema({"doc_id": pa.string(), "row": pa.int32()})
 _ROW = pa.schema({"row": pa.int32()})
@@ -49,7 +49,8 @@ class Context:
     """What every task needs; the same for all of them."""
 
     config: AnyDataset | NewDocuments
-    source: Source  # without documents
+    features: pa.Schema
+    rank: Callable[[Row], Any] | None  # of a subset
     slices: int
     work: str
     output: str
@@ -57,7 +58,7 @@ class Context:
     @property
     def buckets(self) -> int:
         """Of doc_ids; the ids of a single slice are compared at once."""
-        return -(-self.slices // _SLICES_PER_BUCKET) if self.slices > 1 else 0
+        return -(-self.slices // SLICES_PER_BUCKET) if self.slices > 1 else 0
 
     def checked(self, number: int) -> str:
         """The valid rows of a slice."""
@@ -101,7 +102,7 @@ def write_documents(
         limit: the number of documents for which clicks can be simulated; None where they are not.
     """
     slices = slices_of(source, config)
-    context = Context(config, replace(source, documents=()), len(slices), draft.work(), draft.uri)
+    context = Context(config, source.features, source.rank, len(slices), draft.work(), draft.uri)
     do = partial(run_slices, folder=draft.work(), each=each, room="datasets")
     checked = do("check", partial(_check, context=context), slices)
     if limit is not None and (rows := sum(record["rows"] for record in checked)) > limit:
@@ -162,7 +163,7 @@ def _section(start: int, stop: int, total: int, per_part: int) -> _Section:
 def _check(item: tuple[int, Rows], *, context: Context) -> JsonRecord:
     """Store the valid rows of a slice, and send their ids to buckets."""
     number, rows = item
-    config, features = context.config, context.source.features
+    config, features = context.config, context.features
     quarantine = Quarantine()
     valid: Iterable[Row] = row_checks.documents(rows, config=config, features=features, quarantine=quarantine)
     left_out = 0
@@ -192,7 +193,7 @@ def _subset(valid: Iterable[Row], context: Context) -> tuple[list[Row], int]:
             ids.append(row["doc_id"])
             yield row
 
-    rows = splits.subset(recorded(), size=config.max_documents, seed=config.seed, rank=context.source.rank)
+    rows = splits.subset(recorded(), size=config.max_documents, seed=config.seed, rank=context.rank)
     chosen = {row["doc_id"] for row in rows}
     others = pa.table({"doc_id": pa.array([id for id in ids if id not in chosen], pa.string())})
     write_table(left_out_ids(context.work), others)
@@ -210,7 +211,8 @@ def _find_repeats(item: tuple[int, int], *, context: Context) -> dict[str, int]:
     bucket = item[1]
     found = list(named_stream(fs.join(context.work, "ids"), bucket))
     located = pa.concat_tables([_LOCATED.empty_table(), *(rows for _, rows in found)])
-    numbers = np.repeat([int(name) for name, _ in found], [len(rows) for _, rows in found])
+    lengths = np.array([len(rows) for _, rows in found], np.int64)
+    numbers = np.repeat(np.array([int(name) for name, _ in found], np.int64), lengths)
     repeated = ~first_rows(located, ["doc_id"])
     rows = located.filter(pa.array(repeated)).select(["row"])
     scatter(rows, numbers[repeated], target=_repeated(context), name=f"{bucket:05d}")
@@ -236,7 +238,7 @@ def _write(item: tuple[int, tuple[Rows | None, _Section]], *, context: Context) 
         for _ in row_checks.documents(
             rows,
             config=context.config,
-            features=context.source.features,
+            features=context.features,
             quarantine=quarantine,
             repeated=repeated,
         ):

@@ -17,7 +17,6 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.shuffle import MAX_SLICES
 
 SLICE_BYTES = 64 << 20  # of input, uncompressed
-_READ_BYTES = 1 << 22
 Cut = tuple[int, int, int]  # start, stop, bytes of a slice
 
 
@@ -132,7 +131,7 @@ def lines(uri: str, start: int, stop: int) -> Iterator[bytes]:
     """The lines of a file whose first byte lies in [start, stop), with their ends."""
     # Read from one byte earlier: a newline there means that a line begins at `start`.
     position = max(start - 1, 0)
-    with fs.open_input(uri) as source, io.BufferedReader(source, _READ_BYTES) as stream:
+    with fs.open_input(uri) as source, io.BufferedReader(source, fs.RANGE_BYTES) as stream:
         stream.seek(position)
         position += len(stream.readline()) if start else 0
         while position < stop and (line := stream.readline()):

@@ -55,7 +55,9 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
 def build(config: AnyDataset, source: Source, draft: Draft, *, each: TaskRunner) -> Artifact:
     """Build the data set of a source; `each` runs the tasks."""
     quarantine = Quarantine()
-    documents = _write_documents(config, source, draft, quarantine, each)
+    simulated = config.click_model is not None and not source.impressions
+    limit = MAX_SIMULATED_DOCUMENTS if simulated else None
+    documents = _write_documents(config, source, draft, quarantine, each, limit=limit)
     for name in OUTPUTS:  # of a run that was killed; this task always runs, so that it has no record
         fs.delete(draft.path(f"{name}.parquet"))
     task = partial(
@@ -111,18 +113,18 @@ def prepare_documents(config: NewDocuments, *, output: str) -> Artifact:
 
 
 def _write_documents(
-    config: AnyDataset | NewDocuments, source: Source, draft: Draft, quarantine: Quarantine, each: TaskRunner
+    config: AnyDataset | NewDocuments,
+    source: Source,
+    draft: Draft,
+    quarantine: Quarantine,
+    each: TaskRunner,
+    *,
+    limit: int | None = None,
 ) -> Documents:
     slices = source.documents.slices if isinstance(source.documents, SlicedRows) else ()
     resume_or_clear(draft, [asdict(rows.part) for rows in slices])
-    simulated = config.click_model is not None and not source.impressions
     return document_tasks.write_documents(
-        draft,
-        source,
-        config=config,
-        quarantine=quarantine,
-        each=each,
-        limit=MAX_SIMULATED_DOCUMENTS if simulated else None,
+        draft, source, config=config, quarantine=quarantine, each=each, limit=limit
     )
 
 
@@ -144,10 +146,8 @@ def _runner(source: Source, config: AnyDataset | NewDocuments) -> TaskRunner:
     cluster.connect()
 
     def each(task: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
-        if len(items) > 1:
-            return cluster.map_tasks(task, items)
-        return cluster.map_tasks_in_order(
-            task, items, Resources()
-        )  # not in this process, whose memory is small
+        if len(items) == 1:  # `map_tasks` would run it in this process, whose memory is small
+            return cluster.map_tasks_in_order(task, items, Resources())
+        return cluster.map_tasks(task, items)
 
     return each

@@ -128,7 +128,8 @@ def write_documents(bucket: int, *, config: Logs, work: str, output: str) -> dic
     known = ids["doc_id"].filter(pa.array(first)).combine_chunks()
     unknown = [*_unknown_ids(named_stream(fs.join(work, "named"), bucket), known)]
     ids_of_slices = pa.concat_arrays([pa.array([], pa.string()), *(found for _, found in unknown)])
-    numbers = np.repeat([number for number, _ in unknown], [len(found) for _, found in unknown])
+    lengths = np.array([len(found) for _, found in unknown], np.int64)
+    numbers = np.repeat(np.array([number for number, _ in unknown], np.int64), lengths)
     scatter(pa.table([ids_of_slices], IDS), numbers, target=fs.join(work, "unknown"), name=f"{bucket:05d}")
     tally.counts["documents"] += len(known)
     return {"done": len(ids), "parts": written, "tally": tally.values()}
