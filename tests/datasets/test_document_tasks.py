@@ -193,3 +193,10 @@ def test_no_more_slices_than_a_shuffle_takes(tmp_path, monkeypatch):
     assert len(file_slices.cut(files)) == 1000
     monkeypatch.setattr(file_slices, "MAX_SLICES", 10)
     assert len(file_slices.cut(files)) == 10
+
+
+def test_on_ray(cluster, tmp_path, monkeypatch):
+    config = Columns(**write_inputs(tmp_path / "in"))
+    digest = job.run(config, output=str(tmp_path / "one")).digest
+    monkeypatch.setattr(file_slices, "SLICE_BYTES", 100_000)
+    assert job.run(config, output=str(tmp_path / "many")).digest == digest
