@@ -9,16 +9,19 @@ grows with the number of slices and parts alone, and a killed run loses the task
 rejected rows depend on the input and the config, not on slices or workers.
 """
 
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
+from jaxtyping import Int32
+from numpy import ndarray
 
 from scalingnote.datasets import row_checks, splits
 from scalingnote.datasets.config import AnyDataset, NewDocuments
@@ -116,8 +119,8 @@ def write_documents(
     kept = [record["rows"] - repeated[number] for number, record in enumerate(checked)]
     ends = list(accumulate(kept, initial=0))
     sections = [
-        (rows if repeated[number] else None, _section(start, stop, ends[-1], config.documents_per_part))
-        for number, (rows, (start, stop)) in enumerate(zip(slices, pairwise(ends), strict=True))
+        (rows, _section(number, ends, config.documents_per_part, repeated))
+        for number, rows in enumerate(slices)
     ]
     written = do("write", partial(_write, context=context), sections)
     for number, (first, last) in enumerate(zip(checked, written, strict=True)):
@@ -148,13 +151,16 @@ class _Section(NamedTuple):
     skip: int  # rows of the slice that are in earlier parts
     rows: int
     first: int  # number of the first part
+    repeats: list[int]  # those of the slices read that have repeats
 
 
-def _section(start: int, stop: int, total: int, per_part: int) -> _Section:
-    """The section of the slice with the rows [start, stop) of `total`."""
-    first, last = -(-start // per_part), -(-stop // per_part)
-    begin = first * per_part
-    return _Section(begin - start, max(min(last * per_part, total) - begin, 0), first)
+def _section(number: int, ends: list[int], per_part: int, repeated: Counter[int]) -> _Section:
+    """The section of a slice; `ends` has the rows before each slice and, last, all rows."""
+    first, last = -(-ends[number] // per_part), -(-ends[number + 1] // per_part)
+    begin, end = first * per_part, min(last * per_part, ends[-1])
+    after = max(bisect_left(ends, end), number + 1)
+    repeats = [other for other in range(number, after) if repeated[other]]
+    return _Section(begin - ends[number], max(end - begin, 0), first, repeats)
 
 
 # --- tasks ------------------------------------------------------------------------------------------------
@@ -219,43 +225,48 @@ def _find_repeats(item: tuple[int, int], *, context: Context) -> dict[str, int]:
     return {str(number): count for number, count in Counter(numbers[repeated].tolist()).items()}
 
 
-def _write(item: tuple[int, tuple[Rows | None, _Section]], *, context: Context) -> JsonRecord:
-    """Write the parts that begin in a slice. Rows are given if some of them are repeats."""
+def _write(item: tuple[int, tuple[Rows, _Section]], *, context: Context) -> JsonRecord:
+    """Write the parts that begin in a slice; set its repeats aside."""
     number, (rows, section) = item
-    skip, count, first = section
     parts = write_parts(
-        take_rows(_valid_rows(number, context), skip, count),
+        take_rows(_valid_rows(number, section.repeats, context), section.skip, section.rows),
         "documents/part",
-        first=first,
+        first=section.first,
         rows_per_part=context.config.documents_per_part,
         output=context.output,
     )
     counts = None
-    if rows is not None:
-        # The same check again, which sets aside what it now knows to be repeats, in the order of the rows.
+    if number in section.repeats:
+        # The same check again, which now knows the repeats: rejected rows keep the order of the input.
         quarantine = Quarantine()
-        repeated = set(gather(_repeated(context), number, schema=_ROW)["row"].to_pylist())
-        for _ in row_checks.documents(
+        checked = row_checks.documents(
             rows,
             config=context.config,
             features=context.features,
             quarantine=quarantine,
-            repeated=repeated,
-        ):
-            pass
+            repeated=set(_repeats_of(number, context).tolist()),
+        )
+        deque(checked, maxlen=0)
         counts = _set_aside(quarantine, number, context)
     return {"parts": parts, "quarantine": counts}
 
 
-def _valid_rows(first: int, context: Context) -> Iterator[pa.Table]:
+def _valid_rows(first: int, repeats: list[int], context: Context) -> Iterator[pa.Table]:
     """The rows of a slice and of all later ones, without repeats; slices are opened when they are reached."""
     for number in range(first, context.slices):
         with fs.open_input(context.checked(number)) as source:
             table = pa.ipc.open_file(source).read_all()
-            kept = np.ones(len(table), bool)
-            if context.buckets:
-                kept[gather(_repeated(context), number, schema=_ROW)["row"].to_numpy()] = False
-            yield table if kept.all() else table.filter(pa.array(kept))
+            if number in repeats:
+                kept = np.ones(len(table), bool)
+                kept[_repeats_of(number, context)] = False
+                table = table.filter(pa.array(kept))
+            yield table
+
+
+def _repeats_of(number: int, context: Context) -> Int32[ndarray, " repeats"]:
+    """The rows of a slice whose id an earlier slice has."""
+    rows: ndarray = gather(_repeated(context), number, schema=_ROW)["row"].to_numpy()
+    return rows
 
 
 def _repeated(context: Context) -> str:

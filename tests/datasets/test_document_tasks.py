@@ -84,9 +84,9 @@ def test_slices_of_any_size_give_the_same_data_set(tmp_path, monkeypatch, form):
     assert len(file_formats.read_columns(config).documents.slices) == 2
     assert whole.table("documents")["doc_id"].to_pylist() == _twin(config)
     assert whole.manifest.info["rejected_by_reason"]["documents: duplicate doc_id"] > 10
-    for size in (700, 9_000):
+    for size in (6_000, 20_000):
         monkeypatch.setattr(file_slices, "SLICE_BYTES", size)
-        assert len(file_formats.read_columns(config).documents.slices) > 6
+        assert len(file_formats.read_columns(config).documents.slices) > 4
         for name, each in (("ahead", map), ("back", lambda task, items: map(task, reversed(items)))):
             assert facts(build(config, tmp_path / f"{name}-{size}", each=each)) == facts(whole)
 
@@ -158,9 +158,10 @@ def test_new_documents_and_texts_are_read_in_slices(tmp_path, monkeypatch):
     (tmp_path / "t.txt").write_text("".join(f"text {n}\n" + "\n" * (n % 3) for n in range(90)))
     texts = Texts(path=str(tmp_path / "t.txt"))
     digests = []
-    for size in (1 << 20, 300):
+    for size in (1 << 20, 40_000):
         monkeypatch.setattr(file_slices, "SLICE_BYTES", size)
         ready = job.prepare_documents(new, output=str(tmp_path / f"new-{size}"))
+        monkeypatch.setattr(file_slices, "SLICE_BYTES", size // 200)
         rows = job.run(texts, output=str(tmp_path / f"texts-{size}"))
         assert rows.table("documents")["doc_id"].to_pylist() == [str(n) for n in range(1, 91)]
         assert [row["content"] for row in read_texts(texts.path)] == rows.table("documents")[
