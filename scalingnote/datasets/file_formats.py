@@ -9,7 +9,16 @@ from typing import Any
 import pyarrow as pa
 
 from scalingnote.datasets.config import Beir, Columns, MsMarco, NewDocuments, TableFile
-from scalingnote.datasets.file_slices import File, FileSlice, cut, find_files, lines, parquet_footer, whole
+from scalingnote.datasets.file_slices import (
+    File,
+    FileSlice,
+    cut,
+    find_files,
+    lines,
+    map_files,
+    parquet_footer,
+    whole,
+)
 from scalingnote.datasets.raw_rows import (
     FileRows,
     Row,
@@ -88,15 +97,17 @@ def table_rows(
     if unknown:
         raise DataError(f"{file.path}: columns maps {unknown}, which are none of {list(names)}")
     theirs = {name: file.columns.get(name, name) for name in names}
-    reads: dict[File, Callable[[FileSlice], Rows]] = {}
     files = find_files(file.path)
-    for each in files:
-        needed = list(file.columns)
-        if each.is_parquet:
-            needed += _ids(names) if needs is None else needs
-        present = _present(each, theirs, needed)
-        reads[each] = partial(_renamed, theirs=theirs, present=present, absent=dict(absent))
-    return SlicedRows(tuple(FileRows(piece, reads[piece.file]) for piece in cut(files)))
+
+    def present(each: File) -> list[str]:
+        by_default = _ids(names) if needs is None else needs
+        return _present(each, theirs, [*file.columns, *(by_default if each.is_parquet else ())])
+
+    columns = dict(zip(files, map_files(present, files), strict=True))
+    read = partial(_renamed, theirs=theirs, absent=dict(absent))
+    return SlicedRows(
+        tuple(FileRows(piece, partial(read, present=columns[piece.file])) for piece in cut(files))
+    )
 
 
 def _ids(names: Sequence[str]) -> list[str]:

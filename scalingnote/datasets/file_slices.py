@@ -5,8 +5,10 @@ Every row is in one slice, and slices are in the order of the input: files by na
 
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -17,6 +19,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.shuffle import MAX_SLICES
 
 SLICE_BYTES = 64 << 20  # of input, uncompressed
+T = TypeVar("T")
 Cut = tuple[int, int, int]  # start, stop, bytes of a slice
 
 
@@ -86,18 +89,23 @@ def _pattern(glob: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
-def cut(files: list[File]) -> list[FileSlice]:
+def cut(files: Sequence[File]) -> list[FileSlice]:
     """Slices of about SLICE_BYTES; larger ones if there would be more than about MAX_SLICES."""
     limit = max(SLICE_BYTES, sum(file.size for file in files) // MAX_SLICES)
-    return [
-        FileSlice(file, start, stop)
-        for file in files
-        for start, stop, _ in (
-            row_group_cuts(parquet_footer(file.uri), limit)
-            if file.is_parquet
-            else byte_cuts(file.size, limit)
-        )
-    ]
+
+    def cuts(file: File) -> list[Cut]:
+        if file.is_parquet:
+            return row_group_cuts(parquet_footer(file.uri), limit)
+        return byte_cuts(file.size, limit)
+
+    found = zip(files, map_files(cuts, files), strict=True)
+    return [FileSlice(file, start, stop) for file, ranges in found for start, stop, _ in ranges]
+
+
+def map_files(work: Callable[[File], T], files: Sequence[File]) -> list[T]:
+    """What `work` returns for each file, many at a time: in an object store each is a round trip."""
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(work, files))
 
 
 def byte_cuts(size: int, limit: int) -> list[Cut]:
@@ -131,7 +139,8 @@ def lines(uri: str, start: int, stop: int) -> Iterator[bytes]:
     """The lines of a file whose first byte lies in [start, stop), with their ends."""
     # Read from one byte earlier: a newline there means that a line begins at `start`.
     position = max(start - 1, 0)
-    with fs.open_input(uri) as source, io.BufferedReader(source, fs.RANGE_BYTES) as stream:
+    buffered = min(max(stop - position, 1), fs.RANGE_BYTES)
+    with fs.open_input(uri) as source, io.BufferedReader(source, buffered) as stream:
         stream.seek(position)
         position += len(stream.readline()) if start else 0
         while position < stop and (line := stream.readline()):
