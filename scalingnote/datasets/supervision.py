@@ -24,7 +24,7 @@ from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import write_table
-from scalingnote.storage.schema import IMPRESSIONS, QRELS, QUERIES, SCORES, USERS
+from scalingnote.storage.schema import IMPRESSIONS, QRELS, QUERIES, SCORES, USERS, is_valid_unicode
 from scalingnote.storage.shuffle import JsonRecord
 
 log = get_logger("datasets")
@@ -55,8 +55,7 @@ def write_supervision(
     """
     quarantine = Quarantine()
     given = _bounded(source, config.name)
-    pairs = [row for name in ("qrels", "impressions", "scores") for row in given[name]]
-    named = {str(row.get("doc_id")).strip() for row in pairs if isinstance(row, dict)}
+    named = _named_documents([*given["qrels"], *given["impressions"], *given["scores"]])
     found = _read_documents(parts, output, ["doc_id", "group"], named=named)
     group_of = dict(zip(found["doc_id"].to_pylist(), found["group"].to_pylist(), strict=True))
     valid_ids = set(group_of)
@@ -67,18 +66,7 @@ def write_supervision(
     )
     simulator = None if tables["impressions"].num_rows else config.click_model
     if simulator:
-        taste = list(simulator.taste.columns) if simulator.taste else []
-        documents = _read_documents(parts, output, ["doc_id", "group", "topic", *taste])
-        tastes = (
-            Tastes.draw(simulator.taste, documents, users=simulator.users, seed=simulator.seed)
-            if simulator.taste
-            else None
-        )
-        tables["impressions"] = _simulated(
-            tables, documents, group_of=group_of, config=simulator, tastes=tastes
-        )
-        if tastes is not None:
-            tables["users"] = tastes.profiles()
+        tables |= _simulated(tables, parts, output, group_of=group_of, config=simulator)
     counts = {name: table.num_rows for name, table in tables.items()}
     for split in ("train", "test"):
         counts[f"{split}_queries"] = pc.sum(pc.equal(tables["queries"]["split"], split)).as_py() or 0
@@ -109,6 +97,12 @@ def _bounded(source: Source, name: str) -> _Tables:
                 "dataset.name=logs, which takes impressions and judgements of any number"
             )
     return given
+
+
+def _named_documents(rows: Iterable[Row | UnreadableRow]) -> set[str]:
+    """The doc_ids of rows, as `row_checks` reads them; invalid ones too, unless Arrow cannot hold them."""
+    ids = {str(row.get("doc_id")).strip() for row in rows if isinstance(row, dict)}
+    return {doc_id for doc_id in ids if is_valid_unicode(doc_id)}
 
 
 def _read_documents(
@@ -211,13 +205,19 @@ def _split(
 
 def _simulated(
     tables: dict[str, pa.Table],
-    documents: pa.Table,
+    parts: Sequence[str],
+    output: str,
     *,
     group_of: dict[str, str],
     config: AnyClickModel,
-    tastes: Tastes | None,
-) -> pa.Table:
-    """Impressions of training queries; documents of a group that a test query is judged on are not shown."""
+) -> dict[str, pa.Table]:
+    """Impressions of training queries, and the profiles of users who have tastes.
+
+    Documents of a group that a test query is judged on are not shown.
+    """
+    taste = config.taste
+    columns = ["doc_id", "group", "topic", *(taste.columns if taste else ())]
+    documents = _read_documents(parts, output, columns)
     queries, qrels = tables["queries"], tables["qrels"]
     test = queries.filter(pc.equal(queries["split"], "test"))["query_id"]
     is_test = pc.is_in(qrels["query_id"], value_set=test.combine_chunks())
@@ -225,10 +225,12 @@ def _simulated(
     hidden = pa.array({group_of[doc_id] for doc_id in relevant["doc_id"].to_pylist()}, pa.string())
     rows = np.flatnonzero(~np.asarray(pc.is_in(documents["group"], value_set=hidden)))
     seen = documents.select(["doc_id", "topic"]).take(rows)
-    return click_simulator.simulate(
+    tastes = Tastes.draw(taste, documents, users=config.users, seed=config.seed) if taste else None
+    impressions = click_simulator.simulate(
         qrels.filter(pc.invert(is_test)),
         doc_ids=seen["doc_id"].to_pylist(),
         topics=seen["topic"].to_pylist(),
         config=config,
         tastes=tastes.of_documents(rows.tolist()) if tastes else None,
     )
+    return {"impressions": impressions} | ({"users": tastes.profiles()} if tastes else {})
