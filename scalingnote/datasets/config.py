@@ -248,7 +248,7 @@ class MsMarco(DatasetConfig):
 class TableFile(Config):
     """One JSON-lines or Parquet file (or a glob of them) and where its columns are found."""
 
-    path: str = Field(description="file or glob; .jsonl or .parquet")
+    path: str = Field(description="file, folder, or pattern of * and ?, local or a URI; .jsonl or .parquet")
     columns: dict[str, str] = Field(
         default_factory=dict,
         description="our column name -> the file's; a name left out is looked up as it is",

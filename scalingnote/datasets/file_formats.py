@@ -1,28 +1,39 @@
 """Readers of a user's own files: JSON lines or Parquet with mapped columns, BEIR and MS MARCO layouts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from scalingnote.datasets.config import Beir, Columns, MsMarco, NewDocuments, TableFile
+from scalingnote.datasets.file_slices import (
+    File,
+    FileSlice,
+    cut,
+    find_files,
+    lines,
+    map_files,
+    parquet_footer,
+    whole,
+)
 from scalingnote.datasets.raw_rows import (
+    FileRows,
     Row,
     Rows,
+    SlicedRows,
     Source,
     UnreadableRow,
     delimited_lines,
     json_lines,
     map_rows,
-    match_files,
     parquet_rows,
     readable_rows,
 )
 from scalingnote.errors import DataError
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES, USERS
 
 COLUMN_TYPES = {
@@ -60,9 +71,7 @@ def read_documents(config: NewDocuments) -> Source:
     """Documents without queries."""
     features = pa.schema({name: COLUMN_TYPES[kind] for name, kind in config.features.items()})
     return Source(
-        documents=table_rows(config.documents, [*DOCUMENTS.names, *features.names]),
-        queries=(),
-        features=features,
+        documents=table_rows(config.documents, [*DOCUMENTS.names, *features.names]), features=features
     )
 
 
@@ -72,7 +81,7 @@ def table_rows(
     *,
     needs: Sequence[str] | None = None,
     absent: Mapping[str, Any] = MappingProxyType({}),
-) -> Iterator[Row | UnreadableRow]:
+) -> SlicedRows:
     """Rows of a file or glob under our column names. The columns are checked before any row is read.
 
     Args:
@@ -88,15 +97,17 @@ def table_rows(
     if unknown:
         raise DataError(f"{file.path}: columns maps {unknown}, which are none of {list(names)}")
     theirs = {name: file.columns.get(name, name) for name in names}
-    inputs: list[tuple[Path, list[str]]] = []
-    for path in match_files(file.path):
-        if path.suffix not in (".jsonl", ".parquet"):
-            raise DataError(f"{path} is neither .jsonl nor .parquet: convert it or rename it")
-        needed = list(file.columns)
-        if path.suffix == ".parquet":
-            needed += _ids(names) if needs is None else needs
-        inputs.append((path, _present(path, theirs, needed)))
-    return _renamed(inputs, theirs, absent)
+    files = find_files(file.path)
+
+    def present(each: File) -> list[str]:
+        by_default = _ids(names) if needs is None else needs
+        return _present(each, theirs, [*file.columns, *(by_default if each.is_parquet else ())])
+
+    columns = dict(zip(files, map_files(present, files), strict=True))
+    read = partial(_renamed, theirs=theirs, absent=dict(absent))
+    return SlicedRows(
+        tuple(FileRows(piece, partial(read, present=columns[piece.file])) for piece in cut(files))
+    )
 
 
 def _ids(names: Sequence[str]) -> list[str]:
@@ -104,42 +115,33 @@ def _ids(names: Sequence[str]) -> list[str]:
 
 
 def _renamed(
-    inputs: Sequence[tuple[Path, list[str]]], theirs: Mapping[str, str], absent: Mapping[str, Any]
+    piece: FileSlice, *, theirs: Mapping[str, str], present: Sequence[str], absent: Mapping[str, Any]
 ) -> Iterator[Row | UnreadableRow]:
-    for path, present in inputs:
-        defaults = {name: value for name, value in absent.items() if theirs.get(name) not in (None, *present)}
-        rows = parquet_rows(path, columns=present) if path.suffix == ".parquet" else json_lines(path)
-        for row in rows:
-            if isinstance(row, dict):
-                row = defaults | {name: row[their] for name, their in theirs.items() if their in row}
-            yield row
+    defaults = {name: value for name, value in absent.items() if theirs.get(name) not in (None, *present)}
+    for row in parquet_rows(piece, columns=present) if piece.file.is_parquet else json_lines(piece):
+        if isinstance(row, dict):
+            row = defaults | {name: row[their] for name, their in theirs.items() if their in row}
+        yield row
 
 
-def _present(path: Path, theirs: Mapping[str, str], needed: Sequence[str]) -> list[str]:
+def _present(file: File, theirs: Mapping[str, str], needed: Sequence[str]) -> list[str]:
     """The mapped columns that a file has; DataError if it lacks one of `needed` (our names)."""
-    if path.suffix == ".parquet":
-        have, where = pq.read_schema(path).names, ""
+    if file.is_parquet:
+        have, where = parquet_footer(file.uri).schema.to_arrow_schema().names, ""
     else:
-        have, where = _first_columns(path), f" in its first {_SCHEMA_BYTES >> 10} kB"
+        have, where = _first_columns(file), f" in its first {_SCHEMA_BYTES >> 10} kB"
         if not have:  # without a readable row, each row is judged by itself
             return []
     missing = [theirs[name] for name in needed if theirs[name] not in have]
     if missing:
-        raise DataError(f"{path} has no column {missing}{where}, only {have}: map it under `columns`")
+        raise DataError(f"{file.uri} has no column {missing}{where}, only {have}: map it under `columns`")
     return [their for their in dict.fromkeys(theirs.values()) if their in have]
 
 
-def _first_columns(path: Path) -> list[str]:
+def _first_columns(file: File) -> list[str]:
     """Columns of the first JSON objects, in the order of their first occurrence."""
-    have: dict[str, None] = {}
-    size = 0
-    for row in json_lines(path):
-        if isinstance(row, dict):
-            have |= dict.fromkeys(row)
-            size += len(repr(row))
-        if size > _SCHEMA_BYTES:
-            break
-    return list(have)
+    rows = readable_rows(json_lines(FileSlice(file, 0, min(file.size, _SCHEMA_BYTES))))
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 # --- BEIR (Thakur et al. 2021) ---------------------------------------------------------------------------
@@ -155,38 +157,51 @@ def read_beir(config: Beir) -> Source:
     Training queries come from qrels/train.tsv, test queries from qrels/test.tsv (else dev.tsv). If only one
     of them exists, `test_fraction` draws the split. A query in both splits is for test.
     """
-    base = Path(config.path)
-    judged = _beir_qrels_files(base)
-    ids = {
-        split: {row["query_id"] for row in readable_rows(_beir_qrels(path))} for split, path in judged.items()
-    }
-    is_split = len(judged) == 2
-
-    def query(row: Row) -> Row:
-        query_id = str(row["_id"])
-        split = ("test" if query_id in ids["test"] else "train") if is_split else ""
-        return {"query_id": query_id, "query": row["text"], "split": split}
-
-    # BEIR keeps the queries of all splits in one file; queries of other splits are skipped.
-    known = set().union(*ids.values())
-    queries = map_rows(json_lines(base / "queries.jsonl"), query)
+    judged = _beir_qrels_files(config.path)
+    (queries,) = find_files(fs.join(config.path, "queries.jsonl"))
     return Source(
-        documents=map_rows(json_lines(base / "corpus.jsonl"), _beir_document),
-        queries=(row for row in queries if isinstance(row, UnreadableRow) or row["query_id"] in known),
-        qrels=(row for path in judged.values() for row in _beir_qrels(path)),
+        documents=_sliced(find_files(fs.join(config.path, "corpus.jsonl")), _beir_documents),
+        queries=FileRows(whole(queries), partial(_beir_queries, judged=judged)),
+        qrels=SlicedRows(tuple(FileRows(whole(file), _beir_qrels) for file in judged.values())),
     )
 
 
-def _beir_qrels_files(base: Path) -> dict[str, Path]:
+def _sliced(files: list[File], read: Callable[[FileSlice], Rows]) -> SlicedRows:
+    return SlicedRows(tuple(FileRows(piece, read) for piece in cut(files)))
+
+
+def _beir_qrels_files(path: str) -> dict[str, File]:
     candidates = {"train": ("train.tsv",), "test": ("test.tsv", "dev.tsv")}
-    paths = {
-        split: next((base / "qrels" / name for name in names if (base / "qrels" / name).is_file()), None)
+    places = {
+        split: [uri for name in names if fs.is_file(uri := fs.join(path, "qrels", name))]
         for split, names in candidates.items()
     }
-    judged = {split: path for split, path in paths.items() if path is not None}
+    judged = {split: find_files(uris[0], (".tsv",))[0] for split, uris in places.items() if uris}
     if not judged:
-        raise DataError(f"no qrels/train.tsv, test.tsv or dev.tsv in {base}: check the path")
+        raise DataError(f"no qrels/train.tsv, test.tsv or dev.tsv in {path}: check the path")
     return judged
+
+
+def _beir_queries(piece: FileSlice, *, judged: Mapping[str, File]) -> Iterator[Row | UnreadableRow]:
+    """Judged queries: BEIR keeps the queries of all splits in one file."""
+    ids = {
+        split: {row["query_id"] for row in readable_rows(_beir_qrels(whole(file)))}
+        for split, file in judged.items()
+    }
+
+    def query(row: Row) -> Row:
+        query_id = str(row["_id"])
+        split = ("test" if query_id in ids["test"] else "train") if len(judged) == 2 else ""
+        return {"query_id": query_id, "query": row["text"], "split": split}
+
+    known = set().union(*ids.values())
+    for row in map_rows(json_lines(piece), query):
+        if isinstance(row, UnreadableRow) or row["query_id"] in known:
+            yield row
+
+
+def _beir_documents(piece: FileSlice) -> Iterator[Row | UnreadableRow]:
+    return map_rows(json_lines(piece), _beir_document)
 
 
 def _beir_document(row: Row) -> Row:
@@ -198,15 +213,17 @@ def _beir_document(row: Row) -> Row:
     }
 
 
-def _beir_qrels(path: Path) -> Iterator[Row | UnreadableRow]:
-    return delimited_lines(path, columns=("query_id", "doc_id", "relevance"), header=True)
+def _beir_qrels(piece: FileSlice) -> Iterator[Row | UnreadableRow]:
+    return delimited_lines(piece, columns=("query_id", "doc_id", "relevance"), header=True)
 
 
 # --- MS MARCO (Bajaj et al. 2016) ------------------------------------------------------------------------
 
+_MSMARCO_SUFFIXES = ("",)  # any
+
 
 def read_msmarco(config: MsMarco) -> Source:
-    """Files in the MS MARCO layout; each may be a glob, and the collection is streamed.
+    """Files in the MS MARCO layout; each may be a glob.
 
         collection      doc_id <tab> content, or doc_id <tab> title <tab> content
         queries         query_id <tab> query
@@ -219,29 +236,36 @@ def read_msmarco(config: MsMarco) -> Source:
         "test": (config.test_queries, config.test_qrels),
     }
     named = {split: (q, r) for split, (q, r) in splits.items() if q is not None and r is not None}
+    # Test first: of a query in both splits, the second occurrence is rejected as a duplicate.
+    queries = [
+        FileRows(whole(file), partial(_msmarco_queries, split=split if len(named) == 2 else ""))
+        for split, (pattern, _) in sorted(named.items())
+        for file in find_files(pattern, _MSMARCO_SUFFIXES)
+    ]
+    trec = partial(delimited_lines, columns=("query_id", "iteration", "doc_id", "relevance"), separator=" ")
+    qrels = [
+        FileRows(whole(file), trec)
+        for _, pattern in named.values()
+        for file in find_files(pattern, _MSMARCO_SUFFIXES)
+    ]
+    collection = cut(find_files(config.collection, _MSMARCO_SUFFIXES))
+    columns = {file: _msmarco_columns(file) for file in {piece.file for piece in collection}}
+    return Source(
+        documents=SlicedRows(
+            tuple(
+                FileRows(piece, partial(delimited_lines, columns=columns[piece.file])) for piece in collection
+            )
+        ),
+        queries=SlicedRows(tuple(queries)),
+        qrels=SlicedRows(tuple(qrels)),
+    )
 
-    def queries() -> Iterator[Row | UnreadableRow]:
-        # Test first: of a query in both splits, the second occurrence is rejected as a duplicate.
-        for split, (pattern, _) in sorted(named.items()):
-            for path in match_files(pattern):
-                for row in delimited_lines(path, columns=("query_id", "query")):
-                    if isinstance(row, dict) and len(named) == 2:
-                        row["split"] = split
-                    yield row
 
-    def qrels() -> Iterator[Row | UnreadableRow]:
-        for _, pattern in named.values():
-            for path in match_files(pattern):
-                yield from delimited_lines(
-                    path, columns=("query_id", "iteration", "doc_id", "relevance"), separator=" "
-                )
-
-    return Source(documents=_msmarco_collection(config.collection), queries=queries(), qrels=qrels())
+def _msmarco_queries(piece: FileSlice, *, split: str) -> Iterator[Row | UnreadableRow]:
+    for row in delimited_lines(piece, columns=("query_id", "query")):
+        yield row | {"split": split} if isinstance(row, dict) and split else row
 
 
-def _msmarco_collection(pattern: str) -> Iterator[Row | UnreadableRow]:
-    for path in match_files(pattern):
-        with path.open("rb") as stream:
-            width = max((line.count(b"\t") + 1 for line in islice(stream, 1)), default=2)
-        columns = ("doc_id", "content") if width == 2 else ("doc_id", "title", "content")
-        yield from delimited_lines(path, columns=columns)
+def _msmarco_columns(file: File) -> tuple[str, ...]:
+    width = max((line.count(b"\t") + 1 for line in islice(lines(file.uri, 0, file.size), 1)), default=2)
+    return ("doc_id", "content") if width == 2 else ("doc_id", "title", "content")

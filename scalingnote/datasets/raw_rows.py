@@ -6,15 +6,18 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from scalingnote.datasets.file_slices import FileSlice, lines
 from scalingnote.errors import DataError
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.schema import REJECTED
 
 Row = dict[str, Any]
@@ -32,17 +35,39 @@ Rows = Iterable[Row | UnreadableRow]
 
 
 @dataclass(frozen=True)
+class FileRows:
+    """The raw rows of a slice of a file, read anew by each iteration, in any process."""
+
+    part: FileSlice
+    read: Callable[[FileSlice], Rows]
+
+    def __iter__(self) -> Iterator[Row | UnreadableRow]:
+        return iter(self.read(self.part))
+
+
+@dataclass(frozen=True)
+class SlicedRows:
+    """The raw rows of a table in files, slice by slice."""
+
+    slices: tuple[FileRows, ...]
+
+    def __iter__(self) -> Iterator[Row | UnreadableRow]:
+        return chain.from_iterable(self.slices)
+
+
+@dataclass(frozen=True)
 class Source:
     """The raw rows of each table of a data source; columns are named as in ``storage.schema``.
 
-    A query may have a `split`; without one, the split is drawn by group. `features` are the types of document
-    columns beyond the five that every document has, `profile` those of user columns beyond the id. `rank`
-    orders documents for a subset (smallest first); without it, whole groups are kept in the order of a seeded
-    hash. `notes` are recorded in the manifest.
+    Documents that are SlicedRows are read in tasks, others in one process. A query may have a `split`;
+    without one, the split is drawn by group. `features` are the types of document columns beyond the five
+    that all of them have, `profile` those of user columns beyond the id. `rank` orders documents for a subset
+    (smallest first); without it, whole groups are kept in the order of a seeded hash. The manifest has the
+    `notes`.
     """
 
     documents: Rows
-    queries: Rows
+    queries: Rows = ()
     qrels: Rows = ()
     impressions: Rows = ()
     scores: Rows = ()
@@ -92,7 +117,7 @@ def first_sentence(text: str, *, max_chars: int = 120) -> str:
     return text.strip()[: end.end() if end else None][:max_chars].strip()
 
 
-def json_lines(path: Path) -> Iterator[Row | UnreadableRow]:
+def json_lines(path: Path | FileSlice) -> Iterator[Row | UnreadableRow]:
     """Objects of a JSON-lines file."""
     for line in _lines(path):
         if not line.strip():
@@ -108,10 +133,11 @@ def json_lines(path: Path) -> Iterator[Row | UnreadableRow]:
 
 
 def delimited_lines(
-    path: Path, *, columns: Sequence[str], separator: str = "\t", header: bool = False
+    path: Path | FileSlice, *, columns: Sequence[str], separator: str = "\t", header: bool = False
 ) -> Iterator[Row | UnreadableRow]:
     """Lines of fields without quoting (TREC and MS MARCO files); `separator` " " means any white space."""
-    for number, line in enumerate(_lines(path)):
+    opening = isinstance(path, Path) or path.start == 0
+    for number, line in enumerate(_lines(path), 0 if opening else 1):
         if (header and number == 0) or not line.strip():
             continue
         try:
@@ -141,11 +167,22 @@ def csv_rows(path: Path, *, encoding: str = "utf-8") -> Iterator[Row | Unreadabl
                 yield dict(row)
 
 
-def parquet_rows(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Row | UnreadableRow]:
+def parquet_rows(
+    path: Path | FileSlice, *, columns: Sequence[str] | None = None
+) -> Iterator[Row | UnreadableRow]:
     """Rows of a Parquet file, one batch in memory at a time."""
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(8192, columns=list(columns) if columns else None):
-            yield from batch.to_pylist()
+    for batch in parquet_batches(path, columns):
+        yield from batch.to_pylist()
+
+
+def parquet_batches(path: Path | FileSlice, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
+    """The same rows as record batches."""
+    groups = range(path.start, path.stop) if isinstance(path, FileSlice) else None
+    uri = path.file.uri if isinstance(path, FileSlice) else str(path)
+    with fs.open_input(uri) as source:
+        yield from pq.ParquetFile(source).iter_batches(
+            8192, row_groups=groups, columns=list(columns) if columns else None
+        )
 
 
 def match_files(pattern: str) -> list[Path]:
@@ -156,13 +193,12 @@ def match_files(pattern: str) -> list[Path]:
     return found
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    try:
-        stream = path.open("rb")
-    except FileNotFoundError:
-        raise DataError(f"no file at {path}: check the path") from None
-    with stream:
-        yield from stream
+def _lines(path: Path | FileSlice) -> Iterator[bytes]:
+    if isinstance(path, FileSlice):
+        return lines(path.file.uri, path.start, path.stop)
+    if not path.is_file():
+        raise DataError(f"no file at {path}: check the path")
+    return lines(str(path), 0, path.stat().st_size)
 
 
 def _beginning(line: bytes) -> str:
@@ -185,13 +221,29 @@ class Quarantine:
     def reject(self, table: str, row: Any, reason: str) -> None:
         """Set a row aside."""
         self.rejected[f"{table}: {reason}"] += 1
-        self._kept[table, reason] += 1
-        if self._kept[table, reason] <= KEPT_PER_REASON:
+        if self._has_room(table, reason):
             self._rows.append({"table": table, "row": shown_row(row), "reason": reason})
+
+    def _has_room(self, table: str, reason: str) -> bool:
+        self._kept[table, reason] += 1
+        return self._kept[table, reason] <= KEPT_PER_REASON
 
     def mend(self, what: str) -> None:
         """Count a row that was kept after a repair."""
         self.mended[what] += 1
+
+    def add(self, rejected: Mapping[str, int], mended: Mapping[str, int], rows: pa.Table) -> None:
+        """Add the counts and the :meth:`table` of another quarantine, whose rows come later."""
+        self.rejected.update(rejected)
+        self.mended.update(mended)
+        self._rows += [row for row in rows.to_pylist() if self._has_room(row["table"], row["reason"])]
+
+    def reasons(self) -> str:
+        """The most frequent reasons, as the end of an error message."""
+        worst = self.rejected.most_common(3)
+        return (
+            "; set aside: " + ", ".join(f"{count:,} x {reason}" for reason, count in worst) if worst else ""
+        )
 
     def table(self) -> pa.Table:
         """REJECTED: at most KEPT_PER_REASON rows of each reason, in the order of rejection."""

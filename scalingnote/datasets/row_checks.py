@@ -5,7 +5,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -26,15 +26,21 @@ class _BadRowError(Exception):
 
 
 def documents(
-    rows: Rows, *, config: DatasetConfig, features: pa.Schema, quarantine: Quarantine
+    rows: Rows,
+    *,
+    config: DatasetConfig,
+    features: pa.Schema,
+    quarantine: Quarantine,
+    repeated: Container[int] = (),
 ) -> Iterator[Row]:
-    """Valid documents with the columns of DOCUMENTS and `features`; `group` is never empty."""
+    """Valid documents with the columns of DOCUMENTS and `features`; `group` is never empty.
+
+    `repeated` has the numbers, among these documents, of those whose id is a duplicate of one elsewhere.
+    """
     seen: set[str] = set()
 
     def check(row: Row) -> Row:
         doc_id = _identifier(row, "doc_id")
-        if doc_id in seen:
-            raise _BadRowError("duplicate doc_id")
         title, topic, content = (_text(row, key, quarantine) for key in ("title", "topic", "content"))
         if not title and not content:
             raise _BadRowError("no text")
@@ -51,7 +57,11 @@ def documents(
             "group": _text(row, "group", quarantine) or doc_id,
             **{field.name: _feature(row, field, quarantine) for field in features},
         }
-        seen.add(doc_id)  # only now, so that a rejected row does not make a later one a duplicate
+        # Only now, so that a rejected row does not make a later one a duplicate.
+        is_repeated = doc_id in seen or len(seen) in repeated
+        seen.add(doc_id)
+        if is_repeated:
+            raise _BadRowError("duplicate doc_id")
         return sound
 
     return _checked("documents", rows, check, quarantine)

@@ -12,11 +12,11 @@ A path may be a glob pattern. A row without an id is named by its number.
 
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
 from scalingnote.datasets import (
@@ -29,19 +29,24 @@ from scalingnote.datasets import (
 )
 from scalingnote.datasets.config import AnyDataset, DatasetConfig, Texts
 from scalingnote.datasets.download import Description
+from scalingnote.datasets.file_slices import FileSlice, cut, find_files, lines, parquet_footer
 from scalingnote.datasets.raw_rows import (
+    FileRows,
     Quarantine,
     Row,
     Rows,
+    SlicedRows,
     Source,
     UnreadableRow,
     delimited_lines,
     json_lines,
     match_files,
+    parquet_batches,
     readable_rows,
 )
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import get_logger
+from scalingnote.storage import filesystem as fs
 
 log = get_logger("datasets")
 TEXT_SUFFIXES = (".jsonl", ".parquet", ".txt")
@@ -150,7 +155,7 @@ def read_texts(path: str | Path, *, quarantine: Quarantine | None = None) -> Ite
 
 def _read_texts_config(config: Texts) -> Source:
     """The same rows for the stage `prepare`, which checks and counts them itself."""
-    return Source(documents=_text_rows(config.path), queries=())
+    return Source(documents=_text_rows(config.path))
 
 
 def _text_rows(path: str) -> Rows:
@@ -164,15 +169,32 @@ def _text_rows(path: str) -> Rows:
     ]
     if wrong := [file for file in files if file.suffix not in TEXT_SUFFIXES]:
         raise DataError(f"{wrong[0]} is none of {', '.join(TEXT_SUFFIXES)}: convert it or rename it")
-    columns = [(file, _column_names(file)) for file in files]
-    for file, have in columns:
+    columns = {fs.absolute(str(file)): _column_names(file) for file in files}
+    for name, have in columns.items():
         # Without a readable row at its start, a file is judged row by row.
         if have and not {*_TEXT_COLUMNS, "title"} & set(have):
             raise DataError(
-                f"{file} has no column `content` or `text`, only {have}: rename the column of texts"
+                f"{name} has no column `content` or `text`, only {have}: rename the column of texts"
             )
-    rows = (row for file, have in columns for row in _file_rows(file, have))
-    return (_renamed(row, number) for number, row in enumerate(rows, 1))
+    pieces = cut([found for name in columns for found in find_files(name, TEXT_SUFFIXES)])
+    slices, first = [], 1
+    for number, piece in enumerate(pieces, 1):
+        have = columns[piece.file.uri]
+        slices.append(FileRows(piece, partial(_numbered_texts, have=have, first=first)))
+        if number < len(pieces):  # the number of a row is the id of one without: earlier rows are counted
+            first += _count_rows(piece)
+    return SlicedRows(tuple(slices))
+
+
+def _count_rows(piece: FileSlice) -> int:
+    if piece.file.is_parquet:
+        footer = parquet_footer(piece.file.uri)
+        return sum(int(footer.row_group(n).num_rows) for n in range(piece.start, piece.stop))
+    return sum(1 for line in lines(piece.file.uri, piece.start, piece.stop) if line.strip())
+
+
+def _numbered_texts(piece: FileSlice, *, have: list[str], first: int) -> Iterator[Row | UnreadableRow]:
+    return (_renamed(row, number) for number, row in enumerate(_file_rows(piece, have), first))
 
 
 def _config_of(name: str) -> AnyDataset:
@@ -184,29 +206,25 @@ def _config_of(name: str) -> AnyDataset:
 
 def _column_names(file: Path) -> list[str]:
     if file.suffix == ".parquet":
-        try:
-            return list(pq.read_schema(file).names)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{file} cannot be read as Parquet ({error}): check the file") from None
+        return list(parquet_footer(str(file)).schema.to_arrow_schema().names)
     if file.suffix == ".txt":
         return ["content"]
     first = readable_rows(itertools.islice(json_lines(file), _SCHEMA_ROWS))
     return list(dict.fromkeys(name for row in first for name in row))
 
 
-def _file_rows(file: Path, have: list[str]) -> Rows:
-    if file.suffix == ".parquet":
-        return _parquet_bytes(file, [n for n in (*_ID_COLUMNS, "title", *_TEXT_COLUMNS) if n in have])
-    if file.suffix == ".txt":
-        return delimited_lines(file, columns=("content",), separator="\n")
-    return json_lines(file)
+def _file_rows(piece: FileSlice, have: list[str]) -> Rows:
+    if piece.file.is_parquet:
+        return _parquet_bytes(piece, [n for n in (*_ID_COLUMNS, "title", *_TEXT_COLUMNS) if n in have])
+    if piece.file.uri.endswith(".txt"):
+        return delimited_lines(piece, columns=("content",), separator="\n")
+    return json_lines(piece)
 
 
-def _parquet_bytes(file: Path, columns: list[str]) -> Iterator[Row]:
+def _parquet_bytes(piece: FileSlice, columns: list[str]) -> Iterator[Row]:
     """Rows with strings as bytes, so that invalid UTF-8 rejects one row and not the batch."""
-    with pq.ParquetFile(file) as opened:
-        for batch in opened.iter_batches(8192, columns=columns):
-            yield from pa.table({name: _as_bytes(batch[name]) for name in columns}).to_pylist()
+    for batch in parquet_batches(piece, columns):
+        yield from pa.table({name: _as_bytes(batch[name]) for name in columns}).to_pylist()
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:

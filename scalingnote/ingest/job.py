@@ -13,7 +13,7 @@ from scalingnote import cluster
 from scalingnote.datasets import job as datasets
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.file_formats import COLUMN_TYPES
-from scalingnote.datasets.raw_rows import match_files
+from scalingnote.datasets.file_slices import find_files
 from scalingnote.encode.parts import EncodedPart, Steps, write_parts
 from scalingnote.errors import DataError
 from scalingnote.ingest.config import IngestConfig
@@ -100,7 +100,7 @@ def describe_file(path: str, columns: dict[str, str], *, like: Artifact) -> NewD
 
 def output_uri(run_dir: str, new: NewDocuments) -> str:
     """The output folder for a file of new documents; depends on the content of the file."""
-    sums = "".join(fs.checksum(str(path)) for path in match_files(new.documents.path))
+    sums = "".join(fs.checksum(file.uri) for file in find_files(new.documents.path))
     return fs.join(fs.absolute(run_dir), "ingest", hashlib.sha256(sums.encode()).hexdigest()[:12])
 
 

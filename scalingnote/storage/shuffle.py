@@ -1,32 +1,48 @@
 """Resumable tasks over slices of an artifact, and a shuffle between them through files.
 
 Tables are scattered into buckets by key, and a bucket is gathered again. A task processes a slice (some parts
-of an artifact) or a bucket. It names its files after the bucket and its own number, so that a repeated task
-replaces its files, and writes its record last: a run after a kill keeps the records it finds and repeats the
-other tasks. No row passes through the driver, and memory is bounded by one slice or one bucket. The caller
-decides where and in which order tasks run (:data:`TaskRunner`).
+of an artifact) or a bucket. It names its file after its own number, so that a repeated task replaces its
+file, and writes its record last: a run after a kill keeps the records it finds and repeats the other tasks.
+No row passes through the driver. The caller decides where and in which order tasks run (:data:`TaskRunner`).
+
+A task scatters into one file with a few record batches for each bucket, so a bucket costs about two ranged
+reads of each file. :func:`slices` makes at most about MAX_SLICES files, with larger slices instead of more: a
+shuffle into 1,000 buckets takes at most 8 million reads. A bucket may hold a key with a tenth of all rows:
+:func:`stream` reads it in tables of at most ROWS_PER_BATCH rows; :func:`gather`, which joins them, is for
+keys that were aggregated before the scatter.
+
+Ray Data's hash shuffle (2.60: read_parquet, repartition by key, write_parquet) took 9.1 s and 1.27 GB of
+workers' memory for 10^6 rows in 16 files on 2 cores, this one 1.1 s and 0.45 GB; for 4 x 10^6 rows 19.4 s and
+1.7 GB, this one 7.9 s and 0.58 GB. A killed shuffle of Ray Data starts anew; here only running tasks do.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
-from typing import Any, TypeVar
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
+import pyarrow.fs as pafs
+import pyarrow.ipc
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.errors import DataError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Part, write_table
+from scalingnote.storage.artifact import Artifact, Part, write_file, write_table
 
 ROWS_PER_SLICE = 1 << 18
+MAX_SLICES = 1 << 12  # of an artifact; with more rows, slices are larger
+ROWS_PER_BATCH = 1 << 16
+_MAX_OPEN_FILES = 256  # in a process
+_INDEX = b"buckets"  # metadata of a scattered file: the bucket and the rows of each batch, as int64
 JsonRecord = dict[str, Any]  # JSON values
 NumberedSlice = tuple[int, list[str]]  # its number and its parts
 # Runs a task for every item, in any order and in any process; the built-in `map` runs them in this process.
@@ -60,32 +76,80 @@ def _siphash(values: ndarray) -> UInt64[ndarray, " values"]:
 
 
 def scatter(table: pa.Table, bucket: Int64[ndarray, " rows"], *, target: str, name: str) -> None:
-    """Write the rows of each bucket to ``{target}/{bucket}/{name}.parquet``; their order is kept."""
-    texts = [field.name for field in table.schema if pa.types.is_string(field.type)]
+    """Write the rows, by bucket, to ``{target}/{name}.arrow``; within a bucket their order is kept."""
+    if not len(table):
+        return
+    (rows,) = table.combine_chunks().to_batches()
     order = np.argsort(bucket, kind="stable")
     numbers, starts = np.unique(bucket[order], return_index=True)
-    stops = [*starts.tolist(), len(order)][1:]
-    for number, start, stop in zip(numbers.tolist(), starts.tolist(), stops, strict=True):
-        rows = table.take(pa.array(order[start:stop]))
-        uri = fs.join(target, f"{number:05d}", f"{name}.parquet")
-        write_table(uri, rows, use_dictionary=texts)
+    bounds = pairwise([*starts.tolist(), len(order)])
+    ranges = [
+        (number, first, min(first + ROWS_PER_BATCH, stop))
+        for number, (start, stop) in zip(numbers.tolist(), bounds, strict=True)
+        for first in range(start, stop, ROWS_PER_BATCH)
+    ]
+    index = np.array([(number, stop - first) for number, first, stop in ranges], np.int64)
+    layout = rows.schema.with_metadata({_INDEX: index.tobytes()})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, layout, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for _, first, stop in ranges:
+            writer.write_batch(rows.take(pa.array(order[first:stop])))
+    write_file(fs.join(target, f"{name}.arrow"), sink.getvalue().to_pybytes())
+
+
+def stream(target: str, bucket: int, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """All rows of a bucket in tables of at most ROWS_PER_BATCH, in the order of the names of its files."""
+    return (rows for _, rows in named_stream(target, bucket, columns))
+
+
+def named_stream(
+    target: str, bucket: int, columns: Sequence[str] | None = None
+) -> Iterator[tuple[str, pa.Table]]:
+    """The same tables, each with the name of the task that scattered it."""
+    for name, file in _files(target, columns):
+        for number in np.flatnonzero(file.batches[:, 0] == bucket).tolist():
+            rows = pa.Table.from_batches([file.reader.get_batch(number)]).replace_schema_metadata()
+            yield name, rows if columns is None else rows.select(columns)
 
 
 def gather(target: str, bucket: int, *, schema: pa.Schema) -> pa.Table:
-    """All rows of a bucket, file by file in the order of their names; empty if there are none."""
-    tables = [pq.read_table(fs.open_input(uri)) for uri in _files(target, bucket)]
-    return pa.concat_tables([schema.empty_table(), *(table.select(schema.names) for table in tables)])
+    """All rows of a bucket, joined; empty if there are none."""
+    return pa.concat_tables([schema.empty_table(), *stream(target, bucket, schema.names)])
 
 
 def count_rows(target: str, bucket: int) -> int:
-    """The number of rows of a bucket; only the footers of its files are read."""
-    return sum(pq.read_metadata(fs.open_input(uri)).num_rows for uri in _files(target, bucket))
+    """The number of rows of a bucket; only the footers of the files are read."""
+    return sum(int(file.batches[file.batches[:, 0] == bucket, 1].sum()) for _, file in _files(target))
 
 
-def _files(target: str, bucket: int) -> list[str]:
-    """Complete files only: a writer that was killed may have left a pending file."""
-    folder = fs.join(target, f"{bucket:05d}")
-    return [fs.join(folder, name) for name in fs.list_files(folder) if name.endswith(".parquet")]
+class _Scattered(NamedTuple):
+    reader: Any  # of record batches
+    batches: Int64[ndarray, "batches 2"]  # the bucket and the rows of each batch
+
+
+def _files(target: str, columns: Sequence[str] | None = None) -> Iterator[tuple[str, _Scattered]]:
+    """Complete files, by name: a writer that was killed may have left a pending one."""
+    filesystem, path = fs.resolve(target)
+    found = filesystem.get_file_info(pafs.FileSelector(path, allow_not_found=True))
+    for info in sorted(found, key=lambda info: str(info.base_name)):
+        if info.extension == "arrow":
+            uri, version = fs.join(target, info.base_name), (info.size, info.mtime_ns)
+            yield (
+                info.base_name.removesuffix(".arrow"),
+                _open(uri, version, tuple(columns) if columns else None),
+            )
+
+
+@lru_cache(maxsize=_MAX_OPEN_FILES)
+def _open(uri: str, version: tuple[int, int], columns: tuple[str, ...] | None) -> _Scattered:
+    """A file, whose footer each process reads once; `version` changes where a task was repeated."""
+    source = fs.open_input(uri)
+    reader = pa.ipc.open_file(source)
+    index = np.frombuffer(reader.schema.metadata[_INDEX], np.int64).reshape(-1, 2)
+    if columns is not None and set(columns) != set(reader.schema.names):
+        fields = sorted(map(reader.schema.get_field_index, columns))
+        reader = pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(included_fields=fields))
+    return _Scattered(reader, index)
 
 
 # --- resumable tasks ---------------------------------------------------------------------------------------
@@ -94,12 +158,14 @@ def _files(target: str, bucket: int) -> list[str]:
 def slices(artifact: Artifact, *tables: str, rows: int | None = None) -> list[list[str]]:
     """Group the parts of tables, in order, into slices of at most `rows` rows; a larger part is a slice.
 
-    `rows` is ROWS_PER_SLICE by default; tasks that hold narrow rows can take more.
+    `rows` is ROWS_PER_SLICE by default; tasks that hold narrow rows can take more. It is raised where there
+    would be more than about MAX_SLICES slices.
     """
     limit = ROWS_PER_SLICE if rows is None else rows
     names = [name for table in tables for name in artifact.table_parts(table)]
     known = [artifact.manifest.parts[name].rows for name in names]
     sizes = [limit if size is None else size for size in known]
+    limit = max(limit, -(-sum(sizes) // MAX_SLICES))
     return [[names[place] for place in group] for group in group_by_size(sizes, limit=limit)]
 
 
@@ -148,7 +214,9 @@ def run_slices(
     with Progress(room, total=len(slices), done=len(slices) - len(todo), unit=f"{unit} ({name})") as progress:
         for _ in each(partial(_recorded, task=task, folder=records), todo) if todo else ():
             progress.advance(1)
-    return [json.loads(fs.read_bytes(fs.join(records, _file(i)))) for i in range(len(slices))]
+    with ThreadPoolExecutor(16) as pool:  # in an object store each is a round trip
+        texts = pool.map(fs.read_bytes, [fs.join(records, _file(i)) for i in range(len(slices))])
+        return list(map(json.loads, texts))
 
 
 def write_tables(folder: str, tables: Mapping[str, pa.Table]) -> list[Any]:

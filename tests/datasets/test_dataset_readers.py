@@ -96,7 +96,8 @@ def test_columns_of_users_and_vectors(tmp_path):
         *({"doc_id": f"d{n}", "title": f"note {n}", "image": [n, 0.5] if n else "none"} for n in range(4)),
     )
     write_lines(tmp_path / "queries.jsonl", {"query_id": "q", "query": "note"})
-    write_lines(tmp_path / "qrels.jsonl", {"query_id": "q", "doc_id": "d1"})
+    odd = [{"query_id": "q", "doc_id": doc_id} for doc_id in (1.5, "half \ud800", ["d1"], None)]
+    write_lines(tmp_path / "qrels.jsonl", {"query_id": "q", "doc_id": "d1"}, *odd)
     users = [{"uid": "ann", "age": 30}, {"uid": "ben", "age": "old"}, {"uid": "ann", "age": 31}, {"age": 9}]
     write_lines(tmp_path / "users.jsonl", *users)
     config = Columns(
@@ -114,7 +115,14 @@ def test_columns_of_users_and_vectors(tmp_path):
     ]
     assert artifact.table("documents")["image"].to_pylist() == [None, [1, 0.5], [2, 0.5], [3, 0.5]]
     reasons = artifact.manifest.info["rejected_by_reason"]
-    assert reasons == {"users: duplicate user_id": 1, "users: no user_id": 1}
+    assert reasons == {
+        "qrels: doc_id is of type float": 1,
+        "qrels: doc_id is of type list": 1,
+        "qrels: doc_id with control characters": 1,
+        "qrels: no doc_id": 1,
+        "users: duplicate user_id": 1,
+        "users: no user_id": 1,
+    }
 
 
 def test_columns(tmp_path):

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalingnote.datasets.config import Logs
+from scalingnote.datasets.file_slices import find_files
+from scalingnote.datasets.file_slices import lines as lines_of
 from scalingnote.datasets.logs.column_checks import LogTally
-from scalingnote.datasets.logs.inputs import LogSlice, column_kinds, find_files, plan_slices
-from scalingnote.datasets.logs.slice_reader import _lines, read_slice
+from scalingnote.datasets.logs.inputs import LogSlice, column_kinds, plan_slices
+from scalingnote.datasets.logs.slice_reader import read_slice
 from scalingnote.errors import DataError
 
 IMPRESSION = {
@@ -59,7 +61,7 @@ def test_files_are_found_sorted_below_directories_and_by_pattern(tmp_path):
     base = str(tmp_path)
 
     def names(path):
-        return [uri.removeprefix(base + "/") for uri, size, _ in find_files(path)]
+        return [file.uri.removeprefix(base + "/") for file in find_files(path)]
 
     assert names(f"{base}/b") == names(f"{base}/b/") == ["b/1.parquet", "b/2.parquet"]
     assert names(base) == ["a.jsonl", "b/1.parquet", "b/2.parquet"]
@@ -184,7 +186,7 @@ def test_byte_ranges_give_every_line_to_one_slice(tmp_path_factory, lengths, ste
         LogSlice(0, "impressions", str(path), {}, start, min(start + step, len(data)), step, 0)
         for start in range(0, len(data), step)
     ]
-    assert b"".join(_lines(piece) for piece in pieces) == data
+    assert b"".join(line for p in pieces for line in lines_of(p.uri, p.start, p.stop)) == data
 
 
 def test_a_broken_line_changes_no_other_row(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from scalingnote.datasets import row_checks
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.job import run as prepare
-from scalingnote.datasets.logs import job
+from scalingnote.datasets.logs import job, log_tasks
 from scalingnote.datasets.logs.inputs import plan_slices
 from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.errors import DataError
@@ -343,6 +343,33 @@ def test_a_killed_run_goes_on_and_doubles_nothing(small, tmp_path, tasks, caplog
 
 
 EVIDENCE = ("impressions", "scores", "qrels")
+
+
+def test_a_query_with_a_tenth_of_all_impressions_is_streamed(tmp_path, monkeypatch):
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_BATCH", 50)
+    monkeypatch.setattr(log_tasks, "IMPRESSIONS_PER_PART", 64)
+    log = random_log(6)
+    log["impressions"] = [
+        {**row, "query": "head"} if number % 10 == 0 else row
+        for number, row in enumerate(log["impressions"] * 5)
+    ]
+    config = Logs(**write(log, tmp_path / "in", files=2, form="parquet"), **WINDOWS, parts=8)
+    sizes = []
+    stream = log_tasks.stream
+
+    def watched(*arguments):
+        for rows in stream(*arguments):
+            sizes.append(len(rows))
+            yield rows
+
+    monkeypatch.setattr(log_tasks, "stream", watched)
+    artifact = build(config, tmp_path / "out")
+    (head,) = (row["query_id"] for row in artifact.table("queries").to_pylist() if row["query"] == "head")
+    parts = [artifact.table(name) for name in artifact.names("impressions/")]
+    rows = [part for part in parts if head in part["query_id"].to_pylist()]
+    assert sum(map(len, rows)) > 90
+    assert max(map(len, parts)) == 64
+    assert max(sizes) == 50
 
 
 def test_work_of_other_files_is_not_taken_for_ours(small, tmp_path):

@@ -115,7 +115,7 @@ def test_errors_before_any_row_is_read(tmp_path):
     pq.write_table(pa.table({"body": ["text"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"only \['body'\]"):
         read_texts(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
+    with pytest.raises(DataError, match="is not a Parquet file"):
         read_texts(lines(tmp_path / "b.parquet", b"PAR1 not really"))
     with pytest.raises(DataError, match="needs settings"):
         read_texts("beir")

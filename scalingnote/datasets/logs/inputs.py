@@ -4,17 +4,15 @@ A file with missing or wrongly typed columns is refused before any work; `column
 """
 
 import json
-import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
-import pyarrow.fs as pafs
-import pyarrow.parquet as pq
 
 from scalingnote.datasets.config import FeatureType, Logs, TableFile
+from scalingnote.datasets.file_slices import Cut, byte_cuts, find_files, parquet_footer, row_group_cuts
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 
@@ -79,13 +77,18 @@ class _File(NamedTuple):
 
 class _Layout(NamedTuple):
     columns: dict[str, str]  # our name -> the file's
-    cuts: list[tuple[int, int, int]]  # start, stop, bytes of each slice
+    cuts: list[Cut]
 
 
 def plan_slices(config: Logs) -> list[LogSlice]:
     """All slices of all tables; DataError names the file and the column that do not fit."""
     tables: dict[str, TableFile | None] = {name: getattr(config, name) for name in TABLES}
-    files = [_File(name, *info) for name, table in tables.items() if table for info in find_files(table.path)]
+    files = [
+        _File(name, file.uri, file.size, file.changed)
+        for name, table in tables.items()
+        if table
+        for file in find_files(table.path)
+    ]
     with ThreadPoolExecutor(16) as pool:  # each footer in an object store is one round trip
         inspected = _with_same_query_key(files, list(pool.map(lambda file: _inspect(file, config), files)))
     slices = [
@@ -94,41 +97,6 @@ def plan_slices(config: Logs) -> list[LogSlice]:
         for cut in layout.cuts
     ]
     return [replace(piece, number=number) for number, piece in enumerate(slices)]
-
-
-def find_files(path: str) -> Iterator[tuple[str, int, int]]:
-    """URI, bytes and modification time of the files at `path`, sorted.
-
-    `path` is a file, a directory, or a pattern of ``*`` and ``?``. Below a directory, names that start with
-    ``.`` or ``_`` (markers of other systems) are skipped.
-    """
-    path = fs.absolute(path).rstrip("/")
-    fixed = re.split(r"[*?]", path, maxsplit=1)[0]
-    base = path if fixed == path else fixed.rsplit("/", 1)[0]
-    filesystem, inside = fs.resolve(base)
-    top = filesystem.get_file_info(inside)
-    if top.type == pafs.FileType.File:
-        infos = {"": top}
-    else:
-        selector = pafs.FileSelector(inside, recursive=True, allow_not_found=True)
-        listed = [info for info in filesystem.get_file_info(selector) if info.type == pafs.FileType.File]
-        named = {info.path[len(inside) :].strip("/"): info for info in listed}
-        pattern = _pattern(path[len(base) :].strip("/"))
-        infos = {name: info for name, info in named.items() if pattern.fullmatch(name)}
-    if not infos:
-        raise DataError(f"no file at {path}: check the path")
-    for name, info in sorted(infos.items()):
-        uri = fs.join(base, name) if name else base
-        if not uri.endswith((".jsonl", ".parquet")):
-            raise DataError(f"{uri} is neither .jsonl nor .parquet: convert it or narrow the path")
-        yield uri, info.size, info.mtime_ns or 0
-
-
-def _pattern(glob: str) -> re.Pattern[str]:
-    if not glob:
-        return re.compile(r"(?:[^._/][^/]*/)*[^._/][^/]*")
-    text = re.escape(glob).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
-    return re.compile(text)
 
 
 def _inspect(file: _File, config: Logs) -> _Layout:
@@ -159,24 +127,13 @@ _Inspection = tuple[set[str], dict[str, str], _Layout]
 
 
 def _inspect_parquet(file: _File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
-    """Slices are runs of row groups of up to `limit` bytes; a larger row group is a slice of its own."""
-    try:
-        with fs.open_input(file.uri) as source:
-            reader = pq.ParquetFile(source)
-            schema, metadata = reader.schema_arrow, reader.metadata
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file.uri} is not a Parquet file: {error}") from None
+    """Slices are runs of row groups of up to `limit` bytes."""
+    footer = parquet_footer(file.uri)
+    schema = footer.schema.to_arrow_schema()
     columns = {name: column for name, column in theirs.items() if column in schema.names}
     types = {name: schema.field(column).type for name, column in columns.items()}
     wrong = {name: str(kind) for name, kind in types.items() if not _fits_arrow(kind, kinds[name])}
-    cuts: list[tuple[int, int, int]] = []
-    for number in range(metadata.num_row_groups):
-        size = metadata.row_group(number).total_byte_size
-        if cuts and cuts[-1][2] + size <= limit:
-            cuts[-1] = (cuts[-1][0], number + 1, cuts[-1][2] + size)
-        else:
-            cuts.append((number, number + 1, size))
-    return set(columns), wrong, _Layout(columns, cuts)
+    return set(columns), wrong, _Layout(columns, row_group_cuts(footer, limit))
 
 
 def _inspect_json(file: _File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
@@ -200,9 +157,7 @@ def _inspect_json(file: _File, theirs: dict[str, str], kinds: dict[str, Kind], l
     # Optional columns may first occur later in the file; the key of queries and the presence of grades must
     # not change within it.
     columns = {n: column for n, column in theirs.items() if n in seen or n not in _FIXED_COLUMNS}
-    starts = range(0, file.size, limit)
-    cuts = [(start, min(start + limit, file.size), min(limit, file.size - start)) for start in starts]
-    return seen, wrong, _Layout(columns, cuts)
+    return seen, wrong, _Layout(columns, byte_cuts(file.size, limit))
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

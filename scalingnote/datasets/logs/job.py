@@ -30,14 +30,14 @@ from scalingnote.datasets.logs.column_checks import LogTally
 from scalingnote.datasets.logs.inputs import LogSlice, plan_slices
 from scalingnote.datasets.logs.log_tasks import check_slice, route_slice, write_documents, write_queries
 from scalingnote.datasets.logs.time_split import SplitWindows, choose_windows
+from scalingnote.datasets.resume import resume_or_clear
 from scalingnote.errors import DataError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import CLAIM, LEASE, Artifact, Draft, Part
+from scalingnote.storage.artifact import Artifact, Draft, Part
 from scalingnote.storage.shuffle import JsonRecord, TaskRunner
 
 log = get_logger("datasets")
-_OUTPUTS = ("documents", "queries", "qrels", "impressions", "scores")
 _COUNTS = ("documents", "queries", "qrels", "impressions", "scores", "train_queries", "test_queries")
 _MAX_BUCKET_BYTES = 1 << 30  # of input; above it, a warning advises more buckets
 Task = Callable[[Any], JsonRecord]
@@ -61,7 +61,7 @@ def run(config: Logs, *, output: str) -> Artifact:
 
 def build(config: Logs, draft: Draft, slices: Sequence[LogSlice], *, each: TaskRunner) -> Artifact:
     """Build the data set from `slices`; `each` runs the tasks. DataError if nothing is usable."""
-    _resume_or_clear(draft, slices)
+    resume_or_clear(draft, [asdict(piece) for piece in slices])
     _warn_of_large_buckets(config, slices)
     tally = LogTally()
     run = partial(_step, draft=draft, each=each, tally=tally)
@@ -133,20 +133,6 @@ def _recorded(item: tuple[int, Any], *, task: Task, folder: str) -> JsonRecord:
 
 def _file(number: int) -> str:
     return f"{number:06d}.json"
-
-
-def _resume_or_clear(draft: Draft, slices: Sequence[LogSlice]) -> None:
-    """Delete the unfinished work of a run on other files, or on other versions of them."""
-    plan = json.dumps([asdict(piece) for piece in slices]).encode()
-    uri = draft.work("plan.json")
-    if fs.exists(uri) and fs.read_bytes(uri) == plan:
-        return
-    for name in _OUTPUTS:
-        fs.delete(draft.path(name))
-    for file in fs.list_files(draft.work()):
-        if file not in (CLAIM, LEASE):  # without them a second process would start to build the artifact
-            fs.delete(draft.work(file))
-    fs.write_bytes(uri, plan)
 
 
 def _each(task: Task, items: Sequence[Any], *, resources: Resources) -> Iterator[JsonRecord]:

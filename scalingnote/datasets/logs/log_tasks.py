@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from scalingnote.datasets.config import Logs
+from scalingnote.datasets.document_tasks import write_parts
 from scalingnote.datasets.logs import time_split
 from scalingnote.datasets.logs.column_checks import CHECKED, LogTally, check_table
 from scalingnote.datasets.logs.inputs import LogSlice, column_kinds
@@ -21,7 +22,7 @@ from scalingnote.datasets.logs.slice_reader import read_slice
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import write_table
 from scalingnote.storage.schema import QRELS, SCORES
-from scalingnote.storage.shuffle import bucket_of, gather, scatter
+from scalingnote.storage.shuffle import bucket_of, gather, named_stream, scatter, stream
 
 IDS = pa.schema({"doc_id": pa.string()})
 IMPRESSIONS_PER_PART = 1 << 19
@@ -61,9 +62,9 @@ def route_slice(
     Impressions of the train window are sent as rows, those of the test window as counts of clicks.
     """
     tally = LogTally()
-    uri = fs.join(work, "checked", _name(piece))
+    uri = _checked(piece, work)
     without_text = [field for field in CHECKED[piece.table] if field.name != "query"]
-    rows = _read_parquet(uri) if fs.exists(uri) else pa.schema(without_text).empty_table()
+    rows = pq.read_table(fs.open_input(uri)) if fs.exists(uri) else pa.schema(without_text).empty_table()
     unknown = gather(fs.join(work, "unknown"), piece.number, schema=IDS)["doc_id"].combine_chunks()
     is_unknown = np.asarray(pc.is_in(rows["doc_id"], value_set=unknown))
     tally.reject(piece.table, "unknown doc_id", rows, is_unknown)
@@ -91,17 +92,17 @@ def _store_checked(rows: pa.Table, piece: LogSlice, *, config: Logs, work: str) 
         texts = time_split.count_query_texts(rows, weight=int(piece.table == "impressions"))
         _send(texts, "query_id", "texts", piece, config=config, work=work)
     kept = [column for column in rows.column_names if column != "query"]
-    write_table(fs.join(work, "checked", _name(piece)), rows.select(kept))
+    write_table(_checked(piece, work), rows.select(kept))
 
 
 def _send(rows: pa.Table, key: str, target: str, piece: LogSlice, *, config: Logs, work: str) -> None:
     if len(rows):
-        name = _name(piece).removesuffix(".parquet")
+        name = f"{piece.number:06d}"
         scatter(rows, bucket_of(rows[key], config.parts), target=fs.join(work, target), name=name)
 
 
-def _name(piece: LogSlice) -> str:
-    return f"{piece.number:06d}.parquet"
+def _checked(piece: LogSlice, work: str) -> str:
+    return fs.join(work, "checked", f"{piece.number:06d}.parquet")
 
 
 # --- one bucket: documents by doc_id, then queries by query_id --------------------------------------------
@@ -110,25 +111,26 @@ def _name(piece: LogSlice) -> str:
 def write_documents(bucket: int, *, config: Logs, work: str, output: str) -> dict[str, Any]:
     """Write the first document of every id of a bucket, and for each slice the ids that are unknown."""
     tally = LogTally()
-    files = _bucket_files(work, "documents", bucket)
-    ids = pa.concat_tables([IDS.empty_table(), *(_read_parquet(uri, ["doc_id"]) for uri in files)])
+    scattered = fs.join(work, "documents")
+    ids = gather(scattered, bucket, schema=IDS)
     first = time_split.first_rows(ids, ["doc_id"])
 
     def first_documents() -> Iterator[pa.Table]:
         start = 0
-        for uri in files:
-            rows = _read_parquet(uri)
+        for rows in stream(scattered, bucket):
             mask = first[start : start + len(rows)]
             start += len(rows)
             tally.reject("documents", "duplicate doc_id", rows, ~mask)
             yield rows.filter(pa.array(mask))
 
     name = f"documents/part-{bucket:05d}"
-    written = _write_parts(first_documents(), name, rows_per_part=config.documents_per_part, output=output)
+    written = write_parts(first_documents(), name, rows_per_part=config.documents_per_part, output=output)
     known = ids["doc_id"].filter(pa.array(first)).combine_chunks()
-    for number, unknown in _unknown_ids(_bucket_files(work, "named", bucket), known):
-        uri = fs.join(work, "unknown", f"{number:05d}", f"{bucket:05d}.parquet")
-        write_table(uri, pa.table([unknown], IDS))
+    unknown = [*_unknown_ids(named_stream(fs.join(work, "named"), bucket), known)]
+    ids_of_slices = pa.concat_arrays([pa.array([], pa.string()), *(found for _, found in unknown)])
+    lengths = np.array([len(found) for _, found in unknown], np.int64)
+    numbers = np.repeat(np.array([number for number, _ in unknown], np.int64), lengths)
+    scatter(pa.table([ids_of_slices], IDS), numbers, target=fs.join(work, "unknown"), name=f"{bucket:05d}")
     tally.counts["documents"] += len(known)
     return {"done": len(ids), "parts": written, "tally": tally.values()}
 
@@ -140,8 +142,8 @@ def write_queries(bucket: int, *, config: Logs, work: str, output: str) -> dict[
         gather(fs.join(work, "asked"), bucket, schema=time_split.TEST_CLICKS)
     )
     texts = time_split.sum_equal_rows(gather(fs.join(work, "texts"), bucket, schema=time_split.QUERY_TEXTS))
-    impressions = _bucket_files(work, "train", bucket)
-    ids = [_read_parquet(uri, ["query_id"])["query_id"].unique() for uri in impressions]
+    impressions = fs.join(work, "train")
+    ids = [rows["query_id"].unique() for rows in stream(impressions, bucket, ["query_id"])]
     trained = pa.concat_arrays([pa.array([], pa.string()), *ids]).unique()
     if config.qrels:
         judged = _known(gather(fs.join(work, "qrels"), bucket, schema=QRELS), "qrels", texts, tally)
@@ -160,9 +162,10 @@ def write_queries(bucket: int, *, config: Logs, work: str, output: str) -> dict[
     for table, rows in (tables | ({"scores": useful} if len(useful) else {})).items():
         part = f"{table}/part-{bucket:05d}.parquet"
         written[part] = vars(write_table(fs.join(output, part), rows))
-    rows = map(_read_parquet, impressions)
     name = f"impressions/part-{bucket:05d}"
-    written |= _write_parts(rows, name, rows_per_part=IMPRESSIONS_PER_PART, output=output)
+    written |= write_parts(
+        stream(impressions, bucket), name, rows_per_part=IMPRESSIONS_PER_PART, output=output
+    )
     for part, values in written.items():
         tally.counts[part.split("/")[0]] += values["rows"]
     tally.counts["train_queries"] += len(trained)
@@ -170,23 +173,25 @@ def write_queries(bucket: int, *, config: Logs, work: str, output: str) -> dict[
     return {"done": 1, "parts": written, "tally": tally.values()}
 
 
-def _unknown_ids(files: list[str], known: pa.Array) -> Iterator[tuple[int, pa.Array]]:
-    """The number of each slice that names unknown ids of this bucket, and these ids."""
+def _unknown_ids(named: Iterable[tuple[str, pa.Table]], known: pa.Array) -> Iterator[tuple[int, pa.Array]]:
+    """Numbers of slices, and ids of this bucket that they name and that are unknown."""
     waiting: list[tuple[int, pa.Array]] = []
-    for place, uri in enumerate(files, 1):
-        number = int(uri.rsplit("/", 1)[1].removesuffix(".parquet"))
-        waiting.append((number, _read_parquet(uri)["doc_id"].combine_chunks()))
-        if place < len(files) and sum(len(ids) for _, ids in waiting) < _IDS_PER_LOOKUP:
-            continue
-        # One lookup for many slices, since each lookup hashes all known ids again.
-        is_unknown = pc.invert(pc.is_in(pa.concat_arrays([ids for _, ids in waiting]), value_set=known))
-        start = 0
-        for number, ids in waiting:
-            unknown = ids.filter(is_unknown.slice(start, len(ids)))
-            start += len(ids)
-            if len(unknown):
-                yield number, unknown
-        waiting = []
+    for name, rows in named:
+        waiting.append((int(name), rows["doc_id"].combine_chunks()))
+        if sum(len(ids) for _, ids in waiting) >= _IDS_PER_LOOKUP:
+            yield from _look_up(waiting, known)
+            waiting = []
+    yield from _look_up(waiting, known)
+
+
+def _look_up(waiting: list[tuple[int, pa.Array]], known: pa.Array) -> Iterator[tuple[int, pa.Array]]:
+    """One lookup for many slices, since each lookup hashes all known ids again."""
+    named = pa.concat_arrays([pa.array([], pa.string()), *(ids for _, ids in waiting)])
+    is_unknown = pc.invert(pc.is_in(named, value_set=known))
+    start = 0
+    for number, ids in waiting:
+        yield number, ids.filter(is_unknown.slice(start, len(ids)))
+        start += len(ids)
 
 
 def _known(rows: pa.Table, table: str, texts: pa.Table, tally: LogTally) -> pa.Table:
@@ -197,45 +202,3 @@ def _known(rows: pa.Table, table: str, texts: pa.Table, tally: LogTally) -> pa.T
     first = time_split.first_rows(rows, ["query_id", "doc_id"])
     tally.reject(table, "duplicate query and document", rows, ~first)
     return rows.filter(pa.array(first))
-
-
-# --- files ------------------------------------------------------------------------------------------------
-
-
-def _read_parquet(uri: str, columns: list[str] | None = None) -> pa.Table:
-    """One Parquet file, or some columns of it."""
-    with fs.open_input(uri) as source:
-        return pq.ParquetFile(source).read(columns)
-
-
-def _bucket_files(work: str, target: str, bucket: int) -> list[str]:
-    """The files that slices sent to a bucket of `target`, in the order of the slices."""
-    folder = fs.join(work, target, f"{bucket:05d}")
-    return [fs.join(folder, name) for name in fs.list_files(folder)]
-
-
-def _write_parts(
-    tables: Iterable[pa.Table], name: str, *, rows_per_part: int, output: str
-) -> dict[str, dict[str, Any]]:
-    """Write all rows to ``{name}-00000.parquet``, ...; returns the fields of each :class:`Part` by name."""
-    written = {}
-    for number, rows in enumerate(_rechunk(tables, rows_per_part)):
-        part = f"{name}-{number:05d}.parquet"
-        written[part] = vars(write_table(fs.join(output, part), rows))
-    return written
-
-
-def _rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
-    """The same rows in tables of `size` (the last one may be shorter); holds two tables in memory."""
-    waiting: list[pa.Table] = []
-    for table in tables:
-        start = 0
-        while start < len(table):
-            room = size - sum(map(len, waiting))
-            waiting.append(table.slice(start, room))
-            start += room
-            if sum(map(len, waiting)) == size:
-                yield pa.concat_tables(waiting)
-                waiting = []
-    if waiting:
-        yield pa.concat_tables(waiting)

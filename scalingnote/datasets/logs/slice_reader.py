@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
+from scalingnote.datasets.file_slices import lines
 from scalingnote.datasets.logs.column_checks import PROBLEM, LogTally
 from scalingnote.datasets.logs.inputs import Kind, LogSlice
 from scalingnote.storage import filesystem as fs
@@ -21,7 +22,6 @@ from scalingnote.storage.schema import is_valid_unicode, replace_surrogates
 
 _BLOCK_BYTES = 1 << 20
 _MIN_BLOCK_BYTES = 1 << 14
-_PEEK_BYTES = 1 << 16
 
 
 def read_slice(piece: LogSlice, *, kinds: dict[str, Kind], tally: LogTally) -> Iterator[pa.Table]:
@@ -34,7 +34,8 @@ def read_slice(piece: LogSlice, *, kinds: dict[str, Kind], tally: LogTally) -> I
                 columns = {name: rows[column] for name, column in piece.columns.items()}
                 yield pa.table(columns | {PROBLEM: pa.nulls(len(rows), pa.string())})
         return
-    for block in _blocks(_lines(piece), _BLOCK_BYTES):
+    data = b"".join(lines(piece.uri, piece.start, piece.stop))
+    for block in _blocks(data, _BLOCK_BYTES):
         # Both ways of reading usually give the same schema; few tables are faster to process than many.
         for _, alike in groupby(_parse(block, piece, kinds, tally), key=lambda table: table.schema):
             yield pa.concat_tables(alike)
@@ -51,22 +52,6 @@ def _parse(block: bytes, piece: LogSlice, kinds: dict[str, Kind], tally: LogTall
         return
     for part in smaller:
         yield from _parse(part, piece, kinds, tally)
-
-
-def _lines(piece: LogSlice) -> bytes:
-    """The lines whose first byte lies in [start, stop)."""
-    first = max(piece.start - 1, 0)
-    with fs.open_input(piece.uri) as source:
-        source.seek(first)
-        data: bytes = source.read(piece.stop - first)
-        while not data.endswith(b"\n") and (more := source.read(_PEEK_BYTES)):
-            head, newline, _ = more.partition(b"\n")
-            data += head + newline
-    if not piece.start:
-        return data
-    # Reading started one byte early: a newline there means that a line begins at `start`.
-    begin = data.find(b"\n") + 1
-    return data[begin:] if 0 < begin < piece.stop - first else b""
 
 
 def _blocks(data: bytes, size: int) -> Iterator[bytes]:

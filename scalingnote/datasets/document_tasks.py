@@ -1,0 +1,314 @@
+"""Documents in tasks: rows are checked, repeated ids are found by a shuffle, parts keep the input's order.
+
+    check    slices of the input  -> valid rows, and their ids by bucket; rejected rows
+    repeats  buckets of doc_ids   -> for each slice, the rows whose id an earlier slice has
+    write    slices               -> the parts that begin in them
+
+A task holds one slice or one bucket of ids. Its record has counts and names of parts, so the driver's memory
+grows with the number of slices and parts alone, and a killed run loses the tasks that were running. Parts and
+rejected rows depend on the input and the config, not on slices or workers.
+"""
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+from jaxtyping import Int32
+from numpy import ndarray
+
+from scalingnote.datasets import row_checks, splits
+from scalingnote.datasets.config import AnyDataset, NewDocuments
+from scalingnote.datasets.logs.time_split import first_rows
+from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, SlicedRows, Source
+from scalingnote.errors import DataError
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Draft, Part, write_table
+from scalingnote.storage.schema import DOCUMENTS
+from scalingnote.storage.shuffle import (
+    JsonRecord,
+    TaskRunner,
+    bucket_of,
+    gather,
+    named_stream,
+    run_slices,
+    scatter,
+)
+
+SLICES_PER_BUCKET = 8  # a bucket has as many ids as these slices
+_ROWS_PER_BATCH = 4096
+_LOCATED = pa.schema({"doc_id": pa.string(), "row": pa.int32()})
+_ROW = pa.schema({"row": pa.int32()})
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every task needs; the same for all of them."""
+
+    config: AnyDataset | NewDocuments
+    features: pa.Schema
+    rank: Callable[[Row], Any] | None  # of a subset
+    slices: int
+    work: str
+    output: str
+
+    @property
+    def buckets(self) -> int:
+        """Of doc_ids; the ids of a single slice are compared at once."""
+        return -(-self.slices // SLICES_PER_BUCKET) if self.slices > 1 else 0
+
+    def checked(self, number: int) -> str:
+        """The valid rows of a slice."""
+        return fs.join(self.work, "checked", f"{number:06d}.arrow")
+
+    def rejected(self, number: int) -> str:
+        """Its rejected rows."""
+        return fs.join(self.work, "rejected", f"{number:06d}.arrow")
+
+
+def left_out_ids(work: str) -> str:
+    """URI of the ids of valid documents that a subset left out."""
+    return fs.join(work, "left_out.arrow")
+
+
+class Documents(NamedTuple):
+    """What the tasks wrote."""
+
+    parts: list[str]  # in the order of the input
+    rows: int
+    left_out: int  # valid rows that a subset has not
+
+
+def write_documents(
+    draft: Draft,
+    source: Source,
+    *,
+    config: AnyDataset | NewDocuments,
+    quarantine: Quarantine,
+    each: TaskRunner,
+    limit: int | None,
+) -> Documents:
+    """Write the parts of documents; DataError if there is none, or clicks are to be simulated for too many.
+
+    Args:
+        draft: registers the parts.
+        source: its documents are the input.
+        config: of the data set.
+        quarantine: takes the rejected rows.
+        each: runs the tasks.
+        limit: the number of documents for which clicks can be simulated; None where they are not.
+    """
+    slices = slices_of(source, config)
+    context = Context(config, source.features, source.rank, len(slices), draft.work(), draft.uri)
+    do = partial(run_slices, folder=draft.work(), each=each, room="datasets")
+    checked = do("check", partial(_check, context=context), slices)
+    if limit is not None and (rows := sum(record["rows"] for record in checked)) > limit:
+        raise DataError(
+            f"{config.name}: {rows:,} documents, but clicks are simulated for {limit:,} at most: set "
+            "dataset.click_model to null, give impressions, or take a subset by dataset.max_documents"
+        )
+    repeated = Counter[int]()
+    for counts in do("repeats", partial(_find_repeats, context=context), range(context.buckets)):
+        repeated.update({int(number): count for number, count in counts.items()})
+    kept = [record["rows"] - repeated[number] for number, record in enumerate(checked)]
+    ends = list(accumulate(kept, initial=0))
+    sections = [
+        (rows, _section(number, ends, config.documents_per_part, repeated))
+        for number, rows in enumerate(slices)
+    ]
+    written = do("write", partial(_write, context=context), sections)
+    for number, (first, last) in enumerate(zip(checked, written, strict=True)):
+        counts = last["quarantine"] or first["quarantine"]
+        if counts["rejected"] or counts["mended"]:
+            quarantine.add(
+                **counts, rows=pa.ipc.open_file(fs.open_input(context.rejected(number))).read_all()
+            )
+    if not ends[-1]:
+        raise DataError(f"{config.name}: no usable document{quarantine.reasons()}")
+    for record in written:
+        for name, part in record["parts"].items():
+            draft.register(name, Part(**part))
+    parts = [name for record in written for name in record["parts"]]
+    return Documents(parts, ends[-1], sum(record["left_out"] for record in checked))
+
+
+def slices_of(source: Source, config: AnyDataset | NewDocuments) -> Sequence[Rows]:
+    """The slices of the input. A subset is chosen from all rows, so they are one slice."""
+    if isinstance(source.documents, SlicedRows) and config.max_documents is None:
+        return source.documents.slices
+    return [source.documents]
+
+
+class _Section(NamedTuple):
+    """The parts that begin in a slice; the last one may end in a later slice."""
+
+    skip: int  # rows of the slice that are in earlier parts
+    rows: int
+    first: int  # number of the first part
+    repeats: list[int]  # those of the slices read that have repeats
+
+
+def _section(number: int, ends: list[int], per_part: int, repeated: Counter[int]) -> _Section:
+    """The section of a slice; `ends` has the rows before each slice and, last, all rows."""
+    first, last = -(-ends[number] // per_part), -(-ends[number + 1] // per_part)
+    begin, end = first * per_part, min(last * per_part, ends[-1])
+    after = max(bisect_left(ends, end), number + 1)
+    repeats = [other for other in range(number, after) if repeated[other]]
+    return _Section(begin - ends[number], max(end - begin, 0), first, repeats)
+
+
+# --- tasks ------------------------------------------------------------------------------------------------
+
+
+def _check(item: tuple[int, Rows], *, context: Context) -> JsonRecord:
+    """Store the valid rows of a slice, and send their ids to buckets."""
+    number, rows = item
+    config, features = context.config, context.features
+    quarantine = Quarantine()
+    valid: Iterable[Row] = row_checks.documents(rows, config=config, features=features, quarantine=quarantine)
+    left_out = 0
+    if config.max_documents is not None:
+        valid, left_out = _subset(valid, context)
+    schema = pa.schema([*DOCUMENTS, *features])
+    remaining, batches = iter(valid), [schema.empty_table()]
+    while some := list(islice(remaining, _ROWS_PER_BATCH)):
+        batches.append(pa.Table.from_pylist(some, schema))
+    table = pa.concat_tables(batches)
+    write_table(context.checked(number), table)
+    if context.buckets:
+        located = pa.table([table["doc_id"], np.arange(len(table), dtype=np.int32)], schema=_LOCATED)
+        bucket = bucket_of(located["doc_id"], context.buckets)
+        scatter(located, bucket, target=fs.join(context.work, "ids"), name=f"{number:06d}")
+    counts = _set_aside(quarantine, number, context)
+    return {"rows": len(table), "left_out": left_out, "quarantine": counts}
+
+
+def _subset(valid: Iterable[Row], context: Context) -> tuple[list[Row], int]:
+    """The rows of a subset, and the number of the others, whose ids are stored."""
+    config, ids = context.config, list[str]()
+    assert config.max_documents is not None
+
+    def recorded() -> Iterator[Row]:
+        for row in valid:
+            ids.append(row["doc_id"])
+            yield row
+
+    rows = splits.subset(recorded(), size=config.max_documents, seed=config.seed, rank=context.rank)
+    chosen = {row["doc_id"] for row in rows}
+    others = pa.table({"doc_id": pa.array([id for id in ids if id not in chosen], pa.string())})
+    write_table(left_out_ids(context.work), others)
+    return rows, len(others)
+
+
+def _set_aside(quarantine: Quarantine, number: int, context: Context) -> dict[str, Any]:
+    """Store the rejected rows of a slice; returns the counts."""
+    write_table(context.rejected(number), quarantine.table())
+    return {"rejected": dict(quarantine.rejected), "mended": dict(quarantine.mended)}
+
+
+def _find_repeats(item: tuple[int, int], *, context: Context) -> dict[str, int]:
+    """Find the rows of a bucket whose id has come before; returns their number in each slice."""
+    bucket = item[1]
+    found = list(named_stream(fs.join(context.work, "ids"), bucket))
+    located = pa.concat_tables([_LOCATED.empty_table(), *(rows for _, rows in found)])
+    lengths = np.array([len(rows) for _, rows in found], np.int64)
+    numbers = np.repeat(np.array([int(name) for name, _ in found], np.int64), lengths)
+    repeated = ~first_rows(located, ["doc_id"])
+    rows = located.filter(pa.array(repeated)).select(["row"])
+    scatter(rows, numbers[repeated], target=_repeated(context), name=f"{bucket:05d}")
+    return {str(number): count for number, count in Counter(numbers[repeated].tolist()).items()}
+
+
+def _write(item: tuple[int, tuple[Rows, _Section]], *, context: Context) -> JsonRecord:
+    """Write the parts that begin in a slice; set its repeats aside."""
+    number, (rows, section) = item
+    parts = write_parts(
+        take_rows(_valid_rows(number, section.repeats, context), section.skip, section.rows),
+        "documents/part",
+        first=section.first,
+        rows_per_part=context.config.documents_per_part,
+        output=context.output,
+    )
+    counts = None
+    if number in section.repeats:
+        # The same check again, which now knows the repeats: rejected rows keep the order of the input.
+        quarantine = Quarantine()
+        checked = row_checks.documents(
+            rows,
+            config=context.config,
+            features=context.features,
+            quarantine=quarantine,
+            repeated=set(_repeats_of(number, context).tolist()),
+        )
+        deque(checked, maxlen=0)
+        counts = _set_aside(quarantine, number, context)
+    return {"parts": parts, "quarantine": counts}
+
+
+def _valid_rows(first: int, repeats: list[int], context: Context) -> Iterator[pa.Table]:
+    """The rows of a slice and of all later ones, without repeats; slices are opened when they are reached."""
+    for number in range(first, context.slices):
+        with fs.open_input(context.checked(number)) as source:
+            table = pa.ipc.open_file(source).read_all()
+            if number in repeats:
+                kept = np.ones(len(table), bool)
+                kept[_repeats_of(number, context)] = False
+                table = table.filter(pa.array(kept))
+            yield table
+
+
+def _repeats_of(number: int, context: Context) -> Int32[ndarray, " repeats"]:
+    """The rows of a slice whose id an earlier slice has."""
+    rows: ndarray = gather(_repeated(context), number, schema=_ROW)["row"].to_numpy()
+    return rows
+
+
+def _repeated(context: Context) -> str:
+    return fs.join(context.work, "repeated")
+
+
+# --- parts ------------------------------------------------------------------------------------------------
+
+
+def take_rows(tables: Iterable[pa.Table], skip: int, count: int) -> Iterator[pa.Table]:
+    """The rows [skip, skip + count) of tables that follow each other."""
+    for table in tables:
+        rows = table.slice(skip, count)
+        skip, count = max(skip - len(table), 0), count - len(rows)
+        yield rows
+        if not count:
+            return
+
+
+def write_parts(
+    tables: Iterable[pa.Table], name: str, *, first: int = 0, rows_per_part: int, output: str
+) -> dict[str, dict[str, Any]]:
+    """Write all rows to ``{name}-{first:05d}.parquet``, ...; returns the fields of each :class:`Part`."""
+    written = {}
+    for number, rows in enumerate(_rechunk(tables, rows_per_part), first):
+        part = f"{name}-{number:05d}.parquet"
+        # One chunk: the bytes of Parquet pages depend on the chunks, which come from slices.
+        written[part] = vars(write_table(fs.join(output, part), rows.combine_chunks()))
+    return written
+
+
+def _rechunk(tables: Iterable[pa.Table], size: int) -> Iterator[pa.Table]:
+    """The same rows in tables of `size` (the last one may be shorter); holds two tables in memory."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        start = 0
+        while start < len(table):
+            room = size - sum(map(len, waiting))
+            waiting.append(table.slice(start, room))
+            start += room
+            if sum(map(len, waiting)) == size:
+                yield pa.concat_tables(waiting)
+                waiting = []
+    if waiting:
+        yield pa.concat_tables(waiting)

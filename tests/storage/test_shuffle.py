@@ -1,0 +1,96 @@
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from scalingnote.config import Config
+from scalingnote.errors import DataError
+from scalingnote.storage import shuffle
+from scalingnote.storage.artifact import Draft
+
+SCHEMA = pa.schema({"key": pa.string(), "value": pa.int64()})
+
+
+@pytest.mark.parametrize(
+    "keys", [[f"k{i % 50}" for i in range(400)], list(range(400))], ids=["text", "numbers"]
+)
+def test_every_row_arrives_once_in_the_bucket_of_its_key(tmp_path, keys):
+    whole = pa.table({"key": keys, "value": range(400)})
+    for number in range(4):
+        piece = whole.slice(number * 100, 100)
+        shuffle.scatter(
+            piece, shuffle.bucket_of(piece["key"], 7), target=str(tmp_path), name=f"slice-{number}"
+        )
+    gathered = [shuffle.gather(str(tmp_path), bucket, schema=whole.schema) for bucket in range(7)]
+    assert sorted(v for table in gathered for v in table["value"].to_pylist()) == list(range(400))
+    assert [shuffle.count_rows(str(tmp_path), bucket) for bucket in range(7)] == [len(t) for t in gathered]
+    for bucket, table in enumerate(gathered):
+        assert set(shuffle.bucket_of(table["key"], 7).tolist()) <= {bucket}
+        assert table["value"].to_pylist() == sorted(table["value"].to_pylist())  # slice after slice
+
+
+def test_a_slice_that_is_written_again_replaces_itself(tmp_path):
+    table = pa.table({"key": ["a", "b"], "value": [1, 2]}, schema=SCHEMA)
+    for _ in range(2):
+        shuffle.scatter(table, np.array([0, 0]), target=str(tmp_path), name="one")
+    assert shuffle.gather(str(tmp_path), 0, schema=SCHEMA).equals(table)
+    shuffle.scatter(SCHEMA.empty_table(), np.array([], np.int64), target=str(tmp_path), name="two")
+    assert len(shuffle.gather(str(tmp_path), 1, schema=SCHEMA)) == 0
+
+
+def test_a_task_writes_one_file_and_a_bucket_reads_its_own_batches(tmp_path, monkeypatch):
+    rows = pa.table({"key": [f"k{i}" for i in range(1000)], "value": range(1000)}, schema=SCHEMA)
+    bucket = shuffle.bucket_of(rows["key"], 50)
+    shuffle.scatter(rows, bucket, target=str(tmp_path), name="one")
+    (tmp_path / "two.arrow.pending").write_bytes(b"of a killed writer")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.arrow", "two.arrow.pending"]
+    opened = []
+    open_input = shuffle.fs.open_input
+    monkeypatch.setattr(shuffle.fs, "open_input", lambda uri: opened.append(uri) or open_input(uri))
+    for number in range(50):
+        values = shuffle.gather(str(tmp_path), number, schema=SCHEMA)["value"].to_pylist()
+        assert values == np.flatnonzero(bucket == number).tolist()
+    assert len(opened) == 1  # the footer is read once
+    only = pa.concat_tables(shuffle.stream(str(tmp_path), 3, ["value"]))
+    assert only.column_names == ["value"]
+    assert only["value"].to_pylist() == np.flatnonzero(bucket == 3).tolist()
+
+
+def test_a_key_with_a_tenth_of_all_rows_is_read_in_bounded_tables(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "ROWS_PER_BATCH", 100)
+    for number in range(4):
+        keys = ["head" if i % 10 == 0 else f"k{number}-{i}" for i in range(5000)]
+        rows = pa.table({"key": keys, "value": range(5000)}, schema=SCHEMA)
+        name = f"{number}"
+        shuffle.scatter(rows, shuffle.bucket_of(rows["key"], 50), target=str(tmp_path), name=name)
+    (heavy,) = shuffle.bucket_of(pa.array(["head"]), 50).tolist()
+    tables = list(shuffle.named_stream(str(tmp_path), heavy))
+    assert max(len(rows) for _, rows in tables) == 100
+    assert [name for name, _ in tables] == sorted(name for name, _ in tables)
+    found = pa.concat_tables(rows for _, rows in tables)
+    assert found["key"].to_pylist().count("head") == 2000 == 4 * 5000 // 10
+    assert len(found) == shuffle.count_rows(str(tmp_path), heavy)
+
+
+def test_more_rows_make_larger_slices_not_more(tmp_path, monkeypatch):
+    draft = Draft(str(tmp_path / "a"), kind="dataset", config=Config(), parents={})
+    for number in range(20):
+        table = pa.table({"key": ["k"] * 10, "value": range(10)}, schema=SCHEMA)
+        draft.write_table(f"rows/part-{number:05d}.parquet", table)
+    artifact = draft.commit(counts={})
+    assert len(shuffle.slices(artifact, "rows", rows=10)) == 20
+    monkeypatch.setattr(shuffle, "MAX_SLICES", 4)
+    found = shuffle.slices(artifact, "rows", rows=10)
+    assert [len(parts) for parts in found] == [5, 5, 5, 5]
+
+
+def test_a_hash_is_that_of_the_key_however_the_column_is_cut():
+    keys = pa.array([f"k{i % 7}" for i in range(20)])
+    whole = shuffle.hash_of(keys)
+    np.testing.assert_array_equal(shuffle.hash_of(pa.chunked_array([keys[:3], keys[:0], keys[3:]])), whole)
+    assert shuffle.hash_of(pa.chunked_array([], pa.string())).shape == (0,)
+
+
+@pytest.mark.parametrize("keys", [["a", None, None], [1, None, None]], ids=["text", "numbers"])
+def test_a_row_without_a_key_has_no_bucket(keys):
+    with pytest.raises(DataError, match="2 of 3 keys are null: leave out rows"):
+        shuffle.bucket_of(pa.array(keys), 7)
