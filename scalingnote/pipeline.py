@@ -19,9 +19,11 @@ from scalingnote.log import get_logger
 from scalingnote.run_config import RunConfig
 from scalingnote.stages import Stage
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import usage
 from scalingnote.storage.artifact import MANIFEST, Artifact, fingerprint, open_artifact
 
 RUN_FILE = "run.yaml"
+ROW_COUNTS = ("rows", "documents", "triplets", "train", "queries")  # of an artifact: what its stage made
 log = get_logger("pipeline")
 
 
@@ -55,7 +57,11 @@ def run(
             output=uri,
         )
         built[stage.builds] = artifact
-        log.info("%s -> %s  (%.1fs)", stage.name, uri, artifact.manifest.info["seconds"])
+        info = artifact.manifest.info
+        log.info("%s -> %s  (%.1fs)", stage.name, uri, info["seconds"])
+        if "usage" in info:  # not where an earlier release has built it
+            rows = next((artifact.counts[name] for name in ROW_COUNTS if name in artifact.counts), None)
+            log.info("%s: %s", stage.name, usage.summary(info["usage"], info["seconds"], rows))
     if record:
         _record(config)
         if "report" in built:
