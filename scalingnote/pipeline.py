@@ -37,12 +37,13 @@ def run(
     """
     chosen = stages.of(config) if chosen is None else list(chosen)
     built: dict[str, Artifact] = {}
+    opened: dict[str, Artifact] = {}  # by stage: many stages share ancestors
     for number, stage in enumerate(chosen, 1):
         if record and stage.builds == "report":  # before: the index can be served even if evaluation fails
             _record(config)
-        parents, uri = _place(config, stage, {})
+        parents, uri = _place(config, stage, opened)
         if _finished(uri):
-            built[stage.builds] = open_artifact(uri, kind=stage.builds)
+            built[stage.builds] = opened[stage.name] = open_artifact(uri, kind=stage.builds)
             log.info("%d/%d %s: finished before, %s", number, len(chosen), stage.name, uri)
             continue
         log.info("%d/%d %s", number, len(chosen), stage.name)
@@ -56,7 +57,7 @@ def run(
             **{kind: parent.uri for kind, parent in parents.items()},
             output=uri,
         )
-        built[stage.builds] = artifact
+        built[stage.builds] = opened[stage.name] = artifact
         info = artifact.manifest.info
         log.info("%s -> %s  (%.1fs)", stage.name, uri, info["seconds"])
         if "usage" in info:  # not where an earlier release has built it

@@ -26,7 +26,8 @@ from scalingnote.storage import usage
 
 SCHEMES = ("s3", "gs")
 MULTIPART_BYTES = 64 << 20  # a larger object is written in parts
-RANGE_BYTES = 16 << 20  # of one GET or part; on a store 30 ms away, 4 MB take as long as the request itself
+RANGE_BYTES = 16 << 20  # of one GET or part
+SMALL_BYTES = 4 << 20  # on a store 30 ms away, they take as long as the request itself
 MAX_PARALLEL_REQUESTS = 8  # of one object
 MAX_SWAP_ATTEMPTS = 5  # of a conditional write whose answer did not come
 MAX_RETRIES = 10
@@ -55,21 +56,19 @@ def exists(uri: str) -> bool:
     return True
 
 
-def blocks(uri: str) -> Iterator[bytes | memoryview]:
-    """The content of an object in order: at once if small, else MAX_PARALLEL_REQUESTS ranges at a time."""
-    size, whole = _get(uri)
-    if whole is not None:
-        yield whole
-        return
+def blocks(uri: str) -> Iterator[memoryview]:
+    """The content of an object in order; of a large one, MAX_PARALLEL_REQUESTS ranges at a time."""
+    size, first = _start(uri, RANGE_BYTES)
+    yield first
     window = RANGE_BYTES * MAX_PARALLEL_REQUESTS
-    for start in range(0, size, window):
+    for start in range(first.nbytes, size, window):
         yield from _ranges(uri, start, min(window, size - start))
 
 
 def open_input(uri: str) -> pa.NativeFile:
     """Random-access reader: a small object is read at once, a large one by the ranges that are asked for."""
-    size, whole = _get(uri)
-    return pa.BufferReader(whole) if whole is not None else pa.PythonFile(_Ranges(uri, size), mode="r")
+    size, first = _start(uri, SMALL_BYTES)
+    return pa.BufferReader(first) if first.nbytes == size else pa.PythonFile(_Ranges(uri, size), mode="r")
 
 
 def write(uri: str, data: Any) -> None:
@@ -192,17 +191,21 @@ def _os_errors(uri: str) -> Iterator[None]:
         raise OSError(f"{uri}: {error}") from error
 
 
-def _get(uri: str) -> tuple[int, memoryview | None]:
-    """The size of an object, and its content if one request is enough for it."""
+def _start(uri: str, length: int) -> tuple[int, memoryview]:
+    """The size of an object, and its first bytes, at most `length`."""
     store, key = _place(uri)
     usage.count()
     with _os_errors(uri):
-        answer = obstore.get(store, key)
-        size = answer.meta["size"]
-        if size > RANGE_BYTES:
-            return size, None
-        usage.count(requests=0, read=size)
-        return size, memoryview(answer.bytes())
+        try:
+            answer = obstore.get(store, key, options={"range": (0, length)})
+            size, first = answer.meta["size"], memoryview(answer.bytes())
+        except BaseError:
+            usage.count()
+            if obstore.head(store, key)["size"]:
+                raise
+            return 0, memoryview(b"")  # no range of an empty object exists
+        usage.count(requests=0, read=first.nbytes)
+        return size, first
 
 
 def _tagged(uri: str) -> tuple[bytes | None, Any]:

@@ -105,7 +105,7 @@ def test_a_part_is_one_request_to_write_and_one_to_read(bucket: str, requests: l
     made = draft.commit(counts={})
     requests.clear()
     assert open_artifact(made.uri, kind="rows").table("rows").equals(table)
-    assert requests == ["GET", "GET"]  # the manifest and the part
+    assert [name.split()[0] for name in requests] == ["GET", "GET"]  # the manifest and the part
 
 
 def test_an_artifact_is_begun_in_six_requests_and_committed_in_five(bucket: str, requests: list[str]) -> None:
@@ -128,7 +128,8 @@ def test_a_large_file_is_read_by_ranges_side_by_side(
     requests.clear()
     assert fs.read_bytes(f"{bucket}/large/shard") == data
     ranges = {f"GET bytes={start}-{min(start + 9, 204)}" for start in range(0, 205, 10)}
-    assert set(requests) == {"GET"} | ranges  # the first tells the size
+    assert sorted(requests) == sorted(ranges)  # the first tells the size
+    monkeypatch.setattr(object_store, "SMALL_BYTES", 10)
     with fs.open_input(f"{bucket}/large/shard") as file:
         assert file.size() == 205
         assert file.read_at(30, 150) == data[150:180]
@@ -148,4 +149,7 @@ def test_a_tree_goes_there_and_back_and_no_stale_copy_is_read(bucket: str, tmp_p
         copy = fs.download(uri, ["query/tower.json"], version=fs.checksum(f"{uri}/query/tower.json"))
         assert (copy / "query/tower.json").read_text() == version
     fs.delete(uri)
-    assert not fs.exists(uri)
+    assert not fs.exists(f"{uri}/query/tower.json")
+    assert not fs.list_files(uri)
+    fs.write_bytes(uri, b"")
+    assert fs.read_bytes(uri) == b""

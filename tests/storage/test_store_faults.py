@@ -1,4 +1,4 @@
-"""An object store that fails: answers are lost, requests refused or late; what is built is what it would be."""
+"""An object store that fails: answers are lost, requests refused or late; the artifacts are the same."""
 
 import json
 import logging
