@@ -8,11 +8,11 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -20,8 +20,10 @@ import pyarrow.fs as pafs
 from scalingnote.errors import DataError
 from scalingnote.storage import object_store, usage
 
+T = TypeVar("T")
+R = TypeVar("R")
 BLOCK_BYTES = 16 << 20
-MAX_PARALLEL_FILES = 8  # of a tree that is copied
+MAX_PARALLEL_FILES = 8  # of a tree or a bucket
 
 
 def join(base: str, *names: str) -> str:
@@ -113,6 +115,14 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
     return True
 
 
+def map_files(work: Callable[[T], R], files: Sequence[T]) -> list[R]:
+    """Results of `work` for each file, in order, from threads: they wait for storage most of the time."""
+    if len(files) <= 1:
+        return list(map(work, files))
+    with ThreadPoolExecutor(MAX_PARALLEL_FILES) as pool:
+        return list(pool.map(work, files))
+
+
 def is_local(uri: str) -> bool:
     """Whether a file is on this machine, where it is mapped instead of read."""
     return "://" not in uri or uri.startswith("file://")
@@ -156,8 +166,7 @@ def list_files(uri: str) -> dict[str, int]:
 
 def delete(uri: str) -> None:
     """Delete a file or a directory tree, if it exists."""
-    if object_store.holds(uri):
-        object_store.delete(uri)
+    if object_store.holds(uri) and not object_store.delete(uri):
         return
     filesystem, path = resolve(uri)
     usage.count()
@@ -210,8 +219,7 @@ def upload(local: str | Path, uri: str) -> dict[str, tuple[str, int]]:
         write_bytes(join(uri, name) if local.is_dir() else uri, data)
         return name, (hashlib.sha256(data).hexdigest(), size)
 
-    with ThreadPoolExecutor(MAX_PARALLEL_FILES) as pool:
-        return dict(pool.map(copy, files))
+    return dict(map_files(copy, files))
 
 
 def download(uri: str, files: list[str], *, version: str) -> Path:

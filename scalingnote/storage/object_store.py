@@ -116,18 +116,20 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
 
 
 def files(uri: str) -> dict[str, int]:
-    """Objects below `uri`: relative path -> size in bytes."""
-    store, prefix = _place(uri)
-    with _os_errors(uri):
-        found = obstore.list(store, prefix).collect()
-    usage.count(requests=max(1, -(-len(found) // 1000)))
-    return {each["path"][len(prefix) :].strip("/"): each["size"] for each in found}
+    """Objects below `uri`: relative path -> size in bytes; without empty ones that stand for a folder."""
+    found = _listed(uri)
+    folders = {name[:at] for name in found for at, letter in enumerate(name) if letter == "/"} | {""}
+    return {name: size for name, size in found.items() if size or name not in folders}
 
 
-def delete(uri: str) -> None:
-    """Delete an object and all below it."""
+def delete(uri: str) -> bool:
+    """Delete an object and all below it; whether an empty one remains, as pyarrow writes for a folder.
+
+    Its key ends with a slash, which obstore cannot name.
+    """
     store, key = _place(uri)
-    keys = [key, *(f"{key}/{name}" for name in files(uri))]
+    found = _listed(uri)
+    keys = [key, *(f"{key}/{name}" for name in found if name)]
     usage.count(requests=-(-len(keys) // 1000))
     with _os_errors(uri):
         try:
@@ -135,6 +137,15 @@ def delete(uri: str) -> None:
         except FileNotFoundError:  # of a single object; the others are deleted all the same
             if len(keys) > 1:
                 obstore.delete(store, keys[1:])
+    return 0 in found.values() and bool(_listed(uri))
+
+
+def _listed(uri: str) -> dict[str, int]:
+    store, prefix = _place(uri)
+    with _os_errors(uri):
+        found = obstore.list(store, prefix).collect()
+    usage.count(requests=max(1, -(-len(found) // 1000)))
+    return {each["path"][len(prefix) :].strip("/"): each["size"] for each in found}
 
 
 def region(bucket: str) -> str | None:

@@ -65,15 +65,19 @@ def scatter(table: pa.Table, bucket: Int64[ndarray, " rows"], *, target: str, na
     order = np.argsort(bucket, kind="stable")
     numbers, starts = np.unique(bucket[order], return_index=True)
     stops = [*starts.tolist(), len(order)][1:]
-    for number, start, stop in zip(numbers.tolist(), starts.tolist(), stops, strict=True):
+
+    def write(piece: tuple[int, int, int]) -> None:
+        number, start, stop = piece
         rows = table.take(pa.array(order[start:stop]))
         uri = fs.join(target, f"{number:05d}", f"{name}.parquet")
         write_table(uri, rows, use_dictionary=texts)
 
+    fs.map_files(write, list(zip(numbers.tolist(), starts.tolist(), stops, strict=True)))
+
 
 def gather(target: str, bucket: int, *, schema: pa.Schema) -> pa.Table:
     """All rows of a bucket, file by file in the order of their names; empty if there are none."""
-    tables = [pq.read_table(fs.open_input(uri)) for uri in _files(target, bucket)]
+    tables = fs.map_files(lambda uri: pq.read_table(fs.open_input(uri)), _files(target, bucket))
     return pa.concat_tables([schema.empty_table(), *(table.select(schema.names) for table in tables)])
 
 
@@ -148,7 +152,7 @@ def run_slices(
     with Progress(room, total=len(slices), done=len(slices) - len(todo), unit=f"{unit} ({name})") as progress:
         for _ in each(partial(_recorded, task=task, folder=records), todo) if todo else ():
             progress.advance(1)
-    return [json.loads(fs.read_bytes(fs.join(records, _file(i)))) for i in range(len(slices))]
+    return fs.map_files(lambda i: json.loads(fs.read_bytes(fs.join(records, _file(i)))), range(len(slices)))
 
 
 def write_tables(folder: str, tables: Mapping[str, pa.Table]) -> list[Any]:

@@ -153,3 +153,13 @@ def test_a_tree_goes_there_and_back_and_no_stale_copy_is_read(bucket: str, tmp_p
     assert not fs.list_files(uri)
     fs.write_bytes(uri, b"")
     assert fs.read_bytes(uri) == b""
+
+
+def test_the_marks_that_pyarrow_leaves_for_folders_are_no_files(bucket: str) -> None:
+    filesystem, path = fs.resolve(f"{bucket}/marked/_work/ray")
+    filesystem.create_dir(path, recursive=True)
+    fs.write_bytes(f"{bucket}/marked/_work/ray/state", b"")
+    assert fs.list_files(f"{bucket}/marked") == {"_work/ray/state": 0}
+    fs.delete(f"{bucket}/marked/_work")
+    assert fs.list_files(f"{bucket}/marked") == {}
+    assert filesystem.get_file_info(path).type.name == "NotFound"
