@@ -6,6 +6,8 @@ A local S3 server (moto) waits 30 ms before each answer and counts requests (ben
 
 - requests_per_part_written: a table of 20,000 rows as a part of a draft
 - requests_per_part_read: the same part, opened, verified and read
+- quickstart_s3_over_local: seconds of the quickstart's stages with run_dir on the store, over those with it
+  on disk; the table tells each stage's requests
 - read_mb_s: a file of 256 MB by :func:`scalingnote.storage.filesystem.read_bytes`; `stream` is pyarrow's
   input stream, one request of 256 KiB after the other, on a file of 8 MB
 """
@@ -17,6 +19,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +31,8 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.report import arguments, show, write
+from scalingnote import pipeline
+from scalingnote import stages as stages_of
 from scalingnote.config import Config
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Draft, open_artifact
@@ -37,6 +42,8 @@ ROWS = 20_000
 LARGE_BYTES = 256 << 20
 STREAM_BYTES = 8 << 20  # at 8 MB/s, the stream would take half a minute for the large file
 PARTS = 5
+QUICKSTART, RUN = "configs/quickstart/python_docs.yaml", "quickstart"
+SMALL = ("dataset.max_documents=1500", "train.epochs=1", "distill.epochs=2")
 Count = Callable[[], dict[str, int]]
 
 
@@ -46,17 +53,22 @@ def main() -> None:
     with store() as count:
         requests = part_requests(count)
         speeds = read_speeds(count)
+        stages = quickstart()
     show("Requests", requests)
     show("Reads", speeds)
+    show("The quickstart's stages, on S3 and on disk", stages)
     by_name = {row["read by"]: row["MB/s"] for row in speeds}
     metrics = {
         "requests_per_part_written": requests[0]["requests"],
         "requests_per_part_read": requests[1]["requests"],
         "read_mb_s": by_name["ranges"],
         "read_over_stream": round(by_name["ranges"] / by_name["stream"], 1),
+        "quickstart_s3_over_local": round(
+            sum(row["s3 s"] for row in stages) / sum(row["disk s"] for row in stages), 2
+        ),
     }
     show("Metrics", [metrics])
-    write(options.json, metrics=metrics, requests=requests, reads=speeds)
+    write(options.json, metrics=metrics, requests=requests, reads=speeds, stages=stages)
 
 
 @contextmanager
@@ -148,6 +160,37 @@ def read_speeds(count: Count) -> list[dict[str, Any]]:
         speed = round(size / 1e6 / statistics.median(seconds), 1)
         rows.append({"read by": name, "bytes": size, "requests": round(requests, 1), "MB/s": speed})
     return rows
+
+
+def quickstart() -> list[dict[str, Any]]:
+    """Seconds of each stage of the quickstart on the store and on disk, and its requests and bytes there."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides = [run(f"s3://benchmark/{RUN}"), run(f"{folder}/{RUN}")]
+    return [
+        {
+            "stage": name,
+            "s3 s": seconds,
+            "disk s": disk[name][0],
+            "requests": used["requests"],
+            "MB read": round(used["bytes_read"] / 1e6, 1),
+            "MB written": round(used["bytes_written"] / 1e6, 1),
+        }
+        for there, disk in [sides]
+        for name, (seconds, used) in there.items()
+    ]
+
+
+def run(run_dir: str) -> dict[str, tuple[float, dict[str, int]]]:
+    """Run the quickstart's stages in a process of their own: stage -> seconds, and what it used."""
+    config = [QUICKSTART, *(word for value in SMALL for word in ("--set", value))]
+    command = [sys.executable, "-m", "scalingnote.cli", "run", *config, "--set", f"run_dir={run_dir}"]
+    subprocess.run(command, check=True)
+    made = pipeline.load_run(run_dir)
+    found = {}
+    for stage in stages_of.of(made):
+        info = pipeline.locate(made, stage.builds).manifest.info
+        found[stage.name] = (info["seconds"], info["usage"])
+    return found
 
 
 if __name__ == "__main__":

@@ -19,9 +19,11 @@ from scalingnote.log import get_logger
 from scalingnote.run_config import RunConfig
 from scalingnote.stages import Stage
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import usage
 from scalingnote.storage.artifact import MANIFEST, Artifact, fingerprint, open_artifact
 
 RUN_FILE = "run.yaml"
+ROW_COUNTS = ("rows", "documents", "triplets", "train", "queries")  # of an artifact: what its stage made
 log = get_logger("pipeline")
 
 
@@ -35,12 +37,13 @@ def run(
     """
     chosen = stages.of(config) if chosen is None else list(chosen)
     built: dict[str, Artifact] = {}
+    opened: dict[str, Artifact] = {}  # by stage: many stages share ancestors
     for number, stage in enumerate(chosen, 1):
         if record and stage.builds == "report":  # before: the index can be served even if evaluation fails
             _record(config)
-        parents, uri = _place(config, stage, {})
+        parents, uri = _place(config, stage, opened)
         if _finished(uri):
-            built[stage.builds] = open_artifact(uri, kind=stage.builds)
+            built[stage.builds] = opened[stage.name] = open_artifact(uri, kind=stage.builds)
             log.info("%d/%d %s: finished before, %s", number, len(chosen), stage.name, uri)
             continue
         log.info("%d/%d %s", number, len(chosen), stage.name)
@@ -54,8 +57,12 @@ def run(
             **{kind: parent.uri for kind, parent in parents.items()},
             output=uri,
         )
-        built[stage.builds] = artifact
-        log.info("%s -> %s  (%.1fs)", stage.name, uri, artifact.manifest.info["seconds"])
+        built[stage.builds] = opened[stage.name] = artifact
+        info = artifact.manifest.info
+        log.info("%s -> %s  (%.1fs)", stage.name, uri, info["seconds"])
+        if "usage" in info:  # not where an earlier release has built it
+            rows = next((artifact.counts[name] for name in ROW_COUNTS if name in artifact.counts), None)
+            log.info("%s: %s", stage.name, usage.summary(info["usage"], info["seconds"], rows))
     if record:
         _record(config)
         if "report" in built:

@@ -14,7 +14,6 @@ from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import published_model
 from scalingnote.models.library_folder import Role
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft
 
 log = get_logger("adopt")
@@ -46,7 +45,7 @@ def run(config: AdoptConfig, *, output: str) -> Artifact:
         log.info("%s: %s, %d dimensions, %d tokens", role, path, tower.dim, tower.config.max_length)
         with tempfile.TemporaryDirectory() as folder:
             tower.save(Path(folder))
-            fs.upload(folder, draft.path(role))
+            draft.upload(folder, role)
     if dims["query"] != dims["document"]:
         raise ConfigError(
             f"{config.query_path} gives embeddings of {dims['query']} dimensions and {config.path} of "

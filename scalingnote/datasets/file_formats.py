@@ -15,7 +15,6 @@ from scalingnote.datasets.file_slices import (
     cut,
     find_files,
     lines,
-    map_files,
     parquet_footer,
     whole,
 )
@@ -103,7 +102,7 @@ def table_rows(
         by_default = _ids(names) if needs is None else needs
         return _present(each, theirs, [*file.columns, *(by_default if each.is_parquet else ())])
 
-    columns = dict(zip(files, map_files(present, files), strict=True))
+    columns = dict(zip(files, fs.map_files(present, files), strict=True))
     read = partial(_renamed, theirs=theirs, absent=dict(absent))
     return SlicedRows(
         tuple(FileRows(piece, partial(read, present=columns[piece.file])) for piece in cut(files))
@@ -173,7 +172,7 @@ def _sliced(files: list[File], read: Callable[[FileSlice], Rows]) -> SlicedRows:
 def _beir_qrels_files(path: str) -> dict[str, File]:
     candidates = {"train": ("train.tsv",), "test": ("test.tsv", "dev.tsv")}
     places = {
-        split: [uri for name in names if fs.is_file(uri := fs.join(path, "qrels", name))]
+        split: [uri for name in names if fs.exists(uri := fs.join(path, "qrels", name))]
         for split, names in candidates.items()
     }
     judged = {split: find_files(uris[0], (".tsv",))[0] for split, uris in places.items() if uris}

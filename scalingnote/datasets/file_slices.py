@@ -5,8 +5,7 @@ Every row is in one slice, and slices are in the order of the input: files by na
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -98,14 +97,8 @@ def cut(files: Sequence[File]) -> list[FileSlice]:
             return row_group_cuts(parquet_footer(file.uri), limit)
         return byte_cuts(file.size, limit)
 
-    found = zip(files, map_files(cuts, files), strict=True)
+    found = zip(files, fs.map_files(cuts, files), strict=True)
     return [FileSlice(file, start, stop) for file, ranges in found for start, stop, _ in ranges]
-
-
-def map_files(work: Callable[[File], T], files: Sequence[File]) -> list[T]:
-    """What `work` returns for each file, many at a time: in an object store each is a round trip."""
-    with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(work, files))
 
 
 def byte_cuts(size: int, limit: int) -> list[Cut]:
@@ -139,7 +132,7 @@ def lines(uri: str, start: int, stop: int) -> Iterator[bytes]:
     """The lines of a file whose first byte lies in [start, stop), with their ends."""
     # Read from one byte earlier: a newline there means that a line begins at `start`.
     position = max(start - 1, 0)
-    buffered = min(max(stop - position, 1), fs.RANGE_BYTES)
+    buffered = min(max(stop - position, 1), fs.BLOCK_BYTES)
     with fs.open_input(uri) as source, io.BufferedReader(source, buffered) as stream:
         stream.seek(position)
         position += len(stream.readline()) if start else 0

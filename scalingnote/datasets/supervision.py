@@ -6,7 +6,6 @@ log is a source of its own, `logs`, which is joined by shuffles.
 """
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import islice
 
@@ -116,12 +115,9 @@ def _read_documents(
             return pq.read_table(file, columns=columns)
 
     found = []
-    with ThreadPoolExecutor() as pool:
-        for start in range(0, len(parts), _PARTS_PER_READ):
-            rows = pa.concat_tables(pool.map(read, parts[start : start + _PARTS_PER_READ]))
-            found.append(
-                rows if named is None else rows.filter(pc.is_in(rows["doc_id"], value_set=value_set))
-            )
+    for start in range(0, len(parts), _PARTS_PER_READ):
+        rows = pa.concat_tables(fs.map_files(read, parts[start : start + _PARTS_PER_READ]))
+        found.append(rows if named is None else rows.filter(pc.is_in(rows["doc_id"], value_set=value_set)))
     return pa.concat_tables(found)
 
 

@@ -38,7 +38,7 @@ def build(config: ExportConfig, *, tower: Artifact, dataset: Artifact, run_dir: 
     queries = _golden_queries(dataset)
     with TemporaryDirectory() as folder:
         cosine = onnx.export_graph(tower.directory("query"), Path(folder), queries=queries, form=config.form)
-        fs.upload(folder, draft.path("query"))
+        draft.upload(folder, "query")
     return draft.commit(counts={"golden": len(queries)}, least_cosine=cosine)
 
 

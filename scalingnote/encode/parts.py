@@ -15,7 +15,6 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Draft, Part, write_table
 
 log = get_logger("encode")
-RECORD_READERS = 32  # threads: reading records waits for the store
 PartRecord = dict[str, Any]  # JSON values: name, part, rejected, fields of Cost, seconds, peak
 Rejected = list[dict[str, str]]  # rows of storage.schema.REJECTED
 
@@ -242,8 +240,7 @@ def _write(name: str, encoded: EncodedPart, timing: dict[str, float], *, output:
 def read_records(work: str, names: set[str]) -> dict[str, PartRecord]:
     """Records of parts in a work folder, by name."""
     uris = [fs.join(work, name) for name in fs.list_files(work) if name.endswith(".json")]
-    with ThreadPoolExecutor(RECORD_READERS) as pool:
-        records = [json.loads(data) for data in pool.map(fs.read_bytes, uris)]
+    records = [json.loads(data) for data in fs.map_files(fs.read_bytes, uris)]
     return {record["name"]: record for record in records if record["name"] in names}
 
 

@@ -18,7 +18,7 @@ from scalingnote.evaluate import contrastive_entropy, retrieval_methods
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.contrastive_entropy import Entropies
 from scalingnote.evaluate.exact_search import QueryEmbeddings
-from scalingnote.evaluate.lineage import Ancestor, lineage, seconds
+from scalingnote.evaluate.lineage import Ancestor, lineage, seconds, usage
 from scalingnote.evaluate.measures import (
     Rankings,
     ann_recall,
@@ -119,6 +119,7 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
         "significance": significance_section(config, values, baseline=baseline),
         "slices": slices,
         "seconds": seconds(ancestors),
+        "usage": usage(ancestors),
         "environment": environment(),
     }
     if teacher:

@@ -87,6 +87,18 @@ def seconds(ancestors: Iterable[Ancestor]) -> dict[str, float]:
     return by_stage
 
 
+def usage(ancestors: Iterable[Ancestor]) -> dict[str, dict[str, int]]:
+    """Stage -> what it took of storage and memory: sums over its rounds, and the largest of their peaks."""
+    by_stage: dict[str, dict[str, int]] = {}
+    for ancestor in ancestors:
+        used = ancestor.artifact.manifest.info.get("usage", {}) if ancestor.artifact else {}
+        total = by_stage.setdefault(ancestor.stage, {}) if used else {}
+        for name, value in used.items():
+            before = total.get(name, 0)
+            total[name] = max(before, value) if name.endswith("peak_bytes") else before + value
+    return by_stage
+
+
 def _open(kind: str, uri: str, digest: str) -> Ancestor:
     try:
         artifact = open_artifact(uri, kind=kind)

@@ -28,6 +28,7 @@ from scalingnote.evaluate.report import (
     measures_of,
     report_sections,
     significance_mark,
+    stage_table,
 )
 from scalingnote.evaluate.test_set import TestSet
 from scalingnote.reports import Markup
@@ -253,7 +254,9 @@ def page(report: Report, *, examples: Sequence[ExampleQuery], ancestors: Sequenc
         ),
         reports.section("Example queries", *shown, text=about_examples),
         reports.section(
-            "Time", f"<figure>{stage_bars(report['seconds'])}</figure>" if report["seconds"] else ""
+            "Stages",
+            f"<figure>{stage_bars(report['seconds'])}</figure>" if report["seconds"] else "",
+            reports.html(*stage_table(report)),
         ),
         reports.section("Lineage", _lineage_table(ancestors), text=about_lineage),
         reports.section("Environment", reports.definitions(report["environment"])),

@@ -12,7 +12,8 @@
  "relaxed": {"queries", "methods": {NAME: {"R@1": ...}}},
  "distance": {"splits": {SPLIT: {"queries", "mean", "bound", "cosine", "mean_as_given"}},
               "discrepancy": {"split", "pairs", "mean", "deviation", "counts", "edges"}},
- "seconds": {STAGE: s}, "environment": {...}}
+ "seconds": {STAGE: s}, "environment": {...},
+ "usage": {STAGE: {"requests", "bytes_read", "bytes_written", "driver_peak_bytes", "worker_peak_bytes"}}}
 
 An undefined number is null. Only dataset, methods, index, seconds and environment are always present.
 """
@@ -80,9 +81,22 @@ def markdown(report: Report) -> str:
     for section in report_sections(report):
         table = reports.markdown(section.head, section.rows)
         lines += [f"## {section.title}", "", section.text, "", table, ""]
-    times = [[stage, f"{seconds:,.1f}"] for stage, seconds in report["seconds"].items()]
     environment = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
-    return "\n".join([*lines, reports.markdown(["stage", "seconds"], times), "", environment, ""])
+    return "\n".join([*lines, reports.markdown(*stage_table(report)), "", environment, ""])
+
+
+def stage_table(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table: time, storage and memory of each stage."""
+    head = ["stage", "seconds", "requests", "MB/s read", "MB/s written", "GB of driver", "GB of a worker"]
+    rows = []
+    for stage, seconds in report["seconds"].items():
+        row = [stage, f"{seconds:,.1f}"]
+        if used := report.get("usage", {}).get(stage):  # artifacts of earlier releases have none
+            speeds = [used[name] / 1e6 / max(seconds, 1e-3) for name in ("bytes_read", "bytes_written")]
+            peaks = [used[name] / 1e9 for name in ("driver_peak_bytes", "worker_peak_bytes")]
+            row += [f"{used['requests']:,}", *(f"{v:,.1f}" for v in speeds), *(f"{v:.2f}" for v in peaks)]
+        rows.append(row + ["–"] * (len(head) - len(row)))
+    return head, rows
 
 
 def comparison_table(merged: Report) -> str:

@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +22,24 @@ from scalingnote.config import Config, identity
 from scalingnote.errors import ArtifactError, DataError
 from scalingnote.log import environment
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage import usage
 from scalingnote.storage.lease import Lease
+from scalingnote.storage.manifest import (
+    MANIFEST,
+    PARTS_PER_SHARD,
+    SCHEMA_VERSION,
+    SHARDS,
+    Manifest,
+    Part,
+    ShardedParts,
+    read_manifest,
+    write_manifest,
+)
 
-MANIFEST = "manifest.json"
 WORK = "_work"
 CLAIM, LEASE = "fingerprint", "lease"  # in WORK: the fingerprint, and the process that builds
-SCHEMA_VERSION = 1
 MAX_MEMORY_PART_BYTES = 512 << 20  # of a remote part that is read as a whole
-MAX_PICKLED_PARTS = 10_000  # of a manifest that is sent to each task: about 1 MB
-
-
-@dataclass(frozen=True)
-class Part:
-    """One file of an artifact; `rows` is None if the file is not a table."""
-
-    sha256: str
-    bytes: int
-    rows: int | None = None
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Description of an artifact. `info` (times, versions, notes) is not part of the digest."""
-
-    kind: str
-    config: dict[str, Any]
-    parents: dict[str, dict[str, str]]
-    parts: dict[str, Part]
-    counts: dict[str, int]
-    info: dict[str, Any]
-    digest: str
-    schema_version: int = SCHEMA_VERSION
+__all__ = ["MANIFEST", "WORK", "Artifact", "Draft", "Manifest", "Part", "fingerprint", "open_artifact"]
 
 
 def fingerprint(kind: str, config: Config, parents: Mapping[str, "Artifact"]) -> str:
@@ -69,18 +55,6 @@ class Artifact:
     manifest: Manifest
     _verified: set[str] = field(default_factory=set, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """State for workers: a long manifest is left out, and each process reads it once from its URI."""
-        if len(self.manifest.parts) <= MAX_PICKLED_PARTS:
-            return dict(self.__dict__)
-        return {"uri": self.uri, "kind": self.manifest.kind, "digest": self.digest}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "kind" in state:
-            manifest = _shared_manifest(state["uri"], state["kind"], state["digest"])
-            state = {"uri": state["uri"], "manifest": manifest, "_verified": set()}
-        self.__dict__.update(state)
-
     @property
     def digest(self) -> str:
         """Content identity: equal digests mean equal parts, config and parents."""
@@ -93,7 +67,9 @@ class Artifact:
 
     def names(self, prefix: str = "", suffix: str = "") -> list[str]:
         """Parts whose path starts with `prefix` and ends with `suffix`, sorted."""
-        return sorted(n for n in self.manifest.parts if n.startswith(prefix) and n.endswith(suffix))
+        parts = self.manifest.parts
+        found = parts.names(prefix) if isinstance(parts, ShardedParts) else parts
+        return sorted(n for n in found if n.startswith(prefix) and n.endswith(suffix))
 
     def file(self, name: str) -> str:
         """URI of a part; its checksum is verified at the first use in this process."""
@@ -142,9 +118,14 @@ class Artifact:
         names = self.names(prefix.rstrip("/") + "/")
         if not names:
             raise ArtifactError(f"{self.uri} has no parts below {prefix!r}")
+        local = fs.download(self.uri, names, version=self.digest)
         for name in names:
-            self.file(name)
-        return fs.download(self.uri, names, version=self.digest) / prefix
+            if name not in self._verified:
+                try:
+                    self._verify(name, fs.checksum(str(local / name)))
+                except FileNotFoundError:
+                    raise self._missing(fs.join(self.uri, name)) from None
+        return local / prefix
 
     def table_parts(self, name: str) -> list[str]:
         """The Parquet parts of a table, which is one file or a folder; none if the table is absent."""
@@ -190,7 +171,7 @@ def open_artifact(uri: str, *, kind: str) -> Artifact:
     Raises:
         ArtifactError: no manifest, another kind, or another schema version.
     """
-    manifest = _read_manifest(uri)
+    manifest = read_manifest(uri)
     if manifest is None:
         raise ArtifactError(f"no finished {kind!r} artifact at {uri}: run the stage that builds it")
     if manifest.kind != kind:
@@ -217,7 +198,7 @@ class Draft:
     def __init__(self, uri: str, *, kind: str, config: Config, parents: Mapping[str, Artifact]) -> None:
         self.uri, self._kind, self._config, self._parents = uri, kind, config, dict(parents)
         self.fingerprint = fingerprint(kind, config, parents)
-        self._start = time.monotonic()
+        self._start, self._usage = time.monotonic(), usage.snapshot()
         self._parts: dict[str, Part] = {}
         self._lease = Lease(self.work(LEASE))
         self.finished = self._is_there() or not self._begin()
@@ -239,7 +220,7 @@ class Draft:
 
     def _is_there(self) -> bool:
         """Whether the artifact exists; ArtifactError if another one is at its URI."""
-        existing = _read_manifest(self.uri)
+        existing = read_manifest(self.uri)
         if existing and existing.info.get("fingerprint") != self.fingerprint:
             raise ArtifactError(
                 f"{self.uri} already holds another {existing.kind!r} artifact (other settings or inputs): "
@@ -249,9 +230,11 @@ class Draft:
 
     def _require_free_place(self) -> None:
         """ArtifactError if the URI has files that are no artifact."""
-        if fs.is_file(self.uri):
+        if fs.is_local(self.uri) and Path(self.uri).is_file():
             raise ArtifactError(f"{self.uri} is a file: choose another output")
-        parts = set() if fs.exists(self.work(CLAIM)) else _top(self.uri) - {WORK}
+        files = fs.list_files(self.uri)
+        claimed = f"{WORK}/{CLAIM}" in files
+        parts = set() if claimed else {name.split("/")[0] for name in files} - {WORK}
         if parts and MANIFEST not in parts:  # with a manifest, another process has just committed
             raise ArtifactError(
                 f"{self.uri} has files that are no unfinished artifact, such as {min(parts)}: choose another "
@@ -264,13 +247,15 @@ class Draft:
         The claim marks the files here as deletable: it is written first and deleted last.
         """
         claim = self.work(CLAIM)
-        if fs.exists(claim):
+        files = fs.list_files(self.uri)
+        if f"{WORK}/{CLAIM}" in files:
             if fs.read_bytes(claim).decode() == self.fingerprint:
                 return
             fs.write_bytes(claim, b"")  # if this process is killed from here on, no run resumes the remains
-        self.afresh()
-        for name in _top(self.work()) - {LEASE, CLAIM}:
-            fs.delete(self.work(name))
+        if set(files) - {f"{WORK}/{LEASE}"}:
+            self.afresh()
+            for name in _top(self.work()) - {LEASE, CLAIM}:
+                fs.delete(self.work(name))
         fs.write_bytes(claim, self.fingerprint.encode())
 
     def afresh(self) -> None:
@@ -296,8 +281,12 @@ class Draft:
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write any part."""
-        fs.write_bytes(self.path(name), data)
-        self._parts[name] = Part(hashlib.sha256(data).hexdigest(), len(data))
+        self._parts[name] = write_file(self.path(name), data)
+
+    def upload(self, folder: str | Path, name: str) -> None:
+        """Copy a local folder: each file is a part below `name`."""
+        for file, (sha256, size) in fs.upload(folder, self.path(name)).items():
+            self._parts[f"{name}/{file}"] = Part(sha256, size)
 
     def register(self, name: str, part: Part) -> None:
         """Record a part that a worker wrote and checksummed."""
@@ -311,14 +300,15 @@ class Draft:
             info: further facts, which are not part of the digest.
 
         Raises:
-            ArtifactError: this process did not renew its lease in time, and another one took over.
+            ArtifactError: this process did not renew its lease in time, and another one took over or has
+                committed already.
         """
         if self._lease.lost:
             raise ArtifactError(
                 f"another process goes on with {self.uri}: run this again when it is finished"
             )
         for name, size in fs.list_files(self.uri).items():
-            if not name.startswith(f"{WORK}/") and name not in self._parts:
+            if not name.startswith((f"{WORK}/", f"{SHARDS}/", MANIFEST)) and name not in self._parts:
                 self._parts[name] = Part(fs.checksum(self.path(name)), size)
         parents = {k: {"uri": a.uri, "digest": a.digest} for k, a in sorted(self._parents.items())}
         parts = dict(sorted(self._parts.items()))
@@ -334,6 +324,7 @@ class Draft:
                 "seconds": round(time.monotonic() - self._start, 3),
                 "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
                 "environment": environment(),
+                "usage": usage.since(self._usage),
                 **info,
             },
             digest=_hash(
@@ -345,9 +336,12 @@ class Draft:
                 ]
             ),
         )
-        fs.write_bytes(self.path(MANIFEST), json.dumps(manifest, default=vars, indent=1).encode())
+        if not write_manifest(self.uri, manifest):
+            raise ArtifactError(
+                f"another process has committed {self.uri} while this one built it: run this again to read it"
+            )
         self._end()
-        return Artifact(self.uri, manifest)
+        return Artifact(self.uri, manifest) if len(parts) <= PARTS_PER_SHARD else self.existing()
 
     def existing(self) -> Artifact:
         """The finished artifact at this draft's URI."""
@@ -367,10 +361,10 @@ def write_table(uri: str, table: pa.Table, *, use_dictionary: list[str] | None =
     else:
         repeats = _leaves(table.schema) if use_dictionary is None else use_dictionary
         pq.write_table(table, sink, compression="zstd", row_group_size=65_536, use_dictionary=repeats)
-    return replace(write_file(uri, sink.getvalue().to_pybytes()), rows=table.num_rows)
+    return replace(write_file(uri, memoryview(sink.getvalue())), rows=table.num_rows)
 
 
-def write_file(uri: str, data: bytes) -> Part:
+def write_file(uri: str, data: bytes | memoryview) -> Part:
     """Write any other file and return its Part."""
     fs.write_bytes(uri, data)
     return Part(hashlib.sha256(data).hexdigest(), len(data))
@@ -389,33 +383,6 @@ def _leaves(layout: pa.Schema) -> list[str]:
         for field in layout
         if not (pa.types.is_fixed_size_list(field.type) and pa.types.is_floating(field.type.value_type))
     ]
-
-
-def _read_manifest(uri: str) -> Manifest | None:
-    path = fs.join(uri, MANIFEST)
-    if not fs.exists(path):
-        return None
-    try:
-        values = json.loads(fs.read_bytes(path))
-        values["parts"] = {name: Part(**part) for name, part in values["parts"].items()}
-        manifest = Manifest(**values)
-    except (ValueError, TypeError, KeyError) as error:
-        raise ArtifactError(f"{path} is not a manifest: {error}; delete {uri} and re-run") from None
-    if manifest.schema_version != SCHEMA_VERSION:
-        raise ArtifactError(
-            f"{uri} has schema version {manifest.schema_version}, this release reads {SCHEMA_VERSION}: "
-            "re-run the stage that built it"
-        )
-    return manifest
-
-
-@lru_cache(maxsize=8)
-def _shared_manifest(uri: str, kind: str, digest: str) -> Manifest:
-    """The manifest of an artifact that another process opened; ArtifactError if it has changed since."""
-    manifest = open_artifact(uri, kind=kind).manifest
-    if manifest.digest != digest:
-        raise ArtifactError(f"{uri} was built anew while it was read: run this stage again")
-    return manifest
 
 
 def _hash(value: Any) -> str:

@@ -1,28 +1,29 @@
-"""Files at local paths and URIs: one pyarrow filesystem for each, atomic writes, local copies.
+"""Files at local paths and URIs: whole reads, atomic and conditional writes, local copies.
 
-``s3://``, ``gs://`` and ``hdfs://`` are pyarrow's own; any other scheme is looked up in fsspec.
-
-An object store charges and waits per request, so a small file is one PUT, and a read is one GET or several
-large ranges at a time. pyarrow's own streams read an object in a row of GETs of 256 KiB.
+``s3://`` and ``gs://`` are served by :mod:`scalingnote.storage.object_store`; local paths and ``hdfs://`` by
+pyarrow; any other scheme is looked up in fsspec. :mod:`scalingnote.storage.usage` counts requests and bytes.
 """
 
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
 from scalingnote.errors import DataError
+from scalingnote.storage import object_store, usage
 
-RANGE_BYTES = 16 << 20  # of one GET; on a store 30 ms away, 4 MB take as long as the request itself
-MAX_PARALLEL_READS = 8  # GETs of one file at a time
-OBJECT_STORES = ("s3", "gcs", "abfs")  # a PUT is atomic, and there are no directories
+T = TypeVar("T")
+R = TypeVar("R")
+BLOCK_BYTES = 16 << 20
+MAX_PARALLEL_FILES = 8  # of a tree or a bucket
 
 
 def join(base: str, *names: str) -> str:
@@ -52,52 +53,79 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
 @lru_cache(maxsize=16)
 def _connect(scheme: str, authority: str) -> pafs.FileSystem:
     """One connection per bucket or host, since buckets may differ in region and hosts in cluster."""
-    if scheme in {"s3", "gs", "hdfs", "file"}:
-        # Delayed open: a file of one part is then one PUT instead of three requests.
-        options = "?allow_delayed_open=true" if scheme == "s3" else ""
-        return pafs.FileSystem.from_uri(f"{scheme}://{authority}/{options}")[0]
+    if scheme == "s3":  # for readers and writers of Ray, which take pyarrow's filesystems
+        return pafs.S3FileSystem(
+            region=object_store.region(authority),
+            endpoint_override=os.environ.get("AWS_ENDPOINT_URL"),
+            allow_delayed_open=True,  # a file of one part is then one PUT instead of three requests
+            retry_strategy=pafs.AwsStandardS3RetryStrategy(max_attempts=object_store.MAX_RETRIES),
+        )
+    if scheme in {"gs", "hdfs", "file"}:
+        return pafs.FileSystem.from_uri(f"{scheme}://{authority}/")[0]
     import fsspec
 
     return pafs.PyFileSystem(pafs.FSSpecHandler(fsspec.filesystem(scheme)))
 
 
 def exists(uri: str) -> bool:
-    """Whether a file or directory exists."""
+    """Whether a file exists, or a local directory."""
+    if object_store.holds(uri):
+        return object_store.exists(uri)
     filesystem, path = resolve(uri)
+    usage.count()
     return bool(filesystem.get_file_info(path).type != pafs.FileType.NotFound)
-
-
-def is_file(uri: str) -> bool:
-    """Whether `uri` is an existing file."""
-    filesystem, path = resolve(uri)
-    return bool(filesystem.get_file_info(path).is_file)
 
 
 def read_bytes(uri: str) -> bytes:
     """The content of a file; DataError if it is missing."""
     try:
         return b"".join(_blocks(uri))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DataError(f"no file at {uri}") from None
 
 
-def write_bytes(uri: str, data: bytes) -> None:
-    """Write atomically: a reader sees the old file or the complete new one."""
-    filesystem, path = resolve(uri)
-    if filesystem.type_name in OBJECT_STORES:  # an upload that is cut short leaves no object
-        with filesystem.open_output_stream(path) as stream:
-            stream.write(data)
+def write_bytes(uri: str, data: Any) -> None:
+    """Write any buffer atomically: a reader sees the old file or the complete new one."""
+    if object_store.holds(uri):
+        object_store.write(uri, data)
         return
+    filesystem, path = resolve(uri)
     filesystem.create_dir(path.rsplit("/", 1)[0], recursive=True)
     pending = f"{path}.pending"
     with filesystem.open_output_stream(pending) as stream:
         stream.write(data)
     filesystem.move(pending, path)
+    usage.count(written=memoryview(data).nbytes)
+
+
+def swap(uri: str, old: bytes | None, new: bytes) -> bool:
+    """Write `new` where the file holds `old`, or where there is none; False if it holds something else.
+
+    An object store compares and writes in one step; elsewhere these are two.
+    """
+    if object_store.holds(uri):
+        return object_store.swap(uri, old, new)
+    try:
+        held = read_bytes(uri)
+    except DataError:
+        held = None
+    if held != old:
+        return False
+    write_bytes(uri, new)
+    return True
+
+
+def map_files(work: Callable[[T], R], files: Sequence[T]) -> list[R]:
+    """Results of `work` for each file, in order, from threads: they wait for storage most of the time."""
+    if len(files) <= 1:
+        return list(map(work, files))
+    with ThreadPoolExecutor(MAX_PARALLEL_FILES) as pool:
+        return list(pool.map(work, files))
 
 
 def is_local(uri: str) -> bool:
     """Whether a file is on this machine, where it is mapped instead of read."""
-    return isinstance(resolve(uri)[0], pafs.LocalFileSystem)
+    return "://" not in uri or uri.startswith("file://")
 
 
 def make_durable(uri: str, names: Iterable[str]) -> None:
@@ -123,8 +151,11 @@ def sync(path: Path) -> None:
 
 def list_files(uri: str) -> dict[str, int]:
     """All files below `uri`: relative path -> size in bytes, sorted; empty if there are none."""
+    if object_store.holds(uri):
+        return dict(sorted(object_store.files(uri).items()))
     filesystem, path = resolve(uri)
     selector = pafs.FileSelector(path, recursive=True, allow_not_found=True)
+    usage.count()
     sizes = {
         info.path[len(path) :].strip("/"): info.size
         for info in filesystem.get_file_info(selector)
@@ -135,7 +166,10 @@ def list_files(uri: str) -> dict[str, int]:
 
 def delete(uri: str) -> None:
     """Delete a file or a directory tree, if it exists."""
+    if object_store.holds(uri) and not object_store.delete(uri):
+        return
     filesystem, path = resolve(uri)
+    usage.count()
     kind = filesystem.get_file_info(path).type
     if kind == pafs.FileType.Directory:
         filesystem.delete_dir(path)
@@ -151,39 +185,50 @@ def checksum(uri: str) -> str:
     return digest.hexdigest()
 
 
-def _blocks(uri: str) -> Iterator[bytes]:
-    """The content of a file in order; of a remote one at most :data:`MAX_PARALLEL_READS` ranges at a time."""
+def _blocks(uri: str) -> Iterator[Any]:
+    """The content of a file in order."""
+    if object_store.holds(uri):
+        yield from object_store.blocks(uri)
+        return
     filesystem, path = resolve(uri)
     with filesystem.open_input_file(path) as file:
-        size = file.size()
-        starts = range(0, size, RANGE_BYTES)
-
-        def read(start: int) -> bytes:
-            return bytes(file.read_at(min(RANGE_BYTES, size - start), start))
-
-        if len(starts) <= 1 or isinstance(filesystem, pafs.LocalFileSystem):
-            yield from map(read, starts)
-            return
-        with ThreadPoolExecutor(MAX_PARALLEL_READS) as pool:
-            for first in range(0, len(starts), MAX_PARALLEL_READS):
-                yield from pool.map(read, starts[first : first + MAX_PARALLEL_READS])
+        usage.count(read=file.size())
+        while block := file.read(BLOCK_BYTES):
+            yield block
 
 
 def open_input(uri: str) -> pa.NativeFile:
     """Random-access reader; memory-mapped when the file is local."""
+    if object_store.holds(uri):
+        return object_store.open_input(uri)
     filesystem, path = resolve(uri)
-    if isinstance(filesystem, pafs.LocalFileSystem):
-        return pa.memory_map(path)
-    return filesystem.open_input_file(path)
+    local = isinstance(filesystem, pafs.LocalFileSystem)
+    file = pa.memory_map(path) if local else filesystem.open_input_file(path)
+    usage.count(read=file.size())
+    return file
 
 
-def upload(local: str | Path, uri: str) -> None:
-    """Copy a local file or directory tree to `uri`."""
+def read_range(uri: str, start: int, size: int) -> bytes:
+    """Bytes [start, start + size) of a file."""
+    if object_store.holds(uri):
+        return object_store.read_range(uri, start, size)
+    with open_input(uri) as file:
+        data: bytes = file.read_at(size, start)
+    return data
+
+
+def upload(local: str | Path, uri: str) -> dict[str, tuple[str, int]]:
+    """Copy a local file or directory tree to `uri`; returns relative path -> sha256 and size."""
     local = Path(local)
-    filesystem, path = resolve(uri)
-    if filesystem.type_name not in OBJECT_STORES:
-        filesystem.create_dir(path if local.is_dir() else path.rsplit("/", 1)[0], recursive=True)
-    pafs.copy_files(str(local), path, destination_filesystem=filesystem)
+    files = [path for path in sorted(local.rglob("*")) if path.is_file()] if local.is_dir() else [local]
+
+    def copy(file: Path) -> tuple[str, tuple[str, int]]:
+        size, name = file.stat().st_size, file.relative_to(local).as_posix()
+        data = pa.memory_map(str(file)).read_buffer() if size else b""  # an empty file cannot be mapped
+        write_bytes(join(uri, name) if local.is_dir() else uri, data)
+        return name, (hashlib.sha256(data).hexdigest(), size)
+
+    return dict(map_files(copy, files))
 
 
 def download(uri: str, files: list[str], *, version: str) -> Path:

@@ -2,7 +2,8 @@
 
 The holder names itself in a file beside its work and rewrites the file every few seconds. Another process
 that wants to build the same artifact waits while the file changes. A holder loses its lease if its process on
-this machine has ended, or if the file has not changed for half a minute.
+this machine has ended, or if the file has not changed for half a minute. Every write is conditional on what
+the file held before: of two processes that take the same lease in an object store, one is refused.
 """
 
 import json
@@ -17,7 +18,7 @@ from weakref import WeakSet
 
 import psutil
 
-from scalingnote.errors import ScalingNoteError
+from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 
@@ -33,7 +34,7 @@ class Lease:
     _thread: ClassVar = threading.Lock()  # acquired by the first lease: one thread renews all leases
 
     def __init__(self, uri: str) -> None:
-        self._uri, self._beats, self._writing = uri, 0, threading.Lock()
+        self._uri, self._mine, self._writing = uri, b"", threading.Lock()
 
     def acquire(self, *, of: str, done: Callable[[], bool]) -> bool:
         """Wait until no other process holds the lease, and acquire it.
@@ -45,19 +46,17 @@ class Lease:
         Returns:
             False if the artifact was finished while waiting.
         """
-        seen, since = "", time.monotonic()
-        while (holder := _read(self._uri)) and not _ended(holder):
-            if done():
+        text: bytes | None = None
+        seen, since = text, time.monotonic()
+        while not (_is_free(text, unchanged_s=time.monotonic() - since) and self._write(text)):
+            if (text := _read(self._uri)) is not None and done():
                 return False
-            if not seen:
+            if text == seen:
+                time.sleep(POLL_INTERVAL_S)
+                continue
+            if seen is None and (holder := _holder(text)) and not _ended(holder):
                 log.info("process %s of %s builds %s: waiting for it", holder["pid"], holder["host"], of)
-            if (text := json.dumps(holder)) != seen:
-                seen, since = text, time.monotonic()
-            elif time.monotonic() - since > EXPIRY_S:
-                log.info("its lease has expired: resuming its work")
-                break
-            time.sleep(POLL_INTERVAL_S)
-        self._write()
+            seen, since = text, time.monotonic()
         self._held.add(self)
         if self._thread.acquire(blocking=False):
             threading.Thread(target=_renew_periodically, args=(self._held,), daemon=True).start()
@@ -66,33 +65,55 @@ class Lease:
     @property
     def lost(self) -> bool:
         """Whether another process took the lease after this one had not renewed it in time."""
-        holder = _read(self._uri)
+        holder = _holder(_read(self._uri))
         return holder is not None and holder["process"] != _PROCESS
 
     def renew(self) -> None:
         """Renew the lease if this process still holds it."""
         with self._writing:
-            if self in self._held and not self.lost:
-                self._write()
+            if self in self._held:
+                self._write(self._mine)
 
     def release(self) -> None:
         """Stop renewing the lease; the caller deletes its file with the work directory."""
         with self._writing:  # wait for a renewal in progress
             self._held.discard(self)
 
-    def _write(self) -> None:
-        self._beats += 1
-        holder = {"process": _PROCESS, "host": socket.gethostname(), "pid": os.getpid(), "beats": self._beats}
-        fs.write_bytes(self._uri, json.dumps(holder).encode())
+    def _write(self, before: bytes | None) -> bool:
+        """Write the next beat where the file holds what it held before."""
+        beats = json.loads(self._mine)["beats"] + 1 if self._mine else 1
+        holder = {"process": _PROCESS, "host": socket.gethostname(), "pid": os.getpid(), "beats": beats}
+        new = json.dumps(holder).encode()
+        if not fs.swap(self._uri, before, new):
+            return False
+        self._mine = new
+        return True
 
 
-def _read(uri: str) -> dict[str, Any] | None:
+def _read(uri: str) -> bytes | None:
+    """The content of a lease file; None if there is none."""
+    try:
+        return fs.read_bytes(uri)
+    except DataError:
+        return None
+
+
+def _holder(text: bytes | None) -> dict[str, Any] | None:
     """The holder in a lease file; None if the file is missing or unreadable."""
     try:
-        holder: dict[str, Any] = json.loads(fs.read_bytes(uri))
-    except (OSError, ValueError, ScalingNoteError):
+        holder: dict[str, Any] | None = json.loads(text) if text else None
+    except ValueError:
         return None
     return holder
+
+
+def _is_free(text: bytes | None, *, unchanged_s: float) -> bool:
+    """Whether a lease may be taken that has held `text` for a while."""
+    holder = _holder(text)
+    if holder is not None and unchanged_s > EXPIRY_S and not _ended(holder):
+        log.info("its lease has expired: resuming its work")
+        return True
+    return holder is None or _ended(holder)
 
 
 def _ended(holder: dict[str, Any]) -> bool:

@@ -56,7 +56,7 @@ class StoredChunk:
         size = prod(row) * self.dtype.itemsize
         if not count * size:
             return torch.empty((count, *row), dtype=self.dtype)
-        data = bytearray(_range(self.uri, self.start + first * size, count * size))
+        data = bytearray(fs.read_range(self.uri, self.start + first * size, count * size))
         return torch.frombuffer(data, dtype=self.dtype).reshape(count, *row)
 
 
@@ -113,11 +113,5 @@ class ShardReader(FileSystemReader):
 
 def _header(uri: str) -> tuple[dict[str, Any], int]:
     """The header of a safetensors file, and the byte at which its data begin."""
-    (size,) = struct.unpack("<Q", _range(uri, 0, HEADER_BYTES))
-    return json.loads(_range(uri, HEADER_BYTES, size)), HEADER_BYTES + size
-
-
-def _range(uri: str, start: int, size: int) -> bytes:
-    with fs.open_input(uri) as file:
-        data: bytes = file.read_at(size, start)
-    return data
+    (size,) = struct.unpack("<Q", fs.read_range(uri, 0, HEADER_BYTES))
+    return json.loads(fs.read_range(uri, HEADER_BYTES, size)), HEADER_BYTES + size

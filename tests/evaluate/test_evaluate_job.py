@@ -127,6 +127,7 @@ def test_report(cluster, world, searcher, tmp_path):
         "slices",
         "distance",
         "seconds",
+        "usage",
         "environment",
     }
     assert (report["num_documents"], report["num_queries"]) == (96, 12)
@@ -140,6 +141,8 @@ def test_report(cluster, world, searcher, tmp_path):
         "bytes_per_vector": 20,
     }
     assert set(report["seconds"]) == {"prepare", "train", "distill", "encode", "index"}
+    assert set(report["usage"]) == set(report["seconds"])
+    assert all(used["requests"] > 0 for used in report["usage"].values())
 
     # The dual encoder's run is the ranking of a plain matrix product over the whole pool.
     test = test_set.load_test_set(made["dataset"])

@@ -32,6 +32,15 @@ REPORT = {
         },
     },
     "seconds": {"prepare": 1.5, "train": 62.25},
+    "usage": {
+        "train": {
+            "requests": 1200,
+            "bytes_read": 6_225_000_000,
+            "bytes_written": 0,
+            "driver_peak_bytes": 500_000_000,
+            "worker_peak_bytes": 2_000_000_000,
+        }
+    },
     "environment": {"cpus": 2, "torch": "2.13.0"},
 }
 
@@ -105,7 +114,9 @@ def test_merge_refuses_other_data():
 
 def test_markdown_tells_times_and_environment():
     text = markdown(REPORT)
-    assert "62.2" in text
+    assert (
+        "| train   |    62.2 |    1,200 |     100.0 |          0.0 |         0.50 |           2.00 |" in text
+    )
     assert "torch 2.13.0" in text
     assert "Success@K" in text
 

@@ -9,7 +9,7 @@ import pytest
 
 from scalingnote.config import Config, Resources
 from scalingnote.errors import ArtifactError
-from scalingnote.storage import artifact
+from scalingnote.storage import artifact, manifest
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
@@ -179,17 +179,41 @@ def test_a_claim_that_was_being_written_is_no_file_of_others(uri: str):
     assert build(uri).counts == {"rows": 3}
 
 
-def test_a_long_manifest_is_read_by_each_process_and_not_sent(uri: str, monkeypatch: pytest.MonkeyPatch):
-    made = build(uri)
-    whole = pickle.dumps(made)
-    monkeypatch.setattr(artifact, "MAX_PICKLED_PARTS", 0)
-    short = pickle.dumps(made)
-    assert len(short) < len(whole)
-    again = pickle.loads(short)
-    assert again == made
+def test_a_long_manifest_is_read_shard_by_shard_and_not_sent(uri: str, monkeypatch: pytest.MonkeyPatch):
+    whole = build(f"{uri}-whole")
+    assert list(whole.manifest.parts) == ["facts.json", "rows.arrow", "rows/part-00000.parquet"]
+    monkeypatch.setattr(manifest, "PARTS_PER_SHARD", 1)
+    monkeypatch.setattr(artifact, "PARTS_PER_SHARD", 1)
+    build(uri)
+    made = open_artifact(uri, kind="thing")
+    assert len(made.manifest.parts) == 3
+    assert made.digest == whole.digest
+    assert len(pickle.dumps(made)) < 3000
+    read: list[str] = []
+    reader = fs.read_bytes
+    monkeypatch.setattr(fs, "read_bytes", lambda uri: (read.append(uri), reader(uri))[1])
+    again = pickle.loads(pickle.dumps(made))
+    assert not read
+    assert again.names("rows/") == ["rows/part-00000.parquet"]
+    assert again.names("rows") == ["rows.arrow", "rows/part-00000.parquet"]
+    assert len([name for name in read if "/_manifest/" in name]) == 2
     assert again.table("rows") == TABLE
+    assert dict(again.manifest.parts) == dict(whole.manifest.parts)
+    assert again.names() == whole.names()
+    assert "absent" not in again.manifest.parts
+    assert "zzz" not in again.manifest.parts
+    assert again.manifest == made.manifest
     fs.delete(uri)
-    build(uri, knob=2)
-    artifact._shared_manifest.cache_clear()
-    with pytest.raises(ArtifactError, match="was built anew while it was read"):
-        pickle.loads(short)
+    build(uri, knob=2, rows=TABLE.slice(1))
+    manifest._read_shard.cache_clear()
+    with pytest.raises(ArtifactError, match="deleted or built anew"):
+        made.names()
+
+
+def test_of_two_that_commit_one_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch):
+    draft = Draft(uri, kind="thing", config=Settings(), parents={})
+    draft.write_json("facts.json", {})
+    fs.write_bytes(draft.path("manifest.json"), b"of another process")
+    with pytest.raises(ArtifactError, match=f"another process has committed {uri} while"):
+        draft.commit(counts={})
+    assert fs.read_bytes(draft.path("manifest.json")) == b"of another process"

@@ -89,7 +89,7 @@ def test_what_is_committed_while_another_looks_is_taken(uri: str, monkeypatch: p
     build(uri)
     looks = iter([None])  # at the first it is not there yet
     monkeypatch.setattr(
-        artifact, "_read_manifest", lambda uri, read=artifact._read_manifest: next(looks, read(uri))
+        artifact, "read_manifest", lambda uri, read=artifact.read_manifest: next(looks, read(uri))
     )
     draft = Draft(uri, kind="thing", config=Settings(), parents={})
     assert draft.finished

@@ -175,14 +175,14 @@ def write_sharded(uri: str) -> None:
 
 def read_sharded(uri: str) -> tuple[int, bool]:
     """Bytes that this rank read, and whether its tensors are those that were written."""
-    count, read = 0, checkpoint_reader._range
+    count, read = 0, checkpoint_reader.fs.read_range
 
     def counted(uri: str, start: int, size: int) -> bytes:
         nonlocal count
         count += size
         return read(uri, start, size)
 
-    checkpoint_reader._range = counted
+    checkpoint_reader.fs.read_range = counted
     target = Sharded(0.0)
     assert Checkpoints(uri, keep=1).restore(target) is not None
     expected = Sharded(1.0)

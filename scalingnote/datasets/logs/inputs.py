@@ -5,7 +5,6 @@ A file with missing or wrongly typed columns is refused before any work; `column
 
 import json
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -89,8 +88,7 @@ def plan_slices(config: Logs) -> list[LogSlice]:
         if table
         for file in find_files(table.path)
     ]
-    with ThreadPoolExecutor(16) as pool:  # each footer in an object store is one round trip
-        inspected = _with_same_query_key(files, list(pool.map(lambda file: _inspect(file, config), files)))
+    inspected = _with_same_query_key(files, fs.map_files(lambda file: _inspect(file, config), files))
     slices = [
         LogSlice(0, file.table, file.uri, layout.columns, *cut, file.changed)
         for file, layout in zip(files, inspected, strict=True)

@@ -1,0 +1,140 @@
+"""The manifest of an artifact: what it is, what it was made of, and the checksum of each part.
+
+Up to :data:`PARTS_PER_SHARD` parts stand in ``manifest.json`` itself. Beyond, they stand in shards beside it,
+sorted by name, and ``manifest.json`` names the shards: a task reads those of its own parts alone.
+"""
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from scalingnote.errors import ArtifactError, DataError
+from scalingnote.storage import filesystem as fs
+
+MANIFEST = "manifest.json"
+SHARDS = "_manifest"  # folder
+SCHEMA_VERSION = 1
+PARTS_PER_SHARD = 10_000  # about 1 MB
+MAX_SHARDS_IN_MEMORY = 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file of an artifact; `rows` is None if the file is not a table."""
+
+    sha256: str
+    bytes: int
+    rows: int | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file with the parts from the name `first` on."""
+
+    name: str
+    sha256: str
+    first: str
+    parts: int
+
+
+@dataclass(frozen=True)
+class ShardedParts(Mapping[str, Part]):
+    """Parts by name, sorted, read shard by shard when they are asked for."""
+
+    uri: str
+    shards: tuple[Shard, ...]
+
+    def __getitem__(self, name: str) -> Part:
+        place = bisect_right([shard.first for shard in self.shards], name) - 1
+        if place < 0:
+            raise KeyError(name)
+        return _read_shard(self.uri, self.shards[place])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        for shard in self.shards:
+            yield from _read_shard(self.uri, shard)
+
+    def __len__(self) -> int:
+        return sum(shard.parts for shard in self.shards)
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """Names that start with `prefix`; only the shards that have some are read."""
+        nexts = [shard.first for shard in self.shards[1:]]
+        for shard, following in zip(self.shards, [*nexts, None], strict=True):
+            before = following is not None and following <= prefix
+            if not before and (shard.first <= prefix or shard.first.startswith(prefix)):
+                yield from (name for name in _read_shard(self.uri, shard) if name.startswith(prefix))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of an artifact. `info` (times, versions, notes) is not part of the digest."""
+
+    kind: str
+    config: dict[str, Any]
+    parents: dict[str, dict[str, str]]
+    parts: Mapping[str, Part]
+    counts: dict[str, int]
+    info: dict[str, Any]
+    digest: str
+    schema_version: int = SCHEMA_VERSION
+
+
+def read_manifest(uri: str) -> Manifest | None:
+    """The manifest of the artifact at `uri`; None if there is none."""
+    path = fs.join(uri, MANIFEST)
+    try:
+        text = fs.read_bytes(path)
+    except DataError:
+        return None
+    try:
+        values = json.loads(text)
+        if shards := values.pop("shards", None):
+            values["parts"] = ShardedParts(uri, tuple(Shard(**shard) for shard in shards))
+        else:
+            values["parts"] = {name: Part(**part) for name, part in values["parts"].items()}
+        manifest = Manifest(**values)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ArtifactError(f"{path} is not a manifest: {error}; delete {uri} and re-run") from None
+    if manifest.schema_version != SCHEMA_VERSION:
+        raise ArtifactError(
+            f"{uri} has schema version {manifest.schema_version}, this release reads {SCHEMA_VERSION}: "
+            "re-run the stage that built it"
+        )
+    return manifest
+
+
+def write_manifest(uri: str, manifest: Manifest) -> bool:
+    """Write a manifest of parts in memory; False if another process has written one. Shards come first."""
+    values = {**vars(manifest), "parts": {name: asdict(part) for name, part in manifest.parts.items()}}
+    if len(manifest.parts) > PARTS_PER_SHARD:
+        values |= {"parts": {}, "shards": [asdict(shard) for shard in _write_shards(uri, values["parts"])]}
+    return fs.swap(fs.join(uri, MANIFEST), None, json.dumps(values, indent=1).encode())
+
+
+def _write_shards(uri: str, parts: dict[str, Any]) -> Iterator[Shard]:
+    names = sorted(parts)
+    for start in range(0, len(names), PARTS_PER_SHARD):
+        chosen = names[start : start + PARTS_PER_SHARD]
+        data = json.dumps({name: parts[name] for name in chosen}).encode()
+        sha256 = hashlib.sha256(data).hexdigest()
+        # Named by its content: of two processes that commit, each names its own.
+        shard = Shard(f"{SHARDS}/{start:08d}-{sha256[:12]}.json", sha256, chosen[0], len(chosen))
+        fs.write_bytes(fs.join(uri, shard.name), data)
+        yield shard
+
+
+@lru_cache(maxsize=MAX_SHARDS_IN_MEMORY)
+def _read_shard(uri: str, shard: Shard) -> dict[str, Part]:
+    path = fs.join(uri, shard.name)
+    try:
+        data = fs.read_bytes(path)
+    except DataError:
+        raise ArtifactError(f"{path} is missing: {uri} was deleted or built anew; run this again") from None
+    if hashlib.sha256(data).hexdigest() != shard.sha256:
+        raise ArtifactError(f"{path} is damaged: restore it or delete {uri} and re-run its stage")
+    return {name: Part(**part) for name, part in json.loads(data).items()}

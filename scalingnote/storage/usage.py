@@ -1,0 +1,142 @@
+"""What a stage took: requests to storage, bytes read and written, and the largest processes.
+
+Each process counts for itself. A process of Ray counts in a small file that it maps, in the folder of Ray's
+session on its node: so what a killed process has counted is not lost, and any process can add up those of the
+same job. A file that is mapped into memory counts as read in full when it is opened.
+"""
+
+import mmap
+import os
+import resource
+import struct
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+from scalingnote.log import get_logger
+
+Counts = dict[str, tuple[int, int, int, int]]  # process -> requests, bytes read, bytes written, peak bytes
+LAYOUT = struct.Struct("<4q")
+STATUS = Path("/proc/self/status")
+NODE_TIMEOUT_S = 30.0  # a node has for telling its counts
+_PROCESS = uuid.uuid4().hex  # operating systems reuse process ids
+_lock = threading.Lock()
+_counts: "bytearray | mmap.mmap" = bytearray(LAYOUT.size)
+log = get_logger("usage")
+
+
+def count(*, requests: int = 1, read: int = 0, written: int = 0) -> None:
+    """Add to the counts of this process."""
+    global _counts
+    with _lock:
+        if not isinstance(_counts, mmap.mmap) and (folder := _folder()):
+            _counts = _mapped(folder / _PROCESS, bytes(_counts))
+        before = LAYOUT.unpack_from(_counts)
+        LAYOUT.pack_into(
+            _counts, 0, before[0] + requests, before[1] + read, before[2] + written, _peak_bytes()
+        )
+
+
+def snapshot() -> Counts:
+    """The counts of all processes of this job, on all nodes."""
+    found = _on_this_node(_folder())
+    for counts in _on_other_nodes():
+        found |= counts
+    count(requests=0)  # its peak
+    return found | {_PROCESS: LAYOUT.unpack_from(_counts)}
+
+
+def since(start: Counts) -> dict[str, int]:
+    """What was counted since a snapshot; peaks are over the lives of the processes that counted since."""
+    now = snapshot()
+    active = {name: counts for name, counts in now.items() if counts[:3] != start.get(name, (0,) * 4)[:3]}
+    requests, read, written = (
+        sum(counts[i] - start.get(name, (0,) * 4)[i] for name, counts in active.items()) for i in range(3)
+    )
+    return {
+        "requests": requests,
+        "bytes_read": read,
+        "bytes_written": written,
+        "driver_peak_bytes": now[_PROCESS][3],
+        "worker_peak_bytes": max((c[3] for name, c in active.items() if name != _PROCESS), default=0),
+    }
+
+
+def summary(usage: dict[str, int], seconds: float, rows: int | None) -> str:
+    """One line: speeds, requests and peaks."""
+    seconds = max(seconds, 1e-3)
+    parts = [f"{rows / seconds:,.0f} rows/s"] if rows else []
+    parts += [
+        f"{usage['bytes_read'] / seconds / 1e6:,.1f} MB/s read",
+        f"{usage['bytes_written'] / seconds / 1e6:,.1f} MB/s written",
+        f"{usage['requests']:,} requests",
+        f"peak {usage['driver_peak_bytes'] / 1e9:.2f} GB driver",
+    ]
+    worker = usage["worker_peak_bytes"]
+    return ", ".join([*parts, f"{worker / 1e9:.2f} GB worker"] if worker else parts)
+
+
+def _peak_bytes() -> int:
+    """The largest resident size of this process so far."""
+    try:
+        status = STATUS.read_bytes()
+    except FileNotFoundError:  # not Linux
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak << 10
+    # Not getrusage: on Linux its figure survives an exec, so a small child would have its parent's peak.
+    return int(status.split(b"VmHWM:")[1].split()[0]) << 10
+
+
+def _mapped(path: Path, start: bytes) -> mmap.mmap:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(start)
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), LAYOUT.size)
+
+
+def _ray() -> Any:
+    """Ray, if this process is connected to a cluster; storage does not import it."""
+    ray = sys.modules.get("ray")
+    return ray if ray is not None and getattr(ray, "is_initialized", lambda: False)() else None
+
+
+def _folder() -> Path | None:
+    """Where the processes of this job count on this node."""
+    if (ray := _ray()) is None or (node := ray._private.worker.global_worker.node) is None:
+        return None
+    job = ray.get_runtime_context().get_job_id()
+    return Path(node.get_session_dir_path(), "scalingnote-usage", job)
+
+
+def _on_this_node(folder: Path | None) -> Counts:
+    names = os.listdir(folder) if folder and folder.is_dir() else []
+    found = {name: Path(folder or "", name).read_bytes() for name in names}
+    return {name: LAYOUT.unpack(data) for name, data in found.items() if len(data) == LAYOUT.size}
+
+
+def _counts_here() -> Counts:
+    return _on_this_node(_folder())
+
+
+def _on_other_nodes() -> list[Counts]:
+    """Counts of the other nodes, each told by a task there. A node that is lost has none."""
+    if (ray := _ray()) is None:
+        return []
+    own = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+    on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy if others else None
+    task = ray.remote(num_cpus=0, max_retries=0)(_counts_here)
+    tasks = [
+        task.options(scheduling_strategy=on_node(node_id=node, soft=True)).remote()  # type: ignore[misc]
+        for node in others
+    ]
+    done, _ = ray.wait(tasks, num_returns=len(tasks), timeout=NODE_TIMEOUT_S) if tasks else ([], [])
+    found = []
+    for each in done:
+        try:
+            found.append(ray.get(each))
+        except ray.exceptions.RayError as error:
+            log.debug("a node did not tell what it used: %s", error)
+    return found

@@ -1,0 +1,193 @@
+"""An object store that fails: answers are lost, requests refused or late; the artifacts are the same."""
+
+import json
+import logging
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from scalingnote.config import Config
+from scalingnote.errors import ArtifactError
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import lease, object_store, shuffle
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.lease import Lease
+
+SLICES = 6
+MANY = 10  # seeds
+Answer = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class Faults:
+    """Between the client and moto: a share of requests fails, in a way that a seed draws."""
+
+    def __init__(self, store: Answer) -> None:
+        self.store, self.share, self.rng, self.seen = store, 0.0, random.Random(0), [""]
+        self.lost = ""  # the answer to the next PUT of a path with this end is lost
+        self.lock = threading.Lock()
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        path, write = environ["PATH_INFO"], environ["REQUEST_METHOD"] == "PUT"
+        with self.lock:
+            fault = self.rng.choice(["500", "503", "late", "lost"]) if self.rng.random() < self.share else ""
+            if self.lost and write and path.endswith(self.lost):
+                fault, self.lost = "lost", ""
+            self.seen.append(fault)
+        if fault in ("500", "503"):
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            code = "SlowDown" if fault == "503" else "InternalError"
+            start(f"{fault} {code}", [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{code}</Code></Error>".encode()]
+        answer = list(self.store(environ, start if not fault else lambda *_: None))
+        if fault == "late":
+            time.sleep(2.5 * object_store.REQUEST_TIMEOUT.total_seconds())
+        if fault:  # done, but nobody hears of it
+            raise ConnectionAbortedError
+        return answer
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[tuple[Faults, int]]:
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+    found = Faults(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, found, threaded=True)
+    server.log = lambda *_: None  # type: ignore[method-assign]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield found, server.port
+    server.shutdown()
+
+
+@pytest.fixture
+def store(faults: tuple[Faults, int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    """An empty bucket s3://faults, and quick retries."""
+    import boto3
+
+    found, port = faults
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=0.2))
+    pause = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5), "base": 2}
+    monkeypatch.setattr(object_store, "RETRY", {**object_store.RETRY, "backoff": pause})
+    object_store._connect.cache_clear()
+    boto3.client("s3").create_bucket(Bucket="faults")
+    found.seen.clear()
+    yield found
+    found.share = 0.0
+    object_store._connect.cache_clear()
+
+
+def build(uri: str, *, killed_after: int = SLICES) -> Artifact | None:
+    """A stage of a task per slice; killed after some tasks, it leaves its work to the next attempt."""
+    draft = Draft(uri, kind="rows", config=Config(), parents={})
+    if draft.finished:
+        return draft.existing()
+
+    def task(item: tuple[int, int]) -> dict[str, Any]:
+        if item[0] >= killed_after:
+            raise KeyboardInterrupt
+        table = pa.table({"n": range(item[1] * 10, item[1] * 10 + 10)})
+        return {"tables": shuffle.write_tables(draft.uri, {f"rows/part-{item[0]:05d}.parquet": table})}
+
+    try:
+        records = shuffle.run_slices("make", task, range(SLICES), folder=draft.work(), each=map, room="test")
+    except KeyboardInterrupt:
+        draft._lease.release()
+        return None
+    for record in records:
+        for name, part in shuffle.named_parts(record["tables"]):
+            draft.register(name, part)
+    return draft.commit(counts={"rows": SLICES * 10})
+
+
+@pytest.mark.parametrize("seed", range(MANY))
+def test_a_stage_on_a_store_that_fails_is_resumed_and_loses_and_doubles_nothing(
+    store: Faults, seed: int
+) -> None:
+    whole = build(f"s3://faults/whole-{seed}")
+    store.rng, store.share = random.Random(seed), 0.15
+    uri = f"s3://faults/seed-{seed}"
+    assert build(uri, killed_after=store.rng.randrange(SLICES)) is None
+    with pytest.raises(ArtifactError, match="no finished"):
+        open_artifact(uri, kind="rows")
+    made = build(uri)
+    store.share = 0.0
+    assert any(store.seen)
+    assert made is not None
+    assert whole is not None
+    again = open_artifact(uri, kind="rows")
+    assert again.digest == made.digest == whole.digest
+    assert again.table("rows")["n"].to_pylist() == list(range(SLICES * 10))
+    assert set(fs.list_files(uri)) == {*again.names(), "manifest.json"}
+
+
+@pytest.mark.parametrize("file", ["_work/lease", "manifest.json", "rows.parquet"])
+def test_a_write_whose_answer_is_lost_is_no_other_writer(store: Faults, file: str) -> None:
+    store.lost = file
+    draft = Draft(f"s3://faults/lost-{file}", kind="rows", config=Config(), parents={})
+    draft.write_table("rows.parquet", pa.table({"n": [1]}))
+    made = draft.commit(counts={})
+    assert "lost" in store.seen
+    assert open_artifact(made.uri, kind="rows").digest == made.digest
+
+
+def test_what_never_succeeds_is_an_error_of_the_system_which_tasks_repeat(store: Faults) -> None:
+    store.share, store.rng = 1.0, random.Random(0)
+    with pytest.raises(OSError, match=r"s3://faults/never: .*after 10 retries"):
+        fs.write_bytes("s3://faults/never", b"data")
+
+
+RACE = """
+import json, sys
+from scalingnote.storage import filesystem as fs
+print("ready", flush=True)
+sys.stdin.readline()
+print(json.dumps([fs.swap(f"s3://faults/race/{n}", None, sys.argv[1].encode()) for n in range(40)]))
+"""
+
+
+def test_of_two_processes_that_write_one_file_one_is_refused(store: Faults) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for name in ("a", "b")
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    wrote = [json.loads(process.communicate()[0]) for process in processes]
+    for number, (first, second) in enumerate(zip(*wrote, strict=True)):
+        assert first != second
+        assert fs.read_bytes(f"s3://faults/race/{number}") == (b"a" if first else b"b")
+
+
+def test_a_lease_that_expired_is_taken_by_one_of_two(store: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both see the same old lease; the second to write is refused and waits for the first."""
+    uri, old = "s3://faults/lease", json.dumps({"process": "x", "host": "elsewhere", "pid": 1, "beats": 1})
+    fs.write_bytes(uri, old.encode())
+    first, second = Lease(uri), Lease(uri)
+    assert first._write(old.encode())
+    with monkeypatch.context() as patch:
+        patch.setattr(lease, "_PROCESS", "another")
+        assert not second._write(old.encode())
+        assert second.lost
+    assert not first.lost
+    other = json.dumps({"process": "y", "host": "elsewhere", "pid": 1, "beats": 1}).encode()
+    fs.write_bytes(uri, other)
+    assert first.lost
+    assert not first._write(first._mine)
+    assert fs.read_bytes(uri) == other
