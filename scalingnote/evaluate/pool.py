@@ -1,6 +1,6 @@
 """The pool: all documents of an embeddings artifact, read part by part in tasks.
 
-    parts ─► groups of at most GROUP_BYTES, a task for each ─► what it found, merged as the results arrive
+    parts ─► groups, a task for each ─► what it found, merged as the results arrive
 
 A document is known by its row, counted over all parts. Only what was asked for leaves a task: memory is
 bounded by a part there, and by the queries and their results in the caller, whatever the size of the pool.
@@ -24,8 +24,6 @@ from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import TaskRunner
 
 INDEXED_VIEW = "summary"
-GROUP_BYTES = 256 << 20  # of a task's parts, as stored
-_FOLDER = "embeddings/"
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,13 @@ class Pool:
     @property
     def parts(self) -> dict[str, int]:
         """Name of each part -> the row of its first document."""
-        names = self.embeddings.names(_FOLDER, ".parquet")
+        names = self.embeddings.table_parts("embeddings")
         rows = [self.embeddings.manifest.parts[name].rows or 0 for name in names]
         return dict(zip(names, accumulate(rows, initial=0), strict=False))
 
     def groups(self) -> list[list[str]]:
         """Names of parts, in order, by group."""
-        names = list(self.parts)
-        sizes = [self.embeddings.manifest.parts[name].bytes for name in names]
-        return [[names[i] for i in group] for group in shuffle.group_by_size(sizes, limit=GROUP_BYTES)]
+        return shuffle.slices_by_bytes(self.embeddings, "embeddings")
 
     def read(self, names: Iterable[str], columns: Iterable[str]) -> Iterator["PoolPart"]:
         """Parts with these columns of the embeddings artifact."""
@@ -75,7 +71,7 @@ class Pool:
             if self.sample:
                 rows = np.flatnonzero(self.sample.holds(table["doc_id"]))
                 table = table.take(pa.array(rows))
-            yield PoolPart(self, name.removeprefix(_FOLDER), table, rows + first[name])
+            yield PoolPart(self, name.removeprefix("embeddings/"), table, rows + first[name])
 
 
 @dataclass(frozen=True)

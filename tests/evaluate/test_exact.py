@@ -18,7 +18,7 @@ from scalingnote.evaluate.exact_search import TopDocuments
 from scalingnote.evaluate.pool import Pool, Sample
 from scalingnote.evaluate.scores import DenseScores, JoinedScores, TermScores
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.storage import arrow, schema
+from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage.artifact import Artifact, Draft
 from tiny import Nothing
 
@@ -116,7 +116,7 @@ def test_every_kind_of_search_equals_all_scores_at_once(tmp_path, monkeypatch, k
             np.testing.assert_allclose(found.scores[:, :DOCUMENTS], -np.sort(-whole[name], axis=1), **CLOSE)
             assert (found.ids[:, DOCUMENTS:] == -1).all()
     # A task for each part, which end in any order, give the same to the last digit.
-    monkeypatch.setattr(pools, "GROUP_BYTES", 1)
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
     assert len(pool.groups()) == 4
     again = exact_search.search(pool, sides, k=k, each=backwards)
     again |= exact_search.search(pool, sides, k=k, joined=joined, each=backwards)
@@ -125,7 +125,7 @@ def test_every_kind_of_search_equals_all_scores_at_once(tmp_path, monkeypatch, k
 
 
 def test_of_equal_scores_the_first_document_is_best_in_whatever_order_tasks_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "GROUP_BYTES", 1)
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
     rng = np.random.default_rng(2)
     documents = rng.integers(0, 2, (DOCUMENTS, DIM)).astype(np.float32)
     queries = rng.integers(0, 2, (QUERIES, DIM)).astype(np.float32)
@@ -156,8 +156,8 @@ def test_rows_that_were_found_get_their_documents_names(tmp_path, monkeypatch):
     _, documents, _, weights = drawn()
     pool = Pool(artifact(str(tmp_path / "embeddings"), documents, weights))
     rows = np.array([[49, 3, -1], [20, 3, 19], [41, 40, 0]])
-    for group_bytes in (pools.GROUP_BYTES, 1):
-        monkeypatch.setattr(pools, "GROUP_BYTES", group_bytes)
+    for group_bytes in (shuffle.MAX_SLICE_BYTES, 1):
+        monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", group_bytes)
         wanted, doc_ids = pools.document_ids(pool, rows, each=backwards)
         assert wanted.tolist() == [0, 3, 19, 20, 40, 41, 49]
         assert doc_ids.to_pylist() == [f"d{row}" for row in wanted]
@@ -166,7 +166,7 @@ def test_rows_that_were_found_get_their_documents_names(tmp_path, monkeypatch):
 
 
 def test_pairs_are_scored_wherever_their_document_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "GROUP_BYTES", 1)
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
     monkeypatch.setattr(exact_search, "_PAIRS_PER_BLOCK", 2)
     queries, documents, counts, weights = drawn()
     pool = Pool(artifact(str(tmp_path / "embeddings"), documents, weights))
@@ -183,7 +183,7 @@ def test_pairs_are_scored_wherever_their_document_is(tmp_path, monkeypatch):
 
 
 def test_bm25_of_parts_is_that_of_an_index(tmp_path, monkeypatch):
-    monkeypatch.setattr(pools, "GROUP_BYTES", 1)
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
     rng = np.random.default_rng(3)
     words = [f"w{i}" for i in range(12)]
     texts = [" ".join(rng.choice(words, rng.integers(0, 9))) for _ in range(DOCUMENTS)]
@@ -227,7 +227,7 @@ class CountedReads(Artifact):
 def test_the_caller_reads_no_part(cluster, tmp_path, monkeypatch):
     from scalingnote import cluster as ray_cluster
 
-    monkeypatch.setattr(pools, "GROUP_BYTES", 1)
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
     queries, documents, counts, weights = drawn()
     plain = artifact(str(tmp_path / "embeddings"), documents, weights)
     counted = CountedReads(plain)
