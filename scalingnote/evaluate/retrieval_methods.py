@@ -217,21 +217,18 @@ def _with_a_term(found: TopDocuments) -> Ranked:
 
 def _runs(pool: Pool, found: Mapping[str, Ranked], *, test: TestSet, each: TaskRunner) -> dict[str, trec.Run]:
     """Runs of rows as runs of document ids."""
-    distinct, doc_ids = pools.document_ids(
-        pool, np.concatenate([rows for _, rows in found.values()], axis=None)[None], each=each
-    )
-    runs: dict[str, trec.Run] = {}
-    for name, (values, rows) in found.items():
-        places = np.searchsorted(distinct, rows)
-        runs[name] = {
-            query_id: list(
-                zip(
-                    doc_ids.take(pa.array(place[row >= 0])).to_pylist(), value[row >= 0].tolist(), strict=True
-                )
-            )
-            for query_id, row, place, value in zip(test.query_ids, rows, places, values, strict=True)
-        }
-    return runs
+    everything = np.concatenate([rows for _, rows in found.values()], axis=1)
+    distinct, doc_ids = pools.document_ids(pool, everything, each=each)
+
+    def hits(values: Float[ndarray, " k"], rows: Int[ndarray, " k"]) -> list[tuple[str, float]]:
+        found = rows >= 0
+        names = doc_ids.take(pa.array(np.searchsorted(distinct, rows[found]))).to_pylist()
+        return list(zip(names, values[found].tolist(), strict=True))
+
+    return {
+        name: {query_id: hits(*line) for query_id, *line in zip(test.query_ids, *ranked, strict=True)}
+        for name, ranked in found.items()
+    }
 
 
 def pair_scorer(
