@@ -41,7 +41,7 @@ from scalingnote.mine.refresh import positives_by_query, refresh
 from scalingnote.mine.search import Documents, merge_shards, read_table, search_shard
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_table
+from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file, write_table
 from scalingnote.storage.shuffle import run_slices
 
 log = get_logger("mine")
@@ -92,12 +92,18 @@ def run(
             f"no negative was mined for {source.counts['triplets']:,} triplets: widen first_rank..last_rank "
             "or raise max_score_ratio"
         )
-    for name in (*source.names("answers/"), *source.names("generated/")):
-        draft.write_bytes(name, source.read_bytes(name))
+    unchanged = [*source.names("answers/"), *source.names("generated/")]
+    for name, part in cluster.map_tasks(partial(copy_part, source=source, output=output), unchanged):
+        draft.register(name, part)
     log.info("%s", ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     return draft.commit(
         counts=dict(counts), simulated_clicks=bool(source.manifest.info.get("simulated_clicks", False))
     )
+
+
+def copy_part(name: str, *, source: Artifact, output: str) -> tuple[str, Part]:
+    """Copy a part of another artifact."""
+    return name, write_file(fs.join(output, name), source.read_bytes(name))
 
 
 # --- search ------------------------------------------------------------------------------------------------

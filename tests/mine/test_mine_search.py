@@ -179,7 +179,9 @@ class Steps:
 
     def _run(self, function: Callable[..., Any], *given: Any, **knobs: Any) -> Any:
         first, second = given[:2]
-        name = second.__name__ if isinstance(second, type) else Path(first.keywords["folder"]).name
+        name = (
+            second.__name__ if isinstance(second, type) else Path(first.keywords.get("folder", "copy")).name
+        )
         found = function(*given, **knobs)
         return (
             _Rows(self._counted(found.iter_rows(), name))
