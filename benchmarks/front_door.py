@@ -34,7 +34,7 @@ from benchmarks.report import alone, arguments, show, write
 from scalingnote import pipeline, stages
 from scalingnote.bm25 import BM25
 from scalingnote.config import load
-from scalingnote.evaluate.exact_search import INDEXED_VIEW
+from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.run_config import RunConfig
 from scalingnote.search import escalation
 from scalingnote.storage import arrow

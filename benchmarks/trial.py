@@ -16,9 +16,9 @@ from scalingnote import pipeline, stages
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate import retrieval_methods, teacher_distance
-from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import lineage
 from scalingnote.evaluate.measures import per_query
+from scalingnote.evaluate.query_embeddings import QueryEmbeddings
 from scalingnote.evaluate.test_set import load_test_set
 from scalingnote.evaluate.user_files import auc_section, test_set_pairs
 from scalingnote.log import environment
@@ -143,17 +143,20 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
     for name, kind in retrieval_methods.tower_kinds(config.evaluate, parents).items():
         tower = QueryEncoder.load(parents[kind].directory("query"), threads=1)
         encoded[name] = QueryEmbeddings(texts, tower.encode_queries(texts))
-    bm25 = retrieval_methods.Bm25Pool.build(config.evaluate, parents) if config.distill is None else None
+    bm25 = (
+        retrieval_methods.count_bm25(config.evaluate, parents, test.queries, test=test)
+        if config.distill is None
+        else None
+    )
     pairs = test_set_pairs(test)
     graded = (
-        auc_section(pairs, retrieval_methods.scorers(config.evaluate, parents, encoded, bm25))["methods"]
+        auc_section(pairs, retrieval_methods.pair_scorer(config.evaluate, parents, encoded, bm25))["methods"]
         if pairs
         else {}
     )
     found = {}
-    for name, ranked in retrieval_methods.retrieve(
-        config.evaluate, parents, encoded, bm25, test=test
-    ).items():
+    runs, _ = retrieval_methods.retrieve(config.evaluate, parents, encoded, bm25, test=test)
+    for name, ranked in runs.items():
         if config.distill is not None and name == config.evaluate.names.dual_encoder:
             continue
         rankings = {query: [doc for doc, _ in results] for query, results in ranked.items()}

@@ -1,5 +1,7 @@
 """Exact top-k search, selection and merging, with deterministic ties: higher scores first, then lower ids."""
 
+from typing import Any
+
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
@@ -7,19 +9,67 @@ from numpy import ndarray
 # One block of scores is 512 x 16,384 floats = 32 MB, whatever the corpus and the number of queries.
 QUERY_BLOCK = 512
 DOCUMENT_BLOCK = 16_384
+_MAX_HITS_PER_PLACE = 4  # of a block: above it, the block's k best are selected first
 
 
 def search(
     queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"], *, k: int
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """Inner products and row numbers of each query's k best documents; fewer columns for fewer documents."""
-    width = min(k, len(documents))
-    scores = np.empty((len(queries), width), np.result_type(queries, documents))
-    rows = np.empty((len(queries), width), np.int64)
-    for start in range(0, len(queries), QUERY_BLOCK):
-        chosen = slice(start, start + QUERY_BLOCK)
-        scores[chosen], rows[chosen] = _search_block(queries[chosen], documents, width)
-    return scores, rows
+    best = Best(len(queries), min(k, len(documents)), dtype=np.result_type(queries, documents))
+    for start in range(0, len(documents), DOCUMENT_BLOCK):
+        block = documents[start : start + DOCUMENT_BLOCK]
+        rows = np.arange(start, start + len(block))
+        for chosen in query_blocks(len(queries)):
+            best.add_block(chosen, queries[chosen] @ block.T, rows)
+    return best.scores, best.ids
+
+
+def query_blocks(queries: int) -> list[slice]:
+    """Slices of QUERY_BLOCK queries."""
+    return [slice(start, start + QUERY_BLOCK) for start in range(0, queries, QUERY_BLOCK)]
+
+
+class Best:
+    """The k best candidates of each query so far, best first: the same in whatever order they are added.
+
+    A line with fewer candidates ends with scores of -inf and ids of -1.
+    """
+
+    def __init__(self, queries: int, k: int, *, dtype: Any = np.float32) -> None:
+        self.scores = np.full((queries, k), -np.inf, dtype)
+        self.ids = np.full((queries, k), -1, np.int64)
+
+    def add(
+        self,
+        queries: slice,
+        scores: Float[ndarray, "queries candidates"],
+        ids: Int[ndarray, "queries candidates"],
+    ) -> None:
+        """Add candidates of some queries, a line for each; an id of -1 is none and scores -inf."""
+        both = np.hstack([self.scores[queries], scores]), np.hstack([self.ids[queries], ids])
+        self.scores[queries], self.ids[queries] = merge(*both, k=self.ids.shape[1])
+
+    def add_block(
+        self, queries: slice, scores: Float[ndarray, "queries docs"], ids: Int[ndarray, " docs"]
+    ) -> None:
+        """Add the scores of the same documents for some queries; `ids` ascend."""
+        k = self.ids.shape[1]
+        if not k:
+            return
+        # Few documents of a later block reach the k-th score so far: to compare is cheaper than to select.
+        hits = scores >= self.scores[queries, -1:]
+        counts = np.count_nonzero(hits, axis=1)
+        if counts.max(initial=0) > _MAX_HITS_PER_PLACE * k:
+            columns = select(scores, k=k)
+            self.add(queries, np.take_along_axis(scores, columns, axis=1), ids[columns])
+            return
+        lines, columns = np.divmod(np.flatnonzero(hits), scores.shape[1])
+        places = np.arange(len(lines)) - np.repeat(counts.cumsum() - counts, counts)
+        values = np.full((len(scores), counts.max(initial=0)), -np.inf, scores.dtype)
+        found = np.full(values.shape, -1, np.int64)
+        values[lines, places], found[lines, places] = scores[lines, columns], ids[columns]
+        self.add(queries, values, found)
 
 
 def select(scores: Float[ndarray, "queries columns"], *, k: int) -> Int[ndarray, "queries k"]:
@@ -55,17 +105,3 @@ def merge(
             scores, ids, last = (np.take_along_axis(x, best, axis=1) for x in (scores, ids, last))
     order = np.lexsort((last, -scores))[:, :k]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(ids, order, axis=1)
-
-
-def _search_block(
-    queries: Float[ndarray, "queries dim"], documents: Float[ndarray, "docs dim"], k: int
-) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
-    found: list[tuple[ndarray, ndarray]] = []
-    for start in range(0, max(len(documents), 1), DOCUMENT_BLOCK):
-        products = queries @ documents[start : start + DOCUMENT_BLOCK].T
-        columns = select(products, k=k)
-        found.append((np.take_along_axis(products, columns, axis=1), columns + start))
-        if len(found) > 1:
-            scores, rows = (np.concatenate(both, axis=1) for both in zip(*found, strict=True))
-            found = [merge(scores, rows, k=k)]
-    return found[0]

@@ -68,12 +68,13 @@ class EvaluateConfig(Config):
     )
     names: MethodNames = MethodNames()
     hybrid: Hybrid = Hybrid()
-    bm25: bool = Field(True, description="compare with BM25 over the same pool")
-    bm25_documents: int = Field(
-        2_000_000,
-        ge=0,
-        description="maximum pool for BM25, which holds all documents in the driver's memory",
+    max_exact_documents: int = Field(
+        10_000_000,
+        ge=1,
+        description="maximum pool of exact search and BM25; of a larger one they search a seeded sample of "
+        "about this many documents, and all judged ones. The index is always searched as a whole",
     )
+    bm25: bool = Field(True, description="compare with BM25 over the same documents")
     bm25_k1: float = Field(1.2, ge=0, description="BM25's term saturation")
     bm25_b: float = Field(0.75, ge=0, le=1, description="BM25's length normalisation")
     baseline: str | None = Field(
@@ -119,5 +120,5 @@ class EvaluateConfig(Config):
         ge=0,
         description="test queries to show, those with the largest differences from the baseline",
     )
-    seed: int = Field(0, description="of examples with equal differences, resamples, negatives and typos")
+    seed: int = Field(0, description="of samples, resamples, typos, and of examples with equal differences")
     resources: Resources = Resources()

@@ -13,11 +13,12 @@ import numpy as np
 from jaxtyping import Float, Int64
 from numpy import ndarray
 
-from scalingnote.evaluate import exact_search
-from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
+from scalingnote.evaluate.pool import Pool, document_ids, gather_embeddings
+from scalingnote.evaluate.query_embeddings import QueryEmbeddings
 from scalingnote.evaluate.test_set import TestSet
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.shuffle import TaskRunner
 from scalingnote.train.config import Losses
 from scalingnote.train.validation import ValidationSample, measure_retrieval
 
@@ -60,6 +61,7 @@ def entropies(
     negatives: int,
     temperature: float,
     seed: int,
+    each: TaskRunner = map,
 ) -> Entropies | None:
     """Contrastive entropy of every test query and tower.
 
@@ -73,17 +75,17 @@ def entropies(
         negatives: per query; fewer if the pool is small.
         temperature: of the softmax.
         seed: of the sample.
+        each: runs the tasks.
 
     Returns:
         None if no positive or no negative is in all pools.
     """
     relevant = [{doc for doc, grade in judged.items() if grade > 0} for judged in test.qrels.values()]
-    sampled = _sample_documents(
-        next(iter(embeddings.values())), negatives + max(map(len, relevant)), seed=seed
-    )
+    number = negatives + max(map(len, relevant))
+    sampled = _sample_documents(next(iter(embeddings.values())), number, seed=seed, each=each)
     positives = list(dict.fromkeys(test.documents))
     found = {
-        name: exact_search.gather_embeddings(artifact, positives + sampled)
+        name: gather_embeddings(Pool(artifact), positives + sampled, each=each)
         for name, artifact in embeddings.items()
     }
     known = np.all([in_pool for _, in_pool in found.values()], axis=0)
@@ -103,11 +105,11 @@ def entropies(
     return Entropies(values, width, temperature)
 
 
-def _sample_documents(embeddings: Artifact, number: int, *, seed: int) -> list[str]:
+def _sample_documents(embeddings: Artifact, number: int, *, seed: int, each: TaskRunner) -> list[str]:
     """Ids of random documents of a pool, in random order."""
     total = embeddings.counts["documents"]
     rows = np.random.default_rng(seed).choice(total, min(number, total), replace=False)
-    ascending, doc_ids = exact_search.document_ids(embeddings, rows[None])
+    ascending, doc_ids = document_ids(Pool(embeddings), rows[None], each=each)
     sampled: list[str] = doc_ids.take(np.searchsorted(ascending, rows)).to_pylist()
     return sampled
 

@@ -1,6 +1,6 @@
 """The evaluate stage: test queries through every retrieval method over the whole pool, into one report.
 
-The pool is read part by part, so it never has to fit in memory.
+The pool is searched in tasks that read its parts; this process holds queries, judgements and results.
 """
 
 import re
@@ -17,7 +17,6 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate import contrastive_entropy, retrieval_methods
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.contrastive_entropy import Entropies
-from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor, lineage, seconds, usage
 from scalingnote.evaluate.measures import (
     Rankings,
@@ -28,12 +27,13 @@ from scalingnote.evaluate.measures import (
     significance_section,
 )
 from scalingnote.evaluate.page import choose_queries, example_queries, page
+from scalingnote.evaluate.query_embeddings import QueryEmbeddings
 from scalingnote.evaluate.report import markdown
 from scalingnote.evaluate.retrieval_methods import QUERIES_PER_BLOCK
 from scalingnote.evaluate.teacher_distance import distance_section, sample_teacher_queries
 from scalingnote.evaluate.test_set import TestSet, load_test_set, slice_queries, typo_slices
 from scalingnote.evaluate.user_files import (
-    Scorer,
+    PairScorer,
     UserFiles,
     auc_section,
     read_user_files,
@@ -104,18 +104,21 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     ancestors = lineage(parents.values())
     encoded, teacher = _encode(config, parents, ancestors, [*queries.queries, *files.queries], test=test)
 
-    bm25 = _bm25(config, parents)
-    all_runs = retrieval_methods.retrieve(config, parents, encoded, bm25, test=queries)
+    asked, each = [*queries.queries, *files.queries], cluster.map_tasks
+    bm25 = retrieval_methods.count_bm25(config, parents, asked, test=queries, each=each)
+    all_runs, searched = retrieval_methods.retrieve(config, parents, encoded, bm25, test=queries, each=each)
     runs = {name: {q: run[q] for q in test.query_ids} for name, run in all_runs.items()}
     rankings = {name: {q: [doc for doc, _ in run[q]] for q in run} for name, run in runs.items()}
     values = measure_methods(config, rankings, qrels=test.qrels)
-    slices = slice_queries(config, parents["dataset"], values, test=test)
+    slices = slice_queries(config, parents["dataset"], values, test=test, each=each)
     if with_typos:
         slices["typos"] = typo_slices(config, all_runs, values, with_typos=with_typos)
     report: dict[str, Any] = {
-        **_about(parents, test=test),
+        **_about(parents, searched, test=test),
         "methods": means(values),
-        "index": _index_section(config, parents, rankings, test=test),
+        "index": _index_section(
+            config, parents, rankings, test=test, sampled=searched < parents["embeddings"].counts["documents"]
+        ),
         "significance": significance_section(config, values, baseline=baseline),
         "slices": slices,
         "seconds": seconds(ancestors),
@@ -127,12 +130,12 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     entropy = _entropy(config, parents, encoded, ancestors, test=test)
     if entropy:
         report["contrastive_entropy"] = entropy.section()
-    scorers = retrieval_methods.scorers(config, parents, encoded, bm25)
-    report |= _user_file_sections(config, files, scorers, rankings, dataset=parents["dataset"], draft=draft)
+    score = retrieval_methods.pair_scorer(config, parents, encoded, bm25, each=each)
+    report |= _user_file_sections(config, files, score, rankings, dataset=parents["dataset"], draft=draft)
 
     ndcg = {name: row[f"nDCG@{config.ndcg_at}"] for name, row in values.items()}
     chosen = choose_queries(ndcg, baseline=baseline, number=config.examples, seed=config.seed)
-    examples = example_queries(parents["dataset"], rankings, chosen, test=test)
+    examples = example_queries(parents["dataset"], rankings, chosen, test=test, each=each)
     draft.write_bytes("report.html", page(report, examples=examples, ancestors=ancestors).encode())
     draft.write_bytes("report.md", markdown(report).encode())
     draft.write_json("report.json", report)
@@ -171,14 +174,6 @@ def _sample(config: EvaluateConfig, queries: Sequence[str]) -> list[str]:
     return [queries[row] for row in np.sort(chosen)]
 
 
-def _bm25(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> retrieval_methods.Bm25Pool | None:
-    if retrieval_methods.uses_bm25(config, parents):
-        return retrieval_methods.Bm25Pool.build(config, parents)
-    if config.bm25:
-        log.warning("without BM25: it holds all documents, more than %d are too many", config.bm25_documents)
-    return None
-
-
 def _entropy(
     config: EvaluateConfig,
     parents: Mapping[str, Artifact],
@@ -192,19 +187,20 @@ def _entropy(
         return None
     towers = retrieval_methods.tower_kinds(config, parents)
     return contrastive_entropy.entropies(
-        {name: retrieval_methods.embeddings_of(kind, parents) for name, kind in towers.items()},
+        {name: parents[retrieval_methods.pool_of(kind, parents)] for name, kind in towers.items()},
         encoded,
         test=test,
         negatives=config.entropy_negatives,
         temperature=contrastive_entropy.temperature_of(ancestors),
         seed=config.seed,
+        each=cluster.map_tasks,
     )
 
 
 def _user_file_sections(
     config: EvaluateConfig,
     files: UserFiles,
-    scorers: Mapping[str, Scorer],
+    score: PairScorer,
     rankings: Mapping[str, Rankings],
     *,
     dataset: Artifact,
@@ -213,14 +209,18 @@ def _user_file_sections(
     """The report's sections on judged pairs, candidates and answers, as far as there are such files."""
     sections: dict[str, Any] = {}
     if files.pairs:
-        sections["auc"] = auc_section(files.pairs, scorers)
+        sections["auc"] = auc_section(files.pairs, score)
     if files.candidates:
-        sections["reranking"], runs = reranking_section(config, *files.candidates, scorers)
+        sections["reranking"], runs = reranking_section(config, *files.candidates, score)
         for name, run in runs.items():
             trec.write_run(draft.path(f"reranked/{name}.trec"), run, tag=f"{name}-reranked")
     if files.answers:
         sections["relaxed"] = relaxed_recall(
-            dataset, rankings, answers=files.answers, recall_at=config.recall_at
+            dataset,
+            rankings,
+            answers=files.answers,
+            recall_at=config.recall_at,
+            each=cluster.map_tasks,
         )
     return sections
 
@@ -234,14 +234,16 @@ def _write_runs(draft: Draft, runs: Mapping[str, trec.Run], *, qrels: trec.Qrels
         trec.write_run(draft.path(f"runs/{tag}.trec"), best, tag=tag)
 
 
-def _about(parents: Mapping[str, Artifact], *, test: TestSet) -> dict[str, Any]:
-    dataset = parents["dataset"]
-    return {
+def _about(parents: Mapping[str, Artifact], searched: int, *, test: TestSet) -> dict[str, Any]:
+    """What was evaluated; with the number of documents of exact search where these are a sample."""
+    dataset, documents = parents["dataset"], parents["embeddings"].counts["documents"]
+    about = {
         "dataset": str(dataset.manifest.config.get("name", dataset.uri.rstrip("/").rsplit("/", 1)[-1])),
-        "num_documents": parents["embeddings"].counts["documents"],
+        "num_documents": documents,
         "num_queries": len(test.query_ids),
         "simulated_clicks": bool(dataset.manifest.info.get("simulated_clicks", False)),
     }
+    return about | ({"sample": {"documents": searched}} if searched < documents else {})
 
 
 def _index_section(
@@ -250,14 +252,18 @@ def _index_section(
     rankings: Mapping[str, Rankings],
     *,
     test: TestSet,
-) -> dict[str, float]:
-    """Recall of the index against exact search, and its size."""
+    sampled: bool,
+) -> dict[str, int | float]:
+    """Size of the index, and its recall against exact search, unless this covered a sample only."""
+    size: dict[str, int | float] = {"bytes_per_vector": parents["index"].counts["bytes_per_vector"]}
+    if sampled:
+        return size
     served = retrieval_methods.served_method(config, parents)
     exact, approximate = (
         [rankings[name][q] for q in test.query_ids] for name in (served, f"{served} (index)")
     )
     recalls = {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in retrieval_methods.INDEX_RECALL_AT}
-    return recalls | {"bytes_per_vector": parents["index"].counts["bytes_per_vector"]}
+    return recalls | size
 
 
 def encode_queries(

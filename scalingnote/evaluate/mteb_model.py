@@ -19,7 +19,7 @@ from numpy import ndarray
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError
-from scalingnote.evaluate.exact_search import INDEXED_VIEW
+from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.log import get_logger
 from scalingnote.storage import arrow
 

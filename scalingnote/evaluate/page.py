@@ -10,22 +10,22 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy import ndarray
 
 from scalingnote import reports
+from scalingnote.evaluate.documents import find_documents
 from scalingnote.evaluate.lineage import Ancestor
 from scalingnote.evaluate.measures import Rankings
 from scalingnote.evaluate.report import (
     DISTANCE,
     READING,
-    SIMULATED,
     Report,
+    documents_column,
     measures_of,
+    notes,
     report_sections,
     significance_mark,
     stage_table,
@@ -33,6 +33,7 @@ from scalingnote.evaluate.report import (
 from scalingnote.evaluate.test_set import TestSet
 from scalingnote.reports import Markup
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.shuffle import TaskRunner
 
 RESULTS_PER_EXAMPLE = 3
 # Distinguishable with red-green blindness (Okabe and Ito), on white and on black.
@@ -102,19 +103,22 @@ def choose_queries(
 
 
 def example_queries(
-    dataset: Artifact, rankings: Mapping[str, Rankings], chosen: Sequence[ChosenQuery], *, test: TestSet
+    dataset: Artifact,
+    rankings: Mapping[str, Rankings],
+    chosen: Sequence[ChosenQuery],
+    *,
+    test: TestSet,
+    each: TaskRunner = map,
 ) -> list[ExampleQuery]:
-    """The chosen test queries, with the first results of each method."""
+    """The chosen test queries, with the first results of each method; `each` runs the tasks."""
     query_ids = [test.query_ids[one.row] for one in chosen]
     shown = {
         query_id: {name: ranking[query_id][:RESULTS_PER_EXAMPLE] for name, ranking in rankings.items()}
         for query_id in query_ids
     }
-    doc_ids = sorted({doc for row in shown.values() for docs in row.values() for doc in docs})
-    titles: dict[str, Any] = {}
-    for batch in dataset.batches("documents", columns=["doc_id", "title"]):
-        batch = batch.filter(pc.is_in(batch["doc_id"], value_set=pa.array(doc_ids, pa.string())))
-        titles.update(zip(batch["doc_id"].to_pylist(), batch["title"].to_pylist(), strict=True))
+    doc_ids = {doc for row in shown.values() for docs in row.values() for doc in docs}
+    found = find_documents(dataset, doc_ids, ["title"], each=each)
+    titles = dict(zip(found["doc_id"].to_pylist(), found["title"].to_pylist(), strict=True))
     examples = []
     for one, query_id in zip(chosen, query_ids, strict=True):
         relevant = {doc for doc, grade in test.qrels[query_id].items() if grade > 0}
@@ -228,8 +232,8 @@ def page(report: Report, *, examples: Sequence[ExampleQuery], ancestors: Sequenc
         f'<p class="facts"><b>{escape(dataset)}</b> · <b>{queries}</b> test queries against all '
         f"<b>{documents}</b> documents</p>"
     )
-    if report["simulated_clicks"]:
-        header += f'\n<p class="note">{SIMULATED}</p>'
+    for note in notes(report):
+        header += f'\n<p class="note">{note}</p>'
     size = f"A vector takes {report['index']['bytes_per_vector']:g} bytes."
     last = measures_of(report["methods"])[-1]
     about_examples = (
@@ -249,8 +253,10 @@ def page(report: Report, *, examples: Sequence[ExampleQuery], ancestors: Sequenc
         *_tables(report),
         reports.section(
             "Index",
-            f"<figure>{index_bars(report['index'])}</figure>",
-            text=f"Against exact search with the same query embeddings. {size}",
+            f"<figure>{index_bars(report['index'])}</figure>" if "sample" not in report else "",
+            text=size
+            if "sample" in report
+            else f"Against exact search with the same query embeddings. {size}",
         ),
         reports.section("Example queries", *shown, text=about_examples),
         reports.section(
@@ -268,6 +274,7 @@ def _methods_table(report: Report) -> str:
     methods: dict[str, dict[str, float]] = report["methods"]
     names = measures_of(methods)
     best = {name: max(row[name] for row in methods.values()) for name in names}
+    documents = documents_column(report)
     rows = []
     for method, row in methods.items():
         cells = {name: f"{row[name]:.3f}{significance_mark(report, method, name)}" for name in names}
@@ -275,8 +282,8 @@ def _methods_table(report: Report) -> str:
             Markup(f'<span class="good">{cell}</span>') if row[name] == best[name] else cell
             for name, cell in cells.items()
         )
-        rows.append([method, *marked])
-    return reports.html(["method", *names], rows)
+        rows.append([method, *([documents[method]] if documents else []), *marked])
+    return reports.html(["method", *(["documents"] if documents else []), *names], rows)
 
 
 def _tables(report: Report) -> list[str]:

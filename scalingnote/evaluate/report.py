@@ -1,6 +1,6 @@
 """Reports: the shape of report.json, Markdown, and several reports merged into one.
 
-{"dataset", "num_documents", "num_queries", "simulated_clicks",
+{"dataset", "num_documents", "num_queries", "simulated_clicks", "sample": {"documents"},
  "methods": {NAME: {"R@1": ..., "MRR@10": ..., "nDCG@10": ...}},
  "index": {"recall@10", "recall@100", "bytes_per_vector"},
  "significance": {"baseline", "alpha", "resamples",
@@ -15,7 +15,8 @@
  "seconds": {STAGE: s}, "environment": {...},
  "usage": {STAGE: {"requests", "bytes_read", "bytes_written", "driver_peak_bytes", "worker_peak_bytes"}}}
 
-An undefined number is null. Only dataset, methods, index, seconds and environment are always present.
+An undefined number is null. Only dataset, methods, index, seconds and environment are always present;
+`sample` and no recall of the index where exact search covered some of the documents.
 """
 
 import math
@@ -42,7 +43,13 @@ Report = dict[str, Any]
 BETTER, WORSE = "▲", "▼"
 DISTANCE = "Distance from the teacher"
 PER_INDEX = ("index", "seconds")  # parts of a report that belong to the tower behind its index
-SHARED = ("dataset", "num_documents", "num_queries", "simulated_clicks")  # equal in reports that are merged
+SHARED = (
+    "dataset",
+    "num_documents",
+    "num_queries",
+    "simulated_clicks",
+    "sample",
+)  # equal in reports that are merged
 READING = (
     "R@K is the share of queries with a relevant document among their first K of the whole pool "
     "(Success@K where a query has several). Methods are searched exactly; “(index)” is the same query "
@@ -108,6 +115,7 @@ def comparison_table(merged: Report) -> str:
     methods: dict[str, dict[str, float]] = merged["methods"]
     names = measures_of(methods)
     best = {name: max(row[name] for row in methods.values() if name in row) for name in names}
+    documents = documents_column(merged)
 
     def cell(method: str, name: str) -> str:
         value = methods[method].get(name)
@@ -121,8 +129,7 @@ def comparison_table(merged: Report) -> str:
     indexes = [
         [
             method,
-            f"{index['recall@10']:.3f}",
-            f"{index['recall@100']:.3f}",
+            *(f"{index[name]:.3f}" if name in index else "–" for name in ("recall@10", "recall@100")),
             f"{index['bytes_per_vector']:g}",
             f"{sum(merged['seconds'][method].values()):,.0f}s",
         ]
@@ -131,11 +138,37 @@ def comparison_table(merged: Report) -> str:
     lines = [
         f"{merged['dataset']}: {merged['num_documents']:,} documents, {merged['num_queries']:,} queries",
         "",
-        reports.markdown(["method", *names], [[m, *(cell(m, name) for name in names)] for m in order]),
+        reports.markdown(
+            ["method", *(["documents"] if documents else []), *names],
+            [[m, *([documents[m]] if documents else []), *(cell(m, name) for name in names)] for m in order],
+        ),
         "",
         reports.markdown(["index of", "recall@10", "recall@100", "bytes per vector", "pipeline"], indexes),
     ]
-    return "\n".join([*lines, *(["", SIMULATED] if merged["simulated_clicks"] else [])])
+    return "\n".join([*lines, *(line for note in notes(merged) for line in ("", note))])
+
+
+def notes(report: Report) -> list[str]:
+    """What a reader of the main table has to know of the data."""
+    found = [SIMULATED] if report["simulated_clicks"] else []
+    if sample := report.get("sample"):
+        found.append(
+            f"Exact search and BM25 cover a seeded sample of {sample['documents']:,} of "
+            f"{report['num_documents']:,} documents, with all judged ones; the index covers all. Among fewer "
+            "documents a query finds its own more easily: the index's rows compare with no others, and its "
+            "recall against exact search was not measured."
+        )
+    return found
+
+
+def documents_column(report: Report) -> dict[str, str]:
+    """Method -> number of documents that it searched; empty where all methods searched all."""
+    if not (sample := report.get("sample")):
+        return {}
+    return {
+        method: f"{report['num_documents'] if '(index)' in method else sample['documents']:,}"
+        for method in report["methods"]
+    }
 
 
 def measures_of(methods: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -317,7 +350,9 @@ def merge_artifacts(artifacts: Sequence[Artifact]) -> Report:
             values[new_name] = {m: rows[m].to_numpy() for m in report["methods"][name]}
     common = set.intersection(*(set(row) for row in values.values()))
     values = {name: {m: row[m] for m in row if m in common} for name, row in values.items()}
-    config = validate(EvaluateConfig, artifacts[0].manifest.config, source=artifacts[0].uri)
+    stored = artifacts[0].manifest.config  # of this release or an earlier one
+    known = {name: value for name, value in stored.items() if name in EvaluateConfig.model_fields}
+    config = validate(EvaluateConfig, known, source=artifacts[0].uri)
     baseline = single[0]["significance"]["baseline"]
     merged["significance"] = significance_section(config, values, baseline=baseline)
     return merged
@@ -337,12 +372,12 @@ def merge_reports(single: Sequence[Report]) -> Report:
     first = single[0]
     for report in single[1:]:
         for name in SHARED:
-            if report[name] != first[name]:
+            if report.get(name) != first.get(name):
                 raise DataError(
-                    f"reports differ in {name}: {first[name]!r} and {report[name]!r}; "
+                    f"reports differ in {name}: {first.get(name)!r} and {report.get(name)!r}; "
                     "compare methods that were run on one dataset"
                 )
-    merged: Report = {name: first[name] for name in SHARED}
+    merged: Report = {name: first[name] for name in SHARED if name in first}
     merged |= {"methods": {}, "environment": first["environment"]}
     if len(single) == 1:
         merged["significance"] = first.get("significance", {})

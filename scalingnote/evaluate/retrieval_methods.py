@@ -3,35 +3,47 @@
 Query towers are searched exactly, and the served one also through the index. If documents have term weights,
 there are also sparse search and each tower's hybrid with it; if the run has weighted words by BM25, each
 tower's hybrid with BM25. BM25 over the same pool is the lexical baseline.
+
+    each pool ─► scores by embeddings and by terms ─► their hybrids ─► ids of the rows found
+    each shard of the index ─► its best documents, merged
+
+Every pass runs in tasks; methods over the same documents share it. Queries and their results are held here.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from heapq import merge
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from jaxtyping import Float, Int
 from numpy import ndarray
 
 from scalingnote import hybrid
-from scalingnote.bm25 import BM25, document_texts
 from scalingnote.errors import ConfigError
-from scalingnote.evaluate import exact_search
-from scalingnote.evaluate.config import EvaluateConfig, Hybrid
-from scalingnote.evaluate.exact_search import QueryEmbeddings, TopDocuments
+from scalingnote.evaluate import exact_search, scores
+from scalingnote.evaluate import pool as pools
+from scalingnote.evaluate.bm25_pool import Bm25Pool
+from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.exact_search import TopDocuments
+from scalingnote.evaluate.pool import Pool, Sample
+from scalingnote.evaluate.query_embeddings import QueryEmbeddings
+from scalingnote.evaluate.scores import DenseScores, JoinedScores, Scores
 from scalingnote.evaluate.test_set import TestSet
-from scalingnote.evaluate.user_files import Scorer
-from scalingnote.log import Progress, get_logger
+from scalingnote.evaluate.user_files import PairScorer
+from scalingnote.index import shard as shards
+from scalingnote.log import Progress
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.shuffle import TaskRunner
 
-log = get_logger("evaluate")
 INDEX_RECALL_AT = (10, 100)
 QUERIES_PER_BLOCK = 256
+TERMS, WORDS = "(terms)", "(words)"  # scores that are no method of their own name
+Ranked = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]  # scores and rows; a row of -1 is none
+IndexHit = tuple[float, int, int, str]  # minus its score, its shard, its rank there, and doc_id: in order
 
 
 def baseline_method(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
@@ -49,16 +61,11 @@ def method_names(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> lis
     names = []
     for name, kind in tower_kinds(config, parents).items():
         names.append(name)
-        if exact_search.has_terms(embeddings_of(kind, parents), parents.get("dual_encoder")):
+        if scores.has_terms(parents[pool_of(kind, parents)], parents.get("dual_encoder")):
             names += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
         names += [f"{name} + bm25"] * ("bm25_terms" in parents)
         names += [f"{name} (index)"] * (name == served_method(config, parents) and "index" in parents)
-    return names + ["bm25"] * uses_bm25(config, parents)
-
-
-def uses_bm25(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> bool:
-    """Whether BM25 is a method: it is switched on, and the pool is within its limit."""
-    return config.bm25 and parents["embeddings"].counts["documents"] <= config.bm25_documents
+    return names + ["bm25"] * config.bm25
 
 
 def served_method(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
@@ -72,14 +79,48 @@ def tower_kinds(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> dict
     return {name: kind for kind, name in names.items() if kind in parents}
 
 
+def pool_of(kind: str, parents: Mapping[str, Artifact]) -> str:
+    """The parent artifact with the document embeddings that a query tower is searched in."""
+    own = kind == "dual_encoder" and "teacher_embeddings" in parents
+    return "teacher_embeddings" if own else "embeddings"
+
+
+def open_pool(
+    config: EvaluateConfig, parents: Mapping[str, Artifact], name: str = "embeddings", *, test: TestSet
+) -> Pool:
+    """The documents of an embeddings artifact; above `max_exact_documents`, a sample with all judged ones."""
+    embeddings, sample = parents[name], None
+    total = parents["embeddings"].counts["documents"]
+    if total > config.max_exact_documents:
+        judged = pa.array(sorted({doc for judged in test.qrels.values() for doc in judged}), pa.string())
+        sample = Sample(config.max_exact_documents / total, config.seed, judged)
+    return Pool(embeddings, parents["dataset"], sample)
+
+
+def count_bm25(
+    config: EvaluateConfig,
+    parents: Mapping[str, Artifact],
+    queries: Sequence[str],
+    *,
+    test: TestSet,
+    each: TaskRunner = map,
+) -> Bm25Pool | None:
+    """BM25 for these queries over the documents that are searched exactly; None if it is switched off."""
+    if not config.bm25:
+        return None
+    pool = open_pool(config, parents, test=test)
+    return Bm25Pool.count(pool, queries, k1=config.bm25_k1, b=config.bm25_b, each=each)
+
+
 def retrieve(
     config: EvaluateConfig,
     parents: Mapping[str, Artifact],
     encoded: Mapping[str, QueryEmbeddings],
-    bm25: "Bm25Pool | None",
+    bm25: Bm25Pool | None,
     *,
     test: TestSet,
-) -> dict[str, trec.Run]:
+    each: TaskRunner = map,
+) -> tuple[dict[str, trec.Run], int]:
     """Search the test queries with every method.
 
     Args:
@@ -88,156 +129,164 @@ def retrieve(
         encoded: method -> embeddings of its queries.
         bm25: BM25 over the pool; None: leave it out.
         test: queries to search.
+        each: runs the tasks.
 
     Returns:
-        Method -> run.
+        Method -> run, and the number of documents that were searched exactly.
     """
     depth = max(
         config.run_depth, config.mrr_at, config.map_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT
     )
+    towers = tower_kinds(config, parents)
     runs: dict[str, trec.Run] = {}
-    for name, kind in tower_kinds(config, parents).items():
-        queries = encoded[name].unit(test.queries)
-        pool = embeddings_of(kind, parents)
-        by_embeddings = exact_search.search(
-            pool, exact_search.dense_score(queries), dim=queries.shape[1], queries=len(queries), k=depth
-        )
-        runs[name] = _run_of(pool, by_embeddings, test=test)
-        sparse = exact_search.sparse_queries(pool, parents.get("dual_encoder"), test.queries)
-        if sparse is not None:
-            by_terms, joined = _hybrid_search(
-                queries, by_embeddings, sparse, pool=pool, joining=config.hybrid, depth=depth
+    documents = 0
+    for name in dict.fromkeys([*(pool_of(kind, parents) for kind in towers.values()), "embeddings"]):
+        mine = {tower: kind for tower, kind in towers.items() if pool_of(kind, parents) == name}
+        counted = bm25 if name == "embeddings" else None
+        if mine or counted:
+            pool = open_pool(config, parents, name, test=test)
+            found, documents = _search_pool(
+                config, parents, pool, mine, encoded, counted, queries=test.queries, k=depth, each=each
             )
-            if kind == "dual_encoder":  # a student has the same terms
-                runs[f"{name} (sparse)"] = _run_of(pool, by_terms, test=test)
-            runs[f"{name} (hybrid)"] = _run_of(pool, joined, test=test)
-        if "bm25_terms" in parents:
-            words = exact_search.bm25_queries(parents["bm25_terms"], test.queries)
-            _, joined = _hybrid_search(
-                queries, by_embeddings, words, pool=pool, joining=config.hybrid, depth=depth
-            )
-            runs[f"{name} + bm25"] = _run_of(pool, joined, test=test)
-        if name == served_method(config, parents) and "index" in parents:
-            runs[f"{name} (index)"] = _through_index(parents["index"].uri, queries, test=test, depth=depth)
+            runs |= _runs(pool, found, test=test, each=each)
+    served = served_method(config, parents)
+    if "index" in parents:
+        queries = encoded[served].unit(test.queries)
+        runs[f"{served} (index)"] = _through_index(parents["index"], queries, test=test, k=depth, each=each)
+    names = [name for name in method_names(config, parents) if name in runs]
+    return {name: runs[name] for name in names}, documents
+
+
+def _search_pool(
+    config: EvaluateConfig,
+    parents: Mapping[str, Artifact],
+    pool: Pool,
+    towers: Mapping[str, str],
+    encoded: Mapping[str, QueryEmbeddings],
+    bm25: Bm25Pool | None,
+    *,
+    queries: Sequence[str],
+    k: int,
+    each: TaskRunner,
+) -> tuple[dict[str, Ranked], int]:
+    """Every method's best documents of a pool, and the number of documents searched.
+
+    A hybrid needs the score ranges of the whole pool, so that it takes a second pass.
+    """
+    sides: dict[str, Scores] = {name: DenseScores(encoded[name].unit(queries)) for name in towers}
+    hybrids: dict[str, tuple[str, str]] = {}
+    if scores.has_terms(pool.embeddings, parents.get("dual_encoder")):
+        sides[TERMS] = scores.own_terms(parents["dual_encoder"], queries)
+        hybrids |= {f"{name} (hybrid)": (name, TERMS) for name in towers}
+    if "bm25_terms" in parents:
+        sides[WORDS] = scores.bm25_terms(parents["bm25_terms"], queries)
+        hybrids |= {f"{name} + bm25": (name, WORDS) for name in towers}
     if bm25 is not None:
-        rows, scores = bm25.index.search(test.queries, depth)
-        runs["bm25"] = _run(test, bm25.doc_ids, rows, scores)
-    return runs
+        sides["bm25"] = bm25.scores(queries)
+    single = exact_search.search(pool, sides, k=k, each=each)
+    ranked = {name: (one.scores, one.ids) for name, one in single.items()}
+    for name in {TERMS, WORDS, "bm25"} & sides.keys():
+        ranked[name] = _with_a_term(single[name])
+    found = {name: ranked[name] for name in towers}
+    found |= {
+        f"{name} (sparse)": ranked[TERMS]
+        for name, kind in towers.items()
+        if TERMS in sides and kind == "dual_encoder"
+    }
+    found |= {"bm25": ranked["bm25"]} if bm25 is not None else {}
+    joining = config.hybrid
+    if hybrids and joining.kind == "reciprocal_rank":
+        for name, (dense, sparse) in hybrids.items():
+            both = ranked[dense][1], ranked[sparse][1]
+            found[name] = hybrid.reciprocal_ranks(*both, k=joining.k, depth=k)
+    elif hybrids:
+        joined = {
+            name: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)
+            for name, both in hybrids.items()
+        }
+        needed = {name: sides[name] for both in hybrids.values() for name in both}
+        for name, one in exact_search.search(pool, needed, k=k, joined=joined, each=each).items():
+            found[name] = one.scores, one.ids
+    return found, next(iter(single.values())).documents
 
 
-def scorers(
+def _with_a_term(found: TopDocuments) -> Ranked:
+    """Without documents that share no term with the query: as in service, they have no rank."""
+    return found.scores, np.where(found.scores > 0, found.ids, -1)
+
+
+def _runs(pool: Pool, found: Mapping[str, Ranked], *, test: TestSet, each: TaskRunner) -> dict[str, trec.Run]:
+    """Runs of rows as runs of document ids."""
+    everything = np.concatenate([rows for _, rows in found.values()], axis=1)
+    distinct, doc_ids = pools.document_ids(pool, everything, each=each)
+
+    def hits(values: Float[ndarray, " k"], rows: Int[ndarray, " k"]) -> list[tuple[str, float]]:
+        found = rows >= 0
+        names = doc_ids.take(pa.array(np.searchsorted(distinct, rows[found]))).to_pylist()
+        return list(zip(names, values[found].tolist(), strict=True))
+
+    return {
+        name: {query_id: hits(*line) for query_id, *line in zip(test.query_ids, *ranked, strict=True)}
+        for name, ranked in found.items()
+    }
+
+
+def pair_scorer(
     config: EvaluateConfig,
     parents: Mapping[str, Artifact],
     encoded: Mapping[str, QueryEmbeddings],
-    bm25: "Bm25Pool | None",
-) -> dict[str, Scorer]:
-    """Methods that can score any pair of query and document: each query tower, and BM25."""
-
-    def by_tower(name: str, kind: str) -> Scorer:
-        def score(queries: Sequence[str], doc_ids: Sequence[str]) -> Float[ndarray, " pairs"]:
-            row = {query: i for i, query in enumerate(dict.fromkeys(queries))}
-            rows = np.array([row[query] for query in queries], np.int64)
-            pool = embeddings_of(kind, parents)
-            return exact_search.score_pairs(pool, encoded[name].unit(list(row)), rows, doc_ids)
-
-        return score
-
-    by_method = {name: by_tower(name, kind) for name, kind in tower_kinds(config, parents).items()}
-    return by_method | ({"bm25": bm25.scores} if bm25 is not None else {})
-
-
-@dataclass(frozen=True)
-class Bm25Pool:
-    """BM25 over the same pool, so without documents that have no embedding."""
-
-    index: BM25
-    doc_ids: pa.Array
-
-    @classmethod
-    def build(cls, config: EvaluateConfig, parents: Mapping[str, Artifact]) -> "Bm25Pool":
-        """Build it over the documents that have an embedding."""
-        ids = parents["embeddings"].table("embeddings", columns=["doc_id"])["doc_id"].combine_chunks()
-        documents = parents["dataset"].table("documents", columns=["doc_id", "title", "topic", "content"])
-        documents = documents.filter(pc.is_in(documents["doc_id"], value_set=ids))
-        log.info("building BM25 over %s documents", f"{documents.num_rows:,}")
-        index = BM25.build(document_texts(documents), k1=config.bm25_k1, b=config.bm25_b)
-        return cls(index, documents["doc_id"].combine_chunks())
-
-    def scores(self, queries: Sequence[str], doc_ids: Sequence[str]) -> Float[ndarray, " pairs"]:
-        """BM25 of pairs; NaN for a document that is not in the pool."""
-        rows = pc.fill_null(pc.index_in(pa.array(doc_ids, pa.string()), value_set=self.doc_ids), -1)
-        out = np.full(len(queries), np.nan)
-        pairs_of: dict[str, list[int]] = {}
-        for pair, (query, row) in enumerate(zip(queries, rows.to_pylist(), strict=True)):
-            if row >= 0:
-                pairs_of.setdefault(query, []).append(pair)
-        for query, pairs in pairs_of.items():
-            out[pairs] = self.index.scores(query)[rows.take(pa.array(pairs)).to_numpy()]
-        return out
-
-
-def embeddings_of(kind: str, parents: Mapping[str, Artifact]) -> Artifact:
-    """The document embeddings that a query tower is searched in."""
-    own = kind == "dual_encoder" and "teacher_embeddings" in parents
-    return parents["teacher_embeddings" if own else "embeddings"]
-
-
-def _hybrid_search(
-    queries: Float[ndarray, "queries dim"],
-    by_embeddings: TopDocuments,
-    sparse: exact_search.SparseQueries,
+    bm25: Bm25Pool | None,
     *,
-    pool: Artifact,
-    joining: Hybrid,
-    depth: int,
-) -> tuple[TopDocuments, TopDocuments]:
-    """Sparse search of a pool, and its hybrid with the results by embeddings."""
-    search = partial(exact_search.search, pool, queries=len(queries), k=depth)
-    terms: Any = {"terms": sparse.vocabulary, "words": sparse.words}
-    by_terms = _without_zero_scores(search(exact_search.sparse_score(sparse.matrix), **terms))
-    if joining.kind == "reciprocal_rank":
-        scores, rows = hybrid.reciprocal_ranks(by_embeddings.rows, by_terms.rows, k=joining.k, depth=depth)
-        return by_terms, TopDocuments(scores, rows, scores.min(1), scores.max(1))
-    weight, ranges = joining.dense_weight, (by_embeddings, by_terms)
-    score = exact_search.hybrid_score(queries, sparse.matrix, ranges=ranges, dense_weight=weight)
-    return by_terms, search(score, dim=queries.shape[1], **terms)
+    each: TaskRunner = map,
+) -> PairScorer:
+    """Scores of any pairs of query and document by the methods that have some: query towers and BM25."""
 
+    def score(queries: Sequence[str], doc_ids: Sequence[str]) -> dict[str, Float[ndarray, " pairs"]]:
+        number = {query: i for i, query in enumerate(dict.fromkeys(queries))}
+        rows = np.array([number[query] for query in queries], np.int64)
+        found: dict[str, Float[ndarray, " pairs"]] = {}
+        towers = tower_kinds(config, parents)
+        sides: dict[str, dict[str, Scores]] = {}
+        for name, kind in towers.items():
+            dense = DenseScores(encoded[name].unit(list(number)))
+            sides.setdefault(pool_of(kind, parents), {})[name] = dense
+        if bm25 is not None:
+            sides.setdefault("embeddings", {})["bm25"] = bm25.scores(list(number))
+        for name, own in sides.items():
+            pool = Pool(parents[name], parents["dataset"])
+            found |= exact_search.score_pairs(pool, own, rows, doc_ids, each=each)
+        return {name: found[name] for name in [*towers, "bm25"] if name in found}
 
-def _without_zero_scores(result: TopDocuments) -> TopDocuments:
-    """Drop documents that share no term with the query: like in BM25 and in service, they have no rank."""
-    return replace(result, rows=np.where(result.scores > 0, result.rows, -1))
-
-
-def _run_of(embeddings: Artifact, result: TopDocuments, *, test: TestSet) -> trec.Run:
-    distinct, doc_ids = exact_search.document_ids(embeddings, result.rows)
-    places = np.where(result.rows < 0, -1, np.searchsorted(distinct, result.rows))
-    return _run(test, doc_ids, places, result.scores)
+    return score
 
 
 def _through_index(
-    index: str, queries: Float[ndarray, "queries dim"], *, test: TestSet, depth: int
-) -> trec.Run:
-    searcher = Searcher.open(index, mapped=True)
-    run: trec.Run = {}
-    with Progress("evaluate", total=len(queries), unit="queries through the index") as progress:
-        for start in range(0, len(queries), QUERIES_PER_BLOCK):
-            answers = searcher.search(queries[start : start + QUERIES_PER_BLOCK], k=depth)
-            for query_id, results in zip(test.query_ids[start:], answers, strict=False):
-                run[query_id] = [(result.doc_id, float(result.score)) for result in results]
-            progress.advance(len(answers))
-    return run
-
-
-def _run(
+    index: Artifact,
+    queries: Float[ndarray, "queries dim"],
+    *,
     test: TestSet,
-    doc_ids: pa.Array,
-    rows: Int[ndarray, "queries k"],
-    scores: Float[ndarray, "queries k"],
+    k: int,
+    each: TaskRunner,
 ) -> trec.Run:
-    run: trec.Run = {}
-    for query_id, best, values in zip(test.query_ids, rows, scores, strict=True):
-        valid = best >= 0
-        run[query_id] = list(
-            zip(doc_ids.take(pa.array(best[valid])).to_pylist(), values[valid].tolist(), strict=True)
-        )
-    return run
+    """Search an index shard by shard, as searchers do that hold one shard each."""
+    found: list[list[IndexHit]] = [[] for _ in queries]
+    numbers = range(shards.open_layout(index).shards)
+    with Progress("evaluate", total=len(numbers), unit="shards searched through the index") as progress:
+        for answers in each(partial(_search_shard, index=index.uri, queries=queries, k=k), numbers):
+            found = [list(islice(merge(*both), k)) for both in zip(found, answers, strict=True)]
+            progress.advance(1)
+    return {
+        query_id: [(doc_id, -lost) for lost, _, _, doc_id in hits]
+        for query_id, hits in zip(test.query_ids, found, strict=True)
+    }
+
+
+def _search_shard(
+    number: int, *, index: str, queries: Float[ndarray, "queries dim"], k: int
+) -> list[list[IndexHit]]:
+    searcher = Searcher.open(index, shards=[number], mapped=True)
+    answers = []
+    for start in range(0, len(queries), QUERIES_PER_BLOCK):
+        for hits in searcher.search(queries[start : start + QUERIES_PER_BLOCK], k=k):
+            answers.append([(-float(hit.score), number, rank, hit.doc_id) for rank, hit in enumerate(hits)])
+    return answers

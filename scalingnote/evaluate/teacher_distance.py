@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
+from scalingnote.evaluate.query_embeddings import QueryEmbeddings
 from scalingnote.storage import arrow
 
 EMBEDDING_BOUND = 1.0

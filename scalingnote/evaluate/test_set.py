@@ -15,10 +15,12 @@ from scalingnote.datasets import splits
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig
+from scalingnote.evaluate.documents import find_documents
 from scalingnote.evaluate.measures import MeasureValues
 from scalingnote.planner.planner import words
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.shuffle import TaskRunner
 
 MAX_COUNTED_QUERIES = 200_000  # training queries whose words are counted: a few seconds
 _TYPO_ID_SUFFIX = "\n"  # no id of a dataset ends with a newline
@@ -173,10 +175,11 @@ def slice_queries(
     values: Mapping[str, MeasureValues],
     *,
     test: TestSet,
+    each: TaskRunner = map,
 ) -> dict[str, list[Slice]]:
-    """Slicing -> its slices; slicings with a single slice are left out."""
+    """Slicing -> its slices; slicings with a single slice are left out. `each` runs the tasks."""
     documents = test.documents
-    topics = _topics_of(dataset, documents) if config.topics else {}
+    topics = _topics_of(dataset, documents, each=each) if config.topics else {}
     slicings = {
         "length": by_length(test.queries),
         "frequency": by_frequency(_training_frequency(dataset, test.queries)),
@@ -204,13 +207,10 @@ def typo_slices(
     ]
 
 
-def _topics_of(dataset: Artifact, documents: Sequence[str]) -> dict[str, str]:
-    doc_ids = pa.array(sorted(set(documents)), pa.string())
-    topics: dict[str, str] = {}
-    for batch in dataset.batches("documents", columns=["doc_id", "topic"]):
-        batch = batch.filter(pc.is_in(batch["doc_id"], value_set=doc_ids))
-        topics.update(zip(batch["doc_id"].to_pylist(), batch["topic"].to_pylist(), strict=True))
-    return {doc_id: topic for doc_id, topic in topics.items() if topic}
+def _topics_of(dataset: Artifact, documents: Sequence[str], *, each: TaskRunner) -> dict[str, str]:
+    found = find_documents(dataset, documents, ["topic"], each=each)
+    topics = zip(found["doc_id"].to_pylist(), found["topic"].to_pylist(), strict=True)
+    return {doc_id: topic for doc_id, topic in topics if topic}
 
 
 def _training_frequency(dataset: Artifact, queries: Sequence[str]) -> list[int]:

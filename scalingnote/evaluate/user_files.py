@@ -2,13 +2,11 @@
 
 import math
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import regex  # type: ignore[import-untyped]
 from jaxtyping import Float
 from numpy import ndarray
@@ -19,14 +17,16 @@ from scalingnote.datasets.file_formats import table_rows
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
+from scalingnote.evaluate.documents import find_documents
 from scalingnote.evaluate.measures import Rankings, auc
 from scalingnote.evaluate.test_set import TestSet
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.shuffle import TaskRunner
 
-# Texts of queries and ids of documents, of equal length -> a score per pair; NaN if a document is not in the
-# pool.
-Scorer = Callable[[Sequence[str], Sequence[str]], Float[ndarray, " pairs"]]
+# Texts of queries and ids of documents, of equal length -> method -> a score per pair; NaN if a document is
+# not in the pool.
+PairScorer = Callable[[Sequence[str], Sequence[str]], Mapping[str, Float[ndarray, " pairs"]]]
 # In scripts without blanks between words each character is a token, because an answer may begin anywhere.
 _UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}]"
 _TOKEN = regex.compile(rf"{_UNSPACED}|[[\p{{L}}\p{{N}}\p{{M}}]--{_UNSPACED}]+", regex.V1)
@@ -168,9 +168,9 @@ def _number(value: object) -> float:
         return math.nan
 
 
-def auc_section(pairs: JudgedPairs, scorers: Mapping[str, Scorer]) -> dict[str, Any]:
+def auc_section(pairs: JudgedPairs, score: PairScorer) -> dict[str, Any]:
     """The section of report.json on AUC, over the pairs that every method can score."""
-    scores = {name: score(pairs.queries, pairs.doc_ids) for name, score in scorers.items()}
+    scores = score(pairs.queries, pairs.doc_ids)
     known = np.all([np.isfinite(one) for one in scores.values()], axis=0)
     return {
         "pairs": int(known.sum()),
@@ -187,7 +187,7 @@ def auc_section(pairs: JudgedPairs, scorers: Mapping[str, Scorer]) -> dict[str, 
 
 
 def reranking_section(
-    config: EvaluateConfig, candidates: trec.Run, test: TestSet, scorers: Mapping[str, Scorer]
+    config: EvaluateConfig, candidates: trec.Run, test: TestSet, score: PairScorer
 ) -> tuple[dict[str, Any], dict[str, trec.Run]]:
     """The section of report.json on re-ranking, and the re-ranked runs by method.
 
@@ -198,8 +198,7 @@ def reranking_section(
     queries, doc_ids = [text[query_id] for query_id, _ in pairs], [doc_id for _, doc_id in pairs]
     runs: dict[str, trec.Run] = {}
     absent = 0
-    for name, score in scorers.items():
-        scores = score(queries, doc_ids)
+    for name, scores in score(queries, doc_ids).items():
         unknown = np.isnan(scores)
         absent = max(absent, int(unknown.sum()))
         scores[unknown] = scores[~unknown].min(initial=0.0) - 1 - np.arange(unknown.sum())
@@ -262,6 +261,7 @@ def relaxed_recall(
     *,
     answers: Mapping[str, Sequence[str]],
     recall_at: Sequence[int],
+    each: TaskRunner = map,
 ) -> dict[str, Any]:
     """The section of report.json: the share of queries with an answer among their first K documents.
 
@@ -273,7 +273,9 @@ def relaxed_recall(
         for query in answers:
             for doc_id in ranking[query][: max(recall_at)]:
                 asked.setdefault(doc_id, set()).add(query)
-    qrels = answer_judgements(_document_texts(dataset, asked), asked=asked, answers=answers)
+    found = find_documents(dataset, asked, ["title", "topic", "content"], each=each)
+    documents = zip(found["doc_id"].to_pylist(), document_texts(found), strict=True)
+    qrels = answer_judgements(documents, asked=asked, answers=answers)
 
     def share(ranking: Rankings, k: int) -> float:
         return sum(any(doc in qrels[q] for doc in ranking[q][:k]) for q in answers) / len(answers)
@@ -284,10 +286,3 @@ def relaxed_recall(
             name: {f"R@{k}": share(ranking, k) for k in recall_at} for name, ranking in rankings.items()
         },
     }
-
-
-def _document_texts(dataset: Artifact, doc_ids: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    ids = pa.array(sorted(doc_ids), pa.string())
-    for batch in dataset.batches("documents", columns=["doc_id", "title", "topic", "content"]):
-        table = pa.table(batch.filter(pc.is_in(batch["doc_id"], value_set=ids)))
-        yield from zip(table["doc_id"].to_pylist(), document_texts(table), strict=True)

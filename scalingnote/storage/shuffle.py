@@ -42,6 +42,8 @@ MAX_SLICES = 1 << 12  # of an artifact; with more rows, slices are larger
 ROWS_PER_BATCH = 1 << 16
 _MAX_OPEN_FILES = 256  # in a process
 _INDEX = b"buckets"  # metadata of a scattered file: the bucket and the rows of each batch, as int64
+BYTE_SLICES = 64  # that a table is cut into by bytes, within the limits of a slice
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 << 20, 512 << 20
 JsonRecord = dict[str, Any]  # JSON values
 NumberedSlice = tuple[int, list[str]]  # its number and its parts
 # Runs a task for every item, in any order and in any process; the built-in `map` runs them in this process.
@@ -168,6 +170,17 @@ def slices(artifact: Artifact, *tables: str, rows: int | None = None) -> list[li
     return [[names[place] for place in group] for group in group_by_size(sizes, limit=limit)]
 
 
+def slices_by_bytes(artifact: Artifact, table: str) -> list[list[str]]:
+    """Group the parts of a table, in order, into slices of about equal bytes, for tasks that scan it all.
+
+    There are about BYTE_SLICES of them, fewer of a small table and more of a large one.
+    """
+    names = artifact.table_parts(table)
+    sizes = [artifact.manifest.parts[name].bytes for name in names]
+    limit = min(max(sum(sizes) // BYTE_SLICES, MIN_SLICE_BYTES), MAX_SLICE_BYTES)
+    return [[names[place] for place in group] for group in group_by_size(sizes, limit=limit)]
+
+
 def group_by_size(sizes: Sequence[int], *, limit: int) -> list[list[int]]:
     """Group the indices of `sizes`, in order, so that each group sums to at most `limit` if possible."""
     groups: list[list[int]] = []
@@ -190,6 +203,7 @@ def run_slices(
     each: TaskRunner,
     room: str,
     unit: str = "slices",
+    rows: Sequence[int] | None = None,
 ) -> list[R]:
     """Run a task for every slice that has no record yet.
 
@@ -201,6 +215,7 @@ def run_slices(
         each: runs the tasks.
         room: name of the logger.
         unit: name of the work items in the log.
+        rows: number of each work item's rows, which progress counts; None: it counts work items.
 
     Returns:
         The records of all slices, in order.
@@ -210,9 +225,11 @@ def run_slices(
     todo = [(number, parts) for number, parts in enumerate(slices) if _file(number) not in done]
     if todo and done:
         get_logger(room).info("resuming: %d of %d %s of %r are done", len(done), len(slices), unit, name)
-    with Progress(room, total=len(slices), done=len(slices) - len(todo), unit=f"{unit} ({name})") as progress:
-        for _ in each(partial(_recorded, task=task, folder=records), todo) if todo else ():
-            progress.advance(1)
+    sizes = [1] * len(slices) if rows is None else rows
+    left = sum(sizes[number] for number, _ in todo)
+    with Progress(room, total=sum(sizes), done=sum(sizes) - left, unit=f"{unit} ({name})") as progress:
+        for number in each(partial(_recorded, task=task, folder=records), todo) if todo else ():
+            progress.advance(sizes[number])
     return fs.map_files(lambda i: json.loads(fs.read_bytes(fs.join(records, _file(i)))), range(len(slices)))
 
 
@@ -230,11 +247,11 @@ def named_parts(files: Iterable[Any]) -> list[tuple[str, Part]]:
     return [(name, Part(**part)) for name, part in files]
 
 
-def _recorded(item: tuple[int, T], *, task: Callable[[tuple[int, T]], R], folder: str) -> R:
-    """Run a task; its record is written last, so that it exists only for finished tasks."""
+def _recorded(item: tuple[int, T], *, task: Callable[[tuple[int, T]], R], folder: str) -> int:
+    """Run a task, return its number; its record is written last: it exists only for finished tasks."""
     record = task(item)
     fs.write_bytes(fs.join(folder, _file(item[0])), json.dumps(record).encode())
-    return record
+    return item[0]
 
 
 def _file(number: int) -> str:

@@ -9,8 +9,8 @@ import pytest
 import tiny
 from scalingnote.evaluate import test_set
 from scalingnote.evaluate.contrastive_entropy import entropies, temperature_of
-from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
+from scalingnote.evaluate.query_embeddings import QueryEmbeddings
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Draft
 from scalingnote.train.config import TrainConfig

@@ -3,7 +3,9 @@
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +20,9 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.evaluate import job, retrieval_methods, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
-from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import lineage
+from scalingnote.evaluate.query_embeddings import QueryEmbeddings
+from scalingnote.evaluate.report import comparison_table, merge_artifacts
 from scalingnote.models import backbone, tower
 from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Draft
@@ -35,16 +38,17 @@ class Found:
 
 
 class ForgetfulSearcher:
-    """Exact search that never finds the best document."""
+    """Exact search of every `step`-th document, from the shard's first, that never finds the best of all."""
 
-    def __init__(self, documents, doc_ids):
+    def __init__(self, documents, doc_ids, *, shards, step):
+        self.rows = range(*shards, len(doc_ids), step)
         self.documents, self.doc_ids = documents, doc_ids
 
     def search(self, queries, *, k):
         scores = queries @ self.documents.T
         order = np.argsort(-scores, axis=1, kind="stable")[:, 1 : k + 1]
         return [
-            [Found(self.doc_ids[i], float(row[i])) for i in best]
+            [Found(self.doc_ids[i], float(row[i])) for i in best if i in self.rows]
             for row, best in zip(scores, order, strict=True)
         ]
 
@@ -73,8 +77,8 @@ def world(tmp_path_factory):
     ids = dataset.table("documents")["doc_id"].to_pylist()
     parents = {"dataset": dataset, "dual_encoder": made["dual_encoder"]}
     draft = Draft(str(root / "embeddings"), kind="embeddings", config=tiny.Nothing(), parents=parents)
-    for number, start in enumerate(range(0, len(ids), 40)):
-        part = {"doc_id": ids[start : start + 40], "summary": arrow.to_arrow(near[start : start + 40])}
+    for number, start in enumerate(range(0, len(ids), 32)):
+        part = {"doc_id": ids[start : start + 32], "summary": arrow.to_arrow(near[start : start + 32])}
         draft.write_table(f"embeddings/part-{number:05d}.parquet", pa.table(part))
     made["embeddings"] = draft.commit(counts={"documents": len(ids)})
     parents = {"dataset": dataset, "embeddings": made["embeddings"]}
@@ -87,8 +91,12 @@ def world(tmp_path_factory):
 def searcher(world, monkeypatch):
     _, ids, near, _ = world
     monkeypatch.setattr(
-        retrieval_methods.Searcher, "open", classmethod(lambda *_, **__: ForgetfulSearcher(near, ids))
+        retrieval_methods.Searcher,
+        "open",
+        classmethod(lambda *_, shards, **__: ForgetfulSearcher(near, ids, shards=shards, step=1)),
     )
+    # One shard is searched in this process, where the searcher is replaced.
+    monkeypatch.setattr(retrieval_methods.shards, "open_layout", lambda _: SimpleNamespace(shards=1))
 
 
 @pytest.fixture
@@ -193,9 +201,55 @@ def test_report(cluster, world, searcher, tmp_path):
     assert re.search(r"<summary>.*<span class=\"small\">scalingnote [+-]\d.\d{3} nDCG@10</span>", html)
 
 
+def test_shards_of_an_index_are_searched_apart_and_merged_in_any_order(world, monkeypatch):
+    made, ids, near, encoder = world
+    test = test_set.load_test_set(made["dataset"])
+    queries = arrow.l2_normalize(encoder.encode_queries(test.queries))
+
+    def found(shards, each):
+        searcher = partial(ForgetfulSearcher, near, ids, step=shards)
+        opened = classmethod(lambda *_, shards, **__: searcher(shards=shards))
+        monkeypatch.setattr(retrieval_methods.Searcher, "open", opened)
+        layout = SimpleNamespace(shards=shards)
+        monkeypatch.setattr(retrieval_methods.shards, "open_layout", lambda _: layout)
+        return retrieval_methods._through_index(made["index"], queries, test=test, k=9, each=each)
+
+    whole = found(1, map)
+    assert {len(hits) for hits in whole.values()} == {9}
+    assert found(3, map) == whole
+    assert found(3, lambda task, items: map(task, reversed(items))) == whole
+
+
+def test_exact_search_of_a_sample_is_said_in_the_report(world, searcher, here, tmp_path):
+    made, *_ = world
+    config = CONFIG.model_copy(update={"max_exact_documents": 40})
+    artifact = job.run(config, **uris(made, *ALL), output=str(tmp_path / "report"))
+    report = artifact.read_json("report.json")
+    searched = report["sample"]["documents"]
+    assert 40 < searched < 80  # with 12 that are judged
+    assert report["num_documents"] == 96
+    assert report["index"] == {"bytes_per_vector": 20}
+    exact = {
+        doc for hits in trec.read_run(artifact.file("runs/scalingdual.trec")).values() for doc, _ in hits
+    }
+    lexical = {doc for hits in trec.read_run(artifact.file("runs/bm25.trec")).values() for doc, _ in hits}
+    through = trec.read_run(artifact.file("runs/scalingnote-index.trec"))
+    assert len(exact | lexical) <= searched < len({doc for hits in through.values() for doc, _ in hits})
+    judged = {doc for grades in test_set.load_test_set(made["dataset"]).qrels.values() for doc in grades}
+    assert judged <= exact
+    for name in ("report.md", "report.html"):
+        text = Path(artifact.file(name)).read_text()
+        assert f"a seeded sample of {searched} of 96 documents" in text
+        assert f"{searched}" in text.split("scalingdual")[1]
+    rows = [re.split(r" *\| *", line) for line in comparison_table(merge_artifacts([artifact])).splitlines()]
+    column = {row[1]: row[2] for row in rows if len(row) > 3}
+    expected = {"scalingdual": str(searched), "bm25": str(searched), "scalingnote (index)": "96"}
+    assert expected.items() <= column.items()
+
+
 def test_without_student_the_dual_encoder_is_served(world, searcher, here, tmp_path):
     made, *_ = world
-    update = {"bm25_documents": 1, "typos": 0.0, "entropy_negatives": 0}  # BM25 is for small pools
+    update = {"bm25": False, "typos": 0.0, "entropy_negatives": 0}
     config = CONFIG.model_copy(update=update)
     artifact = job.run(config, **uris(made, *ALL[:4]), output=str(tmp_path / "report"))
     report = artifact.read_json("report.json")
@@ -207,8 +261,8 @@ def test_without_student_the_dual_encoder_is_served(world, searcher, here, tmp_p
 def test_queries_of_words_that_training_met_are_the_head(world, searcher, here, monkeypatch, tmp_path):
     made, *_ = world
     draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
-    for name in ("documents", "qrels"):
-        draft.write_table(f"{name}.parquet", made["dataset"].table(name))
+    for name in ("qrels.parquet", *made["dataset"].table_parts("documents")):
+        draft.write_table(name, made["dataset"].table(name))
     rows = made["dataset"].table("queries").to_pylist()
     for number, row in enumerate(rows):  # q000, q008 and so on are asked
         row["query"] = ["often", "often", "seldom", "often"][number % 4]

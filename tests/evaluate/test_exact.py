@@ -1,15 +1,24 @@
 """Exact search part by part equals all scores at once: dense, sparse, and both."""
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from scalingnote import hybrid, topk
+from scalingnote.bm25 import BM25
 from scalingnote.encode.encoder import TopTerms
-from scalingnote.evaluate import exact_search
-from scalingnote.evaluate.exact_search import PoolPart
+from scalingnote.evaluate import exact_search, scores
+from scalingnote.evaluate import pool as pools
+from scalingnote.evaluate.bm25_pool import Bm25Pool
+from scalingnote.evaluate.exact_search import TopDocuments
+from scalingnote.evaluate.pool import Pool, Sample
+from scalingnote.evaluate.scores import DenseScores, JoinedScores, TermScores
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.storage import arrow, schema
+from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage.artifact import Artifact, Draft
 from tiny import Nothing
 
@@ -50,7 +59,7 @@ def columns(weights: np.ndarray) -> list[pa.Array]:
 def artifact(uri: str, documents: np.ndarray, weights: np.ndarray) -> Artifact:
     draft = Draft(uri, kind="embeddings", config=Nothing(), parents={})
     layout, schema_hash = schema.embeddings(["summary"], DIM, sparse=True), schema.CONTENT_HASH.type
-    for number, rows in enumerate(np.split(np.arange(DOCUMENTS), [20, 41])):
+    for number, rows in enumerate(np.split(np.arange(DOCUMENTS), [20, 20, 41])):
         ids = pa.array([f"d{i}" for i in rows])
         hashes = pa.array([bytes(16)] * len(rows), schema_hash)
         made = pa.table(
@@ -60,42 +69,179 @@ def artifact(uri: str, documents: np.ndarray, weights: np.ndarray) -> Artifact:
     return draft.commit(counts={"documents": DOCUMENTS})
 
 
-def check(found: exact_search.TopDocuments, scores: np.ndarray) -> None:
+def check(found: TopDocuments, scores: np.ndarray) -> None:
     rows = topk.select(scores, k=K)
     np.testing.assert_allclose(found.scores, np.take_along_axis(scores, rows, axis=1), **CLOSE)
     np.testing.assert_allclose(
-        np.take_along_axis(scores, found.rows, axis=1), found.scores, rtol=1e-4, atol=1e-6
+        np.take_along_axis(scores, found.ids, axis=1), found.scores, rtol=1e-4, atol=1e-6
     )
-    np.testing.assert_allclose([found.low, found.high], [scores.min(1), scores.max(1)], **CLOSE)
+    ranges = found.ranges
+    np.testing.assert_allclose([ranges.low, ranges.high], [scores.min(1), scores.max(1)], **CLOSE)
+    assert found.documents == scores.shape[1]
 
 
-def test_every_kind_of_search_equals_all_scores_at_once(tmp_path):
+def term_scores(counts: np.ndarray) -> TermScores:
+    matrix = scores.query_matrix(sparse_rows(counts), vocabulary=VOCABULARY)
+    read = partial(scores._own_terms, vocabulary=VOCABULARY)
+    return TermScores(matrix, read, ("terms", "impacts"))
+
+
+def backwards(task: Callable[..., Any], items: Sequence[Any]) -> Iterator[Any]:
+    """Tasks that end in another order than they began."""
+    return map(task, reversed(items))
+
+
+def same(one: TopDocuments, other: TopDocuments) -> None:
+    np.testing.assert_array_equal(one.ids, other.ids)
+    np.testing.assert_array_equal(one.scores, other.scores)
+    np.testing.assert_array_equal(one.ranges.low, other.ranges.low)
+
+
+@pytest.mark.parametrize("k", [K, DOCUMENTS + 5])
+def test_every_kind_of_search_equals_all_scores_at_once(tmp_path, monkeypatch, k):
     queries, documents, counts, weights = drawn()
+    pool = Pool(artifact(str(tmp_path / "embeddings"), documents, weights))
+    sides = {"dense": DenseScores(queries), "terms": term_scores(counts)}
+    single = exact_search.search(pool, sides, k=k)
+    whole = {"dense": queries @ documents.T, "terms": counts @ weights.T.astype(np.float32)}
+    joined = {"both": JoinedScores(("dense", "terms"), tuple(o.ranges for o in single.values()), 0.3)}
+    both = exact_search.search(pool, sides, k=k, joined=joined)
+    first, second = (hybrid.normalised(one, one.min(1), one.max(1)) for one in whole.values())
+    whole["both"] = 0.3 * first + 0.7 * second
+    if k == K:
+        for name, found in (single | both).items():
+            check(found, whole[name])
+    else:  # more than there are
+        for name, found in (single | both).items():
+            np.testing.assert_allclose(found.scores[:, :DOCUMENTS], -np.sort(-whole[name], axis=1), **CLOSE)
+            assert (found.ids[:, DOCUMENTS:] == -1).all()
+    # A task for each part, which end in any order, give the same to the last digit.
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
+    assert len(pool.groups()) == 4
+    again = exact_search.search(pool, sides, k=k, each=backwards)
+    again |= exact_search.search(pool, sides, k=k, joined=joined, each=backwards)
+    for name, found in (single | both).items():
+        same(found, again[name])
+
+
+def test_of_equal_scores_the_first_document_is_best_in_whatever_order_tasks_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
+    rng = np.random.default_rng(2)
+    documents = rng.integers(0, 2, (DOCUMENTS, DIM)).astype(np.float32)
+    queries = rng.integers(0, 2, (QUERIES, DIM)).astype(np.float32)
+    pool = Pool(artifact(str(tmp_path / "embeddings"), documents, np.zeros((DOCUMENTS, VOCABULARY))))
+    found = exact_search.search(pool, {"dense": DenseScores(queries)}, k=K, each=backwards)["dense"]
+    assert found.ids.tolist() == topk.select(queries @ documents.T, k=K).tolist()
+
+
+def test_a_sample_holds_its_share_and_what_is_judged(tmp_path, monkeypatch):
+    queries, documents, _, weights = drawn()
     embeddings = artifact(str(tmp_path / "embeddings"), documents, weights)
-    matrix = exact_search.query_matrix(sparse_rows(counts), vocabulary=VOCABULARY)
-    knobs = {"queries": QUERIES, "k": K}
-    by_embeddings = exact_search.search(embeddings, exact_search.dense_score(queries), dim=DIM, **knobs)
-    check(by_embeddings, queries @ documents.T)
-    by_terms = exact_search.search(embeddings, exact_search.sparse_score(matrix), terms=VOCABULARY, **knobs)
-    check(by_terms, counts @ weights.T.astype(np.float32))
-    score = exact_search.hybrid_score(queries, matrix, ranges=(by_embeddings, by_terms), dense_weight=0.3)
-    joined = exact_search.search(embeddings, score, dim=DIM, terms=VOCABULARY, **knobs)
-    first, second = (
-        hybrid.normalised(scores, scores.min(1), scores.max(1))
-        for scores in (queries @ documents.T, counts @ weights.T.astype(np.float32))
-    )
-    check(joined, 0.3 * first + 0.7 * second)
+    sides = {"dense": DenseScores(queries)}
+    found = {}
+    for seed in (0, 1):
+        sample = Sample(0.4, seed, pa.array(["d3", "d49"]))
+        kept = np.flatnonzero(sample.holds(pa.chunked_array([[f"d{i}" for i in range(DOCUMENTS)]])))
+        assert {3, 49} <= set(kept.tolist())
+        assert 10 < len(kept) < 35
+        one = exact_search.search(Pool(embeddings, sample=sample), sides, k=5)["dense"]
+        assert one.documents == len(kept)
+        best = topk.select((queries @ documents.T)[:, kept], k=5)
+        assert one.ids.tolist() == kept[best].tolist()
+        found[seed] = kept.tolist()
+    assert found[0] != found[1]
 
 
-def test_rows_that_were_found_get_their_documents_names(tmp_path):
+def test_rows_that_were_found_get_their_documents_names(tmp_path, monkeypatch):
     _, documents, _, weights = drawn()
-    embeddings = artifact(str(tmp_path / "embeddings"), documents, weights)
+    pool = Pool(artifact(str(tmp_path / "embeddings"), documents, weights))
     rows = np.array([[49, 3, -1], [20, 3, 19], [41, 40, 0]])
-    wanted, doc_ids = exact_search.document_ids(embeddings, rows)
-    assert wanted.tolist() == [0, 3, 19, 20, 40, 41, 49]
-    assert doc_ids.to_pylist() == [f"d{row}" for row in wanted]
-    wanted, doc_ids = exact_search.document_ids(embeddings, np.full((2, 2), -1))
-    assert (len(wanted), len(doc_ids)) == (0, 0)
+    for group_bytes in (shuffle.MAX_SLICE_BYTES, 1):
+        monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", group_bytes)
+        wanted, doc_ids = pools.document_ids(pool, rows, each=backwards)
+        assert wanted.tolist() == [0, 3, 19, 20, 40, 41, 49]
+        assert doc_ids.to_pylist() == [f"d{row}" for row in wanted]
+        wanted, doc_ids = pools.document_ids(pool, np.full((2, 2), -1))
+        assert (len(wanted), len(doc_ids)) == (0, 0)
+
+
+def test_pairs_are_scored_wherever_their_document_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
+    monkeypatch.setattr(exact_search, "_PAIRS_PER_BLOCK", 2)
+    queries, documents, counts, weights = drawn()
+    pool = Pool(artifact(str(tmp_path / "embeddings"), documents, weights))
+    sides = {"dense": DenseScores(queries), "terms": term_scores(counts)}
+    asked, rows = np.array([0, 1, 1, 6, 0, 3]), [49, 0, 20, 20, 5, 4]
+    names = [f"d{row}" for row in rows]
+    names[4] = "nowhere"
+    found = exact_search.score_pairs(pool, sides, asked, names, each=backwards)
+    whole = {"dense": queries @ documents.T, "terms": counts @ weights.T.astype(np.float32)}
+    for name, scored in found.items():
+        expected = whole[name][asked, rows].astype(np.float64)
+        expected[4] = np.nan
+        np.testing.assert_allclose(scored, expected, **CLOSE)
+
+
+def test_bm25_of_parts_is_that_of_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
+    rng = np.random.default_rng(3)
+    words = [f"w{i}" for i in range(12)]
+    texts = [" ".join(rng.choice(words, rng.integers(0, 9))) for _ in range(DOCUMENTS)]
+    asked = [" ".join(rng.choice([*words, "unknown"], 4)) for _ in range(QUERIES)]
+    ids, empty = [f"d{i}" for i in range(DOCUMENTS)], [""] * DOCUMENTS
+    embeddings = Draft(str(tmp_path / "embeddings"), kind="embeddings", config=Nothing(), parents={})
+    dataset = Draft(str(tmp_path / "dataset"), kind="dataset", config=Nothing(), parents={})
+    for number, rows in enumerate((slice(0, 20), slice(20, 20), slice(20, 50))):
+        columns = {"doc_id": ids[rows], "title": empty[rows], "topic": empty[rows], "content": texts[rows]}
+        layout = pa.schema([(name, pa.string()) for name in columns])
+        dataset.write_table(f"documents/part-{number:05d}.parquet", pa.table(columns, schema=layout))
+        # One document of the first part has no embedding: it does not count.
+        kept = pa.table({"doc_id": pa.array(ids[rows], pa.string())})
+        embeddings.write_table(f"embeddings/part-{number:05d}.parquet", kept.slice(number == 0))
+    counts = {"documents": DOCUMENTS - 1}
+    pool = Pool(embeddings.commit(counts=counts), dataset.commit(counts=counts))
+    index = BM25.build(texts[1:], k1=0.9, b=0.4)
+    counted = Bm25Pool.count(pool, asked, k1=0.9, b=0.4, each=backwards)
+    found = exact_search.search(pool, {"bm25": counted.scores(asked)}, k=K)["bm25"]
+    for query, ids_of, scored in zip(asked, found.ids, found.scores, strict=True):
+        expected = index.scores(query)
+        np.testing.assert_allclose(scored, -np.sort(-expected)[:K], **CLOSE)
+        np.testing.assert_allclose(scored, expected[ids_of], **CLOSE)
+
+
+class CountedReads(Artifact):
+    """An artifact that counts what this process reads of it; workers get a plain one."""
+
+    def __init__(self, artifact: Artifact) -> None:
+        super().__init__(artifact.uri, artifact.manifest)
+        self.reads: list[str] = []
+
+    def __reduce__(self) -> Any:
+        return Artifact, (self.uri, self.manifest)
+
+    def open(self, name: str) -> pa.NativeFile:
+        self.reads.append(name)
+        return super().open(name)
+
+
+def test_the_caller_reads_no_part(cluster, tmp_path, monkeypatch):
+    from scalingnote import cluster as ray_cluster
+
+    monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
+    queries, documents, counts, weights = drawn()
+    plain = artifact(str(tmp_path / "embeddings"), documents, weights)
+    counted = CountedReads(plain)
+    sides = {"dense": DenseScores(queries), "terms": term_scores(counts)}
+    found = exact_search.search(Pool(counted), sides, k=K, each=ray_cluster.map_tasks)
+    pools.document_ids(Pool(counted), found["dense"].ids, each=ray_cluster.map_tasks)
+    pools.gather_embeddings(Pool(counted), ["d4", "d30"], each=ray_cluster.map_tasks)
+    exact_search.score_pairs(
+        Pool(counted), sides, np.zeros(2, np.int64), ["d4", "d30"], each=ray_cluster.map_tasks
+    )
+    assert counted.reads == []
+    for name, one in exact_search.search(Pool(plain), sides, k=K).items():
+        check(one, {"dense": queries @ documents.T, "terms": counts @ weights.T.astype(np.float32)}[name])
+        np.testing.assert_allclose(one.scores, found[name].scores, **CLOSE)
 
 
 def test_terms_are_ascending_and_positive_and_those_no_query_has_are_left_out():
@@ -103,6 +249,5 @@ def test_terms_are_ascending_and_positive_and_those_no_query_has_are_left_out():
     terms, impacts = (pa.chunked_array([column]) for column in columns(weights))
     assert terms.to_pylist() == [[1, 3], [], [0, 2, 3]]
     assert impacts.to_pylist() == [[2, 1], [], [3, 1, 5]]
-    sliced = exact_search.document_matrix(terms.slice(1), impacts.slice(1), vocabulary=3)
+    sliced = scores.document_matrix(terms.slice(1), impacts.slice(1), vocabulary=3)
     assert sliced.toarray().tolist() == [[0, 0, 0], [3, 0, 1]]
-    assert len(PoolPart(sparse=sliced)) == 2

@@ -10,10 +10,13 @@ import pytest
 import light
 import tiny
 from in_process import without_ray
+from scalingnote.bm25 import BM25, document_texts
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig
-from scalingnote.evaluate import job, retrieval_methods, test_set
+from scalingnote.evaluate import exact_search, job, retrieval_methods, test_set
+from scalingnote.evaluate.bm25_pool import Bm25Pool
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
+from scalingnote.evaluate.pool import Pool
 from scalingnote.lexical import job as lexical
 from scalingnote.lexical.config import BM25Config
 from scalingnote.storage.artifact import Artifact, Draft
@@ -52,7 +55,7 @@ def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
     test = test_set.load_test_set(parents["dataset"])
     towers = {name: parents[kind] for name, kind in retrieval_methods.tower_kinds(config, parents).items()}
     encoded = job.encode_queries(towers, dict.fromkeys(towers, test.queries), config=config)
-    return retrieval_methods.retrieve(config, parents, encoded, None, test=test)
+    return retrieval_methods.retrieve(config, parents, encoded, None, test=test)[0]
 
 
 def test_parts_hold_terms_beside_embeddings(parents: dict[str, Artifact]):
@@ -106,11 +109,10 @@ def test_a_document_that_shares_no_term_has_no_rank(
 ):
     search = retrieval_methods.exact_search.search
 
-    def few(pool: Artifact, score: Any, **knobs: Any) -> Any:
+    def few(*given: Any, **knobs: Any) -> Any:
         """As if all but the ten best shared nothing."""
-        found = search(pool, score, **knobs)
-        if "dim" not in knobs:
-            found.scores[:, 10:] = 0.0
+        found = search(*given, **knobs)
+        found[retrieval_methods.TERMS].scores[:, 10:] = 0.0
         return found
 
     monkeypatch.setattr(retrieval_methods.exact_search, "search", few)
@@ -135,12 +137,13 @@ def test_words_by_bm25_join_every_tower(parents: dict[str, Artifact], words: Art
     runs = retrieved(with_words)
     assert list(runs) == retrieval_methods.method_names(CONFIG, with_words)
     assert {"light + bm25", "cheap + bm25"} == runs.keys() - retrieved(parents).keys()
-    bm25 = retrieval_methods.Bm25Pool.build(CONFIG, parents)
+    documents = parents["dataset"].table("documents")
+    bm25 = BM25.build(document_texts(documents))
     test = test_set.load_test_set(parents["dataset"])
     weights = [0.0, 0.5, 1.0]
     by_weight = [retrieved(with_words, dense_weight=weight)["light + bm25"] for weight in weights]
     for query_id, query in zip(test.query_ids, test.queries, strict=True):
-        lexical_scores = dict(zip(bm25.doc_ids.to_pylist(), bm25.index.scores(query).tolist(), strict=True))
+        lexical_scores = dict(zip(documents["doc_id"].to_pylist(), bm25.scores(query).tolist(), strict=True))
         dense_scores = dict(runs["light"][query_id])
         for weight, joined in zip(weights, by_weight, strict=True):
             expected = {
@@ -164,13 +167,16 @@ def test_bm25_over_the_pool_has_the_saturation_and_the_normalisation_that_are_se
         draft = Draft(str(tmp_path / kind), kind=kind, config=tiny.Nothing(), parents={})
         folder = {"dataset": "documents"}.get(kind, kind)
         draft.write_table(f"{folder}/part-00000.parquet", pa.table(table))
-        parents[kind] = draft.commit(counts={})
+        parents[kind] = draft.commit(counts={"documents": len(ids)})
+
+    pool = Pool(parents["embeddings"], parents["dataset"])
 
     def scores(**constants: float) -> dict[str, float]:
-        pool = retrieval_methods.Bm25Pool.build(CONFIG.model_copy(update=constants), parents)
-        return dict(zip(ids, pool.scores(["fig"] * len(ids), ids), strict=True))
+        counted = {"bm25": Bm25Pool.count(pool, ["fig"], **constants).scores(["fig"])}
+        found = exact_search.score_pairs(pool, counted, np.zeros(len(ids), np.int64), ids)
+        return dict(zip(ids, found["bm25"].tolist(), strict=True))
 
-    by_default, no_saturation, no_lengths = scores(), scores(bm25_k1=0.0), scores(bm25_b=0.0)
+    by_default, no_saturation, no_lengths = scores(), scores(k1=0.0), scores(b=0.0)
     assert by_default["often"] > by_default["once"] > by_default["long"]
     assert len(set(no_saturation.values())) == 1  # that a word is there is all that counts
     assert no_lengths["once"] == no_lengths["long"] < no_lengths["often"]

@@ -8,8 +8,8 @@ import pytest
 
 import tiny
 from scalingnote.evaluate import teacher_distance
-from scalingnote.evaluate.exact_search import QueryEmbeddings
 from scalingnote.evaluate.lineage import Ancestor
+from scalingnote.evaluate.query_embeddings import QueryEmbeddings
 from scalingnote.evaluate.teacher_distance import discrepancy, distances
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft

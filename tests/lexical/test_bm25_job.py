@@ -13,7 +13,7 @@ from scalingnote import cluster, stages
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.config import load
 from scalingnote.errors import ArtifactError, DataError
-from scalingnote.evaluate import exact_search
+from scalingnote.evaluate.scores import document_matrix, query_matrix
 from scalingnote.lexical import frequencies, job
 from scalingnote.lexical.config import BM25Config
 from scalingnote.lexical.weights import BM25Weights, read_columns
@@ -62,8 +62,8 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Artifact:
 def scores(found: Artifact) -> np.ndarray:
     query = SparseQuery.load(found.directory("sparse_query"))
     table = found.table("terms")
-    asked = exact_search.query_matrix(query.encode(QUERIES), vocabulary=query.vocabulary)
-    documents = exact_search.document_matrix(table["terms"], table["impacts"], vocabulary=query.vocabulary)
+    asked = query_matrix(query.encode(QUERIES), vocabulary=query.vocabulary)
+    documents = document_matrix(table["terms"], table["impacts"], vocabulary=query.vocabulary)
     return (asked @ documents.T).toarray()
 
 

@@ -1,0 +1,215 @@
+"""Search of the documents for the queries of triplets, in tasks over a batch of queries and a shard.
+
+    queries of a batch ─┐
+    parts of a shard  ──┴─► best documents, scores of positives ─► merged over the shards of a batch
+
+A shard is some parts of the embeddings. A task holds one part, a batch's queries and their results, and the
+merge holds two results: memory does not depend on the corpus. Whatever the shards, exact search gives the
+same documents.
+
+An inverted index of a shard (:class:`IndexedShard`) is built by the task that needs it and thrown away. It is
+faster from about a thousand queries in a batch on. Seconds of one core for the 100 best documents of queries
+with 64 dimensions, of which 32 lists of the index found 99.5 %:
+
+    documents     100,000                       1,000,000
+    queries       1,000    10,000               1,000    10,000
+    exact         0.3      3.1                  2.6      26.0
+    index         0.3      1.5                  3.1       7.3
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from jaxtyping import Bool, Float, Int
+from numpy import ndarray
+
+from scalingnote import topk
+from scalingnote.collect.one_hop import hash_fraction
+from scalingnote.mine.config import MineConfig
+from scalingnote.storage import arrow
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import Artifact, write_table
+
+SEARCHED_VIEW = "summary"
+_TRAINED_VECTORS_PER_LIST = 64
+_TRAINING_ROUNDS = 10
+_PAIRS_PER_BLOCK = 1 << 16
+RANKING, DOCUMENTS, POSITIVES = "ranking.parquet", "documents.parquet", "positives.parquet"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Queries, of length 1, and pairs of a query and a document that answers it."""
+
+    queries: Float[ndarray, "queries dim"]
+    asked: Int[ndarray, " pairs"]  # the query of each pair
+    positives: pa.ChunkedArray  # doc_id of each pair
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Training documents to search."""
+
+    embeddings: Artifact
+    held_out: pa.Array  # ids of those excluded from training
+    share: float  # of the others, by a seeded hash
+    seed: int
+
+    def is_searched(self, doc_ids: pa.ChunkedArray) -> Bool[ndarray, " docs"]:
+        """Whether each of these training documents is in the share."""
+        if self.share >= 1:
+            return np.ones(len(doc_ids), bool)
+        fractions = [hash_fraction(doc_id, seed=self.seed) for doc_id in doc_ids.to_pylist()]
+        return np.array(fractions) < self.share
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a batch: of each query the best documents, by row over all parts, and scores of the pairs."""
+
+    scores: Float[ndarray, "queries k"]
+    rows: Int[ndarray, "queries k"]  # -1 is none
+    documents: pa.Table  # row, ascending, and doc_id
+    positives: Float[ndarray, " pairs"]  # NaN where the document was not searched
+
+    def write(self, folder: str) -> None:
+        """Write three tables."""
+        write_table(fs.join(folder, DOCUMENTS), self.documents)
+        write_table(fs.join(folder, POSITIVES), pa.table({"score": self.positives}))
+        columns = [arrow.to_arrow(self.scores), arrow.to_arrow(self.rows)]
+        write_table(fs.join(folder, RANKING), pa.table(columns, names=["scores", "rows"]), use_dictionary=[])
+
+    @classmethod
+    def read(cls, folder: str) -> "Found":
+        """Read what was written."""
+        ranking, documents, positives = (
+            read_table(fs.join(folder, name)) for name in (RANKING, DOCUMENTS, POSITIVES)
+        )
+        scores, rows = (arrow.to_matrix(ranking[name]) for name in ("scores", "rows"))
+        return cls(scores, rows, documents, positives["score"].to_numpy())
+
+
+def search_shard(batch: Batch, parts: dict[str, int], documents: Documents, config: MineConfig) -> Found:
+    """Search a batch of queries in a shard.
+
+    Args:
+        batch: queries and pairs.
+        parts: name of each part of the shard -> the row of its first document.
+        documents: which documents are searched.
+        config: depth, and kind of search.
+    """
+    best = topk.Best(len(batch.queries), config.last_rank)
+    positives = np.full(len(batch.asked), np.nan, np.float32)
+    index = IndexedShard(config) if config.search == "index" else None
+    ids: list[pa.ChunkedArray] = []
+    rows: list[Int[ndarray, " docs"]] = []
+    for name, first in parts.items():
+        table = documents.embeddings.table(name, columns=["doc_id", SEARCHED_VIEW])
+        allowed = np.asarray(pc.invert(pc.is_in(table["doc_id"], value_set=documents.held_out)))
+        _score_positives(batch, table.filter(pa.array(allowed)), positives)
+        kept = np.flatnonzero(allowed)
+        kept = kept[documents.is_searched(table["doc_id"].take(pa.array(kept)))]
+        table = table.take(pa.array(kept))
+        ids.append(table["doc_id"])
+        rows.append(kept + first)
+        vectors = arrow.to_numpy(table[SEARCHED_VIEW])
+        if index is not None:
+            index.add(vectors)
+        else:
+            _compare(batch.queries, vectors, rows[-1], best)
+    numbers = np.concatenate(rows)
+    if index is not None:
+        index.search(batch.queries, numbers, best)
+    found = np.unique(best.ids[best.ids >= 0])
+    doc_ids = pa.chunked_array([chunk for one in ids for chunk in one.chunks], pa.string())
+    names = doc_ids.take(pa.array(np.searchsorted(numbers, found)))
+    return Found(best.scores, best.ids, pa.table({"row": found, "doc_id": names}), positives)
+
+
+def _compare(
+    queries: Float[ndarray, "queries dim"],
+    documents: Float[ndarray, "docs dim"],
+    rows: Int[ndarray, " docs"],
+    best: topk.Best,
+) -> None:
+    """Add all documents to the best."""
+    for start in range(0, len(documents), topk.DOCUMENT_BLOCK):
+        block = slice(start, start + topk.DOCUMENT_BLOCK)
+        for chosen in topk.query_blocks(len(queries)):
+            best.add_block(chosen, queries[chosen] @ documents[block].T, rows[block])
+
+
+def _score_positives(batch: Batch, table: pa.Table, scores: Float[ndarray, " pairs"]) -> None:
+    """Set the scores of the pairs whose document is in a table."""
+    place = pc.index_in(batch.positives, value_set=table["doc_id"].combine_chunks())
+    places = pc.fill_null(place, -1).to_numpy()
+    present = np.flatnonzero(places >= 0)
+    if not len(present):
+        return
+    documents = arrow.to_numpy(table[SEARCHED_VIEW])
+    for start in range(0, len(present), _PAIRS_PER_BLOCK):
+        pairs = present[start : start + _PAIRS_PER_BLOCK]
+        scores[pairs] = np.einsum("pd,pd->p", batch.queries[batch.asked[pairs]], documents[places[pairs]])
+
+
+class IndexedShard:
+    """An inverted index (faiss IVF) over a shard, of as many lists as the square root of its documents."""
+
+    def __init__(self, config: MineConfig) -> None:
+        self._config, self._vectors = config, list[Float[ndarray, "docs dim"]]()
+
+    def add(self, vectors: Float[ndarray, "docs dim"]) -> None:
+        """Add documents; they are indexed by the search."""
+        self._vectors.append(vectors)
+
+    def search(
+        self, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, " docs"], best: topk.Best
+    ) -> None:
+        """Add the best documents of the `nprobe` nearest lists; `rows` are those of all documents."""
+        import faiss  # late: exact search needs no index
+
+        vectors, lists = np.concatenate(self._vectors), isqrt(len(rows))
+        if not lists:
+            return
+        index = faiss.IndexIVFFlat(
+            faiss.IndexFlatIP(vectors.shape[1]), vectors.shape[1], lists, faiss.METRIC_INNER_PRODUCT
+        )
+        index.cp.niter, index.cp.seed = _TRAINING_ROUNDS, self._config.seed
+        number = min(len(rows), lists * _TRAINED_VECTORS_PER_LIST)
+        sample = np.random.default_rng(self._config.seed).choice(len(rows), number, replace=False)
+        index.train(vectors[np.sort(sample)])
+        index.add(vectors)
+        index.nprobe = self._config.nprobe
+        for chosen in topk.query_blocks(len(queries)):
+            scores, places = index.search(queries[chosen], min(self._config.last_rank, len(rows)))
+            none = places < 0
+            best.add(chosen, np.where(none, -np.inf, scores), np.where(none, -1, rows[places]))
+
+
+def merge_shards(folders: Sequence[str]) -> Found:
+    """The result of a batch from those of its shards; any order gives the same."""
+    first = Found.read(folders[0])
+    best = topk.Best(*first.rows.shape)
+    positives = np.full(len(first.positives), np.nan, np.float32)
+    for folder in folders:
+        found = Found.read(folder)
+        for block in topk.query_blocks(len(best.ids)):
+            best.add(block, found.scores[block], found.rows[block])
+        positives = np.where(np.isnan(found.positives), positives, found.positives)
+    rows = pa.array(np.unique(best.ids[best.ids >= 0]))
+    kept = []
+    for folder in folders:
+        documents = read_table(fs.join(folder, DOCUMENTS))
+        kept.append(documents.filter(pc.is_in(documents["row"], value_set=rows)))
+    return Found(best.scores, best.ids, pa.concat_tables(kept).sort_by("row"), positives)
+
+
+def read_table(uri: str) -> pa.Table:
+    """A Parquet file."""
+    with fs.open_input(uri) as stream:
+        return pq.read_table(stream)
