@@ -18,8 +18,8 @@ from numpy import ndarray
 from scalingnote import hybrid
 from scalingnote.hybrid import HybridCandidates, Joining
 from scalingnote.index import filters, ivf
+from scalingnote.index.ivf import compiled
 from scalingnote.index.postings import Postings
-from scalingnote.index.rescore import compiled
 from scalingnote.index.shard import Layout
 from scalingnote.search.scan import Masks
 

@@ -21,7 +21,7 @@ from numpy import ndarray
 from scalingnote import topk
 from scalingnote.errors import SearchError
 from scalingnote.index import ivf
-from scalingnote.index.rescore import RESCORE_COST, compiled
+from scalingnote.index.ivf import RESCORE_COST, compiled
 from scalingnote.index.shard import Layout
 
 MAX_K = 1000

@@ -20,7 +20,7 @@ from numpy import ndarray
 
 from scalingnote.errors import SearchError
 from scalingnote.hybrid import Joining
-from scalingnote.index import filters, ivf, rescore
+from scalingnote.index import filters, ivf
 from scalingnote.index import shard as shards_of
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.index.live.snapshot import DocIds, Snapshot
@@ -161,7 +161,7 @@ class IndexSearch(ABC):
             return view.candidates(rows, dense, None)
         both = hybrid_candidates(
             rows,
-            partial(rescore.scores_over, view.kept, unit),
+            partial(ivf.scores_over, view.kept, unit),
             view.postings,
             terms,
             k=depth,
@@ -270,7 +270,7 @@ class Searcher(IndexSearch):
             return None
         require_vectors(self.layout)
         start, kept = next(piece for piece in reversed(self._view.kept) if piece[0] <= row)
-        found: ndarray = rescore.vectors(kept, np.array([row - start]))[0]
+        found: ndarray = ivf.vectors(kept, np.array([row - start]))[0]
         return found
 
     @cached_property

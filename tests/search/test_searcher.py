@@ -8,7 +8,7 @@ import pytest
 from scalingnote import topk
 from scalingnote.errors import ArtifactError, SearchError
 from scalingnote.hybrid import Joining
-from scalingnote.index import ivf, job
+from scalingnote.index import families, ivf, job
 from scalingnote.index.config import FastScan, Flat, IndexConfig
 from scalingnote.index.shard import Layout, Shard
 from scalingnote.models.sparse_query import SparseRows
@@ -308,7 +308,7 @@ def test_vectors_left_in_their_files_are_searched_as_those_in_memory(
 
 def test_documents_are_found_in_more_text_than_a_column_of_one_chunk_holds() -> None:
     matrix = vectors(60, 8)
-    lists = ivf.empty(ivf.train(matrix, Flat(), nlist=1, iterations=1, seed=0))
+    lists = ivf.empty(families.train(matrix, Flat(), nlist=1, iterations=1, seed=0))
     ivf.add(lists, matrix)
     texts = pa.chunked_array([pa.array(["short", "x" * 2**27])] * 30)
     layout = Layout(
