@@ -92,7 +92,7 @@ def run(
         judged=tuple(sorted({doc_id for judged in relevant for doc_id in judged})),
     )
     searched_bytes = _write(draft, slices, shared)
-    layout, curve = tuning.tune_recall(shared, sizes)
+    layout, tuned = tuning.tune_recall(shared, sizes)
     layout, by_weight = tuning.tune_weight(shared, layout, sizes, relevant)
     draft.write_json(shard.LAYOUT, vars(layout))
     counts = _counts(parents["dataset"], layout, searched_bytes)
@@ -100,8 +100,7 @@ def run(
         "%s documents in %d shards, %d lists, %d bytes per vector: %s",
         *(f"{layout.documents:,}", layout.shards, layout.nlist, counts["bytes_per_vector"], output),
     )
-    sample = tuning.described_sample(shared, sizes) if curve else {}
-    return draft.commit(counts=counts, tuning=curve, tuning_sample=sample, hybrid_tuning=by_weight)
+    return draft.commit(counts=counts, hybrid_tuning=by_weight, **tuned)
 
 
 def _counts(dataset: Artifact, layout: shard.Layout, searched_bytes: int) -> dict[str, int]:

@@ -115,13 +115,6 @@ def sampled_shards(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(filled[len(filled) * place // count] for place in range(count))
 
 
-def described_sample(run: IndexRun, sizes: Sequence[int]) -> dict[str, Any]:
-    """What nprobe and refine_factor were tuned on, for the manifest."""
-    queries = 0 if run.queries is None else len(run.queries)
-    documents = sum(sizes[number] for number in run.sampled)
-    return {"shards": list(run.sampled), "documents": documents, "queries": queries}
-
-
 def probes(nlist: int) -> list[int]:
     """Values of nprobe to try: powers of two up to all lists."""
     return [*(1 << power for power in range(nlist.bit_length()) if 1 << power < nlist), nlist]
@@ -209,7 +202,7 @@ def choose(points: Sequence[OperatingPoint], *, target: float) -> OperatingPoint
     return chosen
 
 
-def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, list[dict[str, Any]]]:
+def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, dict[str, Any]]:
     """Tune nprobe and refine_factor on the sampled shards.
 
     Args:
@@ -217,19 +210,20 @@ def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, list
         sizes: documents of each shard.
 
     Returns:
-        The layout with what was chosen, and the curve of recall, cost and time that led to it.
+        The layout with what was chosen; and for the manifest, the curve of recall, cost and time that led to
+        it, and the sample that it was measured on.
     """
     config, layout = run.config, run.layout
     if run.queries is None:
-        return layout, []
+        return layout, {"tuning": []}
     tried = (config.nprobe,) if config.nprobe else probes(layout.nlist)
     tried_factors = (config.refine_factor,) if config.refine_factor else factors(layout.family, layout.refine)
     exact, background = _exact_answers(run, sizes)
     found = _candidates_of_all(run, sizes, probes=tried, depth=config.tuning.k * tried_factors[-1])
-    share = sum(sizes[number] for number in run.sampled) / sum(sizes)
+    documents = sum(sizes[number] for number in run.sampled)
     points: list[OperatingPoint] = []
     for nprobe, answers in zip(tried, found, strict=True):
-        points += measure(answers, exact, nprobe=nprobe, factors=tried_factors, share=share)
+        points += measure(answers, exact, nprobe=nprobe, factors=tried_factors, share=documents / sum(sizes))
     best = choose(points, target=config.tuning.recall)
     curve = [point for point in points if point.refine_factor == best.refine_factor]
     timing = partial(_time_searches, run=run, refine_factor=best.refine_factor, probes=tried)
@@ -241,9 +235,10 @@ def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, list
     )
     chosen = {name: getattr(best, name) for name in ("nprobe", "refine_factor", "recall")}
     chosen["background"] = background
-    return replace(layout, **chosen), [
-        vars(point) | {"us_per_query": us} for point, us in zip(curve, timed, strict=True)
-    ]
+    return replace(layout, **chosen), {
+        "tuning": [vars(point) | {"us_per_query": us} for point, us in zip(curve, timed, strict=True)],
+        "tuning_sample": {"shards": list(run.sampled), "documents": documents, "queries": len(exact)},
+    }
 
 
 def tune_weight(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scalingnote.serve import searcher
-from scalingnote.serve.searcher import RELEASE_AFTER_S, IndexSearcher
+from scalingnote.serve.replicas import RELEASE_AFTER_S, IndexSearcher
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, ServedVersions, Version
 
 A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
