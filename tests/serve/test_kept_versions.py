@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scalingnote.serve import searcher
+from scalingnote.serve import replicas
 from scalingnote.serve.replicas import RELEASE_AFTER_S, IndexSearcher
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, ServedVersions, Version
 
@@ -16,7 +16,7 @@ A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still unless it is moved; versions are opened as their URIs."""
     now = [100.0]
-    monkeypatch.setattr(searcher.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(replicas.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(IndexSearcher, "_open", lambda _, version: version.uri)
     return now
 
