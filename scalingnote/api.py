@@ -272,9 +272,7 @@ class Index:
 
     def search_encoded(self, encoded: "Query", *, k: int) -> "list[SearchHit]":
         """The `k` best documents of an encoded query, by embeddings and by terms if the index has some."""
-        if encoded.terms is None:
-            return self.searcher.search(encoded.embedding, k=k)[0]
-        return self.searcher.search_both(encoded.embedding, encoded.terms, k=k)[0]
+        return self.searcher.search(encoded.embedding, encoded.terms, k=k)[0]
 
     def search(self, query: str, *, k: int = 10) -> list[Result]:
         """The `k` best documents, best first.

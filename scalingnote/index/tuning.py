@@ -109,9 +109,12 @@ class ExactAnswers:
 
 
 def sampled_shards(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Up to `count` shards to tune on, evenly spaced among those that have documents."""
+    """Up to `count` shards to tune on, evenly spaced among those that have documents.
+
+    Their rows are counted in 32 bits, half the memory of 64: together they have fewer than 2 billion.
+    """
     filled = [number for number, size in enumerate(sizes) if size]
-    count = min(count, len(filled))
+    count = min(count, len(filled), max(1, np.iinfo(np.int32).max // max(sizes)))
     return tuple(filled[len(filled) * place // count] for place in range(count))
 
 
@@ -155,7 +158,7 @@ def measure(
     """Recall and cost of one nprobe with each refine factor.
 
     Args:
-        found: from :func:`candidates`, with rows counted over all shards.
+        found: from :func:`candidates`, with rows counted over these shards.
         exact: rows of the exact answers, -1 where there are fewer documents.
         nprobe: that the candidates were found with.
         factors: refine factors.
@@ -287,25 +290,30 @@ def _candidates_of_all(
 ) -> list[ShardAnswers]:
     """Candidates of the sampled shards together for each nprobe, merged as the shards are done."""
     measured = partial(_measure_shard, run=run, probes=probes, depth=depth)
-    first = [*accumulate(sizes, initial=0)]
-    items = [(number, first[number]) for number in run.sampled]
+    items = [*_sampled_rows(run, sizes).items()]
     answers = cluster.map_tasks_in_order(measured, items, run.config.resources)
-    found = next(answers)
+    found = list(next(answers))
     for others in answers:
-        found = [joined(one, other, depth=depth) for one, other in zip(found, others, strict=True)]
+        for place, other in enumerate(others):
+            found[place] = joined(found[place], other, depth=depth)
     return found
+
+
+def _sampled_rows(run: IndexRun, sizes: Sequence[int]) -> dict[int, int]:
+    """Each sampled shard, and the number of rows in those before it."""
+    return dict(zip(run.sampled, accumulate((sizes[n] for n in run.sampled), initial=0), strict=False))
 
 
 def _measure_shard(
     item: tuple[int, int], *, run: IndexRun, probes: Sequence[int], depth: int
 ) -> list[ShardAnswers]:
-    """Task: candidates of a finished shard for each nprobe; the item is (shard, number of rows before it)."""
+    """Task: candidates of a finished shard for each nprobe; the item is of :func:`_sampled_rows`."""
     number, first_row = item
     use_threads(run.config.resources)
     assert run.queries is not None
     lists = _reopen(number, run)
     found = (candidates(lists, run.queries, nprobe=nprobe, k=depth) for nprobe in probes)
-    return [share._replace(rows=_counted_from(first_row, share.rows)) for share in found]
+    return [share._replace(rows=_counted_from(first_row, share.rows).astype(np.int32)) for share in found]
 
 
 def _measure_shard_hybrid(
@@ -351,17 +359,16 @@ def _time_searches(number: int, *, run: IndexRun, refine_factor: int, probes: Se
 
 
 def _exact_answers(run: IndexRun, sizes: Sequence[int]) -> tuple[Int[ndarray, "queries k"], float]:
-    """Rows of the exact answers, counted over all shards, and the mean cosine of queries and documents."""
+    """Rows of the exact answers in the sampled shards, and the mean cosine of queries and documents."""
     assert run.queries is not None
-    first = [*accumulate(sizes, initial=0)]
     scores, rows = np.empty((len(run.queries), 0), np.float32), np.empty((len(run.queries), 0), np.int64)
     total = np.zeros(run.layout.dim)
-    for number in run.sampled:
+    for number, first_row in _sampled_rows(run, sizes).items():
         share = np.load(io.BytesIO(fs.read_bytes(run.work(f"exact/{number:05d}.npz"))))
         total += share["total"]
         scores, rows = topk.merge(
             np.hstack([scores, share["scores"]]),
-            np.hstack([rows, share["rows"] + first[number]]),
+            np.hstack([rows, share["rows"] + first_row]),
             k=run.config.tuning.k,
         )
     mean = total / sum(sizes[number] for number in run.sampled)

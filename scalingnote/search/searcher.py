@@ -284,16 +284,21 @@ class Searcher:
     def search(
         self,
         queries: Float[ndarray, "queries dim"],
+        terms: SparseRows | None = None,
         *,
         k: int,
+        joining: Joining = DEFAULT_JOINING,
         nprobe: int | None = None,
         where: filters.Filter | None = None,
     ) -> list[list[SearchHit]]:
-        """Find the k best documents of each query by cosine.
+        """Find the k best documents of each query, by cosine, or by embeddings and terms.
 
         Args:
             queries: embeddings of any length.
+            terms: a row for each query. Candidates of either kind are then scored by both: a score is in
+                [0, 1] by interpolation, else a sum of reciprocal ranks.
             k: documents per query, 1 to 1000.
+            joining: how dense and sparse scores are joined.
             nprobe: inverted lists to scan; None: as the index was opened or tuned.
             where: only documents that match, see :mod:`scalingnote.index.filters`.
 
@@ -301,34 +306,18 @@ class Searcher:
             Hits of each query, best first; fewer than k only where fewer documents match.
 
         Raises:
-            SearchError: queries, k, nprobe or filter are invalid for this index.
+            SearchError: queries, terms, k, nprobe or filter are invalid for this index.
         """
-        return self._hits(self.find(queries, k=k, nprobe=nprobe, where=where), k=k)
-
-    def search_both(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        terms: SparseRows,
-        *,
-        k: int,
-        joining: Joining = DEFAULT_JOINING,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-    ) -> list[list[SearchHit]]:
-        """Find the k best documents by embeddings and terms; `terms` has one row per query.
-
-        Candidates of either kind are scored by both. A score is in [0, 1] by interpolation, else a sum of
-        reciprocal ranks. Other arguments and errors are those of :meth:`search`.
-        """
-        found = self.find(queries, k=k, terms=terms, joining=joining, nprobe=nprobe, where=where)
-        return self._hits(found, k=k, joining=joining)
+        layout = self.layout
+        found = self.find(queries, terms, k=k, joining=joining, nprobe=nprobe, where=where)
+        return [rank([one], k=k, joining=joining, layout=layout).hits() for one in found]
 
     def find(
         self,
         queries: Float[ndarray, "queries dim"],
+        terms: SparseRows | None = None,
         *,
         k: int,
-        terms: SparseRows | None = None,
         joining: Joining = DEFAULT_JOINING,
         nprobe: int | None = None,
         where: filters.Filter | None = None,
@@ -391,12 +380,6 @@ class Searcher:
             )
             answers.append(found)
         return answers
-
-    def _hits(
-        self, found: Sequence[Candidates], *, k: int, joining: Joining = DEFAULT_JOINING
-    ) -> list[list[SearchHit]]:
-        layout = self.layout
-        return [rank([one], k=k, joining=joining, layout=layout).hits() for one in found]
 
     @cached_property
     def _doc_ids(self) -> list[DocIds]:

@@ -340,7 +340,7 @@ def _open_versions(versions: Versions) -> messages.IndexVersions:
                 created=each.created,
                 active=each.name == active,
             )
-            for each in versions.served.versions
+            for each in versions.served
         ],
     )
 

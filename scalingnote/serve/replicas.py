@@ -31,7 +31,7 @@ from scalingnote.search.query_path import Personal, Query, QueryPath
 from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, run_periodically
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent
+from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 MAX_ENCODED = 8  # queries encoded together: in larger batches the first ones wait longer than the batch saves
@@ -184,7 +184,7 @@ class IndexSearcher:
         )
         self._background: asyncio.Task[None] | None = None
         served = catalog.read()
-        kept = served.versions[:1] if self._live else served.versions
+        kept = served[:1] if self._live else served
         self._held = {version.name: self._open(version) for version in kept}
         # Versions are held until then whether the catalog lists them or not, in time.monotonic().
         self._held_until = dict.fromkeys(self._held, time.monotonic() + OPEN_TIMEOUT_S)
@@ -232,9 +232,9 @@ class IndexSearcher:
         async with self._opening:
             served = await asyncio.to_thread(self._catalog.read)
             if self._live:
-                version, kept = served.active, {served.active.name}
+                version, kept = served[0], {served[0].name}
             else:
-                kept = {each.name for each in served.versions} | {version.name}
+                kept = {each.name for each in served} | {version.name}
             if version.name not in self._held:
                 opened = await asyncio.to_thread(self._open, version)
                 # Searches that run or wait have a reference to their searcher.
@@ -246,7 +246,7 @@ class IndexSearcher:
     async def refresh(self) -> bool:
         """Read what was written to a live index, and change to its current version."""
         if self._live:
-            active = (await asyncio.to_thread(self._catalog.read)).active
+            active = (await asyncio.to_thread(self._catalog.read))[0]
             if active.name not in self._held:
                 await self.load(active)
             (searcher,) = self._held.values()
@@ -257,8 +257,8 @@ class IndexSearcher:
     async def release_old_versions(self) -> None:
         """Release versions that the catalog has not listed for some seconds, once the active one is open."""
         served = await asyncio.to_thread(self._catalog.read)
-        listed, now = {version.name for version in served.versions}, time.monotonic()
-        if served.active.name in self._held:
+        listed, now = {version.name for version in served}, time.monotonic()
+        if served[0].name in self._held:
             until = {
                 name: now + RELEASE_AFTER_S if name in listed else self._held_until[name]
                 for name in self._held
@@ -281,7 +281,7 @@ class IndexSearcher:
         if self._live:
             (name,) = self._held
         elif name not in self._held:
-            await self.load(self._catalog.read().named(name))
+            await self.load(named(self._catalog.read(), name))
         return name, self._held[name]
 
     async def _follow_catalog(self) -> None:
@@ -326,8 +326,8 @@ class IndexSearcher:
         try:
             return searcher.find(
                 np.concatenate([query.embedding for query in queries]),
+                _stack([query.terms for query in queries if query.terms is not None]),
                 k=first.k,
-                terms=_stack([query.terms for query in queries if query.terms is not None]),
                 joining=DEFAULT_JOINING,
                 nprobe=first.nprobe,
                 where=first.where,

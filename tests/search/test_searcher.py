@@ -264,7 +264,7 @@ def test_embeddings_and_terms_together_equal_brute_force(
     for where, rows in ((None, np.arange(640)), ({"topic": "topic 3"}, np.arange(3, 640, 7))):
         joining = Joining(dense_weight=0.3, candidates=1000)
         found, of_mapped = (
-            each.search_both(queries_of, _digits(numbers), k=9, joining=joining, where=where)
+            each.search(queries_of, _digits(numbers), k=9, joining=joining, where=where)
             for each in (searcher, mapped)
         )
         assert of_mapped == found
@@ -276,13 +276,13 @@ def test_embeddings_and_terms_together_equal_brute_force(
             [[r.score for r in line] for line in found], -np.sort(-scores, axis=1)[:, :9], atol=1e-5
         )
         assert [[r.doc_id for r in line] for line in found] == [[f"d{i}" for i in line] for line in exact]
-    ranked = searcher.search_both(queries_of, _digits(numbers), k=5, joining=Joining(kind="reciprocal_rank"))
+    ranked = searcher.search(queries_of, _digits(numbers), k=5, joining=Joining(kind="reciprocal_rank"))
     assert all(line[0].score <= 2 / 61 for line in ranked)
 
 
 def test_an_index_without_terms_says_so(searcher: Searcher, asked: np.ndarray) -> None:
     with pytest.raises(SearchError, match="this index has no terms"):
-        searcher.search_both(asked[:1], _digits([3]), k=3)
+        searcher.search(asked[:1], _digits([3]), k=3)
 
 
 def test_vectors_left_in_their_files_are_searched_as_those_in_memory(

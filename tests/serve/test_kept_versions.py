@@ -7,7 +7,7 @@ import pytest
 
 from scalingnote.serve import replicas
 from scalingnote.serve.replicas import RELEASE_AFTER_S, IndexSearcher
-from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, ServedVersions, Version
+from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version
 
 A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
 
@@ -67,8 +67,8 @@ def test_an_old_version_is_better_than_none(tmp_path: Path, clock: list[float]):
 class Written(LiveCatalog):
     """Of a live index with one version."""
 
-    def read(self) -> ServedVersions:
-        return ServedVersions((A,))
+    def read(self) -> tuple[Version, ...]:
+        return (A,)
 
 
 def test_a_searcher_of_a_live_index_reads_writes_at_the_interval_that_is_set(monkeypatch: pytest.MonkeyPatch):
