@@ -23,7 +23,7 @@ def test_what_was_activated_last_is_served_and_the_one_before_is_kept(tmp_path):
         "b",
         "c",
     ]
-    assert catalog.activate(catalog.previous()).active.name == "c"
+    assert catalog.activate(catalog.previous())[0].name == "c"
     assert catalog.previous().name == "b"
     assert [
         each["name"] for each in json.loads((tmp_path / "state" / CATALOG_FILE).read_text())["versions"]
@@ -36,7 +36,7 @@ def test_what_was_activated_last_is_served_and_the_one_before_is_kept(tmp_path):
 def test_versions_of_arms_are_served_whatever_is_active(tmp_path):
     catalog = Catalog(version("a"), str(tmp_path), pinned=(version("arm"), version("b")))
     assert [each.name for each in catalog.read()] == ["a", "arm", "b"]
-    assert [each.name for each in catalog.activate(version("b")).versions] == ["b", "a", "arm"]
+    assert [each.name for each in catalog.activate(version("b"))] == ["b", "a", "arm"]
     assert catalog.previous().name == "a"
     assert named(catalog.read(), "arm") == version("arm")
     with pytest.raises(SearchError, match=r"'x'.*kept are b, a, arm"):
