@@ -1,7 +1,7 @@
 """The index stage: embeddings, documents and semantic IDs become shards of one index.
 
-    sample ─train─► quantizer ─┬─ one task per shard ─► shards ─ one task per shard ─► nprobe, refine_factor
-    test queries ─query tower──┘   (and exact answers)            (and recall, cost)   weight of dense scores
+    sample ─train─► quantizer ─┬─ one task per shard ─► shards ─┬─ some, in one task ─► nprobe, refine_factor
+    test queries ─query tower──┘   (and exact answers)          └─ one task per shard ─► dense weight
 
 A shard is written file by file and recorded when it is complete: after a kill, only shards without a record
 are built again. Everything trained or added is stored in faiss's own format.

@@ -8,15 +8,15 @@ on real queries against their exact answers, never on perturbed documents.
 
 A searcher of these shards does the same; searchers of one shard each find no less. Exact answers come from
 the same shards; the k best of a part of the corpus lie deeper than those of all, so recall of all is rather
-higher. The driver merges shard by shard, and holds queries * k * settings candidates, however many documents
-there are. The cost of a setting is counted, not timed, so that the same
-inputs give the same index: codes scanned, and vectors rescored, each of which costs as much as `RESCORE_COST`
-codes.
+higher. One task opens shard after shard, so the driver holds nothing but settings and their recall.
+
+The cost of a setting is counted, not timed, so that the same inputs give the same index: codes scanned, and
+vectors rescored, each of which costs as much as `RESCORE_COST` codes.
 """
 
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -109,12 +109,9 @@ class ExactAnswers:
 
 
 def sampled_shards(sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Up to `count` shards to tune on, evenly spaced among those that have documents.
-
-    Their rows are counted in 32 bits, half the memory of 64: together they have fewer than 2 billion.
-    """
+    """Up to `count` shards to tune on, evenly spaced among those that have documents."""
     filled = [number for number, size in enumerate(sizes) if size]
-    count = min(count, len(filled), max(1, np.iinfo(np.int32).max // max(sizes)))
+    count = min(count, len(filled))
     return tuple(filled[len(filled) * place // count] for place in range(count))
 
 
@@ -221,12 +218,9 @@ def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, dict
         return layout, {"tuning": []}
     tried = (config.nprobe,) if config.nprobe else probes(layout.nlist)
     tried_factors = (config.refine_factor,) if config.refine_factor else factors(layout.family, layout.refine)
-    exact, background = _exact_answers(run, sizes)
-    found = _candidates_of_all(run, sizes, probes=tried, depth=config.tuning.k * tried_factors[-1])
+    measuring = partial(_measure_shards, run=run, probes=tried, factors=tried_factors)
+    ((points, background),) = cluster.map_tasks_in_order(measuring, [sizes], config.resources)
     documents = sum(sizes[number] for number in run.sampled)
-    points: list[OperatingPoint] = []
-    for nprobe, answers in zip(tried, found, strict=True):
-        points += measure(answers, exact, nprobe=nprobe, factors=tried_factors, share=documents / sum(sizes))
     best = choose(points, target=config.tuning.recall)
     curve = [point for point in points if point.refine_factor == best.refine_factor]
     timing = partial(_time_searches, run=run, refine_factor=best.refine_factor, probes=tried)
@@ -234,13 +228,14 @@ def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, dict
     (timed,) = cluster.map_tasks_in_order(timing, [largest], config.resources)
     log.info(
         "recall@%d of %.3f on %d queries by nprobe=%d of %d lists and refine_factor=%d",
-        *(exact.shape[1], best.recall, len(exact), best.nprobe, layout.nlist, best.refine_factor),
+        *(min(config.tuning.k, documents), best.recall, len(run.queries), best.nprobe, layout.nlist),
+        best.refine_factor,
     )
     chosen = {name: getattr(best, name) for name in ("nprobe", "refine_factor", "recall")}
     chosen["background"] = background
     return replace(layout, **chosen), {
         "tuning": [vars(point) | {"us_per_query": us} for point, us in zip(curve, timed, strict=True)],
-        "tuning_sample": {"shards": list(run.sampled), "documents": documents, "queries": len(exact)},
+        "tuning_sample": {"shards": list(run.sampled), "documents": documents, "queries": len(run.queries)},
     }
 
 
@@ -285,35 +280,33 @@ def tune_weight(
     return replace(layout, dense_weight=weight), {"queries": judged, "curve": points}
 
 
-def _candidates_of_all(
-    run: IndexRun, sizes: Sequence[int], *, probes: Sequence[int], depth: int
-) -> list[ShardAnswers]:
-    """Candidates of the sampled shards together for each nprobe, merged as the shards are done."""
-    measured = partial(_measure_shard, run=run, probes=probes, depth=depth)
-    items = [*_sampled_rows(run, sizes).items()]
-    answers = cluster.map_tasks_in_order(measured, items, run.config.resources)
-    found = list(next(answers))
-    for others in answers:
-        for place, other in enumerate(others):
-            found[place] = joined(found[place], other, depth=depth)
-    return found
+def _measure_shards(
+    sizes: Sequence[int], *, run: IndexRun, probes: Sequence[int], factors: Sequence[int]
+) -> tuple[list[OperatingPoint], float]:
+    """Task: recall and cost of each setting on the sampled shards, opened one after the other.
 
-
-def _sampled_rows(run: IndexRun, sizes: Sequence[int]) -> dict[int, int]:
-    """Each sampled shard, and the number of rows in those before it."""
-    return dict(zip(run.sampled, accumulate((sizes[n] for n in run.sampled), initial=0), strict=False))
-
-
-def _measure_shard(
-    item: tuple[int, int], *, run: IndexRun, probes: Sequence[int], depth: int
-) -> list[ShardAnswers]:
-    """Task: candidates of a finished shard for each nprobe; the item is of :func:`_sampled_rows`."""
-    number, first_row = item
+    One task, because what the shards find is megabytes for each setting, which need not travel. The second
+    result is the mean cosine of queries and documents.
+    """
     use_threads(run.config.resources)
     assert run.queries is not None
-    lists = _reopen(number, run)
-    found = (candidates(lists, run.queries, nprobe=nprobe, k=depth) for nprobe in probes)
-    return [share._replace(rows=_counted_from(first_row, share.rows).astype(np.int32)) for share in found]
+    depth = run.config.tuning.k * factors[-1]
+    first = dict(zip(run.sampled, accumulate((sizes[n] for n in run.sampled), initial=0), strict=False))
+    documents = sum(sizes[number] for number in first)
+    found: dict[int, ShardAnswers] = {}
+    for number, first_row in first.items():
+        lists = _reopen(number, run)
+        for nprobe in probes:
+            share = candidates(lists, run.queries, nprobe=nprobe, k=depth)
+            share = share._replace(rows=_counted_from(first_row, share.rows))
+            found[nprobe] = joined(found[nprobe], share, depth=depth) if nprobe in found else share
+    exact, background = _exact_answers(run, first, documents=documents)
+    points = [
+        point
+        for nprobe, answers in found.items()
+        for point in measure(answers, exact, nprobe=nprobe, factors=factors, share=documents / sum(sizes))
+    ]
+    return points, background
 
 
 def _measure_shard_hybrid(
@@ -358,12 +351,14 @@ def _time_searches(number: int, *, run: IndexRun, refine_factor: int, probes: Se
     return timed
 
 
-def _exact_answers(run: IndexRun, sizes: Sequence[int]) -> tuple[Int[ndarray, "queries k"], float]:
-    """Rows of the exact answers in the sampled shards, and the mean cosine of queries and documents."""
+def _exact_answers(
+    run: IndexRun, first: Mapping[int, int], *, documents: int
+) -> tuple[Int[ndarray, "queries k"], float]:
+    """Rows of the exact answers in shards, given the rows before each; and the mean cosine of all pairs."""
     assert run.queries is not None
     scores, rows = np.empty((len(run.queries), 0), np.float32), np.empty((len(run.queries), 0), np.int64)
     total = np.zeros(run.layout.dim)
-    for number, first_row in _sampled_rows(run, sizes).items():
+    for number, first_row in first.items():
         share = np.load(io.BytesIO(fs.read_bytes(run.work(f"exact/{number:05d}.npz"))))
         total += share["total"]
         scores, rows = topk.merge(
@@ -371,8 +366,7 @@ def _exact_answers(run: IndexRun, sizes: Sequence[int]) -> tuple[Int[ndarray, "q
             np.hstack([rows, share["rows"] + first_row]),
             k=run.config.tuning.k,
         )
-    mean = total / sum(sizes[number] for number in run.sampled)
-    return rows, round(hybrid.background_of(run.queries, mean[np.newaxis]), 6)
+    return rows, round(hybrid.background_of(run.queries, (total / documents)[np.newaxis]), 6)
 
 
 def _counted_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, "*shape"]:

@@ -28,7 +28,7 @@ from scalingnote.index.live.index import LiveIndex
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.planner import planner
 from scalingnote.search.query_path import Personal, Query, QueryPath
-from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, LiveSearcher, Searcher
+from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, run_periodically
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
@@ -328,7 +328,6 @@ class IndexSearcher:
                 np.concatenate([query.embedding for query in queries]),
                 _stack([query.terms for query in queries if query.terms is not None]),
                 k=first.k,
-                joining=DEFAULT_JOINING,
                 nprobe=first.nprobe,
                 where=first.where,
                 exact=first.exact,

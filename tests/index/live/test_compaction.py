@@ -105,7 +105,7 @@ def test_a_version_is_an_index_like_any_other(tmp_path: Path, family: Family) ->
         scores = {result.doc_id: result.score for result in new}
         kept = [result for result in old if result.doc_id in truth]
         assert [scores[result.doc_id] for result in kept] == [result.score for result in kept]
-    assert searcher.document(found[0][0])["title"].endswith(found[0][0].doc_id)
+    assert found[0][0].document["title"].endswith(found[0][0].doc_id)
     assert written.manifest.parents["index"]["digest"] == built.digest
 
 
