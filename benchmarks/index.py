@@ -25,7 +25,7 @@ from scalingnote import topk
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate.test_set import load_test_set
-from scalingnote.index import ivf, tuning
+from scalingnote.index import families, ivf, tuning
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.log import configure
 from scalingnote.quantize.kmeans import blas_only
@@ -56,7 +56,7 @@ def main() -> None:
     faiss.omp_set_num_threads(1)
     documents, queries = corpus(options)
     exact = topk.search(queries, documents, k=K)[1]
-    nlist = ivf.default_nlist(len(documents), train_documents=min(len(documents), TRAINED))
+    nlist = families.default_nlist(len(documents), train_documents=min(len(documents), TRAINED))
     rows: list[dict[str, Any]] = []
     for name, family in FAMILIES.items():
         rows.append(measured(name, family, documents, queries, exact, nlist=nlist))
@@ -113,11 +113,11 @@ def measured(
     start = time.process_time()
     lists = filled(family, [documents], nlist=1 if isinstance(family, Flat) else nlist)[0]
     built = time.process_time() - start
-    factors = tuning.factors(family.kind, ivf.refine_of(family))
+    factors = tuning.factors(family.kind, families.refine_of(family))
     points = []
     for nprobe in tuning.probes(lists.coarse.ntotal):
         share = tuning.candidates(lists, queries, nprobe=nprobe, k=K * factors[-1])
-        points += tuning.measure([share], exact, nprobe=nprobe, factors=factors)
+        points += tuning.measure(share, exact, nprobe=nprobe, factors=factors)
         if points[-1].recall >= TARGET:
             break
     best = tuning.choose(points, target=TARGET)
@@ -195,7 +195,7 @@ def filled(family: Family, pieces: Sequence[ndarray], *, nlist: int) -> list[ivf
     documents = sum(map(len, pieces))
     step = max(1, documents // TRAINED)
     sample = np.concatenate([piece[::step] for piece in pieces])
-    quantizer = ivf.train(sample, family, nlist=nlist, iterations=10, seed=0)
+    quantizer = families.train(sample, family, nlist=nlist, iterations=10, seed=0)
     found = []
     for piece in pieces:
         lists = ivf.empty(quantizer)

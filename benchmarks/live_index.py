@@ -34,7 +34,7 @@ from benchmarks import live_kill, passages
 from benchmarks.live_kill import build, table
 from benchmarks.report import arguments, show, write
 from scalingnote import topk
-from scalingnote.index import ivf
+from scalingnote.index import families, ivf
 from scalingnote.index.config import FastScan
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.log import configure, get_logger
@@ -131,7 +131,9 @@ def streaming(documents: ndarray, queries: ndarray, options: Namespace) -> list[
                 live.delete(names[low : min(low + 500, start)])
             compacted = step % options.compact_every == 0 and live.compact() is not None
             exact = topk.search(queries, documents[start:stop], k=K)[1] + start
-            fresh = ivf.train(documents[start:stop], SETTINGS["family"], nlist=NLIST, iterations=10, seed=0)
+            fresh = families.train(
+                documents[start:stop], SETTINGS["family"], nlist=NLIST, iterations=10, seed=0
+            )
             lists = ivf.empty(fresh)
             ivf.add(lists, documents[start:stop])
             of_live = recall(found_live(live, queries), exact)

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
-from scalingnote.index import ivf, shard
+from scalingnote.index import families, ivf, shard
 from scalingnote.index.config import IVFPQ, Family, IndexConfig, LiveConfig
 from scalingnote.index.live import versions
 from scalingnote.index.live.index import LiveIndex
@@ -216,10 +216,10 @@ def build(
     draft = Draft(uri, kind="index", config=IndexConfig(shards=shards, family=family), parents={})
     if draft.finished:
         return draft.existing()
-    quantizer = ivf.train(matrix, family, nlist=nlist, iterations=10, seed=0)
+    quantizer = families.train(matrix, family, nlist=nlist, iterations=10, seed=0)
     documents = table(doc_ids, 0) if documents is None else documents
-    draft.write_bytes(shard.COARSE, ivf.dump(ivf.coarse_of(quantizer.centroids)))
-    refine = ivf.refine_of(family)
+    draft.write_bytes(shard.COARSE, quantizer.coarse)
+    refine = families.refine_of(family)
     for number, rows in enumerate(np.array_split(np.arange(len(matrix)), shards)):
         lists = ivf.empty(quantizer)
         ivf.add(lists, matrix[rows])

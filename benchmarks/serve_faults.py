@@ -42,7 +42,7 @@ from scalingnote.index import job as index_job
 from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
 from scalingnote.serve import app
-from scalingnote.serve.query_encoder import QueryPathParts
+from scalingnote.serve.replicas import QueryPathParts
 from scalingnote.serve.settings import AppArgs
 from scalingnote.storage.artifact import Artifact
 
@@ -317,7 +317,7 @@ def _expected(index: Artifact, config: RunConfig, queries: Sequence[str]) -> lis
     searchers = [Searcher.open(index.uri, shards=[number]) for number in range(shards)]
     found = []
     for query in queries:
-        embedding = path([query]).embeddings
+        embedding = path([query])[0].embedding
         of_shards = [searcher.search(embedding, k=K)[0] for searcher in searchers]
         found.append([{result.doc_id: result.score for result in of} for of in of_shards])
     return found

@@ -19,8 +19,8 @@ from scalingnote.errors import ArtifactError, ConfigError
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
     from scalingnote.run_config import RunConfig
-    from scalingnote.search.candidates import SearchHit
-    from scalingnote.search.query_path import EncodedQueries
+    from scalingnote.search.query_path import Query
+    from scalingnote.search.searcher import SearchHit
     from scalingnote.storage.artifact import Artifact
 
 MAX_TUNING_QUERIES = 2_000  # of a threshold
@@ -262,19 +262,17 @@ class Index:
             self._teacher = QueryPath(_teacher(config), terms)
             self._threshold = self._tuned(_held_out_queries(config), escalate)
 
-    def encode(self, query: str) -> "EncodedQueries":
+    def encode(self, query: str) -> "Query":
         """Embedding and terms of a query: the teacher's embedding where the student is uncertain."""
         encoded = self.query_path([query])
         # Ten results more are searched to decide: under 0.1 ms, where the teacher encodes in 10 ms.
         if self._teacher is not None and self._doubts(encoded)[0] > self._threshold:
             encoded = self._teacher([query])
-        return encoded
+        return encoded[0]
 
-    def search_encoded(self, encoded: "EncodedQueries", *, k: int) -> "list[SearchHit]":
+    def search_encoded(self, encoded: "Query", *, k: int) -> "list[SearchHit]":
         """The `k` best documents of an encoded query, by embeddings and by terms if the index has some."""
-        if encoded.terms is None:
-            return self.searcher.search(encoded.embeddings, k=k)[0]
-        return self.searcher.search_both(encoded.embeddings, encoded.terms, k=k)[0]
+        return self.searcher.search(encoded.embedding, encoded.terms, k=k)[0]
 
     def search(self, query: str, *, k: int = 10) -> list[Result]:
         """The `k` best documents, best first.
@@ -292,10 +290,11 @@ class Index:
         shown = [(hit, hit.document) for hit in hits]
         return [Result(hit.doc_id, float(hit.score), row["title"], row["snippet"]) for hit, row in shown]
 
-    def _doubts(self, encoded: "EncodedQueries") -> Float64[ndarray, " queries"]:
+    def _doubts(self, encoded: "Sequence[Query]") -> Float64[ndarray, " queries"]:
         from scalingnote.search import escalation
 
-        hits = self.searcher.search(encoded.embeddings, k=escalation.COMPARED)
+        embeddings = np.concatenate([query.embedding for query in encoded])
+        hits = self.searcher.search(embeddings, k=escalation.COMPARED)
         scores = np.full((len(hits), escalation.COMPARED), -np.inf)
         for row, best in enumerate(hits):
             scores[row, : len(best)] = [hit.score for hit in best]

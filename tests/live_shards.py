@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pyarrow as pa
 
-from scalingnote.index import ivf, postings
+from scalingnote.index import families, ivf, postings
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, IndexConfig
 from scalingnote.index.live.index import LiveIndex
@@ -22,9 +22,9 @@ NLIST = 6
 EXACT = IVFPQ(m=4, nbits=4, refine="flat")
 
 
-def quantizer(family: Family = EXACT) -> ivf.Quantizer:
+def quantizer(family: Family = EXACT) -> families.Quantizer:
     nlist = 1 if family.kind == "flat" else NLIST
-    return ivf.train(vectors(300, DIM), family, nlist=nlist, iterations=3, seed=0)
+    return families.train(vectors(300, DIM), family, nlist=nlist, iterations=3, seed=0)
 
 
 def table(doc_ids: list[str], version: int = 0) -> pa.Table:
@@ -40,7 +40,7 @@ def term_columns(documents: list[Mapping[int, float]]) -> pa.Table:
     return pa.table([pa.array(values, field.type) for values, field in columns], schema=SPARSE)
 
 
-def shard(shared: ivf.Quantizer, documents: Mapping[str, np.ndarray], number: int = 0) -> Shard:
+def shard(shared: families.Quantizer, documents: Mapping[str, np.ndarray], number: int = 0) -> Shard:
     lists = ivf.empty(shared)
     if documents:
         ivf.add(lists, np.stack(list(documents.values())))
@@ -49,7 +49,7 @@ def shard(shared: ivf.Quantizer, documents: Mapping[str, np.ndarray], number: in
 
 def search(
     snapshot: Snapshot,
-    shared: ivf.Quantizer,
+    shared: families.Quantizer,
     queries: np.ndarray,
     *,
     k: int,
@@ -63,7 +63,7 @@ def search(
 
 def scored(
     snapshot: Snapshot,
-    shared: ivf.Quantizer,
+    shared: families.Quantizer,
     queries: np.ndarray,
     *,
     k: int,
@@ -103,8 +103,8 @@ def index(
     shared = quantizer(family)
     config = IndexConfig(shards=len(shards), family=family, terms=strongest)
     draft = Draft(uri, kind="index", config=config, parents={})
-    draft.write_bytes(layouts.COARSE, ivf.dump(ivf.coarse_of(shared.centroids)))
-    refine = ivf.refine_of(family)
+    draft.write_bytes(layouts.COARSE, shared.coarse)
+    refine = families.refine_of(family)
     for number, documents in enumerate(shards):
         opened = shard(shared, documents, number)
         names = layouts.vector_files(number, family=family.kind, refine=refine)

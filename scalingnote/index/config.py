@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from scalingnote.config import Config, Resources
 
+MAX_LISTS = 1 << 20
 Refine = Literal["none", "sq8", "flat"]
 KEPT = (
     "vectors kept to score candidates anew: codes alone cap recall@10 at about 0.8 at any nprobe; 8-bit "
@@ -66,6 +67,9 @@ class Tuning(Config):
     recall: float = Field(0.95, gt=0, le=1, description="share of the exact k best documents to be found")
     k: int = Field(100, ge=1, description="results that the recall is of")
     queries: int = Field(500, ge=1, description="test queries it is measured on, encoded by the query tower")
+    shards: int = Field(
+        8, ge=1, description="shards it is measured on, against their own exact answers; evenly spaced"
+    )
 
 
 class IndexConfig(Config):
@@ -74,7 +78,10 @@ class IndexConfig(Config):
     shards: int = Field(2, ge=1, description="disjoint slices of the corpus, each searched on its own")
     family: Family = Field(FastScan(), description="how a document's vector is stored and scanned")
     nlist: int | None = Field(
-        None, ge=1, description="inverted lists; None: 4*sqrt(documents), at least 39 training documents each"
+        None,
+        ge=1,
+        le=MAX_LISTS,
+        description="inverted lists; None: 4*sqrt(documents), at least 39 training documents each",
     )
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: tuned")
     refine_factor: int | None = Field(
@@ -91,7 +98,10 @@ class IndexConfig(Config):
         description="strongest terms of a document that are indexed, where documents have some; None: all",
     )
     train_documents: int = Field(
-        200_000, ge=1, description="documents the quantizers are trained on, drawn evenly from the corpus"
+        4_000_000,
+        ge=1,
+        description="most documents the quantizers are trained on, drawn evenly from the corpus: 39 a list, "
+        "at least 200,000",
     )
     iterations: int = Field(10, ge=1, description="K-means passes over the inverted lists' centroids")
     snippet_chars: int = Field(240, ge=0, description="opening of the content kept for the result list")

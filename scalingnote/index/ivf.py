@@ -1,46 +1,37 @@
-"""Dense vectors of shards: index families, training, adding, and search of inverted lists in faiss.
+"""Vectors of a shard: filling its inverted lists, and the search of lists by codes and exact scores.
 
     queries ─choose_lists─► lists to scan ─scan─► candidates by their codes ─► the best by the vectors kept
 
-The *quantizer* is what is trained: centroids of the inverted lists, codebooks, and ranges of the scalar
-quantizer. Every shard starts as an empty copy of it, so a query is compared with the centroids once, and the
-chosen lists are scanned in every shard. Scores are inner products of unit vectors.
-
-Families are built directly, not by faiss's index factory, which turns on polysemous training: 13 times slower
-for equal recall.
+Scores are inner products of unit vectors. Exact scores and the heap that keeps the best are compiled by
+numba: numpy would take longer than the scan that finds the candidates. A document's score is summed in the
+same order among any candidates and in any shard, so equal documents have equal scores everywhere. Ties go to
+the lower row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import isqrt
-from typing import Any
+from functools import partial
+from typing import Any, no_type_check
+from weakref import WeakKeyDictionary
 
 import faiss
+import numba
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 from numpy import ndarray
 
 from scalingnote import topk
-from scalingnote.errors import ConfigError
-from scalingnote.index import rescore
-from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, Refine, ScalarQuantized
+from scalingnote.index.families import Quantizer, dump, dump_lists, parse
 from scalingnote.quantize.kmeans import blas_only
 
-# With fewer training points per centroid, K-means fits noise (faiss's own bound).
-POINTS_PER_CENTROID = 39
-
 Chosen = tuple[Float[ndarray, "queries probes"], Int[ndarray, "queries probes"]]
-INNER_PRODUCT = faiss.METRIC_INNER_PRODUCT
-FAST_SCAN_BITS = 4
-
-
-@dataclass(frozen=True)
-class Quantizer:
-    """Shared by all shards: centroids, and trained but empty faiss indexes, serialized."""
-
-    centroids: Float[ndarray, "nlist dim"]
-    lists: bytes | None
-    kept: bytes | None
+GRAPH_MAX_SHARE = 8  # of the centroids, 1/8: a graph search for more takes longer than comparing all
+# Sums may be reordered, so that loops over dimensions are vectorised; infinities must stay infinities.
+_REORDERED = {"reassoc", "contract", "nsz"}
+RESCORE_COST = 16  # codes scanned in the time of scoring one kept vector (fast scan, 128 dimensions)
+# Reading these from faiss takes longer than scoring the candidates of one query.
+_STORED: WeakKeyDictionary[Any, UInt8[ndarray, "rows bytes"]] = WeakKeyDictionary()
+_RANGES: WeakKeyDictionary[Any, tuple[ndarray, ndarray]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -56,134 +47,24 @@ class Lists:
         return int(stored.ntotal)
 
 
-def default_nlist(documents: int, *, train_documents: int) -> int:
-    """4*sqrt(documents), limited by what the training sample can fit."""
-    return max(1, min(4 * isqrt(documents), min(documents, train_documents) // POINTS_PER_CENTROID))
-
-
-def untrained_lists(family: Family, coarse: Any, *, dim: int, nlist: int) -> Any | None:
-    """Untrained inverted lists of a family over a coarse quantizer; None where it has none."""
-    index: Any
-    match family:
-        case FastScan():
-            index = faiss.IndexIVFPQFastScan(
-                coarse, dim, nlist, sub_quantizers(family, dim), FAST_SCAN_BITS, INNER_PRODUCT
-            )
-            index.by_residual = True  # off by default; at equal bytes +4 points of recall for 8 % more time
-        case IVFPQ():
-            index = faiss.IndexIVFPQ(
-                coarse, dim, nlist, sub_quantizers(family, dim), family.nbits, INNER_PRODUCT
-            )
-        case ScalarQuantized():
-            eight_bits = faiss.ScalarQuantizer.QT_8bit
-            index = faiss.IndexIVFScalarQuantizer(coarse, dim, nlist, eight_bits, INNER_PRODUCT)
-        case RaBitQ():
-            index = faiss.IndexIVFRaBitQFastScan(coarse, dim, nlist, INNER_PRODUCT)
-        case Flat():
-            return None
-    index.own_fields = False
-    if isinstance(family, FastScan | IVFPQ):
-        index.pq.cp.min_points_per_centroid = 1
-    return index
-
-
-def untrained_kept(family: Family, *, dim: int) -> Any | None:
-    """Untrained store of vectors for rescoring candidates; None where the family keeps none."""
-    match refine_of(family):
-        case "none":
-            return None
-        case "sq8":
-            return faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_8bit, INNER_PRODUCT)
-        case "flat":
-            return faiss.IndexFlatIP(dim)
-
-
-def refine_of(family: Family) -> Refine:
-    """What a family keeps beside its codes; a flat index only has the vectors it keeps."""
-    match family:
-        case ScalarQuantized():
-            return "none"
-        case Flat():
-            return "flat"
-        case _:
-            return family.refine
-
-
-def sub_quantizers(family: FastScan | IVFPQ, dim: int) -> int:
-    """`m` as configured; else one per 2 (4 bits) or 4 (8 bits) dimensions, or fewer to divide dim."""
-    width = 2 if isinstance(family, FastScan) else 4
-    return family.m or next(m for m in range(max(1, dim // width), 0, -1) if dim % m == 0)
-
-
-def require_trainable(family: Family, documents: int, *, dim: int, nlist: int) -> None:
-    """ConfigError where this many training vectors of this dimension do not suffice for the settings."""
-    if documents < nlist:
-        raise ConfigError(
-            f"index.nlist={nlist} needs as many training documents, found {documents}: lower index.nlist"
-        )
-    if not isinstance(family, FastScan | IVFPQ):
-        return
-    if dim % sub_quantizers(family, dim):
-        fits = sub_quantizers(family.model_copy(update={"m": None}), dim)
-        raise ConfigError(
-            f"index.family.m={family.m} does not divide the embeddings' dim {dim}: set index.family.m={fits}"
-        )
-    bits = FAST_SCAN_BITS if isinstance(family, FastScan) else family.nbits
-    if documents < 1 << bits:
-        raise ConfigError(
-            f"codes of {bits} bits need {1 << bits} training documents, found {documents}: "
-            "set index.family.kind=flat, or index more documents"
-        )
-
-
-def train(
-    sample: Float[ndarray, "docs dim"], family: Family, *, nlist: int, iterations: int, seed: int
-) -> Quantizer:
-    """Fit a quantizer to a sample of unit vectors; centroids are fitted on GPUs where faiss sees some.
-
-    Args:
-        sample: unit vectors.
-        family: how vectors are stored and scanned.
-        nlist: number of inverted lists.
-        iterations: of K-means.
-        seed: of the initial centroids.
-
-    Raises:
-        ConfigError: the sample is too small for these settings.
-    """
-    dim = sample.shape[1]
-    require_trainable(family, len(sample), dim=dim, nlist=nlist)
-    sample = np.ascontiguousarray(sample, np.float32)
-    with blas_only():
-        # Spherical: centroids of unit vectors are kept on the sphere, or the longest would win every query.
-        clustering = faiss.Kmeans(
-            dim,
-            nlist,
-            niter=iterations,
-            seed=seed,
-            spherical=True,
-            min_points_per_centroid=1,
-            gpu=faiss.get_num_gpus() > 0,
-        )
-        clustering.train(sample)
-        centroids = np.array(clustering.centroids, np.float32)
-        coarse = coarse_of(centroids)
-        index = untrained_lists(family, coarse, dim=dim, nlist=nlist)
-        if index is not None:
-            index.train(sample)
-    kept = untrained_kept(family, dim=dim)
-    if kept is not None:
-        kept.train(sample)
-    return Quantizer(
-        centroids,
-        None if index is None else _dump_lists(index),
-        None if kept is None else dump(kept),
-    )
-
-
 def empty(quantizer: Quantizer) -> Lists:
     """A shard without vectors."""
-    return load(coarse_of(quantizer.centroids), quantizer.lists, quantizer.kept)
+    return load(parse(quantizer.coarse), quantizer.lists, quantizer.kept)
+
+
+def load(coarse: Any, lists: bytes | None, kept: bytes | None) -> Lists:
+    """A shard from its files and the coarse quantizer that all shards share."""
+    index = None if lists is None else parse(lists)
+    if index is not None:
+        index.own_fields = False
+        index.quantizer = coarse
+    return Lists(index, None if kept is None else parse(kept), coarse)
+
+
+def dump_files(lists: Lists) -> list[bytes]:
+    """Files of a shard: its lists without the shared centroids, and the vectors it keeps."""
+    index = [] if lists.index is None else [dump_lists(lists.index)]
+    return [*index, *([] if lists.kept is None else [dump(lists.kept)])]
 
 
 def add(lists: Lists, vectors: Float[ndarray, "docs dim"]) -> None:
@@ -198,9 +79,30 @@ def add(lists: Lists, vectors: Float[ndarray, "docs dim"]) -> None:
         lists.kept.add(vectors)
 
 
+def merge(pieces: Sequence[Lists]) -> Lists:
+    """Merge shards into the first, rows one after the other; the others become empty.
+
+    A query then costs the same for four shards as for one: lookup tables are computed and lists opened once.
+    """
+    first, *others = pieces
+    for other in others:
+        if first.index is not None:
+            first.index.merge_from(other.index, len(first))
+        if first.kept is not None:
+            first.kept.merge_from(other.kept, 0)
+    return first
+
+
 def choose_lists(queries: Float[ndarray, "queries dim"], coarse: Any, *, nprobe: int) -> Chosen:
     """Scores and numbers of the nprobe nearest lists of each query; computed once for all shards."""
-    scores, numbers = coarse.search(np.ascontiguousarray(queries, np.float32), nprobe)
+    parameters = None
+    if isinstance(coarse, faiss.IndexHNSW):
+        if nprobe * GRAPH_MAX_SHARE > coarse.ntotal:
+            coarse = faiss.downcast_index(coarse.storage)
+        else:
+            ef = max(coarse.hnsw.efSearch, 2 * nprobe)
+            parameters = faiss.SearchParametersHNSW(efSearch=ef)  # type: ignore[attr-defined]
+    scores, numbers = coarse.search(np.ascontiguousarray(queries, np.float32), nprobe, params=parameters)
     return scores, numbers
 
 
@@ -230,7 +132,7 @@ def search(
     if lists.kept is None:
         return topk.merge(*scan(lists, queries, chosen=chosen, k=k, allowed=allowed), k=k)
     rows = scan(lists, queries, chosen=chosen, k=k * refine_factor, allowed=allowed)[1]
-    return rescore.best(lists.kept, queries, rows, k=k)
+    return best(lists.kept, queries, rows, k=k)
 
 
 def scan(
@@ -275,67 +177,7 @@ def score_all(
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """The k best of these rows by the vectors kept: for filters that leave few documents."""
     every = np.broadcast_to(rows, (len(queries), len(rows)))
-    return rescore.best(lists.kept, queries, every, k=k)
-
-
-def merge(pieces: Sequence[Lists]) -> Lists:
-    """Merge shards into the first, rows one after the other; the others become empty.
-
-    A query then costs the same for four shards as for one: lookup tables are computed and lists opened once.
-    """
-    first, *others = pieces
-    for other in others:
-        if first.index is not None:
-            first.index.merge_from(other.index, len(first))
-        if first.kept is not None:
-            first.kept.merge_from(other.kept, 0)
-    return first
-
-
-def dump(index: Any) -> bytes:
-    """A faiss index as bytes."""
-    return bytes(faiss.serialize_index(index).tobytes())
-
-
-def dump_files(lists: Lists) -> list[bytes]:
-    """Files of a shard: its lists without the shared centroids, and the vectors it keeps."""
-    index = [] if lists.index is None else [_dump_lists(lists.index)]
-    return [*index, *([] if lists.kept is None else [dump(lists.kept)])]
-
-
-def load(coarse: Any, lists: bytes | None, kept: bytes | None) -> Lists:
-    """A shard from its files and the coarse quantizer that all shards share."""
-    index = None if lists is None else parse(lists)
-    if index is not None:
-        index.own_fields = False
-        index.quantizer = coarse
-    return Lists(index, None if kept is None else parse(kept), coarse)
-
-
-def coarse_of(centroids: Float[ndarray, "nlist dim"]) -> Any:
-    """The coarse quantizer of these centroids: a flat faiss index."""
-    index = faiss.IndexFlatIP(centroids.shape[1])
-    index.add(np.ascontiguousarray(centroids, np.float32))
-    return index
-
-
-def parse(data: bytes) -> Any:
-    """A faiss index from the bytes of :func:`dump`."""
-    return faiss.deserialize_index(np.frombuffer(data, np.uint8))
-
-
-def dump_quantizer(quantizer: Quantizer) -> dict[str, bytes]:
-    """Files of a quantizer; the centroids come last, so that their presence marks the set as complete."""
-    files = {"lists.faiss": quantizer.lists, "kept.faiss": quantizer.kept}
-    files["coarse.faiss"] = dump(coarse_of(quantizer.centroids))
-    return {name: data for name, data in files.items() if data is not None}
-
-
-def parse_quantizer(files: Mapping[str, bytes]) -> Quantizer:
-    """A quantizer from the files of :func:`dump_quantizer`."""
-    coarse = parse(files["coarse.faiss"])
-    centroids = coarse.reconstruct_n(0, coarse.ntotal)
-    return Quantizer(centroids, files.get("lists.faiss"), files.get("kept.faiss"))
+    return best(lists.kept, queries, every, k=k)
 
 
 def bitmap(mask: Sequence[bool] | ndarray) -> UInt8[ndarray, " bytes"]:
@@ -347,7 +189,7 @@ def _compare_all(
     kept: Any, queries: Float[ndarray, "queries dim"], *, k: int, allowed: UInt8[ndarray, " bytes"] | None
 ) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
     """Scan a flat index by BLAS, which rounds differently per batch size; rescoring corrects that."""
-    documents = rescore.floats(kept)
+    documents = floats(kept)
     if allowed is None:
         return topk.search(queries, documents, k=k)
     rows = np.flatnonzero(np.unpackbits(allowed, count=kept.ntotal, bitorder="little"))
@@ -355,11 +197,198 @@ def _compare_all(
     return scores, rows[columns]
 
 
-def _dump_lists(index: Any) -> bytes:
-    coarse, owned = index.quantizer, index.own_fields
-    placeholder = faiss.IndexFlatIP(index.d)
-    index.own_fields, index.quantizer = False, placeholder
+# --- exact scores -----------------------------------------------------------------------------------------
+
+
+def best(
+    kept: Any, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"], *, k: int
+) -> tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+    """The k best of each query's candidates by the vectors kept, padded with -inf and -1.
+
+    Args:
+        kept: faiss.IndexFlatIP or IndexScalarQuantizer (8 bits).
+        queries: unit vectors.
+        rows: candidates, -1 for none.
+        k: candidates to return per query.
+    """
+    best_scores, best_rows = _select(scores(kept, queries, rows), rows, min(k, rows.shape[1]))
+    return best_scores, best_rows
+
+
+def scores(
+    kept: Any, queries: Float[ndarray, "queries dim"], rows: Int[ndarray, "queries candidates"]
+) -> Float[ndarray, "queries candidates"]:
+    """Inner products with the vectors kept; -inf where the row is -1."""
+    queries = np.ascontiguousarray(queries, np.float32)
+    if isinstance(kept, faiss.IndexFlat):
+        found: ndarray = _of_floats(floats(kept), queries, rows)
+    else:
+        found = _of_bytes(stored(kept), *_range(kept), queries, rows)
+    return found
+
+
+def scores_over(
+    pieces: Iterable[tuple[int, Any]],
+    queries: Float[ndarray, "queries dim"],
+    rows: Int[ndarray, "queries candidates"],
+) -> Float[ndarray, "queries candidates"]:
+    """As :func:`scores`, for rows over several pieces, given by first row and kept vectors, in order."""
+    found = np.full(rows.shape, -np.inf, np.float32)
+    for first, kept in pieces:
+        own = (rows >= first) & (rows < first + kept.ntotal)
+        found = np.where(own, scores(kept, queries, np.where(own, rows - first, -1)), found)
+    return found
+
+
+def vectors(kept: Any, rows: Int[ndarray, " rows"]) -> Float[ndarray, "rows dim"]:
+    """Kept vectors of rows, decoded to floats."""
+    decoded: ndarray = kept.sa_decode(stored(kept)[rows])
+    return decoded
+
+
+def floats(kept: Any) -> Float[ndarray, "rows dim"]:
+    """All vectors of a flat index, as a view of faiss's memory."""
+    return stored(kept).view(np.float32).reshape(kept.ntotal, kept.d)
+
+
+def stored(kept: Any) -> UInt8[ndarray, "rows bytes"]:
+    """Codes of an index of flat codes, as a view of faiss's memory."""
+    codes = _STORED.get(kept)
+    if codes is None or len(codes) != kept.ntotal:  # not read yet, or vectors were added since
+        size = kept.sa_code_size()
+        flat = (
+            faiss.rev_swig_ptr(kept.codes.data(), kept.codes.size()) if kept.ntotal else np.empty(0, np.uint8)
+        )
+        codes = _STORED[kept] = flat.reshape(-1, size)
+    return codes
+
+
+def _range(kept: Any) -> tuple[Float[ndarray, " dim"], Float[ndarray, " dim"]]:
+    """Least value and width of each dimension of a trained scalar quantizer."""
+    found = _RANGES.get(kept)
+    if found is None:
+        low, spread = faiss.vector_to_array(kept.sq.trained).reshape(2, kept.d)
+        found = _RANGES[kept] = low, spread
+    return found
+
+
+# --- compiled ---------------------------------------------------------------------------------------------
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile at the first call, run without the GIL; cache on disk where a folder is writable."""
     try:
-        return dump(index)
-    finally:
-        index.own_fields, index.quantizer = owned, coarse
+        made: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
+    except RuntimeError:  # numba found no folder for its cache
+        made = numba.njit(nogil=True, **options)(function)
+    return made
+
+
+compiled_fastmath = partial(compiled, fastmath=_REORDERED)
+
+
+@compiled
+@no_type_check
+def heap_push(scores, rows, place, score, row):
+    """Put a candidate into a heap at its first free place."""
+    while place > 0:
+        parent = (place - 1) >> 1
+        if scores[parent] < score or (scores[parent] == score and rows[parent] > row):
+            break
+        scores[place], rows[place] = scores[parent], rows[parent]
+        place = parent
+    scores[place], rows[place] = score, row
+
+
+@compiled
+@no_type_check
+def heap_replace(scores, rows, size, score, row):
+    """Put a candidate into a heap in place of the worst."""
+    place = 0
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        right = child + 1
+        if right < size and (
+            scores[right] < scores[child] or (scores[right] == scores[child] and rows[right] > rows[child])
+        ):
+            child = right
+        if scores[child] > score or (scores[child] == score and rows[child] < row):
+            break
+        scores[place], rows[place] = scores[child], rows[child]
+        place = child
+    scores[place], rows[place] = score, row
+
+
+@compiled
+@no_type_check
+def heap_sort(scores, rows, size):
+    """Turn a heap into a ranking, best first."""
+    for last in range(size - 1, 0, -1):
+        score, row = scores[last], rows[last]
+        scores[last], rows[last] = scores[0], rows[0]
+        heap_replace(scores, rows, last, score, row)
+
+
+@compiled_fastmath
+@no_type_check
+def _of_floats(stored, queries, rows):
+    found = np.full(rows.shape, -np.inf, np.float32)
+    dim = queries.shape[1]
+    for q in range(rows.shape[0]):
+        query = queries[q]
+        for c in range(rows.shape[1]):
+            row = rows[q, c]
+            if row < 0:
+                continue
+            document = stored[row]
+            total = np.float32(0)
+            for j in range(dim):
+                total += document[j] * query[j]
+            found[q, c] = total
+    return found
+
+
+@compiled_fastmath
+@no_type_check
+def _of_bytes(codes, low, spread, queries, rows):
+    """A byte c of a dimension stands for low + (c + 1/2) / 255 * spread, as in faiss's QT_8bit."""
+    found = np.full(rows.shape, -np.inf, np.float32)
+    dim = queries.shape[1]
+    weights = np.empty(dim, np.float32)
+    for q in range(rows.shape[0]):
+        first = np.float32(0)
+        for j in range(dim):
+            weights[j] = queries[q, j] * spread[j] / np.float32(255)
+            first += queries[q, j] * low[j] + weights[j] / np.float32(2)
+        for c in range(rows.shape[1]):
+            row = rows[q, c]
+            if row < 0:
+                continue
+            document = codes[row]
+            total = np.float32(0)
+            for j in range(dim):
+                total += np.float32(document[j]) * weights[j]
+            found[q, c] = first + total
+    return found
+
+
+@compiled
+@no_type_check
+def _select(scores, rows, k):
+    best = np.full((len(scores), k), -np.inf, np.float32)
+    chosen = np.full((len(scores), k), -1, np.int64)
+    for q in range(len(scores)):
+        kept = 0
+        for c in range(scores.shape[1]):
+            score, row = scores[q, c], rows[q, c]
+            if row < 0:
+                continue
+            if kept < k:
+                heap_push(best[q], chosen[q], kept, score, row)
+                kept += 1
+            elif score > best[q, 0] or (score == best[q, 0] and row < chosen[q, 0]):
+                heap_replace(best[q], chosen[q], k, score, row)
+        heap_sort(best[q], chosen[q], kept)
+    return best, chosen

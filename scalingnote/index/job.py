@@ -1,7 +1,7 @@
 """The index stage: embeddings, documents and semantic IDs become shards of one index.
 
-    sample ─train─► quantizer ─┬─ one task per shard ─► shards ─ one task per shard ─► nprobe, refine_factor
-    test queries ─query tower──┘   (and exact answers)            (and recall, cost)   weight of dense scores
+    sample ─train─► quantizer ─┬─ one task per shard ─► shards ─┬─ some, in one task ─► nprobe, refine_factor
+    test queries ─query tower──┘   (and exact answers)          └─ one task per shard ─► dense weight
 
 A shard is written file by file and recorded when it is complete: after a kill, only shards without a record
 are built again. Everything trained or added is stored in faiss's own format.
@@ -23,7 +23,7 @@ from scalingnote import cluster
 from scalingnote.datasets import splits
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ArtifactError
-from scalingnote.index import filters, ivf, postings, shard, tuning
+from scalingnote.index import families, filters, ivf, postings, shard, tuning
 from scalingnote.index.config import IndexConfig
 from scalingnote.index.tuning import ExactAnswers, IndexRun
 from scalingnote.lexical import weights
@@ -80,18 +80,19 @@ def run(
     layout, slices = _planned(config, parents)
     cluster.connect()
     cluster.check_resources(config.resources, knob="index.resources")
-    quantizer = _quantizer(config, layout, draft, parents["embeddings"])
+    _train_quantizer(config, layout, draft, parents["embeddings"])
     drawn = _test_queries(config, parents["dataset"])
     relevant = _relevant(parents["dataset"], drawn)
+    sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
     shared = IndexRun(
-        *(config, layout, {kind: artifact.uri for kind, artifact in parents.items()}, output, quantizer),
+        *(config, layout, {kind: artifact.uri for kind, artifact in parents.items()}, output),
+        sampled=tuning.sampled_shards(sizes, config.tuning.shards),
         queries=_queries(config, parents, layout, drawn),
         terms=_terms(parents, layout, drawn),
         judged=tuple(sorted({doc_id for judged in relevant for doc_id in judged})),
     )
     searched_bytes = _write(draft, slices, shared)
-    sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in slices]
-    layout, curve = tuning.tune_recall(shared, sizes)
+    layout, tuned = tuning.tune_recall(shared, sizes)
     layout, by_weight = tuning.tune_weight(shared, layout, sizes, relevant)
     draft.write_json(shard.LAYOUT, vars(layout))
     counts = _counts(parents["dataset"], layout, searched_bytes)
@@ -99,7 +100,7 @@ def run(
         "%s documents in %d shards, %d lists, %d bytes per vector: %s",
         *(f"{layout.documents:,}", layout.shards, layout.nlist, counts["bytes_per_vector"], output),
     )
-    return draft.commit(counts=counts, tuning=curve, hybrid_tuning=by_weight)
+    return draft.commit(counts=counts, hybrid_tuning=by_weight, **tuned)
 
 
 def _counts(dataset: Artifact, layout: shard.Layout, searched_bytes: int) -> dict[str, int]:
@@ -136,7 +137,7 @@ def _planned(
 
 def _write(draft: Draft, slices: Sequence[Sequence[shard.EmbeddingSlice]], shared: IndexRun) -> int:
     """Write the files of every shard and the shared ones; the bytes of vectors and lists."""
-    coarse = ivf.dump(ivf.coarse_of(shared.quantizer.centroids))
+    coarse = fs.read_bytes(shared.work(f"quantizer/{shard.COARSE}"))
     written = {shard.COARSE: write_file(draft.path(shard.COARSE), coarse)}
     with Progress("index", total=shared.layout.documents, unit="documents indexed") as progress:
         for files in _fill_shards(slices, shared):
@@ -167,9 +168,9 @@ def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> s
     """Settings, with defaults that depend on the corpus; ConfigError if it cannot be trained."""
     family, trained = config.family, min(documents, config.train_documents)
     nlist = 1 if family.kind == "flat" else config.nlist
-    nlist = nlist or ivf.default_nlist(documents, train_documents=trained)
-    ivf.require_trainable(family, trained, dim=dim, nlist=nlist)
-    refine = ivf.refine_of(family)
+    nlist = nlist or families.default_nlist(documents, train_documents=trained)
+    families.require_trainable(family, trained, dim=dim, nlist=nlist)
+    refine = families.refine_of(family)
     factors = tuning.factors(family.kind, refine)
     return shard.Layout(
         dim=dim,
@@ -187,19 +188,15 @@ def _layout(config: IndexConfig, *, documents: int, dim: int, sparse: bool) -> s
     )
 
 
-def _quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: Artifact) -> ivf.Quantizer:
-    """Train the quantizer, or read the one that an earlier run trained."""
+def _train_quantizer(config: IndexConfig, layout: shard.Layout, draft: Draft, source: Artifact) -> None:
+    """Train the quantizer in a task that stores it for the others, unless an earlier run did."""
     folder = draft.work("quantizer")
     if fs.exists(fs.join(folder, shard.COARSE)):  # written last
-        return ivf.parse_quantizer(
-            {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder)}
-        )
-    matrices = sample(source, documents=config.train_documents, seed=config.seed)
+        return
+    size = families.sample_size(config, layout.documents, nlist=layout.nlist)
+    matrices = sample(source, documents=size, seed=config.seed)
     train = ray.remote(**cluster.actor_options(config.resources))(_train)
-    quantizer: ivf.Quantizer = cluster.task_result(train.remote(config, layout.nlist, *matrices))
-    for name, data in ivf.dump_quantizer(quantizer).items():
-        fs.write_bytes(fs.join(folder, name), data)
-    return quantizer
+    cluster.task_result(train.remote(config, layout.nlist, folder, *matrices))
 
 
 def _test_queries(config: IndexConfig, dataset: Artifact) -> pa.Table:
@@ -257,11 +254,14 @@ def _fill_shards(
         yield {name: Part(**part) for name, part in record.items()}
 
 
-def _train(config: IndexConfig, nlist: int, *matrices: Float[ndarray, "_ dim"]) -> ivf.Quantizer:
-    """Task: train on a sample given as several matrices."""
+def _train(config: IndexConfig, nlist: int, folder: str, *matrices: Float[ndarray, "_ dim"]) -> None:
+    """Task: train on a sample given as several matrices, and store the quantizer."""
     use_threads(config.resources)
-    sample = np.concatenate(matrices)
-    return ivf.train(sample, config.family, nlist=nlist, iterations=config.iterations, seed=config.seed)
+    quantizer = families.train(
+        np.concatenate(matrices), config.family, nlist=nlist, iterations=config.iterations, seed=config.seed
+    )
+    for name, data in families.dump_quantizer(quantizer).items():
+        fs.write_bytes(fs.join(folder, name), data)
 
 
 def _encode_queries(tower: Artifact, *, queries: Sequence[str]) -> Float[ndarray, "queries dim"]:
@@ -279,10 +279,10 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
     )
     by_words = shared.parents.get("bm25_terms")
     words = None if by_words is None else open_artifact(by_words, kind="bm25_terms")
-    lists = ivf.empty(shared.quantizer)
+    lists = _empty_lists(shared)
     stored: list[pa.Table] = []
     found: list[postings.Postings] = []
-    best = ExactAnswers(shared.queries, k=config.tuning.k)
+    best = ExactAnswers(shared.queries if number in shared.sampled else None, k=config.tuning.k)
     for piece in slices:
         doc_ids, matrix = read_vectors(embeddings, piece.part)
         matrix = matrix[piece.start : piece.stop]
@@ -313,10 +313,17 @@ def _fill_shard(item: tuple[int, Sequence[shard.EmbeddingSlice]], *, shared: Ind
         documents=pa.concat_tables(stored) if stored else _no_documents(dataset, config),
         terms=postings.merged(found),
     )
-    if shared.queries is not None:
+    if shared.queries is not None and number in shared.sampled:
         fs.write_bytes(shared.work(f"exact/{number:05d}.npz"), best.dump())
     record = json.dumps({name: vars(part) for name, part in parts.items()})
     fs.write_bytes(shared.work(f"shards/{number:05d}.json"), record.encode())
+
+
+def _empty_lists(shared: IndexRun) -> ivf.Lists:
+    """A shard without vectors, of the quantizer that the run has stored."""
+    folder = shared.work("quantizer")
+    files = {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder)}
+    return ivf.empty(families.parse_quantizer(files))
 
 
 def _no_documents(dataset: Artifact, config: IndexConfig) -> pa.Table:

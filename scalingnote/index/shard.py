@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.errors import ArtifactError
-from scalingnote.index import ivf, postings
+from scalingnote.index import families, ivf, postings
 from scalingnote.index.config import Refine
 from scalingnote.index.postings import Postings
 from scalingnote.storage import filesystem as fs
@@ -81,13 +81,15 @@ def assign(parts: Sequence[str], rows: Sequence[int], *, shards: int) -> list[li
     total = sum(rows)
     bounds = [total * number // shards for number in range(shards + 1)]
     assigned: list[list[EmbeddingSlice]] = [[] for _ in range(shards)]
-    first = 0
+    number = first = 0
     for part, count in zip(parts, rows, strict=True):
-        for number in range(shards):
-            start = max(bounds[number], first)
-            stop = min(bounds[number + 1], first + count)
+        while number < shards:
+            start, stop = max(bounds[number], first), min(bounds[number + 1], first + count)
             if start < stop:
                 assigned[number].append(EmbeddingSlice(part, start - first, stop - first))
+            if bounds[number + 1] > first + count:
+                break  # the next part continues this shard
+            number += 1
         first += count
     return assigned
 
@@ -168,7 +170,7 @@ def open_layout(index: Artifact) -> Layout:
 
 def open_coarse(index: Artifact) -> Any:
     """Read the coarse quantizer that all shards of an index share."""
-    return ivf.parse(index.read_bytes(COARSE))
+    return families.parse(index.read_bytes(COARSE))
 
 
 def open_shard(index: Artifact, number: int, *, layout: Layout, coarse: Any, mapped: bool = False) -> Shard:

@@ -16,8 +16,8 @@ from numpy import ndarray
 from scalingnote import hybrid
 from scalingnote.errors import SearchError
 from scalingnote.hybrid import HybridCandidates
+from scalingnote.index.ivf import compiled, heap_push, heap_replace, heap_sort
 from scalingnote.index.postings import BLOCK, Postings, Segments, build, frozen
-from scalingnote.index.rescore import compiled, heap_push, heap_replace, heap_sort
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.storage.schema import SPARSE
 

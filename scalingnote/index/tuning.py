@@ -3,20 +3,23 @@
 Queries and documents are encoded by different towers and are distributed differently. So recall is measured
 on real queries against their exact answers, never on perturbed documents.
 
-    each shard, each nprobe ─► candidates by their codes, and their scores by the vectors kept
-    all shards ─► the best refine_factor * k by codes ─► the best k of these ─► recall
+    each sampled shard, opened once ─► for each nprobe, candidates by codes and their scores by vectors kept
+    these shards together ─► the best refine_factor * k by codes ─► the best k of these ─► recall
 
-A searcher of all shards does the same; searchers of one shard each find no less. The cost of a setting is
-counted, not timed, so that the same inputs give the same index: codes scanned, and vectors rescored, each of
-which costs as much as `RESCORE_COST` codes.
+A searcher of these shards does the same; searchers of one shard each find no less. Exact answers come from
+the same shards; the k best of a part of the corpus lie deeper than those of all, so recall of all is rather
+higher. One task opens shard after shard, so the driver holds nothing but settings and their recall.
+
+The cost of a setting is counted, not timed, so that the same inputs give the same index: codes scanned, and
+vectors rescored, each of which costs as much as `RESCORE_COST` codes.
 """
 
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +30,7 @@ from numpy import ndarray
 
 from scalingnote import cluster, hybrid, topk
 from scalingnote.hybrid import HybridCandidates
-from scalingnote.index import ivf, postings, rescore, shard
+from scalingnote.index import families, ivf, postings, shard
 from scalingnote.index.config import IndexConfig, Refine
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.log import get_logger
@@ -50,7 +53,7 @@ class IndexRun:
     layout: shard.Layout
     parents: dict[str, str]  # kind -> URI
     output: str
-    quantizer: ivf.Quantizer
+    sampled: tuple[int, ...]  # shards to tune on
     queries: Float[ndarray, "queries dim"] | None  # to tune with
     terms: SparseRows | None = None  # of the same queries, where documents have terms
     judged: tuple[str, ...] = ()  # doc_ids with a judgement for some of these queries
@@ -61,7 +64,7 @@ class IndexRun:
 
 
 class ShardAnswers(NamedTuple):
-    """Candidates of one shard for the tuning queries at one nprobe."""
+    """Candidates of some shards for the tuning queries at one nprobe."""
 
     rows: Int[ndarray, "queries candidates"]  # -1 where there are fewer
     by_codes: Float[ndarray, "queries candidates"]
@@ -105,6 +108,13 @@ class ExactAnswers:
         return sink.getvalue()
 
 
+def sampled_shards(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Up to `count` shards to tune on, evenly spaced among those that have documents."""
+    filled = [number for number, size in enumerate(sizes) if size]
+    count = min(count, len(filled))
+    return tuple(filled[len(filled) * place // count] for place in range(count))
+
+
 def probes(nlist: int) -> list[int]:
     """Values of nprobe to try: powers of two up to all lists."""
     return [*(1 << power for power in range(nlist.bit_length()) if 1 << power < nlist), nlist]
@@ -121,35 +131,45 @@ def candidates(
     """The k best of one shard by codes, for the measurement of one nprobe."""
     chosen = ivf.choose_lists(queries, lists.coarse, nprobe=nprobe)
     scores, rows = ivf.scan(lists, queries, chosen=chosen, k=k)
-    exact = scores if lists.kept is None else rescore.scores(lists.kept, queries, rows)
+    exact = scores if lists.kept is None else ivf.scores(lists.kept, queries, rows)
     scanned = len(lists) if lists.index is None else _list_sizes(lists)[chosen[1]].sum() / len(queries)
     return ShardAnswers(rows, scores, exact, float(scanned))
 
 
+def joined(one: ShardAnswers, other: ShardAnswers, *, depth: int) -> ShardAnswers:
+    """The `depth` best by codes of either; of equal ones those of `one` first."""
+    columns = [np.concatenate(pair, axis=1) for pair in zip(one[:3], other[:3], strict=True)]
+    best = np.argsort(-columns[1], axis=1, kind="stable")[:, :depth]
+    rows, codes, vectors = (np.take_along_axis(column, best, axis=1) for column in columns)
+    return ShardAnswers(rows, codes, vectors, one.scanned + other.scanned)
+
+
 def measure(
-    shards: Sequence[ShardAnswers],
+    found: ShardAnswers,
     exact: Int[ndarray, "queries k"],
     *,
     nprobe: int,
     factors: Sequence[int],
+    share: float = 1.0,
 ) -> list[OperatingPoint]:
     """Recall and cost of one nprobe with each refine factor.
 
     Args:
-        shards: from :func:`candidates`, with rows counted over all shards.
+        found: from :func:`candidates`, with rows counted over these shards.
         exact: rows of the exact answers, -1 where there are fewer documents.
         nprobe: that the candidates were found with.
         factors: refine factors.
+        share: of the documents that the shards hold.
     """
-    rows, codes, vectors = (np.concatenate([answers[i] for answers in shards], axis=1) for i in range(3))
-    order = np.argsort(-codes, axis=1, kind="stable")
+    order = np.argsort(-found.by_codes, axis=1, kind="stable")
     k = exact.shape[1]
     points = []
     for factor in factors:
         best = order[:, : factor * k]
-        found = topk.merge(*(np.take_along_axis(x, best, axis=1) for x in (vectors, rows)), k=k)[1]
-        cost = sum(answers.scanned for answers in shards) + factor * k * rescore.RESCORE_COST
-        points.append(OperatingPoint(nprobe, factor, round(recall(found, exact), 4), round(cost, 1)))
+        chosen = (np.take_along_axis(x, best, axis=1) for x in (found.by_vectors, found.rows))
+        value = recall(topk.merge(*chosen, k=k)[1], exact)
+        cost = found.scanned / share + factor * k * ivf.RESCORE_COST
+        points.append(OperatingPoint(nprobe, factor, round(value, 4), round(cost, 1)))
     return points
 
 
@@ -182,47 +202,41 @@ def choose(points: Sequence[OperatingPoint], *, target: float) -> OperatingPoint
     return chosen
 
 
-def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, list[dict[str, Any]]]:
-    """Tune nprobe and refine_factor on the finished shards.
+def tune_recall(run: IndexRun, sizes: Sequence[int]) -> tuple[shard.Layout, dict[str, Any]]:
+    """Tune nprobe and refine_factor on the sampled shards.
 
     Args:
         run: its queries are those to tune with; None: nothing is tuned.
         sizes: documents of each shard.
 
     Returns:
-        The layout with what was chosen, and the curve of recall, cost and time that led to it.
+        The layout with what was chosen; and for the manifest, the curve of recall, cost and time that led to
+        it, and the sample that it was measured on.
     """
     config, layout = run.config, run.layout
     if run.queries is None:
-        return layout, []
-    first = [0, *accumulate(sizes)]
-    exact, background = _exact_answers(run, first)
-    tried = [config.nprobe] if config.nprobe else probes(layout.nlist)
-    tried_factors = [config.refine_factor] if config.refine_factor else factors(layout.family, layout.refine)
-    items = [(number, first[number], nprobe) for nprobe in tried for number in range(len(sizes))]
-    answers = cluster.map_tasks_in_order(
-        partial(_measure_shard, run=run, deepest=tried_factors[-1]), items, config.resources
-    )
-    points: list[OperatingPoint] = []
-    for nprobe in tried:
-        points += measure([*islice(answers, len(sizes))], exact, nprobe=nprobe, factors=tried_factors)
+        return layout, {"tuning": []}
+    tried = (config.nprobe,) if config.nprobe else probes(layout.nlist)
+    tried_factors = (config.refine_factor,) if config.refine_factor else factors(layout.family, layout.refine)
+    measuring = partial(_measure_shards, run=run, probes=tried, factors=tried_factors)
+    ((points, background),) = cluster.map_tasks_in_order(measuring, [sizes], config.resources)
+    documents = sum(sizes[number] for number in run.sampled)
     best = choose(points, target=config.tuning.recall)
     curve = [point for point in points if point.refine_factor == best.refine_factor]
-    largest = max(range(len(sizes)), key=sizes.__getitem__)
-    timed = cluster.map_tasks_in_order(
-        partial(_time_search, run=run, refine_factor=best.refine_factor),
-        [(largest, point.nprobe) for point in curve],
-        config.resources,
-    )
+    timing = partial(_time_searches, run=run, refine_factor=best.refine_factor, probes=tried)
+    largest = max(run.sampled, key=sizes.__getitem__)
+    (timed,) = cluster.map_tasks_in_order(timing, [largest], config.resources)
     log.info(
         "recall@%d of %.3f on %d queries by nprobe=%d of %d lists and refine_factor=%d",
-        *(exact.shape[1], best.recall, len(exact), best.nprobe, layout.nlist, best.refine_factor),
+        *(min(config.tuning.k, documents), best.recall, len(run.queries), best.nprobe, layout.nlist),
+        best.refine_factor,
     )
     chosen = {name: getattr(best, name) for name in ("nprobe", "refine_factor", "recall")}
     chosen["background"] = background
-    return replace(layout, **chosen), [
-        vars(point) | {"us_per_query": us} for point, us in zip(curve, timed, strict=True)
-    ]
+    return replace(layout, **chosen), {
+        "tuning": [vars(point) | {"us_per_query": us} for point, us in zip(curve, timed, strict=True)],
+        "tuning_sample": {"shards": list(run.sampled), "documents": documents, "queries": len(run.queries)},
+    }
 
 
 def tune_weight(
@@ -242,17 +256,20 @@ def tune_weight(
     """
     if run.queries is None or run.terms is None or layout.refine == "none":
         return layout, {}
-    first = [0, *accumulate(sizes)]
+    items = [*enumerate(accumulate(sizes[:-1], initial=0))]
     measured = partial(_measure_shard_hybrid, run=run, layout=layout)
-    shares = [*cluster.map_tasks_in_order(measured, [*enumerate(first[:-1])], run.config.resources)]
-    rows = np.max([judged for _, judged in shares], axis=0)  # -1 but in the one shard that has it
+    shares = cluster.map_tasks_in_order(measured, items, run.config.resources)
+    both, rows = next(shares)
+    for found, judged_rows in shares:
+        both = hybrid.merge([both, found], candidates=run.config.tuning.k)
+        rows = np.maximum(rows, judged_rows)  # -1 but in the one shard that has it
     row_of = {doc_id: row for doc_id, row in zip(run.judged, rows.tolist(), strict=True) if row >= 0}
     graded = [{row_of[i]: grade for i, grade in judged.items() if i in row_of} for judged in relevant]
     judged = sum(any(grade > 0 for grade in grades.values()) for grades in graded)
     if not judged:
         log.warning("the weight of dense scores is not tuned: no test query has a relevant document indexed")
         return layout, {}
-    both = hybrid.merge([found for found, _ in shares], candidates=run.config.tuning.k)
+    both = hybrid.merge([both], candidates=run.config.tuning.k)
     tuned = hybrid.tune_weight(both, graded, background=layout.background or 0.0)
     weight, curve = tuned.dense_weight, tuned.curve
     log.info(
@@ -263,13 +280,33 @@ def tune_weight(
     return replace(layout, dense_weight=weight), {"queries": judged, "curve": points}
 
 
-def _measure_shard(item: tuple[int, int, int], *, run: IndexRun, deepest: int) -> ShardAnswers:
-    """Task: candidates of a finished shard; the item is (shard, number of rows before it, nprobe)."""
-    number, first_row, nprobe = item
+def _measure_shards(
+    sizes: Sequence[int], *, run: IndexRun, probes: Sequence[int], factors: Sequence[int]
+) -> tuple[list[OperatingPoint], float]:
+    """Task: recall and cost of each setting on the sampled shards, opened one after the other.
+
+    One task, because what the shards find is megabytes for each setting, which need not travel. The second
+    result is the mean cosine of queries and documents.
+    """
     use_threads(run.config.resources)
     assert run.queries is not None
-    found = candidates(_reopen(number, run), run.queries, nprobe=nprobe, k=run.config.tuning.k * deepest)
-    return found._replace(rows=_counted_from(first_row, found.rows))
+    depth = run.config.tuning.k * factors[-1]
+    first = dict(zip(run.sampled, accumulate((sizes[n] for n in run.sampled), initial=0), strict=False))
+    documents = sum(sizes[number] for number in first)
+    found: dict[int, ShardAnswers] = {}
+    for number, first_row in first.items():
+        lists = _reopen(number, run)
+        for nprobe in probes:
+            share = candidates(lists, run.queries, nprobe=nprobe, k=depth)
+            share = share._replace(rows=_counted_from(first_row, share.rows))
+            found[nprobe] = joined(found[nprobe], share, depth=depth) if nprobe in found else share
+    exact, background = _exact_answers(run, first, documents=documents)
+    points = [
+        point
+        for nprobe, answers in found.items()
+        for point in measure(answers, exact, nprobe=nprobe, factors=factors, share=documents / sum(sizes))
+    ]
+    return points, background
 
 
 def _measure_shard_hybrid(
@@ -290,7 +327,7 @@ def _measure_shard_hybrid(
     files = {
         name: fs.read_bytes(fs.join(run.output, part)) for name, part in shard.term_files(number).items()
     }
-    score = partial(rescore.scores, lists.kept, queries)
+    score = partial(ivf.scores, lists.kept, queries)
     found = hybrid_candidates(rows, score, [postings.load(files)], terms, k=k)
     with fs.open_input(fs.join(run.output, shard.documents_file(number))) as stream:
         doc_ids = pa.ipc.open_file(stream).read_all()["doc_id"]
@@ -298,31 +335,38 @@ def _measure_shard_hybrid(
     return replace(found, ids=_counted_from(first_row, found.ids)), _counted_from(first_row, judged)
 
 
-def _time_search(item: tuple[int, int], *, run: IndexRun, refine_factor: int) -> float:
-    """Task: microseconds of processor time per query, one at a time; the item is (shard, nprobe)."""
-    number, nprobe = item
+def _time_searches(number: int, *, run: IndexRun, refine_factor: int, probes: Sequence[int]) -> list[float]:
+    """Task: microseconds of processor time per query by each nprobe, one at a time, in a finished shard."""
     use_threads(run.config.resources)
     lists = _reopen(number, run)
     assert run.queries is not None
     queries, k = run.queries[:TIMED_QUERIES], run.config.tuning.k
-    start = time.process_time()
-    for query in queries:
-        chosen = ivf.choose_lists(query[None], lists.coarse, nprobe=nprobe)
-        ivf.search(lists, query[None], chosen=chosen, k=k, refine_factor=refine_factor)
-    return round((time.process_time() - start) / len(queries) * 1e6, 1)
+    timed = []
+    for nprobe in probes:
+        start = time.process_time()
+        for query in queries:
+            chosen = ivf.choose_lists(query[None], lists.coarse, nprobe=nprobe)
+            ivf.search(lists, query[None], chosen=chosen, k=k, refine_factor=refine_factor)
+        timed.append(round((time.process_time() - start) / len(queries) * 1e6, 1))
+    return timed
 
 
-def _exact_answers(run: IndexRun, first: Sequence[int]) -> tuple[Int[ndarray, "queries k"], float]:
-    """Rows of the exact answers, counted over all shards, and the mean cosine of queries and documents."""
-    files = [fs.read_bytes(run.work(f"exact/{number:05d}.npz")) for number in range(len(first) - 1)]
-    shares = [np.load(io.BytesIO(data)) for data in files]
-    scores = np.hstack([share["scores"] for share in shares])
-    rows = np.hstack([share["rows"] + start for share, start in zip(shares, first, strict=False)])
-    # The sum of an empty shard is a scalar.
-    mean = np.sum([share["total"] for share in shares if share["total"].ndim], axis=0) / first[-1]
+def _exact_answers(
+    run: IndexRun, first: Mapping[int, int], *, documents: int
+) -> tuple[Int[ndarray, "queries k"], float]:
+    """Rows of the exact answers in shards, given the rows before each; and the mean cosine of all pairs."""
     assert run.queries is not None
-    background = hybrid.background_of(run.queries, mean[np.newaxis])
-    return topk.merge(scores, rows, k=run.config.tuning.k)[1], round(background, 6)
+    scores, rows = np.empty((len(run.queries), 0), np.float32), np.empty((len(run.queries), 0), np.int64)
+    total = np.zeros(run.layout.dim)
+    for number, first_row in first.items():
+        share = np.load(io.BytesIO(fs.read_bytes(run.work(f"exact/{number:05d}.npz"))))
+        total += share["total"]
+        scores, rows = topk.merge(
+            np.hstack([scores, share["scores"]]),
+            np.hstack([rows, share["rows"] + first_row]),
+            k=run.config.tuning.k,
+        )
+    return rows, round(hybrid.background_of(run.queries, (total / documents)[np.newaxis]), 6)
 
 
 def _counted_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, "*shape"]:
@@ -332,7 +376,8 @@ def _counted_from(first_row: int, rows: Int[ndarray, "*shape"]) -> Int[ndarray, 
 def _reopen(number: int, run: IndexRun) -> ivf.Lists:
     names = shard.vector_files(number, family=run.layout.family, refine=run.layout.refine)
     data = [fs.read_bytes(fs.join(run.output, name)) for name in names]
-    return shard.parse(data, layout=run.layout, coarse=ivf.coarse_of(run.quantizer.centroids))
+    coarse = families.parse(fs.read_bytes(fs.join(run.output, shard.COARSE)))
+    return shard.parse(data, layout=run.layout, coarse=coarse)
 
 
 def _list_sizes(lists: ivf.Lists) -> Int[ndarray, " nlist"]:

@@ -6,16 +6,19 @@
 Unknown users, and all users where no query fusion was trained, get the plain embedding, bit for bit.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.fuse.feature_store import FeatureStore
+from scalingnote.index.filters import Filter
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.planner.planner import Planner
 from scalingnote.storage import arrow
@@ -34,17 +37,23 @@ class Personal:
 
 
 @dataclass(frozen=True)
-class EncodedQueries:
-    """Encoded queries, one row each."""
+class Query:
+    """What an index is searched with: an encoded query, and how to search."""
 
-    embeddings: Float[ndarray, "queries dim"]  # of unit length
-    terms: SparseRows | None
-    personalised: Bool[ndarray, " queries"]
+    embedding: Float[ndarray, "one dim"]  # of unit length
+    terms: SparseRows | None = None  # one row
+    personalised: bool = False
+    k: int = 10
+    nprobe: int | None = None
+    where: Filter | None = None
+    exact: bool = False
+    version: str = ""  # of the index, where several are served
 
-    def __getitem__(self, query: int) -> "EncodedQueries":
-        """A single query."""
-        rows = slice(query, query + 1)
-        return EncodedQueries(self.embeddings[rows], single_row(self.terms, query), self.personalised[rows])
+    @cached_property
+    def batch_key(self) -> tuple[str | int | bool, ...]:
+        """Queries with equal keys differ in embedding and terms only, and are searched together."""
+        where = json.dumps(self.where, sort_keys=True) if self.where else ""
+        return self.version, self.k, self.nprobe or 0, self.exact, self.terms is None, where
 
 
 @dataclass(frozen=True)
@@ -55,22 +64,22 @@ class QueryPath:
     sparse: SparseQuery | None = None
     personal: Personal | None = None
 
-    def __call__(self, queries: Sequence[str], users: Sequence[str | None] | None = None) -> EncodedQueries:
+    def __call__(self, queries: Sequence[str], users: Sequence[str | None] = ()) -> list[Query]:
         """Encode queries.
 
         Args:
             queries: texts.
-            users: id of the user of each query, None where unknown.
+            users: id of the user of each query, None where unknown; (): of no query.
         """
         embeddings = arrow.l2_normalize(self.encoder.encode_queries(queries))
         terms = None if self.sparse is None else self.sparse.encode(queries)
-        encoded = EncodedQueries(embeddings, terms, np.zeros(len(queries), bool))
-        if self.personal is None or users is None or not any(users):
+        encoded = [Query(embeddings[n : n + 1], _row(terms, n)) for n in range(len(queries))]
+        if self.personal is None or not any(users):
             return encoded
         return _personalised(encoded, queries, users, self.personal)
 
 
-def single_row(terms: SparseRows | None, row: int) -> SparseRows | None:
+def _row(terms: SparseRows | None, row: int) -> SparseRows | None:
     """One row of sparse rows."""
     if terms is None:
         return None
@@ -79,21 +88,19 @@ def single_row(terms: SparseRows | None, row: int) -> SparseRows | None:
 
 
 def _personalised(
-    encoded: EncodedQueries, queries: Sequence[str], users: Sequence[str | None], personal: Personal
-) -> EncodedQueries:
+    encoded: list[Query], queries: Sequence[str], users: Sequence[str | None], personal: Personal
+) -> list[Query]:
     named = [number for number, user in enumerate(users) if user]
     features = personal.store.get_many([users[number] or "" for number in named])
-    users_known = {n: user for n, user in zip(named, features, strict=True) if user.profile or user.history}
-    if not users_known:
+    known = {n: user for n, user in zip(named, features, strict=True) if user.profile or user.history}
+    if not known:
         return encoded
-    known = list(users_known)
     texts = [queries[number] for number in known]
-    embeddings = encoded.embeddings.copy()
-    embeddings[known] = personal.fusion.fuse(
-        encoded.embeddings[known],
+    embeddings = personal.fusion.fuse(
+        np.concatenate([encoded[number].embedding for number in known]),
         terms=None if personal.planner is None else personal.planner.term_scores(texts),
-        users=list(users_known.values()),
+        users=list(known.values()),
     )
-    fused = encoded.personalised.copy()
-    fused[known] = True
-    return replace(encoded, embeddings=embeddings, personalised=fused)
+    for row, number in enumerate(known):
+        encoded[number] = replace(encoded[number], embedding=embeddings[row : row + 1], personalised=True)
+    return encoded

@@ -1,4 +1,4 @@
-"""Dense search over segments: choose inverted lists once, scan every segment, keep the best k.
+"""The rows that a search sees, and the dense search over them: lists chosen once, every segment scanned.
 
     queries ─► checked, unit length ─► lists to scan ─► each segment's k best ─► the k best of all
 
@@ -8,26 +8,116 @@ documents wherever k are allowed: the fewer are allowed, the more lists are scan
 scored; and a scan that returns too few is repeated over all lists.
 """
 
-from collections.abc import Sequence
-from functools import partial
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import ceil
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Bool, Float, Int, Shaped
 from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.errors import SearchError
-from scalingnote.index import ivf
-from scalingnote.index.rescore import RESCORE_COST, compiled
+from scalingnote.index import filters, ivf
+from scalingnote.index.ivf import RESCORE_COST, compiled
+from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Layout
 
 MAX_K = 1000
+CACHED_FILTERS = 64  # filters whose row masks a built index keeps: one byte per document each
 
 Masks = Sequence[Bool[ndarray, " _"] | None]
 Ranking = tuple[Float[ndarray, "_ _"], Int[ndarray, "_ _"]]  # scores and rows, [queries, k], best first
+
+
+class IndexView:
+    """What one search sees: the rows of all shards held, numbered through from the first shard to the last.
+
+    The same rows are cut differently by kind of data: *segments* are vectors that are scanned together,
+    `documents` are tables, `postings` are term lists; each sequence covers all rows in order.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        segments: Sequence[ivf.Lists],
+        alive: Masks,
+        documents: Sequence[pa.Table],
+        postings: Sequence[Postings],
+        shard_rows: Mapping[int, int],
+        lookup: Mapping[int, Callable[[int], Mapping[str, Any]]],
+        cache_filters: bool = False,
+    ) -> None:
+        """Cut the rows by segments and shards.
+
+        Args:
+            layout: of the index.
+            segments: inverted lists.
+            alive: of each segment, the rows that still stand for a document; None: all.
+            documents: tables of the rows.
+            postings: term lists of the rows; empty where the index has no terms.
+            shard_rows: number of rows of each shard, in order.
+            lookup: of each shard, the function from a row of the shard to its document.
+            cache_filters: keep the masks of recent filters.
+        """
+        self.layout, self.segments, self.alive = layout, segments, alive
+        self.documents, self.postings, self._lookup = documents, postings, lookup
+        self.starts = [*accumulate(map(len, segments), initial=0)]  # of the segments, and the number of rows
+        self.shards = np.array([*shard_rows], np.int64)
+        self.shard_starts = np.array([*accumulate(shard_rows.values(), initial=0)], np.int64)
+        matching = partial(_matching_rows, documents)
+        self._matching = lru_cache(CACHED_FILTERS)(matching) if cache_filters else matching
+
+    @property
+    def fields(self) -> pa.Schema:
+        """Columns that a search may filter by."""
+        return self.layout.fields(self.documents[0].schema)
+
+    @property
+    def kept(self) -> list[tuple[int, Any]]:
+        """First row of each segment, and the vectors it keeps for exact scores."""
+        return [(start, lists.kept) for start, lists in zip(self.starts, self.segments, strict=False)]
+
+    def masks(self, where: filters.Filter | None) -> Masks:
+        """Rows of each segment that are alive and match a filter; None: all. SearchError for a bad filter."""
+        if not where:
+            return self.alive
+        filters.check(where, self.fields)
+        matching = np.split(self._matching(json.dumps(where, sort_keys=True)), self.starts[1:-1])
+        pairs = zip(matching, self.alive, strict=True)
+        return [mask if alive is None else mask & alive for mask, alive in pairs]
+
+    def whole_mask(self, masks: Masks) -> Bool[ndarray, " rows"] | None:
+        """The masks of all segments as one; None: all rows."""
+        if all(mask is None for mask in masks):
+            return None
+        pairs = zip(self.segments, masks, strict=True)
+        return np.concatenate([np.ones(len(lists), bool) if m is None else m for lists, m in pairs])
+
+    def alive_documents(self) -> list[pa.Table]:
+        """The documents without rows that were deleted or replaced."""
+        alive = self.whole_mask(self.alive)
+        if alive is None:
+            return list(self.documents)
+        ends = [*accumulate(map(len, self.documents))]
+        pairs = zip(self.documents, np.split(alive, ends[:-1]), strict=True)
+        return [documents.filter(pa.array(mask)) for documents, mask in pairs]
+
+    def place(
+        self, rows: Int[ndarray, "queries k"]
+    ) -> tuple[Int[ndarray, "queries k"], Int[ndarray, "queries k"]]:
+        """The shard of each row, and the row's number in it; -1 where the row is -1."""
+        found: tuple[ndarray, ndarray] = _locate(rows, self.shard_starts, self.shards)
+        return found
+
+    def document(self, shard: int, row: int) -> Mapping[str, Any]:
+        """The document of a row of a shard."""
+        return self._lookup[shard](row)
 
 
 def search(
@@ -189,6 +279,12 @@ def _replaced(found: Ranking, queries: Int[ndarray, " some"], new: Ranking) -> R
     return scores, rows
 
 
+def _matching_rows(documents: Sequence[pa.Table], where: str) -> Bool[ndarray, " rows"]:
+    """Rows of the tables that match a filter, given as JSON so that it can be a key of a cache."""
+    wanted = json.loads(where)
+    return np.concatenate([filters.mask(table, wanted) for table in documents])
+
+
 @compiled
 @no_type_check
 def _unit(queries):
@@ -204,3 +300,17 @@ def _unit(queries):
         for j in range(queries.shape[1]):
             unit[q, j] = queries[q, j] / length
     return unit, -1
+
+
+@compiled
+@no_type_check
+def _locate(rows, starts, numbers):
+    """Shard and row in the shard of each row over all shards; -1 where the row is -1."""
+    shard, inside = np.full_like(rows, -1), np.full_like(rows, -1)
+    for q in range(rows.shape[0]):
+        for c in range(rows.shape[1]):
+            row = rows[q, c]
+            if row >= 0:
+                place = np.searchsorted(starts, row, side="right") - 1
+                shard[q, c], inside[q, c] = numbers[place], row - starts[place]
+    return shard, inside

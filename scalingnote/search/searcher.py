@@ -1,26 +1,27 @@
 """Searchers: the best documents of an index for query embeddings, or for embeddings and terms together.
 
-    queries ─► IndexView, the rows held ─scan─► ShardCandidates ─merge_candidates─► the k best SearchHits
+    queries ─► rows of the shards held ─scan─► Candidates ─rank─► the k best, as Candidates or SearchHits
 
-A searcher holds all shards of an index or some of them. :meth:`IndexSearch.find` returns what its shards
-have, and :func:`merge_candidates` ranks the candidates of one or of several searchers. :class:`Searcher`
-opens an index that was built, :class:`LiveSearcher` an index that takes writes.
+A searcher holds all shards of an index or some of them. :meth:`Searcher.find` returns what its shards have,
+and :func:`rank` ranks the candidates of one or of several searchers. :class:`Searcher` opens an index that
+was built, :class:`LiveSearcher` an index that takes writes.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import faiss
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy import ndarray
 
+from scalingnote import hybrid
 from scalingnote.errors import SearchError
-from scalingnote.hybrid import Joining
-from scalingnote.index import filters, ivf, rescore
+from scalingnote.hybrid import HybridCandidates, Joining
+from scalingnote.index import filters, ivf
 from scalingnote.index import shard as shards_of
 from scalingnote.index.live.index import LiveIndex
 from scalingnote.index.live.snapshot import DocIds, Snapshot
@@ -28,158 +29,136 @@ from scalingnote.index.shard import Layout, Shard
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import scan
-from scalingnote.search.candidates import IndexView, SearchHit, ShardCandidates, merge_candidates
-from scalingnote.search.scan import checked_nprobe, require_hybrid, require_vectors, unit_queries
+from scalingnote.search.scan import (
+    IndexView,
+    checked_nprobe,
+    require_hybrid,
+    require_vectors,
+    unit_queries,
+)
 from scalingnote.storage.artifact import open_artifact
 
 DEFAULT_JOINING = Joining()
+_ROW_BITS = 40  # of a candidate's id; the bits above are the number of its shard
 
 
-class IndexSearch(ABC):
-    """Search over the current :class:`IndexView` of an index. Threads may share one."""
+class SearchHit(NamedTuple):
+    """A document of the answer. `score` is its cosine, or the joined dense and sparse score."""
+
+    score: float
+    document: Mapping[str, Any]
+    shard: int
+    dense: float
+    sparse: float | None
+
+    @property
+    def doc_id(self) -> str:
+        """Id of the document."""
+        return str(self.document["doc_id"])
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Documents that some shards have for one query, in no particular order; or the best of them, ranked.
+
+    Documents travel with their candidates, because a live index may have changed by the time they are read.
+    `ids` order documents of equal scores in the same way wherever candidates are ranked.
+    """
+
+    ids: Int[ndarray, " candidates"]
+    shards: Int[ndarray, " candidates"]
+    dense: Float[ndarray, " candidates"]
+    sparse: Float[ndarray, " candidates"] | None  # None where the query has no terms
+    documents: Sequence[Mapping[str, Any]]
+    searched: int  # number of shards
+    version: str = ""  # of the index, where it is served
+    scores: Sequence[float] = ()  # of ranked candidates
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def take(self, places: Sequence[int], scores: Sequence[float]) -> "Candidates":
+        """The candidates at these places, with their scores."""
+        own = np.asarray(places, np.int64)
+        return replace(
+            self,
+            ids=self.ids[own],
+            shards=self.shards[own],
+            dense=self.dense[own],
+            sparse=None if self.sparse is None else self.sparse[own],
+            documents=[self.documents[place] for place in places],
+            scores=scores,
+        )
+
+    def hits(self) -> list[SearchHit]:
+        """Ranked candidates one by one."""
+        sparse = [None] * len(self) if self.sparse is None else self.sparse.tolist()
+        columns = (self.scores, self.documents, self.shards.tolist(), self.dense.tolist(), sparse)
+        return [SearchHit(*row) for row in zip(*columns, strict=True)]
+
+
+def rank(answers: Sequence[Candidates], *, k: int, joining: Joining, layout: Layout) -> Candidates:
+    """Rank the candidates of disjoint shards for one query.
+
+    The result does not depend on how shards are distributed over searchers: of hybrid candidates, only as
+    many per score are considered as a single searcher would have returned.
+
+    Args:
+        answers: of :meth:`Searcher.find`, one from each searcher.
+        k: number of documents.
+        joining: how dense and sparse scores are joined.
+        layout: of the index, whose tuned weight and background apply where `joining` has none.
+
+    Returns:
+        At most k candidates, best first; of equal scores the lower id first.
+    """
+    together = answers[0] if len(answers) == 1 else _together(answers)
+    ids = together.ids.tolist()
+    if together.sparse is None:
+        # On the path of every search: for a few dozen candidates Python is ten times as fast as numpy.
+        dense = together.dense.tolist()
+        order = sorted(range(len(ids)), key=lambda place: (-dense[place], ids[place]))[:k]
+        return together.take(order, [dense[place] for place in order])
+    depth = max(k, joining.candidates)
+    each = [
+        HybridCandidates(answer.ids[None], answer.dense[None], answer.sparse[None])  # type: ignore[index]
+        for answer in answers
+    ]
+    both = each[0] if len(each) == 1 else hybrid.merge(each, candidates=depth)
+    (scores,), (best,) = hybrid.join(
+        both,
+        joining,
+        tuned_weight=layout.dense_weight,
+        background=layout.background,
+        candidates=depth,
+        k=k,
+    )
+    places = {number: place for place, number in enumerate(ids)}
+    return together.take([places[number] for number in best[best >= 0].tolist()], scores[best >= 0].tolist())
+
+
+def _together(answers: Sequence[Candidates]) -> Candidates:
+    """Candidates of several searchers; without sparse scores if one has none."""
+    sparse = [answer.sparse for answer in answers if answer.sparse is not None]
+    return Candidates(
+        ids=np.concatenate([answer.ids for answer in answers]),
+        shards=np.concatenate([answer.shards for answer in answers]),
+        dense=np.concatenate([answer.dense for answer in answers]),
+        sparse=np.concatenate(sparse) if len(sparse) == len(answers) else None,
+        documents=[document for answer in answers for document in answer.documents],
+        searched=sum(answer.searched for answer in answers),
+        version=answers[-1].version,
+    )
+
+
+class Searcher:
+    """Search of some shards of an index that was built, over its current :class:`IndexView`.
+
+    Threads may share one.
+    """
 
     nprobe: int | None  # lists scanned where a search does not say; None: as tuned
-
-    @abstractmethod
-    def view(self) -> IndexView:
-        """The rows to search now."""
-
-    @abstractmethod
-    def get(self, doc_id: str) -> dict[str, Any] | None:
-        """The document with this id; None where no shard held has it."""
-
-    @abstractmethod
-    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """Vector of a document, as exact as the index keeps it; None where no shard held has the document.
-
-        SearchError where the index keeps codes only.
-        """
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the index version."""
-        return self.view().layout
-
-    @property
-    def dim(self) -> int:
-        """Dimension of the queries."""
-        return self.layout.dim
-
-    @property
-    def shards(self) -> list[int]:
-        """Numbers of the shards held."""
-        numbers: list[int] = self.view().shards.tolist()
-        return numbers
-
-    @property
-    def fields(self) -> pa.Schema:
-        """Columns that a search may filter by."""
-        return self.view().fields
-
-    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
-        """Number of documents per value, for each text field with at most `most` values."""
-        view = self.view()
-        return filters.facets(view.alive_documents(), view.fields, most=most)
-
-    def search(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        *,
-        k: int,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-    ) -> list[list[SearchHit]]:
-        """Find the k best documents of each query by cosine.
-
-        Args:
-            queries: embeddings of any length.
-            k: documents per query, 1 to 1000.
-            nprobe: inverted lists to scan; None: as the index was opened or tuned.
-            where: only documents that match, see :mod:`scalingnote.index.filters`.
-
-        Returns:
-            Hits of each query, best first; fewer than k only where fewer documents match.
-
-        Raises:
-            SearchError: queries, k, nprobe or filter are invalid for this index.
-        """
-        found = self.find(queries, k=k, nprobe=nprobe, where=where)
-        return self._ranked(found, k=k, joining=DEFAULT_JOINING)
-
-    def search_both(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        terms: SparseRows,
-        *,
-        k: int,
-        joining: Joining = DEFAULT_JOINING,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-    ) -> list[list[SearchHit]]:
-        """Find the k best documents by embeddings and terms; `terms` has one row per query.
-
-        Candidates of either kind are scored by both. A score is in [0, 1] by interpolation, else a sum of
-        reciprocal ranks. Other arguments and errors are those of :meth:`search`.
-        """
-        found = self.find(queries, k=k, terms=terms, joining=joining, nprobe=nprobe, where=where)
-        return self._ranked(found, k=k, joining=joining)
-
-    def find(
-        self,
-        queries: Float[ndarray, "queries dim"],
-        *,
-        k: int,
-        terms: SparseRows | None = None,
-        joining: Joining = DEFAULT_JOINING,
-        nprobe: int | None = None,
-        where: filters.Filter | None = None,
-        exact: bool = False,
-    ) -> list[ShardCandidates]:
-        """Candidates of each query in the shards held, for :func:`merge_candidates`.
-
-        With `terms`, a row for each query, both scores of the candidates of either kind. `exact` compares a
-        query with every document, as far as the index keeps vectors, to measure what search misses.
-        """
-        view = self.view()
-        layout = view.layout
-        if terms is not None:
-            require_hybrid(layout)
-        unit = unit_queries(queries, dim=layout.dim, k=k)
-        depth = k if terms is None else max(k, joining.candidates)
-        probes = next(n for n in (nprobe, self.nprobe, layout.nprobe) if n is not None)
-        masks = view.masks(where)
-        dense, rows = scan.search(
-            view.segments,
-            unit,
-            k=depth,
-            nprobe=checked_nprobe(probes, layout.nlist),
-            refine_factor=layout.refine_factor,
-            exact=exact,
-            masks=masks,
-        )
-        if terms is None:
-            return view.candidates(rows, dense, None)
-        both = hybrid_candidates(
-            rows,
-            partial(rescore.scores_over, view.kept, unit),
-            view.postings,
-            terms,
-            k=depth,
-            allowed=view.whole_mask(masks),
-        )
-        return view.candidates(both.ids, both.dense, both.sparse)
-
-    def document(self, hit: SearchHit) -> dict[str, Any]:
-        """Columns of a hit's document: doc_id, title, topic, snippet, semantic_id, and filters."""
-        return dict(hit.document)
-
-    def _ranked(self, found: Sequence[ShardCandidates], *, k: int, joining: Joining) -> list[list[SearchHit]]:
-        layout = self.layout
-        return [merge_candidates([one], k=k, joining=joining, layout=layout) for one in found]
-
-
-class Searcher(IndexSearch):
-    """Search of some shards of an index that was built."""
+    version = ""  # of the index, which its candidates name
 
     def __init__(
         self,
@@ -260,18 +239,147 @@ class Searcher(IndexSearch):
         row = self._row_of(doc_id)
         if row is None:
             return None
-        (found,) = self._view.candidates(np.array([[row]]), np.zeros((1, 1)), None)
-        return dict(found.documents[0])
+        (shard,), (inside,) = (column[0].tolist() for column in self._view.place(np.array([[row]])))
+        return dict(self._view.document(shard, inside))
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """See :meth:`IndexSearch.vector`."""
+        """Vector of a document, as exact as the index keeps it; None where no shard held has the document.
+
+        SearchError where the index keeps codes only.
+        """
         row = self._row_of(doc_id)
         if row is None:
             return None
         require_vectors(self.layout)
         start, kept = next(piece for piece in reversed(self._view.kept) if piece[0] <= row)
-        found: ndarray = rescore.vectors(kept, np.array([row - start]))[0]
+        found: ndarray = ivf.vectors(kept, np.array([row - start]))[0]
         return found
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of the index version."""
+        return self.view().layout
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the queries."""
+        return self.layout.dim
+
+    @property
+    def shards(self) -> list[int]:
+        """Numbers of the shards held."""
+        numbers: list[int] = self.view().shards.tolist()
+        return numbers
+
+    @property
+    def fields(self) -> pa.Schema:
+        """Columns that a search may filter by."""
+        return self.view().fields
+
+    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
+        """Number of documents per value, for each text field with at most `most` values."""
+        view = self.view()
+        return filters.facets(view.alive_documents(), view.fields, most=most)
+
+    def search(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        terms: SparseRows | None = None,
+        *,
+        k: int,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+    ) -> list[list[SearchHit]]:
+        """Find the k best documents of each query, by cosine, or by embeddings and terms.
+
+        Args:
+            queries: embeddings of any length.
+            terms: a row for each query. Candidates of either kind are then scored by both: a score is in
+                [0, 1] by interpolation, else a sum of reciprocal ranks.
+            k: documents per query, 1 to 1000.
+            joining: how dense and sparse scores are joined.
+            nprobe: inverted lists to scan; None: as the index was opened or tuned.
+            where: only documents that match, see :mod:`scalingnote.index.filters`.
+
+        Returns:
+            Hits of each query, best first; fewer than k only where fewer documents match.
+
+        Raises:
+            SearchError: queries, terms, k, nprobe or filter are invalid for this index.
+        """
+        layout = self.layout
+        found = self.find(queries, terms, k=k, joining=joining, nprobe=nprobe, where=where)
+        return [rank([one], k=k, joining=joining, layout=layout).hits() for one in found]
+
+    def find(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        terms: SparseRows | None = None,
+        *,
+        k: int,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+        exact: bool = False,
+    ) -> list[Candidates]:
+        """Candidates of each query in the shards held, for :func:`rank`.
+
+        With `terms`, a row for each query, both scores of the candidates of either kind. `exact` compares a
+        query with every document, as far as the index keeps vectors, to measure what search misses.
+        """
+        view = self.view()
+        layout = view.layout
+        if terms is not None:
+            require_hybrid(layout)
+        unit = unit_queries(queries, dim=layout.dim, k=k)
+        depth = k if terms is None else max(k, joining.candidates)
+        probes = next(n for n in (nprobe, self.nprobe, layout.nprobe) if n is not None)
+        masks = view.masks(where)
+        dense, rows = scan.search(
+            view.segments,
+            unit,
+            k=depth,
+            nprobe=checked_nprobe(probes, layout.nlist),
+            refine_factor=layout.refine_factor,
+            exact=exact,
+            masks=masks,
+        )
+        if terms is None:
+            return self._candidates(view, rows, dense, None)
+        both = hybrid_candidates(
+            rows,
+            partial(ivf.scores_over, view.kept, unit),
+            view.postings,
+            terms,
+            k=depth,
+            allowed=view.whole_mask(masks),
+        )
+        return self._candidates(view, both.ids, both.dense, both.sparse)
+
+    def _candidates(
+        self,
+        view: IndexView,
+        rows: Int[ndarray, "queries k"],
+        dense: Float[ndarray, "queries k"],
+        sparse: Float[ndarray, "queries k"] | None,
+    ) -> list[Candidates]:
+        """Candidates of each query with their documents, without the trailing rows of -1."""
+        shards, inside = view.place(rows)
+        ids, dense = (shards << _ROW_BITS) + inside, dense.astype(np.float32, copy=False)
+        answers = []
+        for query, count in enumerate((rows >= 0).sum(axis=1).tolist()):
+            own = query, slice(count)
+            places = zip(shards[own].tolist(), inside[own].tolist(), strict=True)
+            documents = [view.document(shard, row) for shard, row in places]
+            terms = None if sparse is None else sparse[own]
+            found = Candidates(
+                *(ids[own], shards[own], dense[own], terms, documents),
+                searched=len(view.shards),
+                version=self.version,
+            )
+            answers.append(found)
+        return answers
 
     @cached_property
     def _doc_ids(self) -> list[DocIds]:
@@ -285,7 +393,7 @@ class Searcher(IndexSearch):
         return None
 
 
-class LiveSearcher(IndexSearch):
+class LiveSearcher(Searcher):
     """Search of a live index: each search sees one moment of every shard, with all acknowledged writes."""
 
     def __init__(self, index: LiveIndex, *, nprobe: int | None = None) -> None:
@@ -321,6 +429,6 @@ class LiveSearcher(IndexSearch):
         return self._index.get(doc_id)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
-        """See :meth:`IndexSearch.vector`."""
+        """See :meth:`Searcher.vector`."""
         require_vectors(self.layout)
         return self._index.vector(doc_id)

@@ -217,13 +217,12 @@ def _add_search(api: FastAPI, service: Service) -> None:
     @_post(api, "/search", response=SearchResponse)
     async def search(body: messages.SearchRequest, request: Request) -> Response:
         """The best documents for a text or a vector, best first."""
-        request.state.record = record = service.record(body, request.state.request_id)
-        return _json(await service.search(body, request.state.request_id, record))
+        return _json(await service.search(body, request.scope["state"]))
 
     @_post(api, "/similar", response=SearchResponse)
     async def similar(body: messages.SimilarRequest, request: Request) -> Response:
         """Documents like one of the index."""
-        return _json(await service.similar(body, request.state.request_id))
+        return _json(await service.similar(body, request.scope["state"]))
 
     @_post(api, "/encode", response=messages.EncodeResponse)
     async def encode(body: messages.EncodeRequest) -> Response:
@@ -341,7 +340,7 @@ def _open_versions(versions: Versions) -> messages.IndexVersions:
                 created=each.created,
                 active=each.name == active,
             )
-            for each in versions.served.versions
+            for each in versions.served
         ],
     )
 

@@ -9,11 +9,10 @@ searchers are silent.
 """
 
 import asyncio
-import os
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -25,22 +24,22 @@ from scalingnote.errors import SearchError
 from scalingnote.experiment.config import arm_of, unit_of
 from scalingnote.hybrid import Joining
 from scalingnote.index import filters
-from scalingnote.search.candidates import SearchHit, merge_candidates
-from scalingnote.search.query_path import EncodedQueries
+from scalingnote.search.query_path import Query
+from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
 from scalingnote.serve import messages
 from scalingnote.serve.access import invalid, not_found, unavailable
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
-from scalingnote.serve.searcher import Refused, ShardAnswer, ShardQuery
-from scalingnote.serve.telemetry import SearchRecord, get_logger, trace_search
+from scalingnote.serve.replicas import Refused
+from scalingnote.serve.telemetry import get_logger, secret
 from scalingnote.serve.versions import Versions
 from scalingnote.serve.writer import DocumentWrites, WriteHandles
 from scalingnote.serve_config import ServeConfig
 
 MAX_FACET_VALUES = 50  # of a field in /info
-SECRET_VARIABLE = "SCALINGNOTE_SECRET"  # environment variable: key of the hash of user ids in logs
 CANARY_DEADLINE_S = 30.0  # an exact search is slow
-DEFAULT_JOINING = Joining()
+State = dict[str, Any]  # of a request: its `request_id`, and what telemetry.RequestObserver reads
+T = TypeVar("T")
 log = get_logger()
 
 
@@ -87,80 +86,82 @@ class Service:
         )
         self._on_recall = on_recall
         self._canaries: set[asyncio.Task[None]] = set()
-        self._secret = os.environ.get(SECRET_VARIABLE, "")
+        self._secret = secret()
 
     # --- searching ------------------------------------------------------------------------------------
 
-    def record(self, request: SearchRequest, request_id: str) -> SearchRecord:
-        """The record of a search, with its arm: the one it names, else that of the traffic split."""
-        unit = unit_of(request.user_id, request_id, secret=self._secret)
-        arm = self._arm(request.arm or arm_of(unit, self._config.split).name)
-        where = messages.index_filter(request.filter)
-        # A request that names its arm is in no group of an experiment, even if the split gives the same arm.
-        return SearchRecord(request.query, request.k, where, None if request.arm else unit, arm.name)
-
-    async def search(self, request: SearchRequest, request_id: str, record: SearchRecord) -> dict[str, Any]:
+    async def search(self, request: SearchRequest, state: State) -> dict[str, Any]:
         """Answer ``POST /search`` by a :class:`~scalingnote.serve.messages.SearchResponse`.
 
         Args:
             request: a text or a vector, and how to search.
-            request_id: repeated in the response.
-            record: from :meth:`record`; its response is set.
+            state: of the request, with its `request_id`; gets the `search`, its `arm` and its `answer`.
 
         Raises:
             RefusedError: 422 for a request beyond the limits, 503 when no encoder or no searcher answers.
         """
-        arm, timer = self._arm(record.arm), self._timer(request.deadline_ms)
-        version = arm.version or self.versions.active.name
-        self._check(version, request.k, record.filter)
+        arm, timer = self._arm(request.arm or self._drawn(request, state)), self._timer(request.deadline_ms)
+        state |= {"search": request, "arm": arm.name}
+        version, where = arm.version or self.versions.active.name, messages.index_filter(request.filter)
+        self._check(version, request.k, where)
         layout = self.versions.content(version).layout
         joining = _joining(request.dense_weight, sparse=layout.sparse)
-        rerank = self._rerank_depth(request)
-        terms, personalised = None, False
+        reranked = self._rerank_depth(request)
         if request.vector is not None:
-            embedding = _unit_vector(request.vector, layout.dim)
+            query = Query(_unit_vector(request.vector, layout.dim))
         else:
-            query, user_id = self._text(request.query or ""), request.user_id if arm.personalised else None
-            encoded = await _encoded(arm.encoder.encode.remote(query, user_id), timer)
-            embedding, personalised = encoded.embeddings, bool(encoded.personalised[0])
-            terms = encoded.terms if layout.sparse else None
-        timings_ms = {"encode": timer.step_ms()}
-        k = max(request.k, rerank)
-        shard_query = ShardQuery(version, embedding, k, terms, request.nprobe, record.filter)
-        answers = await self._search_shards(shard_query, timer)
-        hits = self._merge(answers, shard_query, joining)
-        timings_ms["search"] = timer.step_ms()
-        if self._on_recall is not None and terms is None and random.random() < self._config.canary:
-            self._start_canary(shard_query, hits, answers[-1].version)
-        scores: list[float] = []
-        if rerank:
-            hits, scores = await self._rerank(request, hits, timer)
-        timings_ms["rerank"] = timer.step_ms() if rerank else 0.0
-        results = _results(hits[: request.k], scores, explain=request.explain)
-        timings_ms["total"] = timer.total_ms()
-        record.response = _response(
-            request_id, arm, results, answers, timings_ms, shards=layout.shards, personalised=personalised
+            text, user_id = self._text(request.query or ""), request.user_id if arm.personalised else None
+            query = await _encoded(arm.encoder.encode.remote(text, user_id), timer)
+        query = replace(
+            query,
+            terms=query.terms if layout.sparse else None,
+            k=max(request.k, reranked),
+            nprobe=request.nprobe,
+            where=where,
+            version=version,
         )
-        trace_search(record.response)
-        return dict(record.response)
+        timings_ms = {"encode": timer.step_ms()}
+        found = rank(await self._search_shards(query, timer), k=query.k, joining=joining, layout=layout)
+        timings_ms["search"] = timer.step_ms()
+        if self._on_recall is not None and query.terms is None and random.random() < self._config.canary:
+            self._start_canary(query, found)
+        scores: list[float] = []
+        if reranked:
+            found, scores = await self._rerank(request, found, timer)
+        timings_ms["rerank"] = timer.step_ms() if reranked else 0.0
+        results = _results(found, k=request.k)
+        if request.explain:
+            _explain(results, found, scores)
+        timings_ms["total"] = timer.total_ms()
+        state["answer"] = answer = _response(
+            state, arm, results, found, timings_ms, shards=layout.shards, personalised=query.personalised
+        )
+        return answer
 
-    async def similar(self, request: SimilarRequest, request_id: str) -> dict[str, Any]:
+    def _drawn(self, request: SearchRequest, state: State) -> str:
+        """The arm that the traffic split gives to a request."""
+        split = self._config.split
+        if len(split.arms) == 1:
+            return split.arms[0].name
+        return arm_of(unit_of(request.user_id, state["request_id"], secret=self._secret), split).name
+
+    async def similar(self, request: SimilarRequest, state: State) -> dict[str, Any]:
         """Answer ``POST /similar``: the documents nearest to one of the index, without that one."""
         arm, timer = self._arm(request.arm), self._timer(request.deadline_ms)
         version, where = arm.version or self.versions.active.name, messages.index_filter(request.filter)
         self._check(version, request.k, where)
+        layout = self.versions.content(version).layout
         calls = [searcher.vector.remote(version, request.doc_id) for searcher in self._searchers]
         vector = await _from_one(calls, request.doc_id, timer)
-        encode_ms = timer.step_ms()
-        query = ShardQuery(version, vector, request.k + 1, where=where)
+        timings_ms = {"encode": timer.step_ms()}
+        query = Query(vector, k=request.k + 1, where=where, version=version)
         answers = await self._search_shards(query, timer)
-        hits = self._merge(answers, query, DEFAULT_JOINING)
-        others = [hit for hit in hits if hit.document["doc_id"] != request.doc_id]
-        results = _results(others[: request.k], (), explain=False)
-        timings_ms = {"encode": encode_ms, "search": timer.step_ms(), "rerank": 0.0}
-        timings_ms["total"] = timer.total_ms()
-        shards = self.versions.content(version).layout.shards
-        return _response(request_id, arm, results, answers, timings_ms, shards=shards, personalised=False)
+        found = rank(answers, k=query.k, joining=DEFAULT_JOINING, layout=layout)
+        others = [result for result in _results(found, k=query.k) if result["doc_id"] != request.doc_id]
+        timings_ms |= {"search": timer.step_ms(), "rerank": 0.0, "total": timer.total_ms()}
+        return _response(
+            state, arm, others[: request.k], found, timings_ms, shards=layout.shards, personalised=False
+        )
 
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
         """Answer ``POST /encode``: unit embeddings of queries."""
@@ -172,8 +173,8 @@ class Service:
         queries = [self._text(query) for query in request.queries]
         user_id = request.user_id if arm.personalised else None
         encoded = await _encoded(arm.encoder.encode_many.remote(queries, user_id), timer)
-        embeddings = encoded.embeddings
-        return {"embeddings": embeddings.tolist(), "dim": embeddings.shape[1], "arm": arm.name}
+        embeddings = [query.embedding[0].tolist() for query in encoded]
+        return {"embeddings": embeddings, "dim": len(embeddings[0]), "arm": arm.name}
 
     async def document(self, doc_id: str) -> dict[str, Any]:
         """A document as the index shows it; 404 when it has none of this id."""
@@ -182,10 +183,10 @@ class Service:
         (document,) = await _from_one(calls, doc_id, self._timer(None))
         return dict(document)
 
-    async def _search_shards(self, query: ShardQuery, timer: RequestTimer) -> list[ShardAnswer]:
+    async def _search_shards(self, query: Query, timer: RequestTimer) -> list[Candidates]:
         """Answers of the searchers that are in time; 503 when none is, 422 when one refuses the query."""
         calls = [searcher.search.remote(query) for searcher in self._searchers]
-        answers: list[ShardAnswer] = []
+        answers: list[Candidates] = []
         for answer in await gather_in_time(calls, deadline_s=timer.left_s()):
             if isinstance(answer, Refused):
                 raise invalid(answer.reason)
@@ -195,46 +196,42 @@ class Service:
             raise unavailable("no shard of the index answers: try again")
         return answers
 
-    def _merge(self, answers: Sequence[ShardAnswer], query: ShardQuery, joining: Joining) -> list[SearchHit]:
-        layout = self.versions.content(query.version).layout
-        return merge_candidates(
-            [answer.found for answer in answers], k=query.k, joining=joining, layout=layout
-        )
-
     async def _rerank(
-        self, request: SearchRequest, hits: list[SearchHit], timer: RequestTimer
-    ) -> tuple[list[SearchHit], list[float]]:
-        """Hits with the best ones in the cross-encoder's order, and its scores of them.
+        self, request: SearchRequest, found: Candidates, timer: RequestTimer
+    ) -> tuple[Candidates, list[float]]:
+        """Candidates with the best ones in the cross-encoder's order, and its scores of them.
 
-        Hits as they are, and no scores, when the cross-encoder does not answer.
+        Candidates as they are, and no scores, when the cross-encoder does not answer.
         """
         assert self._reranker is not None  # see _rerank_depth
-        best, others = hits[: request.rerank], hits[request.rerank :]
-        texts = [" ".join(filter(None, (hit.document["title"], hit.document["snippet"]))) for hit in best]
+        best = found.documents[: request.rerank]
+        texts = [" ".join(filter(None, (document["title"], document["snippet"]))) for document in best]
         call = self._reranker.score.remote(request.query, texts)
         (scores,) = await gather_in_time([call], deadline_s=timer.left_s())
         if scores is None:
-            return hits, []
+            return found, []
         order = np.argsort(-np.asarray(scores), kind="stable").tolist()
-        return [*(best[place] for place in order), *others], [float(scores[place]) for place in order]
+        places = [*order, *range(len(best), len(found))]
+        ordered = found.take(places, [found.scores[place] for place in places])
+        return ordered, [float(scores[place]) for place in order]
 
     # --- canaries -------------------------------------------------------------------------------------
 
-    def _start_canary(self, query: ShardQuery, hits: Sequence[SearchHit], version: str) -> None:
+    def _start_canary(self, query: Query, found: Candidates) -> None:
         """Measure the recall of an answer by an exact search, while the answer is sent."""
         if self._canaries:  # one at a time: exact searches take processor time from the others
             return
-        task = asyncio.create_task(self._run_canary(query, hits, version))
+        task = asyncio.create_task(self._run_canary(query, found))
         self._canaries.add(task)
         task.add_done_callback(self._end_canary)
 
-    async def _run_canary(self, query: ShardQuery, hits: Sequence[SearchHit], version: str) -> None:
-        doc_ids = {hit.document["doc_id"] for hit in hits}
-        exact = replace(query, exact=True)
-        answers = await self._search_shards(exact, RequestTimer(CANARY_DEADLINE_S))
-        best = [hit.document["doc_id"] for hit in self._merge(answers, exact, DEFAULT_JOINING)]
-        if self._on_recall is not None and answers[-1].version == version and best:
-            self._on_recall(sum(doc_id in doc_ids for doc_id in best) / len(best))
+    async def _run_canary(self, query: Query, found: Candidates) -> None:
+        answers = await self._search_shards(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
+        layout = self.versions.content(query.version).layout
+        best = rank(answers, k=query.k, joining=DEFAULT_JOINING, layout=layout)
+        doc_ids = {document["doc_id"] for document in found.documents}
+        if self._on_recall is not None and best.version == found.version and len(best):
+            self._on_recall(sum(document["doc_id"] in doc_ids for document in best.documents) / len(best))
 
     def _end_canary(self, task: asyncio.Task[None]) -> None:
         self._canaries.discard(task)
@@ -306,7 +303,8 @@ class Service:
         if k > (max_k := self._config.limits.max_k):
             raise invalid(f"k is {k}, this server gives up to {max_k} results", "k")
         try:
-            filters.check(where or {}, self.versions.content(version).fields)
+            if where:
+                filters.check(where, self.versions.content(version).fields)
         except SearchError as error:
             raise invalid(str(error), "filter") from None
 
@@ -335,12 +333,12 @@ class Service:
         return query
 
 
-async def _encoded(call: Awaitable[Any], timer: RequestTimer) -> EncodedQueries:
+async def _encoded(call: Awaitable[T], timer: RequestTimer) -> T:
     """An encoder's answer; 503 when there is none in time."""
     (encoded,) = await gather_in_time([call], deadline_s=timer.left_s())
     if encoded is None:
         raise unavailable("the query encoder does not answer: try again")
-    return encoded  # type: ignore[no-any-return]
+    return encoded
 
 
 async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: RequestTimer) -> Any:
@@ -376,25 +374,28 @@ def _unit_vector(values: Sequence[float], dim: int) -> Float[ndarray, "1 dim"]:
     return np.asarray(scaled / np.linalg.norm(scaled), np.float32)
 
 
-def _results(hits: Sequence[SearchHit], scores: Sequence[float], *, explain: bool) -> list[dict[str, Any]]:
-    """Hits as a response shows them; `scores` are the cross-encoder's, of the first hits."""
-    results = [{**hit.document, "score": hit.score} for hit in hits]
-    if explain:
-        for rank, (hit, result) in enumerate(zip(hits, results, strict=True)):
-            result["explain"] = {
-                "dense": hit.dense,
-                "sparse": hit.sparse,
-                "rerank": scores[rank] if rank < len(scores) else None,
-                "shard": hit.shard,
-            }
-    return results
+def _results(found: Candidates, *, k: int) -> list[dict[str, Any]]:
+    """The k best candidates as a response shows them."""
+    pairs = zip(found.documents[:k], found.scores, strict=False)
+    return [{**document, "score": score} for document, score in pairs]
+
+
+def _explain(results: Sequence[dict[str, Any]], found: Candidates, scores: Sequence[float]) -> None:
+    """Add the parts of each score; `scores` are the cross-encoder's, of the first results."""
+    for place, result in enumerate(results):
+        result["explain"] = {
+            "dense": float(found.dense[place]),
+            "sparse": None if found.sparse is None else float(found.sparse[place]),
+            "rerank": scores[place] if place < len(scores) else None,
+            "shard": int(found.shards[place]),
+        }
 
 
 def _response(
-    request_id: str,
+    state: State,
     arm: ServedArm,
     results: list[dict[str, Any]],
-    answers: Sequence[ShardAnswer],
+    found: Candidates,
     timings_ms: dict[str, float],
     *,
     shards: int,
@@ -402,13 +403,13 @@ def _response(
 ) -> dict[str, Any]:
     """A ``messages.SearchResponse`` as a dict: pydantic would validate every hit."""
     return {
-        "request_id": request_id,
+        "request_id": state["request_id"],
         "results": results,
         "arm": arm.name,
-        "index_version": answers[-1].version,
+        "index_version": found.version,
         "personalised": personalised,
         "shards": shards,
-        "shards_answered": sum(answer.shards for answer in answers),
+        "shards_answered": found.searched,
         "timings_ms": timings_ms,
     }
 

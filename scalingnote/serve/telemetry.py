@@ -15,10 +15,10 @@ Serve's environment decides whether and how often a request is traced (docs/guid
 """
 
 import logging
+import os
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -30,6 +30,8 @@ from ray.serve import metrics
 from ray.serve.schema import LoggingConfig
 
 from scalingnote.experiment.access_writer import AccessWriter
+from scalingnote.experiment.config import unit_of
+from scalingnote.serve.messages import index_filter
 
 BUCKETS_MS = [0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 50, 75, 100, 200, 500, 1000, 2000, 5000]
 BUCKETS_RECALL = [0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999]
@@ -141,62 +143,55 @@ def _scraped_lines() -> Iterator[str]:
 # --- the access log ---------------------------------------------------------------------------------------
 
 
-@dataclass
-class SearchRecord:
-    """A search as the access log shows it; it is part of the request's state until the answer."""
-
-    query: str | None
-    k: int
-    filter: Mapping[str, Any] | None
-    unit: str | None  # of the traffic split; None: the request named its arm
-    arm: str
-    response: Mapping[str, Any] = field(default_factory=dict)
+def secret() -> str:
+    """Key of the hash of user ids: the same in all gateways during an experiment."""
+    return os.environ.get("SCALINGNOTE_SECRET", "")
 
 
 class RequestObserver:
-    """Records every answered request in the metrics, and every search in the access log."""
+    """Records every answered request in the metrics, and every search in the access log and its trace."""
 
     def __init__(self, metrics: Metrics, log: AccessWriter | None = None) -> None:
-        self._metrics, self._log = metrics, log
+        self._metrics, self._log, self._secret = metrics, log, secret()
 
     def __call__(self, path: str, state: Mapping[str, Any], status: int, seconds: float) -> None:
-        """Record a request; one over gRPC has the `path` of the same request over HTTP."""
-        record: SearchRecord | None = state.get("record")
-        self._metrics.observe_request(path, status, record.arm if record else "", seconds)
+        """Record a request; one over gRPC has the `path` of the same request over HTTP.
+
+        Of a search the state has the request (`search`), its `arm`, and its `answer` if there was one.
+        """
+        self._metrics.observe_request(path, status, state.get("arm", ""), seconds)
         if "refused" in state:
             self._metrics.count_refusal(state["refused"])
-        if record is None:
-            return
-        if record.response:
-            self._metrics.observe_search(record.response)
-        if self._log is not None:
-            self._log.append(_log_line(path, status, seconds, record, state))
+        if "answer" in state:
+            self._metrics.observe_search(state["answer"])
+            trace_search(state["answer"], seconds)
+        if self._log is not None and "search" in state:
+            self._log.append(self._line(path, status, seconds, state))
 
-
-def _log_line(
-    path: str, status: int, seconds: float, record: SearchRecord, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    response = record.response
-    results = response.get("results", ())
-    return {
-        "time": time.time(),
-        "request_id": state["request_id"],
-        "path": path,
-        "status": status,
-        "arm": record.arm,
-        "unit": record.unit,
-        "query": record.query,
-        "k": record.k,
-        "filter": record.filter,
-        "doc_ids": [hit["doc_id"] for hit in results],
-        "scores": [hit["score"] for hit in results],
-        "personalised": response.get("personalised", False),
-        "index_version": response.get("index_version"),
-        "shards": response.get("shards"),
-        "shards_answered": response.get("shards_answered"),
-        "timings_ms": response.get("timings_ms", {"total": round(1000 * seconds, 3)}),
-        "error": state.get("refused"),
-    }
+    def _line(self, path: str, status: int, seconds: float, state: Mapping[str, Any]) -> dict[str, Any]:
+        request, answer = state["search"], state.get("answer", {})
+        results = answer.get("results", ())
+        # A request that names its arm is in no group of an experiment, even if the split gives the same arm.
+        unit = None if request.arm else unit_of(request.user_id, state["request_id"], secret=self._secret)
+        return {
+            "time": time.time(),
+            "request_id": state["request_id"],
+            "path": path,
+            "status": status,
+            "arm": state["arm"],
+            "unit": unit,
+            "query": request.query,
+            "k": request.k,
+            "filter": index_filter(request.filter),
+            "doc_ids": [hit["doc_id"] for hit in results],
+            "scores": [hit["score"] for hit in results],
+            "personalised": answer.get("personalised", False),
+            "index_version": answer.get("index_version"),
+            "shards": answer.get("shards"),
+            "shards_answered": answer.get("shards_answered"),
+            "timings_ms": answer.get("timings_ms", {"total": round(1000 * seconds, 3)}),
+            "error": state.get("refused"),
+        }
 
 
 # --- traces -----------------------------------------------------------------------------------------------
@@ -212,16 +207,15 @@ def otlp() -> list[SpanProcessor]:
     return [BatchSpanProcessor(OTLPSpanExporter())]
 
 
-def trace_search(response: Mapping[str, Any]) -> None:
-    """Add the steps of a search to the span of its request, if that is recorded."""
+def trace_search(answer: Mapping[str, Any], seconds: float) -> None:
+    """Add the steps of a search that began `seconds` ago to the span of its request, if that is recorded."""
     span = trace.get_current_span()
     if not span.is_recording():
         return
-    span.set_attributes({f"scalingnote.{name}": response[name] for name in TRACED_ATTRIBUTES})
-    timings_ms = response["timings_ms"]
-    start = time.time_ns() - int(1e6 * timings_ms["total"])
+    span.set_attributes({f"scalingnote.{name}": answer[name] for name in TRACED_ATTRIBUTES})
+    start = time.time_ns() - int(1e9 * seconds)
     for step in ("encode", "search", "rerank"):
-        if timings_ms[step]:
-            end = start + int(1e6 * timings_ms[step])
+        if answer["timings_ms"][step]:
+            end = start + int(1e6 * answer["timings_ms"][step])
             _tracer.start_span(step, start_time=start).end(end)
             start = end

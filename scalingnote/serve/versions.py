@@ -18,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 
 from scalingnote.errors import ConfigError, SearchError
-from scalingnote.index.live import versions
 from scalingnote.index.live import versions as live_versions
 from scalingnote.index.shard import Layout
 from scalingnote.serve.access import conflict
@@ -51,24 +50,13 @@ class Version:
         return cls(index.digest[:12], index.uri, layout["documents"], layout["dim"], created)
 
 
-@dataclass(frozen=True)
-class ServedVersions:
-    """The versions that are served: the active one first, then those that were active before it."""
-
-    versions: tuple[Version, ...]
-
-    @property
-    def active(self) -> Version:
-        """The version that new requests are answered from."""
-        return self.versions[0]
-
-    def named(self, name: str) -> Version:
-        """A kept version; SearchError when there is none of that name."""
-        for version in self.versions:
-            if version.name == name:
-                return version
-        kept = ", ".join(version.name for version in self.versions)
-        raise SearchError(f"no version {name!r}: kept are {kept}; to serve another index, send its uri")
+def named(versions: Sequence[Version], name: str) -> Version:
+    """The version of this name; SearchError when there is none."""
+    for version in versions:
+        if version.name == name:
+            return version
+    kept = ", ".join(version.name for version in versions)
+    raise SearchError(f"no version {name!r}: kept are {kept}; to serve another index, send its uri")
 
 
 # --- catalogs ---------------------------------------------------------------------------------------------
@@ -86,13 +74,13 @@ class Catalog:
     kept: int = 2
     pinned: tuple[Version, ...] = ()  # of arms that name an index: served whichever version is active
 
-    def read(self) -> ServedVersions:
-        """The versions that are served now."""
+    def read(self) -> tuple[Version, ...]:
+        """The versions that are served now, the active one first."""
         activated = self._activated()
         names = {version.name for version in activated}
-        return ServedVersions((*activated, *(each for each in self.pinned if each.name not in names)))
+        return *activated, *(each for each in self.pinned if each.name not in names)
 
-    def activate(self, version: Version) -> ServedVersions:
+    def activate(self, version: Version) -> tuple[Version, ...]:
         """Make a version the active one, and keep up to `kept` versions, those active most recently.
 
         ConfigError without a `state`, or when the version's embeddings have another dimension.
@@ -100,10 +88,10 @@ class Catalog:
         if self.state is None:
             raise ConfigError("no index can be activated: set serve.state to a folder that all nodes reach")
         before = self.read()
-        if version.dim != before.active.dim:
+        if version.dim != before[0].dim:
             raise ConfigError(
                 f"index {version.name} has embeddings of dim {version.dim}, the query tower of "
-                f"{before.active.dim}: not a pair"
+                f"{before[0].dim}: not a pair"
             )
         others = [each for each in self._activated() if each.name != version.name]
         content = {"versions": [asdict(each) for each in (version, *others)[: self.kept]]}
@@ -137,18 +125,16 @@ class LiveCatalog:
         """The folder that remembers the active version."""
         return self.folder
 
-    def read(self) -> ServedVersions:
+    def read(self) -> tuple[Version, ...]:
         """The versions that are kept, the current one first."""
-        if not versions.register_exists(self.folder):
+        if not live_versions.register_exists(self.folder):
             live_versions.current(self.folder, self.index)  # creates the registry
         listed = sorted(live_versions.listing(self.folder), key=lambda v: (not v.current, -v.number))
-        return ServedVersions(
-            tuple(Version(str(v.number), v.uri, v.documents, self.dim, v.created) for v in listed)
-        )
+        return tuple(Version(str(v.number), v.uri, v.documents, self.dim, v.created) for v in listed)
 
-    def activate(self, version: Version) -> ServedVersions:
+    def activate(self, version: Version) -> tuple[Version, ...]:
         """Make a kept version the current one; each of them has every write."""
-        kept = {each.name: each for each in self.read().versions}.get(version.name)
+        kept = {each.name: each for each in self.read()}.get(version.name)
         if kept is None or kept.uri != version.uri:
             raise SearchError(
                 f"{version.uri} is no version of this live index, which changes only to versions that its "
@@ -160,7 +146,7 @@ class LiveCatalog:
 
     def previous(self) -> Version:
         """The newest version that is not current; SearchError when none is kept."""
-        others = self.read().versions[1:]
+        others = self.read()[1:]
         if not others:
             raise SearchError("no other version is kept: there is nothing to roll back to")
         return others[0]
@@ -204,14 +190,14 @@ class Versions:
     async def start(self) -> None:
         """Read which versions are served, and what they hold."""
         served = await asyncio.to_thread(self._catalog.read)
-        for version in served.versions:
+        for version in served:
             await self._describe(version)
-        self.served: ServedVersions = served
+        self.served = served
 
     @property
     def active(self) -> Version:
         """The version that new requests are answered from."""
-        return self.served.active
+        return self.served[0]
 
     def content(self, name: str) -> VersionContent:
         """The content of an open version."""
@@ -219,7 +205,7 @@ class Versions:
 
     def named(self, name: str) -> Version:
         """A kept version; SearchError when there is none of that name."""
-        return self._catalog.read().named(name)
+        return named(self._catalog.read(), name)
 
     def previous(self) -> Version:
         """The version to roll back to; SearchError when none is kept."""
@@ -237,9 +223,9 @@ class Versions:
     async def follow(self) -> None:
         """Change to the version that another gateway has activated, if it has."""
         served = await asyncio.to_thread(self._catalog.read)
-        if served.active.name != self.active.name:
+        if served[0].name != self.active.name:
             async with self._changing:
-                await self._open(served.active)
+                await self._open(served[0])
                 self.served = served
 
     async def _change_to(self, version: Version) -> None:

@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 
 import scalingnote.serve
 from scalingnote.errors import SearchError
-from scalingnote.search.candidates import SearchHit
+from scalingnote.search.searcher import SearchHit
 
 PAGE = Path(scalingnote.serve.__file__).parent / "page"
 # Everything the page is made of comes from its own server, and no text becomes markup.

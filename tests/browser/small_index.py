@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from scalingnote.index import ivf, shard
+from scalingnote.index import families, ivf, shard
 from scalingnote.index.config import Flat
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage.arrow import l2_normalize
@@ -54,7 +54,7 @@ def build(rows: Sequence[Mapping[str, Any]], *, fields: Sequence[str], width: in
         name: lambda text, half=half, at=at: np.pad(half(text), (at * width, (1 - at) * width))
         for at, (name, half) in enumerate(halves.items())
     }
-    shared = ivf.train(matrix, Flat(), nlist=1, iterations=1, seed=0)
+    shared = families.train(matrix, Flat(), nlist=1, iterations=1, seed=0)
     bounds = [len(rows) * number // shards for number in range(shards + 1)]
     tables, opened = [], []
     for number, (start, stop) in enumerate(pairwise(bounds)):

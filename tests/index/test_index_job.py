@@ -181,3 +181,23 @@ def test_nprobe_is_tuned_on_queries_of_the_query_tower(
     found = [[int(result.doc_id[1:]) for result in results] for results in searcher.search(asked, k=10)]
     shares = [len({kept[i] for i in e} & set(f)) / 10 for e, f in zip(exact.tolist(), found, strict=True)]
     assert layout["recall"] == pytest.approx(np.mean(shares), abs=1e-4)
+
+
+def test_a_sample_of_the_shards_tunes_by_its_own_exact_answers(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_ray(monkeypatch)
+    asked = queries(corpus.matrix, 30)
+    monkeypatch.setattr(job, "_queries", lambda *_: asked)
+    tuning = Tuning(recall=0.9, k=10, shards=2)
+    config = CONFIG.model_copy(update={"nprobe": None, "shards": 4, "tuning": tuning})
+    index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
+    assert index.manifest.info["tuning_sample"] == {"shards": [0, 2], "documents": 318, "queries": 30}
+    kept = [i for i in range(640) if i not in (5, 639)]
+    rows = [kept[row] for row in (*range(159), *range(319, 478))]  # of shards 0 and 2
+    exact = topk.search(asked, corpus.matrix[rows], k=10)[1]
+    found = Searcher.open(index.uri, shards=[0, 2]).search(asked, k=10)
+    own = [[int(result.doc_id[1:]) for result in results] for results in found]
+    shares = [len({rows[i] for i in e} & set(f)) / 10 for e, f in zip(exact.tolist(), own, strict=True)]
+    assert index.read_json("index.json")["recall"] == pytest.approx(np.mean(shares), abs=1e-4)
+    assert not list(Path(index.uri).rglob("exact/00001.npz"))

@@ -1,5 +1,6 @@
 from itertools import pairwise
 
+import faiss
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,8 +8,8 @@ from hypothesis import strategies as st
 
 from scalingnote import topk
 from scalingnote.errors import ConfigError
-from scalingnote.index import ivf
-from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
+from scalingnote.index import families, ivf
+from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, IndexConfig, RaBitQ, ScalarQuantized
 from synthetic_corpus import queries, vectors
 
 DIM, LISTS = 24, 12
@@ -28,11 +29,11 @@ def asked(documents: np.ndarray) -> np.ndarray:
     return queries(documents, 40)
 
 
-def _train(documents: np.ndarray, family: Family) -> ivf.Quantizer:
-    return ivf.train(documents, family, **SETTINGS)
+def _train(documents: np.ndarray, family: Family) -> families.Quantizer:
+    return families.train(documents, family, **SETTINGS)
 
 
-def _filled(quantizer: ivf.Quantizer, *pieces: np.ndarray) -> ivf.Lists:
+def _filled(quantizer: families.Quantizer, *pieces: np.ndarray) -> ivf.Lists:
     lists = ivf.empty(quantizer)
     for piece in pieces:
         ivf.add(lists, piece)
@@ -106,7 +107,7 @@ def test_merged_shards_equal_one_index(family: Family, documents: np.ndarray, as
         rows.append(np.where(found[1] < 0, -1, found[1] + start))
     merged = topk.merge(np.concatenate(scores, axis=1), np.concatenate(rows, axis=1), k=15)
     np.testing.assert_allclose(merged[0], whole[0], atol=1e-6)
-    if ivf.refine_of(family) != "none":  # codes alone tie, and a tie at the last place is anyone's
+    if families.refine_of(family) != "none":  # codes alone tie, and a tie at the last place is anyone's
         np.testing.assert_array_equal(merged[1], whole[1])
 
 
@@ -121,7 +122,7 @@ def test_shards_merged_in_memory_are_one_index(
     assert len(merged) == len(documents)
     found = _search(merged, asked, k=15, nprobe=4)
     np.testing.assert_array_equal(found[0], whole[0])
-    if ivf.refine_of(family) != "none":
+    if families.refine_of(family) != "none":
         np.testing.assert_array_equal(found[1], whole[1])
 
 
@@ -147,7 +148,7 @@ def test_scoring_all_rows_equals_exact_search_of_them(rows: list[int], k: int) -
 
 
 _DOCUMENTS = vectors(1200, DIM)
-_FLAT = _filled(ivf.train(_DOCUMENTS, Flat(), nlist=1, iterations=1, seed=0), _DOCUMENTS)
+_FLAT = _filled(families.train(_DOCUMENTS, Flat(), nlist=1, iterations=1, seed=0), _DOCUMENTS)
 
 
 @by_kind
@@ -158,7 +159,7 @@ def test_files_give_back_the_shard_without_the_shared_centroids(
     lists = _filled(quantizer, documents[:700], documents[700:])
     files = ivf.dump_files(lists)
     again = ivf.load(
-        ivf.parse(ivf.dump(ivf.coarse_of(quantizer.centroids))),
+        families.parse(quantizer.coarse),
         None if lists.index is None else files[0],
         None if lists.kept is None else files[-1],
     )
@@ -212,7 +213,7 @@ def test_settings_that_cannot_be_trained_are_refused(
     family: Family, nlist: int, message: str, documents: np.ndarray
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        ivf.train(documents[:20], family, nlist=nlist, iterations=1, seed=0)
+        families.train(documents[:20], family, nlist=nlist, iterations=1, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -220,9 +221,68 @@ def test_settings_that_cannot_be_trained_are_refused(
     [(1, 1, 1), (390, 390, 10), (10_000, 10_000, 256), (10**6, 39_000, 1000)],
 )
 def test_default_nlist_is_four_roots_bounded_by_the_sample(documents: int, trained: int, nlist: int) -> None:
-    assert ivf.default_nlist(documents, train_documents=trained) == nlist
+    assert families.default_nlist(documents, train_documents=trained) == nlist
 
 
 def test_sub_quantizers_divide_the_dimension() -> None:
-    assert [ivf.sub_quantizers(IVFPQ(), dim) for dim in (1, 6, 30, 128, 768)] == [1, 1, 6, 32, 192]
-    assert [ivf.sub_quantizers(FastScan(), dim) for dim in (1, 6, 30, 128)] == [1, 3, 15, 64]
+    assert [families.sub_quantizers(IVFPQ(), dim) for dim in (1, 6, 30, 128, 768)] == [1, 1, 6, 32, 192]
+    assert [families.sub_quantizers(FastScan(), dim) for dim in (1, 6, 30, 128)] == [1, 3, 15, 64]
+
+
+@pytest.mark.parametrize("count", [64, 100, 777])
+def test_two_levels_give_every_list_and_nearly_the_same_clusters(count: int) -> None:
+    documents = vectors(3000, DIM)
+    asked = {"iterations": 6, "seed": 0}
+    split, plain = (
+        families._two_levels(documents, count, **asked),
+        families._kmeans(documents, count, **asked),
+    )
+    assert split.shape == (count, DIM)
+    energy = [float((1 - (documents @ centroids.T).max(axis=1)).mean()) for centroids in (split, plain)]
+    assert energy[0] < 1.1 * energy[1]
+
+
+def test_centroids_are_divided_by_size_and_each_cluster_has_one() -> None:
+    shares = families._shares(np.array([100, 1, 0, 2, 50]), 40)
+    assert shares.sum() == 40
+    assert shares[[1, 2]].tolist() == [1, 0]
+    assert 0 < shares[3] <= 2
+    assert shares[0] > shares[4] > shares[3]
+    assert families._shares(np.array([3, 3, 90]), 3).tolist() == [1, 1, 1]
+
+
+def test_many_centroids_are_found_in_a_graph_and_all_lists_by_comparison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents = vectors(2000, DIM)
+    flat = families.train(documents, FastScan(), nlist=128, iterations=4, seed=0)
+    monkeypatch.setattr(families, "GRAPH_LISTS", 100)
+    graph, again = (families.train(documents, FastScan(), nlist=128, iterations=4, seed=0) for _ in range(2))
+    assert graph == again
+    np.testing.assert_array_equal(graph.centroids, flat.centroids)
+    asked = queries(documents, 40)
+    coarse = families.parse(flat.coarse), families.parse(graph.coarse)
+    assert isinstance(coarse[1], faiss.IndexHNSW)
+    few, every = ([ivf.choose_lists(asked, each, nprobe=n)[1] for each in coarse] for n in (8, 128))
+    assert (few[0] == few[1]).mean() > 0.95
+    np.testing.assert_array_equal(*every)
+    lists = [ivf.empty(each) for each in (flat, graph)]
+    for each in lists:
+        ivf.add(each, documents)
+    found = [
+        ivf.search(
+            each, asked, chosen=ivf.choose_lists(asked, each.coarse, nprobe=128), k=10, refine_factor=8
+        )
+        for each in lists
+    ]
+    assert (found[0][1] == found[1][1]).mean() > 0.99
+
+
+def test_the_training_sample_grows_with_the_lists_as_far_as_allowed() -> None:
+    config = IndexConfig(train_documents=1_000_000)
+    assert families.sample_size(config, 50_000, nlist=100) == 50_000
+    assert families.sample_size(config, 10**7, nlist=100) == 200_000
+    assert families.sample_size(config, 10**7, nlist=10_000) == 390_000
+    assert families.sample_size(config, 10**8, nlist=40_000) == 1_000_000
+    assert families.default_nlist(10**8, train_documents=1_000_000) == 1_000_000 // 39
+    assert families.default_nlist(10**14, train_documents=10**9) == 1 << 20

@@ -1,10 +1,11 @@
 import logging
+from functools import partial, reduce
 
 import numpy as np
 import pytest
 
 from scalingnote import topk
-from scalingnote.index import ivf, tuning
+from scalingnote.index import families, ivf, tuning
 from scalingnote.index.config import FastScan
 from scalingnote.index.tuning import OperatingPoint
 from scalingnote.search import scan
@@ -17,7 +18,7 @@ def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
     documents = vectors(1500, DIM)
     asked = queries(documents, 30)
     exact = topk.search(asked, documents, k=10)[1]
-    quantizer = ivf.train(documents, FastScan(), nlist=LISTS, iterations=4, seed=0)
+    quantizer = families.train(documents, FastScan(), nlist=LISTS, iterations=4, seed=0)
     bounds = [0, 400, 1500]
     shards = [ivf.empty(quantizer) for _ in bounds[1:]]
     for lists, start, stop in zip(shards, bounds, bounds[1:], strict=False):
@@ -31,7 +32,8 @@ def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
         ]
     whole = ivf.merge(shards)
     for nprobe, found in shares.items():
-        for point in tuning.measure(found, exact, nprobe=nprobe, factors=[1, 4]):
+        together = reduce(partial(tuning.joined, depth=10 * 4), found)
+        for point in tuning.measure(together, exact, nprobe=nprobe, factors=[1, 4]):
             factor = point.refine_factor
             _, rows = scan.search([whole], asked, k=10, nprobe=nprobe, refine_factor=factor)
             assert point.recall == pytest.approx(tuning.recall(rows, exact), abs=1e-4)
@@ -39,7 +41,7 @@ def test_what_is_measured_is_what_a_searcher_of_all_shards_finds() -> None:
 
 def test_scanned_codes_are_counted() -> None:
     documents = vectors(300, DIM)
-    quantizer = ivf.train(documents, FastScan(), nlist=4, iterations=4, seed=0)
+    quantizer = families.train(documents, FastScan(), nlist=4, iterations=4, seed=0)
     lists = ivf.empty(quantizer)
     ivf.add(lists, documents)
     sizes = np.bincount(topk.search(documents, quantizer.centroids, k=1)[1][:, 0], minlength=4)

@@ -83,7 +83,7 @@ def test_the_weight_is_the_best_of_all_documents_scored(
     searcher = Searcher.open(index.uri)
     rows_of = SparseQuery.load(towers.directory("sparse_query")).encode(texts)
     own, same, other = (
-        searcher.search_both(asked, rows_of, k=9, joining=Joining(dense_weight=weight))
+        searcher.search(asked, rows_of, k=9, joining=Joining(dense_weight=weight))
         for weight in (None, expected.dense_weight, 1 - expected.dense_weight / 2)
     )
     assert own == same != other
@@ -104,7 +104,6 @@ def test_without_judgements_nothing_is_tuned(
     searcher, terms = Searcher.open(index.uri), SparseQuery.load(towers.directory("sparse_query"))
     asked = corpus.matrix[:1], terms.encode(["1 2"])
     plain, half = (
-        searcher.search_both(*asked, k=5, joining=joining)
-        for joining in (Joining(), Joining(dense_weight=0.5))
+        searcher.search(*asked, k=5, joining=joining) for joining in (Joining(), Joining(dense_weight=0.5))
     )
     assert plain == half

@@ -66,7 +66,7 @@ def test_stages_give_the_same_artifacts_there_as_here(
     remote, local = Searcher.open(f"{bucket}/run/index"), Searcher.open(f"{tmp_path}/index")
     assert remote.search(asked, k=5) == local.search(asked, k=5)
     first = remote.search(asked, k=1)[0][0]
-    assert remote.document(first)["doc_id"] == first.doc_id
+    assert first.document["doc_id"] == first.doc_id
 
 
 def test_damage_to_a_remote_part_is_refused(bucket: str) -> None:

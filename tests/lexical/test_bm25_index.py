@@ -65,10 +65,10 @@ def test_an_index_takes_its_terms_from_bm25_whatever_the_embeddings_have(
     twin = BM25.build(document_texts(documents))
     terms = SparseQuery.load(words.directory("sparse_query")).encode(texts)
     searcher = Searcher.open(index.uri)
-    found = searcher.search_both(asked, terms, k=100, joining=Joining(dense_weight=0))
+    found = searcher.search(asked, terms, k=100, joining=Joining(dense_weight=0))
     for query, results in zip(texts, found, strict=True):
         scores = np.delete(twin.scores(query), MISSING)
         expected = np.sort(scores / scores.max())[::-1][:100]
         np.testing.assert_allclose([result.score for result in results], expected, rtol=2e-3)
-    best = [results[0].doc_id for results in searcher.search_both(asked, terms, k=1)]
+    best = [results[0].doc_id for results in searcher.search(asked, terms, k=1)]
     assert best == judged[1]

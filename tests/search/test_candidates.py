@@ -5,7 +5,7 @@ import pytest
 
 from scalingnote.hybrid import Joining
 from scalingnote.index.shard import Layout
-from scalingnote.search.candidates import ShardCandidates, merge_candidates
+from scalingnote.search.searcher import Candidates, rank
 
 DOCUMENTS, CANDIDATES, K = 400, 10, 10
 LAYOUT = Layout(
@@ -25,12 +25,12 @@ LAYOUT = Layout(
 )
 
 
-def found(dense: np.ndarray, sparse: np.ndarray, held: np.ndarray) -> ShardCandidates:
+def found(dense: np.ndarray, sparse: np.ndarray, held: np.ndarray) -> Candidates:
     """The candidates of either kind of a searcher that holds some documents."""
     best = [held[np.argsort(-scores[held], kind="stable")[:CANDIDATES]] for scores in (dense, sparse)]
     ids = np.union1d(best[0], best[1][sparse[best[1]] > 0])
     documents = [{"doc_id": f"d{number}"} for number in ids]
-    return ShardCandidates(ids, ids % 4, dense[ids], sparse[ids], documents)
+    return Candidates(ids, ids % 4, dense[ids], sparse[ids], documents, 1)
 
 
 @pytest.mark.parametrize("kind", ["interpolation", "reciprocal_rank"])
@@ -41,7 +41,7 @@ def test_four_searchers_answer_as_one_does(kind: str) -> None:
         dense = rng.random(DOCUMENTS, np.float32)
         sparse = np.maximum(rng.standard_normal(DOCUMENTS), 0).astype(np.float32)
         everything = np.arange(DOCUMENTS)
-        one = merge_candidates([found(dense, sparse, everything)], k=K, joining=joining, layout=LAYOUT)
+        one = rank([found(dense, sparse, everything)], k=K, joining=joining, layout=LAYOUT).hits()
         searchers = [found(dense, sparse, everything[everything % 4 == number]) for number in (2, 0, 3, 1)]
-        assert merge_candidates(searchers, k=K, joining=joining, layout=LAYOUT) == one
+        assert rank(searchers, k=K, joining=joining, layout=LAYOUT).hits() == one
         assert len(one) == K

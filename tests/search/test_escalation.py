@@ -1,11 +1,10 @@
-"""Escalation on arrays small enough to compute by hand, and put together over an exact search."""
+"""Escalation on arrays small enough to compute by hand."""
 
 import numpy as np
 import pytest
 
-from scalingnote import topk
-from scalingnote.errors import ConfigError, SearchError
-from scalingnote.search.escalation import Escalation, EscalationPoint, curve, doubt, rerank, threshold
+from scalingnote.errors import ConfigError
+from scalingnote.search.escalation import EscalationPoint, curve, doubt, threshold
 
 INF = float("inf")
 
@@ -51,14 +50,6 @@ def test_threshold_errors():
     assert threshold(np.empty(0), 0.0) == INF
 
 
-def test_rerank_orders_by_the_teacher():
-    documents = np.array([[[1.0, 0], [0, 1], [1, 0], [9, 9]], [[0, 1], [1, 0], [0.5, 0.5], [0, 2]]])
-    ids = np.array([[7, 3, 5, -1], [4, 3, 2, 1]])
-    scores, order = rerank(np.array([[1.0, 0], [0, 1]]), documents, ids)
-    assert scores.tolist() == [[1, 1, 0, -INF], [2, 1, 0.5, 0]]
-    assert np.take_along_axis(ids, order, axis=1).tolist() == [[5, 7, 3, -1], [1, 4, 2, 3]]
-
-
 def test_curve():
     doubts = np.array([-0.3, -0.1, -0.2, -0.4])
     student, teacher = np.array([[0], [0], [1], [1]]), np.array([[1], [1], [0], [1]])
@@ -92,94 +83,3 @@ def test_curve_tuned_on_other_queries():
         held_out=np.array([-0.05, -0.35]),
     )
     assert point == EscalationPoint(0.5, 0.75, 1.0, 1.5)
-
-
-class Numbers:
-    """An encoder of numbers: their embeddings are rows of a matrix. It keeps what it was asked."""
-
-    def __init__(self, rows):
-        self.rows, self.asked = rows, []
-
-    def __call__(self, texts):
-        self.asked.append(list(texts))
-        return self.rows[[int(text) for text in texts]]
-
-
-@pytest.fixture
-def parts():
-    rng = np.random.default_rng(0)
-    documents = rng.normal(size=(40, 6))
-    documents /= np.linalg.norm(documents, axis=1, keepdims=True)
-    teacher = rng.normal(size=(20, 6))
-    student = teacher + 0.5 * rng.normal(size=(20, 6))
-    return documents, Numbers(student), Numbers(teacher)
-
-
-def escalation(parts, **knobs):
-    documents, student, teacher = parts
-    return Escalation(
-        student=student,
-        teacher=teacher,
-        search=lambda queries, k: topk.search(queries, documents, k=k),
-        embeddings=lambda ids: documents[ids],
-        **knobs,
-    )
-
-
-QUERIES = [str(number) for number in range(20)]
-
-
-def test_no_query_escalates_by_default(parts):
-    documents, student, teacher = parts
-    answer = escalation(parts).answer(QUERIES, k=5)
-    assert not answer.escalated.any()
-    assert teacher.asked == []
-    assert (answer.ids == topk.search(student.rows, documents, k=5)[1]).all()
-
-
-def test_every_query_escalated_over_all_documents_is_the_teachers_search(parts):
-    documents, _, teacher = parts
-    answer = escalation(parts).tuned([], 1.0).answer(QUERIES, k=5)
-    unit = teacher.rows / np.linalg.norm(teacher.rows, axis=1, keepdims=True)
-    scores, ids = topk.search(unit, documents, k=5)
-    assert answer.escalated.all()
-    assert (answer.ids == ids).all()
-    np.testing.assert_allclose(answer.scores, scores, atol=1e-12)
-
-
-def test_a_share_escalates_and_the_others_keep_their_order(parts):
-    made = escalation(parts, depth=10).tuned(QUERIES, 0.3)
-    teacher = parts[2]
-    plain, answer = escalation(parts).answer(QUERIES, k=5), made.answer(QUERIES, k=5)
-    assert answer.escalated.sum() == 6
-    assert teacher.asked == [[query for query, asked in zip(QUERIES, answer.escalated, strict=True) if asked]]
-    assert (answer.ids[~answer.escalated] == plain.ids[~answer.escalated]).all()
-    ten = escalation(parts).answer(QUERIES, k=10).ids
-    assert all(set(found) <= set(best) for found, best in zip(answer.ids, ten, strict=True))
-
-
-def test_candidates_that_are_missing_stay_last(parts):
-    documents, student, teacher = parts
-
-    def search(queries, k):
-        scores, ids = topk.search(queries, documents[:4], k=k)
-        scores[:, 3:], ids[:, 3:] = -np.inf, -1
-        scores[0, 1:], ids[0, 1:] = -np.inf, -1
-        return scores, ids
-
-    made = Escalation(student, teacher, search, lambda ids: documents[ids], threshold=-INF)
-    answer = made.answer(QUERIES, k=10)
-    assert answer.ids.shape == (20, 4)
-    assert (answer.ids[:, 3] == -1).all()
-    assert answer.escalated.tolist() == [False] + [True] * 19
-    assert (np.diff(answer.scores[1:, :3]) <= 0).all()
-
-
-def test_errors(parts):
-    with pytest.raises(SearchError, match="at least 1"):
-        escalation(parts).answer(QUERIES, k=0)
-    documents, student, _ = parts
-    narrow = Numbers(np.ones((20, 3)))
-    with pytest.raises(SearchError, match="3 dimensions, the documents' 6"):
-        escalation((documents, student, narrow), threshold=-INF).answer(QUERIES, k=3)
-    assert escalation(parts, threshold=-INF).answer([], k=3).ids.shape == (0, 3)

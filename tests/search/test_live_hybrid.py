@@ -76,8 +76,8 @@ def _agree(live: LiveIndex, truth: dict[str, Document], uri: str) -> None:
     for joining in JOININGS:
         for where in (None, {"topic": [f"topic 0 of d{i}" for i in range(0, 80, 3)]}):
             knobs = {"k": 9, "joining": joining, "where": where}
-            found = LiveSearcher(live).search_both(ASKED, TERMS, **knobs)
-            expected = anew.search_both(ASKED, TERMS, **knobs)
+            found = LiveSearcher(live).search(ASKED, TERMS, **knobs)
+            expected = anew.search(ASKED, TERMS, **knobs)
             for hits, results in zip(found, expected, strict=True):
                 np.testing.assert_allclose([h.score for h in hits], [r.score for r in results], atol=1e-6)
                 if joining.kind == "interpolation":  # sums of ranks hang on how ties were ranked
@@ -145,7 +145,7 @@ def test_a_version_holds_the_terms_of_what_was_written(built: Artifact, tmp_path
     terms, asked = Searcher.open(version.uri), Searcher.open(f"{tmp_path}/before")
     joining = Joining(candidates=30)
     for one, other in zip(
-        *(each.search_both(ASKED, TERMS, k=9, joining=joining) for each in (terms, asked)), strict=True
+        *(each.search(ASKED, TERMS, k=9, joining=joining) for each in (terms, asked)), strict=True
     ):
         assert [(r.doc_id, pytest.approx(r.score)) for r in one] == [(r.doc_id, r.score) for r in other]
 
@@ -176,7 +176,7 @@ def test_terms_are_optional_and_bad_ones_set_their_row_aside(built: Artifact, tm
     plain.upsert(documents, NEW[:4])  # further columns are left out
     assert len(plain) == 5
     with pytest.raises(SearchError, match="this index has no terms"):
-        LiveSearcher(plain).search_both(ASKED, TERMS, k=3)
+        LiveSearcher(plain).search(ASKED, TERMS, k=3)
 
 
 def test_an_exact_search_by_both_misses_nothing_that_few_lists_miss(built: Artifact, tmp_path: Path) -> None:

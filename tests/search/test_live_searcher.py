@@ -11,8 +11,7 @@ from scalingnote.hybrid import Joining
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.index.live.index import LiveIndex
-from scalingnote.search.candidates import merge_candidates
-from scalingnote.search.searcher import LiveSearcher
+from scalingnote.search.searcher import LiveSearcher, rank
 from synthetic_corpus import Corpus, queries, vectors
 
 EXACT = IndexConfig(
@@ -58,7 +57,7 @@ def test_searches_see_what_was_written_deleted_merged_and_compacted(
             for one, hits in zip(
                 searcher.find(asked, k=8, where=where, nprobe=1, exact=True), found, strict=True
             ):
-                merged = merge_candidates([one], k=8, joining=Joining(), layout=searcher.layout)
+                merged = rank([one], k=8, joining=Joining(), layout=searcher.layout).hits()
                 assert [(hit.score, hit.document) for hit in merged] == [(h.score, h.document) for h in hits]
         for name in ("d7", "n3", "d149", "nothing"):  # replaced, new, as it was built, never there
             vector, topic = truth.get(name, (None, None))

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from scalingnote import topk
-from scalingnote.index import ivf
+from scalingnote.index import families, ivf
 from scalingnote.index.config import Family, FastScan, RaBitQ, ScalarQuantized
 from scalingnote.index.shard import DOCUMENTS, Layout, Shard
 from scalingnote.search.searcher import Searcher
@@ -18,7 +18,7 @@ ASKED = queries(MATRIX, 6)
 
 
 def _searcher(family: Family) -> Searcher:
-    shared = ivf.train(MATRIX[::20], family, nlist=LISTS, iterations=2, seed=0)
+    shared = families.train(MATRIX[::20], family, nlist=LISTS, iterations=2, seed=0)
     shards = []
     for number, rows in enumerate(np.array_split(np.arange(COUNT), 2)):
         lists = ivf.empty(shared)
@@ -26,7 +26,7 @@ def _searcher(family: Family) -> Searcher:
         columns = {name: pa.array([""] * len(rows)) for name in DOCUMENTS.names}
         columns |= {"doc_id": pa.array(rows.astype(str)), "price": pa.array(PRICES[rows])}
         shards.append(Shard(number, lists, pa.table(columns)))
-    refine = ivf.refine_of(family)
+    refine = families.refine_of(family)
     layout = Layout(
         *(DIM, COUNT, len(shards), family.kind, refine, LISTS),
         nprobe=1,
@@ -51,8 +51,8 @@ def test_rare_documents_are_found(family: Family) -> None:
             found = searcher.search(ASKED, k=k, where={"price": {"max": bound - 1}})
             rows = [[int(result.doc_id) for result in line] for line in found]
             assert [len({*line} & {*left.tolist()}) for line in rows] == [min(k, len(left))] * len(ASKED)
-            if bound <= 50 and ivf.refine_of(family) == "flat":
+            if bound <= 50 and families.refine_of(family) == "flat":
                 assert rows == left[topk.search(ASKED, MATRIX[left], k=k)[1]].tolist()
-        if bound <= 50 and ivf.refine_of(family) == "sq8":
+        if bound <= 50 and families.refine_of(family) == "sq8":
             best = left[topk.search(ASKED, MATRIX[left], k=1)[1][:, 0]]
             assert [line[0] for line in rows] == best.tolist()

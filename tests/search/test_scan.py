@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalingnote import topk
-from scalingnote.index import ivf
+from scalingnote.index import families, ivf
 from scalingnote.index.config import Family, FastScan, Flat, ScalarQuantized
 from scalingnote.search import scan
 from synthetic_corpus import queries, vectors
@@ -16,7 +16,7 @@ DOCUMENTS = vectors(COUNT, DIM)
 
 
 def _segments(family: Family) -> list[ivf.Lists]:
-    quantizer = ivf.train(
+    quantizer = families.train(
         DOCUMENTS, family, nlist=1 if isinstance(family, Flat) else LISTS, iterations=4, seed=0
     )
     segments = []

@@ -8,12 +8,11 @@ import pytest
 from scalingnote import topk
 from scalingnote.errors import ArtifactError, SearchError
 from scalingnote.hybrid import Joining
-from scalingnote.index import ivf, job
+from scalingnote.index import families, ivf, job
 from scalingnote.index.config import FastScan, Flat, IndexConfig
 from scalingnote.index.shard import Layout, Shard
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.candidates import ShardCandidates, merge_candidates
-from scalingnote.search.searcher import Searcher
+from scalingnote.search.searcher import Candidates, Searcher, rank
 from synthetic_corpus import Corpus, queries, vectors
 
 # Every list is scanned and every document re-ranked by its floats: the index leaves nothing to chance.
@@ -71,9 +70,7 @@ def test_what_searchers_of_some_shards_find_merges_to_what_one_of_all_finds(
     others = [Searcher.open(uri, shards=numbers) for numbers in ([0], [1, 2])]
     answers = [other.find(asked, k=10) for other in others]
     for query, results in enumerate(searcher.search(asked, k=10)):
-        merged = merge_candidates(
-            [a[query] for a in answers], k=10, joining=Joining(), layout=searcher.layout
-        )
+        merged = rank([a[query] for a in answers], k=10, joining=Joining(), layout=searcher.layout).hits()
         assert [(hit.document["doc_id"], hit.score, hit.shard) for hit in merged] == [
             (result.doc_id, result.score, result.shard) for result in results
         ]
@@ -106,7 +103,7 @@ def test_a_result_leads_to_its_document(searcher: Searcher, corpus: Corpus) -> N
     result = searcher.search(corpus.matrix[400:401], k=1)[0][0]
     assert (result.doc_id, result.shard) == ("d400", 1)
     assert result.score == pytest.approx(1.0, abs=1e-5)
-    assert searcher.document(result) == {
+    assert result.document == {
         "doc_id": "d400",
         "title": "Title 400",
         "topic": "topic 1",
@@ -123,10 +120,8 @@ def test_searchers_of_single_shards_merge_to_the_whole_in_any_order(
     layout, joining = searcher.layout, Joining()
     for query in asked:
         found = [part.find(query[None], k=12)[0] for part in parts]
-        merged = merge_candidates(found, k=12, joining=joining, layout=layout)
-        assert merged == merge_candidates(
-            searcher.find(query[None], k=12), k=12, joining=joining, layout=layout
-        )
+        merged = rank(found, k=12, joining=joining, layout=layout).hits()
+        assert merged == rank(searcher.find(query[None], k=12), k=12, joining=joining, layout=layout).hits()
         assert [hit.document["doc_id"] for hit in merged] == [
             result.doc_id for result in searcher.search(query[None], k=12)[0]
         ]
@@ -147,14 +142,14 @@ def test_nprobe_is_chosen_per_search_and_bounded_by_the_lists(
 
 
 def test_of_equal_scores_the_lower_id_comes_first(searcher: Searcher) -> None:
-    def answer(scores: list[float], ids: list[int]) -> ShardCandidates:
+    def answer(scores: list[float], ids: list[int]) -> Candidates:
         documents = [{"doc_id": str(number)} for number in ids]
-        return ShardCandidates(
-            np.array(ids), np.zeros(len(ids), int), np.array(scores, np.float32), None, documents
+        return Candidates(
+            np.array(ids), np.zeros(len(ids), int), np.array(scores, np.float32), None, documents, 1
         )
 
     answers = [answer([0.5, 0.5], [40, 47]), answer([0.5, 0.9, 0.5], [28, 29, 23])]
-    merged = merge_candidates(answers, k=4, joining=Joining(), layout=searcher.layout)
+    merged = rank(answers, k=4, joining=Joining(), layout=searcher.layout).hits()
     assert [hit.document["doc_id"] for hit in merged] == ["29", "23", "28", "40"]
     assert [hit.score for hit in merged] == pytest.approx([0.9, 0.5, 0.5, 0.5])
 
@@ -269,7 +264,7 @@ def test_embeddings_and_terms_together_equal_brute_force(
     for where, rows in ((None, np.arange(640)), ({"topic": "topic 3"}, np.arange(3, 640, 7))):
         joining = Joining(dense_weight=0.3, candidates=1000)
         found, of_mapped = (
-            each.search_both(queries_of, _digits(numbers), k=9, joining=joining, where=where)
+            each.search(queries_of, _digits(numbers), k=9, joining=joining, where=where)
             for each in (searcher, mapped)
         )
         assert of_mapped == found
@@ -281,13 +276,13 @@ def test_embeddings_and_terms_together_equal_brute_force(
             [[r.score for r in line] for line in found], -np.sort(-scores, axis=1)[:, :9], atol=1e-5
         )
         assert [[r.doc_id for r in line] for line in found] == [[f"d{i}" for i in line] for line in exact]
-    ranked = searcher.search_both(queries_of, _digits(numbers), k=5, joining=Joining(kind="reciprocal_rank"))
+    ranked = searcher.search(queries_of, _digits(numbers), k=5, joining=Joining(kind="reciprocal_rank"))
     assert all(line[0].score <= 2 / 61 for line in ranked)
 
 
 def test_an_index_without_terms_says_so(searcher: Searcher, asked: np.ndarray) -> None:
     with pytest.raises(SearchError, match="this index has no terms"):
-        searcher.search_both(asked[:1], _digits([3]), k=3)
+        searcher.search(asked[:1], _digits([3]), k=3)
 
 
 def test_vectors_left_in_their_files_are_searched_as_those_in_memory(
@@ -308,7 +303,7 @@ def test_vectors_left_in_their_files_are_searched_as_those_in_memory(
 
 def test_documents_are_found_in_more_text_than_a_column_of_one_chunk_holds() -> None:
     matrix = vectors(60, 8)
-    lists = ivf.empty(ivf.train(matrix, Flat(), nlist=1, iterations=1, seed=0))
+    lists = ivf.empty(families.train(matrix, Flat(), nlist=1, iterations=1, seed=0))
     ivf.add(lists, matrix)
     texts = pa.chunked_array([pa.array(["short", "x" * 2**27])] * 30)
     layout = Layout(
@@ -317,4 +312,4 @@ def test_documents_are_found_in_more_text_than_a_column_of_one_chunk_holds() -> 
     searcher = Searcher(layout, [Shard(0, lists, pa.table({"doc_id": texts, "title": texts}))])
     ((first, *_),) = searcher.search(matrix[58:59], k=1)
     assert first.doc_id == "short"
-    assert searcher.document(first) == {"doc_id": "short", "title": "short"}
+    assert first.document == {"doc_id": "short", "title": "short"}

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 import httpx
 
 from scalingnote.serve.concurrency import LocalHandle
-from scalingnote.serve.query_encoder import ArmEncoder, QueryPathParts
-from scalingnote.serve.searcher import IndexSearcher
+from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts
 from scalingnote.serve.service import ServedArm, Service
 from scalingnote.serve.versions import Catalog, Version, Versions
 from scalingnote.serve.writer import WriteHandles

@@ -15,7 +15,7 @@ import tiny
 from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
-from scalingnote.serve import app, gateway, launch, settings
+from scalingnote.serve import app, launch, settings
 from scalingnote.serve.access import read_keys
 from scalingnote.serve.app import ServedArtifacts
 from scalingnote.serve.settings import AppArgs
@@ -234,5 +234,5 @@ def test_gpus_and_the_interval_of_reading_writes_are_those_that_are_set(tmp_path
     assert (reranker.num_replicas, reranker.ray_actor_options["num_gpus"]) == (2, 0.25)
     (searcher,) = app._searchers(served)
     assert deployed(searcher).init_kwargs["refresh_s"] == 3
-    monkeypatch.setattr(gateway, "IndexSearcher", lambda _, **knobs: knobs)
-    assert gateway._local_searcher(catalog, config).target["refresh_s"] == 3
+    monkeypatch.setattr(app, "IndexSearcher", lambda _, **knobs: knobs)
+    assert app._local_searcher(catalog, config).target["refresh_s"] == 3

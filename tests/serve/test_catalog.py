@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scalingnote.errors import ConfigError, SearchError
-from scalingnote.serve.versions import CATALOG_FILE, Catalog, Version
+from scalingnote.serve.versions import CATALOG_FILE, Catalog, Version, named
 
 
 def version(name: str, dim: int = 8) -> Version:
@@ -14,16 +14,16 @@ def version(name: str, dim: int = 8) -> Version:
 
 def test_what_was_activated_last_is_served_and_the_one_before_is_kept(tmp_path):
     catalog = Catalog(version("a"), str(tmp_path / "state"))
-    assert [each.name for each in catalog.read().versions] == ["a"]
+    assert [each.name for each in catalog.read()] == ["a"]
     with pytest.raises(SearchError, match="nothing to roll back to"):
         catalog.previous()
     for name in "bcb":
-        assert catalog.activate(version(name)).active.name == name
-    assert [each.name for each in Catalog(version("a"), str(tmp_path / "state")).read().versions] == [
+        assert catalog.activate(version(name))[0].name == name
+    assert [each.name for each in Catalog(version("a"), str(tmp_path / "state")).read()] == [
         "b",
         "c",
     ]
-    assert catalog.activate(catalog.previous()).active.name == "c"
+    assert catalog.activate(catalog.previous())[0].name == "c"
     assert catalog.previous().name == "b"
     assert [
         each["name"] for each in json.loads((tmp_path / "state" / CATALOG_FILE).read_text())["versions"]
@@ -35,12 +35,12 @@ def test_what_was_activated_last_is_served_and_the_one_before_is_kept(tmp_path):
 
 def test_versions_of_arms_are_served_whatever_is_active(tmp_path):
     catalog = Catalog(version("a"), str(tmp_path), pinned=(version("arm"), version("b")))
-    assert [each.name for each in catalog.read().versions] == ["a", "arm", "b"]
-    assert [each.name for each in catalog.activate(version("b")).versions] == ["b", "a", "arm"]
+    assert [each.name for each in catalog.read()] == ["a", "arm", "b"]
+    assert [each.name for each in catalog.activate(version("b"))] == ["b", "a", "arm"]
     assert catalog.previous().name == "a"
-    assert catalog.read().named("arm") == version("arm")
+    assert named(catalog.read(), "arm") == version("arm")
     with pytest.raises(SearchError, match=r"'x'.*kept are b, a, arm"):
-        catalog.read().named("x")
+        named(catalog.read(), "x")
 
 
 def test_what_does_not_fit_or_cannot_be_remembered_is_not_activated(tmp_path):
@@ -49,4 +49,4 @@ def test_what_does_not_fit_or_cannot_be_remembered_is_not_activated(tmp_path):
     catalog = Catalog(version("a"), str(tmp_path))
     with pytest.raises(ConfigError, match="dim 4, the query tower of 8"):
         catalog.activate(version("b", dim=4))
-    assert catalog.read().active.name == "a"
+    assert catalog.read()[0].name == "a"

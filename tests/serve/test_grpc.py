@@ -17,8 +17,7 @@ from pair import DIM
 from scalingnote.serve import access, api, messages
 from scalingnote.serve.access import Admission, RefusedError
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
-from scalingnote.serve.grpc import translate
-from scalingnote.serve.grpc.servicer import Servicer
+from scalingnote.serve.grpc.servicer import DETAILS, Servicer, status_of, validated
 from scalingnote.serve_config import Limits, ServeConfig
 from scalingnote.storage.artifact import Artifact
 
@@ -67,7 +66,7 @@ def both(index: Artifact, query_tower: Artifact) -> Iterator[SimpleNamespace]:
 
 def refusal(context: Call) -> tuple[str, str | None]:
     """Code and field of a refused call."""
-    said = status_pb2.Status.FromString(context.trailing[translate.DETAILS])
+    said = status_pb2.Status.FromString(context.trailing[DETAILS])
     assert (said.code, said.message) == (context.code.value[0], context.details)
     info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     assert said.details[0].Unpack(info)
@@ -180,8 +179,8 @@ def test_every_call_is_told_as_its_like_over_http_is(both):
     both.call("Search", pb.SearchRequest(query="zo", k=2), x_request_id="a")
     both.call("Get", pb.GetRequest(doc_id="no"), x_request_id="b")
     (path, state, status), refused = both.told
-    assert (path, status, state["request_id"], state["record"].query) == ("/search", 200, "a", "zo")
-    assert len(state["record"].response["results"]) == 2
+    assert (path, status, state["request_id"], state["search"].query) == ("/search", 200, "a", "zo")
+    assert len(state["answer"]["results"]) == 2
     known = {"request_id": "b", "refused": "not_found"}
     assert refused == ("/documents/{doc_id:path}", known, 404)
 
@@ -204,7 +203,7 @@ def test_who_may_come_in_is_decided_once_for_both(tmp_path):
     door.admit(key.encode(), "elsewhere")  # by HTTP
     context = call(authorization=key)
     assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    said = status_pb2.Status.FromString(context.trailing[translate.DETAILS])
+    said = status_pb2.Status.FromString(context.trailing[DETAILS])
     retry = error_details_pb2.RetryInfo()
     assert said.details[-1].Unpack(retry)
     assert retry.retry_delay.seconds > 100
@@ -237,7 +236,7 @@ def test_a_call_that_its_client_gave_up_is_no_fault_of_the_server():
 
 def test_a_long_message_fits_into_metadata():
     refused = RefusedError(422, "invalid", "数" * 10_000, "文" * 10_000, 1)
-    said = translate.status(refused, "r" * 64)
+    said = status_of(refused, "r" * 64)
     assert len(said.SerializeToString()) < 2500
     assert said.message.startswith("数数")
 
@@ -245,9 +244,9 @@ def test_a_long_message_fits_into_metadata():
 def test_documents_and_filters_come_as_json_would_bring_them():
     sent = {"price": 3, "weight": 1.5, "tags": ["a", None], "deep": {"x": True}, "huge": 1e300}
     document = pb.Document(doc_id="d", title="t", features={**sent, "doc_id": "other"})
-    body = translate.validated(pb.UpsertRequest(documents=[document]), messages.UpsertRequest)
+    body = validated(pb.UpsertRequest(documents=[document]), messages.UpsertRequest)
     assert body.documents == [{**sent, "doc_id": "d", "title": "t"}]
     assert isinstance(body.documents[0]["price"], int)
     request = pb.SearchRequest(query="x", filter={"price": {"min": 3, "max": 4.5}, "topic": ["a"]})
-    asked = translate.validated(request, messages.SearchRequest)
+    asked = validated(request, messages.SearchRequest)
     assert messages.index_filter(asked.filter) == {"price": {"min": 3, "max": 4.5}, "topic": ["a"]}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from scalingnote.serve import searcher
-from scalingnote.serve.searcher import RELEASE_AFTER_S, IndexSearcher
-from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, ServedVersions, Version
+from scalingnote.serve import replicas
+from scalingnote.serve.replicas import RELEASE_AFTER_S, IndexSearcher
+from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version
 
 A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
 
@@ -16,7 +16,7 @@ A, B, C = (Version(name, f"runs/{name}", 10, 8, "") for name in "abc")
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A clock that stands still unless it is moved; versions are opened as their URIs."""
     now = [100.0]
-    monkeypatch.setattr(searcher.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(replicas.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(IndexSearcher, "_open", lambda _, version: version.uri)
     return now
 
@@ -67,8 +67,8 @@ def test_an_old_version_is_better_than_none(tmp_path: Path, clock: list[float]):
 class Written(LiveCatalog):
     """Of a live index with one version."""
 
-    def read(self) -> ServedVersions:
-        return ServedVersions((A,))
+    def read(self) -> tuple[Version, ...]:
+        return (A,)
 
 
 def test_a_searcher_of_a_live_index_reads_writes_at_the_interval_that_is_set(monkeypatch: pytest.MonkeyPatch):

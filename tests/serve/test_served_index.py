@@ -31,8 +31,8 @@ from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
 from scalingnote.serve import app, launch
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
-from scalingnote.serve.grpc import translate
 from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
+from scalingnote.serve.grpc.servicer import DETAILS
 from scalingnote.serve.settings import AppArgs
 from scalingnote.serve_config import ServeConfig
 from scalingnote.storage.artifact import Artifact
@@ -192,7 +192,7 @@ def test_grpc_answers_what_http_does(url, grpc_port, access_log, index, expected
             stub.Get(pb.GetRequest(doc_id="no/thing"), metadata=metadata)
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     assert "no/thing" in refused.value.details()
-    details = dict(refused.value.trailing_metadata())[translate.DETAILS]
+    details = dict(refused.value.trailing_metadata())[DETAILS]
     assert status_pb2.Status.FromString(details).message == refused.value.details()
     (log,) = access_log.glob("*.jsonl")
     while '"mine"' not in log.read_text():  # it is flushed once a second

@@ -4,6 +4,7 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,20 @@ from scalingnote.errors import ConfigError
 from scalingnote.experiment.config import Arm as Share
 from scalingnote.experiment.config import TrafficSplit
 from scalingnote.index.shard import DOCUMENTS, Layout
-from scalingnote.search.candidates import ShardCandidates
-from scalingnote.search.query_path import EncodedQueries
+from scalingnote.search.query_path import Query
+from scalingnote.search.searcher import Candidates
 from scalingnote.serve.access import RefusedError
 from scalingnote.serve.concurrency import LocalHandle
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
-from scalingnote.serve.searcher import ShardAnswer, ShardQuery
 from scalingnote.serve.service import ServedArm, Service
+from scalingnote.serve.telemetry import RequestObserver
 from scalingnote.serve.versions import Catalog, Version, VersionContent, Versions
 from scalingnote.serve_config import Rerank, ServeConfig
 
 # What the query asks the fakes to do; it travels in the embedding, as the query itself would.
 BEHAVIOURS = ["all well", "one slow", "one dead", "all dead", "encoder slow", "encoder dead"]
 SLOW_S = 120.0
+METRICS = ("observe_request", "observe_search")
 LAYOUT = Layout(
     dim=1,
     documents=20,
@@ -43,12 +45,12 @@ LAYOUTS = {"v1": LAYOUT, "wide": replace(LAYOUT, dim=3), "three shards": replace
 
 
 class Encoder:
-    async def encode(self, query: str, user_id: str | None) -> EncodedQueries:
+    async def encode(self, query: str, user_id: str | None) -> Query:
         if query == "encoder slow":
             await asyncio.sleep(SLOW_S)
         if query == "encoder dead":
             raise OSError("the table is gone")
-        return EncodedQueries(np.float32([[BEHAVIOURS.index(query)]]), None, np.array([user_id == "known"]))
+        return Query(np.float32([[BEHAVIOURS.index(query)]]), personalised=user_id == "known")
 
     async def ping(self) -> bool:
         return True
@@ -60,7 +62,7 @@ class Shard:
     def __init__(self, shard: int) -> None:
         self._shard = shard
 
-    async def search(self, query: ShardQuery) -> ShardAnswer:
+    async def search(self, query: Query) -> Candidates:
         behaviour = BEHAVIOURS[int(query.embedding[0, 0])]
         if behaviour == "one slow" and self._shard == 1:
             await asyncio.sleep(SLOW_S)
@@ -70,7 +72,7 @@ class Shard:
         rows = rows[::2] if query.exact else rows
         documents = [{name: f"{name} {self._shard}/{row}" for name in DOCUMENTS.names} for row in rows]
         ids, shards = 2 * rows + self._shard, np.full(len(rows), self._shard)
-        return ShardAnswer(query.version, ShardCandidates(ids, shards, np.float32(ids), None, documents), 1)
+        return Candidates(ids, shards, np.float32(ids), None, documents, searched=1, version=query.version)
 
     async def describe(self, version: str) -> VersionContent:
         return VersionContent(
@@ -114,7 +116,7 @@ def service() -> Service:
 
 def search(service: Service, query: str, **asked: Any) -> Any:
     request = SearchRequest(query=query, **asked)
-    return asyncio.run(service.search(request, "r1", service.record(request, "r1")))
+    return asyncio.run(service.search(request, {"request_id": "r1"}))
 
 
 def test_results_of_all_groups_are_merged_best_first(service):
@@ -156,7 +158,7 @@ def test_when_nothing_answers_the_client_is_told_instead_of_kept_waiting(service
 
 def test_a_document_that_a_silent_shard_may_have_is_not_said_to_be_missing(service):
     with pytest.raises(RefusedError, match="does not answer") as refused:
-        asyncio.run(service.similar(SimilarRequest(doc_id="x"), "r1"))
+        asyncio.run(service.similar(SimilarRequest(doc_id="x"), {"request_id": "r1"}))
     assert refused.value.status == 503
 
 
@@ -197,7 +199,7 @@ def test_a_canary_compares_with_the_exact_best(service, monkeypatch):
     request = SearchRequest(query="all well", k=4)
 
     async def ask() -> None:
-        await service.search(request, "r1", service.record(request, "r1"))
+        await service.search(request, {"request_id": "r1"})
         await asyncio.gather(*service._canaries)
 
     asyncio.run(ask())
@@ -207,8 +209,8 @@ def test_a_canary_compares_with_the_exact_best(service, monkeypatch):
 class Whole(Shard):
     """All shards of a version, however many these are."""
 
-    async def search(self, query: ShardQuery) -> ShardAnswer:
-        return (await super().search(query))._replace(shards=LAYOUTS[query.version].shards)
+    async def search(self, query: Query) -> Candidates:
+        return replace(await super().search(query), searched=LAYOUTS[query.version].shards)
 
     async def describe(self, version: str) -> VersionContent:
         return replace(await super().describe(version), held=LAYOUTS[version].shards)
@@ -280,10 +282,17 @@ def test_the_service_is_down_when_no_query_can_be_answered(control, treated, mon
 
 
 def test_who_names_an_arm_is_in_no_group(service):
-    by_the_split = service.record(SearchRequest(query="x", user_id="a"), "r1")
-    named = service.record(SearchRequest(query="x", user_id="a", arm="default"), "r1")
-    assert (by_the_split.arm, by_the_split.unit[:2]) == ("default", "u:")
-    assert (named.arm, named.unit) == ("default", None)
+    lines: list[dict[str, Any]] = []
+    metrics = SimpleNamespace(**dict.fromkeys(METRICS, lambda *_: None))
+    observer = RequestObserver(metrics, SimpleNamespace(append=lines.append))
+    for arm in (None, "default"):
+        state: dict[str, Any] = {"request_id": "r1"}
+        asyncio.run(service.search(SearchRequest(query="all well", user_id="a", arm=arm), state))
+        observer("/search", state, 200, 0.01)
+    by_the_split, named = lines
+    assert (by_the_split["arm"], by_the_split["unit"][:2]) == ("default", "u:")
+    assert (named["arm"], named["unit"]) == ("default", None)
+    assert by_the_split["doc_ids"] == named["doc_ids"] != []
 
 
 def test_a_vector_has_the_dimension_of_the_index_of_its_arm():
@@ -297,11 +306,11 @@ def test_a_vector_has_the_dimension_of_the_index_of_its_arm():
     asyncio.run(made.versions.start())
     for arm, dim in (("a", 1), ("b", 3)):
         request = SearchRequest(vector=[0.1] * dim, arm=arm, k=1)
-        answer = asyncio.run(made.search(request, "r1", made.record(request, "r1")))
+        answer = asyncio.run(made.search(request, {"request_id": "r1"}))
         assert answer["index_version"] == ("wide" if arm == "b" else "v1")
         request = SearchRequest(vector=[0.1] * 2, arm=arm)
         with pytest.raises(RefusedError, match=f"2 numbers, the index has embeddings of dim {dim}"):
-            asyncio.run(made.search(request, "r1", made.record(request, "r1")))
+            asyncio.run(made.search(request, {"request_id": "r1"}))
 
 
 def test_an_index_of_which_shards_would_be_held_by_nobody_is_not_served(tmp_path: Path):
@@ -315,6 +324,6 @@ def test_an_index_of_which_shards_would_be_held_by_nobody_is_not_served(tmp_path
             await versions.activate(more)
 
     asyncio.run(go_over())
-    assert versions.active == Catalog(first, str(tmp_path)).read().active == first
+    assert versions.active == Catalog(first, str(tmp_path)).read()[0] == first
     with pytest.raises(ConfigError, match="has 3 shards"):
         asyncio.run(Versions(Catalog(more), groups).start())

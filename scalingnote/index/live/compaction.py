@@ -25,7 +25,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index import ivf, postings, rescore, shard
+from scalingnote.index import families, ivf, postings, shard
 from scalingnote.index.config import LIVE_DEFAULTS, IndexConfig
 from scalingnote.index.live import snapshot as live_rows
 from scalingnote.index.live import state, versions, wal
@@ -36,7 +36,11 @@ from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import MANIFEST, WORK, Artifact, Draft, Part, write_file
 
-TUNED = ("tuning", "hybrid_tuning")  # manifest entries of the built index, which versions copy
+TUNED = (
+    "tuning",
+    "tuning_sample",
+    "hybrid_tuning",
+)  # manifest entries of the built index, which versions copy
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def _write(draft: Draft, folder: Path, base: Artifact, plan: _Plan, *, origin: s
     old = versions.open_quantizer(base, layout)
     trained = _retrained(draft, folder, base, old, plan.until) if plan.stale else None
     quantizer = trained or old
-    coarse = ivf.dump(ivf.coarse_of(quantizer.centroids))
+    coarse = quantizer.coarse
     parts = {shard.COARSE: write_file(draft.path(shard.COARSE), coarse)}
     with Progress("index", total=layout.documents, unit="documents compacted") as progress:
         for number, last in enumerate(plan.until):
@@ -195,48 +199,55 @@ def _written(folder: Path, base: Artifact, until: Sequence[int]) -> int:
     return found
 
 
-def _replayed(folder: Path, base: Artifact, number: int, quantizer: ivf.Quantizer, until: int) -> Snapshot:
+def _replayed(
+    folder: Path, base: Artifact, number: int, quantizer: families.Quantizer, until: int
+) -> Snapshot:
     """A shard as of record `until` of its log."""
     layout = shard.open_layout(base)
-    opened = shard.open_shard(base, number, layout=layout, coarse=ivf.coarse_of(quantizer.centroids))
+    opened = shard.open_shard(base, number, layout=layout, coarse=families.parse(quantizer.coarse))
     state = LiveState(opened, quantizer, sequence=versions.included(base)[number])
     catch_up(state, versions.log_folder(folder, number), until=until)
     return state.snapshot
 
 
 def _retrained(
-    draft: Draft, folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[int]
-) -> ivf.Quantizer | None:
+    draft: Draft, folder: Path, base: Artifact, old: families.Quantizer, until: Sequence[int]
+) -> families.Quantizer | None:
     """A new quantizer, or that of an earlier run; None where there is too little to train on."""
     record = "quantizer.json"
     if found := recorded_files(draft, record):
-        return ivf.parse_quantizer({Path(name).name: fs.read_bytes(draft.path(name)) for name in found})
+        return families.parse_quantizer({Path(name).name: fs.read_bytes(draft.path(name)) for name in found})
     trained = _trained(folder, base, old, until)
     if trained is not None:
         fs.delete(draft.work("shards"))  # they hold codes of another quantizer
         files = {
             f"{WORK}/quantizer/{name}": write_file(draft.work(f"quantizer/{name}"), data)
-            for name, data in ivf.dump_quantizer(trained).items()
+            for name, data in families.dump_quantizer(trained).items()
         }
         record_files(draft, record, files)
         fs.make_durable(draft.uri, [*files, f"{WORK}/{record}"])  # before any shard with its codes
     return trained
 
 
-def _trained(folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[int]) -> ivf.Quantizer | None:
+def _trained(
+    folder: Path, base: Artifact, old: families.Quantizer, until: Sequence[int]
+) -> families.Quantizer | None:
     """A quantizer of as many lists, fitted to an even sample of all shards; None where that is too small."""
     config = IndexConfig.model_validate(base.manifest.config)
     layout = shard.open_layout(base)
-    share = min(1.0, config.train_documents / max(layout.documents, 1))
+    wanted = families.sample_size(config, layout.documents, nlist=layout.nlist)
+    share = min(1.0, wanted / max(layout.documents, 1))
     rng = np.random.default_rng(config.seed)
     drawn = []
     for number, last in enumerate(until):
         vectors = _live_vectors(_replayed(folder, base, number, old, last))
         drawn.append(vectors[rng.random(len(vectors)) < share])
     sample = np.concatenate(drawn)
-    nlist = min(layout.nlist, max(1, len(sample) // ivf.POINTS_PER_CENTROID))
+    nlist = min(layout.nlist, max(1, len(sample) // families.POINTS_PER_CENTROID))
     try:
-        found = ivf.train(sample, config.family, nlist=nlist, iterations=config.iterations, seed=config.seed)
+        found = families.train(
+            sample, config.family, nlist=nlist, iterations=config.iterations, seed=config.seed
+        )
     except ConfigError as error:
         get_logger("index").warning("centroids and codebooks stay as they are: %s", error)
         return None
@@ -246,17 +257,17 @@ def _trained(folder: Path, base: Artifact, old: ivf.Quantizer, until: Sequence[i
 
 def _live_vectors(now: Snapshot) -> Float[ndarray, "rows dim"]:
     """Vectors of the live rows: as kept by the base, and as written for later rows."""
-    kept = rescore.vectors(now.base.lists.kept, np.flatnonzero(now.base_alive))
+    kept = ivf.vectors(now.base.lists.kept, np.flatnonzero(now.base_alive))
     return np.concatenate([kept, now.tail[now.live_alive]])
 
 
-def _reencoded(now: Snapshot, quantizer: ivf.Quantizer) -> ivf.Lists:
+def _reencoded(now: Snapshot, quantizer: families.Quantizer) -> ivf.Lists:
     lists = ivf.empty(quantizer)
     ivf.add(lists, _live_vectors(now))
     return lists
 
 
-def _kept_codes(now: Snapshot, quantizer: ivf.Quantizer) -> ivf.Lists:
+def _kept_codes(now: Snapshot, quantizer: families.Quantizer) -> ivf.Lists:
     """The base's lists without dead rows, followed by the rows written since."""
     new = ivf.empty(quantizer)
     ivf.add(new, now.tail[now.live_alive])

@@ -20,7 +20,7 @@ from jaxtyping import Float, Shaped
 from numpy import ndarray
 
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.index import ivf, rescore
+from scalingnote.index import families, ivf
 from scalingnote.index.config import LIVE_DEFAULTS
 from scalingnote.index.live import wal
 from scalingnote.index.live.snapshot import Snapshot
@@ -76,7 +76,7 @@ class LiveShard:
     def __init__(
         self,
         base: Shard,
-        quantizer: ivf.Quantizer,
+        quantizer: families.Quantizer,
         *,
         log: str | Path,
         after: int = 0,
@@ -177,7 +177,7 @@ class LiveShard:
         if row < 0:
             return None
         segment = next(s for s in reversed(snapshot.segments) if s.first_row <= row)
-        found: ndarray = rescore.vectors(segment.lists.kept, np.array([row - segment.first_row]))[0]
+        found: ndarray = ivf.vectors(segment.lists.kept, np.array([row - segment.first_row]))[0]
         return found
 
     def knows(self, doc_ids: Sequence[str]) -> list[bool]:
@@ -193,7 +193,9 @@ class LiveShard:
         """Move the rows that are searched exactly into lists now; returns their number."""
         return self._state.merge()
 
-    def rebase(self, base: Shard, quantizer: ivf.Quantizer, *, after: int, needed: int | None = None) -> None:
+    def rebase(
+        self, base: Shard, quantizer: families.Quantizer, *, after: int, needed: int | None = None
+    ) -> None:
         """Switch to another index version, later or earlier, while searches go on.
 
         Args:

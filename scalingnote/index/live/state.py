@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Shaped
 from numpy import ndarray
 
 from scalingnote.errors import DataError
-from scalingnote.index import ivf, postings
+from scalingnote.index import families, ivf, postings
 from scalingnote.index.live import snapshot as live_rows
 from scalingnote.index.live.snapshot import DocIds, Snapshot
 from scalingnote.index.postings import Postings
@@ -208,14 +208,14 @@ def _single_batch(table: pa.Table) -> pa.RecordBatch:
 class LiveState:
     """State of a shard in memory; its snapshots follow the writes applied to it."""
 
-    def __init__(self, base: Shard, quantizer: ivf.Quantizer, *, sequence: int = 0) -> None:
+    def __init__(self, base: Shard, quantizer: families.Quantizer, *, sequence: int = 0) -> None:
         """Start from `base`, which includes the writes up to `sequence`; shards share the quantizer."""
         self._base_rows = DocIds(base.documents["doc_id"])
         self._known = np.ones(
             len(base.documents), bool
         )  # rows of the base whose documents belong to this shard
         self._live_rows: dict[str, int] = {}  # counted from 0; -1 where the document was deleted again
-        self._tail = np.empty((0, quantizer.centroids.shape[1]), np.float32)  # with spare capacity
+        self._tail = np.empty((0, base.lists.coarse.d), np.float32)  # with spare capacity
         self._lock, self._merging = threading.Lock(), threading.Lock()
         self.snapshot = Snapshot(
             sequence=sequence,
@@ -230,7 +230,7 @@ class LiveState:
     @property
     def dim(self) -> int:
         """Dimension of the vectors."""
-        return self._tail.shape[1]
+        return int(self._tail.shape[1])
 
     def apply(self, writes: Sequence[tuple[int, Upsert | Delete]]) -> None:
         """Apply numbered writes in order; the next snapshot shows all of them at once.

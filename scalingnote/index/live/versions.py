@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index import ivf, shard
+from scalingnote.index import families, ivf, shard
 from scalingnote.index.live import wal
 from scalingnote.index.live.wal import lock_file, make_folder
 from scalingnote.log import get_logger
@@ -212,7 +212,7 @@ def written(index: Artifact) -> int:
     return int(index.read_json(LIVE)["written"])
 
 
-def open_quantizer(index: Artifact, layout: shard.Layout) -> ivf.Quantizer:
+def open_quantizer(index: Artifact, layout: shard.Layout) -> families.Quantizer:
     """The quantizer that the shards share, from the smallest shard, emptied."""
     coarse = shard.open_coarse(index)
     rows = {
@@ -224,8 +224,8 @@ def open_quantizer(index: Artifact, layout: shard.Layout) -> ivf.Quantizer:
         if stored is not None:
             stored.reset()
     files = iter(ivf.dump_files(lists))
-    return ivf.Quantizer(
-        coarse.reconstruct_n(0, coarse.ntotal),
+    return families.Quantizer(
+        index.read_bytes(shard.COARSE),
         None if lists.index is None else next(files),
         None if lists.kept is None else next(files),
     )

@@ -1,15 +1,21 @@
 """The gRPC side of the gateway: each call passes admission, is answered by the service, and is recorded.
 
+Messages of scalingnote.proto become those of :mod:`scalingnote.serve.messages`, refusals gRPC statuses.
+
 Serve's proxy calls the gateway's method of the same name, with the call's metadata as `grpc_context`.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
+import grpc
+from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
-from pydantic import BaseModel
+from google.protobuf.struct_pb2 import Struct, Value
+from google.rpc import error_details_pb2, status_pb2
+from pydantic import BaseModel, ValidationError
 from ray.serve.grpc_util import RayServegRPCContext
 
 from scalingnote.serve import messages
@@ -19,20 +25,33 @@ from scalingnote.serve.access import (
     RefusedError,
     RequestCallback,
     request_id,
+    validation_refusal,
 )
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
-from scalingnote.serve.grpc import translate
 from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteServicer
-from scalingnote.serve.service import Service
+from scalingnote.serve.service import Service, State
 from scalingnote.serve.telemetry import get_logger
 
 # The function that adds the servicer to a gRPC server, which Serve's proxy imports.
 REGISTER = "scalingnote.serve.grpc.scalingnote_pb2_grpc.add_ScalingNoteServicer_to_server"
-# Of a call: its `request_id`, the `record` of a search, the code it was `refused` with.
-State = dict[str, Any]
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R", bound=Message)
 log = get_logger()
+CODES = {
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    409: grpc.StatusCode.FAILED_PRECONDITION,
+    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    422: grpc.StatusCode.INVALID_ARGUMENT,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+DETAILS = "grpc-status-details-bin"  # the metadata that holds a google.rpc.Status
+DOMAIN = "scalingnote"
+MAX_EXACT = 2.0**53  # integers above it are not exact as doubles, which JSON numbers are
+MAX_BYTES = 1000  # clients accept about 8 KiB of metadata, which has the message twice
 
 
 def _rpc(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., Awaitable[R]]], Any]:
@@ -48,7 +67,7 @@ def _rpc(path: str, model: type[M], empty: type[R]) -> Callable[[Callable[..., A
         # Without functools.wraps: Serve looks for `grpc_context` in the signature.
         async def method(self: "Servicer", request: Message, grpc_context: RayServegRPCContext) -> R:
             async def answer(state: State) -> R:
-                return await handler(self, translate.validated(request, model), state)
+                return await handler(self, validated(request, model), state)
 
             response = await self._admit_and_answer(path, answer, request.ByteSize(), grpc_context)
             return empty() if response is None else response  # type: ignore[no-any-return]  # protobuf
@@ -76,18 +95,17 @@ class Servicer(ScalingNoteServicer):
     @_rpc("/search", messages.SearchRequest, pb.SearchResponse)
     async def Search(self, body: messages.SearchRequest, state: State) -> pb.SearchResponse:  # noqa: N802
         """The best documents for a text or a vector, best first."""
-        state["record"] = record = self._service.record(body, state["request_id"])
-        return translate.search_response(await self._service.search(body, state["request_id"], record))
+        return search_response(await self._service.search(body, state))
 
     @_rpc("/similar", messages.SimilarRequest, pb.SearchResponse)
     async def Similar(self, body: messages.SimilarRequest, state: State) -> pb.SearchResponse:  # noqa: N802
         """Documents like one of the index."""
-        return translate.search_response(await self._service.similar(body, state["request_id"]))
+        return search_response(await self._service.similar(body, state))
 
     @_rpc("/encode", messages.EncodeRequest, pb.EncodeResponse)
     async def Encode(self, body: messages.EncodeRequest, _: State) -> pb.EncodeResponse:  # noqa: N802
         """Unit embeddings of queries."""
-        return translate.encode_response(await self._service.encode(body))
+        return encode_response(await self._service.encode(body))
 
     @_rpc("/documents", messages.UpsertRequest, pb.Written)
     async def Upsert(self, body: messages.UpsertRequest, _: State) -> pb.Written:  # noqa: N802
@@ -102,7 +120,7 @@ class Servicer(ScalingNoteServicer):
     @_rpc("/documents/{doc_id:path}", messages.GetRequest, pb.IndexedDocument)
     async def Get(self, body: messages.GetRequest, _: State) -> pb.IndexedDocument:  # noqa: N802
         """A document as the index shows it."""
-        return translate.indexed_document(await self._service.document(body.doc_id))
+        return indexed_document(await self._service.document(body.doc_id))
 
     async def _admit_and_answer(
         self, path: str, answer: Callable[[State], Awaitable[R]], size: int, context: RayServegRPCContext
@@ -120,10 +138,10 @@ class Servicer(ScalingNoteServicer):
             except Exception as error:
                 refused = _as_refused(error, state["request_id"])
                 status, state["refused"] = refused.status, refused.code
-                details = translate.status(refused, state["request_id"])
-                context.set_code(translate.CODES[status])
+                details = status_of(refused, state["request_id"])
+                context.set_code(CODES[status])
                 context.set_details(details.message)
-                trailing.append((translate.DETAILS, details.SerializeToString()))
+                trailing.append((DETAILS, details.SerializeToString()))
             except asyncio.CancelledError:
                 status = CLIENT_CLOSED_REQUEST
                 raise
@@ -148,3 +166,99 @@ def _bytes(metadata: dict[str, Any], name: str) -> bytes:
 def _address(peer: str) -> str:
     """The address in ``ipv4:10.0.0.1:51234``: one client opens several connections, each from a port."""
     return peer.partition(":")[2].rpartition(":")[0]
+
+
+# --- messages ----------------------------------------------------------------------------------------------
+
+
+def validated(request: Message, model: type[M]) -> M:
+    """A request, validated as over HTTP; RefusedError when it is not valid."""
+    try:
+        return model.model_validate(_fields(request))
+    except ValidationError as error:
+        raise validation_refusal(error.errors()) from None
+
+
+def search_response(answer: Mapping[str, Any]) -> pb.SearchResponse:
+    """The answer of a search, as :class:`~scalingnote.serve.messages.SearchResponse` describes it."""
+    results = [_document(hit) for hit in answer["results"]]
+    return pb.SearchResponse(**{**answer, "results": results})
+
+
+def indexed_document(answer: Mapping[str, Any]) -> pb.IndexedDocument:
+    """A document as the index shows it."""
+    return pb.IndexedDocument(**_document(answer))
+
+
+def encode_response(answer: Mapping[str, Any]) -> pb.EncodeResponse:
+    """Embeddings of queries."""
+    embeddings = [{"values": row} for row in answer["embeddings"]]
+    return pb.EncodeResponse(**{**answer, "embeddings": embeddings})
+
+
+def status_of(refused: RefusedError, request_id: str) -> status_pb2.Status:
+    """The status of every refusal: code, message, and the standard error details."""
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=refused.code, domain=DOMAIN),
+        error_details_pb2.RequestInfo(request_id=request_id),
+    ]
+    message = _shortened(refused.message)
+    if refused.field is not None:
+        problem = error_details_pb2.BadRequest.FieldViolation(field=_shortened(refused.field))
+        details.append(error_details_pb2.BadRequest(field_violations=[problem]))
+    if refused.retry_after_s is not None:
+        delay = duration_pb2.Duration(seconds=refused.retry_after_s)
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = [any_pb2.Any() for _ in details]
+    for packed_detail, detail in zip(packed, details, strict=True):
+        packed_detail.Pack(detail)
+    number, _ = CODES.get(refused.status, grpc.StatusCode.UNKNOWN).value
+    return status_pb2.Status(code=number, message=message, details=packed)
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    """The fields that are set, in the form of the pydantic models."""
+    return {field.name: _plain(value) for field, value in message.ListFields()}
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case pb.Document():
+            sent = _fields(value)
+            return {**sent.pop("features", {}), **sent}
+        case Struct():
+            return {name: _plain(each) for name, each in value.fields.items()}
+        case Value():
+            return _of_value(value)
+        case str() | bool() | int() | float():
+            return value
+    return [_plain(each) for each in value]
+
+
+def _of_value(value: Value) -> Any:
+    match value.WhichOneof("kind"):
+        case "null_value" | None:
+            return None
+        case "struct_value":
+            return _plain(value.struct_value)
+        case "list_value":
+            return [_of_value(each) for each in value.list_value.values]
+        case "number_value" if value.number_value.is_integer() and abs(value.number_value) <= MAX_EXACT:
+            return int(value.number_value)
+        case kind:
+            return getattr(value, kind)
+
+
+def _document(hit: Mapping[str, Any]) -> dict[str, Any]:
+    """A hit or a document; fields that only this index has are entries of ``fields``."""
+    known = {name: value for name, value in hit.items() if name in _NAMED}
+    return {**known, "fields": {name: value for name, value in hit.items() if name not in _NAMED}}
+
+
+_NAMED = frozenset(pb.Hit.DESCRIPTOR.fields_by_name) - {"fields"}
+
+
+def _shortened(text: str) -> str:
+    """A text cut to what metadata can hold; it may quote a part of the request."""
+    whole = text.encode(errors="replace")
+    return text if len(whole) <= MAX_BYTES else whole[:MAX_BYTES].decode(errors="ignore") + "…"

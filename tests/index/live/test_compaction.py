@@ -105,7 +105,7 @@ def test_a_version_is_an_index_like_any_other(tmp_path: Path, family: Family) ->
         scores = {result.doc_id: result.score for result in new}
         kept = [result for result in old if result.doc_id in truth]
         assert [scores[result.doc_id] for result in kept] == [result.score for result in kept]
-    assert searcher.document(found[0][0])["title"].endswith(found[0][0].doc_id)
+    assert found[0][0].document["title"].endswith(found[0][0].doc_id)
     assert written.manifest.parents["index"]["digest"] == built.digest
 
 
@@ -173,7 +173,7 @@ def test_a_run_that_takes_up_another_goes_by_its_plan_and_its_quantizer(
     _write(live, truth)
     _killed(live.folder, fs, "write_bytes", after="shards/00000.json", retrain_at=0.1)
     live.upsert(table(["later"]), NEW[-1:])
-    monkeypatch.setattr(compaction.ivf, "train", None)  # nothing is trained a second time
+    monkeypatch.setattr(compaction.families, "train", None)  # nothing is trained a second time
     written = compaction.compact(live.folder, retrain_at=5.0)
     assert written is not None
     assert written.read_json("live.json")["written"] == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from live_shards import DIM, brute_force, quantizer, scored, search, shard, table
 from scalingnote.errors import ArtifactError, ConfigError, DataError, SearchError
-from scalingnote.index import ivf
+from scalingnote.index import families, ivf
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
 from scalingnote.index.live import shard as live_module
 from scalingnote.index.live import snapshot as live_rows
@@ -28,17 +28,17 @@ ASKED = vectors(5, DIM, seed=9)
 
 
 @pytest.fixture(scope="module")
-def shared() -> ivf.Quantizer:
+def shared() -> families.Quantizer:
     return quantizer()
 
 
 @pytest.fixture(scope="module")
-def base(shared: ivf.Quantizer) -> Shard:
+def base(shared: families.Quantizer) -> Shard:
     return shard(shared, BASE)
 
 
 @pytest.fixture
-def live(base: Shard, shared: ivf.Quantizer, tmp_path: Path) -> LiveShard:
+def live(base: Shard, shared: families.Quantizer, tmp_path: Path) -> LiveShard:
     return LiveShard(base, shared, log=tmp_path / "log")
 
 
@@ -58,7 +58,7 @@ OPERATION = st.one_of(
 @settings(max_examples=20)
 @given(st.lists(OPERATION, max_size=25))
 def test_any_history_equals_brute_force_over_what_was_acknowledged(
-    base: Shard, shared: ivf.Quantizer, tmp_path_factory: pytest.TempPathFactory, history: list
+    base: Shard, shared: families.Quantizer, tmp_path_factory: pytest.TempPathFactory, history: list
 ) -> None:
     folder, truth, drawn = tmp_path_factory.mktemp("log"), dict(BASE), iter(NEW)
     live = LiveShard(base, shared, log=folder, merge_rows=10_000)
@@ -86,7 +86,7 @@ def test_any_history_equals_brute_force_over_what_was_acknowledged(
     live.close()
 
 
-def test_a_search_keeps_the_moment_it_began_with(live: LiveShard, shared: ivf.Quantizer) -> None:
+def test_a_search_keeps_the_moment_it_began_with(live: LiveShard, shared: families.Quantizer) -> None:
     live.upsert(table(["d1", "new"]), NEW[:2])
     then, expected = live.snapshot, search(live.snapshot, shared, ASKED, k=62)
     live.delete(["new", "d2"])
@@ -100,7 +100,7 @@ def test_a_search_keeps_the_moment_it_began_with(live: LiveShard, shared: ivf.Qu
         then.documents([62])
 
 
-def test_a_document_keeps_its_score_when_it_is_merged(live: LiveShard, shared: ivf.Quantizer) -> None:
+def test_a_document_keeps_its_score_when_it_is_merged(live: LiveShard, shared: families.Quantizer) -> None:
     live.upsert(table([f"n{i}" for i in range(50)]), NEW[:50])
     before = scored(live.snapshot, shared, ASKED, k=30)
     assert live.merge() == 50
@@ -110,7 +110,7 @@ def test_a_document_keeps_its_score_when_it_is_merged(live: LiveShard, shared: i
         np.testing.assert_array_equal(scores_or_rows, same)
 
 
-def test_dead_rows_take_nobodys_place(live: LiveShard, shared: ivf.Quantizer) -> None:
+def test_dead_rows_take_nobodys_place(live: LiveShard, shared: families.Quantizer) -> None:
     truth = dict(BASE) | {f"n{i}": NEW[i] for i in range(60)}
     live.upsert(table([f"n{i}" for i in range(60)]), NEW[:60])
     live.merge()
@@ -127,7 +127,7 @@ def test_dead_rows_take_nobodys_place(live: LiveShard, shared: ivf.Quantizer) ->
         assert search(live.snapshot, shared, ASKED, k=k) == brute_force(truth, ASKED, k=k)
 
 
-def test_a_filter_sees_the_documents_of_every_segment(live: LiveShard, shared: ivf.Quantizer) -> None:
+def test_a_filter_sees_the_documents_of_every_segment(live: LiveShard, shared: families.Quantizer) -> None:
     live.upsert(table([f"n{i}" for i in range(20)]), NEW[:20])
     live.merge()
     live.upsert(table(["d5", "n30"]), NEW[20:22])
@@ -144,7 +144,7 @@ def test_a_filter_sees_the_documents_of_every_segment(live: LiveShard, shared: i
 
 
 def test_searches_during_writes_lose_and_double_nothing(
-    base: Shard, shared: ivf.Quantizer, tmp_path: Path
+    base: Shard, shared: families.Quantizer, tmp_path: Path
 ) -> None:
     """One document is written over and over, by threads, while others search for it and lists are merged."""
     live = LiveShard(base, shared, log=tmp_path, merge_rows=16)
@@ -241,7 +241,7 @@ def test_what_cannot_be_read_is_refused(live: LiveShard) -> None:
 
 
 def test_a_follower_shows_what_was_acknowledged_when_it_is_refreshed(
-    live: LiveShard, base: Shard, shared: ivf.Quantizer, tmp_path: Path
+    live: LiveShard, base: Shard, shared: families.Quantizer, tmp_path: Path
 ) -> None:
     follower = LiveShard(base, shared, log=tmp_path / "log", follow=True)
     live.upsert(table(["a", "d1"]), NEW[:2])
@@ -257,7 +257,7 @@ def test_a_follower_shows_what_was_acknowledged_when_it_is_refreshed(
 
 
 def test_a_log_that_fails_acknowledges_nothing_more(
-    live: LiveShard, base: Shard, shared: ivf.Quantizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    live: LiveShard, base: Shard, shared: families.Quantizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live.upsert(table(["a"]), NEW[:1])
 
@@ -292,7 +292,7 @@ def test_ids_are_told_apart_where_hashes_collide(monkeypatch: pytest.MonkeyPatch
     assert DocIds(pa.chunked_array([], pa.string())).rows(["d1"]).tolist() == [-1]
 
 
-def test_a_document_lives_in_one_shard(base: Shard, shared: ivf.Quantizer, tmp_path: Path) -> None:
+def test_a_document_lives_in_one_shard(base: Shard, shared: families.Quantizer, tmp_path: Path) -> None:
     other = shard(shared, {f"e{i}": vector for i, vector in enumerate(NEW[:40])}, number=1)
     shards = [
         LiveShard(each, shared, log=tmp_path / str(number), shards=2)
@@ -345,7 +345,7 @@ def test_lists_cut_down_and_added_to_equal_lists_made_anew(family: Family) -> No
 
 
 def test_documents_are_found_in_more_text_than_a_column_of_one_chunk_holds(
-    shared: ivf.Quantizer, tmp_path: Path
+    shared: families.Quantizer, tmp_path: Path
 ) -> None:
     small = shard(shared, BASE)
     titles = pa.chunked_array([pa.array(["short", "x" * 2**27])] * 30)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalingnote import topk
-from scalingnote.index import rescore
+from scalingnote.index import ivf
 from synthetic_corpus import queries, vectors
 
 DIM = 24
@@ -30,11 +30,11 @@ def test_the_best_are_those_of_a_full_sort(kept: faiss.Index, k: int, candidates
     asked = queries(DOCUMENTS, 3, seed=seed)
     rows = np.stack([rng.permutation(300)[:candidates] for _ in asked])
     rows[rng.random(rows.shape) < 0.2] = -1
-    scores, found = rescore.best(kept, asked, rows, k=k)
-    decoded = rescore.vectors(kept, np.arange(300))
+    scores, found = ivf.best(kept, asked, rows, k=k)
+    decoded = ivf.vectors(kept, np.arange(300))
     exact = np.where(rows < 0, -np.inf, np.einsum("qd,qcd->qc", asked, decoded[rows])).astype(np.float32)
-    np.testing.assert_allclose(rescore.scores(kept, asked, rows), exact, atol=1e-5)
-    best, expected = topk.merge(rescore.scores(kept, asked, rows), rows, k=k)
+    np.testing.assert_allclose(ivf.scores(kept, asked, rows), exact, atol=1e-5)
+    best, expected = topk.merge(ivf.scores(kept, asked, rows), rows, k=k)
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(scores, best)
 
@@ -43,9 +43,9 @@ def test_the_best_are_those_of_a_full_sort(kept: faiss.Index, k: int, candidates
 def test_a_documents_score_does_not_depend_on_its_company(kept: faiss.Index) -> None:
     asked = queries(DOCUMENTS, 2)
     rows = np.array([np.arange(300), np.arange(300)[::-1]])
-    together = rescore.scores(kept, asked, rows)
+    together = ivf.scores(kept, asked, rows)
     for q, c in [(0, 7), (1, 13), (1, 299)]:
-        alone = rescore.scores(kept, asked[q : q + 1], rows[q : q + 1, c : c + 1])
+        alone = ivf.scores(kept, asked[q : q + 1], rows[q : q + 1, c : c + 1])
         assert alone[0, 0] == together[q, c]
     assert len(set(together[0, 50:60].tolist())) == 1
 
@@ -56,5 +56,5 @@ def test_where_nothing_can_be_written_loops_are_compiled_in_memory(monkeypatch: 
             raise RuntimeError("cannot cache function: no locator available")
         return numba.jit(nopython=True, nogil=nogil)
 
-    monkeypatch.setattr(rescore, "numba", SimpleNamespace(njit=nowhere))
-    assert rescore.compiled(lambda number: number + 1)(1) == 2
+    monkeypatch.setattr(ivf, "numba", SimpleNamespace(njit=nowhere))
+    assert ivf.compiled(lambda number: number + 1)(1) == 2

@@ -1,61 +1,144 @@
-"""The searcher deployment: it searches some shards of an index by a query's embedding and terms.
+"""The deployments that a gateway calls: query encoders, a cross-encoder that re-ranks, and searchers.
 
-It holds every version that the catalog keeps, and for some seconds those that it kept before. A call names
-its version, so no answer mixes two while another one is activated; a version that is not open yet is opened
-by the first call that names it.
+A lookup tower takes microseconds and runs in the event loop. A transformer runs in a thread of its own, on
+all queries that arrived during its last batch.
+
+A searcher holds every version that the catalog keeps, and for some seconds those that it kept before. A call
+names its version, so no answer mixes two while another one is activated; a version that is not open yet is
+opened by the first call that names it.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote.errors import SearchError
-from scalingnote.hybrid import Joining
-from scalingnote.index import filters, sparse
+from scalingnote.encode import query_encoder
+from scalingnote.encode.config import Form
+from scalingnote.errors import ConfigError, SearchError
+from scalingnote.fuse.feature_store import StoreConfig, open_store
+from scalingnote.index import sparse
 from scalingnote.index.live.index import LiveIndex
-from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.candidates import ShardCandidates
-from scalingnote.search.searcher import LiveSearcher, Searcher
+from scalingnote.models.sparse_query import SparseQuery, SparseRows
+from scalingnote.planner import planner
+from scalingnote.search.query_path import Personal, Query, QueryPath
+from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, run_periodically
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent
+from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
+from scalingnote.storage.artifact import Artifact, open_artifact
 
-MAX_BATCH = 32  # queries scanned together
-# Larger searches leave the event loop: MAX_BATCH searches of these sizes take about 5 ms.
+MAX_ENCODED = 8  # queries encoded together: in larger batches the first ones wait longer than the batch saves
+MAX_SEARCHED = 32  # queries scanned together
+# Larger searches leave the event loop: MAX_SEARCHED searches of these sizes take about 5 ms.
 INLINE_MAX_DOCUMENTS, INLINE_MAX_K = 500_000, 100
 MAX_FACET_VALUES = 1000  # a text field with more values is no facet
 RELEASE_AFTER_S = 10.0  # all gateways change within a second; requests from before name the old version
 POLL_INTERVAL_S = 5.0  # between two reads of which versions are kept
-AnySearcher = Searcher | LiveSearcher
+Location = tuple[str, str]  # URI and kind of an artifact
 log = get_logger()
 
 
+# --- encoders ----------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class ShardQuery:
-    """A search of one version; `embedding` and `terms` have one row."""
+class QueryPathParts:
+    """The artifacts and settings of a query path, for replicas to load."""
 
-    version: str
-    embedding: Float[ndarray, "one dim"]
-    k: int
-    terms: SparseRows | None = None
-    nprobe: int | None = None
-    where: filters.Filter | None = None
-    exact: bool = False
+    tower: Location
+    form: Form = "auto"
+    cache: int = 0
+    sparse: Location | None = None  # the artifact with ``sparse_query/``
+    fusion: Location | None = None  # the artifact with ``query_fusion/``
+    planner: Location | None = None
+    features: str = ""  # URL of the store of users' features
 
-    @cached_property
-    def batch_key(self) -> tuple[str | int | bool, ...]:
-        """Searches with equal keys differ in embedding and terms only, and are done together."""
-        where = json.dumps(self.where, sort_keys=True) if self.where else ""
-        return self.version, self.k, self.nprobe or 0, self.exact, self.terms is None, where
+    def load(self) -> QueryPath:
+        """Load all parts."""
+        tower = _open(self.tower).directory("query")
+        encoder = query_encoder.QueryEncoder.load(tower, self.form, cache=self.cache)
+        terms, personal = None, None
+        if self.sparse is not None:
+            terms = SparseQuery.load(_open(self.sparse).directory("sparse_query"))
+        if self.fusion is not None:
+            from scalingnote.fuse.fusion import QueryFusion  # imports torch, which lookup towers save
+
+            personal = Personal(
+                QueryFusion.load(_open(self.fusion).directory("query_fusion")),
+                open_store(StoreConfig(url=self.features)),
+                None if self.planner is None else planner.load(_open(self.planner)),
+            )
+        return QueryPath(encoder, terms, personal)
+
+
+class ArmEncoder:
+    """Encodes queries by one query path.
+
+    Ray sets OMP_NUM_THREADS to the CPUs that a replica reserves (at least 1), and every form of tower obeys
+    it: replicas on one machine do not compete for its cores.
+    """
+
+    def __init__(self, parts: QueryPathParts) -> None:
+        self._path = parts.load()
+        self._path(["warm up"])  # the first pass is the slowest
+        in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
+        self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_ENCODED)
+
+    async def encode(self, query: str, user_id: str | None = None) -> Query:
+        """A query with its embedding and terms."""
+        if self._batcher is None:
+            return self._path([query])[0]
+        return await self._batcher((query, user_id))
+
+    async def encode_many(self, queries: Sequence[str], user_id: str | None = None) -> list[Query]:
+        """Queries of one user with their embeddings and terms."""
+        if self._batcher is None:
+            return self._path(queries)
+        asked = [(query, user_id) for query in queries]
+        return await self._batcher.run_between_batches(lambda: self._encode_batch(asked))
+
+    async def ping(self) -> bool:
+        """Answers while the event loop runs."""
+        return True
+
+    def _encode_batch(self, batch: Sequence[tuple[str, str | None]]) -> list[Query]:
+        queries, users = [query for query, _ in batch], [user for _, user in batch]
+        try:
+            return self._path(queries, users)
+        except Exception:
+            if not any(users):
+                raise
+            # The feature store may be down: results that are not personal are better than none.
+            log.exception("personalising failed; these queries are answered as those of unknown users")
+            return self._path(queries)
+
+
+class Reranker:
+    """Scores documents for a query by a cross-encoder of sentence-transformers."""
+
+    def __init__(self, model: str) -> None:
+        try:
+            from sentence_transformers import CrossEncoder
+        except ImportError:
+            raise ConfigError("serve.rerank needs a package: pip install 'scalingnote[rerank]'") from None
+        self._model: Any = CrossEncoder(model)
+        self._model.predict([("warm", "up")], show_progress_bar=False)
+
+    async def score(self, query: str, texts: Sequence[str]) -> list[float]:
+        """A score of each text, higher is better."""
+        pairs = [(query, text) for text in texts]
+        scores = await asyncio.to_thread(self._model.predict, pairs, show_progress_bar=False)
+        return [float(score) for score in scores]
+
+
+# --- searchers ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -65,15 +148,7 @@ class Refused:
     reason: str
 
 
-class ShardAnswer(NamedTuple):
-    """Candidates of the shards of one searcher."""
-
-    version: str  # of a live index the current one, whichever was named
-    found: ShardCandidates
-    shards: int  # number of shards searched
-
-
-_Call = tuple[AnySearcher, ShardQuery]  # the searcher of the version, looked up when the call arrives
+_Call = tuple[Searcher, Query]  # the searcher of the version, looked up when the call arrives
 
 
 class IndexSearcher:
@@ -99,32 +174,31 @@ class IndexSearcher:
         refresh_s: float = 0.1,
     ) -> None:
         self._catalog, self._shards, self._nprobe, self._mapped = catalog, shards, nprobe, mapped
-        self._joining, self._refresh_s = Joining(), refresh_s
+        self._refresh_s = refresh_s
         self._opening = asyncio.Lock()
-        self._in_thread: ThreadBatcher[_Call, ShardCandidates | Refused] = ThreadBatcher(
-            self._search_batch, max_batch=MAX_BATCH
+        self._in_thread: ThreadBatcher[_Call, Candidates | Refused] = ThreadBatcher(
+            self._search_batch, max_batch=MAX_SEARCHED
         )
-        self._in_loop: LoopBatcher[_Call, ShardCandidates | Refused] = LoopBatcher(
-            self._search_batch, max_batch=MAX_BATCH
+        self._in_loop: LoopBatcher[_Call, Candidates | Refused] = LoopBatcher(
+            self._search_batch, max_batch=MAX_SEARCHED
         )
         self._background: asyncio.Task[None] | None = None
         served = catalog.read()
-        kept = served.versions[:1] if self._live else served.versions
+        kept = served[:1] if self._live else served
         self._held = {version.name: self._open(version) for version in kept}
         # Versions are held until then whether the catalog lists them or not, in time.monotonic().
         self._held_until = dict.fromkeys(self._held, time.monotonic() + OPEN_TIMEOUT_S)
 
-    async def search(self, query: ShardQuery) -> ShardAnswer | Refused:
-        """The best candidates of the shards held here."""
+    async def search(self, query: Query) -> Candidates | Refused:
+        """The best candidates of the shards held here; of a live index, of its current version."""
         name, searcher = await self._require(query.version)
         query = query if query.version == name else replace(query, version=name)
         batcher = self._in_loop if self._is_short(searcher, query) else self._in_thread
-        found = await batcher((searcher, query))
-        return found if isinstance(found, Refused) else ShardAnswer(name, found, len(searcher.shards))
+        return await batcher((searcher, query))
 
-    def _is_short(self, searcher: AnySearcher, query: ShardQuery) -> bool:
+    def _is_short(self, searcher: Searcher, query: Query) -> bool:
         """Whether a search is sure to take less than a millisecond: of vectors only, all in memory."""
-        if not isinstance(searcher, Searcher) or self._mapped or len(searcher) > INLINE_MAX_DOCUMENTS:
+        if self._live or self._mapped or len(searcher) > INLINE_MAX_DOCUMENTS:
             return False
         plain = query.where is None and query.terms is None and not query.exact and not query.nprobe
         return plain and query.k <= INLINE_MAX_K
@@ -158,9 +232,9 @@ class IndexSearcher:
         async with self._opening:
             served = await asyncio.to_thread(self._catalog.read)
             if self._live:
-                version, kept = served.active, {served.active.name}
+                version, kept = served[0], {served[0].name}
             else:
-                kept = {each.name for each in served.versions} | {version.name}
+                kept = {each.name for each in served} | {version.name}
             if version.name not in self._held:
                 opened = await asyncio.to_thread(self._open, version)
                 # Searches that run or wait have a reference to their searcher.
@@ -172,7 +246,7 @@ class IndexSearcher:
     async def refresh(self) -> bool:
         """Read what was written to a live index, and change to its current version."""
         if self._live:
-            active = (await asyncio.to_thread(self._catalog.read)).active
+            active = (await asyncio.to_thread(self._catalog.read))[0]
             if active.name not in self._held:
                 await self.load(active)
             (searcher,) = self._held.values()
@@ -183,8 +257,8 @@ class IndexSearcher:
     async def release_old_versions(self) -> None:
         """Release versions that the catalog has not listed for some seconds, once the active one is open."""
         served = await asyncio.to_thread(self._catalog.read)
-        listed, now = {version.name for version in served.versions}, time.monotonic()
-        if served.active.name in self._held:
+        listed, now = {version.name for version in served}, time.monotonic()
+        if served[0].name in self._held:
             until = {
                 name: now + RELEASE_AFTER_S if name in listed else self._held_until[name]
                 for name in self._held
@@ -200,14 +274,14 @@ class IndexSearcher:
     def _live(self) -> bool:
         return isinstance(self._catalog, LiveCatalog)
 
-    async def _require(self, name: str) -> tuple[str, AnySearcher]:
+    async def _require(self, name: str) -> tuple[str, Searcher]:
         """The version to search, opened if need be, and its name."""
         if self._background is None:  # the constructor runs before there is an event loop
             self._background = asyncio.create_task(self._follow_catalog())
         if self._live:
             (name,) = self._held
         elif name not in self._held:
-            await self.load(self._catalog.read().named(name))
+            await self.load(named(self._catalog.read(), name))
         return name, self._held[name]
 
     async def _follow_catalog(self) -> None:
@@ -220,24 +294,25 @@ class IndexSearcher:
                 self.release_old_versions, interval_s=POLL_INTERVAL_S, name="reading which versions are kept"
             )
 
-    def _open(self, version: Version) -> AnySearcher:
+    def _open(self, version: Version) -> Searcher:
         log.info("opening index version %s: %s", version.name, version.uri)
-        opened: AnySearcher
+        opened: Searcher
         if isinstance(self._catalog, LiveCatalog):
             live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
             opened = LiveSearcher(live, nprobe=self._nprobe)
         else:
             opened = Searcher.open(version.uri, shards=self._shards, nprobe=self._nprobe, mapped=self._mapped)
+        opened.version = version.name
         # The first search compiles code and loads pages, which would take part of a request's deadline.
         opened.find(np.ones((1, opened.dim), np.float32), k=10)
         if opened.layout.sparse:
             sparse.warm()
         return opened
 
-    def _search_batch(self, batch: Sequence[_Call]) -> list[ShardCandidates | Refused | Exception]:
+    def _search_batch(self, batch: Sequence[_Call]) -> list[Candidates | Refused | Exception]:
         """Answers in the order of the batch; searches with equal batch keys are done together."""
         order = sorted(range(len(batch)), key=lambda number: batch[number][1].batch_key)
-        answers: dict[int, ShardCandidates | Refused | Exception] = {}
+        answers: dict[int, Candidates | Refused | Exception] = {}
         for _, numbers in groupby(order, key=lambda number: batch[number][1].batch_key):
             group = list(numbers)
             searcher = batch[group[0]][0]
@@ -245,15 +320,14 @@ class IndexSearcher:
         return [answers[number] for number in range(len(batch))]
 
     def _search_group(
-        self, searcher: AnySearcher, queries: Sequence[ShardQuery]
-    ) -> Sequence[ShardCandidates | Refused | Exception]:
+        self, searcher: Searcher, queries: Sequence[Query]
+    ) -> Sequence[Candidates | Refused | Exception]:
         first = queries[0]
         try:
             return searcher.find(
                 np.concatenate([query.embedding for query in queries]),
+                _stack([query.terms for query in queries if query.terms is not None]),
                 k=first.k,
-                terms=_stack([query.terms for query in queries if query.terms is not None]),
-                joining=self._joining,
                 nprobe=first.nprobe,
                 where=first.where,
                 exact=first.exact,
@@ -276,3 +350,8 @@ def _stack(rows: Sequence[SparseRows]) -> SparseRows | None:
         np.concatenate([each.terms for each in rows]),
         np.concatenate([each.values for each in rows]),
     )
+
+
+def _open(location: Location) -> Artifact:
+    uri, kind = location
+    return open_artifact(uri, kind=kind)
