@@ -99,9 +99,7 @@ def run(stage: Callable[[Path, int], Artifact], folder: Path, documents: int) ->
         seconds = time.perf_counter() - start
     finally:
         ray.shutdown()
-    usage: Mapping[str, int] = artifact.manifest.info.get("usage") or dict.fromkeys(
-        ("worker_peak_bytes", "bytes_read", "bytes_written", "requests"), 1
-    )
+    usage: Mapping[str, int] = artifact.manifest.info["usage"]
     return {
         "seconds": round(seconds, 1),
         "documents/s": round(documents / seconds),
