@@ -89,13 +89,12 @@ def run(
         sampled=tuning.sampled_shards(sizes, config.tuning.shards),
         queries=_queries(config, parents, layout, drawn),
         terms=_terms(parents, layout, drawn),
-        judged=tuple(sorted({doc_id for judged in relevant for doc_id in judged})),
+        judged=tuple(sorted(set().union(*relevant))),
     )
-    searched_bytes = _write(draft, slices, shared)
+    counts = _counts(parents["dataset"], layout, _write(draft, slices, shared))
     layout, tuned = tuning.tune_recall(shared, sizes)
     layout, by_weight = tuning.tune_weight(shared, layout, sizes, relevant)
     draft.write_json(shard.LAYOUT, vars(layout))
-    counts = _counts(parents["dataset"], layout, searched_bytes)
     log.info(
         "%s documents in %d shards, %d lists, %d bytes per vector: %s",
         *(f"{layout.documents:,}", layout.shards, layout.nlist, counts["bytes_per_vector"], output),
