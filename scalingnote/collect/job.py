@@ -217,7 +217,7 @@ class _Steps:
     def _in_actors(self, work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
         rows = [{"item": json.dumps(item)} for item in items]
         done = cluster.map_with_actors(rows, _Actor, {"work": ray.put(work)}, self._resources)
-        return cluster.dataset_rows(done)
+        return (row["done"] for row in cluster.dataset_rows(done))
 
 
 def _tasks(resources: Resources) -> TaskRunner:
@@ -247,11 +247,12 @@ class _Actor:
         self._work: Callable[[Any], Any] = ray.get(work)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        number, item = json.loads(batch["item"][0])
         try:
-            self._work(tuple(json.loads(batch["item"][0])))
+            self._work((number, item))
         except ScalingNoteError as error:
-            return {"error": [cluster.error_column(error)]}
-        return {"error": [""]}
+            return {"done": [number], "error": [cluster.error_column(error)]}
+        return {"done": [number], "error": [""]}
 
 
 def _call(item: tuple[int, Item], *, step: Step, context: Context, arguments: Sequence[Any]) -> Any:
