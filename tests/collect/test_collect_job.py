@@ -134,15 +134,16 @@ def test_training_sees_no_test_query_and_no_document_of_its_group(dataset):
 
 
 def test_documents_without_a_group_stand_alone(tmp_path):
-    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=Config(), parents={})
-    documents = [("d0", "", "", "", None), ("d1", "", "", "", None), ("d2", "", "", "", "")]
-    draft.write_table("documents/part-00000.parquet", table(DOCUMENTS, documents))
-    draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test")]))
-    draft.write_table("qrels.parquet", table(QRELS, [("q", "d0", 1), ("q", "d2", 0)]))
-    dataset = draft.commit(counts={})
-    assert held_out_documents(dataset).to_pylist() == ["d0"]
-    by_time = draft.commit(counts={}, hold_out_documents=False)
-    assert held_out_documents(by_time).to_pylist() == []
+    def held_out(name: str, **info: bool) -> list[str]:
+        draft = Draft(str(tmp_path / name), kind="dataset", config=Config(), parents={})
+        documents = [("d0", "", "", "", None), ("d1", "", "", "", None), ("d2", "", "", "", "")]
+        draft.write_table("documents/part-00000.parquet", table(DOCUMENTS, documents))
+        draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test")]))
+        draft.write_table("qrels.parquet", table(QRELS, [("q", "d0", 1), ("q", "d2", 0)]))
+        return held_out_documents(draft.commit(counts={}, **info)).to_pylist()
+
+    assert held_out("by-group") == ["d0"]
+    assert held_out("by-time", hold_out_documents=False) == []
 
 
 def test_one_hop(dataset, one_hop):
