@@ -28,6 +28,7 @@ STUDENT = Scratch(  # the published query tower (Table 8): RED Bert-4L
 BYTES_PER_NUMBER = {"float16": 2, "int8": 1}
 GATEWAY_MAX_DOCUMENTS = 2_000_000  # up to which a gateway holds the index itself (docs/guides/serve.md)
 TRAINING_POINTS_PER_LIST = 39
+MAX_TRAIN_DOCUMENTS = 4_000_000  # index.train_documents, unless it is set
 MONTH_HOURS = 730
 CORE_HOUR = "{core price} + {GB of memory a core} × {memory price}"  # US dollars
 
@@ -390,10 +391,11 @@ def _notes(config: PlanConfig, shape: Shape, index: IndexPlan) -> list[str]:
             "recall was measured on a million documents; nprobe and refine factor are assumed to keep it"
         )
     lists = 4 * isqrt(config.documents)
-    if not index.family.exhaustive and lists * TRAINING_POINTS_PER_LIST > 200_000:
-        sample = min(lists * TRAINING_POINTS_PER_LIST, config.documents)
+    sample = min(lists * TRAINING_POINTS_PER_LIST, config.documents)
+    if not index.family.exhaustive and sample > MAX_TRAIN_DOCUMENTS:
         notes.append(
-            f"the scan is that of index.nlist={lists} trained with index.train_documents={sample}: set both"
+            f"the scan is that of {lists:,} lists: set index.train_documents={sample}, which they are "
+            "trained with"
         )
     return notes
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scalingnote import cli
+from scalingnote.index.config import IndexConfig
 from scalingnote.models.flops import PUBLISHED
 from scalingnote.scaling import capacity, constants, plan_command
 from scalingnote.scaling.capacity import CapacityPlan
@@ -76,6 +77,7 @@ def test_every_constant_of_a_plan_has_a_source_and_none_is_used_in_two_senses():
 
 def test_what_is_designed_elsewhere_is_still_so():
     assert constants.VERSIONS.value == ServeConfig.model_fields["versions_kept"].default
+    assert IndexConfig.model_fields["train_documents"].default == capacity.MAX_TRAIN_DOCUMENTS
     # Codes of 4 bits for every two dimensions, a byte a dimension, an id, a share of 4,000 centroids.
     default = constants.FAMILIES[0]
     assert default.size.value == pytest.approx(128 / 4 + 128 + 8 + 4000 * 128 * 4 / 1e6, abs=0.1)
