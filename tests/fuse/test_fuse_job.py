@@ -23,7 +23,7 @@ from scalingnote.index.job import _require_same_origin
 from scalingnote.models import backbone, tower
 from scalingnote.planner.planner import WORD_COUNTS
 from scalingnote.quantize.kmeans import encode_nearest, fit
-from scalingnote.quantize.semantic_id import suffixes, to_table
+from scalingnote.quantize.semantic_id import assign_suffixes, to_table
 from scalingnote.storage import schema
 from scalingnote.storage.arrow import to_arrow, to_numpy
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
@@ -133,7 +133,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     parents = {"embeddings": embeddings}
     draft = Draft(f"{base}/semantic_ids", kind="semantic_ids", config=tiny.Nothing(), parents=parents)
     draft.write_bytes("codebooks.safetensors", safetensors.save({"codebooks": codebooks}))
-    named = to_table(pa.chunked_array([pa.array(ids)]), codes, suffixes(codes))
+    named = to_table(pa.chunked_array([pa.array(ids)]), codes, assign_suffixes([], pa.array(ids), codes)[0])
     for number, start in enumerate(starts):
         draft.write_table(f"codes/part-{number:05d}.parquet", named.slice(start, PER_PART))
     found = (source, planner, embeddings, draft.commit(counts={}), towers)

@@ -173,7 +173,8 @@ def test_notes_name_what_does_not_fit_and_what_nobody_measured():
     fits = " ".join(plan(gpus=64, gpu="H200").notes)
     assert "FIT" not in fits
     assert "assumed to keep it" in fits
-    assert "index.nlist=126488" in fits
+    assert "126,488 lists: set index.train_documents=4933032" in fits
+    assert "lists" not in " ".join(plan(documents=5 * 10**8).notes)
     assert "a gateway searches by itself" in " ".join(plan(documents=10**6).notes)
     assert "dimensions" not in fits
     assert "recall was measured at 128 dimensions, with 8 nobody" in " ".join(plan(dims=(8,)).notes)

@@ -138,10 +138,10 @@ def test_a_version_holds_the_terms_of_what_was_written(built: Artifact, tmp_path
     del truth["n1"], truth["d1"]
     _agree(live, truth, f"{tmp_path}/before")
     follower.refresh()
-    _agree(follower, truth, f"{tmp_path}/before")
+    _agree(follower, truth, f"{tmp_path}/followed")
     version = live.compact()
     assert version is not None
-    _agree(live, truth, f"{tmp_path}/before")
+    _agree(live, truth, f"{tmp_path}/compacted")
     terms, asked = Searcher.open(version.uri), Searcher.open(f"{tmp_path}/before")
     joining = Joining(candidates=30)
     for one, other in zip(
