@@ -17,6 +17,7 @@ workers' memory for 10^6 rows in 16 files on 2 cores, this one 1.1 s and 0.45 GB
 """
 
 import json
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -40,7 +41,9 @@ from scalingnote.storage.artifact import Artifact, Part, write_file, write_table
 ROWS_PER_SLICE = 1 << 18
 MAX_SLICES = 1 << 12  # of an artifact; with more rows, slices are larger
 ROWS_PER_BATCH = 1 << 16
-_MAX_OPEN_FILES = 256  # in a process
+# Scattered files that a process keeps open: a quarter of what it may have, as Ray's workers may have many. A
+# task that reads more files than this for a bucket opens each again for the next one.
+_MAX_OPEN_FILES = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4, 256)
 _INDEX = b"buckets"  # metadata of a scattered file: the bucket and the rows of each batch, as int64
 BYTE_SLICES = 64  # that a table is cut into by bytes, within the limits of a slice
 MIN_SLICE_BYTES, MAX_SLICE_BYTES = 32 << 20, 512 << 20
