@@ -40,6 +40,7 @@ RULES = (
     Rule(r"^median_file$", "either"),
     Rule(r"^comment_share$", "higher", 0.001, relative=False),
     Rule(r"^read_mb_s$", "higher", SHORT),
+    Rule(r"^quickstart_s3_over_local$", "lower", RATIO),
     Rule(r"^(driver_rss_\w+|plan_(requests|driver)_error_max)$", "lower", RATIO),
     Rule(r"^plan_seconds_error_max$", "lower", SHORT),
     Rule(r"^(control_open_doors|silent_on_the_machine|listeners)$", "either"),

@@ -166,6 +166,10 @@ def object_store(r: Report) -> Lines:
     yield ratio(
         r, "read_over_stream", what, rate["ranges"], f"one request after the other {rate['stream']}", bar=5
     )
+    if "stages" in r:
+        s3, disk = (sum(row[f"{side} s"] for row in r["stages"]) for side in ("s3", "disk"))
+        what = "the quickstart's stages with run_dir on that store"
+        yield ratio(r, "quickstart_s3_over_local", what, f"{s3:.0f} s", f"on disk {disk:.0f} s", bar=1.5)
 
 
 def scale(r: Report) -> Lines:
