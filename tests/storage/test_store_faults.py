@@ -48,7 +48,7 @@ class Faults:
             return [f"<Error><Code>{code}</Code></Error>".encode()]
         answer = list(self.store(environ, start if not fault else lambda *_: None))
         if fault == "late":
-            time.sleep(2.5 * object_store.REQUEST_TIMEOUT.total_seconds())
+            time.sleep(1.5 * object_store.REQUEST_TIMEOUT.total_seconds())
         if fault:  # done, but nobody hears of it
             raise ConnectionAbortedError
         return answer
@@ -75,7 +75,7 @@ def store(faults: tuple[Faults, int], monkeypatch: pytest.MonkeyPatch) -> Iterat
 
     found, port = faults
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=0.2))
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", timedelta(seconds=0.6))
     pause = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=5), "base": 2}
     monkeypatch.setattr(object_store, "RETRY", {**object_store.RETRY, "backoff": pause})
     object_store._connect.cache_clear()
