@@ -1,5 +1,7 @@
 """Lending and borrowing against a transcription with sets, one query at a time."""
 
+from random import Random
+
 import numpy as np
 import pyarrow as pa
 from hypothesis import given
@@ -44,11 +46,11 @@ def slow_borrow(loans: list[tuple], known: dict[tuple[int, str], bool], most: in
     st.lists(LOAN, unique_by=lambda loan: (loan[0], loan[1], loan[3], loan[5]), max_size=25),
     st.dictionaries(st.tuples(st.integers(0, 3), DOCS), st.booleans(), max_size=8),
     st.integers(1, 3),
-    st.randoms(),
+    st.integers(0, 2**16),
 )
-def test_borrowing_equals_its_transcription(loans, known, most, random):
+def test_borrowing_equals_its_transcription(loans, known, most, order):
     found, counts = select_multi_hop(
-        table(MULTI_HOP, random.sample(loans, len(loans))),
+        table(MULTI_HOP, Random(order).sample(loans, len(loans))),
         table(KNOWN, [(row, doc, positive) for (row, doc), positive in known.items()]),
         limit=most,
         seed=5,
