@@ -17,10 +17,10 @@ from scalingnote.evaluate.lineage import Ancestor
 from scalingnote.evaluate.pool import Pool, document_ids, gather_embeddings
 from scalingnote.evaluate.query_embeddings import QueryEmbeddings
 from scalingnote.evaluate.test_set import TestSet
-from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import TaskRunner
 from scalingnote.train.config import Losses
+from scalingnote.train.validation_sample import ValidationSample, measure_retrieval
 
 NAME = "contrastive_entropy"
 
@@ -121,15 +121,10 @@ def _entropies(
     *,
     temperature: float,
 ) -> Sequence[float]:
-    """-log softmax of each query's positive, the first of its chosen documents.
-
-    As :func:`scalingnote.train.validation.measure_retrieval` computes it, which imports torch.
-    """
-    unit_queries, unit_documents = (
-        arrow.l2_normalize(matrix).astype(np.float64) for matrix in (queries, documents)
-    )
-    found = []
-    for query, rows in zip(unit_queries, chosen, strict=True):
-        scores = unit_documents[rows] @ query
-        found.append(float(np.logaddexp.reduce((scores - scores[0]) / temperature)))
-    return found
+    """The validation measure of training per query; the first of its chosen documents is the positive."""
+    own = np.arange(chosen.shape[1])[None]
+    sample = ValidationSample([], [], own[0, :1], own == 0, own[:, 1:])
+    return [
+        measure_retrieval(query[None], documents[rows], sample, temperature=temperature)[NAME]
+        for query, rows in zip(queries, chosen, strict=True)
+    ]
