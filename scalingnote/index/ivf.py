@@ -8,20 +8,20 @@ same order among any candidates and in any shard, so equal documents have equal 
 the lower row.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, no_type_check
 from weakref import WeakKeyDictionary
 
 import faiss
-import numba
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.index.families import Quantizer, dump, dump_lists, parse
+from scalingnote.jit import compiled
 from scalingnote.quantize.kmeans import blas_only
 
 Chosen = tuple[Float[ndarray, "queries probes"], Int[ndarray, "queries probes"]]
@@ -273,15 +273,6 @@ def _range(kept: Any) -> tuple[Float[ndarray, " dim"], Float[ndarray, " dim"]]:
 
 
 # --- compiled ---------------------------------------------------------------------------------------------
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compile at the first call, run without the GIL; cache on disk where a folder is writable."""
-    try:
-        made: Callable[..., Any] = numba.njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:  # numba found no folder for its cache
-        made = numba.njit(nogil=True, **options)(function)
-    return made
 
 
 compiled_fastmath = partial(compiled, fastmath=_REORDERED)

@@ -23,9 +23,10 @@ from numpy import ndarray
 from scalingnote import topk
 from scalingnote.errors import SearchError
 from scalingnote.index import filters, ivf
-from scalingnote.index.ivf import RESCORE_COST, compiled
+from scalingnote.index.ivf import RESCORE_COST
 from scalingnote.index.postings import Postings
 from scalingnote.index.shard import Layout
+from scalingnote.jit import compiled
 
 MAX_K = 1000
 CACHED_FILTERS = 64  # filters whose row masks a built index keeps: one byte per document each

@@ -1,7 +1,4 @@
-from types import SimpleNamespace
-
 import faiss
-import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -48,13 +45,3 @@ def test_a_documents_score_does_not_depend_on_its_company(kept: faiss.Index) -> 
         alone = ivf.scores(kept, asked[q : q + 1], rows[q : q + 1, c : c + 1])
         assert alone[0, 0] == together[q, c]
     assert len(set(together[0, 50:60].tolist())) == 1
-
-
-def test_where_nothing_can_be_written_loops_are_compiled_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere(*, nogil: bool, cache: bool = False):
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return numba.jit(nopython=True, nogil=nogil)
-
-    monkeypatch.setattr(ivf, "numba", SimpleNamespace(njit=nowhere))
-    assert ivf.compiled(lambda number: number + 1)(1) == 2
