@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from scalingnote.log import environment
 from scalingnote.reports import markdown
+from scalingnote.storage.usage import peak_bytes
 
 T = TypeVar("T")
 # Options that say where something is written or kept; --set run_dir=... is another.
@@ -83,13 +84,8 @@ def alone(work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def peak_memory_mb() -> float:
-    """Largest resident size of this process so far (Linux; 0 elsewhere)."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return 0.0
-    # Not getrusage: its figure survives an exec, so a small child would report its parent's peak.
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    """Largest resident size of this process so far."""
+    return peak_bytes() / 2**20
 
 
 def _is_word(value: Any) -> bool:

@@ -31,6 +31,10 @@ class Resources(Circumstances):
     cpus_per_worker: float = Field(1.0, gt=0, description="CPU cores Ray reserves for each")
     gpus_per_worker: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
 
+    def without_gpus(self) -> "Resources":
+        """The same workers for steps that run no model."""
+        return self.model_copy(update={"gpus_per_worker": 0.0})
+
 
 C = TypeVar("C", bound=Config)
 PACKAGE = Path(__file__).parent

@@ -108,7 +108,7 @@ def _ranker(config: CollectConfig, dataset: Artifact) -> Ranker | None:
 def _parts(config: CollectConfig, dataset: Artifact, ranker: Ranker | None) -> int:
     """Number of buckets of queries: more than asked for where a bucket of evidence would fill a worker."""
     rows = {
-        table: sum(dataset.manifest.parts[part].rows or 0 for part in dataset.table_parts(table))
+        table: sum(dataset.rows_of(dataset.table_parts(table)).values())
         for table in ("queries", "impressions", "scores")
     }
     if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
@@ -222,9 +222,7 @@ class _Steps:
 
 def _tasks(resources: Resources) -> TaskRunner:
     """Runs tasks, which need no GPU."""
-    return partial(
-        cluster.map_tasks_in_order, resources=resources.model_copy(update={"gpus_per_worker": 0.0})
-    )
+    return partial(cluster.map_tasks_in_order, resources=resources.without_gpus())
 
 
 class _Loaded:

@@ -20,14 +20,13 @@ from scalingnote import topk
 from scalingnote.bm25 import document_texts, terms
 from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig
 from scalingnote.collect.one_hop import ranking_evidence
-from scalingnote.collect.steps import Context, Counts, Item, read_queries, read_table, scatter_evidence
+from scalingnote.collect.steps import Context, Counts, Item, read_queries, scatter_evidence
 from scalingnote.lexical import ranking
-from scalingnote.lexical.frequencies import Frequencies, read_frequencies
+from scalingnote.lexical.frequencies import Frequencies
 from scalingnote.lexical.weights import BM25Weights
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.arrow import to_arrow, to_matrix
-from scalingnote.storage.artifact import write_table
+from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import DOCUMENTS
 
 MAX_WORDS = 1 << 22  # in the vocabulary, the most frequent ones: 400 MB of a task that builds a shard
@@ -46,7 +45,7 @@ def read_training_words(parts: Sequence[str], context: Context) -> Iterator[list
 
 def write_shard(item: Item, context: Context, ranker: BM25Ranker, corpus: Frequencies) -> Counts:
     """Write the inverted lists of one slice of the documents."""
-    words = read_frequencies(corpus.words)
+    words = read_table(corpus.words)
     totals = {"documents": corpus.texts, "length": corpus.length}
     weights = BM25Weights(words, **totals, k1=ranker.k1, b=ranker.b)
     texts = document_texts(_documents(item["parts"], _FIELDS, context))
@@ -120,12 +119,11 @@ def _merged(
 ) -> tuple[pa.Table, Int64[ndarray, " hits"], pa.Table]:
     """Queries of a group, and for each hit the row of its query, and its document's id, fields and score."""
     queries = read_table(_file("groups", item["bucket"], item["start"], context))
-    rows = np.full((len(queries), depth), -1)
-    scores = np.full(rows.shape, -np.inf, np.float32)
+    best = topk.Best(len(queries), depth)
     for first in range(0, len(shards), SHARDS_PER_SEARCH):
         hits = read_table(_hits(item, first, context))
-        both = (scores, to_matrix(hits["score"])), (rows, to_matrix(hits["row"]))
-        scores, rows = topk.merge(*(np.concatenate(columns, axis=1) for columns in both), k=depth)
+        best.add(slice(None), to_matrix(hits["score"]), to_matrix(hits["row"]))
+    rows, scores = best.ids, best.scores
     query, place = np.nonzero(rows >= 0)
     order = np.argsort(rows[query, place], kind="stable")
     query, place = query[order], place[order]
@@ -156,7 +154,7 @@ def _shard(number: int, context: Context) -> str:
 
 
 def _read_shard(number: int, context: Context) -> pa.Table:
-    return pa.ipc.open_file(fs.open_input(_shard(number, context))).read_all()
+    return read_table(_shard(number, context))
 
 
 def _hits(item: Item, first: int, context: Context) -> str:

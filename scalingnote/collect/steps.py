@@ -37,7 +37,7 @@ from scalingnote.planner.planner import TermScores
 from scalingnote.planner.planner import load as load_planner
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import Artifact, write_table
+from scalingnote.storage.artifact import Artifact, read_table, write_table
 
 ROW_BITS = 40  # of a query's number; the bits above are its bucket
 OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected
@@ -65,12 +65,6 @@ class Context:
     def bucket(self, number: int, table: str) -> str:
         """The file of a table of one bucket."""
         return fs.join(self.work, "bucket", f"{number:05d}", f"{table}.parquet")
-
-
-def read_table(uri: str) -> pa.Table:
-    """A whole Parquet file."""
-    with fs.open_input(uri) as file:
-        return pq.read_table(file)
 
 
 def read_row_group(item: Item, columns: list[str] | None = None) -> pa.Table:

@@ -20,11 +20,11 @@ from scalingnote.collect.association import KINDS
 from scalingnote.collect.config import CollectConfig, Mixing, Share
 from scalingnote.collect.multi_hop import MULTI_HOP, select_multi_hop
 from scalingnote.collect.one_hop import hash_fraction
-from scalingnote.collect.steps import Context, Counts, Item, read_row_group, read_table, scatter_by
+from scalingnote.collect.steps import Context, Counts, Item, read_row_group, scatter_by
 from scalingnote.planner.planner import words
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import write_table
+from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import ANSWERS, TRIPLETS
 from scalingnote.storage.shuffle import JsonRecord
 

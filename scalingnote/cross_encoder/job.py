@@ -107,7 +107,7 @@ def run_queries(
         each=cluster.map_tasks,
     )
     names = source.table_parts("triplets")
-    counted = {name: source.manifest.parts[name].rows or 0 for name in names}
+    counted = source.rows_of(names)
     rows = {
         name.replace("triplets/", folder, 1): count
         for folder in ("embeddings/", "scores/")

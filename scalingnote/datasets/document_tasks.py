@@ -29,7 +29,7 @@ from scalingnote.datasets.logs.time_split import first_rows
 from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, SlicedRows, Source
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Draft, Part, write_table
+from scalingnote.storage.artifact import Draft, Part, read_table, write_table
 from scalingnote.storage.schema import DOCUMENTS
 from scalingnote.storage.shuffle import (
     JsonRecord,
@@ -126,9 +126,7 @@ def write_documents(
     for number, (first, last) in enumerate(zip(checked, written, strict=True)):
         counts = last["quarantine"] or first["quarantine"]
         if counts["rejected"] or counts["mended"]:
-            quarantine.add(
-                **counts, rows=pa.ipc.open_file(fs.open_input(context.rejected(number))).read_all()
-            )
+            quarantine.add(**counts, rows=read_table(context.rejected(number)))
     if not ends[-1]:
         raise DataError(f"{config.name}: no usable document{quarantine.reasons()}")
     for record in written:
@@ -254,13 +252,12 @@ def _write(item: tuple[int, tuple[Rows, _Section]], *, context: Context) -> Json
 def _valid_rows(first: int, repeats: list[int], context: Context) -> Iterator[pa.Table]:
     """The rows of a slice and of all later ones, without repeats; slices are opened when they are reached."""
     for number in range(first, context.slices):
-        with fs.open_input(context.checked(number)) as source:
-            table = pa.ipc.open_file(source).read_all()
-            if number in repeats:
-                kept = np.ones(len(table), bool)
-                kept[_repeats_of(number, context)] = False
-                table = table.filter(pa.array(kept))
-            yield table
+        table = read_table(context.checked(number))
+        if number in repeats:
+            kept = np.ones(len(table), bool)
+            kept[_repeats_of(number, context)] = False
+            table = table.filter(pa.array(kept))
+        yield table
 
 
 def _repeats_of(number: int, context: Context) -> Int32[ndarray, " repeats"]:

@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
-import pyarrow.parquet as pq
 
 from scalingnote.datasets import click_simulator, row_checks, splits
 from scalingnote.datasets.config import AnyClickModel, AnyDataset, Texts
@@ -22,7 +21,7 @@ from scalingnote.datasets.user_behavior import Tastes
 from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import write_table
+from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import IMPRESSIONS, QRELS, QUERIES, SCORES, USERS, is_valid_unicode
 from scalingnote.storage.shuffle import JsonRecord
 
@@ -59,7 +58,7 @@ def write_supervision(
     group_of = dict(zip(found["doc_id"].to_pylist(), found["group"].to_pylist(), strict=True))
     valid_ids = set(group_of)
     if config.max_documents is not None:
-        valid_ids.update(pa.ipc.open_file(fs.open_input(left_out)).read_all()["doc_id"].to_pylist())
+        valid_ids.update(read_table(left_out)["doc_id"].to_pylist())
     tables, missing = _tables(
         given, source, group_of=group_of, valid_ids=valid_ids, config=config, quarantine=quarantine
     )
@@ -111,8 +110,7 @@ def _read_documents(
     value_set = pa.array(sorted(named), pa.string()) if named is not None else None
 
     def read(part: str) -> pa.Table:
-        with fs.open_input(fs.join(output, part)) as file:
-            return pq.read_table(file, columns=columns)
+        return read_table(fs.join(output, part), columns)
 
     found = []
     for start in range(0, len(parts), _PARTS_PER_READ):

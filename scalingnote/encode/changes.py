@@ -23,7 +23,13 @@ from scalingnote import cluster
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema, shuffle
-from scalingnote.storage.artifact import Artifact, Draft, Part, write_table
+from scalingnote.storage.artifact import (
+    Artifact,
+    Draft,
+    Part,
+    read_table,
+    write_table,
+)
 from scalingnote.storage.shuffle import NumberedSlice, run_slices, slices
 
 log = get_logger("encode")
@@ -151,7 +157,7 @@ def read_copies(number: int, *, folder: str, base: Artifact) -> pa.Table:
     layout = pq.read_schema(base.open(parts[0])).append(COPY.field("row"))
     tables = [layout.empty_table()]
     if fs.exists(uri):
-        copies = pq.read_table(fs.open_input(uri))
+        copies = read_table(uri)
         for part in np.unique(np.asarray(copies["base_part"])).tolist():
             from_part = copies.filter(pc.equal(copies["base_part"], part))
             rows = base.table(parts[part]).take(from_part["base_row"].combine_chunks())

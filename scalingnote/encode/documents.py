@@ -85,7 +85,7 @@ def encode_documents(
     cluster.check_resources_early(resources, knob="encode.resources", beside=reader_cpus(resources))
     source, base = parents["dataset"], parents.get("base")
     parts = source.names("documents/", ".parquet")
-    rows = {embeddings_part(name): source.manifest.parts[name].rows or 0 for name in parts}
+    rows = {embeddings_part(name): count for name, count in source.rows_of(parts).items()}
     counts = {} if base is None else compare_with_base(source, base, draft)
     read = partial(read_documents, source=source, towers=towers, load_prompt=load_prompt)
     steps = Steps(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from scalingnote import cluster
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
@@ -25,7 +24,13 @@ from scalingnote.encode.parts import EncodedPart, Steps, reader_cpus, write_part
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
+from scalingnote.storage.artifact import (
+    Artifact,
+    Draft,
+    open_artifact,
+    read_table,
+    write_table,
+)
 from scalingnote.storage.shuffle import NumberedSlice, run_slices
 
 if TYPE_CHECKING:
@@ -198,8 +203,7 @@ def read_queries(name: str, *, folder: str, pseudo: Artifact | None) -> pa.Table
         assert pseudo is not None
         return pseudo.table(f"queries/part-{piece.removeprefix(_PSEUDO)}")
     piece = piece.removeprefix("part-").removesuffix(".parquet")
-    with fs.open_input(piece_uri(folder, piece)) as stream:
-        return pq.read_table(stream)
+    return read_table(piece_uri(folder, piece))
 
 
 class TeacherQueryEncoder:

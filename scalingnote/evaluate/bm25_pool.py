@@ -109,4 +109,4 @@ def _count_group(
         counts, lengths = word_counts(part.texts(), vocabulary)
         documents, length = documents + len(part), length + int(lengths.sum())
         frequency += np.bincount(counts.indices, minlength=len(vocabulary))
-    return sum(pool.embeddings.manifest.parts[name].rows or 0 for name in group), documents, length, frequency
+    return sum(pool.embeddings.rows_of(group).values()), documents, length, frequency

@@ -106,7 +106,7 @@ def _search_group(
                     best[name].score(asked, values, part.rows[chosen])
         for result in best.values():
             result.documents += len(part)
-    return sum(pool.embeddings.manifest.parts[name].rows or 0 for name in group), best
+    return sum(pool.embeddings.rows_of(group).values()), best
 
 
 def score_pairs(

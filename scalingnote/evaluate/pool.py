@@ -9,7 +9,6 @@ bounded by a part there, and by the queries and their results in the caller, wha
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
@@ -53,9 +52,7 @@ class Pool:
     @property
     def parts(self) -> dict[str, int]:
         """Name of each part -> the row of its first document."""
-        names = self.embeddings.table_parts("embeddings")
-        rows = [self.embeddings.manifest.parts[name].rows or 0 for name in names]
-        return dict(zip(names, accumulate(rows, initial=0), strict=False))
+        return self.embeddings.first_rows("embeddings")
 
     def groups(self) -> list[list[str]]:
         """Names of parts, in order, by group."""

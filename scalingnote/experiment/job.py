@@ -12,7 +12,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import ray.data
 
 from scalingnote import cluster
@@ -27,7 +26,14 @@ from scalingnote.experiment.config import AnyJudge, DualPooledJudge, ExperimentC
 from scalingnote.experiment.outcomes import Outcomes
 from scalingnote.log import Progress, environment, get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, fingerprint, open_artifact, write_table
+from scalingnote.storage.artifact import (
+    Artifact,
+    Draft,
+    fingerprint,
+    open_artifact,
+    read_table,
+    write_table,
+)
 
 log = get_logger("compare")
 PAIRS_PER_BLOCK = 2048
@@ -187,7 +193,7 @@ def _judge(config: ExperimentConfig, sampled: pa.Table, dataset: Artifact, draft
             _judge_blocks(todo, (config.relevance.judge, dataset, draft.work()), resources) if todo else ()
         ):
             progress.advance(size[number])
-    tables = [pq.read_table(fs.open_input(uri)) for uri in blocks]
+    tables = map(read_table, blocks)
     return pa.concat_tables([relevance.JUDGED.empty_table(), *tables])
 
 
@@ -220,7 +226,7 @@ class JudgeActor:
         try:
             self._judge = self._judge or relevance.load_judge(self._config, self._dataset)
             pairs, documents = (
-                pq.read_table(fs.open_input(fs.join(self._work, name)))
+                read_table(fs.join(self._work, name))
                 for name in (f"pairs/{number:05d}.parquet", relevance.DOCUMENTS_FILE)
             )
             scored = relevance.judge_pairs(self._judge, pairs, documents)

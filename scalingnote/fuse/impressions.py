@@ -26,7 +26,7 @@ from scalingnote.errors import DataError
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import Artifact, write_table
+from scalingnote.storage.artifact import Artifact, read_table, write_table
 from scalingnote.storage.schema import IMPRESSIONS
 from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, TaskRunner, hash_of, run_slices, slices
 from scalingnote.train.data import one_chunk
@@ -292,6 +292,4 @@ def flat(column: pa.ChunkedArray) -> ndarray:
 
 def read_column(uri: str, name: str) -> ndarray:
     """A column of an Arrow file."""
-    with fs.open_input(uri) as source:
-        table = pa.ipc.open_file(source).read_all()
-    return np.asarray(table[name].combine_chunks())
+    return np.asarray(read_table(uri)[name].combine_chunks())

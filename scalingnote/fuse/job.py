@@ -130,9 +130,7 @@ def _prepare(
     prepare.fit_features(config, corpus.dataset, folder=folder, each=cluster.map_tasks)
     query_slices = slices(corpus.dataset, "queries")
     rows = {
-        f"{prepare.QUERIES}/{number:05d}.arrow": sum(
-            corpus.dataset.manifest.parts[p].rows or 0 for p in parts
-        )
+        f"{prepare.QUERIES}/{number:05d}.arrow": sum(corpus.dataset.rows_of(parts).values())
         for number, parts in enumerate(query_slices)
     }
     read = partial(read_queries, dataset=corpus.dataset, slices=query_slices, store=folder)
@@ -149,7 +147,7 @@ def _prepare(
 def _fuse(config: FuseConfig, corpus: FusedCorpus, draft: Draft) -> int:
     """Write the final embeddings, part by part; their number."""
     source = corpus.embeddings
-    rows = {name: source.manifest.parts[name].rows or 0 for name in source.names("embeddings/", ".parquet")}
+    rows = source.rows_of(source.names("embeddings/", ".parquet"))
     steps = Steps(read_nothing, partial(FusedParts, corpus=corpus, output=draft.uri))
     records = write_parts(
         steps, draft, rows=rows, resources=config.writers, unit="documents fused", knob=WRITERS

@@ -31,7 +31,7 @@ from scalingnote.log import get_logger
 from scalingnote.models.token_rows import list_column
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Part, write_table
+from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
 from scalingnote.storage.shuffle import (
     JsonRecord,
     NumberedSlice,
@@ -255,8 +255,7 @@ def _users(
 def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
     """Clicks of a bucket by row numbers, without those whose query or document is not in the store."""
     bucket = item[1]
-    with fs.open_input(fs.join(folder, f"{CLICKS}/{bucket:05d}.arrow")) as source:
-        raw = pa.ipc.open_file(source).read_all()
+    raw = read_table(fs.join(folder, f"{CLICKS}/{bucket:05d}.arrow"))
     if not len(raw):
         return {"files": [], "left_out": 0}
     numbered = {

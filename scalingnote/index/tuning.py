@@ -37,7 +37,7 @@ from scalingnote.log import get_logger
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.quantize.job import use_threads
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import WORK
+from scalingnote.storage.artifact import WORK, read_table
 
 REFINE_FACTORS = (1, 2, 4, 8, 16)
 MIN_RECALL_GAIN = 0.002  # of doubling nprobe, to be worth its time
@@ -329,9 +329,8 @@ def _measure_shard_hybrid(
     }
     score = partial(ivf.scores, lists.kept, queries)
     found = hybrid_candidates(rows, score, [postings.load(files)], terms, k=k)
-    with fs.open_input(fs.join(run.output, shard.documents_file(number))) as stream:
-        doc_ids = pa.ipc.open_file(stream).read_all()["doc_id"]
-        judged = pc.index_in(pa.array(run.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
+    doc_ids = read_table(fs.join(run.output, shard.documents_file(number)))["doc_id"]
+    judged = pc.index_in(pa.array(run.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
     return replace(found, ids=_counted_from(first_row, found.ids)), _counted_from(first_row, judged)
 
 

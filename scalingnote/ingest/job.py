@@ -64,7 +64,7 @@ def run(
     if draft.finished:
         return draft.existing()
     parts = dataset.table_parts("documents")
-    rows = {name.replace("documents/", "ready/", 1): dataset.manifest.parts[name].rows or 0 for name in parts}
+    rows = {name.replace("documents/", "ready/", 1): count for name, count in dataset.rows_of(parts).items()}
     steps = Steps(
         partial(read_documents, dataset=dataset),
         partial(NewDocumentEncoder, towers, semantic_ids, embeddings, token_budget=config.token_budget),

@@ -13,11 +13,10 @@ from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import write_table
+from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, TaskRunner, run_slices
 
 WORDS = pa.schema({"word": pa.string(), "documents": pa.int64()})  # documents: texts that have the word
@@ -118,16 +117,10 @@ def _merge(item: tuple[int, int], *, folder: str, most: int, least: int) -> Json
 def _choose(item: tuple[int, int], *, folder: str, most: int, output: str) -> int:
     best = WORDS.empty_table()
     for bucket in range(item[1]):
-        best = most_frequent(pa.concat_tables([best, read_frequencies(_merged(folder, bucket))]), most)
+        best = most_frequent(pa.concat_tables([best, read_table(_merged(folder, bucket))]), most)
     write_table(output, best)
     return len(best)
 
 
 def _merged(folder: str, bucket: int) -> str:
     return fs.join(folder, "merged", f"{bucket:05d}.parquet")
-
-
-def read_frequencies(uri: str) -> pa.Table:
-    """A table WORDS."""
-    with fs.open_input(uri) as stream:
-        return pq.read_table(stream)

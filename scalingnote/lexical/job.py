@@ -20,12 +20,19 @@ from scalingnote import cluster
 from scalingnote.bm25 import document_texts, terms
 from scalingnote.errors import DataError
 from scalingnote.lexical.config import BM25Config
-from scalingnote.lexical.frequencies import count_frequencies, read_frequencies
+from scalingnote.lexical.frequencies import count_frequencies
 from scalingnote.lexical.weights import COLLECTION, VOCABULARY, BM25Weights
 from scalingnote.log import get_logger
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_file, write_table
+from scalingnote.storage.artifact import (
+    Artifact,
+    Draft,
+    open_artifact,
+    read_table,
+    write_file,
+    write_table,
+)
 from scalingnote.storage.shuffle import JsonRecord, NumberedSlice, named_parts, run_slices, slices
 
 log = get_logger("bm25")
@@ -96,7 +103,7 @@ def read_words(parts: Sequence[str], *, dataset: Artifact) -> Iterator[list[str]
 
 def _write_vocabulary(item: tuple[int, str], *, config: BM25Config, output: str) -> JsonRecord:
     """Write the vocabulary and what encodes queries by it."""
-    words = read_frequencies(item[1])
+    words = read_table(item[1])
     files = [(VOCABULARY, vars(write_table(fs.join(output, VOCABULARY), words)))]
     vocabulary = {word: number for number, word in enumerate(words["word"].to_pylist())}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
@@ -114,7 +121,7 @@ def weigh_documents(
     item: NumberedSlice, *, dataset: Artifact, config: BM25Config, output: str, collection: dict[str, int]
 ) -> JsonRecord:
     """Write the terms and impacts of a slice, one part for each part of the documents."""
-    words = read_frequencies(fs.join(output, VOCABULARY))
+    words = read_table(fs.join(output, VOCABULARY))
     weights = BM25Weights(words, **collection, k1=config.k1, b=config.b)
     files, entries = [], 0
     for part in item[1]:

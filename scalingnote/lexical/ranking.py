@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import no_type_check
 
-import numba
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,6 +19,7 @@ from numpy import ndarray
 from scipy.sparse import csr_array, vstack
 
 from scalingnote.bm25 import terms
+from scalingnote.jit import compiled
 from scalingnote.lexical.weights import BM25Weights, Occurrences
 
 SHARD = pa.schema(
@@ -85,7 +85,7 @@ def _matrix(found: Occurrences, weights: BM25Weights) -> csr_array:
     return csr_array((impacts, found.words, offsets), shape=(found.texts, len(weights.idf)))
 
 
-@numba.njit(nogil=True)
+@compiled
 @no_type_check
 def _search(bounds, lists, offsets, documents, impacts, totals, first, rows, scores):
     k = rows.shape[1]
@@ -111,7 +111,7 @@ def _search(bounds, lists, offsets, documents, impacts, totals, first, rows, sco
                 scores[q, place], rows[q, place] = score, row
 
 
-@numba.njit(nogil=True)
+@compiled
 @no_type_check
 def _behind(score, row, other_score, other_row):
     return score < other_score or (score == other_score and row > other_row)

@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from scalingnote import cluster
-from scalingnote.config import Resources
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError, DataError
@@ -38,10 +36,18 @@ from scalingnote.mine.queries import (
 )
 from scalingnote.mine.ranking import RunFileRanking, SearchedRanking, batch_folder
 from scalingnote.mine.refresh import positives_by_query, refresh
-from scalingnote.mine.search import Documents, merge_shards, read_table, search_shard
+from scalingnote.mine.search import Documents, merge_shards, search_shard
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
-from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file, write_table
+from scalingnote.storage.artifact import (
+    Artifact,
+    Draft,
+    Part,
+    open_artifact,
+    read_table,
+    write_file,
+    write_table,
+)
 from scalingnote.storage.shuffle import run_slices
 
 log = get_logger("mine")
@@ -112,17 +118,17 @@ def copy_part(name: str, *, source: Artifact, output: str) -> tuple[str, Part]:
 def _search(config: MineConfig, parents: Mapping[str, Artifact], draft: Draft) -> dict[str, list[Place]]:
     """Search the documents for all queries; returns the places of each part's results."""
     triplets, embeddings, folder = parents["triplets"], parents["embeddings"], draft.work()
-    on_cpus = _without_gpus(config.resources)
+    on_cpus = config.resources.without_gpus()
     step = partial(run_slices, folder=folder, room="mine")
     names = triplets.names("triplets/", ".parquet")
-    rows = [triplets.manifest.parts[name].rows or 0 for name in names]
+    rows = [*triplets.rows_of(names).values()]
     write = partial(write_pieces, triplets=triplets, folder=folder)
     cut: list[list[Piece]] = step("queries", write, names, each=cluster.map_tasks, unit="triplets", rows=rows)
     pieces = [piece for own in cut for piece in own]
     _encode(config, parents["dual_encoder"], pieces)
     batches, shards = batches_of(pieces), _shards(embeddings)
     documents = Documents(embeddings, *_training_share(config, parents), config.seed)
-    sizes = [sum(embeddings.manifest.parts[name].rows or 0 for name in shard) for shard in shards]
+    sizes = [sum(embeddings.rows_of(shard).values()) for shard in shards]
     items = [(batch, shard) for batch in range(len(batches)) for shard in range(len(shards))]
     log.info(
         "searching %s documents for %s queries", f"{sum(sizes):,}", f"{sum(p['queries'] for p in pieces):,}"
@@ -145,9 +151,7 @@ def _search(config: MineConfig, parents: Mapping[str, Artifact], draft: Draft) -
 
 def _shards(embeddings: Artifact) -> list[dict[str, int]]:
     """Names of the parts of each shard, with the row of a part's first document."""
-    names = embeddings.table_parts("embeddings")
-    rows = [embeddings.manifest.parts[name].rows or 0 for name in names]
-    first = dict(zip(names, accumulate(rows, initial=0), strict=False))
+    first = embeddings.first_rows("embeddings")
     slices = shuffle.slices_by_bytes(embeddings, "embeddings")
     return [{name: first[name] for name in names} for names in slices]
 
@@ -158,11 +162,6 @@ def _training_share(config: MineConfig, parents: Mapping[str, Artifact]) -> tupl
     if config.max_documents is None:
         return held_out, 1.0
     return held_out, config.max_documents / max(parents["embeddings"].counts["documents"] - len(held_out), 1)
-
-
-def _without_gpus(resources: Resources) -> Resources:
-    """The same workers for steps that run no model."""
-    return resources.model_copy(update={"gpus_per_worker": 0.0})
 
 
 def _encode(config: MineConfig, towers: Artifact, pieces: Sequence[Piece]) -> None:
@@ -229,7 +228,7 @@ def _mine(
 ) -> list[dict[str, Any]]:
     """Mine all parts and return their records; records of an earlier, killed run are reused."""
     source = parents["triplets"]
-    rows = {name: source.manifest.parts[name].rows or 0 for name in source.names("triplets/", ".parquet")}
+    rows = source.rows_of(source.names("triplets/", ".parquet"))
     notes = {name: draft.work(f"mined/{Path(name).stem}.json") for name in rows}
     todo = [name for name, note in notes.items() if not fs.exists(note)]
     done = sum(rows.values()) - sum(rows[name] for name in todo)
@@ -238,7 +237,7 @@ def _mine(
             items = [{"name": name} for name in todo]
             arguments = {"config": config, "parents": parents, "work": draft.work(), "output": draft.uri}
             arguments |= {"notes": notes, "places": places}
-            mined = cluster.map_with_actors(items, Miner, arguments, _without_gpus(config.resources))
+            mined = cluster.map_with_actors(items, Miner, arguments, config.resources.without_gpus())
             for row in cluster.dataset_rows(mined):
                 progress.advance(rows[row["name"]])
     return [json.loads(fs.read_bytes(note)) for note in notes.values()]

@@ -17,10 +17,10 @@ import pyarrow.compute as pc
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote.mine.search import Batch, read_table
+from scalingnote.mine.search import Batch
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, write_table
+from scalingnote.storage.artifact import Artifact, read_table, write_table
 
 QUERIES_PER_PIECE = 1 << 12
 QUERIES_PER_BATCH = 1 << 16

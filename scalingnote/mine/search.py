@@ -24,7 +24,6 @@ from math import isqrt
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
@@ -33,7 +32,7 @@ from scalingnote.collect.one_hop import hash_fraction
 from scalingnote.mine.config import MineConfig
 from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, write_table
+from scalingnote.storage.artifact import Artifact, read_table, write_table
 
 SEARCHED_VIEW = "summary"
 _TRAINED_VECTORS_PER_LIST = 64
@@ -207,9 +206,3 @@ def merge_shards(folders: Sequence[str]) -> Found:
         documents = read_table(fs.join(folder, DOCUMENTS))
         kept.append(documents.filter(pc.is_in(documents["row"], value_set=rows)))
     return Found(best.scores, best.ids, pa.concat_tables(kept).sort_by("row"), positives)
-
-
-def read_table(uri: str) -> pa.Table:
-    """A Parquet file."""
-    with fs.open_input(uri) as stream:
-        return pq.read_table(stream)

@@ -25,14 +25,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from jaxtyping import Float32, UInt64
 from numpy import ndarray
 
 from scalingnote.planner.config import Learned
 from scalingnote.planner.planner import join_fields, words
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, write_table
+from scalingnote.storage.artifact import Artifact, read_table, write_table
 from scalingnote.storage.schema import QUERIES
 from scalingnote.storage.shuffle import NumberedSlice, TaskRunner, hash_of, run_slices, slices
 
@@ -145,8 +144,7 @@ def _tables(folder: str, kind: str) -> Iterator[pa.Table]:
 
 
 def _read(folder: str, name: str) -> pa.Table:
-    with fs.open_input(fs.join(folder, name)) as stream:
-        return pq.read_table(stream)
+    return read_table(fs.join(folder, name))
 
 
 def sample_queries(queries: Iterable[pa.Table], size: int, *, seed: int) -> pa.Table:

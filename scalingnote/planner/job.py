@@ -21,13 +21,13 @@ from scalingnote import cluster
 from scalingnote.config import identity
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.errors import DataError
-from scalingnote.lexical.frequencies import count_frequencies, read_frequencies
+from scalingnote.lexical.frequencies import count_frequencies
 from scalingnote.log import configure, get_logger
 from scalingnote.planner.config import Learned, PlannerConfig, Statistics
 from scalingnote.planner.examples import gather_examples, read_examples
 from scalingnote.planner.planner import WORD_COUNTS, join_fields, load, words
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table
 from scalingnote.storage.shuffle import slices
 
 log = get_logger("planner")
@@ -74,7 +74,7 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
     found = count_frequencies(
         slices(source, config.corpus),
         partial(_read_words, dataset=source, config=config),
-        texts=sum(source.manifest.parts[part].rows or 0 for part in source.table_parts(config.corpus)),
+        texts=sum(source.rows_of(source.table_parts(config.corpus)).values()),
         most=config.max_words,
         least=config.min_df,
         folder=draft.work(),
@@ -83,7 +83,7 @@ def _count(config: Statistics, source: Artifact, draft: Draft) -> tuple[dict[str
     )
     if not found.distinct:
         raise DataError(f"{source.uri}: none of {found.texts:,} {config.corpus} has a word to count")
-    kept = read_frequencies(found.words).rename_columns(WORD_COUNTS.names)
+    kept = read_table(found.words).rename_columns(WORD_COUNTS.names)
     draft.write_table("words.parquet", kept)
     return {
         "texts": found.texts,

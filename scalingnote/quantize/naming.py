@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from jaxtyping import Bool, Shaped
 from numpy import ndarray
 from safetensors import numpy as safetensors
@@ -26,7 +25,7 @@ from scalingnote.quantize.statistics import CodeTally, PrefixCounts
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.arrow import to_arrow, to_matrix
-from scalingnote.storage.artifact import Artifact, Part, write_table
+from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
 from scalingnote.storage.shuffle import TaskRunner, group_by_size, run_slices
 
 ROWS = 1 << 22  # documents of a task, which takes some 270 bytes of memory for each: 1.1 GB
@@ -278,4 +277,4 @@ def _usage(corpus: CodedCorpus, number: int) -> str:
 
 
 def _read(corpus: CodedCorpus, part: str, columns: list[str] | None = None) -> pa.Table:
-    return pq.read_table(fs.open_input(fs.join(corpus.coded, part)), columns=columns)
+    return read_table(fs.join(corpus.coded, part), columns)

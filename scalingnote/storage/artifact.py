@@ -9,8 +9,9 @@ tasks): it survives a kill, so that the next run resumes, and the commit deletes
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ class Artifact:
         parts = self.manifest.parts
         found = parts.names(prefix) if isinstance(parts, ShardedParts) else parts
         return sorted(n for n in found if n.startswith(prefix) and n.endswith(suffix))
+
+    def rows_of(self, names: Iterable[str]) -> dict[str, int]:
+        """Rows of each of these parts; 0 for one that is no table."""
+        return {name: self.manifest.parts[name].rows or 0 for name in names}
+
+    def first_rows(self, table: str) -> dict[str, int]:
+        """Each part of a table -> the number of its first row, counted over all parts."""
+        rows = self.rows_of(self.table_parts(table))
+        return dict(zip(rows, accumulate(rows.values(), initial=0), strict=False))
 
     def file(self, name: str) -> str:
         """URI of a part; its checksum is verified at the first use in this process."""
@@ -362,6 +372,15 @@ def write_table(uri: str, table: pa.Table, *, use_dictionary: list[str] | None =
         repeats = _leaves(table.schema) if use_dictionary is None else use_dictionary
         pq.write_table(table, sink, compression="zstd", row_group_size=65_536, use_dictionary=repeats)
     return replace(write_file(uri, memoryview(sink.getvalue())), rows=table.num_rows)
+
+
+def read_table(uri: str, columns: list[str] | None = None) -> pa.Table:
+    """A table file that :func:`write_table` wrote; a local `.arrow` file is memory-mapped."""
+    with fs.open_input(uri) as source:
+        if not uri.endswith(".arrow"):
+            return pq.read_table(source, columns=columns)
+        table = pa.ipc.open_file(source).read_all()
+    return table if columns is None else table.select(columns)
 
 
 def write_file(uri: str, data: bytes | memoryview) -> Part:

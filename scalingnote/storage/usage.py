@@ -35,7 +35,7 @@ def count(*, requests: int = 1, read: int = 0, written: int = 0) -> None:
             _counts = _mapped(folder / _PROCESS, bytes(_counts))
         before = LAYOUT.unpack_from(_counts)
         LAYOUT.pack_into(
-            _counts, 0, before[0] + requests, before[1] + read, before[2] + written, _peak_bytes()
+            _counts, 0, before[0] + requests, before[1] + read, before[2] + written, peak_bytes()
         )
 
 
@@ -78,7 +78,7 @@ def summary(usage: dict[str, int], seconds: float, rows: int | None) -> str:
     return ", ".join([*parts, f"{worker / 1e9:.2f} GB worker"] if worker else parts)
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     """The largest resident size of this process so far."""
     try:
         status = STATUS.read_bytes()

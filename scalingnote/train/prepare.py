@@ -27,7 +27,7 @@ from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, write_table
+from scalingnote.storage.artifact import Artifact, read_table, write_table
 from scalingnote.storage.shuffle import (
     JsonRecord,
     NumberedSlice,
@@ -300,6 +300,4 @@ def _file_name(table: str, number: int) -> str:
 
 def read_array(uri: str) -> Shaped[ndarray, " rows"]:
     """The first column of an Arrow file."""
-    with fs.open_input(uri) as source:
-        column = pa.ipc.open_file(source).read_all().column(0)
-    return np.asarray(column.combine_chunks())
+    return np.asarray(read_table(uri).column(0).combine_chunks())

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.document_tasks import write_parts
@@ -20,7 +19,7 @@ from scalingnote.datasets.logs.column_checks import CHECKED, LogTally, check_tab
 from scalingnote.datasets.logs.inputs import LogSlice, column_kinds
 from scalingnote.datasets.logs.slice_reader import read_slice
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import write_table
+from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import QRELS, SCORES
 from scalingnote.storage.shuffle import bucket_of, gather, named_stream, scatter, stream
 
@@ -64,7 +63,7 @@ def route_slice(
     tally = LogTally()
     uri = _checked(piece, work)
     without_text = [field for field in CHECKED[piece.table] if field.name != "query"]
-    rows = pq.read_table(fs.open_input(uri)) if fs.exists(uri) else pa.schema(without_text).empty_table()
+    rows = read_table(uri) if fs.exists(uri) else pa.schema(without_text).empty_table()
     unknown = gather(fs.join(work, "unknown"), piece.number, schema=IDS)["doc_id"].combine_chunks()
     is_unknown = np.asarray(pc.is_in(rows["doc_id"], value_set=unknown))
     tally.reject(piece.table, "unknown doc_id", rows, is_unknown)
