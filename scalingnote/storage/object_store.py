@@ -29,7 +29,7 @@ MULTIPART_BYTES = 64 << 20  # a larger object is written in parts
 RANGE_BYTES = 16 << 20  # of one GET or part
 SMALL_BYTES = 4 << 20  # on a store 30 ms away, they take as long as the request itself
 MAX_PARALLEL_REQUESTS = 8  # of one object
-MAX_SWAP_ATTEMPTS = 5  # of a conditional write whose answer did not come
+MAX_UNANSWERED_ATTEMPTS = 5  # of a conditional write or a POST: obstore does not repeat these after a timeout
 MAX_RETRIES = 10
 REQUEST_TIMEOUT = timedelta(seconds=60)
 RETRY: Any = {
@@ -102,7 +102,7 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
     """
     store, key = _place(uri)
     mode: Any = "create" if old is None else None
-    for attempt in range(MAX_SWAP_ATTEMPTS):
+    for attempt in range(MAX_UNANSWERED_ATTEMPTS):
         if attempt or old is not None:
             held, tag = _tagged(uri)
             if held == new or held != old:
@@ -115,7 +115,7 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
             return True
         except OSError as error:
             raced = isinstance(error.__cause__, AlreadyExistsError | PreconditionError)
-            if not raced and attempt == MAX_SWAP_ATTEMPTS - 1:
+            if not raced and attempt == MAX_UNANSWERED_ATTEMPTS - 1:
                 raise
     return False
 
@@ -136,12 +136,18 @@ def delete(uri: str) -> bool:
     found = _listed(uri)
     keys = [key, *(f"{key}/{name}" for name in found if name)]
     usage.count(requests=-(-len(keys) // 1000))
-    with _os_errors(uri):
+    for attempt in range(MAX_UNANSWERED_ATTEMPTS):
         try:
-            obstore.delete(store, keys)
+            with _os_errors(uri):
+                obstore.delete(store, keys)
+            break
         except FileNotFoundError:  # of a single object; the others are deleted all the same
-            if len(keys) > 1:
-                obstore.delete(store, keys[1:])
+            keys = keys[1:]
+            if not keys:
+                break
+        except OSError:
+            if attempt == MAX_UNANSWERED_ATTEMPTS - 1:
+                raise
     return 0 in found.values() and bool(_listed(uri))
 
 

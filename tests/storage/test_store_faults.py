@@ -31,11 +31,11 @@ class Faults:
 
     def __init__(self, store: Answer) -> None:
         self.store, self.share, self.rng, self.seen = store, 0.0, random.Random(0), [""]
-        self.lost = ""  # the answer to the next PUT of a path with this end is lost
+        self.lost = ""  # the answer to the next write to a path with this end is lost
         self.lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        path, write = environ["PATH_INFO"], environ["REQUEST_METHOD"] == "PUT"
+        path, write = environ["PATH_INFO"], environ["REQUEST_METHOD"] in ("PUT", "POST")
         with self.lock:
             fault = self.rng.choice(["500", "503", "late", "lost"]) if self.rng.random() < self.share else ""
             if self.lost and write and path.endswith(self.lost):
@@ -191,3 +191,12 @@ def test_a_lease_that_expired_is_taken_by_one_of_two(store: Faults, monkeypatch:
     assert first.lost
     assert not first._write(first._mine)
     assert fs.read_bytes(uri) == other
+
+
+def test_a_delete_whose_answer_is_lost_is_repeated(store: Faults) -> None:
+    for name in ("a", "b"):
+        fs.write_bytes(f"s3://faults/folder/{name}", b"x")
+    store.lost = "/faults"
+    fs.delete("s3://faults/folder")
+    assert "lost" in store.seen
+    assert fs.list_files("s3://faults/folder") == {}
