@@ -9,27 +9,25 @@ from typing import Any
 import pyarrow as pa
 
 from scalingnote.datasets.config import Beir, Columns, MsMarco, NewDocuments, TableFile
-from scalingnote.datasets.file_slices import (
-    File,
-    FileSlice,
-    cut,
-    find_files,
-    lines,
-    parquet_footer,
-    whole,
-)
 from scalingnote.datasets.raw_rows import (
+    File,
     FileRows,
+    FileSlice,
     Row,
     Rows,
     SlicedRows,
     Source,
     UnreadableRow,
+    cut,
     delimited_lines,
+    find_files,
     json_lines,
+    lines,
     map_rows,
+    parquet_footer,
     parquet_rows,
     readable_rows,
+    whole,
 )
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs

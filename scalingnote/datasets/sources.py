@@ -29,19 +29,23 @@ from scalingnote.datasets import (
 )
 from scalingnote.datasets.config import AnyDataset, DatasetConfig, Texts
 from scalingnote.datasets.download import Description
-from scalingnote.datasets.file_slices import FileSlice, cut, find_files, lines, parquet_footer
 from scalingnote.datasets.raw_rows import (
     FileRows,
+    FileSlice,
     Quarantine,
     Row,
     Rows,
     SlicedRows,
     Source,
     UnreadableRow,
+    cut,
     delimited_lines,
+    find_files,
     json_lines,
+    lines,
     match_files,
     parquet_batches,
+    parquet_footer,
     readable_rows,
 )
 from scalingnote.errors import ConfigError, DataError
