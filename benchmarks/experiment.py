@@ -38,7 +38,7 @@ from scalingnote import cluster, topk
 from scalingnote.config import validate
 from scalingnote.datasets.config import MedQuad, PositionClicks
 from scalingnote.datasets.job import run as prepare
-from scalingnote.datasets.user_behavior import browse, probability_by_grade
+from scalingnote.datasets.simulate import browse, probability_by_grade
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.experiment import job, report
 from scalingnote.experiment.access_writer import AccessWriter

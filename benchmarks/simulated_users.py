@@ -11,10 +11,10 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 
 from scalingnote.config import validate
-from scalingnote.datasets import click_simulator
+from scalingnote.datasets import simulate as simulator
 from scalingnote.datasets.config import AnyClickModel, ChorusIcecat
 from scalingnote.datasets.job import run as prepare
-from scalingnote.datasets.user_behavior import Tastes
+from scalingnote.datasets.simulate import Tastes
 from scalingnote.fuse.feature_store import User
 from scalingnote.storage import trec
 from scalingnote.storage.artifact import Artifact
@@ -118,7 +118,7 @@ def later(
         for query, judged in qrels.items()
         for doc, grade in judged.items()
     ]
-    return click_simulator.simulate(
+    return simulator.simulate(
         pa.Table.from_pylist(rows),
         doc_ids=documents["doc_id"].to_pylist(),
         topics=documents["topic"].to_pylist(),

@@ -19,7 +19,7 @@ from numpy import ndarray
 
 from scalingnote.collect.association import mix_bits
 from scalingnote.collect.config import DecontaminationConfig
-from scalingnote.datasets.logs.values import fold_letters, normalize_text
+from scalingnote.datasets.log_columns import fold_letters, normalize_text
 
 CLEAN, EXACT, NEAR = 0, 1, 2
 

@@ -9,6 +9,7 @@ grows with the number of slices and parts alone, and a killed run loses the task
 rejected rows depend on the input and the config, not on slices or workers.
 """
 
+import json
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,11 +26,10 @@ from numpy import ndarray
 
 from scalingnote.datasets import row_checks, splits
 from scalingnote.datasets.config import AnyDataset, NewDocuments
-from scalingnote.datasets.logs.time_split import first_rows
 from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, SlicedRows, Source
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Draft, Part, read_table, write_table
+from scalingnote.storage.artifact import CLAIM, LEASE, Draft, Part, read_table, write_table
 from scalingnote.storage.schema import DOCUMENTS
 from scalingnote.storage.shuffle import (
     JsonRecord,
@@ -161,6 +161,24 @@ def _section(number: int, ends: list[int], per_part: int, repeated: Counter[int]
     return _Section(begin - ends[number], max(end - begin, 0), first, repeats)
 
 
+def resume_or_clear(draft: Draft, plan: Sequence[dict[str, Any]]) -> None:
+    """Delete the parts and records of a run on other slices, or on other versions of the files.
+
+    Args:
+        draft: of the data set.
+        plan: the slices as JSON values; an empty one resumes nothing.
+    """
+    text = json.dumps(plan).encode()
+    uri = draft.work("plan.json")
+    if plan and fs.exists(uri) and fs.read_bytes(uri) == text:
+        return
+    draft.afresh()
+    for file in fs.list_files(draft.work()):
+        if file not in (CLAIM, LEASE):  # without them a second process would start to build the artifact
+            fs.delete(draft.work(file))
+    fs.write_bytes(uri, text)
+
+
 # --- tasks ------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +235,7 @@ def _find_repeats(item: tuple[int, int], *, context: Context) -> dict[str, int]:
     located = pa.concat_tables([_LOCATED.empty_table(), *(rows for _, rows in found)])
     lengths = np.array([len(rows) for _, rows in found], np.int64)
     numbers = np.repeat(np.array([int(name) for name, _ in found], np.int64), lengths)
-    repeated = ~first_rows(located, ["doc_id"])
+    repeated = ~splits.first_rows(located, ["doc_id"])
     rows = located.filter(pa.array(repeated)).select(["row"])
     scatter(rows, numbers[repeated], target=_repeated(context), name=f"{bucket:05d}")
     return {str(number): count for number, count in Counter(numbers[repeated].tolist()).items()}

@@ -1,35 +1,36 @@
-"""Readers of a user's own files: JSON lines or Parquet with mapped columns, BEIR and MS MARCO layouts."""
+"""Readers of a user's own files: mapped columns, the layouts of BEIR and MS MARCO, texts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
 
 from scalingnote.datasets.config import Beir, Columns, MsMarco, NewDocuments, TableFile
-from scalingnote.datasets.file_slices import (
-    File,
-    FileSlice,
-    cut,
-    find_files,
-    lines,
-    parquet_footer,
-    whole,
-)
 from scalingnote.datasets.raw_rows import (
+    File,
     FileRows,
+    FileSlice,
     Row,
     Rows,
     SlicedRows,
     Source,
     UnreadableRow,
+    cut,
     delimited_lines,
+    find_files,
     json_lines,
+    lines,
     map_rows,
+    match_files,
+    parquet_batches,
+    parquet_footer,
     parquet_rows,
     readable_rows,
+    whole,
 )
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
@@ -42,6 +43,10 @@ COLUMN_TYPES = {
     "bool": pa.bool_(),
     "vector": pa.list_(pa.float32()),
 }
+TEXT_SUFFIXES = (".jsonl", ".parquet", ".txt")
+_ID_COLUMNS = ("doc_id", "_id", "id")
+_TEXT_COLUMNS = ("content", "text")
+_SCHEMA_ROWS = 1000  # first rows of a JSON-lines file of texts, from which its columns are inferred
 _SCHEMA_BYTES = 1 << 18  # of a JSON-lines file, from which its columns are inferred
 _OPTIONAL = {"title", "topic", "content", "group", "split", "user_id"}
 
@@ -268,3 +273,88 @@ def _msmarco_queries(piece: FileSlice, *, split: str) -> Iterator[Row | Unreadab
 def _msmarco_columns(file: File) -> tuple[str, ...]:
     width = max((line.count(b"\t") + 1 for line in islice(lines(file.uri, 0, file.size), 1)), default=2)
     return ("doc_id", "content") if width == 2 else ("doc_id", "title", "content")
+
+
+# --- documents without queries ---------------------------------------------------------------------------
+
+
+def text_rows(path: str) -> SlicedRows:
+    """Documents under our column names, from files of one of TEXT_SUFFIXES or a BEIR folder; a glob, too.
+
+    Columns are `content` or `text`, optionally `title`, and `doc_id`, `_id` or `id`; a line of a .txt file is
+    a text. A row without an id is named by its number.
+    """
+    files = [
+        file
+        for match in match_files(path)
+        for file in (match_files(str(match / "corpus.jsonl")) if match.is_dir() else [match])
+    ]
+    if wrong := [file for file in files if file.suffix not in TEXT_SUFFIXES]:
+        raise DataError(f"{wrong[0]} is none of {', '.join(TEXT_SUFFIXES)}: convert it or rename it")
+    columns = {fs.absolute(str(file)): _column_names(file) for file in files}
+    for name, have in columns.items():
+        # Without a readable row at its start, a file is judged row by row.
+        if have and not {*_TEXT_COLUMNS, "title"} & set(have):
+            raise DataError(
+                f"{name} has no column `content` or `text`, only {have}: rename the column of texts"
+            )
+    pieces = cut([found for name in columns for found in find_files(name, TEXT_SUFFIXES)])
+    slices, first = [], 1
+    for number, piece in enumerate(pieces, 1):
+        have = columns[piece.file.uri]
+        slices.append(FileRows(piece, partial(_numbered_texts, have=have, first=first)))
+        if number < len(pieces):  # the number of a row is the id of one without: earlier rows are counted
+            first += _count_rows(piece)
+    return SlicedRows(tuple(slices))
+
+
+def _count_rows(piece: FileSlice) -> int:
+    if piece.file.is_parquet:
+        footer = parquet_footer(piece.file.uri)
+        return sum(int(footer.row_group(n).num_rows) for n in range(piece.start, piece.stop))
+    return sum(1 for line in lines(piece.file.uri, piece.start, piece.stop) if line.strip())
+
+
+def _numbered_texts(piece: FileSlice, *, have: list[str], first: int) -> Iterator[Row | UnreadableRow]:
+    return (_with_our_names(row, number) for number, row in enumerate(_file_rows(piece, have), first))
+
+
+def _column_names(file: Path) -> list[str]:
+    if file.suffix == ".parquet":
+        return list(parquet_footer(str(file)).schema.to_arrow_schema().names)
+    if file.suffix == ".txt":
+        return ["content"]
+    first = readable_rows(islice(json_lines(file), _SCHEMA_ROWS))
+    return list(dict.fromkeys(name for row in first for name in row))
+
+
+def _file_rows(piece: FileSlice, have: list[str]) -> Rows:
+    if piece.file.is_parquet:
+        return _parquet_bytes(piece, [n for n in (*_ID_COLUMNS, "title", *_TEXT_COLUMNS) if n in have])
+    if piece.file.uri.endswith(".txt"):
+        return delimited_lines(piece, columns=("content",), separator="\n")
+    return json_lines(piece)
+
+
+def _parquet_bytes(piece: FileSlice, columns: list[str]) -> Iterator[Row]:
+    """Rows with strings as bytes, so that invalid UTF-8 rejects one row and not the batch."""
+    for batch in parquet_batches(piece, columns):
+        yield from pa.table({name: _as_bytes(batch[name]) for name in columns}).to_pylist()
+
+
+def _as_bytes(column: pa.Array) -> pa.Array:
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    kind = column.type
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return column.cast(pa.large_binary()) if text else column
+
+
+def _with_our_names(row: Row | UnreadableRow, number: int) -> Row | UnreadableRow:
+    if isinstance(row, UnreadableRow):
+        return row
+    doc_id = next((row[name] for name in _ID_COLUMNS if row.get(name) not in (None, "", b"")), str(number))
+    if isinstance(doc_id, bytes):
+        doc_id = doc_id.decode("utf-8", "backslashreplace")
+    content = next((row[name] for name in _TEXT_COLUMNS if row.get(name) is not None), None)
+    return {"doc_id": doc_id, "title": row.get("title"), "content": content}

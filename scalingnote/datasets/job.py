@@ -16,9 +16,8 @@ import pyarrow as pa
 from scalingnote.config import Resources
 from scalingnote.datasets import document_tasks, file_formats, sources
 from scalingnote.datasets.config import AnyDataset, Logs, NewDocuments
-from scalingnote.datasets.document_tasks import Documents, slices_of
+from scalingnote.datasets.document_tasks import Documents, resume_or_clear, slices_of
 from scalingnote.datasets.raw_rows import Quarantine, SlicedRows, Source
-from scalingnote.datasets.resume import resume_or_clear
 from scalingnote.datasets.supervision import MAX_SIMULATED_DOCUMENTS, OUTPUTS, write_supervision
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
@@ -39,7 +38,7 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
         DataError: nothing usable remains.
     """
     if isinstance(config, Logs):
-        from scalingnote.datasets.logs.job import (
+        from scalingnote.datasets.log_job import (
             run as run_logs,
         )  # late, since other sources may not need Ray
 

@@ -1,6 +1,6 @@
 """Public English data sets: MedQuAD, devops.stackexchange.com and the Chorus electronics shop.
 
-Each section ends with the :class:`DownloadedSource` that `sources` registers.
+`sources` says where their files come from.
 """
 
 import csv
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from scalingnote.datasets.download import Description, DownloadedSource, Remote, check, github
 from scalingnote.datasets.raw_rows import (
     Row,
     Source,
@@ -36,11 +35,8 @@ from scalingnote.datasets.raw_rows import (
 # content = the answer. Groups are foci, so no focus is in both training and test. The publishers withdrew
 # answers for copyright: 16,407 of 47,441 pairs remain.
 
-_MEDQUAD_COMMIT = "577bd37b96c02d1833b2c9eed2de9f96964e96cb"
-_MEDQUAD_QA_SHA256 = "e7611999c3d32912ade836b649bc42c97233a9c7b37973b4427147fbefbc5baf"
 
-
-def _read_medquad(directory: Path) -> Source:
+def read_medquad(directory: Path) -> Source:
     """Equal question texts are one query with several relevant answers."""
     path = directory / "qa.jsonl"
     return Source(
@@ -50,13 +46,12 @@ def _read_medquad(directory: Path) -> Source:
     )
 
 
-def _convert_medquad(downloads: Path, target: Path) -> None:
-    """Convert the repository's 11,274 XML files to one JSON-lines file and check its sha256."""
+def convert_medquad(downloads: Path, target: Path) -> None:
+    """Convert the repository's 11,274 XML files to one JSON-lines file."""
     with zipfile.ZipFile(downloads / "medquad.zip") as archive, (target / "qa.jsonl").open("wb") as stream:
         for name in sorted(n for n in archive.namelist() if n.endswith(".xml")):
             for row in _medquad_pairs(archive.read(name), collection=name.split("/")[-2]):
                 stream.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-    check(target / "qa.jsonl", _MEDQUAD_QA_SHA256, remedy="the archive is not the commit it should be")
 
 
 def _medquad_pairs(xml: bytes, *, collection: str) -> Iterator[Row]:
@@ -117,23 +112,6 @@ def _medquad_qrel(row: Row) -> Row:
     return {"query_id": row["query_id"], "doc_id": row["doc_id"], "relevance": 1}
 
 
-MEDQUAD = DownloadedSource(
-    Description(
-        "medquad",
-        "16,407 medical question-answer pairs from 9 NIH collections",
-        languages="en",
-        licence="CC BY 4.0",
-    ),
-    files=("qa.jsonl",),
-    # GitHub builds the archive on each request, so its bytes may change: `convert` checks the extracted rows.
-    remotes=(
-        Remote("medquad.zip", f"https://github.com/abachaa/MedQuAD/archive/{_MEDQUAD_COMMIT}.zip", None),
-    ),
-    read=_read_medquad,
-    convert=_convert_medquad,
-)
-
-
 # --- devops.stackexchange.com until September 2020: question titles are queries ------------------------
 #
 # A document is an answer: topic = the question's tags, content = the answer, title = the answer's first
@@ -141,10 +119,7 @@ MEDQUAD = DownloadedSource(
 # least three votes, 1 not voted down, 0 voted down. Groups are questions.
 
 
-_DEVOPS_COMMIT = "551c09260a515730304a2fed147301e202f350be"
-
-
-def _read_devops(directory: Path) -> Source:
+def read_devops(directory: Path) -> Source:
     """Answered questions; answers without their question are rejected."""
     questions = {
         row["id"]: row
@@ -176,7 +151,7 @@ def _read_devops(directory: Path) -> Source:
     )
 
 
-def _convert_devops(downloads: Path, target: Path) -> None:
+def convert_devops(downloads: Path, target: Path) -> None:
     """Split posts.csv of the archive into questions and answers, without HTML."""
     with tarfile.open(downloads / "devops.tgz") as archive:
         member = archive.extractfile("posts.csv")
@@ -223,26 +198,6 @@ def _devops_grade(votes: int, *, accepted: bool) -> int:
     return 2 if votes >= 3 else int(votes >= 0)
 
 
-STACKEXCHANGE_DEVOPS = DownloadedSource(
-    Description(
-        "stackexchange_devops",
-        "3,700 questions and 4,968 answers of devops.stackexchange.com, graded by acceptance and votes",
-        languages="en",
-        licence="CC BY-SA 4.0",
-    ),
-    files=("questions.jsonl", "answers.jsonl"),
-    remotes=(
-        Remote(
-            "devops.tgz",
-            github("ai-powered-search/devops", _DEVOPS_COMMIT, "devops.tgz"),
-            "ab52655383535bc1efac38696f7bf939ee2c48ad9c659e28fa48a5ec1ef2e232",
-        ),
-    ),
-    read=_read_devops,
-    convert=_convert_devops,
-)
-
-
 # --- The Chorus electronics shop (Icecat products): judged product search with features ----------------
 #
 # A document is a product: title, topic = supplier, content = model name, description and attributes as
@@ -250,21 +205,15 @@ STACKEXCHANGE_DEVOPS = DownloadedSource(
 # 3,668 products; the 19 for which nothing relevant was found are set aside.
 
 
-_ICECAT = ("o19s/chorus", "d2035d3bfa630b1fd48ded62835f5ded7b988e0c")
-_ICECAT_JUDGEMENTS = "Broad_Query_Set_rated.csv"
-_ICECAT_ZIPS = {
-    "1.json.zip": "15b622a11a6267aa0c450919a84b0fc41d7748db552f4c9c0e04167bbc7c38cb",
-    "2.json.zip": "17d95160289440d03ca50af65c1363d9edd1d5e82678ddb874b27aeac1f87c33",
-    "3.json.zip": "d4d088908fa648da7e79682872a77771ba42f065b253c4fb0f333e630d94f45a",
-    "4.json.zip": "533329e5173eac349ce61512fc86a352d5f6651e31694e03aa6e8428cbeaf3c0",
-}
+ICECAT_JUDGEMENTS = "Broad_Query_Set_rated.csv"
+ICECAT_ZIPS = tuple(f"{number}.json.zip" for number in range(1, 5))
 
 
-def _read_icecat(directory: Path) -> Source:
+def read_icecat(directory: Path) -> Source:
     """Products and judged queries; equal query texts are one query."""
 
     def judgements() -> Iterator[Row | UnreadableRow]:
-        return map_rows(csv_rows(directory / _ICECAT_JUDGEMENTS), _icecat_judgement)
+        return map_rows(csv_rows(directory / ICECAT_JUDGEMENTS), _icecat_judgement)
 
     return Source(
         documents=map_rows(json_lines(directory / "products.jsonl"), _icecat_product),
@@ -274,16 +223,16 @@ def _read_icecat(directory: Path) -> Source:
     )
 
 
-def _convert_icecat(downloads: Path, target: Path) -> None:
+def convert_icecat(downloads: Path, target: Path) -> None:
     """Convert the four zipped JSON lists to one JSON-lines file without image URLs; copy the judgements."""
     with (target / "products.jsonl").open("w", encoding="utf-8") as stream:
-        for name in _ICECAT_ZIPS:
+        for name in ICECAT_ZIPS:
             with zipfile.ZipFile(downloads / name) as archive:
                 products = json.loads(archive.read(name.removesuffix(".zip")))
             for product in products:
                 row = {key: value for key, value in product.items() if not key.startswith("img_")}
                 stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-    (target / _ICECAT_JUDGEMENTS).write_bytes((downloads / _ICECAT_JUDGEMENTS).read_bytes())
+    (target / ICECAT_JUDGEMENTS).write_bytes((downloads / ICECAT_JUDGEMENTS).read_bytes())
 
 
 def _icecat_product(row: Row) -> Row:
@@ -323,27 +272,3 @@ def _icecat_shown(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-CHORUS_ICECAT = DownloadedSource(
-    Description(
-        "chorus_icecat",
-        "19,406 products of an electronics shop, 135 queries judged 0-3",
-        languages="en",
-        licence="Apache-2.0; product data Icecat Open Content License",
-    ),
-    files=("products.jsonl", _ICECAT_JUDGEMENTS),
-    remotes=(
-        *(
-            Remote(name, github(*_ICECAT, f"data-encoder/ecommerce/vectors/data/{name}"), sha256)
-            for name, sha256 in _ICECAT_ZIPS.items()
-        ),
-        Remote(
-            _ICECAT_JUDGEMENTS,
-            github(*_ICECAT, f"katas/{_ICECAT_JUDGEMENTS}"),
-            "065b79c6c19b9ea8fa2dc2b0b8dae3f40c6389454a1f26aac3d3f8a7d43731b2",
-        ),
-    ),
-    read=_read_icecat,
-    convert=_convert_icecat,
-)

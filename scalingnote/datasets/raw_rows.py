@@ -1,11 +1,18 @@
-"""Raw rows of files as dicts, or as the reason why a line cannot be decoded; and the rejected rows."""
+"""Input files: cut into slices of work, read as raw rows; and the rows that were rejected.
+
+    path, pattern -> File -> FileSlice (a range of bytes of lines, or of row groups of Parquet) -> Row
+
+Every row is in one slice, and slices are in the order of the input: files by name, then rows. A raw row is a
+dict, or the reason why its line cannot be decoded.
+"""
 
 import csv
 import glob
 import hashlib
+import io
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,12 +20,138 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from scalingnote.datasets.file_slices import FileSlice, lines
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.schema import REJECTED
+from scalingnote.storage.shuffle import MAX_SLICES
+
+SLICE_BYTES = 64 << 20  # of input, uncompressed
+Cut = tuple[int, int, int]  # start, stop, bytes of a slice
+
+
+@dataclass(frozen=True)
+class File:
+    """One input file."""
+
+    uri: str
+    size: int
+    changed: int  # modification time, so that results of an older version are not reused
+
+    @property
+    def is_parquet(self) -> bool:
+        """Whether it is Parquet, by its name."""
+        return self.uri.endswith(".parquet")
+
+
+@dataclass(frozen=True)
+class FileSlice:
+    """The lines of a file that start in the bytes [start, stop), or its row groups [start, stop)."""
+
+    file: File
+    start: int
+    stop: int
+
+
+def whole(file: File) -> FileSlice:
+    """A whole file of lines as one slice."""
+    return FileSlice(file, 0, file.size)
+
+
+def find_files(path: str, suffixes: tuple[str, ...] = (".jsonl", ".parquet")) -> list[File]:
+    """The files at `path`, sorted; DataError if there is none, or one of another type.
+
+    `path` is a file, a directory, or a pattern of ``*`` and ``?``. Below a directory, names that start with
+    ``.`` or ``_`` (markers of other systems) are skipped.
+    """
+    path = fs.absolute(path).rstrip("/")
+    fixed = re.split(r"[*?]", path, maxsplit=1)[0]
+    base = path if fixed == path else fixed.rsplit("/", 1)[0]
+    filesystem, inside = fs.resolve(base)
+    top = filesystem.get_file_info(inside)
+    if top.type == pafs.FileType.File:
+        infos = {"": top}
+    else:
+        selector = pafs.FileSelector(inside, recursive=True, allow_not_found=True)
+        listed = [info for info in filesystem.get_file_info(selector) if info.type == pafs.FileType.File]
+        named = {info.path[len(inside) :].strip("/"): info for info in listed}
+        pattern = _pattern(path[len(base) :].strip("/"))
+        infos = {name: info for name, info in named.items() if pattern.fullmatch(name)}
+    if not infos:
+        raise DataError(f"no file at {path}: check the path")
+    files = [
+        File(fs.join(base, name) if name else base, info.size, info.mtime_ns or 0)
+        for name, info in sorted(infos.items())
+    ]
+    if wrong := [file.uri for file in files if not file.uri.endswith(suffixes)]:
+        kinds = " nor ".join(suffixes)
+        raise DataError(f"{wrong[0]} is neither {kinds}: convert it or narrow the path")
+    return files
+
+
+def _pattern(glob: str) -> re.Pattern[str]:
+    if not glob:
+        return re.compile(r"(?:[^._/][^/]*/)*[^._/][^/]*")
+    text = re.escape(glob).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*").replace(r"\?", "[^/]")
+    return re.compile(text)
+
+
+def cut(files: Sequence[File]) -> list[FileSlice]:
+    """Slices of about SLICE_BYTES; larger ones if there would be more than about MAX_SLICES."""
+    limit = max(SLICE_BYTES, sum(file.size for file in files) // MAX_SLICES)
+
+    def cuts(file: File) -> list[Cut]:
+        if file.is_parquet:
+            return row_group_cuts(parquet_footer(file.uri), limit)
+        return byte_cuts(file.size, limit)
+
+    found = zip(files, fs.map_files(cuts, files), strict=True)
+    return [FileSlice(file, start, stop) for file, ranges in found for start, stop, _ in ranges]
+
+
+def byte_cuts(size: int, limit: int) -> list[Cut]:
+    """Ranges of `limit` bytes."""
+    starts = range(0, size, limit)
+    return [(start, min(start + limit, size), min(limit, size - start)) for start in starts]
+
+
+def row_group_cuts(footer: pq.FileMetaData, limit: int) -> list[Cut]:
+    """Runs of row groups of up to `limit` bytes; a larger row group is a slice of its own."""
+    cuts: list[Cut] = []
+    for number in range(footer.num_row_groups):
+        size = footer.row_group(number).total_byte_size
+        if cuts and cuts[-1][2] + size <= limit:
+            cuts[-1] = (cuts[-1][0], number + 1, cuts[-1][2] + size)
+        else:
+            cuts.append((number, number + 1, size))
+    return cuts
+
+
+def parquet_footer(uri: str) -> pq.FileMetaData:
+    """The footer of a Parquet file; DataError for another file."""
+    try:
+        with fs.open_input(uri) as source:
+            return pq.read_metadata(source)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(f"{uri} is not a Parquet file ({error}): check the path") from None
+
+
+def lines(uri: str, start: int, stop: int) -> Iterator[bytes]:
+    """The lines of a file whose first byte lies in [start, stop), with their ends."""
+    # Read from one byte earlier: a newline there means that a line begins at `start`.
+    position = max(start - 1, 0)
+    buffered = min(max(stop - position, 1), fs.BLOCK_BYTES)
+    with fs.open_input(uri) as source, io.BufferedReader(source, buffered) as stream:
+        stream.seek(position)
+        position += len(stream.readline()) if start else 0
+        while position < stop and (line := stream.readline()):
+            yield line
+            position += len(line)
+
+
+# --- raw rows ---------------------------------------------------------------------------------------------
 
 Row = dict[str, Any]
 
@@ -212,41 +345,44 @@ KEPT_PER_REASON = 1000  # rejected rows
 class Quarantine:
     """Counts rejected and repaired rows by reason, and keeps the first rejected rows of each reason."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kept_per_reason: int = KEPT_PER_REASON) -> None:
         self.rejected: Counter[str] = Counter()
         self.mended: Counter[str] = Counter()
         self._rows: list[dict[str, str]] = []
-        self._kept: Counter[tuple[str, str]] = Counter()
+        self._room: defaultdict[tuple[str, str], int] = defaultdict(lambda: kept_per_reason)
 
     def reject(self, table: str, row: Any, reason: str) -> None:
         """Set a row aside."""
-        self.rejected[f"{table}: {reason}"] += 1
-        if self._has_room(table, reason):
-            self._rows.append({"table": table, "row": shown_row(row), "reason": reason})
+        self.reject_rows(table, [row], reason)
 
-    def _has_room(self, table: str, reason: str) -> bool:
-        self._kept[table, reason] += 1
-        return self._kept[table, reason] <= KEPT_PER_REASON
+    def reject_rows(self, table: str, first: Sequence[Any], reason: str, *, count: int | None = None) -> None:
+        """Set `count` rows aside, of which `first` are the first, by default all."""
+        self.rejected[f"{table}: {reason}"] += len(first) if count is None else count
+        kept = first[: max(self._room[table, reason], 0)]
+        self._room[table, reason] -= len(first)
+        self._rows += [{"table": table, "row": shown_row(row), "reason": reason} for row in kept]
 
-    def mend(self, what: str) -> None:
-        """Count a row that was kept after a repair."""
-        self.mended[what] += 1
+    def mend(self, what: str, count: int = 1) -> None:
+        """Count rows that were kept after a repair."""
+        self.mended[what] += count
 
     def add(self, rejected: Mapping[str, int], mended: Mapping[str, int], rows: pa.Table) -> None:
         """Add the counts and the :meth:`table` of another quarantine, whose rows come later."""
         self.rejected.update(rejected)
         self.mended.update(mended)
-        self._rows += [row for row in rows.to_pylist() if self._has_room(row["table"], row["reason"])]
+        for row in rows.to_pylist():
+            if self._room[row["table"], row["reason"]] > 0:
+                self._room[row["table"], row["reason"]] -= 1
+                self._rows.append(row)
 
-    def reasons(self) -> str:
-        """The most frequent reasons, as the end of an error message."""
-        worst = self.rejected.most_common(3)
-        return (
-            "; set aside: " + ", ".join(f"{count:,} x {reason}" for reason, count in worst) if worst else ""
-        )
+    def reasons(self, *, of: str = "") -> str:
+        """The most frequent reasons, or those of one table, as the end of an error message."""
+        counted = Counter({reason: n for reason, n in self.rejected.items() if reason.startswith(of)})
+        worst = ", ".join(f"{count:,} x {reason}" for reason, count in counted.most_common(3))
+        return f"; set aside: {worst}" if worst else ""
 
     def table(self) -> pa.Table:
-        """REJECTED: at most KEPT_PER_REASON rows of each reason, in the order of rejection."""
+        """REJECTED: a limited number of rows of each reason, in the order of rejection."""
         return pa.Table.from_pylist(self._rows, schema=REJECTED)
 
 

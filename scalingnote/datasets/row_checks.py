@@ -1,6 +1,6 @@
 """Checks of raw rows: valid rows take the columns of ``storage.schema``, others are rejected with a reason.
 
-`logs.column_checks` applies the same rules to whole columns.
+`log_columns` applies the same rules to whole columns.
 """
 
 import math

@@ -1,93 +1,172 @@
-"""The data sets by name, and a user's own documents by path.
+"""The data sets by name: what they are, where their files come from, how they are read.
 
-:func:`read_texts` is for commands that need documents only. It takes
-
-    FILE.jsonl, FILE.parquet   columns `content` or `text`, optional `title`; `doc_id`, `_id` or `id`
-    FILE.txt                   one text per line
-    a folder                   in the BEIR layout: its corpus.jsonl
-    a name                     of a data set that needs no settings, e.g. medquad
-
-A path may be a glob pattern. A row without an id is named by its number.
+Public files are in `$SCALINGNOTE_DATA` or the user's cache, else downloaded. Every URL names a commit and
+every file has a sha256, so that results stay reproducible.
 """
 
-import itertools
-from collections.abc import Callable, Iterator
-from functools import partial
+import hashlib
+import http.client
+import os
+import shutil
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
 
-from scalingnote.datasets import (
-    download,
-    file_formats,
-    public_chinese,
-    public_english,
-    python_docs,
-    row_checks,
-)
-from scalingnote.datasets.config import AnyDataset, DatasetConfig, Texts
-from scalingnote.datasets.download import Description
-from scalingnote.datasets.file_slices import FileSlice, cut, find_files, lines, parquet_footer
-from scalingnote.datasets.raw_rows import (
-    FileRows,
-    Quarantine,
-    Row,
-    Rows,
-    SlicedRows,
-    Source,
-    UnreadableRow,
-    delimited_lines,
-    json_lines,
-    match_files,
-    parquet_batches,
-    readable_rows,
-)
+from scalingnote.datasets import file_formats, public_chinese, public_english, python_docs, row_checks
+from scalingnote.datasets.config import AnyDataset, DatasetConfig
+from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, Source
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.log import get_logger
-from scalingnote.storage import filesystem as fs
+from scalingnote.log import Progress, get_logger
 
 log = get_logger("datasets")
-TEXT_SUFFIXES = (".jsonl", ".parquet", ".txt")
-_ID_COLUMNS = ("doc_id", "_id", "id")
-_TEXT_COLUMNS = ("content", "text")
-_SCHEMA_ROWS = 1000  # first rows of a JSON-lines file, from which its columns are inferred
+_BLOCK_BYTES = 1 << 18
+_TIMEOUT_S = 30
 
+
+@dataclass(frozen=True)
+class Remote:
+    """A file to download.
+
+    `sha256` is None only if the server builds the file on each request (an archive of a commit); then the
+    converted files are checked instead.
+    """
+
+    name: str
+    url: str
+    sha256: str | None
+
+
+def copy_files(downloads: Path, target: Path) -> None:
+    """The conversion of files that are read as they were downloaded."""
+    for path in sorted(downloads.iterdir()):
+        shutil.copyfile(path, target / path.name)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a data set is; `languages` and `licence` are "any" and "yours" for readers of the user's files."""
+
+    name: str
+    summary: str
+    languages: str = "any"
+    licence: str = "yours"
+    downloaded: bool = False  # whether it has files to download
+
+
+@dataclass(frozen=True, eq=False)
+class DownloadedSource:
+    """A public data set: the conversion of its downloads to `files`, and the reader of these files."""
+
+    about: Description
+    files: tuple[str, ...]
+    read: Callable[[Path], Source]  # takes the directory of `files`
+    convert: Callable[[Path, Path], None] = copy_files  # (downloads, target directory)
+    converted_sha256: Mapping[str, str] = field(default_factory=dict)  # of `files`, where no download has one
+
+    def remotes(self) -> tuple[Remote, ...]:
+        """Its lines of ``public_files.txt``."""
+        listed = resources.files("scalingnote.datasets").joinpath("public_files.txt").read_text().splitlines()
+        rows = [line.split() for line in listed if line.startswith(f"{self.about.name} ")]
+        return tuple(
+            Remote(name, _github(*place), None if sha256 == "-" else sha256)
+            for _, name, sha256, *place in rows
+        )
+
+
+def _github(repository: str, commit: str, path: str) -> str:
+    if path == "archive":
+        return f"https://github.com/{repository}/archive/{commit}.zip"
+    return f"https://raw.githubusercontent.com/{repository}/{commit}/{path}"
+
+
+_PUBLIC = (
+    DownloadedSource(
+        Description(
+            "medquad", "16,407 medical question-answer pairs from 9 NIH collections", "en", "CC BY 4.0", True
+        ),
+        files=("qa.jsonl",),
+        read=public_english.read_medquad,
+        convert=public_english.convert_medquad,
+        converted_sha256={"qa.jsonl": "e7611999c3d32912ade836b649bc42c97233a9c7b37973b4427147fbefbc5baf"},
+    ),
+    DownloadedSource(
+        Description(
+            "stackexchange_devops",
+            "3,700 questions and 4,968 answers of devops.stackexchange.com, graded by acceptance and votes",
+            "en",
+            "CC BY-SA 4.0",
+            True,
+        ),
+        files=("questions.jsonl", "answers.jsonl"),
+        read=public_english.read_devops,
+        convert=public_english.convert_devops,
+    ),
+    DownloadedSource(
+        Description(
+            "chorus_icecat",
+            "19,406 products of an electronics shop, 135 queries judged 0-3",
+            "en",
+            "Apache-2.0; product data Icecat Open Content License",
+            True,
+        ),
+        files=("products.jsonl", public_english.ICECAT_JUDGEMENTS),
+        read=public_english.read_icecat,
+        convert=public_english.convert_icecat,
+    ),
+    DownloadedSource(
+        Description(
+            "zh_reading_titles",
+            "titled paragraphs with human questions: DRCD, CMRC 2018, XQuAD-zh",
+            "zh",
+            "CC BY-SA 3.0 and 4.0",
+            True,
+        ),
+        files=public_chinese.TITLES_FILES,
+        read=public_chinese.read_titles,
+    ),
+    DownloadedSource(
+        Description("zh_medical_qa", "7,644 medical questions with department and answer", "zh", "MIT", True),
+        files=(public_chinese.MEDICAL_FILE,),
+        read=public_chinese.read_medical,
+    ),
+    DownloadedSource(
+        Description(
+            "dureader_demo_zh",
+            "200 labelled web queries and 1,393 result pages with engine ranks and an annotator's selection",
+            "zh",
+            "Apache-2.0",
+            True,
+        ),
+        files=public_chinese.DUREADER_FILES,
+        read=public_chinese.read_dureader,
+        convert=public_chinese.convert_dureader,
+    ),
+)
+DOWNLOADED = {source.about.name: source for source in _PUBLIC}
 _PYTHON_DOCS = Description(
     "python_docs",
     "documentation of the installed Python packages; queries are docstrings' first sentences",
-    languages="en",
-    licence="each package's own",
-    downloaded=False,
+    "en",
+    "each package's own",
 )
-_DOWNLOADED = {
-    source.about.name: source
-    for source in (
-        public_english.MEDQUAD,
-        public_english.STACKEXCHANGE_DEVOPS,
-        public_english.CHORUS_ICECAT,
-        public_chinese.ZH_READING_TITLES,
-        public_chinese.ZH_MEDICAL_QA,
-        public_chinese.DUREADER_DEMO_ZH,
-    )
-}
 _USER_FILES = (
-    Description("beir", "a directory in the BEIR layout", downloaded=False),
-    Description("msmarco", "files in the MS MARCO passage layout", downloaded=False),
-    Description("columns", "JSON-lines or Parquet files with a column mapping", downloaded=False),
-    Description(
-        "texts",
-        "documents alone, without queries: JSON lines, Parquet, text lines, a BEIR folder",
-        downloaded=False,
-    ),
-    Description(
-        "logs", "a platform's documents and impression log, of any size, split by time", downloaded=False
-    ),
+    Description("beir", "a directory in the BEIR layout"),
+    Description("msmarco", "files in the MS MARCO passage layout"),
+    Description("columns", "JSON-lines or Parquet files with a column mapping"),
+    Description("texts", "documents alone, without queries: JSON lines, Parquet, text lines, a BEIR folder"),
+    Description("logs", "a platform's documents and impression log, of any size, split by time"),
 )
 _DESCRIPTIONS = {
     about.name: about
-    for about in (_PYTHON_DOCS, *(source.about for source in _DOWNLOADED.values()), *_USER_FILES)
+    for about in (_PYTHON_DOCS, *(source.about for source in DOWNLOADED.values()), *_USER_FILES)
 }
 
 
@@ -105,7 +184,7 @@ def describe(name: str) -> Description:
 
 def available(name: str) -> bool:
     """Whether `name` can be read without a download."""
-    return not describe(name).downloaded or download.locate(name, _DOWNLOADED[name].files) is not None
+    return not describe(name).downloaded or locate(name, DOWNLOADED[name].files) is not None
 
 
 def fetch(name: str) -> Path:
@@ -114,32 +193,35 @@ def fetch(name: str) -> Path:
         raise ConfigError(
             f"{name} has nothing to fetch: its files are named in the config, or it is built in"
         )
-    source = _DOWNLOADED[name]
-    return download.fetch(name, files=source.files, remotes=source.remotes, convert=source.convert)
+    source = DOWNLOADED[name]
+
+    def convert(downloads: Path, target: Path) -> None:
+        source.convert(downloads, target)
+        for file, sha256 in source.converted_sha256.items():
+            check(target / file, sha256, remedy="the archive is not the commit it should be")
+
+    return fetch_files(name, files=source.files, remotes=source.remotes(), convert=convert)
 
 
 def read(config: AnyDataset) -> Source:
     """Raw rows of the data set that a config names."""
-    if config.name in _DOWNLOADED:
-        return _DOWNLOADED[config.name].read(fetch(config.name))
+    if config.name in DOWNLOADED:
+        return DOWNLOADED[config.name].read(fetch(config.name))
     readers: dict[str, Callable[[Any], Source]] = {
         "python_docs": python_docs.read,
         "beir": file_formats.read_beir,
         "msmarco": file_formats.read_msmarco,
         "columns": file_formats.read_columns,
-        "texts": _read_texts_config,
+        "texts": lambda texts: Source(documents=_text_rows(texts.path)),
     }
     return readers[config.name](config)
-
-
-# --- documents without queries ---------------------------------------------------------------------------
 
 
 def read_texts(path: str | Path, *, quarantine: Quarantine | None = None) -> Iterator[Row]:
     """Documents of a file, of a BEIR folder or of a named data set, one at a time.
 
     Args:
-        path: see the docstring of this module.
+        path: see :func:`file_formats.text_rows`; or the name of a data set that needs no settings.
         quarantine: counts the rejected rows by reason: broken JSON, invalid UTF-8, no text, a repeated id. A
             summary is also logged once all rows are read.
 
@@ -153,48 +235,10 @@ def read_texts(path: str | Path, *, quarantine: Quarantine | None = None) -> Ite
     return _checked_texts(_text_rows(str(path)), str(path), quarantine or Quarantine())
 
 
-def _read_texts_config(config: Texts) -> Source:
-    """The same rows for the stage `prepare`, which checks and counts them itself."""
-    return Source(documents=_text_rows(config.path))
-
-
 def _text_rows(path: str) -> Rows:
-    """Raw rows under our column names."""
     if not Path(path).exists() and path in names():
         return read(_config_of(path)).documents
-    files = [
-        file
-        for match in match_files(path)
-        for file in (match_files(str(match / "corpus.jsonl")) if match.is_dir() else [match])
-    ]
-    if wrong := [file for file in files if file.suffix not in TEXT_SUFFIXES]:
-        raise DataError(f"{wrong[0]} is none of {', '.join(TEXT_SUFFIXES)}: convert it or rename it")
-    columns = {fs.absolute(str(file)): _column_names(file) for file in files}
-    for name, have in columns.items():
-        # Without a readable row at its start, a file is judged row by row.
-        if have and not {*_TEXT_COLUMNS, "title"} & set(have):
-            raise DataError(
-                f"{name} has no column `content` or `text`, only {have}: rename the column of texts"
-            )
-    pieces = cut([found for name in columns for found in find_files(name, TEXT_SUFFIXES)])
-    slices, first = [], 1
-    for number, piece in enumerate(pieces, 1):
-        have = columns[piece.file.uri]
-        slices.append(FileRows(piece, partial(_numbered_texts, have=have, first=first)))
-        if number < len(pieces):  # the number of a row is the id of one without: earlier rows are counted
-            first += _count_rows(piece)
-    return SlicedRows(tuple(slices))
-
-
-def _count_rows(piece: FileSlice) -> int:
-    if piece.file.is_parquet:
-        footer = parquet_footer(piece.file.uri)
-        return sum(int(footer.row_group(n).num_rows) for n in range(piece.start, piece.stop))
-    return sum(1 for line in lines(piece.file.uri, piece.start, piece.stop) if line.strip())
-
-
-def _numbered_texts(piece: FileSlice, *, have: list[str], first: int) -> Iterator[Row | UnreadableRow]:
-    return (_renamed(row, number) for number, row in enumerate(_file_rows(piece, have), first))
+    return file_formats.text_rows(path)
 
 
 def _config_of(name: str) -> AnyDataset:
@@ -202,47 +246,6 @@ def _config_of(name: str) -> AnyDataset:
         return TypeAdapter[AnyDataset](AnyDataset).validate_python({"name": name})
     except ValidationError:
         raise DataError(f"the data set {name!r} needs settings: give the path of its files instead") from None
-
-
-def _column_names(file: Path) -> list[str]:
-    if file.suffix == ".parquet":
-        return list(parquet_footer(str(file)).schema.to_arrow_schema().names)
-    if file.suffix == ".txt":
-        return ["content"]
-    first = readable_rows(itertools.islice(json_lines(file), _SCHEMA_ROWS))
-    return list(dict.fromkeys(name for row in first for name in row))
-
-
-def _file_rows(piece: FileSlice, have: list[str]) -> Rows:
-    if piece.file.is_parquet:
-        return _parquet_bytes(piece, [n for n in (*_ID_COLUMNS, "title", *_TEXT_COLUMNS) if n in have])
-    if piece.file.uri.endswith(".txt"):
-        return delimited_lines(piece, columns=("content",), separator="\n")
-    return json_lines(piece)
-
-
-def _parquet_bytes(piece: FileSlice, columns: list[str]) -> Iterator[Row]:
-    """Rows with strings as bytes, so that invalid UTF-8 rejects one row and not the batch."""
-    for batch in parquet_batches(piece, columns):
-        yield from pa.table({name: _as_bytes(batch[name]) for name in columns}).to_pylist()
-
-
-def _as_bytes(column: pa.Array) -> pa.Array:
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    kind = column.type
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    return column.cast(pa.large_binary()) if text else column
-
-
-def _renamed(row: Row | UnreadableRow, number: int) -> Row | UnreadableRow:
-    if isinstance(row, UnreadableRow):
-        return row
-    doc_id = next((row[name] for name in _ID_COLUMNS if row.get(name) not in (None, "", b"")), str(number))
-    if isinstance(doc_id, bytes):
-        doc_id = doc_id.decode("utf-8", "backslashreplace")
-    content = next((row[name] for name in _TEXT_COLUMNS if row.get(name) is not None), None)
-    return {"doc_id": doc_id, "title": row.get("title"), "content": content}
 
 
 def _checked_texts(rows: Rows, path: str, quarantine: Quarantine) -> Iterator[Row]:
@@ -262,3 +265,101 @@ def _checked_texts(rows: Rows, path: str, quarantine: Quarantine) -> Iterator[Ro
         raise DataError(f"{path} has no text: {summary or 'it has no rows'}")
     if reasons:
         log.warning("%s: %d texts, %d rows set aside: %s", path, count, sum(reasons.values()), summary)
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+def cache_directory() -> Path:
+    """`$SCALINGNOTE_CACHE`, else ~/.cache/scalingnote."""
+    return Path(os.environ.get("SCALINGNOTE_CACHE") or Path.home() / ".cache" / "scalingnote")
+
+
+def locate(name: str, files: Sequence[str]) -> Path | None:
+    """The directory that has all `files` of a data set: `$SCALINGNOTE_DATA/name`, else that of the cache."""
+    local = os.environ.get("SCALINGNOTE_DATA")
+    for base in ([Path(local)] if local else []) + [cache_directory()]:
+        if all((base / name / file).is_file() for file in files):
+            return base / name
+    return None
+
+
+def fetch_files(
+    name: str, *, files: Sequence[str], remotes: Sequence[Remote], convert: Callable[[Path, Path], None]
+) -> Path:
+    """The directory of a data set, which is downloaded first if it is neither local nor cached.
+
+    `convert(downloads, target)` turns the downloaded files into `files`. They appear in the cache all at
+    once; until then, the downloads stay under ``downloads/``, so that a second try resumes.
+    """
+    directory = locate(name, files)
+    if directory:
+        return directory
+    base = cache_directory()
+    downloads = base / "downloads" / name
+    for remote in remotes:
+        download(remote, downloads, remedy=f"put {', '.join(files)} into $SCALINGNOTE_DATA/{name}/")
+    base.mkdir(parents=True, exist_ok=True)
+    target = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=base))
+    try:
+        convert(downloads, target)
+        shutil.rmtree(base / name, ignore_errors=True)  # incomplete, or `locate` would have returned it
+        target.rename(base / name)
+    except Exception:
+        for remote in remotes:  # a damaged file without sha256 would fail on every later try
+            if remote.sha256 is None:
+                (downloads / remote.name).unlink(missing_ok=True)
+        raise
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
+    shutil.rmtree(downloads)
+    log.info("%s is at %s", name, base / name)
+    return base / name
+
+
+def download(remote: Remote, directory: Path, *, remedy: str) -> Path:
+    """Download one file into `directory`: resume a partial download, check the sha256, rename it to its name.
+
+    Raises:
+        DataError: the server fails, the file is cut short (a second try resumes it) or its sha256 is wrong.
+    """
+    target, partial = directory / remote.name, directory / f"{remote.name}.part"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    have = partial.stat().st_size if partial.exists() else 0
+    request = urllib.request.Request(remote.url, headers={"Range": f"bytes={have}-"} if have else {})
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+            resumed = have > 0 and response.status == 206
+            total = int(response.headers.get("Content-Length") or 0) + (have if resumed else 0)
+            done = have if resumed else 0
+            with (
+                partial.open("ab" if resumed else "wb") as stream,
+                Progress("datasets", total=total >> 10, unit="KiB", done=done >> 10) as progress,
+            ):
+                while block := response.read(_BLOCK_BYTES):
+                    stream.write(block)
+                    progress.advance(len(block) >> 10, remote.name)
+        have = partial.stat().st_size  # urllib reports no error if the connection closes early
+        if have < total:
+            raise DataError(f"{remote.url} sent {have:,} of {total:,} bytes: try again, or {remedy}")
+    except urllib.error.HTTPError as error:
+        if error.code != 416:  # 416: the partial file is already complete
+            raise DataError(f"{remote.url} answered {error.code} {error.reason}: {remedy}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise DataError(f"cannot download {remote.url} ({reason}): go online, or {remedy}") from None
+    if remote.sha256:
+        check(partial, remote.sha256, remedy=f"download it again, or {remedy}", damaged=partial.unlink)
+    partial.replace(target)
+    return target
+
+
+def check(path: Path, sha256: str, *, remedy: str, damaged: Callable[[], None] = lambda: None) -> None:
+    """DataError, after calling `damaged`, unless the file has this sha256."""
+    with path.open("rb") as stream:
+        actual = hashlib.file_digest(stream, "sha256").hexdigest()
+    if actual != sha256:
+        damaged()
+        raise DataError(f"{path.name} has sha256 {actual}, expected {sha256}: {remedy}")

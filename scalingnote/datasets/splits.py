@@ -1,18 +1,35 @@
-"""Splits of a data set: seeded subsets, the train/test split by groups, and the rows of either split."""
+"""Splits of a data set: seeded subsets, train and test by groups or by time, and the rows of either split.
+
+A log is split by time: impressions of the train window are for training, new queries after it for test. A
+test query has no impression in the train window (ScalingNote, section 4.1.2). Windows are half-open,
+[start, end), so that they may be adjacent.
+"""
 
 import hashlib
 import heapq
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from jaxtyping import Bool
+from numpy import ndarray
 
+from scalingnote.datasets.config import Logs
 from scalingnote.datasets.raw_rows import Row
+from scalingnote.errors import DataError
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QRELS, QUERIES
 from scalingnote.storage.shuffle import TaskRunner
+
+# Documents shown for a query in the test window, and the number of clicks on each.
+TEST_CLICKS = pa.schema({"query_id": pa.string(), "doc_id": pa.string(), "clicks": pa.int64()})
+# The texts of a query, and the number of rows with each text.
+QUERY_TEXTS = pa.schema({"query_id": pa.string(), "query": pa.string(), "rows": pa.int64()})
 
 
 def uniform(key: str, *, seed: int) -> float:
@@ -143,3 +160,160 @@ def _documents_of_part(
 
 def _grouped(table: pa.Table) -> pa.ChunkedArray:
     return pc.not_equal(pc.fill_null(table["group"], ""), "")
+
+
+# --- by time ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SplitWindows:
+    """[start, end) of the train and of the test window, in milliseconds since 1970 UTC."""
+
+    train: tuple[int, int]
+    test: tuple[int, int]
+
+    def shown(self) -> dict[str, list[str]]:
+        """The windows as ISO 8601."""
+        return {"train": [_iso(ms) for ms in self.train], "test": [_iso(ms) for ms in self.test]}
+
+
+def choose_windows(config: Logs, *, first: int, last: int) -> SplitWindows:
+    """The windows of the config or, by default, the log's span cut before its last `test_fraction`.
+
+    Args:
+        config: with or without windows.
+        first: time of the first impression, in milliseconds since 1970.
+        last: time of the last impression.
+
+    Raises:
+        DataError: no impression is in the train window.
+    """
+    if config.train and config.test:
+        train, test = (
+            (_ms(start), _ms(end)) for start, end in (config.train, config.test)
+        )  # fmt: skip
+    else:
+        cut = last + 1 - round((last + 1 - first) * config.test_fraction)
+        train, test = (first, cut), (cut, last + 1)
+    if train[0] > last or train[1] <= first:
+        raise DataError(
+            f"no impression is in the train window, {_iso(train[0])} to {_iso(train[1])}: the log spans "
+            f"{_iso(first)} to {_iso(last)}; set dataset.train and dataset.test, or dataset.timestamp_unit"
+        )
+    return SplitWindows(train, test)
+
+
+def in_window(timestamps: pa.ChunkedArray, window: tuple[int, int]) -> pa.ChunkedArray:
+    """Whether each timestamp is in `window`, [start, end) in milliseconds since 1970."""
+    ms = timestamps.cast(pa.int64())
+    return pc.and_(pc.greater_equal(ms, window[0]), pc.less(ms, window[1]))
+
+
+def count_test_clicks(impressions: pa.Table, *, min_dwell_s: float) -> pa.Table:
+    """TEST_CLICKS of impressions: a row per query and document shown, also without a click.
+
+    A click shorter than `min_dwell_s` does not count. A click of unknown dwell time counts, as in `collect`.
+    """
+    counted = pc.fill_null(impressions["clicked"], False)
+    long_enough = pc.fill_null(pc.greater_equal(impressions["dwell_s"], min_dwell_s), True)
+    counted = pc.and_(counted, long_enough)
+    rows = pa.table([impressions["query_id"], impressions["doc_id"], counted.cast(pa.int64())], TEST_CLICKS)
+    return sum_equal_rows(rows)
+
+
+def count_query_texts(rows: pa.Table, *, weight: int) -> pa.Table:
+    """QUERY_TEXTS of rows with a query text; each row counts `weight` times."""
+    rows = rows.filter(pc.greater(pc.binary_length(rows["query"]), 0))
+    counted = pa.array(np.full(len(rows), weight, np.int64))
+    return sum_equal_rows(pa.table([rows["query_id"], rows["query"], counted], QUERY_TEXTS))
+
+
+def sum_equal_rows(rows: pa.Table) -> pa.Table:
+    """TEST_CLICKS or QUERY_TEXTS with the numbers (the last column) of equal rows added."""
+    *keys, number = rows.column_names
+    total = rows.group_by(keys, use_threads=False).aggregate([(number, "sum")])
+    return total.rename_columns([*keys, number]).cast(rows.schema)
+
+
+def first_rows(rows: pa.Table, keys: list[str]) -> Bool[ndarray, " rows"]:
+    """Whether each row is the first one with its keys."""
+    numbered = rows.select(keys).append_column("_row", pa.array(np.arange(len(rows))))
+    first = numbered.group_by(keys, use_threads=False).aggregate([("_row", "min")])["_row_min"]
+    kept = np.zeros(len(rows), dtype=bool)
+    kept[first.to_numpy()] = True
+    return kept
+
+
+@dataclass(frozen=True)
+class SplitQueries:
+    """The queries of a bucket: QUERIES sorted by id, QRELS of the test queries, counts of dropped queries."""
+
+    queries: pa.Table
+    qrels: pa.Table
+    left_out: dict[str, int]
+
+
+def split_queries(
+    trained: pa.Array, *, test_clicks: pa.Table, texts: pa.Table, judged: pa.Table
+) -> SplitQueries:
+    """Split the queries of a bucket: `trained` for training, others with a relevant document for test.
+
+    Args:
+        trained: ids of the queries with an impression in the train window.
+        test_clicks: TEST_CLICKS of the bucket.
+        texts: QUERY_TEXTS of the bucket, from the whole log.
+        judged: QRELS of the bucket.
+    """
+    fresh = pc.and_(
+        pc.greater(judged["relevance"], 0), pc.invert(pc.is_in(judged["query_id"], value_set=trained))
+    )
+    test = judged.filter(fresh)["query_id"].unique()
+    ids = pa.concat_arrays([trained, test])
+    frequent = _most_frequent_texts(texts)
+    text = frequent["query"].take(pc.index_in(ids, value_set=frequent["query_id"].combine_chunks()))
+    split = pa.array(["train"] * len(trained) + ["test"] * len(test), pa.string())
+    in_test = test_clicks["query_id"].unique()
+    seen = pc.is_in(in_test, value_set=trained)
+    without_relevant = pc.invert(pc.or_(seen, pc.is_in(in_test, value_set=test)))
+    logged = texts.filter(pc.greater(texts["rows"], 0))["query_id"].unique()
+    outside = pc.invert(pc.is_in(logged, value_set=pa.concat_arrays([trained, in_test])))
+    qrels = judged.filter(pc.is_in(judged["query_id"], value_set=test))
+    return SplitQueries(
+        pa.table([ids, text, split], QUERIES).sort_by("query_id"),
+        qrels.sort_by([("query_id", "ascending"), ("doc_id", "ascending")]),
+        {
+            "queries of the test window that training has seen": _count(seen),
+            "queries of the test window without a relevant document": _count(without_relevant),
+            "queries without an impression in either window": _count(outside),
+        },
+    )
+
+
+def judge_by_clicks(test_clicks: pa.Table, *, min_clicks: int) -> pa.Table:
+    """QRELS of relevance 1 from TEST_CLICKS: documents with at least `min_clicks` clicks."""
+    enough = test_clicks.filter(pc.greater_equal(test_clicks["clicks"], min_clicks)).select(
+        ["query_id", "doc_id"]
+    )
+    return enough.append_column("relevance", pa.array(np.ones(len(enough), np.int32))).cast(QRELS)
+
+
+def _most_frequent_texts(texts: pa.Table) -> pa.Table:
+    """The most frequent text of each query; ties go to the alphabetically first."""
+    order = [("query_id", "ascending"), ("rows", "descending"), ("query", "ascending")]
+    texts = texts.sort_by(order)
+    return texts.filter(pa.array(first_rows(texts, ["query_id"])))
+
+
+def _count(which: pa.Array | pa.ChunkedArray) -> int:
+    return pc.sum(which).as_py() or 0
+
+
+def _ms(time: datetime) -> int:
+    return round(time.timestamp() * 1000)
+
+
+def _iso(ms: int) -> str:
+    try:
+        return datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return f"{ms / 1000:.0f} s after 1970"

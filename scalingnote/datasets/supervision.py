@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.ipc
 
-from scalingnote.datasets import click_simulator, row_checks, splits
+from scalingnote.datasets import row_checks, simulate, splits
 from scalingnote.datasets.config import AnyClickModel, AnyDataset, Texts
 from scalingnote.datasets.raw_rows import Quarantine, Row, Source, UnreadableRow
-from scalingnote.datasets.user_behavior import Tastes
+from scalingnote.datasets.simulate import Tastes
 from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
@@ -220,7 +220,7 @@ def _simulated(
     rows = np.flatnonzero(~np.asarray(pc.is_in(documents["group"], value_set=hidden)))
     seen = documents.select(["doc_id", "topic"]).take(rows)
     tastes = Tastes.draw(taste, documents, users=config.users, seed=config.seed) if taste else None
-    impressions = click_simulator.simulate(
+    impressions = simulate.simulate(
         qrels.filter(pc.invert(is_test)),
         doc_ids=seen["doc_id"].to_pylist(),
         topics=seen["topic"].to_pylist(),

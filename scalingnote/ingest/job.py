@@ -13,7 +13,7 @@ from scalingnote import cluster
 from scalingnote.datasets import job as datasets
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.file_formats import COLUMN_TYPES
-from scalingnote.datasets.file_slices import find_files
+from scalingnote.datasets.raw_rows import find_files
 from scalingnote.encode.parts import EncodedPart, Steps, write_parts
 from scalingnote.errors import DataError
 from scalingnote.ingest.config import IngestConfig

@@ -7,10 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets import click_simulator
-from scalingnote.datasets.click_simulator import simulate, simulate_chunks
+from scalingnote.datasets import simulate as simulator
 from scalingnote.datasets.config import Beir, CascadeClicks, DynamicBayesianClicks, PositionClicks
 from scalingnote.datasets.job import run
+from scalingnote.datasets.simulate import simulate, simulate_chunks
 from scalingnote.storage.schema import IMPRESSIONS, QRELS
 
 DOCS = [f"d{n:04d}" for n in range(2000)]
@@ -113,7 +113,7 @@ def test_seeded(kind):
 
 @pytest.mark.parametrize("at_a_time", [65_536, 40])
 def test_the_kinds_differ_in_clicks_alone(monkeypatch, at_a_time):
-    monkeypatch.setattr(click_simulator, "_SESSIONS_PER_CHUNK", at_a_time)
+    monkeypatch.setattr(simulator, "_SESSIONS_PER_CHUNK", at_a_time)
     logs = {kind: log(judged(50), kind) for kind in KINDS}
     for kind in KINDS:
         assert (
@@ -126,7 +126,7 @@ def test_the_kinds_differ_in_clicks_alone(monkeypatch, at_a_time):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_follow_each_other_in_time(monkeypatch, kind):
-    monkeypatch.setattr(click_simulator, "_SESSIONS_PER_CHUNK", 40)
+    monkeypatch.setattr(simulator, "_SESSIONS_PER_CHUNK", 40)
     config = KINDS[kind](seconds_between_sessions=60)
     chunks = list(simulate_chunks(judged(50), doc_ids=DOCS, topics=TOPICS, config=config))
     assert [len(chunk["session_id"].unique()) for chunk in chunks] == [40, 40, 40, 30]

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets.click_simulator import simulate
 from scalingnote.datasets.config import CascadeClicks, DynamicBayesianClicks, PositionClicks
+from scalingnote.datasets.simulate import simulate
 from scalingnote.storage.schema import QRELS
 
 K = 6

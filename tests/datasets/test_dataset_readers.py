@@ -15,7 +15,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from scalingnote.datasets import config as configs
-from scalingnote.datasets import download, sources
+from scalingnote.datasets import sources
 from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco, TableFile
 from scalingnote.datasets.file_formats import table_rows
 from scalingnote.datasets.job import run
@@ -275,7 +275,7 @@ def test_offline_says_what_to_do(tmp_path, monkeypatch):
 
     monkeypatch.delenv("SCALINGNOTE_DATA", raising=False)
     monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path))
-    monkeypatch.setattr(download.urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(sources.urllib.request, "urlopen", refuse)
     assert not sources.available("medquad")
     assert sources.available("python_docs")
     with pytest.raises(DataError, match=r"archive/577bd37.*network unreachable.*\$SCALINGNOTE_DATA/medquad/"):
@@ -287,28 +287,28 @@ def remote(tmp_path, content=b"hello " * 1000, sha256=None):
 
     source = tmp_path / "source.bin"
     source.write_bytes(content)
-    return download.Remote("file.bin", source.as_uri(), sha256 or hashlib.sha256(content).hexdigest())
+    return sources.Remote("file.bin", source.as_uri(), sha256 or hashlib.sha256(content).hexdigest())
 
 
 def test_download_checks_converts_and_caches(tmp_path, monkeypatch):
     monkeypatch.delenv("SCALINGNOTE_DATA", raising=False)
     monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path / "cache"))
-    asked = {"files": ["file.bin"], "remotes": [remote(tmp_path)], "convert": download.copy_files}
-    found = download.fetch("thing", **asked)
+    asked = {"files": ["file.bin"], "remotes": [remote(tmp_path)], "convert": sources.copy_files}
+    found = sources.fetch_files("thing", **asked)
     assert found == tmp_path / "cache" / "thing"
     assert (found / "file.bin").read_bytes() == b"hello " * 1000
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.name != "downloads"] == ["thing"]
     (tmp_path / "source.bin").unlink()
-    assert download.fetch("thing", **asked) == found
+    assert sources.fetch_files("thing", **asked) == found
     (tmp_path / "local" / "thing").mkdir(parents=True)
     (tmp_path / "local" / "thing" / "file.bin").touch()
     monkeypatch.setenv("SCALINGNOTE_DATA", str(tmp_path / "local"))
-    assert download.fetch("thing", **asked) == tmp_path / "local" / "thing"
+    assert sources.fetch_files("thing", **asked) == tmp_path / "local" / "thing"
 
 
 def test_a_damaged_download_is_refused_and_forgotten(tmp_path):
     with pytest.raises(DataError, match=r"expected 0000.*: download it again, or do that"):
-        download.download(remote(tmp_path, sha256="0000"), tmp_path / "to", remedy="do that")
+        sources.download(remote(tmp_path, sha256="0000"), tmp_path / "to", remedy="do that")
     assert list((tmp_path / "to").iterdir()) == []
 
 
@@ -321,8 +321,8 @@ def test_a_failed_conversion_leaves_nothing_that_looks_finished(tmp_path, monkey
         raise DataError("half way")
 
     with pytest.raises(DataError, match="half way"):
-        download.fetch("thing", files=["file.bin"], remotes=[remote(tmp_path)], convert=broken)
-    assert download.locate("thing", ["file.bin"]) is None
+        sources.fetch_files("thing", files=["file.bin"], remotes=[remote(tmp_path)], convert=broken)
+    assert sources.locate("thing", ["file.bin"]) is None
 
 
 @pytest.fixture
@@ -360,11 +360,11 @@ def test_a_download_cut_short_is_no_file_and_goes_on(tmp_path, server):
         request.end_headers()
         request.wfile.write(content[start : start + 4000])
 
-    asked = download.Remote("file.bin", server(reply), None)
+    asked = sources.Remote("file.bin", server(reply), None)
     with pytest.raises(DataError, match=r"file\.bin sent 4,000 of 6,000 bytes: try again, or do that"):
-        download.download(asked, tmp_path, remedy="do that")
+        sources.download(asked, tmp_path, remedy="do that")
     assert not (tmp_path / "file.bin").exists()
-    assert download.download(asked, tmp_path, remedy="do that").read_bytes() == content
+    assert sources.download(asked, tmp_path, remedy="do that").read_bytes() == content
 
 
 def test_a_cut_in_a_stream_of_chunks_says_what_to_do(tmp_path, server):
@@ -375,7 +375,7 @@ def test_a_cut_in_a_stream_of_chunks_says_what_to_do(tmp_path, server):
         request.wfile.write(b"64\r\nhello")
 
     with pytest.raises(DataError, match=r"cannot download http.*IncompleteRead.*or do that"):
-        download.download(download.Remote("file.bin", server(reply), None), tmp_path, remedy="do that")
+        sources.download(sources.Remote("file.bin", server(reply), None), tmp_path, remedy="do that")
     assert not (tmp_path / "file.bin").exists()
 
 
@@ -384,19 +384,19 @@ def test_what_cannot_be_converted_and_nothing_vouches_for_is_downloaded_again(tm
     monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "other.bin").write_bytes(b"no archive")
     vouched = remote(tmp_path)
-    loose = download.Remote("other.bin", (tmp_path / "other.bin").as_uri(), None)
+    loose = sources.Remote("other.bin", (tmp_path / "other.bin").as_uri(), None)
 
     def convert(downloads, target):
         if (downloads / "other.bin").read_bytes() != b"archive":
             raise zipfile.BadZipFile
-        download.copy_files(downloads, target)
+        sources.copy_files(downloads, target)
 
     asked = {"files": ["other.bin"], "remotes": [vouched, loose], "convert": convert}
     with pytest.raises(zipfile.BadZipFile):
-        download.fetch("thing", **asked)
+        sources.fetch_files("thing", **asked)
     assert [path.name for path in (tmp_path / "cache" / "downloads" / "thing").iterdir()] == ["file.bin"]
     (tmp_path / "other.bin").write_bytes(b"archive")
-    assert (download.fetch("thing", **asked) / "other.bin").read_bytes() == b"archive"
+    assert (sources.fetch_files("thing", **asked) / "other.bin").read_bytes() == b"archive"
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_field(tmp_path):

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalingnote.datasets import document_tasks, file_formats, file_slices, job, supervision
+from scalingnote.datasets import document_tasks, file_formats, job, raw_rows, supervision
 from scalingnote.datasets.config import Columns, NewDocuments, Texts
 from scalingnote.datasets.sources import read_texts
 from scalingnote.errors import DataError
@@ -85,7 +85,7 @@ def test_slices_of_any_size_give_the_same_data_set(tmp_path, monkeypatch, form):
     assert whole.table("documents")["doc_id"].to_pylist() == _twin(config)
     assert whole.manifest.info["rejected_by_reason"]["documents: duplicate doc_id"] > 10
     for size in (6_000, 20_000):
-        monkeypatch.setattr(file_slices, "SLICE_BYTES", size)
+        monkeypatch.setattr(raw_rows, "SLICE_BYTES", size)
         assert len(file_formats.read_columns(config).documents.slices) > 4
         for name, each in (("ahead", map), ("back", lambda task, items: map(task, reversed(items)))):
             assert facts(build(config, tmp_path / f"{name}-{size}", each=each)) == facts(whole)
@@ -104,7 +104,7 @@ def _twin(config):
 
 @pytest.mark.parametrize("tasks", [0, 4, 11, 19])
 def test_a_killed_run_repeats_the_task_that_was_running(tmp_path, monkeypatch, tasks):
-    monkeypatch.setattr(file_slices, "SLICE_BYTES", 40_000)
+    monkeypatch.setattr(raw_rows, "SLICE_BYTES", 40_000)
     config = Columns(**write_inputs(tmp_path / "in"))
     slices = len(file_formats.read_columns(config).documents.slices)
     whole = build(config, tmp_path / "whole")
@@ -132,7 +132,7 @@ def test_a_killed_run_repeats_the_task_that_was_running(tmp_path, monkeypatch, t
 
 
 def test_an_input_that_changed_is_prepared_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_slices, "SLICE_BYTES", 40_000)
+    monkeypatch.setattr(raw_rows, "SLICE_BYTES", 40_000)
     inputs = write_inputs(tmp_path / "in")
     config = Columns(**inputs)
 
@@ -159,9 +159,9 @@ def test_new_documents_and_texts_are_read_in_slices(tmp_path, monkeypatch):
     texts = Texts(path=str(tmp_path / "t.txt"))
     digests = []
     for size in (1 << 20, 40_000):
-        monkeypatch.setattr(file_slices, "SLICE_BYTES", size)
+        monkeypatch.setattr(raw_rows, "SLICE_BYTES", size)
         ready = job.prepare_documents(new, output=str(tmp_path / f"new-{size}"))
-        monkeypatch.setattr(file_slices, "SLICE_BYTES", size // 200)
+        monkeypatch.setattr(raw_rows, "SLICE_BYTES", size // 200)
         rows = job.run(texts, output=str(tmp_path / f"texts-{size}"))
         assert rows.table("documents")["doc_id"].to_pylist() == [str(n) for n in range(1, 91)]
         assert [row["content"] for row in read_texts(texts.path)] == rows.table("documents")[
@@ -189,15 +189,15 @@ def test_what_one_task_cannot_hold_is_refused(tmp_path, monkeypatch):
 
 def test_no_more_slices_than_a_shuffle_takes(tmp_path, monkeypatch):
     (tmp_path / "d.jsonl").write_bytes(b'{"doc_id": "d"}\n' * 1000)
-    files = file_slices.find_files(str(tmp_path / "d.jsonl"))
-    monkeypatch.setattr(file_slices, "SLICE_BYTES", 16)
-    assert len(file_slices.cut(files)) == 1000
-    monkeypatch.setattr(file_slices, "MAX_SLICES", 10)
-    assert len(file_slices.cut(files)) == 10
+    files = raw_rows.find_files(str(tmp_path / "d.jsonl"))
+    monkeypatch.setattr(raw_rows, "SLICE_BYTES", 16)
+    assert len(raw_rows.cut(files)) == 1000
+    monkeypatch.setattr(raw_rows, "MAX_SLICES", 10)
+    assert len(raw_rows.cut(files)) == 10
 
 
 def test_on_ray(cluster, tmp_path, monkeypatch):
     config = Columns(**write_inputs(tmp_path / "in"))
     digest = job.run(config, output=str(tmp_path / "one")).digest
-    monkeypatch.setattr(file_slices, "SLICE_BYTES", 100_000)
+    monkeypatch.setattr(raw_rows, "SLICE_BYTES", 100_000)
     assert job.run(config, output=str(tmp_path / "many")).digest == digest

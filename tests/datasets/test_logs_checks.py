@@ -7,14 +7,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets import row_checks
+from scalingnote.datasets import log_columns, row_checks
 from scalingnote.datasets.config import Logs
-from scalingnote.datasets.logs import values
-from scalingnote.datasets.logs.column_checks import CHECKED, MAX_EXAMPLES, PROBLEM, LogTally, check_table
-from scalingnote.datasets.logs.inputs import LogSlice, column_kinds
-from scalingnote.datasets.logs.slice_reader import read_slice
-from scalingnote.datasets.logs.values import query_ids
+from scalingnote.datasets.log_columns import CHECKED, MAX_EXAMPLES, PROBLEM, LogTally, check_table, query_ids
+from scalingnote.datasets.log_inputs import LogSlice, column_kinds, read_slice
 from scalingnote.datasets.raw_rows import SHOWN_CHARS, Quarantine
+from scalingnote.storage.artifact import read_table
 
 CONFIG = Logs(documents={"path": "d"}, impressions={"path": "i"}, max_title_chars=50, max_content_chars=100)
 DOCUMENT = {"doc_id": "d", "title": "A title", "topic": "topic", "content": "Some content.", "group": "g"}
@@ -237,7 +235,7 @@ def test_features_keep_their_type_or_are_dropped():
     ],
 )
 def test_a_time_is_the_same_however_it_is_written(column, unit):
-    clock, problem = values.time_column(pa.table({"t": column}), "t", unit=unit)
+    clock, problem = log_columns.time_column(pa.table({"t": column}), "t", unit=unit)
     assert clock.cast(pa.int64()).to_pylist() == [1_700_000_000_500, None]
     assert problem.to_pylist() == [None, "t is not a number"]
 
@@ -268,27 +266,22 @@ def test_what_nobody_sees_and_what_case_hides_make_no_other_query():
     assert len(set(as_typed.to_pylist())) == 4
 
 
-def test_a_tally_counts_all_and_keeps_the_first_in_any_order():
+def test_a_tally_counts_all_and_keeps_the_first(tmp_path):
     rows = pa.table({"content": ["x" * 10**4] * (MAX_EXAMPLES + 5), "n": list(range(MAX_EXAMPLES + 5))})
-    found = []
+    total = LogTally()
     for number in range(3):
         tally = LogTally()
-        tally.reject(
+        tally.reject_where(
             "documents",
             "no text",
             rows.append_column("task", pa.array([number] * len(rows))),
             np.ones(len(rows), bool),
         )
-        tally.mended["m"] += 1
-        found.append(tally.values())
-    sums = []
-    for order in ((0, 1, 2), (2, 0, 1)):
-        total = LogTally()
-        for number in order:
-            total.add(json.loads(json.dumps(found[number])), number=number)
-        sums.append(total)
-        assert total.rejected == {"documents: no text": 3 * (MAX_EXAMPLES + 5)}
-        assert total.mended == {"m": 3}
-    assert sums[0].table() == sums[1].table()
-    assert sums[0].table().num_rows == MAX_EXAMPLES
-    assert len(sums[0].table()["row"][0].as_py()) <= SHOWN_CHARS
+        tally.mend("m")
+        tally.counts["documents"] += 2
+        total.add_stored(json.loads(json.dumps(tally.store(str(tmp_path / f"{number}.arrow")))))
+    assert total.rejected == {"documents: no text": 3 * (MAX_EXAMPLES + 5)}
+    assert (total.mended, total.counts) == ({"m": 3}, {"documents": 6})
+    assert total.table() == read_table(str(tmp_path / "0.arrow"))
+    assert total.table().num_rows == MAX_EXAMPLES
+    assert len(total.table()["row"][0].as_py()) <= SHOWN_CHARS

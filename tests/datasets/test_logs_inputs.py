@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalingnote.datasets.config import Logs
-from scalingnote.datasets.file_slices import find_files
-from scalingnote.datasets.file_slices import lines as lines_of
-from scalingnote.datasets.logs.column_checks import LogTally
-from scalingnote.datasets.logs.inputs import LogSlice, column_kinds, plan_slices
-from scalingnote.datasets.logs.slice_reader import read_slice
+from scalingnote.datasets.log_columns import LogTally
+from scalingnote.datasets.log_inputs import LogSlice, column_kinds, plan_slices, read_slice
+from scalingnote.datasets.raw_rows import find_files
+from scalingnote.datasets.raw_rows import lines as lines_of
 from scalingnote.errors import DataError
 
 IMPRESSION = {
@@ -191,8 +190,8 @@ def test_byte_ranges_give_every_line_to_one_slice(tmp_path_factory, lengths, ste
 
 def test_a_broken_line_changes_no_other_row(tmp_path, monkeypatch):
     """Blocks that Arrow can read and blocks read line by line give the same rows, whatever the cuts."""
-    monkeypatch.setattr("scalingnote.datasets.logs.slice_reader._BLOCK_BYTES", 3000)
-    monkeypatch.setattr("scalingnote.datasets.logs.slice_reader._MIN_BLOCK_BYTES", 300)
+    monkeypatch.setattr("scalingnote.datasets.log_inputs._BLOCK_BYTES", 3000)
+    monkeypatch.setattr("scalingnote.datasets.log_inputs._MIN_BLOCK_BYTES", 300)
     rows = [{**IMPRESSION, "doc_id": f"d{n}", "position": n + 1, "nested": {"x": n}} for n in range(60)]
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     lines(whole, *rows)

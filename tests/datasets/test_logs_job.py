@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from scalingnote.datasets import log_job as job
 from scalingnote.datasets import row_checks
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.job import run as prepare
-from scalingnote.datasets.logs import job, log_tasks
-from scalingnote.datasets.logs.inputs import plan_slices
+from scalingnote.datasets.log_inputs import plan_slices
 from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
@@ -317,7 +317,7 @@ def test_a_killed_run_goes_on_and_doubles_nothing(small, tmp_path, tasks, caplog
         for item in items:
             if next(budget, None) is None:
                 # Killed after the work and before the record: the worst moment.
-                task.keywords["task"](item[1])
+                task.keywords["task"](item)
                 killed.append(item)
                 raise KeyboardInterrupt
             yield task(item)
@@ -347,7 +347,7 @@ EVIDENCE = ("impressions", "scores", "qrels")
 
 def test_a_query_with_a_tenth_of_all_impressions_is_streamed(tmp_path, monkeypatch):
     monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_BATCH", 50)
-    monkeypatch.setattr(log_tasks, "IMPRESSIONS_PER_PART", 64)
+    monkeypatch.setattr(job, "IMPRESSIONS_PER_PART", 64)
     log = random_log(6)
     log["impressions"] = [
         {**row, "query": "head"} if number % 10 == 0 else row
@@ -355,14 +355,14 @@ def test_a_query_with_a_tenth_of_all_impressions_is_streamed(tmp_path, monkeypat
     ]
     config = Logs(**write(log, tmp_path / "in", files=2, form="parquet"), **WINDOWS, parts=8)
     sizes = []
-    stream = log_tasks.stream
+    stream = job.stream
 
     def watched(*arguments):
         for rows in stream(*arguments):
             sizes.append(len(rows))
             yield rows
 
-    monkeypatch.setattr(log_tasks, "stream", watched)
+    monkeypatch.setattr(job, "stream", watched)
     artifact = build(config, tmp_path / "out")
     (head,) = (row["query_id"] for row in artifact.table("queries").to_pylist() if row["query"] == "head")
     parts = [artifact.table(name) for name in artifact.names("impressions/")]

@@ -4,8 +4,8 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
+from scalingnote.datasets import splits
 from scalingnote.datasets.config import Logs
-from scalingnote.datasets.logs import time_split
 from scalingnote.errors import DataError
 from scalingnote.storage.schema import QRELS
 
@@ -17,27 +17,27 @@ def test_windows_are_half_open_and_may_touch():
     config = Logs(
         **FILES, train=("1970-01-01", "1970-01-02"), test=("1970-01-02", "1970-01-03T00:00:00+01:00")
     )
-    chosen = time_split.choose_windows(config, first=0, last=72 * HOUR)
-    assert chosen == time_split.SplitWindows((0, 24 * HOUR), (24 * HOUR, 47 * HOUR))
+    chosen = splits.choose_windows(config, first=0, last=72 * HOUR)
+    assert chosen == splits.SplitWindows((0, 24 * HOUR), (24 * HOUR, 47 * HOUR))
     times = pa.chunked_array([pa.array([-1, 0, 24 * HOUR - 1, 24 * HOUR, 47 * HOUR - 1, 47 * HOUR])])
     stamps = times.cast(pa.timestamp("ms"))
-    assert time_split.in_window(stamps, chosen.train).to_pylist() == [False, True, True, False, False, False]
-    assert time_split.in_window(stamps, chosen.test).to_pylist() == [False, False, False, True, True, False]
+    assert splits.in_window(stamps, chosen.train).to_pylist() == [False, True, True, False, False, False]
+    assert splits.in_window(stamps, chosen.test).to_pylist() == [False, False, False, True, True, False]
     assert chosen.shown()["train"] == ["1970-01-01T00:00:00.000+00:00", "1970-01-02T00:00:00.000+00:00"]
 
 
 def test_without_windows_the_end_of_the_span_is_for_test():
-    chosen = time_split.choose_windows(Logs(**FILES, test_fraction=0.25), first=1000, last=1999)
-    assert chosen == time_split.SplitWindows((1000, 1750), (1750, 2000))
+    chosen = splits.choose_windows(Logs(**FILES, test_fraction=0.25), first=1000, last=1999)
+    assert chosen == splits.SplitWindows((1000, 1750), (1750, 2000))
 
 
 def test_a_log_beside_its_windows_is_refused():
     config = Logs(**FILES, train=("2024-01-01", "2024-02-01"), test=("2024-02-01", "2024-03-01"))
     # Milliseconds taken for seconds: the year 55,000.
     with pytest.raises(DataError, match=r"spans 1700000000000 s after 1970 .*dataset\.timestamp_unit"):
-        time_split.choose_windows(config, first=1_700_000_000_000_000, last=1_700_000_000_000_001)
+        splits.choose_windows(config, first=1_700_000_000_000_000, last=1_700_000_000_000_001)
     with pytest.raises(DataError, match="no impression is in the train window"):
-        time_split.choose_windows(config, first=0, last=HOUR)
+        splits.choose_windows(config, first=0, last=HOUR)
 
 
 @pytest.mark.parametrize(
@@ -64,22 +64,22 @@ def test_clicks_count_from_a_dwell_time_on():
     rows = impressions(
         ("q", "a", True, 30.0), ("q", "a", True, 9.9), ("q", "b", False, None), ("q", "c", True, None)
     )
-    every = time_split.count_test_clicks(rows, min_dwell_s=0.0)
+    every = splits.count_test_clicks(rows, min_dwell_s=0.0)
     assert every.to_pylist() == [
         {"query_id": "q", "doc_id": "a", "clicks": 2},
         {"query_id": "q", "doc_id": "b", "clicks": 0},
         {"query_id": "q", "doc_id": "c", "clicks": 1},
     ]
     # Where nobody measured, nobody can say that it was too short.
-    assert time_split.count_test_clicks(rows, min_dwell_s=10.0)["clicks"].to_pylist() == [1, 0, 1]
-    assert time_split.judge_by_clicks(every, min_clicks=2).to_pylist() == [
+    assert splits.count_test_clicks(rows, min_dwell_s=10.0)["clicks"].to_pylist() == [1, 0, 1]
+    assert splits.judge_by_clicks(every, min_clicks=2).to_pylist() == [
         {"query_id": "q", "doc_id": "a", "relevance": 1}
     ]
 
 
 def texts(*rows):
     return pa.Table.from_pylist(
-        [dict(zip(time_split.QUERY_TEXTS.names, row, strict=True)) for row in rows], time_split.QUERY_TEXTS
+        [dict(zip(splits.QUERY_TEXTS.names, row, strict=True)) for row in rows], splits.QUERY_TEXTS
     )
 
 
@@ -91,15 +91,15 @@ def test_queries_are_dealt_out():
             {"query_id": "new", "doc_id": "b", "clicks": 0},
             {"query_id": "silent", "doc_id": "a", "clicks": 0},
         ],
-        schema=time_split.TEST_CLICKS,
+        schema=splits.TEST_CLICKS,
     )
     named = texts(
         ("seen", "Seen", 4), ("seen", "seen", 4), ("seen", "SEEN", 1), ("new", "new", 1), ("silent", "s", 1),
         ("early", "early", 2), ("outside", "o", 1), ("judged", "j", 0),
     )  # fmt: skip
     trained = pa.array(["seen", "early"])
-    settled = time_split.split_queries(
-        trained, test_clicks=asked, texts=named, judged=time_split.judge_by_clicks(asked, min_clicks=1)
+    settled = splits.split_queries(
+        trained, test_clicks=asked, texts=named, judged=splits.judge_by_clicks(asked, min_clicks=1)
     )
     assert [tuple(row.values()) for row in settled.queries.to_pylist()] == [
         ("early", "early", "train"),
@@ -115,17 +115,17 @@ def test_queries_are_dealt_out():
     # Judged by people: what was clicked no longer says what is relevant, and a grade of 0 stays a judgement.
     judged = [("seen", "a", 1), ("judged", "b", 2), ("judged", "a", 0), ("new", "a", 0)]
     rows = pa.Table.from_pylist([dict(zip(QRELS.names, row, strict=True)) for row in judged], QRELS)
-    settled = time_split.split_queries(trained, test_clicks=asked, texts=named, judged=rows)
+    settled = splits.split_queries(trained, test_clicks=asked, texts=named, judged=rows)
     assert [row["query_id"] for row in settled.queries.to_pylist() if row["split"] == "test"] == ["judged"]
     assert [(row["doc_id"], row["relevance"]) for row in settled.qrels.to_pylist()] == [("a", 0), ("b", 2)]
     assert settled.left_out["queries of the test window without a relevant document"] == 2
 
 
 def test_nothing_at_all_is_no_error():
-    nothing = time_split.split_queries(
+    nothing = splits.split_queries(
         pa.array([], pa.string()),
-        test_clicks=time_split.TEST_CLICKS.empty_table(),
-        texts=time_split.QUERY_TEXTS.empty_table(),
+        test_clicks=splits.TEST_CLICKS.empty_table(),
+        texts=splits.QUERY_TEXTS.empty_table(),
         judged=QRELS.empty_table(),
     )
     assert nothing.queries.num_rows == nothing.qrels.num_rows == sum(nothing.left_out.values()) == 0

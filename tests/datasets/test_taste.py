@@ -6,9 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.datasets.click_simulator import simulate
 from scalingnote.datasets.config import PositionClicks, Taste
-from scalingnote.datasets.user_behavior import BANDS, Tastes
+from scalingnote.datasets.simulate import BANDS, Tastes, simulate
 from scalingnote.errors import ConfigError
 from scalingnote.storage.schema import QRELS
 

@@ -12,7 +12,7 @@ from scalingnote.datasets.config import (
     DynamicBayesianClicks,
     PositionClicks,
 )
-from scalingnote.datasets.user_behavior import (
+from scalingnote.datasets.simulate import (
     browse,
     draw_dwell_times,
     examination_probabilities,
