@@ -103,8 +103,9 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
     """The forward pass over rows that were tokenised, sorted and packed beforehand."""
     import torch
 
-    from scalingnote.encode.documents import load_document_encoder, load_document_prompt, tokenise
+    from scalingnote.encode.documents import load_document_prompt, tokenise
     from scalingnote.encode.encoder import by_tokens
+    from scalingnote.encode.engines import load_document_encoder
     from scalingnote.models.batch import collate
     from scalingnote.models.token_rows import from_columns
 

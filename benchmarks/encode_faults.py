@@ -27,7 +27,8 @@ from ray.cluster_utils import Cluster
 
 from benchmarks import encode_inputs as inputs
 from benchmarks.report import arguments, show, write
-from scalingnote.encode.documents import encode_documents, load_document_encoder
+from scalingnote.encode.documents import encode_documents
+from scalingnote.encode.engines import load_document_encoder
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 Fault = Literal["driver", "encoder", "node"]

@@ -40,6 +40,7 @@ def examine(*, directory: Path | None = None) -> list[Finding]:
         _clusters(),
         _accelerators(),
         _precision(),
+        _engines(),
         _memory(),
         _disk(directory),
         _datasets(),
@@ -205,6 +206,14 @@ def _precision() -> Iterator[Finding]:
         yield Finding("bfloat16", "ok", found, "keep float32 here")
     else:
         yield Finding("bfloat16", "ok", found)
+
+
+def _engines() -> Iterator[Finding]:
+    from scalingnote.encode.engines import MODULES  # late: doctor must run where packages are missing
+
+    found = {name: importlib.util.find_spec(module) is not None for name, module in MODULES.items()}
+    states = [f"{name} {'is' if there else 'is not'} installed" for name, there in found.items()]
+    yield Finding("encode.engine", "ok", ", ".join(["own", *states]))
 
 
 def _memory() -> Iterator[Finding]:

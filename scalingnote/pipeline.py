@@ -12,6 +12,7 @@ import yaml
 
 from scalingnote import stages
 from scalingnote.config import dump, validate
+from scalingnote.encode import engines
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.experiment.config import ExperimentConfig
 from scalingnote.ingest.config import IngestConfig
@@ -37,6 +38,7 @@ def run(
     """
     chosen = stages.of(config) if chosen is None else list(chosen)
     built: dict[str, Artifact] = {}
+    started = False
     opened: dict[str, Artifact] = {}  # by stage: many stages share ancestors
     for number, stage in enumerate(chosen, 1):
         if record and stage.builds == "report":  # before: the index can be served even if evaluation fails
@@ -50,6 +52,9 @@ def run(
         from scalingnote import cluster  # late: importing Ray takes longer than showing --help
 
         cluster.connect(config.address)
+        if not started and any(later.builds == "embeddings" for later in chosen[number - 1 :]):
+            engines.check_installed(config.encode)  # before hours of training
+        started = True
         module, function = stage.job.split(":")
         job = getattr(importlib.import_module(module), function)
         artifact = job(

@@ -74,4 +74,11 @@ class RunConfig(Config):
             raise ValueError("pseudo_queries are for a student to learn from: set distill, or leave them out")
         if self.cross_encoder is not None and self.rounds > 1:
             raise ValueError("rounds are of stage I, which cross_encoder takes the place of: set rounds to 1")
+        if self.encode.engine != "own" and (
+            self.cross_encoder is not None or (trained and self.train.sparse)
+        ):
+            raise ValueError(
+                f"encode.engine {self.encode.engine} reads no pairs and gives no terms: set it to "
+                "own, or leave cross_encoder and train.sparse out"
+            )
         return self

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from scalingnote.cross_encoder.config import CrossEncoderLosses
-from scalingnote.encode.cost import Cost
-from scalingnote.encode.encoder import RowEncoding, by_tokens
+from scalingnote.encode.encoder import by_tokens
+from scalingnote.encode.engines import Cost, RowEncoding
 from scalingnote.errors import TrainingError
 from scalingnote.losses import teacher_kl
 from scalingnote.models import cross_encoder, flops

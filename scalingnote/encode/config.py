@@ -2,11 +2,12 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from scalingnote.config import Config, Resources
 
 View = Literal["title", "content", "summary"]
+EngineName = Literal["own", "sentence-transformers", "vllm"]
 Form = Literal["auto", "torch", "compiled", "onnx", "onnx_int8", "lookup"]
 
 
@@ -32,6 +33,11 @@ class EncodeConfig(Config):
         description="URI of earlier embeddings by the same towers: unchanged documents are copied from "
         "there, and the table `changes` lists which were added, changed or deleted",
     )
+    engine: EngineName = Field(
+        "own",
+        description="what runs the document tower; all but own give the indexed view alone and no terms, and "
+        "vllm needs its package in the workers' image",
+    )
     views: tuple[View, ...] = Field(("summary",), description="embeddings to store; summary is indexed")
     dtype: Literal["float32", "float16"] = Field("float16", description="stored precision")
     top_k: int = Field(
@@ -41,6 +47,14 @@ class EncodeConfig(Config):
         8192, ge=16, description="maximum tokens of a forward pass; at most 1,024 on a CPU"
     )
     resources: Fleet = Fleet()
+
+    @model_validator(mode="after")
+    def _engine_gives_the_views(self) -> "EncodeConfig":
+        if self.engine != "own" and len(self.views) > 1:
+            raise ValueError(
+                f"engine {self.engine} gives one view of a document: set engine to own, or one view"
+            )
+        return self
 
 
 class TeacherConfig(Config):

@@ -8,17 +8,18 @@ With a base, only documents that changed since are encoded (:mod:`scalingnote.en
 import functools
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote import cluster
+from scalingnote.config import dump
+from scalingnote.encode import engines
 from scalingnote.encode.changes import COLUMNS, TEXTS, compare_with_base, content_hashes, read_copies
 from scalingnote.encode.config import EncodeConfig
-from scalingnote.encode.cost import totals
-from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, write_parts
+from scalingnote.encode.engines import Engine, LoadEngine
+from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, totals, write_parts
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.models.prompt import DocumentPrompt
 from scalingnote.models.token_rows import from_columns, token_columns
@@ -26,18 +27,7 @@ from scalingnote.storage import arrow, schema
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
-if TYPE_CHECKING:
-    from scalingnote.encode.encoder import Encoder
-
-LoadEncoder = Callable[[Artifact, int], Any]  # of an artifact and a token budget
 LoadPrompt = Callable[[Artifact], DocumentPrompt]
-
-
-def load_document_encoder(towers: Artifact, token_budget: int) -> "Encoder":
-    """The encoder of an artifact's document tower."""
-    from scalingnote.encode.encoder import Encoder
-
-    return Encoder.load(towers.directory("document"), token_budget=token_budget)
 
 
 def load_document_prompt(towers: Artifact) -> DocumentPrompt:
@@ -52,7 +42,7 @@ def encode_documents(
     towers: Artifact,
     output: str,
     *,
-    load_encoder: LoadEncoder = load_document_encoder,
+    load_encoder: LoadEngine | None = None,
     load_prompt: LoadPrompt = load_document_prompt,
 ) -> Artifact:
     """Build the artifact `embeddings`: L2-normalised, in the order and parts of the dataset.
@@ -62,11 +52,11 @@ def encode_documents(
         dataset: URI of the dataset.
         towers: the artifact whose document tower, or cross-encoder, encodes.
         output: URI of the artifact.
-        load_encoder: loads what encodes token rows, once in each worker.
+        load_encoder: loads what encodes token rows, once in each worker; None: the config's engine.
         load_prompt: loads what makes token rows of texts.
 
     Raises:
-        ConfigError: the towers lack a view.
+        ConfigError: the towers lack a view, or the engine cannot encode with them.
         ArtifactError: other towers or settings made the base.
         DataError: no document can be encoded.
     """
@@ -76,13 +66,16 @@ def encode_documents(
     draft = Draft(output, kind="embeddings", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
-    # A cross-encoder has no document tower and gives one embedding of a document.
-    has_tower = bool(towers.names("document/"))
-    views = towers.read_json("document/tower.json")["views"] if has_tower else ["summary"]
+    views = engines.check_tower(config, towers)
     if missing := sorted(set(config.views) - set(views)):
-        raise ConfigError(f"{towers.uri} gives no view {missing} of a document; it gives {views}")
+        raise ConfigError(
+            f"{towers.uri} gives no view {missing} of a document with the engine {config.engine}; "
+            f"it gives {list(views)}"
+        )
     resources = config.resources
     cluster.check_resources_early(resources, knob="encode.resources", beside=reader_cpus(resources))
+    engines.check_installed(config)
+    load_encoder = load_encoder or engines.engine_loader(config)
     source, base = parents["dataset"], parents.get("base")
     parts = source.names("documents/", ".parquet")
     rows = {embeddings_part(name): count for name, count in source.rows_of(parts).items()}
@@ -109,8 +102,9 @@ def _open_base(config: EncodeConfig, towers: Artifact) -> Artifact:
     """Earlier embeddings to update; ArtifactError if the same documents would be encoded differently now."""
     base = open_artifact(fs.absolute(str(config.base)), kind="embeddings")  # workers open it, too
     made_by = base.manifest.parents.get(towers.manifest.kind, {}).get("digest")
-    settings = {name: base.manifest.config.get(name) for name in ("views", "dtype", "top_k")}
-    wanted = {"views": list(config.views), "dtype": config.dtype, "top_k": config.top_k}
+    names = ("engine", "views", "dtype", "top_k")
+    settings = {"engine": "own"} | {k: v for k, v in base.manifest.config.items() if k in names}
+    wanted = {name: value for name, value in dump(config).items() if name in names}
     if made_by != towers.digest:
         raise ArtifactError(
             f"{base.uri} was encoded by another {towers.manifest.kind} than {towers.uri}: "
@@ -177,10 +171,10 @@ def tokenise(documents: pa.Table, prompt: DocumentPrompt) -> tuple[pa.Table, Rej
 class DocumentPartEncoder:
     """Encodes parts of documents, in a worker."""
 
-    def __init__(self, *, config: EncodeConfig, towers: Artifact, load_encoder: LoadEncoder) -> None:
+    def __init__(self, *, config: EncodeConfig, towers: Artifact, load_encoder: LoadEngine) -> None:
         self._config = config
-        self._encoder = load_encoder(towers, config.token_budget)
-        self.peak: float = self._encoder.peak()
+        self._encoder: Engine = load_encoder(towers, config.token_budget)
+        self.peak = self._encoder.peak()
 
     def __call__(self, _: str, part: tuple[pa.Table, pa.Table | None, Rejected]) -> EncodedPart:
         """Embeddings of a part, and the copied ones in their places."""

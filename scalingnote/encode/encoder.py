@@ -1,9 +1,7 @@
 """Encoder of texts with a transformer tower, for offline jobs, evaluation and serving."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from scalingnote.encode.cost import Cost
+from scalingnote.encode.engines import Cost, RowEncoding, TopTerms
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import flops
 from scalingnote.models.batch import collate
@@ -24,45 +22,6 @@ from scalingnote.models.tower import Tower
 # More tokens at once exceed a CPU's cache: with 8,192, all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a
 # second (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are equal.
 MAX_CPU_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class TopTerms:
-    """Up to k terms of each row by a sparse head, in any order; a weight of 0 means no term."""
-
-    terms: Int[ndarray, "rows k"]
-    impacts: Float[ndarray, "rows k"]
-
-    @classmethod
-    def empty(cls, rows: int, k: int) -> "TopTerms":
-        """Rows without terms."""
-        return cls(np.zeros((rows, k), np.int32), np.zeros((rows, k), np.float16))
-
-    def put(
-        self,
-        rows: Int[ndarray, " chosen"],
-        terms: Int[ndarray, "chosen k"],
-        impacts: Float[ndarray, "chosen k"],
-    ) -> None:
-        """Set the terms of some rows; fewer than k if the vocabulary is smaller."""
-        width = terms.shape[1]
-        self.terms[rows, :width], self.impacts[rows, :width] = terms, impacts
-
-    def columns(self) -> list[pa.Array]:
-        """List columns ``terms``, ascending in each row, and ``impacts``."""
-        order = np.argsort(self.terms, axis=1, kind="stable")
-        terms, impacts = (np.take_along_axis(part, order, axis=1) for part in (self.terms, self.impacts))
-        kept = impacts > 0
-        offsets = np.concatenate([[0], kept.sum(1).cumsum()]).astype(np.int32)
-        return [pa.ListArray.from_arrays(offsets, pa.array(part[kept])) for part in (terms, impacts)]
-
-
-class RowEncoding(NamedTuple):
-    """Result of :meth:`Encoder.encode_with_cost`."""
-
-    embeddings: Float[ndarray, "rows views dim"]  # not normalised
-    terms: TopTerms | None  # None for a tower without a sparse head
-    cost: Cost
 
 
 class Encoder:

@@ -10,7 +10,7 @@ buckets affect which queries are encoded.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,8 +18,8 @@ import pyarrow.compute as pc
 
 from scalingnote import cluster
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
-from scalingnote.encode.cost import Cost
 from scalingnote.encode.documents import encode_documents
+from scalingnote.encode.engines import Cost, RowEncoding
 from scalingnote.encode.parts import EncodedPart, Steps, reader_cpus, write_parts
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.storage import arrow, schema, shuffle
@@ -32,9 +32,6 @@ from scalingnote.storage.artifact import (
     write_table,
 )
 from scalingnote.storage.shuffle import NumberedSlice, run_slices
-
-if TYPE_CHECKING:
-    from scalingnote.encode.encoder import RowEncoding
 
 MAX_BUCKET_ROWS = 1 << 20
 QUERY = pa.schema({"query_id": pa.string(), "query": pa.string(), "split": pa.string()})
@@ -239,7 +236,7 @@ class TeacherQueryEncoder:
         columns = table.select(["query_id", "query", "split"])
         return EncodedPart(columns.append_column(field, arrow.to_arrow(embeddings)), cost)
 
-    def _encode_passages(self, texts: pa.ChunkedArray) -> "tuple[RowEncoding, int]":
+    def _encode_passages(self, texts: pa.ChunkedArray) -> tuple[RowEncoding, int]:
         """An encoding by the document tower, and the index of its view: the summary if there is one."""
         from scalingnote.encode.encoder import Encoder
 

@@ -270,7 +270,9 @@ class LibraryTower(Tower):
         nn.Module.__init__(self)
         self.library: Any = _library(model)
         first = self.library[0]
-        self.backbone = (first.sub_modules[role] if hasattr(first, "sub_modules") else self.library)[0].model
+        transformer = (first.sub_modules[role] if hasattr(first, "sub_modules") else self.library)[0]
+        transformer.register_forward_hook(_float_states)
+        self.backbone = transformer.model
         self.tokenizer, self.native, self.role = tokenizer_of(model), model, role
         self.config = TowerConfig(
             backbone=Pretrained(path=str(model.source)), pooling="auto", max_length=max_length
@@ -325,14 +327,23 @@ class LibraryTower(Tower):
         return cls(model, role=facts["role"], max_length=facts["max_length"]).eval()
 
 
+def _float_states(_: nn.Module, __: Any, features: dict[str, Any]) -> dict[str, Any]:
+    """Convert floating-point features behind the transformer to float32, as the layers that read them are."""
+    return {
+        name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in features.items()
+    }
+
+
 def _library(model: PublishedModel) -> Any:
     from sentence_transformers import SentenceTransformer  # late: takes seconds, and few models need it
 
-    log.warning(
-        "%s of %s is not known to scalingnote; sentence-transformers encodes it, without packing",
-        model.unknown,
-        model.source,
-    )
+    if model.unknown:
+        log.warning(
+            "%s of %s is not known to scalingnote; sentence-transformers encodes it, without packing",
+            model.unknown,
+            model.source,
+        )
     try:
         return SentenceTransformer(
             str(model.source),

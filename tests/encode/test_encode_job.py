@@ -12,8 +12,8 @@ import tiny
 from in_process import without_ray
 from scalingnote.encode import documents, parts
 from scalingnote.encode.config import EncodeConfig, Fleet
-from scalingnote.encode.documents import load_document_encoder
 from scalingnote.encode.encoder import Encoder
+from scalingnote.encode.engines import load_document_encoder
 from scalingnote.errors import ArtifactError, EncodingError
 from scalingnote.models import backbone, tower
 from scalingnote.storage import arrow, schema

@@ -10,7 +10,7 @@ import pytest
 
 from scalingnote import hybrid, topk
 from scalingnote.bm25 import BM25
-from scalingnote.encode.encoder import TopTerms
+from scalingnote.encode.engines import TopTerms
 from scalingnote.evaluate import exact_search, scores
 from scalingnote.evaluate import pool as pools
 from scalingnote.evaluate.bm25_pool import Bm25Pool

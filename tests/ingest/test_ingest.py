@@ -17,7 +17,8 @@ from scalingnote.config import load
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig, Fleet
-from scalingnote.encode.documents import load_document_encoder, load_document_prompt
+from scalingnote.encode.documents import load_document_prompt
+from scalingnote.encode.engines import load_document_encoder
 from scalingnote.errors import DataError
 from scalingnote.fuse.config import Categorical, DocumentSide, Mlp
 from scalingnote.fuse.feature_encoding import fit, observe

