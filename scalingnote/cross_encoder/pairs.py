@@ -29,7 +29,7 @@ from scalingnote.models.prompt import Row
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.collectives import shares
 from scalingnote.train.data import Order, Store
-from scalingnote.train.grad_cache import Cacheable
+from scalingnote.train.engine import Cacheable
 
 
 @dataclass(frozen=True)

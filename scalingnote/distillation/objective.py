@@ -36,7 +36,7 @@ from scalingnote.models.tower import Tower
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.collectives import Shares, gather, shares
 from scalingnote.train.data import Order, Store
-from scalingnote.train.grad_cache import Cacheable
+from scalingnote.train.engine import Cacheable
 from scalingnote.train.validation import INDEXED_VIEW
 
 LESSONS, ROWS, DOCUMENTS = "lessons", "rows", "documents"  # tables of the store

@@ -20,7 +20,7 @@ from scalingnote.models import backbone
 from scalingnote.models.cross_encoder import CrossEncoder, pair, scores
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.data import Order, Store
-from scalingnote.train.grad_cache import Cacheable
+from scalingnote.train.engine import Cacheable
 from scalingnote.train.prepare import prepare
 
 KNOBS = {"query_length": 12, "document_length": 24, "template": "{title} {content}"}

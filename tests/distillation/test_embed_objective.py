@@ -15,8 +15,7 @@ from scalingnote.distillation.config import DistillConfig, DistillLosses
 from scalingnote.distillation.objective import Lesson, LessonCandidates, StageTwo
 from scalingnote.models import backbone, batch, tower
 from scalingnote.train.config import GradCache
-from scalingnote.train.engine import Engine, surrogate
-from scalingnote.train.grad_cache import Cacheable, cached_backward
+from scalingnote.train.engine import Cacheable, Engine, cached_backward, surrogate
 
 ROWS, DIM, TAU = 6, 8, 0.2
 ALL = DistillLosses(
