@@ -24,7 +24,7 @@ from scalingnote.train.data import Rows, Store
 from scalingnote.train.engine import Engine
 from scalingnote.train.validation_sample import draw_sample, measure_retrieval
 
-SMALLER_IS_BETTER = frozenset({"contrastive_entropy", "squared_distance"})
+SMALLER_IS_BETTER = frozenset({"contrastive_entropy", "squared_distance", "qkd"})
 INDEXED_VIEW = "summary"
 _ROWS_PER_FORWARD = 64
 
