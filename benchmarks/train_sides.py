@@ -37,7 +37,7 @@ from scalingnote.models.prompt import Row
 from scalingnote.train import engine
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import GradCache, Losses, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.grad_cache import cached_backward
+from scalingnote.train.engine import cached_backward
 from scalingnote.train.objective import StageOne
 
 DIM, DIMS = 128, (16, 32, 64, 128)

@@ -57,12 +57,20 @@ def info_nce(
         The loss, a scalar. No [queries, docs] matrix is kept for the backward pass.
     """
     shares = torch.ones_like(queries[:, 0]) if weights is None else weights.to(queries.dtype)
+    shares, own = shares / len(queries), positives[:, None]
+
+    def loss_of(scores: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        if ignore is not None:
+            positive_scores = scores.gather(1, own)
+            scores.masked_fill_(ignore, -torch.inf).scatter_(1, own, positive_scores)
+        log_shares = scores.log_softmax(1)
+        loss = -(shares @ log_shares.gather(1, own).squeeze(1))
+        less = -torch.ones_like(own, dtype=scores.dtype)
+        # The softmax, less 1 at the positive.
+        return loss, lambda: log_shares.exp_().scatter_add_(1, own, less).mul_(shares[:, None])
+
     # Divide the small side, and before masking: -inf / temperature has no gradient.
-    scaled = queries / temperature
-    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        scaled, candidates, positives, ignore, shares / len(queries)
-    )
-    return loss
+    return _loss_of_scores(queries / temperature, candidates, loss_of)
 
 
 def cross_entropy(
@@ -77,38 +85,6 @@ def cross_entropy(
     if ignore is not None:
         scores = scores.masked_fill(ignore.scatter(1, own, False), -torch.inf)
     return _mean(-scores.log_softmax(1).gather(1, own).squeeze(1), weights)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Weighted sum of the rows' cross entropies.
-
-    It keeps the gradients of its two narrow inputs for the backward pass, never the scores between them:
-    memory stays flat over views and prefixes.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, columns: Tensor, positives: Tensor, ignore: Tensor | None, weights: Tensor
-    ) -> Tensor:
-        scores = rows @ columns.T
-        own = positives[:, None]
-        if ignore is not None:
-            positive_scores = scores.gather(1, own)
-            scores.masked_fill_(ignore, -torch.inf).scatter_(1, own, positive_scores)
-        log_shares = scores.log_softmax(1)
-        loss = -(weights @ log_shares.gather(1, own).squeeze(1))
-        if any(ctx.needs_input_grad):
-            # The softmax, less 1 at the positive.
-            errors = log_shares.exp_().scatter_add_(1, own, -torch.ones_like(own, dtype=rows.dtype))
-            errors *= weights[:, None]
-            ctx.save_for_backward(errors @ columns, errors.T @ rows)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_rows, of_columns = ctx.saved_tensors
-        return grad * of_rows, grad * of_columns, None, None, None
 
 
 class Temperature(nn.Module):
@@ -347,11 +323,14 @@ def align(
 
     `teacher` holds log probabilities of the candidates; it gets no gradient.
     """
-    scaled = queries / temperature
-    loss: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
-        scaled, candidates, teacher.detach(), weights.to(queries.dtype) / len(queries)
-    )
-    return loss
+    shares, target = weights.to(queries.dtype) / len(queries), teacher.detach()
+
+    def loss_of(scores: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        log_shares, right = scores.log_softmax(1), target.exp()
+        loss = shares @ (right * (target - log_shares)).sum(1)
+        return loss, lambda: log_shares.exp_().sub_(right).mul_(shares[:, None])
+
+    return _loss_of_scores(queries / temperature, candidates, loss_of)
 
 
 def align_scores(
@@ -363,27 +342,6 @@ def align_scores(
     """:func:`align` of `scores` that are no products of embeddings, already over the temperature."""
     target = teacher.detach()
     return _mean((target.exp() * (target - scores.log_softmax(1))).sum(1), weights)
-
-
-class _Divergence(torch.autograd.Function):
-    """Weighted sum of the rows' divergences; keeps gradients of the narrow inputs, as _CrossEntropy does."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, columns: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-        log_shares = (rows @ columns.T).log_softmax(1)
-        shares = target.exp()
-        loss = weights @ (shares * (target - log_shares)).sum(1)
-        if any(ctx.needs_input_grad):
-            errors = log_shares.exp_().sub_(shares)
-            errors *= weights[:, None]
-            ctx.save_for_backward(errors @ columns, errors.T @ rows)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_rows, of_columns = ctx.saved_tensors
-        return grad * of_rows, grad * of_columns, None, None
 
 
 def flops(means: Float[Tensor, " vocabulary"]) -> Float[Tensor, ""]:
@@ -416,3 +374,31 @@ def _zero_where_not(scored: Tensor | None, values: Tensor) -> Tensor:
 
 def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:
     return (losses if weights is None else losses * weights).mean()
+
+
+def _loss_of_scores(
+    rows: Tensor, columns: Tensor, loss_of: Callable[[Tensor], tuple[Tensor, Callable[[], Tensor]]]
+) -> Float[Tensor, ""]:
+    """A loss of the products of rows and columns, by `loss_of` them: its value, and its gradient when asked.
+
+    The gradients of the two narrow inputs are kept for the backward pass, never the scores between them:
+    memory stays flat over views and prefixes.
+    """
+    loss: Tensor = _LossOfScores.apply(rows, columns, loss_of)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LossOfScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, columns: Tensor, loss_of: Callable[..., Any]) -> Tensor:
+        loss, gradient = loss_of(rows @ columns.T)
+        if any(ctx.needs_input_grad):
+            errors = gradient()
+            ctx.save_for_backward(errors @ columns, errors.T @ rows)
+        return loss  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_rows, of_columns = ctx.saved_tensors
+        return grad * of_rows, grad * of_columns, None

@@ -95,14 +95,14 @@ def triplets(uri: str, dataset: Artifact) -> Artifact:
     return draft.commit(counts={"triplets": len(rows)}, simulated_clicks=True)
 
 
-def cross_encoder(uri: str) -> Artifact:
+def cross_encoder(uri: str, *, pooling: str = "special", score: str = "cosine") -> Artifact:
     """Untrained, with the config that a training run would leave."""
     texts = [" ".join(row.values()) for row in document_rows()]
     learnt = backbone.train_tokenizer(texts, vocabulary=400)
-    config = DualPooledConfig(backbone=BIDIRECTIONAL, pooling="special", **CROSS)
+    config = DualPooledConfig(backbone=BIDIRECTIONAL, pooling=pooling, score=score, **CROSS)
     draft = Draft(uri, kind="cross_encoder", config=config, parents={})
     base = backbone.build(BIDIRECTIONAL, tokenizer_json=learnt, seed=0)
-    CrossEncoder(base, pooling="special", dim=None, **CROSS).save(Path(draft.path("model")))
+    CrossEncoder(base, pooling=pooling, dim=None, **CROSS).save(Path(draft.path("model")))
     return draft.commit(counts={})
 
 

@@ -48,6 +48,12 @@ class DualPooledConfig(Schedule):
     in_batch: int = Field(
         4, ge=0, description="positives of other queries that a query is paired with, as further negatives"
     )
+    score: Literal["cosine", "product"] = Field(
+        "cosine",
+        description="cosine: of both states, over `temperature`, which is what search compares; product: by "
+        "1/sqrt(dim), as in the paper: its documents lose their length in an index of unit vectors",
+    )
+    temperature: float = Field(0.05, gt=0, lt=1, description="of score=cosine")
     losses: CrossEncoderLosses = CrossEncoderLosses()
     optimizer: Optimizer = Optimizer()
     global_batch: int = Field(64, ge=2, description="queries per step over all ranks")

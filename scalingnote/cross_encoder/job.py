@@ -136,7 +136,13 @@ def run_documents(config: EncodeConfig, *, dataset: str, cross_encoder: str, out
 
 
 def _pair_encoder(teacher: Artifact, token_budget: int) -> PairEncoder:
-    return PairEncoder.load(teacher.directory(MODEL), token_budget=token_budget)
+    temperature = score_temperature(_teacher_config(teacher))
+    return PairEncoder.load(teacher.directory(MODEL), token_budget=token_budget, temperature=temperature)
+
+
+def score_temperature(config: DualPooledConfig) -> float | None:
+    """The temperature of a cross-encoder's cosines; None where its scores are products."""
+    return config.temperature if config.score == "cosine" else None
 
 
 def _prompt(teacher: Artifact) -> DocumentPrompt:
@@ -304,7 +310,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             reconstruct=config.losses.reconstruction > 0,
             seed=config.seed,
         )
-        return PairStage(model, config.losses)
+        return PairStage(model, config.losses, temperature=score_temperature(config))
 
     stage, store = make(), Store.open(settings["store"])
     batches = PairBatches(

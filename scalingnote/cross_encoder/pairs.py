@@ -7,6 +7,7 @@ global batch: which these are does not depend on how rows are divided among rank
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from scalingnote.models.prompt import Row
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.collectives import shares
 from scalingnote.train.data import Order, Store
-from scalingnote.train.grad_cache import Cacheable
+from scalingnote.train.engine import Cacheable
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,20 @@ class PairBatches:
 class PairStage(Cacheable):
     """Cross-encoder and losses as one module; a step trains it plainly or through GradCache."""
 
-    def __init__(self, model: CrossEncoder, losses: CrossEncoderLosses, *, uneven: bool = False) -> None:
-        """`uneven`: ranks may bring different numbers of rows, which costs an exchange at every step."""
+    def __init__(
+        self,
+        model: CrossEncoder,
+        losses: CrossEncoderLosses,
+        *,
+        temperature: float | None = None,
+        uneven: bool = False,
+    ) -> None:
+        """`temperature` of the cosines, if scores are such.
+
+        `uneven`: ranks may bring different numbers of rows, which costs an exchange at every step.
+        """
         super().__init__()
-        self.model, self._losses, self._uneven = model, losses, uneven
+        self.model, self._losses, self._uneven, self._temperature = model, losses, uneven, temperature
 
     def inputs(self, batch: PairBatch) -> dict[str, Batch | None]:
         """The pairs."""
@@ -114,7 +125,7 @@ class PairStage(Cacheable):
         queries = len(batch.weights)
         share = shares(batch.weights, uneven=self._uneven).weight
         with torch.autocast(pairs.device.type, enabled=False):
-            logits = cross_encoder.scores(pairs[:, :dim], pairs[:, dim : 2 * dim])
+            logits = relevance(pairs[:, :dim], pairs[:, dim : 2 * dim], self._temperature)
             logits = logits.unflatten(0, (-1, queries)).T
             parts: dict[str, Tensor] = {}
             weights = batch.weights * share
@@ -128,6 +139,19 @@ class PairStage(Cacheable):
                 (getattr(losses, name) * part for name, part in parts.items()), start=logits.new_zeros(())
             )
         return loss, {name: part.detach() for name, part in parts.items()}
+
+
+def relevance(
+    queries: Float[Tensor, "pairs dim"], documents: Float[Tensor, "pairs dim"], temperature: float | None
+) -> Float[Tensor, " pairs"]:
+    """The relevance of each pair as a logit: a cosine over the temperature, or without one their product.
+
+    A product (EmbedDistill, section 4.2) grows with the length of a document, and the index holds unit
+    vectors: only cosines rank as a student that inherits the documents will search.
+    """
+    if temperature is None:
+        return cross_encoder.scores(queries, documents)
+    return F.cosine_similarity(queries, documents, dim=-1) / temperature
 
 
 def one_hot(
@@ -163,9 +187,11 @@ class PairEncoder:
         token_budget: int = 8192,
         precision: Precision = "auto",
         device: torch.device | None = None,
+        temperature: float | None = None,
     ) -> None:
+        """`temperature` of the cosines that are its scores; None: they are products."""
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._device, self._budget = device, token_budget
+        self._device, self._budget, self._temperature = device, token_budget, temperature
         self.model = model.eval().to(device)
         cast_parameters(self.model.backbone, compute_dtype(precision, device))
         self.model.requires_grad_(False)
@@ -178,9 +204,9 @@ class PairEncoder:
         self.no_document = no_document
 
     @classmethod
-    def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> "PairEncoder":
-        """The encoder of a folder that :meth:`CrossEncoder.save` wrote."""
-        return cls(CrossEncoder.load(folder), token_budget=token_budget, precision=precision)
+    def load(cls, folder: Path, **options: Any) -> "PairEncoder":
+        """The encoder of a folder that :meth:`CrossEncoder.save` wrote; with options of the constructor."""
+        return cls(CrossEncoder.load(folder), **options)
 
     def queries(
         self, queries: Sequence[Row], documents: Sequence[Row | None]
@@ -200,7 +226,7 @@ class PairEncoder:
     def scores(self, queries: Sequence[Row], documents: Sequence[Row]) -> Float[ndarray, " pairs"]:
         """The relevance of each pair, a logit."""
         proxies = self._proxies([pair(q, d) for q, d in zip(queries, documents, strict=True)])
-        logits: ndarray = np.einsum("pd,pd->p", *proxies) / np.sqrt(np.float32(self.dim))
+        logits: ndarray = relevance(*map(torch.from_numpy, proxies), self._temperature).numpy()
         return logits
 
     @torch.inference_mode()

@@ -47,10 +47,12 @@ def validator(
     packed: bool,
     device: torch.device,
     seed: int,
+    cosine_weight: float = 1.0,
 ) -> Callable[[], dict[str, float]] | None:
     """A function that measures the student as it is when called; None without held-out queries.
 
-    Every rank must call it at the same step. `pad` is the student's pad token.
+    Every rank must call it at the same step. `pad` is the student's pad token, `cosine_weight` the lambda of
+    Eq. 15.
     """
     rows = store.tables.get(VALIDATION, ())
     if config is None or not len(rows):
@@ -64,18 +66,22 @@ def validator(
 
     def validate() -> dict[str, float]:
         embeddings = encode_rows("query", queries, engine=engine, pad=pad, packed=packed, device=device)
-        return broadcast_numbers(measure_embeddings(embeddings[:, 0], teacher), device)
+        return broadcast_numbers(
+            measure_embeddings(embeddings[:, 0], teacher, cosine_weight=cosine_weight), device
+        )
 
     return validate
 
 
 def measure_embeddings(
-    student: Float[ndarray, "queries dim"], teacher: Float[ndarray, "queries dim"]
+    student: Float[ndarray, "queries dim"], teacher: Float[ndarray, "queries dim"], *, cosine_weight: float
 ) -> dict[str, float]:
-    """Mean cosine to the teacher's embeddings, and mean squared distance from them."""
+    """Mean cosine to the teacher's embeddings, squared distance from them, and `qkd` of both (Eq. 15)."""
     cosine = (arrow.l2_normalize(student) * arrow.l2_normalize(teacher)).sum(axis=1)
     distance = ((student - teacher) ** 2).sum(axis=1)
-    return {"cosine": float(cosine.mean()), "squared_distance": float(distance.mean())}
+    qkd = (distance - cosine_weight * cosine).mean()
+    means = {"cosine": cosine.mean(), "squared_distance": distance.mean(), "qkd": qkd}
+    return {name: float(value) for name, value in means.items()}
 
 
 @dataclass(frozen=True)

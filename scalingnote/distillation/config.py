@@ -34,6 +34,11 @@ class DistillLosses(Config):
     document_matching: float = Field(
         0.0, ge=0, description="the same for documents (Eq. 8); needs a document student"
     )
+    matching: Literal["unit", "raw"] = Field(
+        "unit",
+        description="vectors that both matchings compare; unit: of length 1, as documents are stored and "
+        "search compares; raw: as the teacher gives them, which no stored document is",
+    )
     one_hot: float = Field(
         0.0, ge=0, description="softmax cross entropy of labels, in-batch and sampled negatives (Eq. 9)"
     )
@@ -56,6 +61,11 @@ class DistillLosses(Config):
             self.qkd, self.cosine, self.query_matching, self.document_matching, self.one_hot, self.scores
         ):
             raise ValueError("every weight is 0: give at least one loss a weight")
+        if self.matching == "raw" and self.document_matching:
+            raise ValueError(
+                "losses.matching=raw: stored documents are unit vectors, so document_matching would compare "
+                "other lengths than query_matching: set matching to unit"
+            )
         return self
 
 
@@ -64,8 +74,10 @@ class StudentValidation(ValidationSchedule):
 
     every: int = Field(100, ge=1, description="steps between measurements")
     queries: int = Field(4096, ge=1, description="validation queries drawn, seeded")
-    metric: Literal["cosine", "squared_distance"] = Field(
-        "cosine", description="to the teacher's embeddings; chooses the best checkpoint"
+    metric: Literal["cosine", "squared_distance", "qkd"] = Field(
+        "cosine",
+        description="of the teacher's embeddings and the student's; qkd: the loss of Eq. 15, held out as in "
+        "Table 6; chooses the best checkpoint",
     )
     keep: Literal["last", "best"] = Field("best", description="which weights become the artifact")
 

@@ -196,5 +196,6 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             packed=packed,
             device=device_of(config),
             seed=config.seed,
+            cosine_weight=config.losses.cosine_weight,
         ),
     )

@@ -36,7 +36,7 @@ from scalingnote.models.tower import Tower
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.collectives import Shares, gather, shares
 from scalingnote.train.data import Order, Store
-from scalingnote.train.grad_cache import Cacheable
+from scalingnote.train.engine import Cacheable
 from scalingnote.train.validation import INDEXED_VIEW
 
 LESSONS, ROWS, DOCUMENTS = "lessons", "rows", "documents"  # tables of the store
@@ -219,7 +219,8 @@ def query_losses(
     if losses.cosine:
         parts["cosine"] = cosine_distance(lesson.teacher, queries, weights=weights)
     if losses.query_matching:
-        parts["query_matching"] = embedding_matching(lesson.teacher, queries, weights=weights)
+        teacher, student = _matched(lesson.teacher, losses), _matched(queries, losses)
+        parts["query_matching"] = embedding_matching(teacher, student, weights=weights)
     return parts
 
 
@@ -240,7 +241,7 @@ def candidate_losses(
     rows = {"weights": candidates.weights * share.weight}
     parts = {}
     if losses.document_matching:
-        parts["document_matching"] = _document_matching(own, candidates, **rows)
+        parts["document_matching"] = _document_matching(_matched(own, losses), candidates, **rows)
     if losses.one_hot or (losses.scores and candidates.scores is None):
         pool = _CandidatePool.of(candidates, share)
     scaled = F.normalize(queries, dim=-1) / losses.temperature
@@ -299,9 +300,13 @@ def _gathered_unit(
 def _document_matching(
     documents: Float[Tensor, "docs dim"], candidates: LessonCandidates, *, weights: Float[Tensor, " queries"]
 ) -> Float[Tensor, ""]:
-    """The mean over each row's documents, and over rows."""
+    """The mean over each row's documents, and over rows; the teacher's are unit vectors."""
     index = candidates.index
     each = weights[:, None].expand(index.shape).flatten()
-    return embedding_matching(
-        candidates.embeddings[index.flatten()], documents[index.flatten()], weights=each
-    )
+    teacher = F.normalize(candidates.embeddings, dim=-1)  # as stored, up to the rounding of float16
+    return embedding_matching(teacher[index.flatten()], documents[index.flatten()], weights=each)
+
+
+def _matched(vectors: Float[Tensor, "rows dim"], losses: DistillLosses) -> Float[Tensor, "rows dim"]:
+    """Vectors as Eq. 7 and Eq. 8 compare them: one way for queries and documents."""
+    return F.normalize(vectors, dim=-1) if losses.matching == "unit" else vectors

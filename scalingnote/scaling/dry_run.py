@@ -123,11 +123,12 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
     Raises:
         ConfigError: a backbone's shape is not known offline, or the query tower is a lookup table.
     """
-    numbers = _number_format(config)
     towers = (_tower("query", config, assumed), _tower("document", config, assumed))
     # Adapters of both towers on one base hold its frozen weights once.
     bases = [tower for tower in towers if tower.frozen][: 1 if _shares_base(config) else 2]
     frozen, trained = sum(tower.frozen for tower in bases), sum(tower.trained for tower in towers)
+    config = config.model_copy(update={"strategy": config.strategy_for(trained)})
+    numbers = _number_format(config)
     columns = 1 + (assumed.negatives if config.losses.denominator == "positives_and_negatives" else 0)
     state = training_cost.training_state(
         config.strategy,

@@ -1,6 +1,6 @@
 """A step's triplets, and the candidates of all ranks that a loss compares its queries with.
 
-    TripletBatches   step number ─Order─► this rank's rows ─Store─► Triplets, as tensors
+    TripletBatches   step number ─► this rank's share of the rows ─► Triplets, as tensors
     gather_candidates   Triplets of all ranks ─► positives and negatives, with masks of false negatives
     sparse_scores       the same for term weights, which stay on their rank
 
@@ -8,9 +8,9 @@ groups       [queries, group, views, dim]   documents of this rank's queries: th
 candidates   [docs, views, dim]             of all ranks: all positives, then all first negatives, and so on
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from scalingnote.losses import false_negative_documents, false_negative_queries
 from scalingnote.models.batch import Batch, collate
 from scalingnote.train.collectives import Shares, gather, shares
 from scalingnote.train.config import Losses
-from scalingnote.train.data import Order, Store
+from scalingnote.train.data import Share
 
 R = TypeVar("R", bound="TensorRecord")
 
@@ -55,65 +55,51 @@ class Triplets(TensorRecord):
 
 
 class TripletBatches:
-    """Triplets of any step, for one rank, from a store that :func:`scalingnote.train.prepare.prepare` wrote.
+    """Triplets of any step, for one rank.
 
     A batch is a function of the step number alone: a resumed run, or a restarted worker, sees the same rows.
 
     Args:
-        store: tables ``train`` and ``documents``.
-        order: rows of each step's global batch.
+        share_of: this rank's rows of a step, from a mapped store or a stream.
+        facts: of the store that :func:`scalingnote.train.prepare.prepare` wrote.
         pads: pad tokens of the query and the document tower.
         packed: rows lie one after the other, without padding.
-        rank: number of this process.
-        world: number of processes.
         steps: of the whole run; from it follows how much of the run is done.
     """
 
     def __init__(
         self,
-        store: Store,
-        order: Order,
+        share_of: Callable[[int], Share],
+        facts: Mapping[str, Any],
         *,
         pads: tuple[int, int],
         packed: bool,
-        rank: int,
-        world: int,
         steps: int | None = None,
     ) -> None:
-        self._rows, self._documents = store["train"], store["documents"]
-        self._known, self._scored = max(store.facts["known"], 1), store.facts["scored"]
-        self._order, self._pads, self._packed = order, pads, packed
-        self._rank, self._world, self._steps = rank, world, steps
-        self._terms: int | None = store.facts.get("terms")
+        self._share_of, self._pads, self._packed, self._steps = share_of, pads, packed, steps
+        self._known, self._scored = max(facts["known"], 1), facts["scored"]
+        self._terms: int | None = facts.get("terms")
 
     def __call__(self, step: int) -> Triplets:
         """This rank's share of a step."""
-        rows = self._rows
-        chosen = self._order.batch(step, length_of=self._lengths)[self._rank :: self._world]
-        # Positives first, then each column of negatives: the layout that gather_candidates relies on.
-        documents = rows.values("documents", chosen).T.reshape(-1)
+        rows, chosen, documents, places = self._share_of(step)
         query_pad, document_pad = self._pads
         terms = None
         if self._terms is not None:
             terms = torch.from_numpy(padded(rows.lists("terms", chosen), width=max(self._terms, 1)))
+        # Positives first, then each column of negatives: the layout that gather_candidates relies on.
+        tokens = documents.tokens(places.T.reshape(-1))
         return Triplets(
             queries=collate(rows.tokens(chosen), pad=query_pad, packed=self._packed),
-            documents=collate(self._documents.tokens(documents), pad=document_pad, packed=self._packed),
+            documents=collate(tokens, pad=document_pad, packed=self._packed),
             query_ids=torch.from_numpy(rows.values("query", chosen)),
-            document_ids=torch.from_numpy(documents),
+            document_ids=torch.from_numpy(rows.values("documents", chosen).T.reshape(-1)),
             known_positives=torch.from_numpy(padded(rows.lists("known", chosen), width=self._known)),
             weights=torch.from_numpy(rows.values("weight", chosen)),
             scores=torch.from_numpy(rows.values("scores", chosen)) if self._scored else None,
             terms=terms,
             progress=torch.tensor(step / self._steps) if self._steps else None,
         )
-
-    def _lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
-        """Tokens of each row's longest document: the width of a padded batch."""
-        documents = self._rows.values("documents", rows)
-        lengths = self._documents.lengths(documents.reshape(-1)).reshape(documents.shape)
-        longest: ndarray = lengths.max(axis=1)
-        return longest
 
 
 def padded(lists: Sequence[ndarray], *, width: int) -> Int64[ndarray, "rows width"]:

@@ -133,6 +133,7 @@ class DeepSpeed(Config):
 
 
 Strategy = Annotated[Ddp | Fsdp2 | DeepSpeed, Field(discriminator="kind")]
+LARGE_PARAMETERS = 10**9  # with ddp each rank would hold 16 bytes of each: weight, gradient, two moments
 
 
 class GradCache(Config):
@@ -165,6 +166,18 @@ class Batching(Config):
     length_window: int = Field(
         1, ge=1, description="batches over which rows are sorted by length, so that padding is short; 1: none"
     )
+
+
+class DataAccess(Circumstances):
+    """How ranks reach the training rows. Batches have the same rows either way."""
+
+    stream: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="always: rows are written once in the order of the run, and each rank reads its share of "
+        "them; never: ranks draw rows from a mapped store, which every node copies if it is remote; auto: "
+        "always where the copy would exceed copy_limit_gb",
+    )
+    copy_limit_gb: float = Field(32.0, gt=0, description="of a remote store, on the disk of every node")
 
 
 class ValidationSchedule(Config):
@@ -232,7 +245,10 @@ class Schedule(Config):
     precision: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the hardware multiplies it faster, else float32"
     )
-    strategy: Strategy = Ddp()
+    strategy: Strategy | None = Field(
+        None,
+        description="null: fsdp2 where more than one rank trains over a billion parameters, else ddp",
+    )
     memory: Memory = Memory()
     checkpoint_every: int = Field(200, ge=1, description="steps between checkpoints")
     keep_checkpoints: int = Field(2, ge=1)
@@ -249,6 +265,13 @@ class Schedule(Config):
     def ranks(self) -> int:
         """Processes that train together."""
         return max(self.resources.workers, 1)
+
+    def strategy_for(self, trained: int) -> Ddp | Fsdp2 | DeepSpeed:
+        """The strategy of this schedule for a model with so many trained parameters."""
+        if self.strategy is not None:
+            return self.strategy
+        large = trained > LARGE_PARAMETERS and self.ranks > 1 and self.optimizer.kind == "adamw"
+        return Fsdp2() if large else Ddp()
 
     def _batch_unit(self) -> int:
         return lcm(*range(self.resources.min_workers or self.ranks, self.ranks + 1))
@@ -267,7 +290,7 @@ class Schedule(Config):
                 "resources.min_workers: a checkpoint of strategy deepspeed fits one number of workers only; "
                 "choose ddp or fsdp2"
             )
-        if self.optimizer.kind == "row_adam" and not isinstance(self.strategy, Ddp):
+        if self.optimizer.kind == "row_adam" and not isinstance(self.strategy, Ddp | None):
             raise ValueError("optimizer.kind=row_adam moves whole tables: choose strategy ddp")
         if isinstance(self.strategy, Fsdp2) and self.optimizer.kind == "adamw_8bit":
             raise ValueError(
@@ -287,6 +310,7 @@ class TrainConfig(Schedule):
     sparse: Sparse | None = None
     align: Align | None = None
     batching: Batching = Batching()
+    data: DataAccess = DataAccess()
     validation: Validation | None = Validation()
     share_base: bool = Field(
         True, description="two LoRA towers on one backbone: frozen weights once, two adapters"

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -61,8 +61,9 @@ def _machine_lock(uri: str) -> Iterator[None]:
 class Rows:
     """Rows of Arrow files laid end to end, numbered from the first row of the first file."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._tables = [_mapped(path) for path in paths]
+    def __init__(self, files: Sequence[Path | pa.Table]) -> None:
+        """Of files, which are mapped, or of tables of one chunk."""
+        self._tables = [_mapped(file) if isinstance(file, Path) else file for file in files]
         self._ends = np.cumsum([len(table) for table in self._tables], dtype=np.int64)
         self._views: dict[tuple[int, str], tuple[ndarray | None, ndarray]] = {}
 
@@ -126,6 +127,14 @@ class Rows:
         return self._views[file, name]
 
 
+class StoredFile(NamedTuple):
+    """A file of a table."""
+
+    name: str
+    rows: int
+    bytes: int
+
+
 @dataclass(frozen=True)
 class Store:
     """A folder of tables open for reading, and the counts (`facts`) from when it was written.
@@ -140,21 +149,31 @@ class Store:
         return self.tables[table]
 
     @classmethod
-    def open(cls, uri: str) -> "Store":
-        """Map a finished store; a remote one is copied to the machine once."""
+    def open(cls, uri: str, tables: Sequence[str] | None = None) -> "Store":
+        """Map the `tables` (all, by default) of a finished store; a remote one is copied to the machine."""
         index = json.loads(fs.read_bytes(fs.join(uri, STORE)))
-        names = [name for table in index["tables"].values() for name, _ in table]
+        kept = {table: index["tables"][table] for table in tables or index["tables"]}
+        names = [name for files in kept.values() for name, *_ in files]
         # The index holds the sums of all files: a store of other contents is another version.
         folder = local_copy(uri, names, version=json.dumps(index, sort_keys=True))
         return cls(
-            {table: Rows([folder / name for name, _ in files]) for table, files in index["tables"].items()},
+            {table: Rows([folder / name for name, *_ in files]) for table, files in kept.items()},
             index["facts"],
         )
 
     @staticmethod
+    def files(uri: str, table: str) -> list[StoredFile]:
+        """The files of a table of a finished store, in order."""
+        index = json.loads(fs.read_bytes(fs.join(uri, STORE)))
+        return [StoredFile(name, rows, size) for name, _, rows, size in index["tables"][table]]
+
+    @staticmethod
     def finish(uri: str, tables: Mapping[str, Sequence[tuple[str, Part]]], facts: Mapping[str, Any]) -> None:
         """Write the index of each table's files, in order; from then on the store can be opened."""
-        listed = {table: [(name, part.sha256) for name, part in files] for table, files in tables.items()}
+        listed = {
+            table: [(name, part.sha256, part.rows, part.bytes) for name, part in files]
+            for table, files in tables.items()
+        }
         text = json.dumps({"tables": listed, "facts": facts}, indent=1)
         fs.write_bytes(fs.join(uri, STORE), text.encode())
 
@@ -222,6 +241,11 @@ class Order:
         self._pass = np.where(self._sizes < global_batch, self._sizes, self._sizes - tail)
         self._last: tuple[tuple[int, int], Int64[ndarray, "steps batch"]] | None = None
 
+    @property
+    def sorts(self) -> bool:
+        """Whether rows are sorted by length, so that `length_of` is needed."""
+        return self._window > 1
+
     def steps(self, epochs: float) -> int:
         """Steps of a run."""
         return round(self.steps_per_epoch * epochs)
@@ -262,7 +286,7 @@ class Order:
         steps = np.arange(first, min(first + self._window, self.steps_per_epoch))
         parts, draws = self._draws(epoch, steps)
         rows = self._rows(parts, draws)
-        if self._window == 1 or length_of is None:
+        if not self.sorts or length_of is None:
             return rows
         # Sort within the window, cut into batches again, and shuffle these: their order must not be by
         # length.
@@ -319,6 +343,35 @@ def permuted(
         out[outside] = _feistel(out[outside], bits=bits, keys=keys)
         outside = outside[out[outside] >= size]
     return np.asarray(out, dtype=np.int64)
+
+
+class Share(NamedTuple):
+    """One rank's rows of a step, and where the tokens of their documents are."""
+
+    rows: Rows
+    chosen: Int64[ndarray, " queries"]  # of `rows`
+    documents: Rows
+    places: Int64[ndarray, "queries group"]  # of `documents`, the positive first
+
+
+class MappedShares:
+    """The share of a rank in any step, by random reads of a mapped store."""
+
+    def __init__(self, store: Store, order: Order, *, rank: int, world: int) -> None:
+        self._rows, self._documents, self._order = store["train"], store["documents"], order
+        self._rank, self._world = rank, world
+
+    def __call__(self, step: int) -> Share:
+        """Every `world`-th row, so that ranks get equally long rows where a batch is sorted by length."""
+        chosen = self._order.batch(step, length_of=self._lengths)[self._rank :: self._world]
+        return Share(self._rows, chosen, self._documents, self._rows.values("documents", chosen))
+
+    def _lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
+        """Tokens of each row's longest document: the width of a padded batch."""
+        documents = self._rows.values("documents", rows)
+        lengths = self._documents.lengths(documents.reshape(-1)).reshape(documents.shape)
+        longest: ndarray = lengths.max(axis=1)
+        return longest
 
 
 def part_shares(ratios: Mapping[str, float], sizes: Mapping[str, int]) -> Float64[ndarray, " parts"]:

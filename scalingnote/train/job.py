@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import ray.train
 import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -29,14 +30,17 @@ from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import join_process_group, mean_over_ranks
 from scalingnote.train.config import DeepSpeed, Schedule, TrainConfig, ValidationSchedule
-from scalingnote.train.data import Order, Store
+from scalingnote.train.data import MappedShares, Order, Share, Store
 from scalingnote.train.engine import Engine, autocast, build, load_weights
 from scalingnote.train.loop import Tracker, TrainingHistory, Values, build_trackers, events_folder, fit
 from scalingnote.train.objective import StageOne
-from scalingnote.train.prepare import mean_row, prepare, sparse_query
+from scalingnote.train.prepare import MeanRow, PreparedStore, mean_row, prepare, sparse_query
+from scalingnote.train.stream import StreamedShares, read_pool, write_stream
 from scalingnote.train.validation import validator
+from scalingnote.train.validation_sample import drawn_documents
 
 log = get_logger("train")
+FATAL = "fatal.json"  # in the work folder: an error that a restart cannot mend
 RESIZE_INTERVAL_S = 60.0  # between looks for nodes that joined; a change restarts from the newest checkpoint
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Schedule)
@@ -76,6 +80,7 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
     cluster.check_resources_early(config.resources, knob="train.resources")
     prepared = prepare(config, **parents, folder=draft.work("data"), each=cluster.map_tasks)
     steps = _order(config, prepared.sizes).steps(config.epochs)
+    streamed = _stream(config, prepared, steps)
     rows = sum(prepared.sizes.values())
     log.info("%s triplets, %s documents, %d steps", f"{rows:,}", f"{prepared.documents:,}", steps)
     launch(
@@ -87,19 +92,38 @@ def run(config: TrainConfig, *, dataset: str, triplets: str, output: str) -> Art
             "store": prepared.store,
             "tokenizers": prepared.tokenizers,
             "steps": steps,
+            "streamed": streamed is not None,
         },
         schedule=config,
         room="train",
     )
     made = steps_made(output, planned=steps)
     pairs = made * config.global_batch
-    row = mean_row(Store.open(prepared.store))
+    row = streamed or mean_row(Store.open(prepared.store))
     return draft.commit(
         counts={"triplets": rows, "documents": prepared.documents, "steps": made, "pairs": pairs}
         | {"query_tokens": round(pairs * row.query_tokens)}
         | {"document_tokens": round(pairs * row.document_tokens)}
         | {"documents_per_pair": row.documents}
     )
+
+
+def _stream(config: TrainConfig, prepared: PreparedStore, steps: int) -> MeanRow | None:
+    """Write the stream of a run if it has one; returns the mean of its rows, or None without a stream."""
+    data, store, order = config.data, prepared.store, _order(config, prepared.sizes)
+    size = sum(file.bytes for table in ("train", "documents") for file in Store.files(store, table)) / 1e9
+    large = "://" in store and size > data.copy_limit_gb and not order.sorts
+    if not steps or data.stream == "never" or (data.stream == "auto" and not large):
+        return None
+    pool = np.empty(0, np.int64)
+    if config.validation:
+        pool = drawn_documents(Store.open(store, ["validation"]), config.validation, seed=config.seed)
+    totals = write_stream(
+        store, order, steps=steps, batch=config.global_batch, pool=pool, each=cluster.map_tasks
+    )
+    log.info("%.1f GB of rows are streamed, of a store of %.1f GB", totals["bytes"] / 1e9, size)
+    rows = steps * config.global_batch
+    return MeanRow(totals["query_tokens"] / rows, totals["document_tokens"] / rows, prepared.group)
 
 
 def launch(
@@ -111,8 +135,10 @@ def launch(
 ) -> None:
     """Run `worker` on every rank under Ray Train and wait; a dead rank restarts the group.
 
-    Without workers, this process is the only rank (Ray Train's local mode). An error that :func:`train_rank`
-    returns would occur again after a restart, and is raised here.
+    Without workers, this process is the only rank (Ray Train's local mode). A lost node or a dead process is
+    restarted from the newest checkpoint, `max_failures` times, and where the cloud announced the loss without
+    a limit. Errors that would occur again are raised here after the first: those that :func:`train_rank`
+    returns, and too little memory.
 
     Args:
         worker: one rank; calls :func:`start_rank` and :func:`train_rank`.
@@ -121,8 +147,10 @@ def launch(
         room: config section of the stage, for messages.
 
     Raises:
-        TrainingError: the restarts did not help.
+        TrainingError: the restarts did not help, or a rank had too little memory.
     """
+    fatal = fs.join(settings["work"], FATAL)
+    fs.delete(fatal)  # of an earlier call, whose cause may be mended
     resources, max_failures = schedule.resources, schedule.max_failures
     least = resources.min_workers or resources.workers
     cluster.check_resources(resources.model_copy(update={"workers": least}), knob=f"{room}.resources")
@@ -161,6 +189,8 @@ def launch(
         for cause in getattr(error, "worker_failures", {}).values():
             if isinstance(cause, ScalingNoteError):
                 raise cause from None
+        if fs.exists(fatal):
+            raise TrainingError(json.loads(fs.read_bytes(fatal))["text"]) from error
         raise TrainingError(f"training failed after {max_failures} restarts: {error}") from error
     finally:
         if rendezvous:
@@ -209,6 +239,9 @@ def train_rank(
         None, or an error that occurred on all ranks and would occur again. It is not raised, or Ray would
         restart the group.
     """
+    fatal = fs.join(settings["work"], FATAL)
+    if fs.exists(fatal):
+        return dict(json.loads(fs.read_bytes(fatal)))
     device = device_of(schedule)
     first = ray.train.get_context().get_world_rank() == 0
     trackers, error = _trackers(schedule, settings["output"]) if first else ([], None)
@@ -230,6 +263,10 @@ def train_rank(
         )
     except (ConfigError, TrainingError) as failure:
         return _plain_error(failure)
+    except (torch.OutOfMemoryError, MemoryError) as failure:
+        # The other ranks wait for this one, so it must die; the restarted group finds the note and ends.
+        fs.write_bytes(fatal, json.dumps(_plain_error(_out_of_memory(failure, device))).encode())
+        raise
     finally:
         for tracker in trackers:
             tracker.close()
@@ -271,6 +308,14 @@ def device_of(schedule: Schedule) -> torch.device:
     return get_device() if schedule.resources.workers else torch.device("cpu")
 
 
+def _out_of_memory(failure: BaseException, device: torch.device) -> TrainingError:
+    return TrainingError(
+        f"a rank has too little memory on {device}, and would have after a restart: lower global_batch, set "
+        "memory.grad_cache or memory.gradient_checkpointing, or use more workers with strategy.kind=fsdp2 "
+        f"({failure})"
+    )
+
+
 def _plain_error(error: ScalingNoteError) -> dict[str, str]:
     return {"kind": type(error).__name__, "text": str(error)}
 
@@ -294,14 +339,17 @@ def _worker(settings: Settings) -> dict[str, str] | None:
         return StageOne(towers, config.losses, sparse=config.sparse, align=config.align)
 
     stage = make()
-    store, packed = Store.open(settings["store"]), config.memory.packing
+    uri, packed, streamed = settings["store"], config.memory.packing, settings["streamed"]
     pads = (stage.towers.query.pad, stage.towers.document.pad)
-    order = _order(config, store.facts["sizes"])
+    store = Store.open(uri, ["validation"] if streamed else None)
+    shares: Callable[[int], Share] = (
+        StreamedShares(uri, rank=rank, world=world)
+        if streamed
+        else MappedShares(store, _order(config, store.facts["sizes"]), rank=rank, world=world)
+    )
     return train_rank(
         stage,
-        TripletBatches(
-            store, order, pads=pads, packed=packed, rank=rank, world=world, steps=settings["steps"]
-        ),
+        TripletBatches(shares, store.facts, pads=pads, packed=packed, steps=settings["steps"]),
         make=make,
         schedule=config,
         settings=settings,
@@ -318,6 +366,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             temperature=config.losses.temperature,
             device=device_of(config),
             seed=config.seed,
+            pool=read_pool(uri) if streamed and len(store["validation"]) else None,
         ),
     )
 

@@ -32,8 +32,7 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import mean_over_ranks, rank
 from scalingnote.train.config import Optimizer, Schedule, Tracking, ValidationSchedule
-from scalingnote.train.engine import Engine
-from scalingnote.train.grad_cache import cached_backward
+from scalingnote.train.engine import Engine, cached_backward
 from scalingnote.train.validation import better
 
 EVENTS_FOLDER = "tensorboard"

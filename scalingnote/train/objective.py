@@ -43,7 +43,7 @@ from scalingnote.train.candidates import (
 )
 from scalingnote.train.collectives import gather
 from scalingnote.train.config import Align, Losses, Sparse
-from scalingnote.train.grad_cache import Cacheable
+from scalingnote.train.engine import Cacheable
 
 
 class StageOne(Cacheable):

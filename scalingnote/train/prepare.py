@@ -55,6 +55,7 @@ class PreparedStore:
     tokenizers: dict[str, str]  # JSON, for towers that start from scratch
     sizes: dict[str, int]  # training rows by source and hop: what Order takes
     documents: int
+    group: int  # documents of a row: the positive and the hard negatives
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def prepare(
         _write_store(config, dataset, triplets, folder, each)
     facts = Store.facts_of(folder)
     learnt = json.loads(fs.read_bytes(fs.join(folder, "tokenizers.json")))
-    return PreparedStore(folder, learnt, facts["sizes"], facts["documents"])
+    return PreparedStore(folder, learnt, facts["sizes"], facts["documents"], facts["group"])
 
 
 def _write_store(
@@ -287,6 +288,7 @@ def _finish_store(documents: Sequence[JsonRecord], rows: Sequence[JsonRecord], f
     facts = {
         "sizes": sizes,
         "documents": sum(part.rows or 0 for _, part in tables["documents"]),
+        "group": groups[0] if groups else 1,
         "known": max(record["known"] for record in rows),
         "scored": any(record["scored"] for record in rows),
         "terms": max((record["terms"] for record in rows if record["terms"] is not None), default=None),

@@ -20,11 +20,11 @@ from scalingnote.models.batch import collate
 from scalingnote.models.prompt import Row
 from scalingnote.train.collectives import broadcast_numbers, rank, world_size
 from scalingnote.train.config import Validation
-from scalingnote.train.data import Store
+from scalingnote.train.data import Rows, Store
 from scalingnote.train.engine import Engine
 from scalingnote.train.validation_sample import draw_sample, measure_retrieval
 
-SMALLER_IS_BETTER = frozenset({"contrastive_entropy", "squared_distance"})
+SMALLER_IS_BETTER = frozenset({"contrastive_entropy", "squared_distance", "qkd"})
 INDEXED_VIEW = "summary"
 _ROWS_PER_FORWARD = 64
 
@@ -47,6 +47,7 @@ def validator(
     temperature: float,
     device: torch.device,
     seed: int,
+    pool: Rows | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """A function that measures the towers of `engine` as they are when it is called; None without a sample.
 
@@ -63,8 +64,9 @@ def validator(
             numbers of all steps can be compared.
         device: of the towers.
         seed: of the sample.
+        pool: its documents, where the store's are not at hand.
     """
-    sample = draw_sample(store, config, seed=seed) if config else None
+    sample = draw_sample(store, config, seed=seed, pool=pool) if config else None
     if sample is None:
         if config:
             get_logger("train").info("the triplets have no validation split: nothing is measured in training")

@@ -25,35 +25,49 @@ class ValidationSample:
     negatives: Int64[ndarray, "queries negatives"]  # columns drawn from those not known to answer it
 
 
-def draw_sample(store: Store, config: Validation, *, seed: int) -> ValidationSample | None:
+def draw_sample(
+    store: Store, config: Validation, *, seed: int, pool: Rows | None = None
+) -> ValidationSample | None:
     """The sample of a store; None where its triplets have no validation split.
 
     Negatives come from the pool's random documents alone where there are enough: the positives of other
-    queries are no fair sample of all documents.
+    queries are no fair sample of all documents. `pool` are the documents that :func:`drawn_documents` names,
+    where the store's are not at hand.
     """
-    rows, documents, seed = store["validation"], store["documents"], seed % 2**64
+    rows = store["validation"]
     if not len(rows):
         return None
-    chosen = _rows_of_distinct_queries(rows, config.queries, key=(seed, _QUERIES))
-    positive = rows.values("documents", chosen)[:, 0]
-    answers = np.unique(positive)
-    wanted = max(config.documents - len(answers), config.negatives)
-    drawn = np.arange(min(wanted + len(answers), len(documents)))
-    others = permuted(drawn, size=len(documents), key=(seed, _DOCUMENTS))
-    others = others[~np.isin(others, answers)][:wanted]
-    pool = np.concatenate([answers, others])
-    positives = np.searchsorted(answers, positive)
-    relevant = np.stack([np.isin(pool, known) for known in rows.lists("known", chosen)])
+    chosen, answers, documents = _drawn_rows(store, config, seed)
+    positives = np.searchsorted(answers, rows.values("documents", chosen)[:, 0])
+    relevant = np.stack([np.isin(documents, known) for known in rows.lists("known", chosen)])
     relevant[np.arange(len(chosen)), positives] = True
     first = len(answers) if (~relevant[:, len(answers) :]).sum(1).min() >= config.negatives else 0
     width = min(config.negatives, int((~relevant[:, first:]).sum(1).min()))
     negatives = [
-        _drawn(first + np.flatnonzero(~row[first:]), width, key=(seed, _NEGATIVES, number))
+        _drawn(first + np.flatnonzero(~row[first:]), width, key=(seed % 2**64, _NEGATIVES, number))
         for number, row in enumerate(relevant)
     ]
-    return ValidationSample(
-        rows.tokens(chosen), documents.tokens(pool), positives, relevant, np.stack(negatives)
-    )
+    tokens = store["documents"].tokens(documents) if pool is None else pool.tokens(np.arange(len(pool)))
+    return ValidationSample(rows.tokens(chosen), tokens, positives, relevant, np.stack(negatives))
+
+
+def drawn_documents(store: Store, config: Validation, *, seed: int) -> Int64[ndarray, " docs"]:
+    """Row numbers of the documents of a store's sample; the store needs no table but ``validation``."""
+    return _drawn_rows(store, config, seed)[2] if len(store["validation"]) else np.empty(0, np.int64)
+
+
+def _drawn_rows(
+    store: Store, config: Validation, seed: int
+) -> tuple[Int64[ndarray, " queries"], Int64[ndarray, " answers"], Int64[ndarray, " docs"]]:
+    """Rows of the sample's queries, their positives, and all its documents: the positives, then others."""
+    rows, size, seed = store["validation"], store.facts["documents"], seed % 2**64
+    chosen = _rows_of_distinct_queries(rows, config.queries, key=(seed, _QUERIES))
+    answers = np.unique(rows.values("documents", chosen)[:, 0])
+    wanted = max(config.documents - len(answers), config.negatives)
+    drawn = np.arange(min(wanted + len(answers), size))
+    others = permuted(drawn, size=size, key=(seed, _DOCUMENTS))
+    others = others[~np.isin(others, answers)][:wanted]
+    return chosen, answers, np.concatenate([answers, others])
 
 
 def measure_retrieval(

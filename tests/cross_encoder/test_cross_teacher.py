@@ -6,11 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import safetensors.torch
+import torch
 
 import tiny
 from in_process import without_ray
 from scalingnote.cross_encoder import job
-from scalingnote.cross_encoder.pairs import PairEncoder
+from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.cross_encoder.pairs import PairEncoder, relevance
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.errors import ConfigError
 from scalingnote.storage import arrow
@@ -38,7 +40,7 @@ def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(tmp_path: 
         cross_encoder=teacher.uri,
         output=str(tmp_path / "queries"),
     )
-    encoder = PairEncoder.load(teacher.directory("model"))
+    encoder = PairEncoder.load(teacher.directory("model"), temperature=0.05)
     texts = {row["doc_id"]: row for row in tiny.document_rows(24)}
 
     def document(doc_id: str):
@@ -74,6 +76,37 @@ def test_a_cross_encoder_leaves_what_a_dual_encoder_leaves_and_scores(tmp_path: 
     assert table["doc_id"].to_pylist() == list(texts)
     direct = arrow.l2_normalize(encoder.documents([document(doc_id) for doc_id in texts]))
     np.testing.assert_allclose(arrow.to_numpy(table["summary"]), direct, rtol=1e-2, atol=2e-3)  # float16
+
+
+@pytest.mark.parametrize("score", ["cosine", "product"])
+def test_inherited_documents_are_ranked_as_the_teacher_scores_them(tmp_path: Path, monkeypatch, score: str):
+    """By cosines; a product of proxies whose length grows with the text ranks long documents first."""
+    without_ray(monkeypatch)
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    triplets = tiny.triplets(str(tmp_path / "triplets"), dataset)
+    teacher = tiny.cross_encoder(str(tmp_path / "teacher"), pooling="segments", score=score)
+    given = {"dataset": dataset.uri, "cross_encoder": teacher.uri}
+    queries = job.run_queries(
+        TeacherConfig(), **given, triplets=triplets.uri, output=str(tmp_path / "queries")
+    )
+    documents = job.run_documents(EncodeConfig(), **given, output=str(tmp_path / "documents"))
+    asked = arrow.to_numpy(queries.table("embeddings")["embedding"])
+    searched = arrow.l2_normalize(asked) @ arrow.to_numpy(documents.table("embeddings")["summary"]).T
+
+    encoder = PairEncoder.load(teacher.directory("model"))
+    rows = tiny.document_rows()
+    columns = ([row[name] for row in rows] for name in ("title", "topic", "content"))
+    proxies = encoder.documents(encoder.model.document_prompt.rows(*columns))
+    temperature = job.score_temperature(DualPooledConfig.model_validate(teacher.manifest.config))
+    pairs = (np.repeat(asked, len(rows), 0), np.tile(proxies, (len(asked), 1)))
+    scored = relevance(*map(torch.from_numpy, pairs), temperature).numpy().reshape(searched.shape)
+    first, second = np.triu_indices(len(rows), k=1)
+    gap = searched[:, first] - searched[:, second]
+    clear = np.abs(gap) > 2e-3  # float16 leaves the order of closer ones open
+    same = np.sign(gap) == np.sign(scored[:, first] - scored[:, second])
+    agreement = same[clear].mean()  # ce_rank_agreement
+    assert clear.mean() > 0.5
+    assert agreement >= 0.99 if score == "cosine" else agreement < 0.97
 
 
 def test_a_cross_encoder_has_one_embedding_of_a_document(tmp_path: Path):

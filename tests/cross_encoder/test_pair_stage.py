@@ -20,7 +20,7 @@ from scalingnote.models import backbone
 from scalingnote.models.cross_encoder import CrossEncoder, pair, scores
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.data import Order, Store
-from scalingnote.train.grad_cache import Cacheable
+from scalingnote.train.engine import Cacheable
 from scalingnote.train.prepare import prepare
 
 KNOBS = {"query_length": 12, "document_length": 24, "template": "{title} {content}"}
@@ -41,11 +41,11 @@ def batches(store: str, *, rank: int = 0, world: int = 1, in_batch: int = 3) -> 
     return PairBatches(found, order, pad=0, packed=False, in_batch=in_batch, rank=rank, world=world)
 
 
-def stage(store: str, losses: CrossEncoderLosses) -> PairStage:
+def stage(store: str, losses: CrossEncoderLosses, temperature: float | None = None) -> PairStage:
     learnt = (Path(store) / "tokenizers.json").read_text()
     base = backbone.build(tiny.BIDIRECTIONAL, tokenizer_json=json.loads(learnt)["query"], seed=0)
     model = CrossEncoder(base, pooling="segments", dim=8, reconstruct=losses.reconstruction > 0, **KNOBS)
-    return PairStage(model, losses)
+    return PairStage(model, losses, temperature=temperature)
 
 
 def step(store: str, *, rank: int = 0, world: int = 1) -> Found:
@@ -104,16 +104,22 @@ def test_the_loss_is_a_softmax_over_candidates_that_do_not_answer():
     assert one_hot(logits, answers, weights=weights).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_parts_add_up_and_a_teacher_is_heard(tmp_path: Path):
+@pytest.mark.parametrize("temperature", [None, 0.1], ids=["product", "cosine"])
+def test_parts_add_up_and_a_teacher_is_heard(tmp_path: Path, temperature: float | None):
     store, *_ = made(tmp_path)
     losses = CrossEncoderLosses(one_hot=0.5, teacher=2.0, reconstruction=0.25)
-    module, batch = stage(store, losses), batches(store)(0)
+    module, batch = stage(store, losses, temperature), batches(store)(0)
     given = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
     loss, parts = module(PairBatch(batch.pairs, batch.weights, batch.answers, given))
     expected = 0.5 * parts["one_hot"] + 2.0 * parts["teacher"] + 0.25 * parts["reconstruction"]
     torch.testing.assert_close(loss.detach(), expected)
     query, document = module.model.proxies(batch.pairs)
-    logits = scores(query, document).unflatten(0, (-1, 8)).T[:, :2].detach()
+    of_pairs = (
+        scores(query, document)
+        if temperature is None
+        else torch.cosine_similarity(query, document) / temperature
+    )
+    logits = of_pairs.unflatten(0, (-1, 8)).T[:, :2].detach()
     target = given.log_softmax(1)
     divergence = (target.exp() * (target - logits.log_softmax(1))).sum(1).mean()
     torch.testing.assert_close(parts["teacher"], divergence, rtol=1e-4, atol=1e-6)

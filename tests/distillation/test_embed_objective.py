@@ -15,8 +15,7 @@ from scalingnote.distillation.config import DistillConfig, DistillLosses
 from scalingnote.distillation.objective import Lesson, LessonCandidates, StageTwo
 from scalingnote.models import backbone, batch, tower
 from scalingnote.train.config import GradCache
-from scalingnote.train.engine import Engine, surrogate
-from scalingnote.train.grad_cache import Cacheable, cached_backward
+from scalingnote.train.engine import Cacheable, Engine, cached_backward, surrogate
 
 ROWS, DIM, TAU = 6, 8, 0.2
 ALL = DistillLosses(
@@ -85,12 +84,12 @@ def slow(queries: Tensor, documents: Tensor, given: Lesson) -> Found:
     names = ("query_matching", "document_matching", "one_hot", "scores")
     parts = {name: torch.zeros((), dtype=torch.float64) for name in names}
     for i in range(len(queries)):
-        parts["query_matching"] += given.weights[i] * (given.teacher[i].double() - queries[i]).norm()
+        query, teacher = (F.normalize(side[i].double(), dim=0) for side in (queries, given.teacher))
+        parts["query_matching"] += given.weights[i] * (teacher - query).norm()
         if not found.present[i]:
             continue
-        weight, query = found.weights[i].double(), F.normalize(queries[i], dim=0)
-        teacher = F.normalize(given.teacher[i].double(), dim=0)
-        gaps = (found.embeddings.double()[found.index[i]] - documents[i]).norm(dim=-1)
+        weight = found.weights[i].double()
+        gaps = (inherited[i] - own[i]).norm(dim=-1)
         parts["document_matching"] += weight * gaps.mean()
         answers = {int(found.document_ids[i, 0]), *found.known[i].tolist()}
         scores, allowed = {}, []
@@ -134,6 +133,16 @@ def test_losses_are_those_of_each_row_alone(symmetric: bool, scores: bool):
     torch.testing.assert_close(loss.detach(), total)
     loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in made.parameters())
+
+
+def test_raw_queries_are_matched_with_their_lengths_and_raw_documents_are_refused():
+    made = stage(DistillLosses(qkd=0, query_matching=1.0, matching="raw"), symmetric=False)
+    given = lesson(made, range(ROWS))
+    queries = made.embeddings("query", given.queries)[:, 0].detach()
+    expected = ((given.teacher - queries).norm(dim=-1) * given.weights).mean()
+    torch.testing.assert_close(made(given)[0].detach(), expected)
+    with pytest.raises(ValueError, match="stored documents are unit vectors"):
+        DistillLosses(document_matching=1.0, matching="raw")
 
 
 @pytest.mark.parametrize("kind", ["softmax", "bce", "mse"])

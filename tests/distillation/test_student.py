@@ -21,7 +21,7 @@ from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import engine
 from scalingnote.train.config import GradCache, Optimizer, Ranks, Schedule
-from scalingnote.train.grad_cache import cached_backward
+from scalingnote.train.engine import cached_backward
 
 QUERIES = [row["content"] for row in tiny.document_rows(40)]
 LEARNT = backbone.train_tokenizer(QUERIES, vocabulary=330)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 import tiny
@@ -13,8 +14,10 @@ from scalingnote.distillation.config import DistillConfig, DistillLosses, Studen
 from scalingnote.encode import job as encode
 from scalingnote.encode.config import Fleet, TeacherConfig
 from scalingnote.models import backbone, tower
+from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
-from scalingnote.storage import schema
+from scalingnote.models.lookup import LookupTower
+from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train.config import Optimizer, Ranks
 
@@ -71,4 +74,30 @@ def test_cosine_and_distance_are_means_over_the_queries():
         np.array([[2.0, 0.0], [0.0, 1.0]], np.float32),
         np.array([[1.0, 0.0], [1.0, 0.0]], np.float32),
     )
-    assert agreement.measure_embeddings(student, teacher) == {"cosine": 0.5, "squared_distance": 1.5}
+    expected = {"cosine": 0.5, "squared_distance": 1.5, "qkd": 1.5 - 0.2 * 0.5}
+    assert agreement.measure_embeddings(student, teacher, cosine_weight=0.2) == pytest.approx(expected)
+
+
+def test_a_student_stops_by_its_held_out_loss_and_keeps_the_best(query_embeddings: Artifact, tmp_path: Path):
+    """A rate at which it diverges: after its best measurement, two worse ones end the run."""
+    config = DistillConfig(
+        student=LookupConfig(storage="float32"),
+        losses=DistillLosses(qkd=1.0),
+        optimizer=Optimizer(peak_lr=3.0, warmup=0.5),
+        global_batch=16,
+        epochs=30,
+        validation=StudentValidation(every=2, metric="qkd", patience=2),
+        resources=Ranks(workers=0),
+    )
+    found = job.run(config, query_embeddings=query_embeddings.uri, output=str(tmp_path / "stopped"))
+    losses = [row["qkd"] for row in found.read_json("validation.json")]
+    assert found.counts["steps"] < 30 * 4
+    best = int(np.argmin(losses))
+    assert len(losses) == best + 3
+    kept = LookupTower.load(found.directory("query"))
+    table = query_embeddings.table("embeddings")
+    table = table.filter(pc.equal(table["split"], "validation"))
+    rows = collate(kept.prompt.rows(table["query"].to_pylist()), pad=kept.pad)
+    student, teacher = kept(rows)[:, 0].detach().numpy(), arrow.to_numpy(table["embedding"])
+    measured = agreement.measure_embeddings(student, teacher, cosine_weight=1.0)
+    assert measured["qkd"] == pytest.approx(losses[best], rel=1e-3)

@@ -17,7 +17,7 @@ from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.train import prepare as preparing
 from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.config import Batching, Losses, TrainConfig
-from scalingnote.train.data import Order, Store
+from scalingnote.train.data import MappedShares, Order, Store
 from scalingnote.train.prepare import PreparedStore, prepare
 
 CONFIG = TrainConfig(
@@ -84,7 +84,9 @@ def batches(
 ):
     order = Order(prepared.sizes, global_batch=8, seed=2, batching=batching)
     defaults = {"pads": (0, 0), "packed": False}
-    return TripletBatches(Store.open(prepared.store), order, rank=rank, world=world, **defaults | kwargs)
+    store = Store.open(prepared.store)
+    shares = MappedShares(store, order, rank=rank, world=world)
+    return TripletBatches(shares, store.facts, **defaults | kwargs)
 
 
 def read(batch: batch.Batch) -> list[Row]:

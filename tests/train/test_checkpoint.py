@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ranks
 from scalingnote.errors import TrainingError
-from scalingnote.train import checkpoint, checkpoint_reader
+from scalingnote.train import checkpoint
 from scalingnote.train.checkpoint import MARKER, Checkpoints
 from scalingnote.train.engine import Engine
 
@@ -175,14 +175,14 @@ def write_sharded(uri: str) -> None:
 
 def read_sharded(uri: str) -> tuple[int, bool]:
     """Bytes that this rank read, and whether its tensors are those that were written."""
-    count, read = 0, checkpoint_reader.fs.read_range
+    count, read = 0, checkpoint.fs.read_range
 
     def counted(uri: str, start: int, size: int) -> bytes:
         nonlocal count
         count += size
         return read(uri, start, size)
 
-    checkpoint_reader.fs.read_range = counted
+    checkpoint.fs.read_range = counted
     target = Sharded(0.0)
     assert Checkpoints(uri, keep=1).restore(target) is not None
     expected = Sharded(1.0)

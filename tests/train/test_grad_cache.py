@@ -16,8 +16,7 @@ from scalingnote.models import backbone, batch, tower
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.train.candidates import Triplets
 from scalingnote.train.config import GradCache, Losses
-from scalingnote.train.engine import Engine, surrogate
-from scalingnote.train.grad_cache import Cacheable, cached_backward
+from scalingnote.train.engine import Cacheable, Engine, cached_backward, surrogate
 from scalingnote.train.objective import StageOne
 
 CONFIG = GradCache(query_rows=3, document_rows=4)

@@ -17,8 +17,7 @@ from scalingnote.models.config import LookupConfig, Lora, TokenWiseConfig, Tower
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.lookup import LookupTower
 from scalingnote.train.config import Align, GradCache, Losses, Sparse, TrainConfig
-from scalingnote.train.engine import Engine, surrogate
-from scalingnote.train.grad_cache import cached_backward
+from scalingnote.train.engine import Engine, cached_backward, surrogate
 from scalingnote.train.objective import StageOne
 
 ROWS = 6

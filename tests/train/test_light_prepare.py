@@ -18,7 +18,7 @@ from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 from scalingnote.train.candidates import TripletBatches
 from scalingnote.train.config import Align, Losses, Sparse, TrainConfig
-from scalingnote.train.data import Order, Store
+from scalingnote.train.data import MappedShares, Order, Store
 from scalingnote.train.objective import StageOne
 from scalingnote.train.prepare import PreparedStore, prepare, sparse_query
 
@@ -63,7 +63,8 @@ def stage(prepared: PreparedStore, config: TrainConfig = CONFIG) -> StageOne:
 def batches(prepared: PreparedStore) -> TripletBatches:
     order = Order(prepared.sizes, global_batch=24, seed=0)
     store = Store.open(prepared.store)
-    return TripletBatches(store, order, pads=(0, 0), packed=True, rank=0, world=1, steps=STEPS)
+    shares = MappedShares(store, order, rank=0, world=1)
+    return TripletBatches(shares, store.facts, pads=(0, 0), packed=True, steps=STEPS)
 
 
 def test_a_batch_holds_tokens_terms_and_spans(prepared: PreparedStore):

@@ -15,8 +15,7 @@ import ranks
 from scalingnote.models.config import Lora
 from scalingnote.train.collectives import rank, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
-from scalingnote.train.engine import build
-from scalingnote.train.grad_cache import cached_backward
+from scalingnote.train.engine import build, cached_backward
 
 ROWS = 6
 UNEVEN = (4, 2)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 from ray.train import RunConfig, ScalingConfig, TrainingFailedError
 
@@ -18,7 +19,7 @@ from scalingnote.errors import TrainingError
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.storage import filesystem as fs
 from scalingnote.train import job
-from scalingnote.train.config import Losses, Ranks, Schedule, TrainConfig
+from scalingnote.train.config import Ddp, Fsdp2, Losses, Optimizer, Ranks, Schedule, TrainConfig
 
 CONFIG = TrainConfig(
     query=tiny.query_tower(),
@@ -116,6 +117,59 @@ def test_the_workers_of_a_stage_are_started_again_as_often_as_it_says(
     monkeypatch.setattr(job, "TorchTrainer", Failing)
     with pytest.raises(TrainingError, match="training failed after 5 restarts: the node is gone"):
         job.launch(print, {"work": str(tmp_path)}, schedule=stage(max_failures=5), room="train")
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_without_memory_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
+):
+    tries = []
+
+    class Restarting:
+        """Starts the group again as Ray Train does."""
+
+        def __init__(self, worker: Any, *, train_loop_config: dict[str, Any], **_: Any) -> None:
+            self._worker, self._settings = worker, train_loop_config
+
+        def fit(self) -> SimpleNamespace:
+            for attempt in range(1 + restarts):
+                try:
+                    return SimpleNamespace(return_value=self._worker(self._settings))
+                except torch.OutOfMemoryError:
+                    if attempt == restarts:
+                        raise TrainingFailedError("worker failed") from None
+            raise AssertionError
+
+    def batches(step: int) -> None:
+        tries.append(step)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def worker(settings: dict[str, Any]) -> dict[str, str] | None:
+        return job.train_rank(
+            torch.nn.Linear(2, 2), batches, make=lambda: torch.nn.Linear(2, 2), schedule=schedule,
+            settings=settings, room="train", save=lambda *_: None,
+        )  # fmt: skip
+
+    schedule = Schedule(resources=Ranks(workers=0), max_failures=restarts)
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    without_ray(monkeypatch)
+    monkeypatch.setattr(job.ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(job, "TorchTrainer", Restarting)
+    output = str(tmp_path / "run" / "train" / "mark")
+    settings = {"output": output, "work": f"{output}/_work", "steps": 3}
+    for expected in ([0], [0, 0]):  # the next call of a user tries again, once
+        with pytest.raises(TrainingError, match=r"too little memory on cpu.*CUDA out of memory"):
+            job.launch(worker, settings, schedule=schedule, room="train")
+        assert tries == expected
+
+
+def test_large_models_are_sharded_where_nothing_else_is_asked_for():
+    small, large = 10**8, 2 * 10**9
+    assert isinstance(Schedule().strategy_for(large), Fsdp2)
+    assert isinstance(Schedule().strategy_for(small), Ddp)
+    assert isinstance(Schedule(resources=Ranks(workers=1)).strategy_for(large), Ddp)
+    assert isinstance(Schedule(strategy=Ddp()).strategy_for(large), Ddp)
+    assert isinstance(Schedule(optimizer=Optimizer(kind="row_adam")).strategy_for(large), Ddp)
 
 
 def test_ray_trains_interrupt_handler_does_not_outlive_the_training(

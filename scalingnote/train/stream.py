@@ -1,0 +1,318 @@
+"""Training rows written in the order of a run, so that each rank reads its share alone and copies no store.
+
+    places      tasks over chunks of steps       rows that `Order` draws, by file of rows
+    rows        tasks over files of rows         rows by chunk; the documents they name, by file of documents
+    tokens      tasks over files of documents    tokens by chunk
+    stream      tasks over chunks of steps       rows and the tokens of their documents, in lanes
+
+A chunk holds some whole steps. Its file holds the batches of these steps as columns, *lanes*: a lane has one
+row of each step. A rank reads neighbouring lanes by one ranged read, so it reads 1 / world of the bytes, and
+holds two chunks' worth of its lanes: the current one, and the next, which a thread reads. A cell is the
+smallest readable piece, a few lanes (one, of batches up to MAX_CELLS rows).
+
+Every batch has the rows that :class:`~scalingnote.train.data.Order` gives it, as with a mapped store: nothing
+is shuffled within blocks, and the order depends on neither the number of ranks nor the step of a restart. The
+price is one shuffle of all rows of the run through files before it starts, and their size on the store.
+"""
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
+from jaxtyping import Int64
+from numpy import ndarray
+
+from scalingnote.errors import ConfigError
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import read_table, write_table
+from scalingnote.storage.shuffle import (
+    JsonRecord,
+    TaskRunner,
+    named_stream,
+    run_slices,
+    scatter,
+    stream,
+)
+from scalingnote.train.data import Order, Rows, Share, Store, StoredFile, one_chunk
+
+INDEX, POOL = "stream.json", "pool.arrow"
+CHUNK_ROWS = 1 << 16  # about 200 MB of rows with 8 documents of 96 tokens, for all ranks together
+MAX_CHUNKS = 1 << 12  # of a run; with more rows, chunks are larger
+MAX_CELLS = 1 << 10  # of a chunk
+_PIECE_ROWS = 1 << 17  # that a task takes at a time
+_OFFSET_BYTES = 8
+_GOLDEN = (5**0.5 - 1) / 2
+_INTERMEDIATE = ("places", "rows", "wanted", "tokens")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the steps of a run lie in chunks, and the rows of a step in cells."""
+
+    steps: int
+    batch: int  # rows of a step, over all ranks
+    chunk_steps: int
+    cells: int  # of a chunk; divides `batch`
+
+    @classmethod
+    def of(cls, steps: int, batch: int) -> "Layout":
+        """The layout of a run: chunks of about CHUNK_ROWS rows, cells as small as MAX_CELLS allows."""
+        rows = max(CHUNK_ROWS, steps * batch // MAX_CHUNKS)
+        cells = max(n for n in range(1, min(batch, MAX_CELLS) + 1) if batch % n == 0)
+        return cls(steps, batch, min(max(rows // batch, 1), max(steps, 1)), cells)
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunk files."""
+        return -(-self.steps // self.chunk_steps)
+
+    @property
+    def cell_lanes(self) -> int:
+        """Lanes of a cell."""
+        return self.batch // self.cells
+
+    def steps_of(self, chunk: int) -> range:
+        """The steps of a chunk; the last one may have fewer than the others."""
+        first = chunk * self.chunk_steps
+        return range(first, min(first + self.chunk_steps, self.steps))
+
+    def lanes(self) -> Int64[ndarray, " batch"]:
+        """The row of a batch that each lane holds.
+
+        Any run of lanes takes rows from all over the batch, since a batch may be sorted by length.
+        """
+        return np.argsort(np.arange(self.batch) * _GOLDEN % 1, kind="stable")
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+def write_stream(
+    store: str,
+    order: Order,
+    *,
+    steps: int,
+    batch: int,
+    pool: Int64[ndarray, " documents"],
+    each: TaskRunner = map,
+) -> dict[str, int]:
+    """Write the stream of a run beside its finished store, or find it there.
+
+    Args:
+        store: URI of the store.
+        order: of the rows; must not sort by length.
+        steps: of the run.
+        batch: rows of a step.
+        pool: documents of the validation sample.
+        each: runs the tasks; on Ray, `cluster.map_tasks`.
+
+    Returns:
+        Tokens of all queries and of all documents of the run, and the bytes of the stream.
+
+    Raises:
+        ConfigError: batches are sorted by length, for which no task holds all lengths.
+    """
+    if order.sorts:
+        raise ConfigError(
+            "batching.length_window sorts rows by length, which a stream cannot: set it to 1, or "
+            "train.data.stream to never"
+        )
+    folder = fs.join(store, "stream")
+    if not fs.exists(fs.join(folder, INDEX)):
+        _write(store, folder, order, Layout.of(steps, batch), pool, each)
+    totals: dict[str, int] = json.loads(fs.read_bytes(fs.join(folder, INDEX)))["totals"]
+    return totals
+
+
+def _write(
+    store: str,
+    folder: str,
+    order: Order,
+    layout: Layout,
+    pool: Int64[ndarray, " documents"],
+    each: TaskRunner,
+) -> None:
+    rows, documents = Store.files(store, "train"), Store.files(store, "documents")
+    run = partial(run_slices, folder=folder, each=each, room="train")
+    chunks = range(layout.chunks)
+    run("places", partial(_scatter_places, order=order, layout=layout, files=rows, folder=folder), chunks)
+    # Without a task: the pool is small, and stands behind the chunks as one of its own.
+    _scatter_documents(pool, np.full(len(pool), layout.chunks), np.arange(len(pool)), documents, folder, "x")
+    run("rows", partial(_scatter_rows, store=store, documents=documents, folder=folder), rows)
+    run("tokens", partial(_scatter_tokens, store=store, folder=folder), documents)
+    if len(pool):
+        write_table(fs.join(folder, POOL), _in_place(folder, "tokens", layout.chunks).combine_chunks())
+    records = run("stream", partial(_write_chunk, layout=layout, folder=folder), chunks)
+    totals = {name: sum(record[name] for record in records) for name in records[0] if name != "schema"}
+    index = {"layout": asdict(layout), "schema": records[0]["schema"], "totals": totals}
+    fs.write_bytes(fs.join(folder, INDEX), json.dumps(index).encode())
+    for name in _INTERMEDIATE:
+        fs.delete(fs.join(folder, name))
+
+
+def _scatter_places(
+    item: tuple[int, int], *, order: Order, layout: Layout, files: Sequence[StoredFile], folder: str
+) -> JsonRecord:
+    chunk, _ = item
+    batches = np.stack([order.batch(step) for step in layout.steps_of(chunk)])
+    drawn = batches[:, layout.lanes()].T.reshape(-1)  # lane after lane
+    file, row = _file_and_row(drawn, files)
+    table = pa.table({"row": row, "place": np.arange(len(drawn))})
+    scatter(table, file, target=fs.join(folder, "places"), name=f"{chunk:05d}")
+    return {}
+
+
+def _scatter_rows(
+    item: tuple[int, Any], *, store: str, documents: Sequence[StoredFile], folder: str
+) -> JsonRecord:
+    number, (name, *_) = item
+    table = read_table(fs.join(store, name))
+    for piece, wanted in enumerate(_pieces(folder, "places", number)):
+        own = f"{number:05d}-{piece:05d}"
+        taken = table.take(wanted["row"]).append_column("place", wanted["place"])
+        chunk, place = wanted["chunk"].to_numpy(), wanted["place"].to_numpy()
+        scatter(taken, chunk, target=fs.join(folder, "rows"), name=own)
+        group = taken.schema.field("documents").type.list_size
+        named = taken["documents"].combine_chunks().flatten().to_numpy()
+        places = (place[:, None] * group + np.arange(group)).reshape(-1)
+        _scatter_documents(named, np.repeat(chunk, group), places, documents, folder, own)
+    return {}
+
+
+def _scatter_documents(
+    numbers: Int64[ndarray, " wanted"],
+    chunks: Int64[ndarray, " wanted"],
+    places: Int64[ndarray, " wanted"],
+    files: Sequence[StoredFile],
+    folder: str,
+    name: str,
+) -> None:
+    file, row = _file_and_row(numbers, files)
+    table = pa.table({"row": row, "chunk": chunks, "place": places})
+    scatter(table, file, target=fs.join(folder, "wanted"), name=name)
+
+
+def _scatter_tokens(item: tuple[int, Any], *, store: str, folder: str) -> JsonRecord:
+    number, (name, *_) = item
+    table = read_table(fs.join(store, name)).select(["ids", "positions"])
+    for piece, wanted in enumerate(_pieces(folder, "wanted", number)):
+        taken = table.take(wanted["row"]).append_column("place", wanted["place"])
+        scatter(
+            taken,
+            wanted["chunk"].to_numpy(),
+            target=fs.join(folder, "tokens"),
+            name=f"{number:05d}-{piece:05d}",
+        )
+    return {}
+
+
+def _write_chunk(item: tuple[int, int], *, layout: Layout, folder: str) -> JsonRecord:
+    chunk, _ = item
+    rows, tokens = _in_place(folder, "rows", chunk), _in_place(folder, "tokens", chunk)
+    group = rows.schema.field("documents").type.list_size
+    for name in ("ids", "positions"):
+        nested = pa.FixedSizeListArray.from_arrays(tokens[name].combine_chunks(), group)
+        rows = rows.append_column(f"document_{name}", nested)
+    (batch,) = rows.combine_chunks().to_batches()
+    schema = batch.schema.serialize().to_pybytes()
+    sink, offsets = pa.BufferOutputStream(), [len(schema)]  # the writer begins with the schema
+    cell = layout.cell_lanes * len(layout.steps_of(chunk))
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for number in range(layout.cells):
+            writer.write_batch(batch.slice(number * cell, cell))
+            offsets.append(sink.tell())
+    data = sink.getvalue().to_pybytes()
+    bounds = np.array(offsets, dtype="<i8") + _OFFSET_BYTES * len(offsets) - len(schema)
+    fs.write_bytes(_chunk_uri(folder, chunk), bounds.tobytes() + data[len(schema) : offsets[-1]])
+    return {
+        "schema": base64.b64encode(schema).decode(),
+        "query_tokens": len(batch["ids"].flatten()),
+        "document_tokens": len(tokens["ids"].combine_chunks().flatten()),
+        "bytes": int(bounds[-1]),
+    }
+
+
+def _pieces(folder: str, target: str, file: int) -> Iterator[pa.Table]:
+    """What chunks want of a file, in tables of about _PIECE_ROWS; without a column, a task is a chunk."""
+    held: list[pa.Table] = []
+    for name, table in named_stream(fs.join(folder, target), file):
+        if "chunk" not in table.column_names:
+            table = table.append_column("chunk", pa.array(np.full(len(table), int(name))))
+        held.append(table)
+        if sum(map(len, held)) >= _PIECE_ROWS:
+            yield pa.concat_tables(held).combine_chunks()
+            held = []
+    if held:
+        yield pa.concat_tables(held).combine_chunks()
+
+
+def _in_place(folder: str, target: str, chunk: int) -> pa.Table:
+    """All rows scattered for a chunk, by their place in it."""
+    found = pa.concat_tables(list(stream(fs.join(folder, target), chunk)))
+    return found.take(np.argsort(found["place"].to_numpy())).drop_columns(["place"])
+
+
+def _file_and_row(
+    numbers: Int64[ndarray, " rows"], files: Sequence[StoredFile]
+) -> tuple[Int64[ndarray, " rows"], Int64[ndarray, " rows"]]:
+    """The file of each row of a table, and its number there."""
+    ends = np.cumsum([file.rows for file in files])
+    file = np.searchsorted(ends, numbers, side="right")
+    return file, numbers - (ends - [file.rows for file in files])[file]
+
+
+def _chunk_uri(folder: str, chunk: int) -> str:
+    return fs.join(folder, "chunks", f"{chunk:05d}")
+
+
+# --- reading -----------------------------------------------------------------------------------------------
+
+
+class StreamedShares:
+    """The share of a rank in any step, from the stream beside a store: its lanes of the step's chunk."""
+
+    def __init__(self, store: str, *, rank: int, world: int) -> None:
+        self._folder = fs.join(store, "stream")
+        index = json.loads(fs.read_bytes(fs.join(self._folder, INDEX)))
+        self._layout, self._schema = Layout(**index["layout"]), base64.b64decode(index["schema"])
+        lanes = self._layout.batch // world
+        self._first, self._stop = rank * lanes, (rank + 1) * lanes
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="stream")
+        self._held: dict[int, Future[tuple[Rows, Rows]]] = {}
+
+    def __call__(self, step: int) -> Share:
+        """This rank's rows of a step. The next chunk is read while those of this one are used."""
+        chunk, within = divmod(step, self._layout.chunk_steps)
+        wanted = [number for number in (chunk, chunk + 1) if number < self._layout.chunks]
+        self._held = {
+            number: self._held.get(number) or self._ahead.submit(self._read, number) for number in wanted
+        }
+        rows, documents = self._held[chunk].result()
+        steps = len(self._layout.steps_of(chunk))
+        before = self._first // self._layout.cell_lanes * self._layout.cell_lanes
+        chosen = np.arange(self._first - before, self._stop - before) * steps + within
+        group = len(documents) // len(rows)
+        return Share(rows, chosen, documents, chosen[:, None] * group + np.arange(group))
+
+    def _read(self, chunk: int) -> tuple[Rows, Rows]:
+        """The cells of a chunk that hold this rank's lanes: rows, and tokens of their documents."""
+        uri, lanes = _chunk_uri(self._folder, chunk), self._layout.cell_lanes
+        first, stop = self._first // lanes, -(-self._stop // lanes)
+        found = fs.read_range(uri, first * _OFFSET_BYTES, (stop - first + 1) * _OFFSET_BYTES)
+        bounds = np.frombuffer(found, dtype="<i8")
+        data = fs.read_range(uri, int(bounds[0]), int(bounds[-1] - bounds[0]))
+        table = pa.ipc.open_stream(self._schema + data).read_all().combine_chunks()
+        tokens = {name: table[f"document_{name}"].combine_chunks().flatten() for name in ("ids", "positions")}
+        return Rows([table.drop_columns([f"document_{name}" for name in tokens])]), Rows([one_chunk(tokens)])
+
+
+def read_pool(store: str) -> Rows:
+    """Documents of the validation sample, in the order in which they were asked for."""
+    return Rows([read_table(fs.join(store, "stream", POOL)).combine_chunks()])

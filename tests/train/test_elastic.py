@@ -1,0 +1,209 @@
+"""A cluster whose nodes, with simulated GPUs, leave and join during encode and train: nothing is repeated.
+
+`python -m benchmarks.encode_faults` and `python -m benchmarks.faults` measure the same many times over.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray.train.torch
+from ray.cluster_utils import Cluster
+
+import tiny
+from in_process import without_ray
+from scalingnote import cluster
+from scalingnote.encode import documents
+from scalingnote.encode.config import EncodeConfig, Fleet
+from scalingnote.models import tower
+from scalingnote.models.backbone import train_tokenizer
+from scalingnote.storage.artifact import Draft, open_artifact
+from scalingnote.train import job
+from scalingnote.train.config import DataAccess, Losses, Optimizer, Ranks, TrainConfig
+
+ROWS_PER_PART = 4
+STEP_S = 0.05  # of a step at least, so that the run outlives the loss of a node
+CONFIG = TrainConfig(
+    query=tiny.query_tower(),
+    document=tiny.document_tower(),
+    dim=8,
+    losses=Losses(matryoshka=(8,)),
+    optimizer=Optimizer(peak_lr=1e-2),
+    global_batch=8,
+    epochs=30.0,
+    precision="float32",
+    validation=None,
+    checkpoint_every=5,
+    data=DataAccess(stream="always"),
+    resources=Ranks(workers=2, min_workers=1, gpus_per_worker=1),
+)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    """Two nodes of one CPU and one simulated GPU each, and a head without any."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_health_check_failure_threshold", "2")
+        path = [str(Path(__file__).parent), str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(path))  # workers import this file
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        for _ in range(2):
+            made.add_node(num_cpus=2, num_gpus=1)
+        patch.setenv("RAY_ADDRESS", made.address)
+        yield made
+        made.shutdown()
+
+
+def kill_node(nodes: Cluster) -> None:
+    nodes.remove_node(sorted(nodes.worker_nodes, key=lambda node: node.node_id)[-1], allow_graceful=False)
+
+
+@pytest.mark.timeout(600)
+def test_encoding_goes_on_without_a_node_and_repeats_no_finished_part(nodes: Cluster, tmp_path: Path):
+    tiny_towers(tmp_path)
+    parts = lambda: len(list(tmp_path.glob("encoded/_work/parts/*.json")))  # noqa: E731
+    with Driver("encode", tmp_path) as process:
+        wait_for(lambda: parts() >= 3, process)
+        done = {path.stem for path in tmp_path.glob("encoded/_work/parts/*.json")}
+        kill_node(nodes)
+        nodes.add_node(num_cpus=2, num_gpus=1)
+        assert process.wait(timeout=300) == 0
+    found = open_artifact(str(tmp_path / "encoded"), kind="embeddings")
+    assert found.table("embeddings", ["doc_id"])["doc_id"].to_pylist() == [
+        row["doc_id"] for row in tiny.document_rows()
+    ]
+    encoded = (tmp_path / "calls").read_text().splitlines()
+    assert len(done) >= 3
+    assert len(encoded) <= tiny.DOCUMENTS // ROWS_PER_PART + 2, (
+        "more than the parts in flight were encoded again"
+    )
+
+
+@pytest.mark.timeout(600)
+def test_training_goes_on_with_fewer_ranks_on_the_same_curve(
+    nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    tiny.triplets(str(tmp_path / "triplets"), dataset)
+    checkpoints = lambda: len(list(tmp_path.glob("trained/_work/checkpoints/*/checkpoint.json")))  # noqa: E731
+    with Driver("train", tmp_path) as process:
+        wait_for(lambda: checkpoints() >= 1, process)
+        kill_node(nodes)
+        assert process.wait(timeout=400) == 0
+    worlds = [int(line) for line in (tmp_path / "worlds").read_text().split()]
+    assert worlds[:2] == [2, 2]
+    assert worlds[-1] == 1, "the run did not go on with the node that was left"
+    curve = open_artifact(str(tmp_path / "trained"), kind="dual_encoder").read_json("curve.json")
+    without_ray(monkeypatch)
+    alone = CONFIG.model_copy(update={"resources": Ranks(workers=0), "data": DataAccess(stream="never")})
+    whole = job.run(alone, **parents(tmp_path), output=str(tmp_path / "alone")).read_json("curve.json")
+    assert [at["step"] for at in curve] == [at["step"] for at in whole]
+    np.testing.assert_allclose([at["loss"] for at in curve], [at["loss"] for at in whole], atol=0.05)
+
+
+# --- what a driver does, in a process of its own -----------------------------------------------------------
+
+
+class CountedEncoder:
+    """Notes each part that it encodes."""
+
+    def __init__(self, towers, token_budget: int, *, notes: str) -> None:
+        self._encoder, self._notes = documents.load_document_encoder(towers, token_budget), notes
+
+    def __getattr__(self, name: str):
+        return getattr(self._encoder, name)
+
+    def encode_with_cost(self, *rows, **options):
+        time.sleep(0.3)
+        with Path(self._notes).open("a") as file:
+            file.write("part\n")
+        return self._encoder.encode_with_cost(*rows, **options)
+
+
+class GlooTrainer(ray.train.torch.TorchTrainer):
+    """Simulated GPUs cannot talk by NCCL, which Ray Train chooses for ranks with GPUs."""
+
+    def __init__(self, *args, torch_config=None, **kwargs) -> None:
+        super().__init__(*args, torch_config=ray.train.torch.TorchConfig(backend="gloo"), **kwargs)
+
+
+def slow_worker(settings: dict, *, notes: str):
+    with Path(notes).open("a") as file:
+        file.write(f"{ray.train.get_context().get_world_size()}\n")
+    fit = job.fit
+
+    def slow(engine, batch_at, **options):
+        def waited(step: int):
+            time.sleep(STEP_S)
+            return batch_at(step)
+
+        return fit(engine, waited, **options)
+
+    job.fit = slow
+    return job._worker(settings)
+
+
+def tiny_towers(folder: Path) -> None:
+    """A dataset, and a dual encoder that has a document tower alone."""
+    tiny.dataset(str(folder / "dataset"), rows_per_part=ROWS_PER_PART)
+    learnt = train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    draft = Draft(str(folder / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
+    made = tower.build(tiny.document_tower(), role="document", dim=8, tokenizer_json=learnt, seed=0)
+    made.save(Path(draft.path("document")))
+    draft.commit(counts={})
+
+
+def parents(folder: Path) -> dict[str, str]:
+    return {name: str(folder / name) for name in ("dataset", "triplets")}
+
+
+def main(what: str, name: str) -> None:
+    folder = Path(name)
+    cluster.connect()
+    if what == "train":
+        launch = job.launch
+        job.TorchTrainer = GlooTrainer
+        job.launch = lambda worker, *args, **kwargs: launch(
+            partial(slow_worker, notes=str(folder / "worlds")), *args, **kwargs
+        )
+        job.run(CONFIG, **parents(folder), output=str(folder / "trained"))
+        return
+    documents.encode_documents(
+        EncodeConfig(token_budget=2048, resources=Fleet(workers=2, gpus_per_worker=1)),
+        str(folder / "dataset"),
+        open_artifact(str(folder / "towers"), kind="dual_encoder"),
+        str(folder / "encoded"),
+        load_encoder=partial(CountedEncoder, notes=str(folder / "calls")),
+    )
+
+
+class Driver:
+    """A driver of the cluster; killed at the end of the block if it still runs."""
+
+    def __init__(self, what: str, folder: Path) -> None:
+        self._log = (folder / f"{what}.log").open("wb")
+        code = f"import test_elastic; test_elastic.main({what!r}, {str(folder)!r})"
+        self._process = subprocess.Popen([sys.executable, "-c", code], stdout=self._log, stderr=self._log)
+
+    def __enter__(self) -> subprocess.Popen[bytes]:
+        return self._process
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 300
+    while not ready():
+        assert process.poll() is None, f"the driver ended with {process.returncode}"
+        assert time.monotonic() < deadline, "nothing to interrupt within 300 s"
+        time.sleep(0.02)

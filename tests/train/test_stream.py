@@ -1,0 +1,239 @@
+"""Rows written in the order of a run: the same batches as from a mapped store, by a share of its bytes."""
+
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from in_process import without_ray
+from scalingnote.errors import ConfigError, TrainingError
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage import shuffle
+from scalingnote.storage.artifact import open_artifact
+from scalingnote.train import job, stream
+from scalingnote.train.candidates import TripletBatches, Triplets
+from scalingnote.train.config import Batching, DataAccess, Losses, Optimizer, Ranks, TrainConfig, Validation
+from scalingnote.train.data import MappedShares, Order, Rows, Store
+from scalingnote.train.prepare import prepare
+from scalingnote.train.stream import Layout, StreamedShares, read_pool, write_stream
+from scalingnote.train.validation_sample import draw_sample, drawn_documents
+
+BATCH, STEPS = 12, 23
+CONFIG = TrainConfig(
+    query=tiny.query_tower(),
+    document=tiny.document_tower(),
+    dim=8,
+    losses=Losses(matryoshka=(8,)),
+    global_batch=BATCH,
+    validation=Validation(queries=6, negatives=12, documents=40),
+)
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("parents")
+    dataset = tiny.dataset(str(folder / "dataset"), rows_per_part=9)
+    return {"dataset": dataset.uri, "triplets": tiny.triplets(str(folder / "triplets"), dataset).uri}
+
+
+def order(sizes: dict[str, int], **batching) -> Order:
+    return Order(sizes, global_batch=BATCH, seed=3, batching=Batching(**batching))
+
+
+@pytest.fixture(params=[{}, {"sources": "homogeneous"}], ids=["mixed", "homogeneous"])
+def made(
+    request, parents: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, Order, dict]:
+    """A store with its stream, in chunks of 5 steps and in pieces of a few rows."""
+    monkeypatch.setattr(stream, "CHUNK_ROWS", 5 * BATCH)
+    monkeypatch.setattr(stream, "_PIECE_ROWS", 50)
+    monkeypatch.setattr(shuffle, "ROWS_PER_SLICE", 64)
+    opened = {name: open_artifact(uri, kind=name) for name, uri in parents.items()}
+    prepared = prepare(CONFIG, **opened, folder=str(tmp_path / "store"))
+    drawn = order(prepared.sizes, **request.param)
+    assert len(Store.files(prepared.store, "documents")) > 1
+    pool = drawn_documents(Store.open(prepared.store, ["validation"]), CONFIG.validation, seed=0)
+    totals = write_stream(prepared.store, drawn, steps=STEPS, batch=BATCH, pool=pool)
+    return prepared.store, drawn, totals
+
+
+def batches(store: str, drawn: Order | None, *, rank: int = 0, world: int = 1) -> TripletBatches:
+    facts = Store.facts_of(store)
+    shares = (
+        MappedShares(Store.open(store), drawn, rank=rank, world=world)
+        if drawn
+        else StreamedShares(store, rank=rank, world=world)
+    )
+    return TripletBatches(shares, facts, pads=(0, 0), packed=False, steps=STEPS)
+
+
+def contents(batch: Triplets) -> list[str]:
+    """What each row holds, whatever the order of rows, and without padding."""
+    size = len(batch.query_ids)
+    read = [
+        [row[mask.bool()].tolist() for row, mask in zip(side.ids, side.mask, strict=True)]
+        for side in (batch.queries, batch.documents)
+    ]
+    places = batch.documents.positions.tolist()
+    columns = (batch.query_ids, batch.queries.positions, batch.known_positives, batch.weights)
+    return sorted(
+        str([*(column[row].tolist() for column in columns), read[0][row]])
+        + str([batch.document_ids[row::size].tolist(), read[1][row::size], places[row::size]])
+        for row in range(size)
+    )
+
+
+def row_keys(rows: Rows, chosen: np.ndarray) -> list[tuple[int, ...]]:
+    keys = [rows.values("query", chosen)[:, None], rows.values("documents", chosen)]
+    return list(map(tuple, np.concatenate(keys, axis=1).tolist()))
+
+
+def test_every_step_has_the_rows_of_the_mapped_store_after_any_change_of_ranks(made):
+    store, drawn, totals = made
+    mapped = batches(store, drawn)
+    # Ranks change while the run goes on, as when nodes leave and join; each group of ranks starts anew.
+    for first, world in ((0, 4), (3, 2), (9, 1), (11, 6), (12, 3), (20, 12)):
+        ranks = [batches(store, None, rank=rank, world=world) for rank in range(world)]
+        for step in range(first, min(first + 4, STEPS)):
+            shares = [contents(rank(step)) for rank in ranks]
+            assert {len(share) for share in shares} == {BATCH // world}
+            assert sorted(chain(*shares)) == contents(mapped(step))
+    assert totals["document_tokens"] == sum(int(mapped(step).documents.mask.sum()) for step in range(STEPS))
+    assert totals["query_tokens"] == sum(int(mapped(step).queries.mask.sum()) for step in range(STEPS))
+
+
+def test_ranks_together_see_each_row_once_in_an_epoch(made):
+    store, drawn, _ = made
+    seen: Counter[int] = Counter()
+    for rank in range(3):
+        own = StreamedShares(store, rank=rank, world=3)
+        for step in range(drawn.steps_per_epoch):
+            rows, chosen, *_ = own(step)
+            seen.update(row_keys(rows, chosen))
+    rows = Store.open(store)["train"]
+    stored = Counter(row_keys(rows, np.arange(len(rows))))
+    assert not seen - stored, "a row came more often than it stands in the store"
+    assert seen.total() == drawn.steps_per_epoch * BATCH
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 12])
+def test_a_rank_reads_its_share_of_the_bytes_and_holds_two_chunks(made, world: int, monkeypatch):
+    store, _, totals = made
+    read = 0
+
+    def counted(uri: str, start: int, size: int) -> bytes:
+        nonlocal read
+        read += size
+        return plain(uri, start, size)
+
+    plain = fs.read_range
+    monkeypatch.setattr(stream.fs, "read_range", counted)
+    monkeypatch.setattr(stream, "read_table", None)  # no file is read as a whole
+    amounts = []
+    for rank in range(world):
+        read, own = 0, StreamedShares(store, rank=rank, world=world)
+        for step in range(STEPS):
+            own(step)
+            assert len(own._held) <= 2
+        own._ahead.shutdown()
+        amounts.append(read)
+    # Bounds of neighbouring ranks overlap by one offset of each chunk.
+    assert sum(amounts) == totals["bytes"] + 8 * (world - 1) * Layout(STEPS, BATCH, 5, 12).chunks
+    assert max(amounts) < 1.25 * totals["bytes"] / world
+
+
+def test_cells_of_several_lanes_are_read_by_the_ranks_that_share_them(made, monkeypatch):
+    store, drawn, _ = made
+    fs.delete(fs.join(store, "stream"))
+    monkeypatch.setattr(stream, "MAX_CELLS", 4)
+    write_stream(store, drawn, steps=STEPS, batch=BATCH, pool=np.empty(0, np.int64))
+    mapped = batches(store, drawn)
+    for world in (2, 6):
+        ranks = [batches(store, None, rank=rank, world=world) for rank in range(world)]
+        for step in (0, 7, STEPS - 1):
+            assert sorted(chain(*(contents(rank(step)) for rank in ranks))) == contents(mapped(step))
+
+
+def test_the_sample_of_validation_is_the_same_without_the_store(made):
+    store, *_ = made
+    mapped = draw_sample(Store.open(store), CONFIG.validation, seed=0)
+    pool = read_pool(store)
+    found = draw_sample(Store.open(store, ["validation"]), CONFIG.validation, seed=0, pool=pool)
+    assert mapped is not None
+    assert found is not None
+    assert (found.pool, found.queries) == (mapped.pool, mapped.queries)
+    for name in ("positives", "relevant", "negatives"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(mapped, name))
+
+
+def test_a_killed_shuffle_goes_on_and_gives_the_same_files(made, monkeypatch):
+    store, drawn, _ = made
+    folder = fs.join(store, "stream")
+    whole = {name: fs.read_bytes(fs.join(folder, name)) for name in fs.list_files(folder) if "chunks" in name}
+    fs.delete(folder)
+    tasks = 0
+
+    def killed(work, items):
+        nonlocal tasks
+        for item in items:
+            tasks += 1
+            if tasks == 9:
+                raise TrainingError("killed")
+            yield work(item)
+
+    pool = np.array([3, 1], np.int64)
+    with pytest.raises(TrainingError, match="killed"):
+        write_stream(store, drawn, steps=STEPS, batch=BATCH, pool=pool, each=killed)
+    write_stream(store, drawn, steps=STEPS, batch=BATCH, pool=pool)
+    assert {name: fs.read_bytes(fs.join(folder, name)) for name in whole} == whole
+    assert {name.split("/")[0] for name in fs.list_files(folder)} == {
+        "chunks", "done", stream.INDEX, stream.POOL,
+    }  # fmt: skip
+
+
+def test_rows_that_are_sorted_by_length_are_refused(made):
+    store, *_ = made
+    sizes = Store.facts_of(store)["sizes"]
+    with pytest.raises(ConfigError, match=r"set it to 1, or train\.data\.stream to never"):
+        write_stream(store, order(sizes, length_window=4), steps=1, batch=BATCH, pool=np.empty(0, np.int64))
+
+
+def test_a_streamed_run_learns_what_a_mapped_one_does(parents, tmp_path: Path, monkeypatch):
+    without_ray(monkeypatch)
+    monkeypatch.setattr(stream, "CHUNK_ROWS", 3 * BATCH)
+    found = {}
+    for mode in ("always", "never"):
+        config = CONFIG.model_copy(
+            update={
+                "data": DataAccess(stream=mode),
+                "epochs": 2.0,
+                "optimizer": Optimizer(peak_lr=1e-2),
+                "resources": Ranks(workers=0),
+            }
+        )
+        torch.manual_seed(0)
+        made = job.run(config, **parents, output=str(tmp_path / mode))
+        found[mode] = made.counts, made.read_json("curve.json"), made.read_json("validation.json")
+    (counts, curve, validation), (_, expected, measured) = found["always"], found["never"]
+    assert len(curve) > 2
+    for name in ("loss", "gradient_norm"):
+        np.testing.assert_allclose(
+            [at[name] for at in curve], [at[name] for at in expected], rtol=2e-3, atol=1e-4
+        )
+    assert validation[-1]["contrastive_entropy"] == pytest.approx(
+        measured[-1]["contrastive_entropy"], rel=1e-2
+    )
+    assert counts["document_tokens"] == pytest.approx(found["never"][0]["document_tokens"], rel=0.1)
+
+
+@pytest.mark.parametrize(("batch", "cells"), [(480, 480), (40_000, 1000), (128, 128), (2, 2), (1031, 1)])
+def test_chunks_are_bounded_and_cells_divide_the_batch(batch: int, cells: int):
+    layout = Layout.of(10_000_000, batch)
+    assert layout.cells == cells
+    assert batch % layout.cells == 0
+    assert layout.chunks <= stream.MAX_CHUNKS + 1 or layout.chunk_steps == 1
+    assert sorted(layout.lanes().tolist()) == list(range(batch))
