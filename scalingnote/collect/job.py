@@ -24,12 +24,14 @@ from scalingnote.datasets.splits import held_out_documents, queries
 from scalingnote.errors import DataError, ScalingNoteError
 from scalingnote.lexical.frequencies import count_frequencies
 from scalingnote.log import get_logger
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.shuffle import TaskRunner, named_parts, run_slices, slices
 
 log = get_logger("collect")
 MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence, some 300 bytes of a task's memory for each
+# A bucket costs each step several requests, on which small data would spend all its time: it gets one for so
+# many rows, until there are enough of them for the cores of a machine.
+SMALL_BUCKET_ROWS, ENOUGH_BUCKETS = 1 << 17, 8
 Step = Callable[..., Any]  # of an item, the context and further arguments
 Ranker = ScoreTable | BM25Ranker | CrossEncoderConfig
 
@@ -58,7 +60,8 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     cluster.check_resources(config.resources, knob="collect.resources")
     tasks = _tasks(config.resources)
     context = Context(
-        config=config.model_copy(update={"parts": _parts(config, source, ranker)}),
+        config=config,
+        parts=_parts(config, source, ranker),
         dataset=source,
         planner=parents["planner"],
         held_out=held_out_documents(source, each=tasks),
@@ -106,31 +109,33 @@ def _ranker(config: CollectConfig, dataset: Artifact) -> Ranker | None:
 
 
 def _parts(config: CollectConfig, dataset: Artifact, ranker: Ranker | None) -> int:
-    """Number of buckets of queries: more than asked for where a bucket of evidence would fill a worker."""
+    """Number of buckets of queries: few for few rows, more than asked for where one would fill a worker."""
     rows = {
         table: sum(dataset.rows_of(dataset.table_parts(table)).values())
         for table in ("queries", "impressions", "scores")
     }
     if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
         rows["scores"] = rows["queries"] * config.top_t
-    return max(config.parts, -(-sum(rows.values()) // MAX_BUCKET_ROWS))
+    total = sum(rows.values())
+    asked = config.parts or min(-(-total // SMALL_BUCKET_ROWS), ENOUGH_BUCKETS)
+    return max(asked, -(-total // MAX_BUCKET_ROWS), 1)
 
 
 def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[str]:
     """Run all steps in order and register the parts with the draft; returns the counts."""
     config, dataset = context.config, context.dataset
     run = _Steps(context)
-    buckets: list[Item] = [{"bucket": number} for number in range(config.parts)]
+    buckets: list[Item] = [{"bucket": number} for number in range(context.parts)]
     # Both sources need the clicks: a clicked document is no negative of its query.
     logs = ["impressions", "scores"] if isinstance(ranker, ScoreTable) else ["impressions"]
-    run("queries", steps.QuerySelection, _row_groups(run, dataset, "queries"), unit="row groups")
-    run("evidence", steps.take_evidence, _row_groups(run, dataset, *logs), unit="row groups")
+    run("queries", steps.QuerySelection, steps.dataset_slices(dataset, "queries"), unit="slices")
+    run("evidence", steps.take_evidence, steps.dataset_slices(dataset, *logs), unit="slices")
     if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
         _rank(run, context, ranker)
     run("one-hop", steps.one_hop, buckets)
     if config.association:
         run("own-keys", steps.OwnKeys, buckets)
-        run("own-filter", steps.own_filter, [{}])
+        run("own-filter", steps.own_filter, [{"keys": run.counts["own_keys"]}])
         run("candidates", steps.candidates, buckets)
         run("associate", steps.associate, buckets)
         run("mutual", steps.mutual, buckets)
@@ -143,7 +148,7 @@ def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[s
         run.counts.update(record["counts"])
     run("sample", triplet_parts.draw_samples, [{}])
     run("documents", triplet_parts.count_documents, buckets)
-    run("texts", triplet_parts.read_documents, _row_groups(run, dataset, "documents"), unit="row groups")
+    run("texts", triplet_parts.read_documents, steps.dataset_slices(dataset, "documents"), unit="slices")
     return run.counts
 
 
@@ -170,8 +175,9 @@ def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConf
     numbered: list[Item] = [{"shard": number, "parts": parts} for number, parts in enumerate(shards)]
     run("shards", ranking.write_shard, numbered, bm25, corpus, unit="shards")
     size = ranking.PAIR_GROUP_QUERIES if scored else ranking.GROUP_QUERIES
-    run("groups", ranking.write_groups, [{"bucket": number} for number in range(context.config.parts)], size)
-    groups = ranking.groups(context, size)
+    buckets: list[Item] = [{"bucket": number} for number in range(context.parts)]
+    queries = run.records("groups", ranking.write_groups, buckets, size)
+    groups = ranking.groups(queries, size)
     numbers = range(len(shards))
     searches: list[Item] = [
         group | {"shards": [*numbers[first : first + ranking.SHARDS_PER_SEARCH]]}
@@ -182,7 +188,7 @@ def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConf
     merge = ranking.merge_pairs if scored else ranking.merge_hits
     run("rank", merge, groups, depth, shards, unit="groups of queries")
     if scored:
-        pairs = ranking.groups(context, ranking.SCORED_QUERIES)
+        pairs = ranking.groups(queries, ranking.SCORED_QUERIES)
         run("score", ranking.PairScoring, pairs, ranker, unit="slices of queries")
 
 
@@ -217,7 +223,7 @@ class _Steps:
     def _in_actors(self, work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
         rows = [{"item": json.dumps(item)} for item in items]
         done = cluster.map_with_actors(rows, _Actor, {"work": ray.put(work)}, self._resources)
-        return (row["done"] for row in cluster.dataset_rows(done))
+        return ((int(row["number"]), row["record"]) for row in cluster.dataset_rows(done))
 
 
 def _tasks(resources: Resources) -> TaskRunner:
@@ -247,23 +253,11 @@ class _Actor:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         number, item = json.loads(batch["item"][0])
         try:
-            self._work((number, item))
+            _, record = self._work((number, item))
         except ScalingNoteError as error:
-            return {"done": [number], "error": [cluster.error_column(error)]}
-        return {"done": [number], "error": [""]}
+            return {"number": [number], "record": [b""], "error": [cluster.error_column(error)]}
+        return {"number": [number], "record": [record], "error": [""]}
 
 
 def _call(item: tuple[int, Item], *, step: Step, context: Context, arguments: Sequence[Any]) -> Any:
     return step(item[1], context, *arguments)
-
-
-def _row_groups(run: "_Steps", dataset: Artifact, *tables: str) -> list[Item]:
-    """One item per row group of the tables' files: bounded in size, and many enough for all workers."""
-    parts: list[Item] = [{"table": t, "part": part} for t in tables for part in dataset.table_parts(t)]
-    found = run.records(f"row-groups-{'-'.join(tables)}", steps.read_row_group_sizes, parts, unit="parts")
-    groups = [
-        item | {"uri": fs.join(dataset.uri, item["part"]), "group": group, "rows": rows}
-        for item, sizes in zip(parts, found, strict=True)
-        for group, rows in enumerate(sizes)
-    ]
-    return [item | {"slice": f"{item['table']}-{number:07d}"} for number, item in enumerate(groups)]

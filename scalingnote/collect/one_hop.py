@@ -28,6 +28,7 @@ EVIDENCE = pa.schema(
         "score": pa.float32(),  # set where a ranking model scored the document
     }
 )
+CLICK_COLUMNS = ["query_id", "doc_id", "clicked", "dwell_s"]  # of a click log
 # Queries of a bucket are numbered by their row in it.
 ONE_HOP = pa.schema(
     {

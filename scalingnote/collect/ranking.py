@@ -24,7 +24,6 @@ from scalingnote.collect.steps import Context, Counts, Item, read_queries, scatt
 from scalingnote.lexical import ranking
 from scalingnote.lexical.frequencies import Frequencies
 from scalingnote.lexical.weights import BM25Weights
-from scalingnote.storage import shuffle
 from scalingnote.storage.arrow import to_arrow, to_matrix
 from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import DOCUMENTS
@@ -53,20 +52,20 @@ def write_shard(item: Item, context: Context, ranker: BM25Ranker, corpus: Freque
     return {}
 
 
-def write_groups(item: Item, context: Context, size: int) -> Counts:
-    """Write one bucket's queries in groups of `size`."""
+def write_groups(item: Item, context: Context, size: int) -> int:
+    """Write one bucket's queries in groups of `size`; returns their number."""
     queries = read_queries(item["bucket"], context)
     for start in range(0, len(queries), size):
         write_table(_file("groups", item["bucket"], start, context), queries.slice(start, size))
-    return {}
+    return len(queries)
 
 
-def groups(context: Context, size: int) -> list[Item]:
-    """One item per group."""
+def groups(queries: Sequence[int], size: int) -> list[Item]:
+    """One item per group, from the number of queries in each bucket."""
     return [
         {"bucket": bucket, "start": start}
-        for bucket in range(context.config.parts)
-        for start in range(0, shuffle.count_rows(context.folder("queries"), bucket), size)
+        for bucket, number in enumerate(queries)
+        for start in range(0, number, size)
     ]
 
 

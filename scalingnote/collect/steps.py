@@ -27,6 +27,7 @@ from scalingnote.collect.config import CollectConfig, QueryGenerationConfig
 from scalingnote.collect.decontamination import CLEAN, EXACT, NEAR, Decontaminator
 from scalingnote.collect.multi_hop import multi_hop_candidates
 from scalingnote.collect.one_hop import (
+    CLICK_COLUMNS,
     EVIDENCE,
     click_evidence,
     condensed,
@@ -38,6 +39,7 @@ from scalingnote.planner.planner import load as load_planner
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import Artifact, read_table, write_table
+from scalingnote.storage.schema import SCORES
 
 ROW_BITS = 40  # of a query's number; the bits above are its bucket
 OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected
@@ -51,6 +53,7 @@ class Context:
     """Input of all steps; equal for all of them, and small."""
 
     config: CollectConfig
+    parts: int  # of the artifact, and buckets of every step
     dataset: Artifact
     planner: Artifact
     held_out: pa.Array  # doc_ids excluded from training
@@ -67,10 +70,29 @@ class Context:
         return fs.join(self.work, "bucket", f"{number:05d}", f"{table}.parquet")
 
 
-def read_row_group(item: Item, columns: list[str] | None = None) -> pa.Table:
-    """The row group of a dataset's file that an item names (``uri`` and ``group``)."""
-    with fs.open_input(item["uri"]) as file:
-        return pq.ParquetFile(file).read_row_group(item["group"], columns=columns)
+def dataset_slices(dataset: Artifact, *tables: str) -> list[Item]:
+    """Items of about ROWS_PER_SLICE rows of the tables: some parts, or a share of the row groups of one."""
+    items: list[Item] = []
+    for table in tables:
+        for parts in shuffle.slices(dataset, table):
+            rows = sum(dataset.rows_of(parts).values())
+            shares = max(-(-rows // shuffle.ROWS_PER_SLICE), 1) if len(parts) == 1 else 1
+            items += [{"table": table, "parts": parts, "share": (n, shares)} for n in range(shares)]
+    return [item | {"slice": f"{item['table']}-{number:07d}"} for number, item in enumerate(items)]
+
+
+def read_slice(item: Item, columns: list[str], context: Context) -> pa.Table:
+    """Columns of the rows of an item of :func:`dataset_slices`."""
+    share, shares = item["share"]
+    if shares == 1:
+        return pa.concat_tables(context.dataset.table(part, columns) for part in item["parts"])
+    (part,) = item["parts"]
+    if share == 0:
+        context.dataset.file(part)  # compares the checksum, once for all shares
+    with fs.open_input(fs.join(context.dataset.uri, part)) as source:
+        file = pq.ParquetFile(source)
+        first, stop = (number * file.num_row_groups // shares for number in (share, share + 1))
+        return file.read_row_groups(range(first, stop), columns=columns)
 
 
 def read_queries(bucket: int, context: Context) -> pa.Table:
@@ -80,7 +102,7 @@ def read_queries(bucket: int, context: Context) -> pa.Table:
 
 def scatter_by(table: pa.Table, key: str, target: str, name: str, context: Context) -> None:
     """Write rows to buckets by the hash of a column; `name` is unique among the tables of `target`."""
-    bucket = shuffle.bucket_of(table[key], context.config.parts)
+    bucket = shuffle.bucket_of(table[key], context.parts)
     shuffle.scatter(table, bucket, target=context.folder(target), name=name)
 
 
@@ -114,13 +136,6 @@ def buckets_of_numbers(numbers: pa.ChunkedArray) -> Int64[ndarray, " queries"]:
 # --- queries and evidence ------------------------------------------------------------------------------
 
 
-def read_row_group_sizes(item: Item, context: Context) -> list[int]:
-    """Rows of each row group of a part, whose checksum is compared."""
-    with fs.open_input(context.dataset.file(item["part"])) as file:
-        found = pq.ParquetFile(file).metadata
-    return [found.row_group(group).num_rows for group in range(found.num_row_groups)]
-
-
 class QuerySelection:
     """Selects training queries and drops those that repeat a test query."""
 
@@ -129,8 +144,8 @@ class QuerySelection:
         self._decontaminate = _decontaminator(context)
 
     def __call__(self, item: Item) -> Counts:
-        """Scatter one row group of queries by query_id."""
-        table = read_row_group(item)
+        """Scatter one slice of queries by query_id."""
+        table = read_slice(item, [*QUERY.names, "split"], self._context)
         table = table.filter(pc.equal(table["split"], "train")).select(QUERY.names)
         counts = {"query_rows": len(table)}
         if self._decontaminate:
@@ -143,13 +158,14 @@ class QuerySelection:
 
 
 def take_evidence(item: Item, context: Context) -> Counts:
-    """Scatter the evidence of one row group of the click log or of the scores."""
-    table = read_row_group(item)
+    """Scatter the evidence of one slice of the click log or of the scores."""
     if item["table"] == "impressions":
-        table = click_evidence(table, min_dwell_s=context.config.min_dwell_s)
+        table = read_slice(item, CLICK_COLUMNS, context)
+        evidence = click_evidence(table, min_dwell_s=context.config.min_dwell_s)
     else:
-        table = ranking_evidence(table)
-    return scatter_evidence(table, item["slice"], context) | {"evidence_rows": item["rows"]}
+        table = read_slice(item, SCORES.names, context)
+        evidence = ranking_evidence(table)
+    return scatter_evidence(evidence, item["slice"], context) | {"evidence_rows": len(table)}
 
 
 def one_hop(item: Item, context: Context) -> Counts:
@@ -185,16 +201,15 @@ class OwnKeys:
         del counts["queries"]  # QuerySelection counted them
         scatter_by(own, "key", "own", f"{bucket:05d}", context)
         write_table(context.bucket(bucket, "own"), own)  # also whole, for the filter: one file a bucket
-        return counts
+        return counts | {"own_keys": len(own)}
 
 
 def own_filter(item: Item, context: Context) -> Counts:
     """Write a filter of all own keys, so that candidate keys that no query owns are not shuffled."""
-    tables = [context.bucket(bucket, "own") for bucket in range(context.config.parts)]
-    keys = sum(pq.read_metadata(fs.open_input(uri)).num_rows for uri in tables)
-    owned = association.key_filter((read_table(uri) for uri in tables), keys=keys)
+    tables = (read_table(context.bucket(bucket, "own")) for bucket in range(context.parts))
+    owned = association.key_filter(tables, keys=item["keys"])
     fs.write_bytes(context.folder("own.bits"), owned.bits.tobytes())
-    return {"own_keys": keys}
+    return {}
 
 
 def candidates(item: Item, context: Context) -> Counts:
@@ -226,7 +241,7 @@ def associate(item: Item, context: Context) -> Counts:
     own = shuffle.gather(context.folder("own"), bucket, schema=association.OWN)
     emitted = shuffle.gather(context.folder("candidates"), bucket, schema=association.CANDIDATES)
     settled, one_way, counts = association.join(own, emitted, config=config)
-    by_pair = shuffle.bucket_of(pa.array(association.pair_keys(one_way)), context.config.parts)
+    by_pair = shuffle.bucket_of(pa.array(association.pair_keys(one_way)), context.parts)
     shuffle.scatter(one_way, by_pair, target=context.folder("pairs"), name=f"{bucket:05d}")
     return counts | _scatter_pairs(settled, f"settled-{bucket:05d}", context)
 

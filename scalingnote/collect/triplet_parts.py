@@ -20,7 +20,7 @@ from scalingnote.collect.association import KINDS
 from scalingnote.collect.config import CollectConfig, Mixing, Share
 from scalingnote.collect.multi_hop import MULTI_HOP, select_multi_hop
 from scalingnote.collect.one_hop import hash_fraction
-from scalingnote.collect.steps import Context, Counts, Item, read_row_group, scatter_by
+from scalingnote.collect.steps import Context, Counts, Item, read_slice, scatter_by
 from scalingnote.planner.planner import words
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
@@ -31,7 +31,7 @@ from scalingnote.storage.shuffle import JsonRecord
 FIELDS = ("title", "topic", "content")
 SAMPLE_ROWS = 20  # per source
 MAX_POSITIVES_SHOWN = 5
-_MEASURED_DOCUMENTS = 200  # per row group; enough for mean lengths of a corpus of any size
+_MEASURED_DOCUMENTS = 200  # per slice; enough for mean lengths of a corpus of any size
 _SHOWN_CHARS = 100
 
 
@@ -192,16 +192,16 @@ def count_documents(item: Item, context: Context) -> Counts:
 
 def draw_samples(item: Item, context: Context) -> Counts:
     """Draw the rows to read from the samples of all buckets."""
-    rows = [read_table(context.bucket(number, "sample")) for number in range(context.config.parts)]
+    rows = [read_table(context.bucket(number, "sample")) for number in range(context.parts)]
     drawn = sample_rows(pa.concat_tables([TRIPLETS.empty_table(), *rows]), seed=context.config.seed)
     write_table(context.folder("sample.parquet"), drawn)
     return {}
 
 
 def read_documents(item: Item, context: Context) -> Counts:
-    """Keep the texts of sampled rows in one row group of documents, and count words of its first rows."""
+    """Keep the texts of sampled rows in one slice of documents, and count words of its first rows."""
     sampled = _documents(read_table(context.folder("sample.parquet")))
-    table = read_row_group(item, ["doc_id", *FIELDS])
+    table = read_slice(item, ["doc_id", *FIELDS], context)
     texts = table.filter(pc.is_in(table["doc_id"], value_set=sampled)).select(["doc_id", "title", "content"])
     write_table(fs.join(context.folder("texts"), f"{item['slice']}.parquet"), texts)
     measured = table.slice(0, _MEASURED_DOCUMENTS)
