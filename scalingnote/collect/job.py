@@ -7,21 +7,18 @@ on two cores took 2.5 s: ``groupby`` of a bucket column or a keyed ``repartition
 recorded; a run that was killed continues with the others.
 """
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import ray
-
 from scalingnote import cluster
-from scalingnote.collect import ranking, steps, triplet_parts
+from scalingnote.collect import steps, triplet_parts
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
 from scalingnote.collect.steps import Context, Item
 from scalingnote.config import Resources
 from scalingnote.datasets.splits import held_out_documents, queries
-from scalingnote.errors import DataError, ScalingNoteError
+from scalingnote.errors import DataError
 from scalingnote.lexical.frequencies import count_frequencies
 from scalingnote.log import get_logger
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
@@ -139,7 +136,7 @@ def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[s
         run("candidates", steps.candidates, buckets)
         run("associate", steps.associate, buckets)
         run("mutual", steps.mutual, buckets)
-        run("transfer", steps.transfer, buckets)
+        run("transfer", triplet_parts.transfer, buckets)
     if config.query_generation:
         run("generate", steps.QueryWriting, buckets, config.query_generation)
     for record in run.records("finish", triplet_parts.write_part, buckets):
@@ -160,9 +157,9 @@ def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConf
     shards = slices(context.dataset, "documents")
     corpus = count_frequencies(
         shards,
-        partial(ranking.read_training_words, context=context),
+        partial(steps.read_training_words, context=context),
         texts=context.dataset.counts.get("documents", 0),
-        most=ranking.MAX_WORDS,
+        most=steps.MAX_WORDS,
         folder=context.folder("rank"),
         each=run.tasks,
         room="collect",
@@ -173,23 +170,23 @@ def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConf
             "title, topic, content"
         )
     numbered: list[Item] = [{"shard": number, "parts": parts} for number, parts in enumerate(shards)]
-    run("shards", ranking.write_shard, numbered, bm25, corpus, unit="shards")
-    size = ranking.PAIR_GROUP_QUERIES if scored else ranking.GROUP_QUERIES
+    run("shards", steps.write_shard, numbered, bm25, corpus, unit="shards")
+    size = steps.PAIR_GROUP_QUERIES if scored else steps.GROUP_QUERIES
     buckets: list[Item] = [{"bucket": number} for number in range(context.parts)]
-    queries = run.records("groups", ranking.write_groups, buckets, size)
-    groups = ranking.groups(queries, size)
+    queries = run.records("groups", steps.write_groups, buckets, size)
+    groups = steps.groups(queries, size)
     numbers = range(len(shards))
     searches: list[Item] = [
-        group | {"shards": [*numbers[first : first + ranking.SHARDS_PER_SEARCH]]}
-        for first in range(0, len(shards), ranking.SHARDS_PER_SEARCH)
+        group | {"shards": [*numbers[first : first + steps.SHARDS_PER_SEARCH]]}
+        for first in range(0, len(shards), steps.SHARDS_PER_SEARCH)
         for group in groups
     ]
-    run("search", ranking.search_shards, searches, depth, unit="searches")
-    merge = ranking.merge_pairs if scored else ranking.merge_hits
+    run("search", steps.search_shards, searches, depth, unit="searches")
+    merge = steps.merge_pairs if scored else steps.merge_hits
     run("rank", merge, groups, depth, shards, unit="groups of queries")
     if scored:
-        pairs = ranking.groups(queries, ranking.SCORED_QUERIES)
-        run("score", ranking.PairScoring, pairs, ranker, unit="slices of queries")
+        pairs = steps.groups(queries, steps.SCORED_QUERIES)
+        run("score", steps.PairScoring, pairs, ranker, unit="slices of queries")
 
 
 class _Steps:
@@ -216,14 +213,10 @@ class _Steps:
         )
         each = self.tasks
         if isinstance(step, type):
-            task, each = _Loaded(step, self._context, arguments), self._in_actors
+            task = cluster.Loaded(partial(_loaded, step, self._context, arguments))
+            each = partial(cluster.map_loaded, resources=self._resources)
         work = self._context.work
         return run_slices(name, task, items, folder=work, each=each, room="collect", unit=unit)
-
-    def _in_actors(self, work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
-        rows = [{"item": json.dumps(item)} for item in items]
-        done = cluster.map_with_actors(rows, _Actor, {"work": ray.put(work)}, self._resources)
-        return ((int(row["number"]), row["record"]) for row in cluster.dataset_rows(done))
 
 
 def _tasks(resources: Resources) -> TaskRunner:
@@ -231,32 +224,9 @@ def _tasks(resources: Resources) -> TaskRunner:
     return partial(cluster.map_tasks_in_order, resources=resources.without_gpus())
 
 
-class _Loaded:
-    """A step that loads a planner, a test set or a model.
-
-    It loads at the first item, because Ray drops the exception of an actor whose constructor fails.
-    """
-
-    def __init__(self, step: type, context: Context, arguments: Sequence[Any]) -> None:
-        self._make: Callable[[], Callable[[Item], Any]] = partial(step, context, *arguments)
-        self._step: Callable[[Item], Any] | None = None
-
-    def __call__(self, item: tuple[int, Item]) -> Any:
-        self._step = self._step or self._make()
-        return self._step(item[1])
-
-
-class _Actor:
-    def __init__(self, work: Any) -> None:
-        self._work: Callable[[Any], Any] = ray.get(work)
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        number, item = json.loads(batch["item"][0])
-        try:
-            _, record = self._work((number, item))
-        except ScalingNoteError as error:
-            return {"number": [number], "record": [b""], "error": [cluster.error_column(error)]}
-        return {"number": [number], "record": [record], "error": [""]}
+def _loaded(step: type, context: Context, arguments: Sequence[Any]) -> Callable[[tuple[int, Item]], Any]:
+    work = step(context, *arguments)
+    return lambda item: work(item[1])
 
 
 def _call(item: tuple[int, Item], *, step: Step, context: Context, arguments: Sequence[Any]) -> Any:

@@ -1,9 +1,18 @@
 """The steps of collect, each over one slice or one bucket, and the files between them.
 
     queries ─────► QuerySelection ─by query─► one_hop ──► bucket: queries, one_hop, known
-    log, scores ─► take_evidence ──by query─────┘
-    bucket ─► OwnKeys, candidates ─by key─► associate ─by pair─► mutual ─by associate─► transfer
-    transfer ─by query─► triplet_parts.write_part
+    log, scores ─► take_evidence ──by query─────┤
+    documents ─► ranking ──────────by query─────┘
+    bucket ─► OwnKeys, candidates ─by key─► associate ─by pair─► mutual ─by associate─► triplet_parts
+
+The ranking of the training documents, by BM25 or by a cross-encoder after it:
+
+    documents ─► word frequencies ─► shards ┐
+    queries ─────────────────────► groups ──┴► search ─► hits of some shards ─► merge ─► evidence
+                          with a cross-encoder: merge ─► texts of the best ─► PairScoring ─► evidence
+
+There a task holds a shard of documents, a group of queries with their best documents, or, for a
+cross-encoder, the texts of a smaller group: memory is bounded at any corpus size.
 
 A step is a function of an item and the context, or a class where it loads something once and uses it for many
 items: a planner, a model. Steps know neither Ray nor each other. A step scatters rows to buckets by query_id,
@@ -11,7 +20,7 @@ doc_id or key, in files whose names depend on its input alone: repeated after a 
 query is numbered by its bucket and its row in it, so that association works on integers alone.
 """
 
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +31,17 @@ import pyarrow.parquet as pq
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
+from scalingnote import topk
+from scalingnote.bm25 import document_texts, terms
 from scalingnote.collect import association
-from scalingnote.collect.config import CollectConfig, QueryGenerationConfig
+from scalingnote.collect.config import (
+    BM25Ranker,
+    CollectConfig,
+    CrossEncoderConfig,
+    QueryGenerationConfig,
+)
 from scalingnote.collect.decontamination import CLEAN, EXACT, NEAR, Decontaminator
-from scalingnote.collect.multi_hop import multi_hop_candidates
-from scalingnote.collect.one_hop import (
+from scalingnote.collect.triplets import (
     CLICK_COLUMNS,
     EVIDENCE,
     click_evidence,
@@ -34,15 +49,25 @@ from scalingnote.collect.one_hop import (
     one_hop_triplets,
     ranking_evidence,
 )
+from scalingnote.lexical import ranking
+from scalingnote.lexical.frequencies import Frequencies
+from scalingnote.lexical.weights import BM25Weights
 from scalingnote.planner.planner import TermScores
 from scalingnote.planner.planner import load as load_planner
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
+from scalingnote.storage.arrow import to_arrow, to_matrix
 from scalingnote.storage.artifact import Artifact, read_table, write_table
-from scalingnote.storage.schema import SCORES
+from scalingnote.storage.schema import DOCUMENTS, SCORES
 
 ROW_BITS = 40  # of a query's number; the bits above are its bucket
-OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected
+MAX_WORDS = 1 << 22  # in the vocabulary, the most frequent ones: 400 MB of a task that builds a shard
+SHARDS_PER_SEARCH = 8  # two million documents: 0.2 to 1 ms per query and shard
+GROUP_QUERIES = 1 << 16  # 40 MB of hits where 50 documents are kept
+PAIR_GROUP_QUERIES = 1 << 12  # with a cross-encoder: the texts of 100 documents for each are some 400 MB
+SCORED_QUERIES = 512  # between two records of a cross-encoder
+DOCUMENT_BITS = 32  # of a document's number; the bits above are its shard
+FIELDS = ["title", "topic", "content"]
 QUERY = pa.schema({"query_id": pa.string(), "query": pa.string()})
 Item = dict[str, Any]  # one slice or bucket, as JSON values
 Counts = dict[str, int]
@@ -168,6 +193,135 @@ def take_evidence(item: Item, context: Context) -> Counts:
     return scatter_evidence(evidence, item["slice"], context) | {"evidence_rows": len(table)}
 
 
+# --- ranking -------------------------------------------------------------------------------------------
+
+
+def read_training_words(parts: Sequence[str], context: Context) -> Iterator[list[str]]:
+    """The words of each document that training may see."""
+    yield from map(terms, document_texts(_documents(parts, FIELDS, context)))
+
+
+def write_shard(item: Item, context: Context, ranker: BM25Ranker, corpus: Frequencies) -> Counts:
+    """Write the inverted lists of one slice of the documents."""
+    words = read_table(corpus.words)
+    totals = {"documents": corpus.texts, "length": corpus.length}
+    weights = BM25Weights(words, **totals, k1=ranker.k1, b=ranker.b)
+    texts = document_texts(_documents(item["parts"], FIELDS, context))
+    write_table(_shard(item["shard"], context), ranking.build_shard(texts, weights, words["word"]))
+    return {}
+
+
+def write_groups(item: Item, context: Context, size: int) -> int:
+    """Write one bucket's queries in groups of `size`; returns their number."""
+    queries = read_queries(item["bucket"], context)
+    for start in range(0, len(queries), size):
+        write_table(_file("groups", item["bucket"], start, context), queries.slice(start, size))
+    return len(queries)
+
+
+def groups(queries: Sequence[int], size: int) -> list[Item]:
+    """One item per group, from the number of queries in each bucket."""
+    return [
+        {"bucket": bucket, "start": start}
+        for bucket, number in enumerate(queries)
+        for start in range(0, number, size)
+    ]
+
+
+def search_shards(item: Item, context: Context, depth: int) -> Counts:
+    """Write the best documents of some shards for each query of a group."""
+    queries = read_table(_file("groups", item["bucket"], item["start"], context))["query"].to_pylist()
+    shards = ((shard << DOCUMENT_BITS, read_table(_shard(shard, context))) for shard in item["shards"])
+    rows, scores = ranking.search(shards, queries, depth)
+    hits = pa.table({"row": to_arrow(rows, dtype="int64"), "score": to_arrow(scores)})
+    write_table(_hits(item, item["shards"][0], context), hits)
+    return {}
+
+
+def merge_hits(item: Item, context: Context, depth: int, shards: list[list[str]]) -> Counts:
+    """Scatter the best documents of all shards for the queries of a group as evidence."""
+    queries, number, documents = _merged(item, context, depth, shards, [])
+    evidence = documents.append_column("query_id", queries["query_id"].take(pa.array(number)))
+    return _scatter(evidence, item, context) | {"ranked": len(queries)}
+
+
+def merge_pairs(item: Item, context: Context, depth: int, shards: list[list[str]]) -> Counts:
+    """Write the queries of a group with the texts of their best documents, in slices for a cross-encoder."""
+    queries, number, documents = _merged(item, context, depth, shards, FIELDS)
+    for name in ("query_id", "query"):
+        documents = documents.append_column(name, queries[name].take(pa.array(number)))
+    for start in range(0, len(queries), SCORED_QUERIES):
+        chosen = documents.filter(pa.array((number >= start) & (number < start + SCORED_QUERIES)))
+        write_table(_file("pairs", item["bucket"], item["start"] + start, context), chosen)
+    return {"ranked": len(queries)}
+
+
+class PairScoring:
+    """Scores pairs of queries and documents with a cross-encoder."""
+
+    def __init__(self, context: Context, config: CrossEncoderConfig) -> None:
+        from scalingnote.collect.transformer_models import PairScorer
+
+        self._context, self._scorer = context, PairScorer(config)
+
+    def __call__(self, item: Item) -> Counts:
+        """Scatter the scores of one slice as evidence."""
+        pairs = read_table(_file("pairs", item["bucket"], item["start"], self._context))
+        scores = self._scorer.score(pairs["query"].to_pylist(), document_texts(pairs))
+        at = pairs.schema.get_field_index("score")
+        return _scatter(pairs.set_column(at, "score", pa.array(scores)), item, self._context)
+
+
+def _merged(
+    item: Item, context: Context, depth: int, shards: list[list[str]], fields: list[str]
+) -> tuple[pa.Table, Int64[ndarray, " hits"], pa.Table]:
+    """Queries of a group, and for each hit the row of its query, and its document's id, fields and score."""
+    queries = read_table(_file("groups", item["bucket"], item["start"], context))
+    best = topk.Best(len(queries), depth)
+    for first in range(0, len(shards), SHARDS_PER_SEARCH):
+        hits = read_table(_hits(item, first, context))
+        best.add(slice(None), to_matrix(hits["score"]), to_matrix(hits["row"]))
+    rows, scores = best.ids, best.scores
+    query, place = np.nonzero(rows >= 0)
+    order = np.argsort(rows[query, place], kind="stable")
+    query, place = query[order], place[order]
+    found = rows[query, place]
+    documents = [DOCUMENTS.empty_table().select(["doc_id", *fields])]
+    for shard, parts in enumerate(shards):
+        start, stop = np.searchsorted(found, [shard << DOCUMENT_BITS, shard + 1 << DOCUMENT_BITS])
+        if start < stop:
+            local = pa.array(found[start:stop] - (shard << DOCUMENT_BITS))
+            documents.append(_documents(parts, ["doc_id", *fields], context).take(local))
+    return queries, query, pa.concat_tables(documents).append_column("score", pa.array(scores[query, place]))
+
+
+def _documents(parts: Sequence[str], columns: list[str], context: Context) -> pa.Table:
+    """Columns of the documents that training may see."""
+    table = pa.concat_tables(context.dataset.table(part, [*{"doc_id", *columns}]) for part in parts)
+    seen = pc.invert(pc.is_in(table["doc_id"], value_set=context.held_out))
+    return table.filter(seen).select(columns)
+
+
+def _scatter(ranked: pa.Table, item: Item, context: Context) -> Counts:
+    name = f"ranked-{item['bucket']:05d}-{item['start']:09d}"
+    return scatter_evidence(ranking_evidence(ranked), name, context)
+
+
+def _shard(number: int, context: Context) -> str:
+    return context.folder(f"rank/shards/{number:05d}.arrow")
+
+
+def _hits(item: Item, first: int, context: Context) -> str:
+    return context.folder(f"rank/hits/{item['bucket']:05d}-{item['start']:09d}/{first:05d}.parquet")
+
+
+def _file(kind: str, bucket: int, start: int, context: Context) -> str:
+    return context.folder(f"rank/{kind}/{bucket:05d}-{start:09d}.parquet")
+
+
+# --- one hop -------------------------------------------------------------------------------------------
+
+
 def one_hop(item: Item, context: Context) -> Counts:
     """Write one bucket's queries, their one-hop triplets and the documents that their evidence judges."""
     bucket = item["bucket"]
@@ -235,7 +389,12 @@ def candidates(item: Item, context: Context) -> Counts:
 
 
 def associate(item: Item, context: Context) -> Counts:
-    """Join one bucket of keys: settled pairs are scattered by associate, the others by pair."""
+    """Join one bucket of keys: settled pairs are scattered by associate, the others by pair.
+
+    All queries of a key meet in this one task, whatever the number of buckets. It holds 17 bytes of each that
+    owns the key, 29 of each that emits it, and up to `max_associates` pairs of 21 bytes of each that owns it:
+    a key that a million queries own takes 1 to 2 GB with the default of 32.
+    """
     config, bucket = context.config.association, item["bucket"]
     assert config is not None
     own = shuffle.gather(context.folder("own"), bucket, schema=association.OWN)
@@ -263,34 +422,7 @@ def _scatter_pairs(pairs: pa.Table, name: str, context: Context) -> Counts:
     }
 
 
-# --- multi-hop and generated queries -------------------------------------------------------------------
-
-
-def transfer(item: Item, context: Context) -> Counts:
-    """Scatter the triplets of one bucket's queries to the queries associated with them."""
-    bucket = item["bucket"]
-    pairs = shuffle.gather(context.folder("lenders"), bucket, schema=association.ASSOCIATIONS)
-    triplets = read_table(context.bucket(bucket, "one_hop"))
-    query_ids = read_table(context.bucket(bucket, "queries"))["query_id"].combine_chunks()
-    counts = Counter(loans=0, lent_over_cap=0)
-    for kind, source in association.KINDS.items():
-        chosen = pairs.filter(pc.equal(pairs["kind"], kind))
-        rows, left_out = multi_hop_candidates(
-            triplets,
-            query_ids,
-            source=source,
-            associates=rows_of_numbers(chosen["associate"]),
-            queries=chosen["query"].to_numpy().astype(np.int64),
-            strength=chosen["strength"].to_numpy(),
-            limit=OFFERED_PER_ACCEPTED * context.config.max_multi_hop,
-            seed=context.config.seed,
-        )
-        to = (rows["row"].to_numpy() >> ROW_BITS).astype(np.int64)
-        at = rows.schema.get_field_index("row")
-        rows = rows.set_column(at, "row", pa.array(rows["row"].to_numpy() & ((1 << ROW_BITS) - 1)))
-        shuffle.scatter(rows, to, target=context.folder("loans"), name=f"{source}-{bucket:05d}")
-        counts.update(loans=len(rows), lent_over_cap=left_out)
-    return dict(counts)
+# --- generated queries ---------------------------------------------------------------------------------
 
 
 class QueryWriting:

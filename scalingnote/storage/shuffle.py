@@ -36,7 +36,8 @@ from numpy import ndarray
 from scalingnote.errors import DataError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Part, write_file, write_table
+from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.manifest import Part, write_file, write_table
 
 ROWS_PER_SLICE = 1 << 18
 MAX_SLICES = 1 << 12  # of an artifact; with more rows, slices are larger
@@ -226,7 +227,7 @@ def run_slices(
     folder = fs.join(folder, "done", name)
     done = [int(file.removesuffix(".json")) for file in fs.list_files(folder) if file.endswith(".json")]
     kept = fs.map_files(lambda number: fs.read_bytes(_record(folder, number)), done)
-    found = dict(zip(done, kept, strict=True))
+    found: dict[int, str | bytes] = dict(zip(done, kept, strict=True))
     todo = [(number, item) for number, item in enumerate(slices) if number not in found]
     if todo and found:
         get_logger(room).info("resuming: %d of %d %s of %r are done", len(found), len(slices), unit, name)
@@ -253,10 +254,10 @@ def named_parts(files: Iterable[Any]) -> list[tuple[str, Part]]:
     return [(name, Part(**part)) for name, part in files]
 
 
-def _recorded(item: tuple[int, T], *, task: Callable[[tuple[int, T]], R], folder: str) -> tuple[int, bytes]:
+def _recorded(item: tuple[int, T], *, task: Callable[[tuple[int, T]], R], folder: str) -> tuple[int, str]:
     """Run a task; its record is written last: it exists only for finished tasks."""
-    record = json.dumps(task(item)).encode()
-    fs.write_bytes(_record(folder, item[0]), record)
+    record = json.dumps(task(item))
+    fs.write_bytes(_record(folder, item[0]), record.encode())
     return item[0], record
 
 
