@@ -83,12 +83,35 @@ def _parser() -> argparse.ArgumentParser:
     _add_set(serve)
 
     export = command(
-        "export", commands.export, "write a run's query tower as an ONNX graph, checked on real queries"
+        "export", commands.export, "write a run's query tower as an ONNX graph, or its vectors to a database"
+    )
+    export.add_argument(
+        "what", nargs="?", choices=("tower", "vectors"), default="tower", help="default: %(default)s"
     )
     export.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
     export.add_argument(
-        "--form", choices=("onnx_int8", "onnx"), default="onnx_int8", help="default: %(default)s"
+        "--form", choices=("onnx_int8", "onnx"), default="onnx_int8", help="of a tower, default: %(default)s"
     )
+    vectors = export.add_argument_group("vectors")
+    vectors.add_argument("--to", choices=("qdrant", "milvus", "opensearch", "lancedb", "parquet"))
+    vectors.add_argument(
+        "--url", metavar="URL", help="of the server, or a folder or file that the client keeps"
+    )
+    vectors.add_argument("--collection", default="scalingnote", help="default: %(default)s")
+    vectors.add_argument(
+        "--embeddings", metavar="URI", help="an artifact of the stage encode, in place of a run"
+    )
+    vectors.add_argument(
+        "--columns",
+        nargs="*",
+        metavar="NAME",
+        help="of the documents; default: title and the index's filters",
+    )
+    vectors.add_argument("--rows", type=int, metavar="N", help="write the first N rows; default: all")
+    vectors.add_argument(
+        "--batch", type=int, metavar="N", help="rows of a request; default: the database's own"
+    )
+    vectors.add_argument("--checkpoint", metavar="FILE", help="default: a file in DIR/exports")
 
     ingest = command("ingest", commands.ingest, "encode, code and fuse new documents as a run did its own")
     ingest.add_argument("file", help="JSON lines or Parquet: doc_id, title, topic, content, features")

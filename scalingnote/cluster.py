@@ -352,6 +352,43 @@ def map_with_actors(
     return dataset.map_batches(after, batch_size=1, **around) if after else dataset
 
 
+class Loaded:
+    """Work of an actor that loads something: `make` returns the work of an item, at the first item.
+
+    Not before, because Ray drops the exception of an actor whose constructor fails.
+    """
+
+    def __init__(self, make: Callable[[], Callable[[Any], Any]]) -> None:
+        self._make, self._work = make, None
+
+    def __call__(self, item: Any) -> Any:
+        """The work of an item."""
+        self._work = self._work or self._make()
+        return self._work(item)
+
+
+def map_loaded(work: Callable[[T], R], items: Sequence[T], resources: Resources) -> Iterator[R]:
+    """Results of `work` for each item as they come, from actors, each with its own copy of `work`.
+
+    Items are tuples of JSON values, as results may be.
+    """
+    rows = [{"item": json.dumps(item)} for item in items]
+    for row in dataset_rows(map_with_actors(rows, _Mapper, {"work": ray.put(work)}, resources)):
+        yield json.loads(row["result"])
+
+
+class _Mapper:
+    def __init__(self, work: Any) -> None:
+        self._work: Callable[[Any], Any] = ray.get(work)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        try:
+            result = self._work(tuple(json.loads(batch["item"][0])))
+        except ScalingNoteError as error:
+            return {"result": [""], "error": [error_column(error)]}
+        return {"result": [json.dumps(result)], "error": [""]}
+
+
 def execution_errors() -> tuple[type[Exception], ...]:
     """Exceptions by which an execution of Ray Data ends early.
 

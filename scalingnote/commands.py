@@ -208,7 +208,9 @@ def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a query tower as a graph, checked on real queries."""
+    """Write a query tower as a graph, checked on real queries; or vectors to a database."""
+    if options.what == "vectors":
+        return _export_vectors(options)
     from scalingnote import pipeline
     from scalingnote.encode import exports
     from scalingnote.encode.config import ExportConfig
@@ -225,6 +227,39 @@ def export(options: argparse.Namespace) -> int:
     )
     cosine = made.manifest.info["least_cosine"]
     print(f"{made.uri}\nleast cosine to the tower over {made.counts['golden']} queries: {cosine:.5f}")
+    return 0
+
+
+def _export_vectors(options: argparse.Namespace) -> int:
+    if not options.to or not options.url:
+        raise ConfigError("name the database (--to) and where it is (--url URL, FOLDER or FILE)")
+    from scalingnote.export import databases, vectors
+    from scalingnote.log import configure
+    from scalingnote.storage import filesystem as fs
+
+    configure()
+    if options.embeddings:
+        source = vectors.of_embeddings(options.embeddings, columns=options.columns)
+    else:
+        from scalingnote import pipeline
+
+        config = pipeline.load_run(options.run)
+        source = vectors.Source(
+            pipeline.locate(config, "embeddings"),
+            pipeline.locate(config, "dataset"),
+            pipeline.locate(config, "bm25_terms") if config.bm25 else None,
+            tuple(("title", *config.index.filters) if options.columns is None else options.columns),
+        )
+    name = vectors.checkpoint_name(source, to=options.to, url=options.url, collection=options.collection)
+    folder = "exports" if options.embeddings else fs.join(options.run, "exports")
+    made = vectors.export(
+        source,
+        databases.connect(options.to, options.url, options.collection),
+        checkpoint=options.checkpoint or fs.join(folder, name),
+        most=options.rows,
+        batch_rows=options.batch,
+    )
+    print("\n".join(made.lines()))
     return 0
 
 

@@ -165,8 +165,11 @@ class CollectConfig(Config):
         None, description="further queries for distillation (EmbedDistill, section 4.3)"
     )
     validation_fraction: float = Field(0.1, ge=0, lt=1, description="share of the queries; 9:1 in the paper")
-    parts: int = Field(
-        8, ge=1, description="files of the artifact, of which a query's hash selects one; more for large logs"
+    parts: int | None = Field(
+        None,
+        ge=1,
+        description="files of the artifact, of which a query's hash selects one; null: one per 131,072 rows "
+        "of queries and evidence, at most 8; more for large logs in any case",
     )
     seed: int = Field(0, description="of the draws and of the validation split")
     resources: Resources = Resources()

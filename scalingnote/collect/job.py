@@ -7,29 +7,28 @@ on two cores took 2.5 s: ``groupby`` of a bucket column or a keyed ``repartition
 recorded; a run that was killed continues with the others.
 """
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import ray
-
 from scalingnote import cluster
-from scalingnote.collect import ranking, steps, triplet_parts
+from scalingnote.collect import steps, triplet_parts
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
 from scalingnote.collect.steps import Context, Item
 from scalingnote.config import Resources
 from scalingnote.datasets.splits import held_out_documents, queries
-from scalingnote.errors import DataError, ScalingNoteError
+from scalingnote.errors import DataError
 from scalingnote.lexical.frequencies import count_frequencies
 from scalingnote.log import get_logger
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.storage.shuffle import TaskRunner, named_parts, run_slices, slices
 
 log = get_logger("collect")
 MAX_BUCKET_ROWS = 1 << 22  # of queries and evidence, some 300 bytes of a task's memory for each
+# A bucket costs each step several requests, on which small data would spend all its time: it gets one for so
+# many rows, until there are enough of them for the cores of a machine.
+SMALL_BUCKET_ROWS, ENOUGH_BUCKETS = 1 << 17, 8
 Step = Callable[..., Any]  # of an item, the context and further arguments
 Ranker = ScoreTable | BM25Ranker | CrossEncoderConfig
 
@@ -58,7 +57,8 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     cluster.check_resources(config.resources, knob="collect.resources")
     tasks = _tasks(config.resources)
     context = Context(
-        config=config.model_copy(update={"parts": _parts(config, source, ranker)}),
+        config=config,
+        parts=_parts(config, source, ranker),
         dataset=source,
         planner=parents["planner"],
         held_out=held_out_documents(source, each=tasks),
@@ -106,35 +106,37 @@ def _ranker(config: CollectConfig, dataset: Artifact) -> Ranker | None:
 
 
 def _parts(config: CollectConfig, dataset: Artifact, ranker: Ranker | None) -> int:
-    """Number of buckets of queries: more than asked for where a bucket of evidence would fill a worker."""
+    """Number of buckets of queries: few for few rows, more than asked for where one would fill a worker."""
     rows = {
         table: sum(dataset.rows_of(dataset.table_parts(table)).values())
         for table in ("queries", "impressions", "scores")
     }
     if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
         rows["scores"] = rows["queries"] * config.top_t
-    return max(config.parts, -(-sum(rows.values()) // MAX_BUCKET_ROWS))
+    total = sum(rows.values())
+    asked = config.parts or min(-(-total // SMALL_BUCKET_ROWS), ENOUGH_BUCKETS)
+    return max(asked, -(-total // MAX_BUCKET_ROWS), 1)
 
 
 def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[str]:
     """Run all steps in order and register the parts with the draft; returns the counts."""
     config, dataset = context.config, context.dataset
     run = _Steps(context)
-    buckets: list[Item] = [{"bucket": number} for number in range(config.parts)]
+    buckets: list[Item] = [{"bucket": number} for number in range(context.parts)]
     # Both sources need the clicks: a clicked document is no negative of its query.
     logs = ["impressions", "scores"] if isinstance(ranker, ScoreTable) else ["impressions"]
-    run("queries", steps.QuerySelection, _row_groups(run, dataset, "queries"), unit="row groups")
-    run("evidence", steps.take_evidence, _row_groups(run, dataset, *logs), unit="row groups")
+    run("queries", steps.QuerySelection, steps.dataset_slices(dataset, "queries"), unit="slices")
+    run("evidence", steps.take_evidence, steps.dataset_slices(dataset, *logs), unit="slices")
     if isinstance(ranker, BM25Ranker | CrossEncoderConfig):
         _rank(run, context, ranker)
     run("one-hop", steps.one_hop, buckets)
     if config.association:
         run("own-keys", steps.OwnKeys, buckets)
-        run("own-filter", steps.own_filter, [{}])
+        run("own-filter", steps.own_filter, [{"keys": run.counts["own_keys"]}])
         run("candidates", steps.candidates, buckets)
         run("associate", steps.associate, buckets)
         run("mutual", steps.mutual, buckets)
-        run("transfer", steps.transfer, buckets)
+        run("transfer", triplet_parts.transfer, buckets)
     if config.query_generation:
         run("generate", steps.QueryWriting, buckets, config.query_generation)
     for record in run.records("finish", triplet_parts.write_part, buckets):
@@ -143,7 +145,7 @@ def _collect(context: Context, draft: Draft, ranker: Ranker | None) -> Counter[s
         run.counts.update(record["counts"])
     run("sample", triplet_parts.draw_samples, [{}])
     run("documents", triplet_parts.count_documents, buckets)
-    run("texts", triplet_parts.read_documents, _row_groups(run, dataset, "documents"), unit="row groups")
+    run("texts", triplet_parts.read_documents, steps.dataset_slices(dataset, "documents"), unit="slices")
     return run.counts
 
 
@@ -155,9 +157,9 @@ def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConf
     shards = slices(context.dataset, "documents")
     corpus = count_frequencies(
         shards,
-        partial(ranking.read_training_words, context=context),
+        partial(steps.read_training_words, context=context),
         texts=context.dataset.counts.get("documents", 0),
-        most=ranking.MAX_WORDS,
+        most=steps.MAX_WORDS,
         folder=context.folder("rank"),
         each=run.tasks,
         room="collect",
@@ -168,22 +170,23 @@ def _rank(run: "_Steps", context: Context, ranker: BM25Ranker | CrossEncoderConf
             "title, topic, content"
         )
     numbered: list[Item] = [{"shard": number, "parts": parts} for number, parts in enumerate(shards)]
-    run("shards", ranking.write_shard, numbered, bm25, corpus, unit="shards")
-    size = ranking.PAIR_GROUP_QUERIES if scored else ranking.GROUP_QUERIES
-    run("groups", ranking.write_groups, [{"bucket": number} for number in range(context.config.parts)], size)
-    groups = ranking.groups(context, size)
+    run("shards", steps.write_shard, numbered, bm25, corpus, unit="shards")
+    size = steps.PAIR_GROUP_QUERIES if scored else steps.GROUP_QUERIES
+    buckets: list[Item] = [{"bucket": number} for number in range(context.parts)]
+    queries = run.records("groups", steps.write_groups, buckets, size)
+    groups = steps.groups(queries, size)
     numbers = range(len(shards))
     searches: list[Item] = [
-        group | {"shards": [*numbers[first : first + ranking.SHARDS_PER_SEARCH]]}
-        for first in range(0, len(shards), ranking.SHARDS_PER_SEARCH)
+        group | {"shards": [*numbers[first : first + steps.SHARDS_PER_SEARCH]]}
+        for first in range(0, len(shards), steps.SHARDS_PER_SEARCH)
         for group in groups
     ]
-    run("search", ranking.search_shards, searches, depth, unit="searches")
-    merge = ranking.merge_pairs if scored else ranking.merge_hits
+    run("search", steps.search_shards, searches, depth, unit="searches")
+    merge = steps.merge_pairs if scored else steps.merge_hits
     run("rank", merge, groups, depth, shards, unit="groups of queries")
     if scored:
-        pairs = ranking.groups(context, ranking.SCORED_QUERIES)
-        run("score", ranking.PairScoring, pairs, ranker, unit="slices of queries")
+        pairs = steps.groups(queries, steps.SCORED_QUERIES)
+        run("score", steps.PairScoring, pairs, ranker, unit="slices of queries")
 
 
 class _Steps:
@@ -210,14 +213,10 @@ class _Steps:
         )
         each = self.tasks
         if isinstance(step, type):
-            task, each = _Loaded(step, self._context, arguments), self._in_actors
+            task = cluster.Loaded(partial(_loaded, step, self._context, arguments))
+            each = partial(cluster.map_loaded, resources=self._resources)
         work = self._context.work
         return run_slices(name, task, items, folder=work, each=each, room="collect", unit=unit)
-
-    def _in_actors(self, work: Callable[[Any], Any], items: Sequence[Any]) -> Iterable[Any]:
-        rows = [{"item": json.dumps(item)} for item in items]
-        done = cluster.map_with_actors(rows, _Actor, {"work": ray.put(work)}, self._resources)
-        return (row["done"] for row in cluster.dataset_rows(done))
 
 
 def _tasks(resources: Resources) -> TaskRunner:
@@ -225,45 +224,10 @@ def _tasks(resources: Resources) -> TaskRunner:
     return partial(cluster.map_tasks_in_order, resources=resources.without_gpus())
 
 
-class _Loaded:
-    """A step that loads a planner, a test set or a model.
-
-    It loads at the first item, because Ray drops the exception of an actor whose constructor fails.
-    """
-
-    def __init__(self, step: type, context: Context, arguments: Sequence[Any]) -> None:
-        self._make: Callable[[], Callable[[Item], Any]] = partial(step, context, *arguments)
-        self._step: Callable[[Item], Any] | None = None
-
-    def __call__(self, item: tuple[int, Item]) -> Any:
-        self._step = self._step or self._make()
-        return self._step(item[1])
-
-
-class _Actor:
-    def __init__(self, work: Any) -> None:
-        self._work: Callable[[Any], Any] = ray.get(work)
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        number, item = json.loads(batch["item"][0])
-        try:
-            self._work((number, item))
-        except ScalingNoteError as error:
-            return {"done": [number], "error": [cluster.error_column(error)]}
-        return {"done": [number], "error": [""]}
+def _loaded(step: type, context: Context, arguments: Sequence[Any]) -> Callable[[tuple[int, Item]], Any]:
+    work = step(context, *arguments)
+    return lambda item: work(item[1])
 
 
 def _call(item: tuple[int, Item], *, step: Step, context: Context, arguments: Sequence[Any]) -> Any:
     return step(item[1], context, *arguments)
-
-
-def _row_groups(run: "_Steps", dataset: Artifact, *tables: str) -> list[Item]:
-    """One item per row group of the tables' files: bounded in size, and many enough for all workers."""
-    parts: list[Item] = [{"table": t, "part": part} for t in tables for part in dataset.table_parts(t)]
-    found = run.records(f"row-groups-{'-'.join(tables)}", steps.read_row_group_sizes, parts, unit="parts")
-    groups = [
-        item | {"uri": fs.join(dataset.uri, item["part"]), "group": group, "rows": rows}
-        for item, sizes in zip(parts, found, strict=True)
-        for group, rows in enumerate(sizes)
-    ]
-    return [item | {"slice": f"{item['table']}-{number:07d}"} for number, item in enumerate(groups)]

@@ -1,9 +1,18 @@
 """The steps of collect, each over one slice or one bucket, and the files between them.
 
     queries ─────► QuerySelection ─by query─► one_hop ──► bucket: queries, one_hop, known
-    log, scores ─► take_evidence ──by query─────┘
-    bucket ─► OwnKeys, candidates ─by key─► associate ─by pair─► mutual ─by associate─► transfer
-    transfer ─by query─► triplet_parts.write_part
+    log, scores ─► take_evidence ──by query─────┤
+    documents ─► ranking ──────────by query─────┘
+    bucket ─► OwnKeys, candidates ─by key─► associate ─by pair─► mutual ─by associate─► triplet_parts
+
+The ranking of the training documents, by BM25 or by a cross-encoder after it:
+
+    documents ─► word frequencies ─► shards ┐
+    queries ─────────────────────► groups ──┴► search ─► hits of some shards ─► merge ─► evidence
+                          with a cross-encoder: merge ─► texts of the best ─► PairScoring ─► evidence
+
+There a task holds a shard of documents, a group of queries with their best documents, or, for a
+cross-encoder, the texts of a smaller group: memory is bounded at any corpus size.
 
 A step is a function of an item and the context, or a class where it loads something once and uses it for many
 items: a planner, a model. Steps know neither Ray nor each other. A step scatters rows to buckets by query_id,
@@ -11,7 +20,7 @@ doc_id or key, in files whose names depend on its input alone: repeated after a 
 query is numbered by its bucket and its row in it, so that association works on integers alone.
 """
 
-from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,25 +31,43 @@ import pyarrow.parquet as pq
 from jaxtyping import Int64, UInt64
 from numpy import ndarray
 
+from scalingnote import topk
+from scalingnote.bm25 import document_texts, terms
 from scalingnote.collect import association
-from scalingnote.collect.config import CollectConfig, QueryGenerationConfig
+from scalingnote.collect.config import (
+    BM25Ranker,
+    CollectConfig,
+    CrossEncoderConfig,
+    QueryGenerationConfig,
+)
 from scalingnote.collect.decontamination import CLEAN, EXACT, NEAR, Decontaminator
-from scalingnote.collect.multi_hop import multi_hop_candidates
-from scalingnote.collect.one_hop import (
+from scalingnote.collect.triplets import (
+    CLICK_COLUMNS,
     EVIDENCE,
     click_evidence,
     condensed,
     one_hop_triplets,
     ranking_evidence,
 )
+from scalingnote.lexical import ranking
+from scalingnote.lexical.frequencies import Frequencies
+from scalingnote.lexical.weights import BM25Weights
 from scalingnote.planner.planner import TermScores
 from scalingnote.planner.planner import load as load_planner
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
+from scalingnote.storage.arrow import to_arrow, to_matrix
 from scalingnote.storage.artifact import Artifact, read_table, write_table
+from scalingnote.storage.schema import DOCUMENTS, SCORES
 
 ROW_BITS = 40  # of a query's number; the bits above are its bucket
-OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected
+MAX_WORDS = 1 << 22  # in the vocabulary, the most frequent ones: 400 MB of a task that builds a shard
+SHARDS_PER_SEARCH = 8  # two million documents: 0.2 to 1 ms per query and shard
+GROUP_QUERIES = 1 << 16  # 40 MB of hits where 50 documents are kept
+PAIR_GROUP_QUERIES = 1 << 12  # with a cross-encoder: the texts of 100 documents for each are some 400 MB
+SCORED_QUERIES = 512  # between two records of a cross-encoder
+DOCUMENT_BITS = 32  # of a document's number; the bits above are its shard
+FIELDS = ["title", "topic", "content"]
 QUERY = pa.schema({"query_id": pa.string(), "query": pa.string()})
 Item = dict[str, Any]  # one slice or bucket, as JSON values
 Counts = dict[str, int]
@@ -51,6 +78,7 @@ class Context:
     """Input of all steps; equal for all of them, and small."""
 
     config: CollectConfig
+    parts: int  # of the artifact, and buckets of every step
     dataset: Artifact
     planner: Artifact
     held_out: pa.Array  # doc_ids excluded from training
@@ -67,10 +95,29 @@ class Context:
         return fs.join(self.work, "bucket", f"{number:05d}", f"{table}.parquet")
 
 
-def read_row_group(item: Item, columns: list[str] | None = None) -> pa.Table:
-    """The row group of a dataset's file that an item names (``uri`` and ``group``)."""
-    with fs.open_input(item["uri"]) as file:
-        return pq.ParquetFile(file).read_row_group(item["group"], columns=columns)
+def dataset_slices(dataset: Artifact, *tables: str) -> list[Item]:
+    """Items of about ROWS_PER_SLICE rows of the tables: some parts, or a share of the row groups of one."""
+    items: list[Item] = []
+    for table in tables:
+        for parts in shuffle.slices(dataset, table):
+            rows = sum(dataset.rows_of(parts).values())
+            shares = max(-(-rows // shuffle.ROWS_PER_SLICE), 1) if len(parts) == 1 else 1
+            items += [{"table": table, "parts": parts, "share": (n, shares)} for n in range(shares)]
+    return [item | {"slice": f"{item['table']}-{number:07d}"} for number, item in enumerate(items)]
+
+
+def read_slice(item: Item, columns: list[str], context: Context) -> pa.Table:
+    """Columns of the rows of an item of :func:`dataset_slices`."""
+    share, shares = item["share"]
+    if shares == 1:
+        return pa.concat_tables(context.dataset.table(part, columns) for part in item["parts"])
+    (part,) = item["parts"]
+    if share == 0:
+        context.dataset.file(part)  # compares the checksum, once for all shares
+    with fs.open_input(fs.join(context.dataset.uri, part)) as source:
+        file = pq.ParquetFile(source)
+        first, stop = (number * file.num_row_groups // shares for number in (share, share + 1))
+        return file.read_row_groups(range(first, stop), columns=columns)
 
 
 def read_queries(bucket: int, context: Context) -> pa.Table:
@@ -80,7 +127,7 @@ def read_queries(bucket: int, context: Context) -> pa.Table:
 
 def scatter_by(table: pa.Table, key: str, target: str, name: str, context: Context) -> None:
     """Write rows to buckets by the hash of a column; `name` is unique among the tables of `target`."""
-    bucket = shuffle.bucket_of(table[key], context.config.parts)
+    bucket = shuffle.bucket_of(table[key], context.parts)
     shuffle.scatter(table, bucket, target=context.folder(target), name=name)
 
 
@@ -114,13 +161,6 @@ def buckets_of_numbers(numbers: pa.ChunkedArray) -> Int64[ndarray, " queries"]:
 # --- queries and evidence ------------------------------------------------------------------------------
 
 
-def read_row_group_sizes(item: Item, context: Context) -> list[int]:
-    """Rows of each row group of a part, whose checksum is compared."""
-    with fs.open_input(context.dataset.file(item["part"])) as file:
-        found = pq.ParquetFile(file).metadata
-    return [found.row_group(group).num_rows for group in range(found.num_row_groups)]
-
-
 class QuerySelection:
     """Selects training queries and drops those that repeat a test query."""
 
@@ -129,8 +169,8 @@ class QuerySelection:
         self._decontaminate = _decontaminator(context)
 
     def __call__(self, item: Item) -> Counts:
-        """Scatter one row group of queries by query_id."""
-        table = read_row_group(item)
+        """Scatter one slice of queries by query_id."""
+        table = read_slice(item, [*QUERY.names, "split"], self._context)
         table = table.filter(pc.equal(table["split"], "train")).select(QUERY.names)
         counts = {"query_rows": len(table)}
         if self._decontaminate:
@@ -143,13 +183,143 @@ class QuerySelection:
 
 
 def take_evidence(item: Item, context: Context) -> Counts:
-    """Scatter the evidence of one row group of the click log or of the scores."""
-    table = read_row_group(item)
+    """Scatter the evidence of one slice of the click log or of the scores."""
     if item["table"] == "impressions":
-        table = click_evidence(table, min_dwell_s=context.config.min_dwell_s)
+        table = read_slice(item, CLICK_COLUMNS, context)
+        evidence = click_evidence(table, min_dwell_s=context.config.min_dwell_s)
     else:
-        table = ranking_evidence(table)
-    return scatter_evidence(table, item["slice"], context) | {"evidence_rows": item["rows"]}
+        table = read_slice(item, SCORES.names, context)
+        evidence = ranking_evidence(table)
+    return scatter_evidence(evidence, item["slice"], context) | {"evidence_rows": len(table)}
+
+
+# --- ranking -------------------------------------------------------------------------------------------
+
+
+def read_training_words(parts: Sequence[str], context: Context) -> Iterator[list[str]]:
+    """The words of each document that training may see."""
+    yield from map(terms, document_texts(_documents(parts, FIELDS, context)))
+
+
+def write_shard(item: Item, context: Context, ranker: BM25Ranker, corpus: Frequencies) -> Counts:
+    """Write the inverted lists of one slice of the documents."""
+    words = read_table(corpus.words)
+    totals = {"documents": corpus.texts, "length": corpus.length}
+    weights = BM25Weights(words, **totals, k1=ranker.k1, b=ranker.b)
+    texts = document_texts(_documents(item["parts"], FIELDS, context))
+    write_table(_shard(item["shard"], context), ranking.build_shard(texts, weights, words["word"]))
+    return {}
+
+
+def write_groups(item: Item, context: Context, size: int) -> int:
+    """Write one bucket's queries in groups of `size`; returns their number."""
+    queries = read_queries(item["bucket"], context)
+    for start in range(0, len(queries), size):
+        write_table(_file("groups", item["bucket"], start, context), queries.slice(start, size))
+    return len(queries)
+
+
+def groups(queries: Sequence[int], size: int) -> list[Item]:
+    """One item per group, from the number of queries in each bucket."""
+    return [
+        {"bucket": bucket, "start": start}
+        for bucket, number in enumerate(queries)
+        for start in range(0, number, size)
+    ]
+
+
+def search_shards(item: Item, context: Context, depth: int) -> Counts:
+    """Write the best documents of some shards for each query of a group."""
+    queries = read_table(_file("groups", item["bucket"], item["start"], context))["query"].to_pylist()
+    shards = ((shard << DOCUMENT_BITS, read_table(_shard(shard, context))) for shard in item["shards"])
+    rows, scores = ranking.search(shards, queries, depth)
+    hits = pa.table({"row": to_arrow(rows, dtype="int64"), "score": to_arrow(scores)})
+    write_table(_hits(item, item["shards"][0], context), hits)
+    return {}
+
+
+def merge_hits(item: Item, context: Context, depth: int, shards: list[list[str]]) -> Counts:
+    """Scatter the best documents of all shards for the queries of a group as evidence."""
+    queries, number, documents = _merged(item, context, depth, shards, [])
+    evidence = documents.append_column("query_id", queries["query_id"].take(pa.array(number)))
+    return _scatter(evidence, item, context) | {"ranked": len(queries)}
+
+
+def merge_pairs(item: Item, context: Context, depth: int, shards: list[list[str]]) -> Counts:
+    """Write the queries of a group with the texts of their best documents, in slices for a cross-encoder."""
+    queries, number, documents = _merged(item, context, depth, shards, FIELDS)
+    for name in ("query_id", "query"):
+        documents = documents.append_column(name, queries[name].take(pa.array(number)))
+    for start in range(0, len(queries), SCORED_QUERIES):
+        chosen = documents.filter(pa.array((number >= start) & (number < start + SCORED_QUERIES)))
+        write_table(_file("pairs", item["bucket"], item["start"] + start, context), chosen)
+    return {"ranked": len(queries)}
+
+
+class PairScoring:
+    """Scores pairs of queries and documents with a cross-encoder."""
+
+    def __init__(self, context: Context, config: CrossEncoderConfig) -> None:
+        from scalingnote.collect.transformer_models import PairScorer
+
+        self._context, self._scorer = context, PairScorer(config)
+
+    def __call__(self, item: Item) -> Counts:
+        """Scatter the scores of one slice as evidence."""
+        pairs = read_table(_file("pairs", item["bucket"], item["start"], self._context))
+        scores = self._scorer.score(pairs["query"].to_pylist(), document_texts(pairs))
+        at = pairs.schema.get_field_index("score")
+        return _scatter(pairs.set_column(at, "score", pa.array(scores)), item, self._context)
+
+
+def _merged(
+    item: Item, context: Context, depth: int, shards: list[list[str]], fields: list[str]
+) -> tuple[pa.Table, Int64[ndarray, " hits"], pa.Table]:
+    """Queries of a group, and for each hit the row of its query, and its document's id, fields and score."""
+    queries = read_table(_file("groups", item["bucket"], item["start"], context))
+    best = topk.Best(len(queries), depth)
+    for first in range(0, len(shards), SHARDS_PER_SEARCH):
+        hits = read_table(_hits(item, first, context))
+        best.add(slice(None), to_matrix(hits["score"]), to_matrix(hits["row"]))
+    rows, scores = best.ids, best.scores
+    query, place = np.nonzero(rows >= 0)
+    order = np.argsort(rows[query, place], kind="stable")
+    query, place = query[order], place[order]
+    found = rows[query, place]
+    documents = [DOCUMENTS.empty_table().select(["doc_id", *fields])]
+    for shard, parts in enumerate(shards):
+        start, stop = np.searchsorted(found, [shard << DOCUMENT_BITS, shard + 1 << DOCUMENT_BITS])
+        if start < stop:
+            local = pa.array(found[start:stop] - (shard << DOCUMENT_BITS))
+            documents.append(_documents(parts, ["doc_id", *fields], context).take(local))
+    return queries, query, pa.concat_tables(documents).append_column("score", pa.array(scores[query, place]))
+
+
+def _documents(parts: Sequence[str], columns: list[str], context: Context) -> pa.Table:
+    """Columns of the documents that training may see."""
+    table = pa.concat_tables(context.dataset.table(part, [*{"doc_id", *columns}]) for part in parts)
+    seen = pc.invert(pc.is_in(table["doc_id"], value_set=context.held_out))
+    return table.filter(seen).select(columns)
+
+
+def _scatter(ranked: pa.Table, item: Item, context: Context) -> Counts:
+    name = f"ranked-{item['bucket']:05d}-{item['start']:09d}"
+    return scatter_evidence(ranking_evidence(ranked), name, context)
+
+
+def _shard(number: int, context: Context) -> str:
+    return context.folder(f"rank/shards/{number:05d}.arrow")
+
+
+def _hits(item: Item, first: int, context: Context) -> str:
+    return context.folder(f"rank/hits/{item['bucket']:05d}-{item['start']:09d}/{first:05d}.parquet")
+
+
+def _file(kind: str, bucket: int, start: int, context: Context) -> str:
+    return context.folder(f"rank/{kind}/{bucket:05d}-{start:09d}.parquet")
+
+
+# --- one hop -------------------------------------------------------------------------------------------
 
 
 def one_hop(item: Item, context: Context) -> Counts:
@@ -185,16 +355,15 @@ class OwnKeys:
         del counts["queries"]  # QuerySelection counted them
         scatter_by(own, "key", "own", f"{bucket:05d}", context)
         write_table(context.bucket(bucket, "own"), own)  # also whole, for the filter: one file a bucket
-        return counts
+        return counts | {"own_keys": len(own)}
 
 
 def own_filter(item: Item, context: Context) -> Counts:
     """Write a filter of all own keys, so that candidate keys that no query owns are not shuffled."""
-    tables = [context.bucket(bucket, "own") for bucket in range(context.config.parts)]
-    keys = sum(pq.read_metadata(fs.open_input(uri)).num_rows for uri in tables)
-    owned = association.key_filter((read_table(uri) for uri in tables), keys=keys)
+    tables = (read_table(context.bucket(bucket, "own")) for bucket in range(context.parts))
+    owned = association.key_filter(tables, keys=item["keys"])
     fs.write_bytes(context.folder("own.bits"), owned.bits.tobytes())
-    return {"own_keys": keys}
+    return {}
 
 
 def candidates(item: Item, context: Context) -> Counts:
@@ -220,13 +389,18 @@ def candidates(item: Item, context: Context) -> Counts:
 
 
 def associate(item: Item, context: Context) -> Counts:
-    """Join one bucket of keys: settled pairs are scattered by associate, the others by pair."""
+    """Join one bucket of keys: settled pairs are scattered by associate, the others by pair.
+
+    All queries of a key meet in this one task, whatever the number of buckets. It holds 17 bytes of each that
+    owns the key, 29 of each that emits it, and up to `max_associates` pairs of 21 bytes of each that owns it:
+    a key that a million queries own takes 1 to 2 GB with the default of 32.
+    """
     config, bucket = context.config.association, item["bucket"]
     assert config is not None
     own = shuffle.gather(context.folder("own"), bucket, schema=association.OWN)
     emitted = shuffle.gather(context.folder("candidates"), bucket, schema=association.CANDIDATES)
     settled, one_way, counts = association.join(own, emitted, config=config)
-    by_pair = shuffle.bucket_of(pa.array(association.pair_keys(one_way)), context.config.parts)
+    by_pair = shuffle.bucket_of(pa.array(association.pair_keys(one_way)), context.parts)
     shuffle.scatter(one_way, by_pair, target=context.folder("pairs"), name=f"{bucket:05d}")
     return counts | _scatter_pairs(settled, f"settled-{bucket:05d}", context)
 
@@ -248,34 +422,7 @@ def _scatter_pairs(pairs: pa.Table, name: str, context: Context) -> Counts:
     }
 
 
-# --- multi-hop and generated queries -------------------------------------------------------------------
-
-
-def transfer(item: Item, context: Context) -> Counts:
-    """Scatter the triplets of one bucket's queries to the queries associated with them."""
-    bucket = item["bucket"]
-    pairs = shuffle.gather(context.folder("lenders"), bucket, schema=association.ASSOCIATIONS)
-    triplets = read_table(context.bucket(bucket, "one_hop"))
-    query_ids = read_table(context.bucket(bucket, "queries"))["query_id"].combine_chunks()
-    counts = Counter(loans=0, lent_over_cap=0)
-    for kind, source in association.KINDS.items():
-        chosen = pairs.filter(pc.equal(pairs["kind"], kind))
-        rows, left_out = multi_hop_candidates(
-            triplets,
-            query_ids,
-            source=source,
-            associates=rows_of_numbers(chosen["associate"]),
-            queries=chosen["query"].to_numpy().astype(np.int64),
-            strength=chosen["strength"].to_numpy(),
-            limit=OFFERED_PER_ACCEPTED * context.config.max_multi_hop,
-            seed=context.config.seed,
-        )
-        to = (rows["row"].to_numpy() >> ROW_BITS).astype(np.int64)
-        at = rows.schema.get_field_index("row")
-        rows = rows.set_column(at, "row", pa.array(rows["row"].to_numpy() & ((1 << ROW_BITS) - 1)))
-        shuffle.scatter(rows, to, target=context.folder("loans"), name=f"{source}-{bucket:05d}")
-        counts.update(loans=len(rows), lent_over_cap=left_out)
-    return dict(counts)
+# --- generated queries ---------------------------------------------------------------------------------
 
 
 class QueryWriting:

@@ -1,6 +1,7 @@
 """The parts of the triplets artifact, and its statistics page.
 
-    bucket (one hop, known) + multi-hop candidates ─► write_part ─► triplets/, answers/, counts, sample
+    bucket (one hop), pairs of associates ─► transfer ─by query─► multi-hop candidates
+    bucket (one hop, known), multi-hop candidates ─► write_part ─► triplets/, answers/, counts, sample
     counts, sample, documents ─► statistics ─► statistics.json, statistics.md
 
 The page holds the paper's Tables 1 and 2, the sources of rows, and a few rows to read.
@@ -16,11 +17,19 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from scalingnote import reports
-from scalingnote.collect.association import KINDS
+from scalingnote.collect.association import ASSOCIATIONS, KINDS
 from scalingnote.collect.config import CollectConfig, Mixing, Share
-from scalingnote.collect.multi_hop import MULTI_HOP, select_multi_hop
-from scalingnote.collect.one_hop import hash_fraction
-from scalingnote.collect.steps import Context, Counts, Item, read_row_group, scatter_by
+from scalingnote.collect.steps import (
+    FIELDS,
+    Context,
+    Counts,
+    Item,
+    buckets_of_numbers,
+    read_slice,
+    rows_of_numbers,
+    scatter_by,
+)
+from scalingnote.collect.triplets import MULTI_HOP, hash_fraction, multi_hop_candidates, select_multi_hop
 from scalingnote.planner.planner import words
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
@@ -28,14 +37,41 @@ from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import ANSWERS, TRIPLETS
 from scalingnote.storage.shuffle import JsonRecord
 
-FIELDS = ("title", "topic", "content")
+OFFERED_PER_ACCEPTED = 4  # candidates per associate and triplet that a query accepts: some are rejected
 SAMPLE_ROWS = 20  # per source
 MAX_POSITIVES_SHOWN = 5
-_MEASURED_DOCUMENTS = 200  # per row group; enough for mean lengths of a corpus of any size
+_MEASURED_DOCUMENTS = 200  # per slice; enough for mean lengths of a corpus of any size
 _SHOWN_CHARS = 100
 
 
 # --- parts ---------------------------------------------------------------------------------------------
+
+
+def transfer(item: Item, context: Context) -> Counts:
+    """Scatter the triplets of one bucket's queries to the queries associated with them."""
+    bucket = item["bucket"]
+    pairs = shuffle.gather(context.folder("lenders"), bucket, schema=ASSOCIATIONS)
+    triplets = read_table(context.bucket(bucket, "one_hop"))
+    query_ids = read_table(context.bucket(bucket, "queries"))["query_id"].combine_chunks()
+    counts = Counter(loans=0, lent_over_cap=0)
+    for kind, source in KINDS.items():
+        chosen = pairs.filter(pc.equal(pairs["kind"], kind))
+        rows, left_out = multi_hop_candidates(
+            triplets,
+            query_ids,
+            source=source,
+            associates=rows_of_numbers(chosen["associate"]),
+            queries=chosen["query"].to_numpy().astype(np.int64),
+            strength=chosen["strength"].to_numpy(),
+            limit=OFFERED_PER_ACCEPTED * context.config.max_multi_hop,
+            seed=context.config.seed,
+        )
+        numbers, at = rows["row"].cast(pa.uint64()), rows.schema.get_field_index("row")
+        to = buckets_of_numbers(numbers)
+        rows = rows.set_column(at, "row", pa.array(rows_of_numbers(numbers)))
+        shuffle.scatter(rows, to, target=context.folder("loans"), name=f"{source}-{bucket:05d}")
+        counts.update(loans=len(rows), lent_over_cap=left_out)
+    return dict(counts)
 
 
 def write_part(item: Item, context: Context) -> JsonRecord:
@@ -192,16 +228,16 @@ def count_documents(item: Item, context: Context) -> Counts:
 
 def draw_samples(item: Item, context: Context) -> Counts:
     """Draw the rows to read from the samples of all buckets."""
-    rows = [read_table(context.bucket(number, "sample")) for number in range(context.config.parts)]
+    rows = [read_table(context.bucket(number, "sample")) for number in range(context.parts)]
     drawn = sample_rows(pa.concat_tables([TRIPLETS.empty_table(), *rows]), seed=context.config.seed)
     write_table(context.folder("sample.parquet"), drawn)
     return {}
 
 
 def read_documents(item: Item, context: Context) -> Counts:
-    """Keep the texts of sampled rows in one row group of documents, and count words of its first rows."""
+    """Keep the texts of sampled rows in one slice of documents, and count words of its first rows."""
     sampled = _documents(read_table(context.folder("sample.parquet")))
-    table = read_row_group(item, ["doc_id", *FIELDS])
+    table = read_slice(item, ["doc_id", *FIELDS], context)
     texts = table.filter(pc.is_in(table["doc_id"], value_set=sampled)).select(["doc_id", "title", "content"])
     write_table(fs.join(context.folder("texts"), f"{item['slice']}.parquet"), texts)
     measured = table.slice(0, _MEASURED_DOCUMENTS)

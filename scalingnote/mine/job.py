@@ -9,34 +9,38 @@ arrow is a step of tasks that leave files and a record: a run after a kill repea
 Actors encode and refresh, because they hold a tower or run files; the driver holds names and counts.
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from scalingnote import cluster
 from scalingnote.datasets.splits import held_out_documents
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.log import Progress, get_logger
+from scalingnote.log import get_logger
 from scalingnote.mine.config import MineConfig
-from scalingnote.mine.queries import (
-    EMBEDDINGS,
+from scalingnote.mine.refresh import (
+    RunFileRanking,
+    SearchedRanking,
+    batch_folder,
+    positives_by_query,
+    refresh,
+)
+from scalingnote.mine.search import (
     QUERIES,
+    Documents,
     Piece,
     Place,
     batches_of,
+    merge_shards,
     places_of,
     read_batch,
+    search_shard,
     write_embeddings,
     write_pieces,
 )
-from scalingnote.mine.ranking import RunFileRanking, SearchedRanking, batch_folder
-from scalingnote.mine.refresh import positives_by_query, refresh
-from scalingnote.mine.search import Documents, merge_shards, search_shard
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import (
@@ -48,7 +52,7 @@ from scalingnote.storage.artifact import (
     write_file,
     write_table,
 )
-from scalingnote.storage.shuffle import run_slices
+from scalingnote.storage.shuffle import JsonRecord, run_slices
 
 log = get_logger("mine")
 
@@ -87,11 +91,25 @@ def run(
     if draft.finished:
         return draft.existing()
     cluster.check_resources(config.resources, knob="mine.resources")
-    places = {} if config.runs else _search(config, parents, draft)
-    source = parents["triplets"]
+    source, folder = parents["triplets"], draft.work()
+    rows = source.rows_of(source.names("triplets/", ".parquet"))
+    places = {} if config.runs else _search(config, parents, rows, folder)
     counts = Counter(mined=0, kept=0, lost=0, triplets=0)
-    for record in _mine(config.model_copy(update={"runs": runs}), parents, draft, places):
-        draft.register(record["name"], Part(**record["part"]))
+    config = config.model_copy(update={"runs": runs})
+    work = cluster.Loaded(partial(Miner, config, parents, draft.uri, folder, places))
+    each = partial(cluster.map_loaded, resources=config.resources.without_gpus())
+    records = run_slices(
+        "mined",
+        work,
+        [*rows],
+        folder=folder,
+        each=each,
+        room="mine",
+        unit="triplets",
+        rows=[*rows.values()],
+    )
+    for name, record in zip(rows, records, strict=True):
+        draft.register(name, Part(**record["part"]))
         counts.update(record["counts"])
     if not counts["mined"]:
         raise DataError(
@@ -115,17 +133,20 @@ def copy_part(name: str, *, source: Artifact, output: str) -> tuple[str, Part]:
 # --- search ------------------------------------------------------------------------------------------------
 
 
-def _search(config: MineConfig, parents: Mapping[str, Artifact], draft: Draft) -> dict[str, list[Place]]:
+def _search(
+    config: MineConfig, parents: Mapping[str, Artifact], rows: Mapping[str, int], folder: str
+) -> dict[str, list[Place]]:
     """Search the documents for all queries; returns the places of each part's results."""
-    triplets, embeddings, folder = parents["triplets"], parents["embeddings"], draft.work()
-    on_cpus = config.resources.without_gpus()
-    step = partial(run_slices, folder=folder, room="mine")
-    names = triplets.names("triplets/", ".parquet")
-    rows = [*triplets.rows_of(names).values()]
-    write = partial(write_pieces, triplets=triplets, folder=folder)
-    cut: list[list[Piece]] = step("queries", write, names, each=cluster.map_tasks, unit="triplets", rows=rows)
+    embeddings, step = parents["embeddings"], partial(run_slices, folder=folder, room="mine")
+    write = partial(write_pieces, triplets=parents["triplets"], folder=folder)
+    sizes = [*rows.values()]
+    cut: list[list[Piece]] = step(
+        "queries", write, [*rows], each=cluster.map_tasks, unit="triplets", rows=sizes
+    )
     pieces = [piece for own in cut for piece in own]
-    _encode(config, parents["dual_encoder"], pieces)
+    encode = cluster.Loaded(partial(QueryTower, config, parents["dual_encoder"]))
+    actors = partial(cluster.map_loaded, resources=config.resources)
+    step("encoded", encode, pieces, each=actors, unit="queries", rows=[piece["queries"] for piece in pieces])
     batches, shards = batches_of(pieces), _shards(embeddings)
     documents = Documents(embeddings, *_training_share(config, parents), config.seed)
     sizes = [sum(embeddings.rows_of(shard).values()) for shard in shards]
@@ -139,14 +160,14 @@ def _search(config: MineConfig, parents: Mapping[str, Artifact], draft: Draft) -
             search_task, config=config, batches=batches, shards=shards, documents=documents, folder=folder
         ),
         items,
-        each=partial(cluster.map_tasks_in_order, resources=on_cpus),
+        each=partial(cluster.map_tasks_in_order, resources=config.resources.without_gpus()),
         unit="documents",
         rows=[sizes[shard] for _, shard in items],
     )
     merge = partial(merge_task, shards=len(shards), folder=folder)
     step("merge", merge, range(len(batches)), each=cluster.map_tasks, unit="batches of queries")
     places = places_of(batches)
-    return {name: [places[piece["folder"]] for piece in own] for name, own in zip(names, cut, strict=True)}
+    return {name: [places[piece["folder"]] for piece in own] for name, own in zip(rows, cut, strict=True)}
 
 
 def _shards(embeddings: Artifact) -> list[dict[str, int]]:
@@ -164,33 +185,19 @@ def _training_share(config: MineConfig, parents: Mapping[str, Artifact]) -> tupl
     return held_out, config.max_documents / max(parents["embeddings"].counts["documents"] - len(held_out), 1)
 
 
-def _encode(config: MineConfig, towers: Artifact, pieces: Sequence[Piece]) -> None:
-    """Encode the queries of the pieces that have no embeddings yet."""
-    todo = [piece for piece in pieces if not fs.exists(fs.join(piece["folder"], EMBEDDINGS))]
-    total, left = (sum(piece["queries"] for piece in some) for some in (pieces, todo))
-    with Progress("mine", total=total, done=total - left, unit="queries encoded") as progress:
-        if todo:
-            arguments = {"config": config, "towers": towers}
-            done = cluster.map_with_actors(todo, QueryTower, arguments, config.resources)
-            for piece in cluster.dataset_rows(done):
-                progress.advance(int(piece["queries"]))
-
-
 class QueryTower:
-    """Actor: encodes the queries of one piece at a time."""
+    """Encodes the queries of a piece."""
 
-    def __init__(self, *, config: MineConfig, towers: Artifact) -> None:
+    def __init__(self, config: MineConfig, towers: Artifact) -> None:
         import torch  # late: mining run files needs no torch
 
         torch.set_num_threads(max(int(config.resources.cpus_per_worker), 1))
         self._encoder = QueryEncoder.load(towers.directory("query"), token_budget=config.token_budget)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Write the embeddings of a batch's piece."""
-        piece = {name: values[0] for name, values in batch.items()}
-        queries = read_table(fs.join(piece["folder"], QUERIES))["query"].to_pylist()
-        write_embeddings(piece, self._encoder.encode_queries(queries))
-        return batch
+    def __call__(self, item: tuple[int, Piece]) -> None:
+        """Write the embeddings of a piece."""
+        queries = read_table(fs.join(item[1]["folder"], QUERIES))["query"].to_pylist()
+        write_embeddings(item[1], self._encoder.encode_queries(queries))
 
 
 def search_task(
@@ -223,54 +230,30 @@ def _shard_folder(folder: str, batch: int, shard: int) -> str:
 # --- refresh -----------------------------------------------------------------------------------------------
 
 
-def _mine(
-    config: MineConfig, parents: dict[str, Artifact], draft: Draft, places: Mapping[str, Sequence[Place]]
-) -> list[dict[str, Any]]:
-    """Mine all parts and return their records; records of an earlier, killed run are reused."""
-    source = parents["triplets"]
-    rows = source.rows_of(source.names("triplets/", ".parquet"))
-    notes = {name: draft.work(f"mined/{Path(name).stem}.json") for name in rows}
-    todo = [name for name, note in notes.items() if not fs.exists(note)]
-    done = sum(rows.values()) - sum(rows[name] for name in todo)
-    with Progress("mine", total=sum(rows.values()), done=done, unit="triplets") as progress:
-        if todo:
-            items = [{"name": name} for name in todo]
-            arguments = {"config": config, "parents": parents, "work": draft.work(), "output": draft.uri}
-            arguments |= {"notes": notes, "places": places}
-            mined = cluster.map_with_actors(items, Miner, arguments, config.resources.without_gpus())
-            for row in cluster.dataset_rows(mined):
-                progress.advance(rows[row["name"]])
-    return [json.loads(fs.read_bytes(note)) for note in notes.values()]
-
-
 class Miner:
-    """Actor: reads a part of triplets and the rankings of its queries, writes it with mined negatives."""
+    """Reads a part of triplets and the rankings of its queries, writes it with mined negatives."""
 
     def __init__(
         self,
-        *,
         config: MineConfig,
-        parents: dict[str, Artifact],
-        work: str,
-        output: str,
-        notes: dict[str, str],
+        parents: Mapping[str, Artifact],
+        draft_uri: str,
+        folder: str,
         places: Mapping[str, Sequence[Place]],
     ) -> None:
-        self._config, self._triplets, self._output, self._notes = config, parents["triplets"], output, notes
+        self._config, self._triplets, self._output = config, parents["triplets"], draft_uri
         self._ranking = (
-            RunFileRanking(config, parents["dataset"]) if config.runs else SearchedRanking(places, work)
+            RunFileRanking(config, parents["dataset"]) if config.runs else SearchedRanking(places, folder)
         )
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Mine the part of a batch; its record is written last, to the URI in `notes`."""
-        (name,) = batch["name"]
-        part = self._triplets.table(name)
-        rankings, scores = self._ranking.rank(name, part)
+    def __call__(self, item: tuple[int, str]) -> JsonRecord:
+        """Mine a part."""
+        name = item[1]
+        table = self._triplets.table(name)
+        rankings, scores = self._ranking.rank(name, table)
         answers = name.replace("triplets/", "answers/", 1)
         has_answers = answers in self._triplets.manifest.parts
-        known = positives_by_query(part, *([self._triplets.table(answers)] if has_answers else []))
-        fresh, counts = refresh(part, rankings, known=known, positive_scores=scores, config=self._config)
-        written = write_table(fs.join(self._output, name), fresh)
-        record = {"name": name, "part": asdict(written), "counts": counts | {"triplets": len(fresh)}}
-        fs.write_bytes(self._notes[name], json.dumps(record).encode())
-        return batch
+        known = positives_by_query(table, *([self._triplets.table(answers)] if has_answers else []))
+        fresh, counts = refresh(table, rankings, known=known, positive_scores=scores, config=self._config)
+        part = write_table(fs.join(self._output, name), fresh)
+        return {"part": asdict(part), "counts": counts | {"triplets": len(fresh)}}

@@ -4,11 +4,30 @@
     learned      train queries and their positives -> term recall -> a trained encoder    -> encoder/
 
 The driver holds at most `max_words` words.
+
+A learned planner's examples are what the positives of sampled queries repeat:
+
+    queries ─► a sample ─► their positives, a sample of each ─► texts of these ─► the target of each word
+
+The target is DeepCT's query term recall r, the share of a query's positives that have the word: a word that
+chosen documents repeat is one the query is about, unlike "how", "please" or "near me". Stop words are in all
+documents, chosen or not. DeepCT removes them by a list; here the recall that chance explains is subtracted:
+
+    recall r   = share of the query's positives that have the word
+    chance c   = share of the other queries' positives that have it
+    target     = max(0, r - c)
+
+Dividing by 1 - c (Cohen's kappa) would give "the" a target of 1 whenever a query's only positive has it.
+
+Slices of the tables are read in tasks, of which each keeps a sample. What is in the sample of the whole is in
+that of its slice, so samples are sampled again; nothing holds more than the samples and one part.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +35,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
+from jaxtyping import Float32, UInt64
+from numpy import ndarray
 
 from scalingnote import cluster
 from scalingnote.config import identity
@@ -24,14 +45,19 @@ from scalingnote.errors import DataError
 from scalingnote.lexical.frequencies import count_frequencies
 from scalingnote.log import configure, get_logger
 from scalingnote.planner.config import Learned, PlannerConfig, Statistics
-from scalingnote.planner.examples import gather_examples, read_examples
 from scalingnote.planner.planner import WORD_COUNTS, join_fields, load, words
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table
-from scalingnote.storage.shuffle import slices
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table, write_table
+from scalingnote.storage.schema import QUERIES
+from scalingnote.storage.shuffle import NumberedSlice, TaskRunner, hash_of, run_slices, slices
 
 log = get_logger("planner")
 TEXTS_PER_BATCH = 4096
+PAIR = ["query_id", "doc_id"]
+POSITIVES = {"clicks": ("impressions", "clicked"), "judgements": ("qrels", "relevance")}
+_PAIRS = pa.schema({name: pa.string() for name in PAIR})
+_ROWS_BEFORE_FOLD = 1 << 20
+Examples = tuple[list[list[str]], list[Float32[ndarray, " _"]], int]
 SAMPLE = 1000  # queries of which the most and least important words are logged
 
 
@@ -148,3 +174,200 @@ def _train(config: Learned, dataset: str, folder: str, target: str) -> tuple[dic
         model.cpu().save(Path(folder))
         fs.upload(folder, target)
     return {"texts": len(texts), "positives": pairs}, facts
+
+
+# --- examples ------------------------------------------------------------------------------------------
+
+
+def gather_examples(
+    config: Learned, dataset: Artifact, *, held_out: pa.Array, folder: str, each: TaskRunner
+) -> None:
+    """Write what :func:`read_examples` reads.
+
+    Args:
+        config: of the planner.
+        dataset: whose training queries are sampled.
+        held_out: documents that training may not see.
+        folder: work directory.
+        each: runs the tasks.
+    """
+    do = partial(run_slices, folder=folder, each=each, room="planner")
+    given: dict[str, Any] = {"config": config, "dataset": dataset, "folder": folder}
+    do("queries", partial(_take_queries, **given), slices(dataset, "queries"))
+    do("sample", partial(_join_queries, config=config), [folder], unit="samples")
+    logs = [[kind, *parts] for kind in config.positives for parts in slices(dataset, POSITIVES[kind][0])]
+    do("positives", partial(_take_pairs, **given, held_out=held_out), logs)
+    do("pairs", partial(_join_pairs, config=config), [folder], unit="samples")
+    do("texts", partial(_take_texts, **given), slices(dataset, "documents"))
+
+
+def read_examples(config: Learned, folder: str) -> Examples:
+    """The words of queries in random order, the target of each word, and the number of positive pairs."""
+    queries, pairs = _read(folder, "queries.parquet"), _read(folder, "pairs.parquet")
+    row_of = {query_id: row for row, query_id in enumerate(queries["query_id"].to_pylist())}
+    queries_of: dict[str, list[int]] = {}
+    for query_id, doc_id in zip(pairs["query_id"].to_pylist(), pairs["doc_id"].to_pylist(), strict=True):
+        queries_of.setdefault(doc_id, []).append(row_of[query_id])
+    texts = [words(query) for query in queries["query"].to_pylist()]
+    documents = (
+        (doc_id, words(text))
+        for table in _tables(folder, "texts")
+        for doc_id, text in zip(table["doc_id"].to_pylist(), table["text"].to_pylist(), strict=True)
+    )
+    recalls = term_recall(texts, queries_of, documents, against_chance=config.against_chance)
+    examples = [(t, r) for t, r in zip(texts, recalls, strict=True) if t and r is not None]
+    return [t for t, _ in examples], [r for _, r in examples], len(pairs)
+
+
+def _take_queries(item: NumberedSlice, *, config: Learned, dataset: Artifact, folder: str) -> int:
+    """Task: a sample of the training queries of a slice."""
+    tables = (dataset.table(part, QUERIES.names) for part in item[1])
+    train = (table.filter(pc.equal(table["split"], "train")) for table in tables)
+    return _write(sample_queries(train, config.max_queries, seed=config.seed), folder, "queries", item[0])
+
+
+def _join_queries(item: tuple[int, str], *, config: Learned) -> int:
+    """Task: the sample of all queries."""
+    tables = chain([QUERIES.empty_table()], _tables(item[1], "queries"))
+    sampled = sample_queries(tables, config.max_queries, seed=config.seed)
+    return write_table(fs.join(item[1], "queries.parquet"), sampled).rows or 0
+
+
+def _take_pairs(
+    item: NumberedSlice, *, config: Learned, dataset: Artifact, folder: str, held_out: pa.Array
+) -> int:
+    """Task: a sample of the positives, which training may see, of the sampled queries in a slice of a log."""
+    kind, *parts = item[1]
+    column = POSITIVES[kind][1]
+    asked = _read(folder, "queries.parquet")["query_id"].combine_chunks()
+
+    def pairs() -> Iterator[pa.Table]:
+        for part in parts:
+            table = dataset.table(part, [*PAIR, column])
+            chosen = pc.greater(table[column].cast(pa.int32()), 0)
+            table = table.filter(pc.and_(chosen, pc.is_in(table["query_id"], value_set=asked))).select(PAIR)
+            yield table.filter(pc.invert(pc.is_in(table["doc_id"], value_set=held_out)))
+
+    sampled = sample_positives(pairs(), most=config.max_positives, seed=config.seed)
+    return _write(sampled, folder, "positives", item[0])
+
+
+def _join_pairs(item: tuple[int, str], *, config: Learned) -> int:
+    """Task: the sample of all positives."""
+    pairs = sample_positives(_tables(item[1], "positives"), most=config.max_positives, seed=config.seed)
+    return write_table(fs.join(item[1], "pairs.parquet"), pairs).rows or 0
+
+
+def _take_texts(item: NumberedSlice, *, config: Learned, dataset: Artifact, folder: str) -> int:
+    """Task: the texts of the positives in a slice of the documents."""
+    sought = _read(folder, "pairs.parquet")["doc_id"].combine_chunks()
+    found = [pa.schema({"doc_id": pa.string(), "text": pa.string()}).empty_table()]
+    for part in item[1]:
+        table = dataset.table(part, ["doc_id", *config.fields])
+        table = table.filter(pc.is_in(table["doc_id"], value_set=sought))
+        texts = pa.array(join_fields(table, config.fields), pa.string())
+        found.append(pa.table({"doc_id": table["doc_id"], "text": texts}))
+    return _write(pa.concat_tables(found), folder, "texts", item[0])
+
+
+def _write(table: pa.Table, folder: str, kind: str, number: int) -> int:
+    return write_table(fs.join(folder, kind, f"{number:05d}.parquet"), table).rows or 0
+
+
+def _tables(folder: str, kind: str) -> Iterator[pa.Table]:
+    """What the tasks of a kind wrote, in the order of their slices."""
+    names = [name for name in fs.list_files(fs.join(folder, kind)) if name.endswith(".parquet")]
+    return (_read(folder, f"{kind}/{name}") for name in sorted(names))
+
+
+def _read(folder: str, name: str) -> pa.Table:
+    return read_table(fs.join(folder, name))
+
+
+def sample_queries(queries: Iterable[pa.Table], size: int, *, seed: int) -> pa.Table:
+    """A uniform sample of `size` rows: those whose seeded hash of query_id is smallest, in its order.
+
+    The result does not depend on the order of the tables. At most 2 x `size` rows and one table are held.
+    """
+    kept: list[pa.Table] = []
+    for table in queries:
+        kept.append(table.append_column("key", pa.array(_random_keys(table["query_id"], seed=seed))))
+        if sum(map(len, kept)) > 2 * size:
+            kept = [_smallest(kept, size)]
+    return _smallest(kept, size).drop_columns("key")
+
+
+def sample_positives(pairs: Iterable[pa.Table], *, most: int, seed: int) -> pa.Table:
+    """Distinct (query_id, doc_id) pairs, a uniform sample of at most `most` per query, sorted.
+
+    At most twice the sampled pairs are held, however many clicks there are.
+    """
+    kept: list[pa.Table] = [_PAIRS.empty_table()]
+    for table in pairs:
+        kept.append(table.select(PAIR))
+        if sum(map(len, kept[1:])) > max(len(kept[0]), _ROWS_BEFORE_FOLD):
+            kept = [_sample_per_query(pa.concat_tables(kept), most, seed=seed)]
+    return _sample_per_query(pa.concat_tables(kept), most, seed=seed)
+
+
+def term_recall(
+    queries: Sequence[Sequence[str]],
+    queries_of: Mapping[str, Sequence[int]],
+    documents: Iterable[tuple[str, Sequence[str]]],
+    *,
+    against_chance: bool = True,
+) -> list[Float32[ndarray, " _"] | None]:
+    """The target of each distinct word of each query (see the docstring of the module).
+
+    Args:
+        queries: the words of each query.
+        queries_of: doc_id -> the queries (indices) of which it is a positive.
+        documents: (doc_id, words) of positives; they are streamed.
+        against_chance: subtract chance; else the target is plain recall.
+
+    Returns:
+        An array per query, or None for a query without a positive among the documents.
+    """
+    distinct = [list(dict.fromkeys(query)) for query in queries]
+    vocabulary = {word for query in distinct for word in query}
+    hits_of = [np.zeros(len(query)) for query in distinct]  # positives of the query with each word
+    positives_of = [0] * len(distinct)
+    df: Counter[str] = Counter()
+    count = 0
+    for doc_id, text in documents:
+        present = vocabulary.intersection(text)
+        df.update(present)
+        count += 1
+        for row in queries_of.get(doc_id, ()):
+            hits_of[row] += [word in present for word in distinct[row]]
+            positives_of[row] += 1
+    targets: list[Float32[ndarray, " _"] | None] = []
+    for query, hits, positives in zip(distinct, hits_of, positives_of, strict=True):
+        recall = hits / max(positives, 1)
+        if against_chance and count > positives:
+            chance = (np.array([df[word] for word in query]) - hits) / (count - positives)
+            recall = np.maximum(recall - chance, 0)
+        targets.append(recall.astype(np.float32) if positives else None)
+    return targets
+
+
+def _smallest(tables: Sequence[pa.Table], size: int) -> pa.Table:
+    return pa.concat_tables(tables).sort_by([("key", "ascending"), ("query_id", "ascending")]).slice(0, size)
+
+
+def _sample_per_query(pairs: pa.Table, most: int, *, seed: int) -> pa.Table:
+    pairs = pairs.group_by(PAIR).aggregate([])
+    if not pairs.num_rows:
+        return pairs
+    keys = _random_keys(pc.binary_join_element_wise(pairs["query_id"], pairs["doc_id"], " "), seed=seed)
+    table = pairs.append_column("key", pa.array(keys))
+    table = table.sort_by([("query_id", "ascending"), ("key", "ascending"), ("doc_id", "ascending")])
+    ids = np.asarray(table["query_id"].combine_chunks().dictionary_encode().indices)
+    first = np.flatnonzero(np.diff(ids, prepend=-1))
+    rank = np.arange(len(ids)) - np.repeat(first, np.diff(first, append=len(ids)))
+    kept = table.filter(pa.array(rank < most)).select(PAIR)
+    return kept.sort_by([("query_id", "ascending"), ("doc_id", "ascending")])
+
+
+def _random_keys(ids: pa.ChunkedArray, *, seed: int) -> UInt64[ndarray, " ids"]:
+    return hash_of(pa.array([f"{seed} {value}" for value in ids.to_pylist()], pa.string()))

@@ -8,7 +8,7 @@
 DeepCT regresses the target with a squared error and clips scores to [0, 1]. Here a sigmoid bounds them, so
 that scores do not tie at the ends; it is trained with cross entropy, which has the same minimum.
 
-The targets are those of :mod:`scalingnote.planner.examples`.
+The targets are those of :mod:`scalingnote.planner.job`.
 """
 
 from collections.abc import Iterator, Sequence

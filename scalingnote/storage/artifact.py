@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,27 @@ from scalingnote.storage.manifest import (
     Manifest,
     Part,
     ShardedParts,
+    digest_of,
     read_manifest,
+    read_table,
+    write_file,
     write_manifest,
+    write_table,
 )
 
 WORK = "_work"
 CLAIM, LEASE = "fingerprint", "lease"  # in WORK: the fingerprint, and the process that builds
 MAX_MEMORY_PART_BYTES = 512 << 20  # of a remote part that is read as a whole
-__all__ = ["MANIFEST", "WORK", "Artifact", "Draft", "Manifest", "Part", "fingerprint", "open_artifact"]
+__all__ = [
+    "MANIFEST", "WORK", "Artifact", "Draft", "Manifest", "Part", "fingerprint", "open_artifact", "read_table",
+    "write_file", "write_table",
+]  # fmt: skip
 
 
 def fingerprint(kind: str, config: Config, parents: Mapping[str, "Artifact"]) -> str:
     """Identity of an artifact before it is built: equal for equal kind, settings and parents."""
-    return _hash([kind, SCHEMA_VERSION, identity(config), {k: a.digest for k, a in sorted(parents.items())}])
+    values = [kind, SCHEMA_VERSION, identity(config), {k: a.digest for k, a in sorted(parents.items())}]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass
@@ -337,14 +345,7 @@ class Draft:
                 "usage": usage.since(self._usage),
                 **info,
             },
-            digest=_hash(
-                [
-                    self._kind,
-                    config,
-                    {k: p["digest"] for k, p in parents.items()},
-                    {name: part.sha256 for name, part in parts.items()},
-                ]
-            ),
+            digest=digest_of(self._kind, config, {k: p["digest"] for k, p in parents.items()}, parts),
         )
         if not write_manifest(self.uri, manifest):
             raise ArtifactError(
@@ -358,51 +359,6 @@ class Draft:
         return open_artifact(self.uri, kind=self._kind)
 
 
-def write_table(uri: str, table: pa.Table, *, use_dictionary: list[str] | None = None) -> Part:
-    """Write one table file and return its Part; equal tables give equal bytes.
-
-    `use_dictionary` names the Parquet columns to encode by a dictionary, by default all but vectors: with a
-    dictionary, vectors take twice as long to write and six times as long to read.
-    """
-    sink = pa.BufferOutputStream()
-    if uri.endswith(".arrow"):
-        with pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table)
-    else:
-        repeats = _leaves(table.schema) if use_dictionary is None else use_dictionary
-        pq.write_table(table, sink, compression="zstd", row_group_size=65_536, use_dictionary=repeats)
-    return replace(write_file(uri, memoryview(sink.getvalue())), rows=table.num_rows)
-
-
-def read_table(uri: str, columns: list[str] | None = None) -> pa.Table:
-    """A table file that :func:`write_table` wrote; a local `.arrow` file is memory-mapped."""
-    with fs.open_input(uri) as source:
-        if not uri.endswith(".arrow"):
-            return pq.read_table(source, columns=columns)
-        table = pa.ipc.open_file(source).read_all()
-    return table if columns is None else table.select(columns)
-
-
-def write_file(uri: str, data: bytes | memoryview) -> Part:
-    """Write any other file and return its Part."""
-    fs.write_bytes(uri, data)
-    return Part(hashlib.sha256(data).hexdigest(), len(data))
-
-
 def _top(uri: str) -> set[str]:
     """Files and folders in a folder."""
     return {name.split("/")[0] for name in fs.list_files(uri)}
-
-
-def _leaves(layout: pa.Schema) -> list[str]:
-    """Parquet's names of the columns of a table, without vectors."""
-    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-    return [
-        f"{field.name}.list.element" if any(kind(field.type) for kind in lists) else field.name
-        for field in layout
-        if not (pa.types.is_fixed_size_list(field.type) and pa.types.is_floating(field.type.value_type))
-    ]
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

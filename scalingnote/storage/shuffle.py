@@ -36,7 +36,8 @@ from numpy import ndarray
 from scalingnote.errors import DataError
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Artifact, Part, write_file, write_table
+from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.manifest import Part, write_file, write_table
 
 ROWS_PER_SLICE = 1 << 18
 MAX_SLICES = 1 << 12  # of an artifact; with more rows, slices are larger
@@ -223,17 +224,20 @@ def run_slices(
     Returns:
         The records of all slices, in order.
     """
-    records = fs.join(folder, "done", name)
-    done = set(fs.list_files(records))
-    todo = [(number, parts) for number, parts in enumerate(slices) if _file(number) not in done]
-    if todo and done:
-        get_logger(room).info("resuming: %d of %d %s of %r are done", len(done), len(slices), unit, name)
+    folder = fs.join(folder, "done", name)
+    done = [int(file.removesuffix(".json")) for file in fs.list_files(folder) if file.endswith(".json")]
+    kept = fs.map_files(lambda number: fs.read_bytes(_record(folder, number)), done)
+    found: dict[int, str | bytes] = dict(zip(done, kept, strict=True))
+    todo = [(number, item) for number, item in enumerate(slices) if number not in found]
+    if todo and found:
+        get_logger(room).info("resuming: %d of %d %s of %r are done", len(found), len(slices), unit, name)
     sizes = [1] * len(slices) if rows is None else rows
     left = sum(sizes[number] for number, _ in todo)
     with Progress(room, total=sum(sizes), done=sum(sizes) - left, unit=f"{unit} ({name})") as progress:
-        for number in each(partial(_recorded, task=task, folder=records), todo) if todo else ():
+        for number, record in each(partial(_recorded, task=task, folder=folder), todo) if todo else ():
+            found[number] = record
             progress.advance(sizes[number])
-    return fs.map_files(lambda i: json.loads(fs.read_bytes(fs.join(records, _file(i)))), range(len(slices)))
+    return [json.loads(found.pop(number)) for number in range(len(slices))]
 
 
 def write_tables(folder: str, tables: Mapping[str, pa.Table]) -> list[Any]:
@@ -250,12 +254,12 @@ def named_parts(files: Iterable[Any]) -> list[tuple[str, Part]]:
     return [(name, Part(**part)) for name, part in files]
 
 
-def _recorded(item: tuple[int, T], *, task: Callable[[tuple[int, T]], R], folder: str) -> int:
-    """Run a task, return its number; its record is written last: it exists only for finished tasks."""
-    record = task(item)
-    fs.write_bytes(fs.join(folder, _file(item[0])), json.dumps(record).encode())
-    return item[0]
+def _recorded(item: tuple[int, T], *, task: Callable[[tuple[int, T]], R], folder: str) -> tuple[int, str]:
+    """Run a task; its record is written last: it exists only for finished tasks."""
+    record = json.dumps(task(item))
+    fs.write_bytes(_record(folder, item[0]), record.encode())
+    return item[0], record
 
 
-def _file(number: int) -> str:
-    return f"{number:05d}.json"
+def _record(folder: str, number: int) -> str:
+    return fs.join(folder, f"{number:05d}.json")

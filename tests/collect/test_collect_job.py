@@ -17,7 +17,7 @@ from scalingnote.collect.config import (
     ScoreTable,
 )
 from scalingnote.collect.job import run
-from scalingnote.collect.one_hop import click_evidence, hash_fraction, one_hop_triplets, ranking_evidence
+from scalingnote.collect.triplets import click_evidence, hash_fraction, one_hop_triplets, ranking_evidence
 from scalingnote.config import Config, Resources
 from scalingnote.datasets.splits import held_out_documents, queries
 from scalingnote.errors import ConfigError, DataError
@@ -295,10 +295,10 @@ def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, plan
 
 SHARDS = {
     "scalingnote.storage.shuffle.ROWS_PER_SLICE": 30,  # a shard of each part
-    "scalingnote.collect.ranking.SHARDS_PER_SEARCH": 1,
-    "scalingnote.collect.ranking.GROUP_QUERIES": 4,
-    "scalingnote.collect.ranking.PAIR_GROUP_QUERIES": 6,
-    "scalingnote.collect.ranking.SCORED_QUERIES": 3,
+    "scalingnote.collect.steps.SHARDS_PER_SEARCH": 1,
+    "scalingnote.collect.steps.GROUP_QUERIES": 4,
+    "scalingnote.collect.steps.PAIR_GROUP_QUERIES": 6,
+    "scalingnote.collect.steps.SCORED_QUERIES": 3,
     "scalingnote.lexical.frequencies.MAX_BUCKET_TEXTS": 25,
 }
 

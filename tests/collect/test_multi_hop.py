@@ -7,8 +7,14 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.collect.multi_hop import MULTI_HOP, multi_hop_candidates, select_multi_hop
-from scalingnote.collect.one_hop import KNOWN, ONE_HOP, hash_fraction
+from scalingnote.collect.triplets import (
+    KNOWN,
+    MULTI_HOP,
+    ONE_HOP,
+    hash_fraction,
+    multi_hop_candidates,
+    select_multi_hop,
+)
 
 DOCS = st.sampled_from("abcdef")
 LOAN = st.tuples(

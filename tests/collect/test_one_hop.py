@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.collect import one_hop
+from scalingnote.collect import triplets
 from scalingnote.collect.config import CollectConfig
-from scalingnote.collect.one_hop import (
+from scalingnote.collect.triplets import (
     EVIDENCE,
     Triplet,
     click_triplets,
@@ -112,7 +112,7 @@ def test_the_config_bounds_the_score_of_a_negative():
     window = CollectConfig(top_k=1, top_t=4, num_negatives=3)
     for ratio, negatives in ((None, {"b", "c", "d"}), (0.625, {"c", "d"}), (0.5, {"d"})):
         config = window.model_copy(update={"max_negative_score_ratio": ratio})
-        ((source, triplet),) = one_hop._query_triplets("q", [], ranking, config)
+        ((source, triplet),) = triplets._query_triplets("q", [], ranking, config)
         assert (source, triplet.positive, set(triplet.negatives)) == ("relevance", "a", negatives)
 
 

@@ -1,8 +1,7 @@
 """The search of the mine stage, cut in any way, against one search of all documents in memory."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,14 +15,15 @@ import pytest
 import tiny
 from in_process import without_ray
 from scalingnote import cluster, topk
-from scalingnote.collect.one_hop import hash_fraction
+from scalingnote.collect.triplets import hash_fraction
 from scalingnote.config import Resources
 from scalingnote.datasets.splits import held_out_documents
-from scalingnote.mine import job, queries
+from scalingnote.mine import job, search
 from scalingnote.mine.config import MineConfig
 from scalingnote.mine.refresh import positives_by_query, refresh
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.shuffle import TaskRunner, run_slices
 
 DIM, PART = 8, 13
 CONFIG = MineConfig(resources=Resources(workers=2), first_rank=2, last_rank=9, max_score_ratio=0.8)
@@ -88,8 +88,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard for each part, small pieces and batches, small blocks."""
     monkeypatch.setattr(shuffle, "MAX_SLICE_BYTES", 1)
-    monkeypatch.setattr(queries, "QUERIES_PER_PIECE", 5)
-    monkeypatch.setattr(queries, "QUERIES_PER_BATCH", 12)
+    monkeypatch.setattr(search, "QUERIES_PER_PIECE", 5)
+    monkeypatch.setattr(search, "QUERIES_PER_BATCH", 12)
     monkeypatch.setattr(topk, "QUERY_BLOCK", 3)
     monkeypatch.setattr(topk, "DOCUMENT_BLOCK", 7)
 
@@ -174,44 +174,20 @@ class Steps:
     def __init__(self, patch: pytest.MonkeyPatch, *, kill: str = "") -> None:
         self.done: Counter[str] = Counter()
         self._kill = kill
-        for name in ("map_tasks", "map_tasks_in_order", "map_with_actors"):
-            patch.setattr(cluster, name, partial(self._run, getattr(cluster, name)))
+        patch.setattr(job, "run_slices", self._run)
 
-    def _run(self, function: Callable[..., Any], *given: Any, **knobs: Any) -> Any:
-        first, second = given[:2]
-        name = (
-            second.__name__
-            if isinstance(second, type)
-            else Path(first.keywords.get("folder", first.func.__module__.rpartition(".")[2])).name
-        )
-        found = function(*given, **knobs)
-        if name == "splits":
-            return found  # which documents are held out is read again by every run
-        return (
-            _Rows(self._counted(found.iter_rows(), name))
-            if hasattr(found, "iter_rows")
-            else self._counted(found, name)
-        )
+    def _run(self, name: str, *given: Any, each: TaskRunner, **knobs: Any) -> list[Any]:
+        def counted(work: Any, items: Sequence[Any]) -> Iterator[Any]:
+            for result in each(work, items):
+                self.done[name] += 1
+                if name == self._kill and self.done[name] == 2:
+                    raise Killed
+                yield result
 
-    def _counted(self, rows: Iterable[Any], name: str) -> Iterator[Any]:
-        for row in rows:
-            self.done[name] += 1
-            if name == self._kill and self.done[name] == 2:
-                raise Killed
-            yield row
+        return run_slices(name, *given, each=counted, **knobs)
 
 
-@dataclass
-class _Rows:
-    """A dataset of Ray Data."""
-
-    rows: Iterator[Any]
-
-    def iter_rows(self) -> Iterator[Any]:
-        return self.rows
-
-
-@pytest.mark.parametrize("step", ["queries", "QueryTower", "search", "merge", "Miner"])
+@pytest.mark.parametrize("step", ["queries", "encoded", "search", "merge", "mined"])
 def test_a_run_after_a_kill_repeats_only_what_was_not_done(parents, cut, tmp_path, monkeypatch, step):
     with monkeypatch.context() as patch:
         everything = Steps(patch)

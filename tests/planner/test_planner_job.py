@@ -11,7 +11,7 @@ from scalingnote.errors import ArtifactError, DataError
 from scalingnote.models.config import Scratch
 from scalingnote.planner import job
 from scalingnote.planner.config import Learned, Statistics
-from scalingnote.planner.examples import gather_examples, read_examples
+from scalingnote.planner.job import gather_examples, read_examples
 from scalingnote.planner.planner import load, words
 from scalingnote.storage.artifact import Draft, open_artifact
 from scalingnote.storage.schema import DOCUMENTS, QRELS, QUERIES

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.planner import examples
-from scalingnote.planner.examples import sample_positives, sample_queries, term_recall
+from scalingnote.planner import job
+from scalingnote.planner.job import sample_positives, sample_queries, term_recall
 
 LETTERS = st.lists(st.sampled_from("abcdef"), max_size=5)
 
@@ -74,7 +74,7 @@ def test_positives_are_capped_per_query_and_distinct(most, monkeypatch):
         assert sum(query == f"q{i}" for query, _ in kept) == min(i, most)
     assert sample_positives([], most=most, seed=0).num_rows == 0
     # What is left out on the way would not have been drawn in the end either.
-    monkeypatch.setattr(examples, "_ROWS_BEFORE_FOLD", 3)
+    monkeypatch.setattr(job, "_ROWS_BEFORE_FOLD", 3)
     assert sample_positives([pairs.slice(i, 2) for i in range(0, len(pairs), 2)], most=most, seed=0).equals(
         whole
     )

@@ -1,3 +1,5 @@
+import hashlib
+import json
 import pickle
 import threading
 from collections.abc import Callable
@@ -208,6 +210,16 @@ def test_a_long_manifest_is_read_shard_by_shard_and_not_sent(uri: str, monkeypat
     manifest._read_shard.cache_clear()
     with pytest.raises(ArtifactError, match="deleted or built anew"):
         made.names()
+
+
+def test_the_digest_is_that_of_the_whole_as_json(tmp_path: Path):
+    made = build(str(tmp_path / "a")).manifest
+    parts = {name: part.sha256 for name, part in made.parts.items()}
+    for given in (parts, {}, {'"é': "1"} | parts):
+        whole = json.dumps([made.kind, made.config, {"of": "0"}, given], sort_keys=True).encode()
+        found = {name: manifest.Part(sha256, 1) for name, sha256 in given.items()}
+        digest = manifest.digest_of(made.kind, made.config, {"of": "0"}, found)
+        assert digest == hashlib.sha256(whole).hexdigest()
 
 
 def test_of_two_that_commit_one_is_refused(uri: str, monkeypatch: pytest.MonkeyPatch):

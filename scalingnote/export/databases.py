@@ -1,0 +1,309 @@
+"""The databases of an export, each through its own client: Qdrant, Milvus, LanceDB, OpenSearch, Parquet.
+
+Every one has the dense vectors in ``dense``, compared by inner product, and the terms in ``terms`` where it
+has sparse vectors. A row's id comes from its doc_id alone, so that a row written again replaces itself.
+Clients are imported when a database is made; `pip install 'scalingnote[vectors]'` installs them.
+"""
+
+import importlib
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scalingnote.errors import ConfigError, DataError
+from scalingnote.export.vectors import Database, Layout, Rows
+from scalingnote.storage import arrow
+from scalingnote.storage import filesystem as fs
+from scalingnote.storage.manifest import write_table
+
+DENSE, TERMS = "dense", "terms"
+MAX_ID_BYTES = 512  # of a doc_id in Milvus
+NO_TERM = (1 << 32) - 2  # Milvus refuses a sparse vector without an entry; no vocabulary has so many terms
+NO_TERM_WEIGHT = 1e-6
+
+
+class Qdrant(Database):
+    """A Qdrant server (http://...), or a folder that the client itself keeps."""
+
+    batch_rows = 1_000
+
+    def __init__(self, url: str, collection: str) -> None:
+        client = _client("qdrant", "qdrant_client")
+        self._models, self._collection = client.models, collection
+        place = {"url": url, "api_key": os.environ.get("QDRANT_API_KEY")} if "://" in url else {"path": url}
+        self._client = client.QdrantClient(**place)
+
+    def open(self, layout: Layout) -> None:
+        """Create the collection if it is not there."""
+        models = self._models
+        if self._client.collection_exists(self._collection):
+            have = self._client.get_collection(self._collection).config.params
+            size = (
+                have.vectors[DENSE].size if isinstance(have.vectors, dict) and DENSE in have.vectors else None
+            )
+            _require(self._collection, layout, dim=size, sparse=TERMS in (have.sparse_vectors or {}))
+            return
+        self._client.create_collection(
+            self._collection,
+            vectors_config={DENSE: models.VectorParams(size=layout.dim, distance=models.Distance.DOT)},
+            sparse_vectors_config={TERMS: models.SparseVectorParams()} if layout.sparse else None,
+        )
+
+    def count(self) -> int:
+        """Points of the collection."""
+        return int(self._client.count(self._collection, exact=True).count)
+
+    def write(self, rows: Rows, *, known: bool) -> None:
+        """Upsert points; Qdrant answers when they are written."""
+        models, vectors = self._models, dict[str, Any]()
+        vectors[DENSE] = rows.dense.tolist()
+        if rows.sparse is not None:
+            vectors[TERMS] = [
+                models.SparseVector(indices=[*row], values=[*row.values()]) for row in rows.sparse_rows()
+            ]
+        payloads = [{"doc_id": doc, **row} for doc, row in zip(rows.ids, rows.payload_rows(), strict=True)]
+        ids = [point_id(doc_id) for doc_id in rows.ids]
+        batch = models.Batch(ids=ids, vectors=vectors, payloads=payloads)
+        self._client.upsert(self._collection, points=batch, wait=True)
+
+
+def point_id(doc_id: str) -> str:
+    """The id of a document's point: Qdrant takes UUIDs, not text."""
+    return str(uuid.uuid5(uuid.NAMESPACE_OID, doc_id))
+
+
+class Milvus(Database):
+    """A Milvus server (http://...), or a file of Milvus Lite (``NAME.db``)."""
+
+    batch_rows = 1_000
+
+    def __init__(self, url: str, collection: str) -> None:
+        client = _client("milvus", "pymilvus")
+        self._types, self._collection = client.DataType, collection
+        self._client = client.MilvusClient(uri=url, token=os.environ.get("MILVUS_TOKEN", ""))
+
+    def open(self, layout: Layout) -> None:
+        """Create the collection if it is not there, and load it."""
+        client, types = self._client, self._types
+        if client.has_collection(self._collection):
+            fields = {
+                field["name"]: field for field in client.describe_collection(self._collection)["fields"]
+            }
+            dim = int(fields[DENSE]["params"]["dim"]) if DENSE in fields else None
+            _require(self._collection, layout, dim=dim, sparse=TERMS in fields)
+            client.load_collection(self._collection)
+            return
+        schema = client.create_schema(auto_id=False, enable_dynamic_field=True)
+        schema.add_field("doc_id", types.VARCHAR, is_primary=True, max_length=MAX_ID_BYTES)
+        schema.add_field(DENSE, types.FLOAT_VECTOR, dim=layout.dim)
+        indices = client.prepare_index_params()
+        indices.add_index(DENSE, index_type="AUTOINDEX", metric_type="IP")
+        if layout.sparse:
+            schema.add_field(TERMS, types.SPARSE_FLOAT_VECTOR)
+            indices.add_index(TERMS, index_type="SPARSE_INVERTED_INDEX", metric_type="IP")
+        client.create_collection(self._collection, schema=schema, index_params=indices)
+
+    def count(self) -> int:
+        """Rows of the collection."""
+        found = self._client.query(self._collection, filter="", output_fields=["count(*)"])
+        return int(found[0]["count(*)"])
+
+    def write(self, rows: Rows, *, known: bool) -> None:
+        """Upsert rows; the columns of documents are dynamic fields."""
+        if long := [doc_id for doc_id in rows.ids if len(doc_id.encode()) > MAX_ID_BYTES]:
+            raise DataError(
+                f"doc_id {long[0]!r} has over {MAX_ID_BYTES} bytes, which is what Milvus keeps of one"
+            )
+        entities = [
+            {"doc_id": doc_id, DENSE: vector, **payload}
+            for doc_id, vector, payload in zip(rows.ids, rows.dense, rows.payload_rows(), strict=True)
+        ]
+        if rows.sparse is not None:
+            for entity, terms in zip(entities, rows.sparse_rows(), strict=True):
+                entity[TERMS] = terms or {NO_TERM: NO_TERM_WEIGHT}
+        self._client.upsert(self._collection, entities)
+
+    def finish(self) -> None:
+        """Seal what is in memory."""
+        self._client.flush(self._collection)
+
+
+class LanceDB(Database):
+    """A table of LanceDB: a folder or an URI of an object store. Terms are columns, not an index."""
+
+    batch_rows = 10_000  # each batch is a version and a fragment of the table
+
+    def __init__(self, url: str, collection: str) -> None:
+        self._database, self._collection = _client("lancedb", "lancedb").connect(url), collection
+        self._table: Any = None
+
+    def open(self, layout: Layout) -> None:
+        """Create the table if it is not there."""
+        fields = [pa.field("doc_id", pa.string()), pa.field(DENSE, pa.list_(pa.float32(), layout.dim))]
+        if layout.sparse:
+            fields += [pa.field(TERMS, pa.list_(pa.int32())), pa.field("impacts", pa.list_(pa.float32()))]
+        self._schema = pa.schema([*fields, *layout.payload])
+        if self._collection not in self._database.list_tables().tables:
+            self._table = self._database.create_table(self._collection, schema=self._schema)
+            return
+        self._table = self._database.open_table(self._collection)
+        have = self._table.schema
+        dim = have.field(DENSE).type.list_size if DENSE in have.names else None
+        _require(self._collection, layout, dim=dim, sparse=TERMS in have.names)
+
+    def count(self) -> int:
+        """Rows of the table."""
+        return int(self._table.count_rows())
+
+    def write(self, rows: Rows, *, known: bool) -> None:
+        """Merge rows by doc_id where some may be there, which reads the table; else append them."""
+        table = to_table(rows).cast(self._schema)
+        if known:
+            self._table.merge_insert(
+                "doc_id"
+            ).when_matched_update_all().when_not_matched_insert_all().execute(table)
+        else:
+            self._table.add(table)
+
+    def finish(self) -> None:
+        """Join the fragments."""
+        self._table.optimize()
+
+
+class OpenSearch(Database):
+    """An index of OpenSearch with the k-NN plugin: HNSW over the vectors, rank features of the terms."""
+
+    batch_rows = 500
+
+    def __init__(self, url: str, collection: str) -> None:
+        client = _client("opensearch", "opensearchpy")
+        user, password = (os.environ.get(f"OPENSEARCH_{name}") for name in ("USER", "PASSWORD"))
+        self._client, self._collection = (
+            client.OpenSearch(url, http_auth=(user, password) if user else None, timeout=60),
+            collection,
+        )
+
+    def open(self, layout: Layout) -> None:
+        """Create the index if it is not there."""
+        if self._client.indices.exists(index=self._collection):
+            found = self._client.indices.get_mapping(index=self._collection)
+            have = next(iter(found.values()))["mappings"].get("properties", {})
+            _require(self._collection, layout, dim=have.get(DENSE, {}).get("dimension"), sparse=TERMS in have)
+            return
+        method = {"name": "hnsw", "space_type": "innerproduct", "engine": "faiss"}
+        properties: dict[str, Any] = {
+            "doc_id": {"type": "keyword"},
+            DENSE: {"type": "knn_vector", "dimension": layout.dim, "method": method},
+        }
+        if layout.sparse:
+            properties[TERMS] = {"type": "rank_features"}
+        body = {"settings": {"index": {"knn": True}}, "mappings": {"properties": properties}}
+        self._client.indices.create(index=self._collection, body=body)
+
+    def count(self) -> int:
+        """Documents of the index."""
+        self._client.indices.refresh(index=self._collection)
+        return int(self._client.count(index=self._collection)["count"])
+
+    def write(self, rows: Rows, *, known: bool) -> None:
+        """Index documents by their ids in one request; DataError names the first that was refused."""
+        lines: list[dict[str, Any]] = []
+        for doc_id, vector, terms, payload in zip(
+            rows.ids, rows.dense.tolist(), rows.sparse_rows(), rows.payload_rows(), strict=True
+        ):
+            body = {"doc_id": doc_id, DENSE: vector, **payload}
+            if terms:
+                body[TERMS] = {str(term): weight for term, weight in terms.items()}
+            lines += [{"index": {"_index": self._collection, "_id": doc_id}}, body]
+        answer = self._client.bulk(body=lines)
+        if answer["errors"]:
+            refused = next(item["index"] for item in answer["items"] if "error" in item["index"])
+            raise DataError(f"OpenSearch refused document {refused['_id']!r}: {refused['error']}")
+
+    def finish(self) -> None:
+        """Make the documents searchable."""
+        self._client.indices.refresh(index=self._collection)
+
+
+class Parquet(Database):
+    """A folder of Parquet files, one a batch, for whatever reads them."""
+
+    batch_rows = 50_000
+
+    def __init__(self, url: str, collection: str) -> None:
+        self._folder = fs.join(url, collection)
+
+    def open(self, layout: Layout) -> None:
+        """Nothing is to be created."""
+
+    def count(self) -> int:
+        """Rows of all files."""
+        return sum(map(self._rows, fs.list_files(self._folder)))
+
+    def _rows(self, name: str) -> int:
+        with fs.open_input(fs.join(self._folder, name)) as file:
+            return int(pq.ParquetFile(file).metadata.num_rows)
+
+    def write(self, rows: Rows, *, known: bool) -> None:
+        """Write a file named by its first row; an export from the beginning replaces an earlier one."""
+        if known and rows.first == 0:
+            for name in fs.list_files(self._folder):
+                if name.startswith("part-"):
+                    fs.delete(fs.join(self._folder, name))
+        write_table(fs.join(self._folder, f"part-{rows.first:012d}.parquet"), to_table(rows))
+
+
+DATABASES: dict[str, Callable[[str, str], Database]] = {
+    "qdrant": Qdrant,
+    "milvus": Milvus,
+    "opensearch": OpenSearch,
+    "lancedb": LanceDB,
+    "parquet": Parquet,
+}
+
+
+def connect(to: str, url: str, collection: str) -> Database:
+    """A collection of a database; ConfigError where its client is not installed or nothing answers."""
+    try:
+        return DATABASES[to](url, collection)
+    except ConfigError:
+        raise
+    except Exception as error:  # each client has its own
+        raise ConfigError(f"no {to} at {url}: {error}") from error
+
+
+def to_table(rows: Rows) -> pa.Table:
+    """Rows as a table."""
+    columns = {"doc_id": pa.array(rows.ids, pa.string()), DENSE: arrow.to_arrow(rows.dense)}
+    if rows.sparse is not None:
+        found = rows.sparse_rows()
+        columns[TERMS] = pa.array([[*row] for row in found], pa.list_(pa.int32()))
+        columns["impacts"] = pa.array(
+            [np.fromiter(row.values(), np.float32) for row in found], pa.list_(pa.float32())
+        )
+    table = pa.table(columns)
+    for name in rows.payload.column_names:
+        table = table.append_column(rows.payload.schema.field(name), rows.payload[name])
+    return table
+
+
+def _require(collection: str, layout: Layout, *, dim: int | None, sparse: bool) -> None:
+    """ConfigError where a collection cannot take the rows of a layout."""
+    if dim != layout.dim or sparse < layout.sparse:
+        have = f"{dim or 'no'} dimensions of {DENSE!r}{'' if sparse else f', no {TERMS!r}'}"
+        raise ConfigError(
+            f"collection {collection!r} is there with {have}; the vectors have {layout.dim}"
+            f"{' and terms' if layout.sparse else ''}: name another collection or delete it"
+        )
+
+
+def _client(to: str, module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"--to {to} needs {module} ({error}): pip install 'scalingnote[vectors]'") from None
