@@ -36,7 +36,7 @@ from scalingnote.bm25 import BM25
 from scalingnote.config import load
 from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.run_config import RunConfig
-from scalingnote.search import escalation
+from scalingnote.search import query_path
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact
 
@@ -242,10 +242,10 @@ def escalated(
     teacher: Float[ndarray, "queries docs"],
 ) -> list[Row]:
     """nDCG@10 against the share of queries that the teacher encodes."""
-    best = ranked(student)[:, : escalation.DEPTH]
+    best = ranked(student)[:, : query_path.DEPTH]
     order = np.argsort(-np.take_along_axis(teacher, best, axis=1), axis=1, kind="stable")
-    doubts = escalation.doubt(np.take_along_axis(student, best, axis=1))
-    points = escalation.curve(
+    doubts = query_path.doubt(np.take_along_axis(student, best, axis=1))
+    points = query_path.curve(
         doubts,
         best,
         np.take_along_axis(best, order, axis=1),

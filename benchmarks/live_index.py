@@ -36,7 +36,7 @@ from benchmarks.report import arguments, show, write
 from scalingnote import topk
 from scalingnote.index import families, ivf
 from scalingnote.index.config import FastScan
-from scalingnote.index.live.index import LiveIndex
+from scalingnote.index.live_index import LiveIndex
 from scalingnote.log import configure, get_logger
 from scalingnote.search import scan
 

@@ -20,10 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy import ndarray
 
-from scalingnote.index import families, ivf, shard
+from scalingnote.index import families, ivf, shard, versions
 from scalingnote.index.config import IVFPQ, Family, IndexConfig, LiveConfig
-from scalingnote.index.live import versions
-from scalingnote.index.live.index import LiveIndex
+from scalingnote.index.live_index import LiveIndex
 from scalingnote.search import scan
 from scalingnote.storage.artifact import Artifact, Draft
 

@@ -291,20 +291,20 @@ class Index:
         return [Result(hit.doc_id, float(hit.score), row["title"], row["snippet"]) for hit, row in shown]
 
     def _doubts(self, encoded: "Sequence[Query]") -> Float64[ndarray, " queries"]:
-        from scalingnote.search import escalation
+        from scalingnote.search import query_path
 
         embeddings = np.concatenate([query.embedding for query in encoded])
-        hits = self.searcher.search(embeddings, k=escalation.COMPARED)
-        scores = np.full((len(hits), escalation.COMPARED), -np.inf)
+        hits = self.searcher.search(embeddings, k=query_path.COMPARED)
+        scores = np.full((len(hits), query_path.COMPARED), -np.inf)
         for row, best in enumerate(hits):
             scores[row, : len(best)] = [hit.score for hit in best]
-        return escalation.doubt(scores)
+        return query_path.doubt(scores)
 
     def _tuned(self, queries: Sequence[str], share: float) -> float:
-        from scalingnote.search import escalation
+        from scalingnote.search import query_path
 
         doubts = self._doubts(self.query_path(queries)) if queries else np.empty(0)
-        return escalation.threshold(doubts, share)
+        return query_path.threshold(doubts, share)
 
 
 def _teacher(config: "RunConfig") -> Tower:

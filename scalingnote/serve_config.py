@@ -14,7 +14,7 @@ Place = Literal["auto", "gateway", "replicas"]
 
 
 class LiveServe(LiveConfig):
-    """Documents are written while they are searched (see :mod:`scalingnote.index.live`)."""
+    """Documents are written while they are searched (see :mod:`scalingnote.index.live_index`)."""
 
     folder: str = Field(description="of the logs and versions; local, or shared by all nodes with searchers")
     refresh_s: float = Field(0.1, gt=0, description="interval at which searchers read new writes")

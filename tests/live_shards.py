@@ -8,8 +8,8 @@ import pyarrow as pa
 from scalingnote.index import families, ivf, postings
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, IndexConfig
-from scalingnote.index.live.index import LiveIndex
-from scalingnote.index.live.snapshot import Snapshot
+from scalingnote.index.live_index import LiveIndex
+from scalingnote.index.live_state import Snapshot
 from scalingnote.index.shard import DOCUMENTS, Shard
 from scalingnote.search import scan
 from scalingnote.storage.artifact import Artifact, Draft

@@ -9,19 +9,19 @@ the lower row.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, no_type_check
 from weakref import WeakKeyDictionary
 
 import faiss
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from numpy import ndarray
 
 from scalingnote import topk
 from scalingnote.index.families import Quantizer, dump, dump_lists, parse
-from scalingnote.jit import compiled
+from scalingnote.jit import compiled, heap_push, heap_replace, heap_sort
 from scalingnote.quantize.kmeans import blas_only
 
 Chosen = tuple[Float[ndarray, "queries probes"], Int[ndarray, "queries probes"]]
@@ -91,6 +91,39 @@ def merge(pieces: Sequence[Lists]) -> Lists:
         if first.kept is not None:
             first.kept.merge_from(other.kept, 0)
     return first
+
+
+def copy_lists(lists: Lists) -> Lists:
+    """Copy lists, to add rows to the copy while the original is searched.
+
+    Serializing would not do: it detaches the centroids meanwhile, and searches would fail. The copy has its
+    own centroids.
+    """
+    index, kept = (
+        None if stored is None else faiss.clone_index(stored) for stored in (lists.index, lists.kept)
+    )
+    return replace(lists, index=index, kept=kept)
+
+
+def drop_dead_rows(lists: Lists, alive: Bool[ndarray, " rows"]) -> None:
+    """Drop dead rows in place; the others are renumbered in order.
+
+    The lists must not be searched meanwhile. Later rows must be added by `ivf.merge`: the `add` of fast scan
+    would combine new codes with remains of old ones in a half empty block (faiss 1.15.1).
+    """
+    dead = bitmap(~alive)
+    selector = faiss.IDSelectorBitmap(len(dead), faiss.swig_ptr(dead))
+    if lists.kept is not None:
+        lists.kept.remove_ids(selector)  # a flat index closes its gaps itself
+    if lists.index is None:
+        return
+    lists.index.remove_ids(selector)
+    numbers = np.cumsum(alive) - 1
+    inverted = lists.index.invlists
+    for number in range(lists.index.nlist):
+        if size := inverted.list_size(number):
+            ids = faiss.rev_swig_ptr(inverted.get_ids(number), size)
+            ids[:] = numbers[ids]
 
 
 def choose_lists(queries: Float[ndarray, "queries dim"], coarse: Any, *, nprobe: int) -> Chosen:
@@ -276,50 +309,6 @@ def _range(kept: Any) -> tuple[Float[ndarray, " dim"], Float[ndarray, " dim"]]:
 
 
 compiled_fastmath = partial(compiled, fastmath=_REORDERED)
-
-
-@compiled
-@no_type_check
-def heap_push(scores, rows, place, score, row):
-    """Put a candidate into a heap at its first free place."""
-    while place > 0:
-        parent = (place - 1) >> 1
-        if scores[parent] < score or (scores[parent] == score and rows[parent] > row):
-            break
-        scores[place], rows[place] = scores[parent], rows[parent]
-        place = parent
-    scores[place], rows[place] = score, row
-
-
-@compiled
-@no_type_check
-def heap_replace(scores, rows, size, score, row):
-    """Put a candidate into a heap in place of the worst."""
-    place = 0
-    while True:
-        child = 2 * place + 1
-        if child >= size:
-            break
-        right = child + 1
-        if right < size and (
-            scores[right] < scores[child] or (scores[right] == scores[child] and rows[right] > rows[child])
-        ):
-            child = right
-        if scores[child] > score or (scores[child] == score and rows[child] < row):
-            break
-        scores[place], rows[place] = scores[child], rows[child]
-        place = child
-    scores[place], rows[place] = score, row
-
-
-@compiled
-@no_type_check
-def heap_sort(scores, rows, size):
-    """Turn a heap into a ranking, best first."""
-    for last in range(size - 1, 0, -1):
-        score, row = scores[last], rows[last]
-        scores[last], rows[last] = scores[0], rows[0]
-        heap_replace(scores, rows, last, score, row)
 
 
 @compiled_fastmath

@@ -16,9 +16,8 @@ from numpy import ndarray
 from scalingnote import hybrid
 from scalingnote.errors import SearchError
 from scalingnote.hybrid import HybridCandidates
-from scalingnote.index.ivf import heap_push, heap_replace, heap_sort
 from scalingnote.index.postings import BLOCK, Postings, Segments, build, frozen
-from scalingnote.jit import compiled
+from scalingnote.jit import compiled, heap_push, heap_replace, heap_sort
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.storage.schema import SPARSE
 

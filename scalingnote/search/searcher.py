@@ -23,9 +23,9 @@ from scalingnote.errors import SearchError
 from scalingnote.hybrid import HybridCandidates, Joining
 from scalingnote.index import filters, ivf
 from scalingnote.index import shard as shards_of
-from scalingnote.index.live.index import LiveIndex
-from scalingnote.index.live.snapshot import DocIds, Snapshot
-from scalingnote.index.shard import Layout, Shard
+from scalingnote.index.live_index import LiveIndex
+from scalingnote.index.live_state import Snapshot
+from scalingnote.index.shard import DocIds, Layout, Shard
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import scan

@@ -24,7 +24,7 @@ from scalingnote.encode.config import Form
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.fuse.feature_store import StoreConfig, open_store
 from scalingnote.index import sparse
-from scalingnote.index.live.index import LiveIndex
+from scalingnote.index.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.planner import planner
 from scalingnote.search.query_path import Personal, Query, QueryPath

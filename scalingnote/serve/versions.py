@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from scalingnote.errors import ConfigError, SearchError
-from scalingnote.index.live import versions as live_versions
+from scalingnote.index import versions as live_versions
 from scalingnote.index.shard import Layout
 from scalingnote.serve.access import conflict
 from scalingnote.serve.concurrency import Handle, broadcast

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from scalingnote.index.config import LiveConfig
-from scalingnote.index.live.index import LiveIndex
+from scalingnote.index.live_index import LiveIndex
 from scalingnote.ingest.new_documents import DocumentFlow, IndexRows, index_rows
 from scalingnote.serve import messages
 from scalingnote.serve.access import conflict, invalid, unavailable

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scalingnote.errors import ConfigError
-from scalingnote.search.escalation import EscalationPoint, curve, doubt, threshold
+from scalingnote.search.query_path import EscalationPoint, curve, doubt, threshold
 
 INF = float("inf")
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from live_shards import DIM, NLIST, index, table, term_columns
 from scalingnote.errors import DataError, SearchError
 from scalingnote.hybrid import Joining
+from scalingnote.index import versions
 from scalingnote.index.config import LiveConfig
-from scalingnote.index.live import versions
-from scalingnote.index.live.index import LiveIndex
+from scalingnote.index.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search.searcher import LiveSearcher, Searcher
 from scalingnote.storage.artifact import Artifact

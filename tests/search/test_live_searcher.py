@@ -10,7 +10,7 @@ from scalingnote.errors import SearchError
 from scalingnote.hybrid import Joining
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
-from scalingnote.index.live.index import LiveIndex
+from scalingnote.index.live_index import LiveIndex
 from scalingnote.search.searcher import LiveSearcher, rank
 from synthetic_corpus import Corpus, queries, vectors
 

@@ -1,17 +1,17 @@
-"""A live shard: documents are written and deleted while it is searched, and no acknowledged write is lost.
+"""A live index: documents are written and deleted while it is searched, and no acknowledged write is lost.
 
-    write ─► log (durable) ─► state ─► acknowledged, and in every search that starts from here on
+    write ─► shard that owns the document ─► its log (durable) ─► its state ─► acknowledged, and in every
+    search that starts from here on
 
-Concurrent writes share one sync of the log. A follower is a replica of the shard in another process that sees
-the log's folder: it shows what the writer had acknowledged by the follower's last refresh.
+Concurrent writes to a shard share one sync of its log. A follower is a replica in another process that sees
+the logs' folder: it shows what the writer had acknowledged by the follower's last refresh.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import faiss
 import numpy as np
@@ -19,26 +19,29 @@ import pyarrow as pa
 from jaxtyping import Float, Shaped
 from numpy import ndarray
 
-from scalingnote.errors import ConfigError, DataError
-from scalingnote.index import families, ivf
-from scalingnote.index.config import LIVE_DEFAULTS
-from scalingnote.index.live import wal
-from scalingnote.index.live.snapshot import Snapshot
-from scalingnote.index.live.state import (
+from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.index import compaction, families, ivf, versions, wal
+from scalingnote.index.config import LIVE_DEFAULTS, LiveConfig
+from scalingnote.index.live_state import (
     Delete,
     LiveState,
+    Snapshot,
     Upsert,
     WriteResult,
+    catch_up,
     checked_delete,
     checked_upsert,
-    decode_write,
     encode_write,
 )
 from scalingnote.index.shard import Shard
+from scalingnote.index.versions import LiveVersion, OpenVersion
 from scalingnote.log import get_logger
+from scalingnote.storage.arrow import take_rows
+from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import bucket_of
 
-REPLAY_BATCH = 256  # records applied at once
+T = TypeVar("T")
+MAX_ATTEMPTS = 3  # to route a write; a document moves at most once per compaction
 
 
 class MovedError(DataError):
@@ -61,13 +64,6 @@ def owners(doc_ids: Sequence[str], known: Sequence[Sequence[bool]], *, shards: i
         next((number for number, knows in enumerate(known) if knows[i]), hashed[i])
         for i in range(len(doc_ids))
     ]
-
-
-def catch_up(state: LiveState, log: Path, *, until: int) -> None:
-    """Apply the records of a log that the state lacks, up to record `until`."""
-    records = wal.read(log, after=state.snapshot.sequence, until=until)
-    while group := [(r.sequence, decode_write(r.payload)) for r in islice(records, REPLAY_BATCH)]:
-        state.apply(group)
 
 
 class LiveShard:
@@ -268,10 +264,193 @@ class LiveShard:
         """In the background, one at a time."""
         idle = self._merge is None or self._merge.done()
         if idle and len(self.snapshot.tail) >= self._merge_rows:
-            self._merge = self._background.submit(self._merge_and_log)
+            # Should it fail, the rows are still searched exactly, and the next write tries again.
+            self._merge = self._background.submit(_logged, self.merge, f"{self._folder}: merging")
 
-    def _merge_and_log(self) -> None:
+
+class LiveIndex:
+    """Every shard of an index, open for writing or following the writer. Threads may share one."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        index: str | None = None,
+        *,
+        follow: bool = False,
+        config: LiveConfig = LIVE_DEFAULTS,
+    ) -> None:
+        """Open the current version and the writes since.
+
+        Args:
+            folder: of versions and logs, see :mod:`scalingnote.index.versions`.
+            index: artifact that was built; needed the first time.
+            follow: read only, and follow the process that writes.
+            config: settings.
+        """
+        self.folder, self._config = Path(folder), config
+        self._adopting, self._deciding = threading.Lock(), threading.Lock()
+        self._background = ThreadPoolExecutor(1, "compaction", faiss.omp_set_num_threads, (1,))
+        self._compaction: Future[None] | None = None
+        versions.current(folder, index)
+
+        def open_shards(version: LiveVersion) -> None:
+            opened = OpenVersion(version)
+            self.shards: list[LiveShard] = []
+            try:
+                for number, after in enumerate(opened.included):
+                    each = LiveShard(
+                        opened.shard(number),
+                        opened.quantizer,
+                        log=versions.log_folder(folder, number),
+                        after=after,
+                        needed=versions.needed(folder)[number],
+                        shards=opened.layout.shards,
+                        strongest=opened.strongest,
+                        follow=follow,
+                        merge_rows=config.merge_rows,
+                        segment_bytes=config.segment_bytes,
+                    )
+                    self.shards.append(each)
+            except BaseException:
+                for each in self.shards:
+                    each.close()
+                raise
+            self._version, self.layout = version, opened.layout
+
+        _with_current(folder, open_shards)
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return sum(len(each) for each in self.shards)
+
+    @property
+    def version(self) -> int:
+        """Number of the index version that searches start from."""
+        return self._version.number
+
+    def snapshots(self) -> list[Snapshot]:
+        """All shards as of now; a batch of writes may show in one shard before another."""
+        return [each.snapshot for each in self.shards]
+
+    def upsert(self, documents: pa.Table, vectors: Shaped[ndarray, "..."]) -> dict[int, WriteResult]:
+        """Write each document to its owner; outcomes by shard. See :meth:`LiveShard.upsert`."""
+        if "doc_id" not in documents.column_names or len(vectors) != len(documents):
+            raise DataError(
+                f"{len(documents)} documents and {len(vectors)} vectors, doc_id a column: pass these"
+            )
+        doc_ids = documents["doc_id"].cast(pa.string()).fill_null("").to_pylist()
+
+        def write(number: int, rows: Sequence[int]) -> WriteResult:
+            own = np.array(rows)
+            return self.shards[number].upsert(take_rows(documents, own), vectors[own], rows=rows)
+
+        return self._routed(doc_ids, write)
+
+    def delete(self, doc_ids: Sequence[str]) -> dict[int, WriteResult]:
+        """Delete documents; outcomes by shard. DataError where a doc_id is not a non-empty string."""
+        wanted = checked_delete(doc_ids).doc_ids
+        return self._routed(
+            wanted, lambda number, rows: self.shards[number].delete([wanted[i] for i in rows])
+        )
+
+    # Writes go to the owner; reads ask every shard for the live document. Each process remembers different
+    # deleted documents, so followers may determine other owners than the writer does.
+
+    def get(self, doc_id: str) -> dict[str, Any] | None:
+        """A document by its id, as of now."""
+        found = (each.get(doc_id) for each in self.shards)
+        return next((document for document in found if document is not None), None)
+
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """A document's vector, as of now, as exact as the index keeps it."""
+        found = (each.vector(doc_id) for each in self.shards)
+        return next((vector for vector in found if vector is not None), None)
+
+    def refresh(self) -> None:
+        """Follow the writing process: switch to its version if needed, then apply its writes."""
+
+        def follow(_: LiveVersion) -> None:
+            self.adopt()
+            for each in self.shards:
+                each.refresh()
+
+        _with_current(self.folder, follow)
+
+    def compact(self) -> Artifact | None:
+        """Write the next version and switch to it; None if there is nothing new."""
+        written = compaction.compact(
+            self.folder, retrain_at=self._config.retrain_at, keep_versions=self._config.keep_versions
+        )
+        self.adopt()
+        return written
+
+    def adopt(self) -> bool:
+        """Switch to the current version, later or earlier; returns whether it was another one.
+
+        Compaction or `versions.activate`, in any process, make a version current.
+        """
+        with self._adopting:
+            before = self._version
+            if versions.current(self.folder).number != before.number:
+                _with_current(self.folder, self._switch)
+            return self._version.number != before.number
+
+    def _switch(self, version: LiveVersion) -> None:
+        opened, needed = OpenVersion(version), versions.needed(self.folder)
+        for number, (each, after) in enumerate(zip(self.shards, opened.included, strict=True)):
+            each.rebase(opened.shard(number), opened.quantizer, after=after, needed=needed[number])
+        self._version, self.layout = version, opened.layout
+
+    def close(self) -> None:
+        """Close every shard, after waiting for a running compaction."""
+        self._background.shutdown()
+        for each in self.shards:
+            each.close()
+
+    def _routed(self, doc_ids: Sequence[str], send: Callable[[int, Sequence[int]], T]) -> dict[int, T]:
+        """Send each row to the shard that owns it, and again where a compaction moved documents meanwhile."""
+        sent: dict[int, T] = {}
+        for attempt in range(MAX_ATTEMPTS):
+            known = [each.knows(doc_ids) for each in self.shards]
+            owner = np.array(owners(doc_ids, known, shards=len(self.shards)), np.int64)
+            try:
+                for number in np.unique(owner).tolist():
+                    sent[number] = send(number, np.flatnonzero(owner == number).tolist())
+                self._compact_if_due()
+                return sent
+            except MovedError:
+                if attempt + 1 == MAX_ATTEMPTS:
+                    raise
+        return sent
+
+    def _compact_if_due(self) -> None:
+        """In the background, one at a time."""
+        share = self._config.compact_at
+        if share is None:
+            return
+        with self._deciding:
+            idle = self._compaction is None or self._compaction.done()
+            if idle and compaction.due(self.snapshots(), share=share):
+                # Should it fail, nothing has changed, and the next write tries again.
+                self._compaction = self._background.submit(
+                    _logged, self.compact, f"{self.folder}: compaction"
+                )
+
+
+def _logged(action: Callable[[], object], name: str) -> None:
+    """Run what nobody waits for."""
+    try:
+        action()
+    except Exception:
+        get_logger("index").exception("%s failed", name)
+
+
+def _with_current(folder: str | Path, use: Callable[[LiveVersion], None]) -> None:
+    """Use the current version; again with the next one if it was replaced and its files removed meanwhile."""
+    while True:
+        version = versions.current(folder)
         try:
-            self.merge()
-        except Exception:  # the rows are still searched exactly; the next write tries again
-            get_logger("index").exception("%s: merging failed", self._folder)
+            return use(version)
+        except ArtifactError:
+            if versions.current(folder).number == version.number:
+                raise

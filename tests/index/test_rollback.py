@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from live_shards import DIM, brute_force, index, search_index, table
 from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.index import compaction, versions
 from scalingnote.index.config import LiveConfig
-from scalingnote.index.live import compaction, versions
-from scalingnote.index.live.index import LiveIndex
-from scalingnote.index.live.shard import owners
-from scalingnote.index.live.wal import Log
+from scalingnote.index.live_index import LiveIndex, owners
+from scalingnote.index.wal import Log
 from scalingnote.storage.artifact import Artifact
 from synthetic_corpus import vectors
 

@@ -1,33 +1,43 @@
-"""Writes to a live shard, and the state they lead to: an index version, later rows, and where documents are.
+"""A live shard in memory: writes, the state they lead to, and snapshots of it that are searched.
 
     documents ─checked_upsert─► write ─encode_write─► log record
     writes ─apply─► tail, dead rows ─► a new snapshot          (microseconds, one writer at a time)
     tail   ─merge─► lists of the live rows ─► a new snapshot   (in the background, beside the searches)
 
-The state knows no log: the same writes, applied in the order of their numbers, give the same state anywhere.
+    base rows 0 … B-1      lists of the index version, never changed
+    live rows B … B+M-1    lists merged from earlier writes
+              B+M … B+L-1  the tail: the latest writes, compared one by one
+
+A snapshot shows the same documents for as long as it is held: each at most once, in its last version as of
+`sequence`, whatever is written, merged or compacted meanwhile. The same writes, applied in the order of their
+numbers, give the same state anywhere.
 """
 
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import faiss
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Bool, Float, Integer, Shaped
 from numpy import ndarray
 
-from scalingnote.errors import DataError
-from scalingnote.index import families, ivf, postings
-from scalingnote.index.live import snapshot as live_rows
-from scalingnote.index.live.snapshot import DocIds, Snapshot
+from scalingnote.errors import DataError, SearchError
+from scalingnote.index import families, ivf, postings, wal
 from scalingnote.index.postings import Postings
-from scalingnote.index.shard import Shard
+from scalingnote.index.shard import DocIds, Shard
 from scalingnote.storage import arrow
-from scalingnote.storage.arrow import to_arrow, to_numpy
+from scalingnote.storage.arrow import StoredRows, take_rows, to_arrow, to_numpy
 from scalingnote.storage.schema import SPARSE
 
 VECTOR = "vector"  # column that a log record adds to those of the documents; deletions lack it
+REPLAY_BATCH = 256  # records applied at once
 
 
 @dataclass(frozen=True)
@@ -205,6 +215,96 @@ def _single_batch(table: pa.Table) -> pa.RecordBatch:
     return batches[0] if batches else pa.RecordBatch.from_pylist([], schema=table.schema)
 
 
+class Segment(NamedTuple):
+    """Vectors that are scanned together, and their documents; rows of the shard from `first_row` on.
+
+    `alive` marks rows that still stand for a document; None: all.
+    """
+
+    first_row: int
+    lists: ivf.Lists
+    alive: Bool[ndarray, " rows"] | None
+    documents: pa.Table
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A shard as of log record `sequence`. Threads may share one."""
+
+    sequence: int
+    base: Shard
+    base_alive: Bool[ndarray, " base_rows"]
+    live_alive: Bool[ndarray, " live_rows"]
+    chunks: tuple[pa.RecordBatch, ...]  # documents of the live rows
+    merged: ivf.Lists
+    tail: Float[ndarray, "tail dim"]
+    postings: tuple[Postings, ...] = ()  # terms of the live rows, where documents have terms
+
+    def __len__(self) -> int:
+        """Number of documents, without rows that were deleted or replaced."""
+        return int(np.count_nonzero(self.base_alive) + np.count_nonzero(self.live_alive))
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, with those that no longer stand for a document."""
+        return len(self.base_alive) + len(self.live_alive)
+
+    @property
+    def alive(self) -> Bool[ndarray, " rows"]:
+        """Which rows stand for a document."""
+        return np.concatenate([self.base_alive, self.live_alive])
+
+    @property
+    def term_segments(self) -> tuple[Postings, ...]:
+        """Terms of all rows, in order; empty where the index holds no terms."""
+        return () if self.base.postings is None else (self.base.postings, *self.postings)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """Segments for a search by vectors."""
+        base, merged, live = len(self.base_alive), len(self.merged), self._live_documents
+        found = [Segment(0, self.base.lists, _some(self.base_alive), self.base.documents)]
+        if merged:
+            found.append(Segment(base, self.merged, _some(self.live_alive[:merged]), live[:merged]))
+        if len(self.tail):
+            alive = _some(self.live_alive[merged:])
+            found.append(Segment(base + merged, self._exact, alive, live[merged:]))
+        return tuple(found)
+
+    def documents(self, rows: Sequence[int] | Integer[ndarray, " rows"]) -> pa.Table:
+        """Documents of rows, in order; a dead row still has the document it stood for."""
+        wanted = np.asarray(rows, np.int64)
+        outside = wanted[(wanted < 0) | (wanted >= self.rows)]
+        if len(outside):
+            raise SearchError(f"no row {outside[0]}: there are {self.rows}")
+        return take_rows(pa.concat_tables([self.base.documents, self._live_documents]), wanted)
+
+    def document(self, row: int) -> dict[str, Any]:
+        """The document of a row that is there, as searches give it."""
+        first = len(self.base_alive)
+        return self.base.stored[row] if row < first else self._live_stored[row - first]
+
+    @cached_property
+    def _live_documents(self) -> pa.Table:
+        return pa.Table.from_batches(self.chunks, schema=self.base.documents.schema)
+
+    @cached_property
+    def _live_stored(self) -> StoredRows:
+        return StoredRows(self._live_documents)
+
+    @cached_property
+    def _exact(self) -> ivf.Lists:
+        """The tail as a flat index, built by the first search: most snapshots are never searched."""
+        kept = faiss.IndexFlatIP(self.tail.shape[1])
+        kept.add(self.tail)
+        return ivf.Lists(None, kept, self.base.lists.coarse)
+
+
+def _some(alive: Bool[ndarray, " rows"]) -> Bool[ndarray, " rows"] | None:
+    """None where all are alive: a scan without a mask is faster."""
+    return None if alive.all() else alive
+
+
 class LiveState:
     """State of a shard in memory; its snapshots follow the writes applied to it."""
 
@@ -304,7 +404,7 @@ class LiveState:
             before = self.snapshot
             moved = len(before.tail)
             if moved:
-                merged = live_rows.copy_lists(before.merged)  # the original is being searched
+                merged = ivf.copy_lists(before.merged)  # the original is being searched
                 ivf.add(merged, before.tail)
                 with self._lock:
                     self._tail = self.snapshot.tail[moved:].copy()
@@ -346,3 +446,10 @@ def _appended(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tupl
     while left and left[-1].num_rows < 2 * batch.num_rows and left[-1].nbytes + batch.nbytes <= most:
         batch = pa.concat_batches([left.pop(), batch])
     return (*left, batch) if batch.num_rows else tuple(left)
+
+
+def catch_up(state: LiveState, log: Path, *, until: int) -> None:
+    """Apply the records of a log that the state lacks, up to record `until`."""
+    records = wal.read(log, after=state.snapshot.sequence, until=until)
+    while group := [(r.sequence, decode_write(r.payload)) for r in islice(records, REPLAY_BATCH)]:
+        state.apply(group)

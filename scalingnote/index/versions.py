@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index import families, ivf, shard
-from scalingnote.index.live import wal
-from scalingnote.index.live.wal import lock_file, make_folder
+from scalingnote.index import families, ivf, shard, wal
+from scalingnote.index.config import IndexConfig
+from scalingnote.index.shard import Shard
+from scalingnote.index.wal import lock_file, make_folder
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact
@@ -229,6 +230,22 @@ def open_quantizer(index: Artifact, layout: shard.Layout) -> families.Quantizer:
         None if lists.index is None else next(files),
         None if lists.kept is None else next(files),
     )
+
+
+class OpenVersion:
+    """A version whose shards are opened one by one."""
+
+    def __init__(self, version: LiveVersion) -> None:
+        self._artifact = version.open()
+        self.included = included(self._artifact)
+        self.strongest = IndexConfig.model_validate(self._artifact.manifest.config).terms
+        self.layout = shard.open_layout(self._artifact)
+        self.quantizer = open_quantizer(self._artifact, self.layout)
+        self._coarse = shard.open_coarse(self._artifact)
+
+    def shard(self, number: int) -> Shard:
+        """Shard `number`, open."""
+        return shard.open_shard(self._artifact, number, layout=self.layout, coarse=self._coarse)
 
 
 def _log_kept(folder: str | Path, version: LiveVersion) -> bool:

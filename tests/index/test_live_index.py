@@ -8,8 +8,7 @@ import pytest
 
 from live_shards import DIM, quantizer, table
 from scalingnote.errors import DataError
-from scalingnote.index.live.index import LiveIndex
-from scalingnote.index.live.shard import LiveShard, owners
+from scalingnote.index.live_index import LiveIndex, LiveShard, owners
 from scalingnote.search.searcher import LiveSearcher
 from synthetic_corpus import vectors
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from live_shards import DIM, brute_force, index, search_index, table
 from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.index import compaction, versions, wal
 from scalingnote.index import shard as layouts
 from scalingnote.index.config import Family, FastScan, Flat, LiveConfig, RaBitQ, ScalarQuantized
-from scalingnote.index.live import compaction, versions, wal
-from scalingnote.index.live.index import LiveIndex
-from scalingnote.index.live.versions import LiveVersion
-from scalingnote.index.live.wal import lock_file
+from scalingnote.index.live_index import LiveIndex
+from scalingnote.index.versions import LiveVersion
+from scalingnote.index.wal import lock_file
 from scalingnote.search.searcher import Searcher
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, open_artifact

@@ -25,13 +25,9 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.index import families, ivf, postings, shard
+from scalingnote.index import families, ivf, postings, shard, versions, wal
 from scalingnote.index.config import LIVE_DEFAULTS, IndexConfig
-from scalingnote.index.live import snapshot as live_rows
-from scalingnote.index.live import state, versions, wal
-from scalingnote.index.live.shard import catch_up
-from scalingnote.index.live.snapshot import Snapshot
-from scalingnote.index.live.state import LiveState
+from scalingnote.index.live_state import LiveState, Snapshot, Upsert, catch_up, decode_write
 from scalingnote.log import Progress, get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import MANIFEST, WORK, Artifact, Draft, Part, write_file
@@ -194,8 +190,8 @@ def _written(folder: Path, base: Artifact, until: Sequence[int]) -> int:
     found = 0
     for number, (after, last) in enumerate(zip(versions.included(base), until, strict=True)):
         for record in wal.read(versions.log_folder(folder, number), after=after, until=last):
-            write = state.decode_write(record.payload)
-            found += write.documents.num_rows if isinstance(write, state.Upsert) else 0
+            write = decode_write(record.payload)
+            found += write.documents.num_rows if isinstance(write, Upsert) else 0
     return found
 
 
@@ -271,7 +267,7 @@ def _kept_codes(now: Snapshot, quantizer: families.Quantizer) -> ivf.Lists:
     """The base's lists without dead rows, followed by the rows written since."""
     new = ivf.empty(quantizer)
     ivf.add(new, now.tail[now.live_alive])
-    live_rows.drop_dead_rows(now.base.lists, now.base_alive)
+    ivf.drop_dead_rows(now.base.lists, now.base_alive)
     return ivf.merge([now.base.lists, new])
 
 

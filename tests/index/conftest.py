@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from live_shards import index
-from scalingnote.index.live.index import LiveIndex
+from scalingnote.index.live_index import LiveIndex
 from scalingnote.storage.artifact import Artifact
 
 

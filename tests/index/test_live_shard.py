@@ -11,14 +11,11 @@ from hypothesis import strategies as st
 
 from live_shards import DIM, brute_force, quantizer, scored, search, shard, table
 from scalingnote.errors import ArtifactError, ConfigError, DataError, SearchError
-from scalingnote.index import families, ivf
+from scalingnote.index import families, ivf, live_state, wal
+from scalingnote.index import shard as layouts
 from scalingnote.index.config import IVFPQ, Family, FastScan, Flat, RaBitQ, ScalarQuantized
-from scalingnote.index.live import shard as live_module
-from scalingnote.index.live import snapshot as live_rows
-from scalingnote.index.live import state
-from scalingnote.index.live.shard import LiveShard, owners
-from scalingnote.index.live.snapshot import DocIds
-from scalingnote.index.shard import Shard
+from scalingnote.index.live_index import LiveShard, owners
+from scalingnote.index.shard import DocIds, Shard
 from scalingnote.storage import arrow
 from synthetic_corpus import vectors
 
@@ -181,15 +178,15 @@ def test_searches_during_writes_lose_and_double_nothing(
 
 def test_writers_that_wait_share_a_sync(live: LiveShard, monkeypatch: pytest.MonkeyPatch) -> None:
     syncs, first, go = [], threading.Event(), threading.Event()
-    sync = live_module.wal.Log.sync
+    sync = wal.Log.sync
 
-    def slow(log: live_module.wal.Log) -> int:
+    def slow(log: wal.Log) -> int:
         syncs.append(threading.current_thread().name)
         first.set()
         go.wait()
         return sync(log)
 
-    monkeypatch.setattr(live_module.wal.Log, "sync", slow)
+    monkeypatch.setattr(wal.Log, "sync", slow)
     threads = [
         threading.Thread(target=lambda i=i: live.upsert(table([f"n{i}"]), NEW[i : i + 1])) for i in range(8)
     ]
@@ -265,7 +262,7 @@ def test_a_log_that_fails_acknowledges_nothing_more(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(live_module.wal, "_sync", fails)
+        patch.setattr(wal, "_sync", fails)
         with pytest.raises(ArtifactError, match="cannot be made durable"):
             live.upsert(table(["b"]), NEW[1:2])
     with pytest.raises(ArtifactError, match="open it again"):
@@ -279,11 +276,10 @@ def test_a_log_that_fails_acknowledges_nothing_more(
 
 
 def test_ids_are_told_apart_where_hashes_collide(monkeypatch: pytest.MonkeyPatch) -> None:
-    from scalingnote.index.live import snapshot as module
 
     names = [f"d{i}" for i in range(50)]
-    hash_of = module.hash_of
-    monkeypatch.setattr(module, "hash_of", lambda keys: hash_of(keys) % np.uint64(4))
+    hash_of = layouts.hash_of
+    monkeypatch.setattr(layouts, "hash_of", lambda keys: hash_of(keys) % np.uint64(4))
     rows = DocIds(pa.chunked_array([names[:20], names[20:]])).rows
     assert rows(["d7", "absent", "d49", "d7"]).tolist() == [7, -1, 49, 7]
     assert rows([]).tolist() == []
@@ -327,10 +323,10 @@ def test_lists_cut_down_and_added_to_equal_lists_made_anew(family: Family) -> No
     alive = np.random.default_rng(0).random(250) < 0.6
     lists, anew = ivf.empty(shared), ivf.empty(shared)
     ivf.add(lists, NEW[:250])
-    copy, files = live_rows.copy_lists(lists), ivf.dump_files(lists)
+    copy, files = ivf.copy_lists(lists), ivf.dump_files(lists)
     more = ivf.empty(shared)
     ivf.add(more, NEW[250:])
-    live_rows.drop_dead_rows(copy, alive)
+    ivf.drop_dead_rows(copy, alive)
     copy = ivf.merge([copy, more])
     assert ivf.dump_files(lists) == files  # the original is as it was
     ivf.add(anew, np.concatenate([NEW[:250][alive], NEW[250:]]))
@@ -369,12 +365,12 @@ def test_live_rows_lie_in_few_chunks_of_bounded_size(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(arrow, "BATCH_BYTES", most)
     chunks: tuple[pa.RecordBatch, ...] = ()
     for row in rows:
-        chunks = state._appended(chunks, row)
+        chunks = live_state._appended(chunks, row)
     assert max(chunk.nbytes for chunk in chunks) <= most
     assert len(chunks) < 25
     assert pa.Table.from_batches(chunks).equals(pa.Table.from_batches(rows))
     larger = pa.concat_batches(rows)
-    assert state._appended(chunks, larger)[-1].equals(larger)
+    assert live_state._appended(chunks, larger)[-1].equals(larger)
 
 
 @pytest.mark.parametrize("wrong", [None, 7])

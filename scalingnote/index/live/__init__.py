@@ -1,1 +1,0 @@
-"""Live updates: documents are written and deleted while an index is searched."""
