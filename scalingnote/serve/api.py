@@ -41,7 +41,7 @@ from scalingnote.serve.concurrency import run_periodically
 from scalingnote.serve.messages import Refusal, SearchResponse
 from scalingnote.serve.service import Service
 from scalingnote.serve.telemetry import get_logger
-from scalingnote.serve.versions import Version, Versions
+from scalingnote.serve.versions import Version, Versions, named
 from scalingnote.serve_config import ServeConfig
 
 PAGE = Path(__file__).parent / "page"
@@ -253,10 +253,12 @@ def _add_writes(api: FastAPI, service: Service) -> None:
 
 
 def _add_administration(api: FastAPI, service: Service) -> None:
+    kept = service.versions
+
     @api.get("/admin/index")
     async def versions() -> messages.IndexVersions:
         """The versions of the index that are open."""
-        return _open_versions(service.versions)
+        return _open_versions(kept)
 
     @api.post("/admin/index/activate")
     async def activate(body: messages.ActivateRequest) -> messages.IndexVersions:
@@ -266,29 +268,29 @@ def _add_administration(api: FastAPI, service: Service) -> None:
             if body.uri is not None:
                 version = await asyncio.to_thread(Version.of, body.uri)
             else:
-                version = await asyncio.to_thread(service.versions.named, body.version or "")
+                version = await asyncio.to_thread(lambda: named(kept.catalog.read(), body.version or ""))
         except (ScalingNoteError, OSError, ValueError) as error:  # the last two: of a malformed URI
             raise invalid(str(error), field) from None
         try:
-            await service.versions.activate(version)
+            await kept.activate(version)
         except ScalingNoteError as error:
             raise invalid(str(error), field) from None
-        return _open_versions(service.versions)
+        return _open_versions(kept)
 
     @api.post("/admin/index/compact")
     async def compact() -> messages.IndexVersions:
         """Write the next version of a live index now, and answer from it."""
         await service.writes.compact()
-        return _open_versions(service.versions)
+        return _open_versions(kept)
 
     @api.post("/admin/index/roll_back")
     async def roll_back() -> messages.IndexVersions:
         """Answer from the version that was active before this one."""
         try:
-            await service.versions.activate(await asyncio.to_thread(service.versions.previous))
+            await kept.activate(await asyncio.to_thread(kept.catalog.previous))
         except ScalingNoteError as error:
             raise conflict(str(error)) from None
-        return _open_versions(service.versions)
+        return _open_versions(kept)
 
 
 def _add_monitoring(api: FastAPI, service: Service, scrape: Callable[[], str]) -> None:
