@@ -91,6 +91,9 @@ def _add_commands_of_a_run(command: Command) -> None:
 
     serve = command("serve", commands.serve, "serve a finished run: HTTP and a search page on one URL")
     _add_run(serve)
+    serve.add_argument(
+        "--model", metavar="DIR", help="a published model or an exported tower, without an index: embeddings"
+    )
     _add_set(serve)
 
     export = command(

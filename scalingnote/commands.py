@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{kind:<{width}}  {artifact.uri}")
     if "report" in built:
         print(f"\nreport: {config.run_dir}/report.html\ntry it: scalingnote serve --run {config.run_dir}")
-    return _serve_run(config.run_dir, options.overrides) if options.serve else 0
+    return _serve({"run_dir": config.run_dir}, options.overrides) if options.serve else 0
 
 
 def train(options: argparse.Namespace) -> int:
@@ -193,25 +193,29 @@ def ids(options: argparse.Namespace) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve a finished run until CTRL-C."""
+    """Serve a finished run, or a model alone, until CTRL-C."""
     from scalingnote.log import configure
 
     configure()
-    return _serve_run(options.run, options.overrides)
+    served = {"run_dir": options.run} if options.model is None else {"model": options.model}
+    return _serve(served, options.overrides)
 
 
-def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
+def _serve(served: dict[str, str], overrides: Sequence[str]) -> int:
     from scalingnote import pipeline
     from scalingnote.config import load
     from scalingnote.serve_config import PROXY_TIMEOUTS, AppArgs, environment, merged
 
-    args = load(AppArgs, (), [f"run_dir={run_dir!r}", *overrides])
-    run = pipeline.load_run(args.run_dir or run_dir)
-    os.environ |= PROXY_TIMEOUTS | os.environ | environment(merged(run.run_dir, run.serve, args.serve))
+    args = load(AppArgs, (), [*(f"{name}={path!r}" for name, path in served.items()), *overrides])
+    config = args.serve
+    if args.run_dir is not None:
+        run = pipeline.load_run(args.run_dir)
+        config = merged(run.run_dir, run.serve, config)
+    os.environ |= PROXY_TIMEOUTS | os.environ | environment(config)
     from scalingnote.serve import app, artifacts, launch  # they import Ray Serve, which reads the environment
 
-    served = artifacts.find(args)
-    return launch.run(served, app.bind(served))
+    found = artifacts.find(args)
+    return launch.run(found, app.bind(found))
 
 
 def export(options: argparse.Namespace) -> int:

@@ -17,12 +17,14 @@ from ray.serve.handle import DeploymentHandle
 from scalingnote.experiment.access_writer import AccessWriter
 from scalingnote.serve import api
 from scalingnote.serve.access import Admission, read_keys
-from scalingnote.serve.artifacts import ServedArtifacts, find, gateway_encodes
+from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gateway_encodes
 from scalingnote.serve.concurrency import Handle, LocalHandle
+from scalingnote.serve.embeddings import Embeddings
 from scalingnote.serve.grpc.servicer import Servicer
 from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts, Reranker
 from scalingnote.serve.service import ServedArm, Service
 from scalingnote.serve.telemetry import Metrics, RequestObserver, scrape
+from scalingnote.serve.towers import DocumentTower, Location
 from scalingnote.serve.versions import Catalog, LiveCatalog, Versions
 from scalingnote.serve.writer import DocumentEncoder, WriteHandles, Writer
 from scalingnote.serve_config import AppArgs, ServeConfig
@@ -50,6 +52,8 @@ class Gateway(Servicer):
         config: of the service.
         reranker: None: no re-ranking.
         writing: None: the index is read only.
+        name: of the model, for clients of embeddings.
+        documents: the document tower, for the same; None: it is not served.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Gateway(Servicer):
         config: ServeConfig,
         reranker: DeploymentHandle[Any] | None = None,
         writing: WriteHandles | None = None,
+        name: str = "scalingnote",
+        documents: DeploymentHandle[Any] | None = None,
     ) -> None:
         gc.set_threshold(GC_THRESHOLD)
         self._config, self._metrics = config, Metrics()
@@ -72,6 +78,8 @@ class Gateway(Servicer):
             reranker=reranker,
             writing=writing,
             on_recall=self._metrics.observe_recall,
+            name=name,
+            documents=documents,
         )
         replica = serve.get_replica_context().replica_id.unique_id
         log = None if config.access_log is None else AccessWriter(config.access_log, replica)
@@ -97,6 +105,45 @@ class Gateway(Servicer):
         )
 
 
+@serve.deployment(max_ongoing_requests=1000)
+@serve.ingress()
+class TowerGateway:
+    """Ingress of a model that is served without an index.
+
+    Args:
+        name: of the model.
+        query: a handle of its query side, or the parts to load in this process; None: it has none.
+        documents: a handle of its document side; None: it is not served.
+        config: of the service.
+        reranker: None: no re-ranking.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        query: QueryPathParts | DeploymentHandle[Any] | None,
+        documents: DeploymentHandle[Any] | None,
+        config: ServeConfig,
+        reranker: DeploymentHandle[Any] | None = None,
+    ) -> None:
+        queries = {} if query is None else {name: _encoder(query)}
+        self._embeddings = Embeddings(name, queries, documents, config, reranker=reranker)
+        self._config, self._metrics = config, Metrics()
+        self._admission = Admission(config.limits, read_keys(config.api_keys), is_open=config.open)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve's hook: the HTTP side of this replica."""
+        return api.build(
+            self._embeddings,
+            self._config,
+            admission=self._admission,
+            scrape=scrape,
+            on_done=RequestObserver(self._metrics),
+            on_poll=lambda: self._metrics.set_in_flight(self._admission.in_flight),
+            in_serve=True,
+        )
+
+
 def _encoder(encoder: QueryPathParts | DeploymentHandle[Any]) -> Handle:
     return LocalHandle(ArmEncoder(encoder)) if isinstance(encoder, QueryPathParts) else encoder
 
@@ -116,15 +163,50 @@ def build(args: AppArgs) -> Application:
     return bind(find(args))
 
 
-def bind(served: ServedArtifacts) -> Application:
+def bind(served: ServedArtifacts | ServedTower) -> Application:
     """The application: the gateway, and deployments of the parts that it does not run itself."""
+    if isinstance(served, ServedTower):
+        return _bind_tower(served)
     config = served.config
     arms = [arm if gateway_encodes(arm, config) else _in_replicas(arm, config) for arm in served.arms]
     gateway = _replicas(Gateway, num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
     application: Application = gateway.bind(
-        arms, served.catalog, _searchers(served), config, _reranker(config), _writing(served)
+        arms,
+        served.catalog,
+        _searchers(served),
+        config,
+        _reranker(config),
+        _writing(served),
+        served.name,
+        _documents(served.document_tower, config.document_replicas or 0, config),
     )
     return application
+
+
+def _bind_tower(served: ServedTower) -> Application:
+    config, arm = served.config, served.query
+    if arm is not None and not gateway_encodes(arm, config):
+        arm = _in_replicas(arm, config)
+    gateway = _replicas(TowerGateway, num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
+    documents = _documents(served.document, served.document_replicas, config)
+    application: Application = gateway.bind(
+        served.name, None if arm is None else arm.encoder, documents, config, _reranker(config)
+    )
+    return application
+
+
+def _documents(tower: Location | None, replicas: int, config: ServeConfig) -> DeploymentHandle[Any] | None:
+    """A deployment of the document tower; None where it is not served."""
+    if tower is None or not replicas:
+        return None
+    deployed = _replicas(
+        DocumentTower,
+        num_replicas=replicas,
+        ray_actor_options={**_actor(config), "num_gpus": config.gpus_per_document_replica},
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+    )
+    handle: DeploymentHandle[Any] = deployed.bind(tower)
+    return handle
 
 
 def _searchers(served: ServedArtifacts) -> list[Any]:

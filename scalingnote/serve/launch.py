@@ -23,11 +23,12 @@ from ray.serve.context import _get_global_client
 from scalingnote import cluster
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.log import get_logger
-from scalingnote.serve.artifacts import ServedArtifacts
+from scalingnote.serve.artifacts import ServedArtifacts, ServedTower
 from scalingnote.serve.grpc.servicer import REGISTER
 from scalingnote.serve.telemetry import SERVE_LOGGING
 from scalingnote.serve_config import HAPROXY, ServeConfig
 
+Served = ServedArtifacts | ServedTower
 NAME = "scalingnote"
 PROXY_TIMEOUT_S = 240.0  # Ray Serve's own 60 s are too few for its processes to start on a busy machine
 PROGRAMS = ("scalingnote", "cli.py")  # started by these, the command can be run again
@@ -38,7 +39,7 @@ class ProxyError(SearchError):
     """The proxy of Ray Serve does not answer."""
 
 
-def run(served: ServedArtifacts, application: Application) -> int:
+def run(served: Served, application: Application) -> int:
     """Serve until CTRL-C or SIGTERM, then shut down what was started; returns the exit code.
 
     If HAProxy does not start on a private cluster, the command is run again with the Python proxy.
@@ -56,7 +57,7 @@ def run(served: ServedArtifacts, application: Application) -> int:
     return os.execve(sys.executable, command, environment)
 
 
-def _serve(served: ServedArtifacts, application: Application) -> int:
+def _serve(served: Served, application: Application) -> int:
     cluster.connect(served.address)
     try:
         running = _running_proxy()
@@ -84,7 +85,7 @@ def _end_service(*, shared: bool) -> None:
         serve.shutdown()  # or the next application would find this one's port taken
 
 
-def _may_restart_without_haproxy(served: ServedArtifacts) -> bool:
+def _may_restart_without_haproxy(served: Served) -> bool:
     """Whether HAProxy was chosen by default, and the cluster is private to this command."""
     shared_cluster = served.address or os.environ.get("RAY_ADDRESS")
     by_default = served.config.ingress == "auto" and HAPROXY.items() <= os.environ.items()
@@ -116,7 +117,7 @@ def _port(config: ServeConfig, running: HTTPOptions | None) -> int:
     return int(running.port)
 
 
-def start(served: ServedArtifacts, application: Application) -> str:
+def start(served: Served, application: Application) -> str:
     """Start the application on the connected cluster; returns its URL once it answers."""
     have = ray.cluster_resources().get("CPU", 0.0)
     if served.cpus > have:
@@ -130,7 +131,8 @@ def start(served: ServedArtifacts, application: Application) -> str:
 def launch(application: Application, config: ServeConfig) -> str:
     """Run an application behind proxies of HTTP and gRPC; returns its URL once it answers."""
     # The gateway keeps its own deadlines: only a request that never reached it exceeds this.
-    timeout_s = max(config.deadline_s, config.live.deadline_s if config.live else 0.0) + 2
+    longest_s = max(config.deadline_s, config.embed_deadline_s)
+    timeout_s = max(longest_s, config.live.deadline_s if config.live else 0.0) + 2
     http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=timeout_s)
     grpc = None
     if config.grpc_port is not None:

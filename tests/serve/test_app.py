@@ -40,7 +40,7 @@ def test_every_deployment_file_is_one_that_serve_accepts(path):
     assert http.host in LOOPBACK or (config.api_keys and not config.open)
     grpc = schema.grpc_options
     assert config.grpc_port == (grpc.port if grpc.grpc_servicer_functions else None)
-    longest = max(config.deadline_s, config.live.deadline_s if config.live else 0)
+    longest = max(config.deadline_s, config.embed_deadline_s, config.live.deadline_s if config.live else 0)
     assert http.request_timeout_s > longest
 
 
@@ -65,7 +65,7 @@ def test_only_knobs_of_serving_can_be_overridden():
 
 def test_a_run_that_is_not_there_is_refused_before_ray_starts(tmp_path):
     with pytest.raises(ConfigError, match="scalingnote run CONFIG"):
-        commands._serve_run(str(tmp_path), ())
+        commands._serve({"run_dir": str(tmp_path)}, ())
 
 
 def test_a_tower_of_another_kind_is_refused(tmp_path):
