@@ -32,7 +32,7 @@ import psutil
 
 from benchmarks import load, report, serve_inputs
 from benchmarks.serve_inputs import Inputs
-from scalingnote.serve.settings import HAPROXY
+from scalingnote.serve_config import HAPROXY
 
 PORT, HANDWRITTEN_PORT = 8600, 8601
 Turns = dict[str, dict[int, list[load.Load]]]  # by server and number of connections

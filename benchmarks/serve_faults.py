@@ -41,9 +41,9 @@ from scalingnote import cluster, pipeline
 from scalingnote.index import job as index_job
 from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve import app
+from scalingnote.serve import artifacts
 from scalingnote.serve.replicas import QueryPathParts
-from scalingnote.serve.settings import AppArgs
+from scalingnote.serve_config import AppArgs
 from scalingnote.storage.artifact import Artifact
 
 # 408, 500: a replica died with the request; 502, 503: nobody was there to take it; 0: the connection broke.
@@ -309,7 +309,7 @@ def _other_index(config: RunConfig, uri: str) -> Artifact:
 
 def _expected(index: Artifact, config: RunConfig, queries: Sequence[str]) -> list[list[dict[str, float]]]:
     """For each query, what each shard of a version finds: document -> score."""
-    served = app.find(AppArgs(run_dir=config.run_dir))
+    served = artifacts.find(AppArgs(run_dir=config.run_dir))
     parts = served.arms[0].encoder
     assert isinstance(parts, QueryPathParts)
     path = parts.load()

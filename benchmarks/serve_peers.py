@@ -24,13 +24,13 @@ class Query(BaseModel):
 
 
 def ours(args: dict[str, Any]) -> None:
-    """Serve what :class:`scalingnote.serve.settings.AppArgs` name, and nothing at /noop."""
+    """Serve what :class:`scalingnote.serve_config.AppArgs` name, and nothing at /noop."""
     from ray import serve
 
     from scalingnote import cluster
-    from scalingnote.serve import app, launch
-    from scalingnote.serve.settings import AppArgs
+    from scalingnote.serve import app, artifacts, launch
     from scalingnote.serve.telemetry import SERVE_LOGGING
+    from scalingnote.serve_config import AppArgs
 
     api = FastAPI()
 
@@ -42,7 +42,8 @@ def ours(args: dict[str, Any]) -> None:
             return {"ok": True}
 
     cluster.connect()
-    url = launch.start(app.find(AppArgs(**args)))
+    served = artifacts.find(AppArgs(**args))
+    url = launch.start(served, app.bind(served))
     noop: Any = Noop  # as its decorators leave it
     serve.run(noop.bind(), name="noop", route_prefix="/noop", logging_config=SERVE_LOGGING)
     print(url, flush=True)

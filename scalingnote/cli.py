@@ -6,12 +6,14 @@ Only argparse is loaded before a command is chosen, so `--help` answers at once.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from scalingnote import __version__, commands, stages
 from scalingnote.errors import ScalingNoteError
 from scalingnote.scaling import plan_command
+
+Command = Callable[[str, Any, str], argparse.ArgumentParser]  # name, function, help -> its parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +44,14 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(command=function, name=name)
         return made
 
+    _add_stages(command)
+    _add_commands_of_a_run(command)
+    _add_commands_of_towers(command)
+    _add_cluster_and_machine(command)
+    return parser
+
+
+def _add_stages(command: Command) -> None:
     run = command("run", commands.run, "run the stages of a config, skipping finished ones")
     _add_config(run)
     which = run.add_mutually_exclusive_group()
@@ -57,16 +67,17 @@ def _parser() -> argparse.ArgumentParser:
             _add_dry_run(stage)
         if each.name == "distill":
             _add_model(stage)
-
     compare = command(
         "compare", commands.compare, "run several methods on one dataset and lay their reports together"
     )
     _add_config(compare)
     compare.add_argument("--methods", nargs="+", required=True, metavar="FILE", help="one config per method")
 
+
+def _add_commands_of_a_run(command: Command) -> None:
     search = command("search", commands.search, "search a finished run from the shell, without a server")
     search.add_argument("query", help="what to look for")
-    search.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    _add_run(search)
     search.add_argument("--form", default="auto", help="of the query tower: onnx_int8, torch, ...")
     search.add_argument("-k", type=int, default=5, help="number of results, default: %(default)s")
     search.add_argument(
@@ -75,11 +86,14 @@ def _parser() -> argparse.ArgumentParser:
 
     ids = command("ids", commands.ids, "show the documents of a finished run whose semantic ID begins so")
     ids.add_argument("prefix", nargs="?", default="", help="codes, e.g. 12-7; none: all documents")
-    ids.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    _add_run(ids)
     ids.add_argument("-k", type=int, default=10, help="documents and next codes, default: %(default)s")
 
     serve = command("serve", commands.serve, "serve a finished run: HTTP and a search page on one URL")
-    serve.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    _add_run(serve)
+    serve.add_argument(
+        "--model", metavar="DIR", help="a published model or an exported tower, without an index: embeddings"
+    )
     _add_set(serve)
 
     export = command(
@@ -88,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "what", nargs="?", choices=("tower", "vectors"), default="tower", help="default: %(default)s"
     )
-    export.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    _add_run(export)
     export.add_argument(
         "--form", choices=("onnx_int8", "onnx"), default="onnx_int8", help="of a tower, default: %(default)s"
     )
@@ -115,12 +129,14 @@ def _parser() -> argparse.ArgumentParser:
 
     ingest = command("ingest", commands.ingest, "encode, code and fuse new documents as a run did its own")
     ingest.add_argument("file", help="JSON lines or Parquet: doc_id, title, topic, content, features")
-    ingest.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    _add_run(ingest)
     ingest.add_argument(
         "--column", action="append", default=[], metavar="OURS=THEIRS", help="a column's name in the file"
     )
     _add_set(ingest)
 
+
+def _add_commands_of_towers(command: Command) -> None:
     screen = command(
         "screen", commands.screen, "say which published model distils well into a table on your texts"
     )
@@ -132,18 +148,17 @@ def _parser() -> argparse.ArgumentParser:
     screen.add_argument("--json", metavar="FILE", help="write the numbers there, too")
     _add_set(screen)
 
-    experiment = command(
-        "experiment", commands.experiment, "compare the arms of an experiment, from access logs"
+    _add_config(
+        command("experiment", commands.experiment, "compare the arms of an experiment, from access logs")
     )
-    _add_config(experiment)
-
-    ladder = command("ladder", commands.ladder, "train stage I at several sizes and fit the scaling laws")
-    _add_config(ladder)
+    _add_config(command("ladder", commands.ladder, "train stage I at several sizes and fit the scaling laws"))
 
     publish = command("publish", commands.publish, "copy a run's towers out, each a folder with a model card")
     publish.add_argument("folder", help="where they go: dual_encoder/query, dual_encoder/document, ...")
-    publish.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
+    _add_run(publish)
 
+
+def _add_cluster_and_machine(command: Command) -> None:
     submit = command("submit", commands.submit, "send a whole run, or one stage, to a Ray cluster as a job")
     names = f"run (all stages), {', '.join(stages.NAMES)}; train@1: round 1"
     submit.add_argument("stage", type=_stage, metavar="STAGE", help=names)
@@ -171,7 +186,6 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = command("doctor", commands.doctor, "check this machine and say what to do about each finding")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
-    return parser
 
 
 def _stage(name: str) -> str:
@@ -226,6 +240,10 @@ def _add_model(distill: argparse.ArgumentParser) -> None:
     model.add_argument("--run", metavar="DIR", help="unfinished work and artifacts, default: DIR.run")
     model.add_argument("--refer", action="store_true", help="name the model in DIR instead of copying it")
     distill.set_defaults(command=commands.distill)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run", default="runs/quickstart", metavar="DIR", help="default: %(default)s")
 
 
 def _add_set(parser: argparse.ArgumentParser) -> None:

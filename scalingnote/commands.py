@@ -5,9 +5,9 @@ Imports stand inside the functions, so that `scalingnote --help` loads neither t
 
 import argparse
 import dataclasses
-import importlib
 import itertools
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"{kind:<{width}}  {artifact.uri}")
     if "report" in built:
         print(f"\nreport: {config.run_dir}/report.html\ntry it: scalingnote serve --run {config.run_dir}")
-    return _serve_run(config.run_dir, options.overrides) if options.serve else 0
+    return _serve({"run_dir": config.run_dir}, options.overrides) if options.serve else 0
 
 
 def train(options: argparse.Namespace) -> int:
@@ -193,18 +193,29 @@ def ids(options: argparse.Namespace) -> int:
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Serve a finished run until CTRL-C."""
+    """Serve a finished run, or a model alone, until CTRL-C."""
     from scalingnote.log import configure
 
     configure()
-    return _serve_run(options.run, options.overrides)
+    served = {"run_dir": options.run} if options.model is None else {"model": options.model}
+    return _serve(served, options.overrides)
 
 
-def _serve_run(run_dir: str, overrides: Sequence[str]) -> int:
-    # By name: the apps stand beside the command line, not below it. The second imports Ray Serve, which reads
-    # the environment that the first has set.
-    args = importlib.import_module("scalingnote.serve.settings").read(run_dir, overrides)
-    return int(importlib.import_module("scalingnote.serve.launch").run(args))
+def _serve(served: dict[str, str], overrides: Sequence[str]) -> int:
+    from scalingnote import pipeline
+    from scalingnote.config import load
+    from scalingnote.serve_config import PROXY_TIMEOUTS, AppArgs, environment, merged
+
+    args = load(AppArgs, (), [*(f"{name}={path!r}" for name, path in served.items()), *overrides])
+    config = args.serve
+    if args.run_dir is not None:
+        run = pipeline.load_run(args.run_dir)
+        config = merged(run.run_dir, run.serve, config)
+    os.environ |= PROXY_TIMEOUTS | os.environ | environment(config)
+    from scalingnote.serve import app, artifacts, launch  # they import Ray Serve, which reads the environment
+
+    found = artifacts.find(args)
+    return launch.run(found, app.bind(found))
 
 
 def export(options: argparse.Namespace) -> int:
@@ -341,20 +352,20 @@ def publish(options: argparse.Namespace) -> int:
 def submit(options: argparse.Namespace) -> int:
     """Send a run, or one stage, to a cluster."""
     config = _load(options)
-    return int(
-        importlib.import_module("scalingnote.submit").submit(
-            options.stage,
-            options.config,
-            run_dir=config.run_dir,
-            address=options.address,
-            overrides=options.overrides,
-            until=options.until,
-            submission_id=options.submission_id,
-            wait=options.wait,
-            cpus=options.driver_cpus,
-            memory_gb=options.driver_memory,
-            resource=options.driver_resource,
-        )
+    from scalingnote.submit import submit as send
+
+    return send(
+        options.stage,
+        options.config,
+        run_dir=config.run_dir,
+        address=options.address,
+        overrides=options.overrides,
+        until=options.until,
+        submission_id=options.submission_id,
+        wait=options.wait,
+        cpus=options.driver_cpus,
+        memory_gb=options.driver_memory,
+        resource=options.driver_resource,
     )
 
 

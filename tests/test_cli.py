@@ -61,7 +61,7 @@ def test_the_pipeline_needs_neither_torch_nor_ray():
 
 
 def test_what_serves_starts_without_torch_unless_a_tower_needs_it():
-    parts = ("app", "replicas", "writer")
+    parts = ("app", "artifacts", "replicas", "writer")
     statement = "import " + ", ".join(f"scalingnote.serve.{part}" for part in parts)
     assert not modules_after(statement) & {"torch", "transformers"}
 

@@ -23,7 +23,11 @@ BETWEEN_WORKERS = {"scalingnote/encode/parts.py"}  # of one run: columns that Ra
 NO_WEIGHTS = {"AutoTokenizer", "AutoConfig", "PreTrainedTokenizerFast"}
 CHECKED_FIRST = {"PeftModel"}  # takes no use_safetensors: see the last test
 READERS = {
-    "urlopen": {"scalingnote/datasets/sources.py", "scalingnote/serve/telemetry.py"},
+    "urlopen": {
+        "scalingnote/datasets/sources.py",
+        "scalingnote/serve/telemetry.py",
+        "scalingnote/integrations/client.py",  # JSON of a server that the caller names
+    },
     "urlretrieve": set[str](),
 }
 

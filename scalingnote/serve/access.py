@@ -30,9 +30,16 @@ RequestCallback = Callable[[str, Mapping[str, Any], int, float], None]  # path, 
 
 MAX_CLIENTS = 10_000  # clients whose rates are remembered
 MIN_KEY_CHARS = 16
-PUBLIC_PATHS = ("/", "/healthz", "/openapi.json")  # these and the page need no key: nothing in them is secret
+HEALTH_PATHS = ("/healthz", "/health")
+PUBLIC_PATHS = (
+    "/",
+    *HEALTH_PATHS,
+    "/openapi.json",
+)  # without a key, like the page: nothing in them is secret
 PAGE_PREFIX = "/page/"
 ADMIN_PREFIX = "/admin/"
+OPENAI_PREFIX = "/v1/"
+OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 CLIENT_CLOSED_REQUEST = 499  # status of nginx and Ray Serve for a request whose client went away
 
 
@@ -90,10 +97,15 @@ def validation_refusal(problems: Sequence[Mapping[str, Any]]) -> RefusedError:
     return invalid(first["msg"] + (f" (and {len(more)} more)" if more else ""), field)
 
 
-def refusal_body(refused: RefusedError, request_id: str) -> dict[str, Any]:
-    """The JSON body of every refusal."""
-    problem = {"code": refused.code, "message": refused.message, "field": refused.field}
-    return {"error": problem, "request_id": request_id}
+def refusal(refused: RefusedError, request_id: str, path: str) -> tuple[int, dict[str, Any]]:
+    """Status and JSON body of a refusal: below ``/v1`` those of OpenAI, where a wrong request gets 400."""
+    if not path.startswith(OPENAI_PREFIX):
+        problem = {"code": refused.code, "message": refused.message, "field": refused.field}
+        return refused.status, {"error": problem, "request_id": request_id}
+    status = 400 if refused.status == 422 else refused.status
+    kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    openai = {"message": refused.message, "type": kind, "param": refused.field, "code": refused.code}
+    return status, {"error": openai}
 
 
 # --- admission --------------------------------------------------------------------------------------------
@@ -283,8 +295,9 @@ class AccessMiddleware:
 
         async def refuse(refused: RefusedError) -> None:
             nonlocal status, refusal_sent
-            refusal_sent, status, state["refused"] = True, refused.status, refused.code
-            await _send_refusal(refused, state["request_id"], id_header, send)
+            refusal_sent, state["refused"] = True, refused.code
+            status, body = refusal(refused, state["request_id"], scope["path"])
+            await _send_refusal(refused, status, body, id_header, send)
 
         with self._admission.count_request():
             try:
@@ -303,7 +316,7 @@ class AccessMiddleware:
 
     def _admit(self, scope: Message, headers: dict[bytes, bytes]) -> None:
         path = scope["path"]
-        if path == "/healthz":
+        if path in HEALTH_PATHS:
             return  # health checks must pass on an overloaded server, too
         length = headers.get(b"content-length", b"")
         address = (scope.get("client") or ("",))[0]
@@ -329,9 +342,9 @@ def _is_json(content_type: bytes) -> bool:
 
 
 async def _send_refusal(
-    refused: RefusedError, request_id: str, id_header: Iterable[Header], send: Send
+    refused: RefusedError, status: int, content: dict[str, Any], id_header: Iterable[Header], send: Send
 ) -> None:
-    body = json.dumps(refusal_body(refused, request_id)).encode()
+    body = json.dumps(content).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
@@ -341,5 +354,5 @@ async def _send_refusal(
         headers.append((b"retry-after", str(refused.retry_after_s).encode()))
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,13 +1,12 @@
 """The Serve application: a finished run, or an index and a query tower by URI, as a gateway and its replicas.
 
-`scalingnote serve` calls :func:`find` and :func:`bind`. A Serve YAML names
+`scalingnote serve` calls :func:`bind`. A Serve YAML names
 ``import_path: scalingnote.serve.app:build`` and gives the fields of :class:`AppArgs` as its ``args``.
 """
 
 import gc
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,28 +14,22 @@ from ray import serve
 from ray.serve import Application, Deployment, deployment
 from ray.serve.handle import DeploymentHandle
 
-from scalingnote import pipeline, stages
-from scalingnote.encode import exports, query_encoder
-from scalingnote.encode.config import Form
-from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.experiment.access_writer import AccessWriter
-from scalingnote.run_config import RunConfig
-from scalingnote.serve import api, settings
+from scalingnote.serve import api
 from scalingnote.serve.access import Admission, read_keys
+from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gateway_encodes
 from scalingnote.serve.concurrency import Handle, LocalHandle
+from scalingnote.serve.embeddings import Embeddings
 from scalingnote.serve.grpc.servicer import Servicer
 from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts, Reranker
 from scalingnote.serve.service import ServedArm, Service
-from scalingnote.serve.settings import AppArgs
 from scalingnote.serve.telemetry import Metrics, RequestObserver, scrape
-from scalingnote.serve.versions import Catalog, LiveCatalog, Version, Versions
-from scalingnote.serve.writer import DocumentEncoder, DocumentPathParts, WriteHandles, Writer
-from scalingnote.serve_config import ServeConfig
-from scalingnote.storage.artifact import Artifact, open_artifact
+from scalingnote.serve.towers import DocumentTower, Location
+from scalingnote.serve.versions import Catalog, LiveCatalog, Versions
+from scalingnote.serve.writer import DocumentEncoder, WriteHandles, Writer
+from scalingnote.serve_config import AppArgs, ServeConfig
 
-TOWER_KINDS = ("query_encoder", "student", "dual_encoder")
 MAX_ONGOING_REQUESTS = 1000  # of a replica: calls wait in its batcher, not in Serve's queue
-GATEWAY_MAX_DOCUMENTS = 2_000_000  # of an index that a gateway searches itself, with searchers_in=auto
 
 # Allocations between two runs of the garbage collector. A search allocates some fifty containers and no
 # cycle: at Python's default of 700, the collector takes 1/40 of it.
@@ -59,6 +52,8 @@ class Gateway(Servicer):
         config: of the service.
         reranker: None: no re-ranking.
         writing: None: the index is read only.
+        name: of the model, for clients of embeddings.
+        documents: the document tower, for the same; None: it is not served.
     """
 
     def __init__(
@@ -69,6 +64,8 @@ class Gateway(Servicer):
         config: ServeConfig,
         reranker: DeploymentHandle[Any] | None = None,
         writing: WriteHandles | None = None,
+        name: str = "scalingnote",
+        documents: DeploymentHandle[Any] | None = None,
     ) -> None:
         gc.set_threshold(GC_THRESHOLD)
         self._config, self._metrics = config, Metrics()
@@ -81,6 +78,8 @@ class Gateway(Servicer):
             reranker=reranker,
             writing=writing,
             on_recall=self._metrics.observe_recall,
+            name=name,
+            documents=documents,
         )
         replica = serve.get_replica_context().replica_id.unique_id
         log = None if config.access_log is None else AccessWriter(config.access_log, replica)
@@ -106,6 +105,45 @@ class Gateway(Servicer):
         )
 
 
+@serve.deployment(max_ongoing_requests=1000)
+@serve.ingress()
+class TowerGateway:
+    """Ingress of a model that is served without an index.
+
+    Args:
+        name: of the model.
+        query: a handle of its query side, or the parts to load in this process; None: it has none.
+        documents: a handle of its document side; None: it is not served.
+        config: of the service.
+        reranker: None: no re-ranking.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        query: QueryPathParts | DeploymentHandle[Any] | None,
+        documents: DeploymentHandle[Any] | None,
+        config: ServeConfig,
+        reranker: DeploymentHandle[Any] | None = None,
+    ) -> None:
+        queries = {} if query is None else {name: _encoder(query)}
+        self._embeddings = Embeddings(name, queries, documents, config, reranker=reranker)
+        self._config, self._metrics = config, Metrics()
+        self._admission = Admission(config.limits, read_keys(config.api_keys), is_open=config.open)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Serve's hook: the HTTP side of this replica."""
+        return api.build(
+            self._embeddings,
+            self._config,
+            admission=self._admission,
+            scrape=scrape,
+            on_done=RequestObserver(self._metrics),
+            on_poll=lambda: self._metrics.set_in_flight(self._admission.in_flight),
+            in_serve=True,
+        )
+
+
 def _encoder(encoder: QueryPathParts | DeploymentHandle[Any]) -> Handle:
     return LocalHandle(ArmEncoder(encoder)) if isinstance(encoder, QueryPathParts) else encoder
 
@@ -120,141 +158,55 @@ def _local_searcher(catalog: Catalog | LiveCatalog, config: ServeConfig) -> Loca
 # --- the application ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ServedArtifacts:
-    """The artifacts and settings of an application, opened and checked."""
-
-    index: Artifact
-    arms: tuple[ServedArm, ...]  # with the parts of their query paths, not handles
-    catalog: Catalog | LiveCatalog
-    config: ServeConfig
-    documents: DocumentPathParts | None = None  # of a live index
-    address: str | None = None  # of the Ray cluster
-
-    @property
-    def groups(self) -> tuple[range, ...]:
-        """The shards that each searcher deployment holds."""
-        shards = int(self.index.read_json("index.json")["shards"])
-        # The shards of a live index stay in one process: a search sees all of them at one moment.
-        size = shards if self.config.live else self.config.shards_per_searcher
-        return tuple(range(first, min(first + size, shards)) for first in range(0, shards, size))
-
-    @property
-    def gateway_searches(self) -> bool:
-        """Whether the gateway itself searches."""
-        if self.config.searchers_in != "auto":
-            return self.config.searchers_in == "gateway"
-        return self.config.gateway_replicas == 1 and self.index.counts["documents"] <= GATEWAY_MAX_DOCUMENTS
-
-    @property
-    def cpus(self) -> float:
-        """CPU cores that all replicas together reserve."""
-        config, replicas = self.config, self.config.gateway_replicas
-        replicas += sum(not _gateway_encodes(arm, config) for arm in self.arms) * config.encoder_replicas
-        replicas += (not self.gateway_searches) * len(self.groups) * config.searcher_replicas
-        replicas += config.live is not None
-        cpus = replicas * config.cpus_per_replica
-        if config.rerank is not None:
-            cpus += config.rerank.replicas * config.rerank.cpus_per_replica
-        if config.live is not None:
-            cpus += config.live.encoders * config.live.cpus_per_encoder
-        return cpus
-
-
-def find(args: AppArgs) -> ServedArtifacts:
-    """Open the artifacts of an application.
-
-    Raises:
-        ConfigError: settings and artifacts do not fit together.
-        ArtifactError: there is no finished artifact of the kind.
-    """
-    if args.run_dir is None:
-        assert args.index is not None  # validated by AppArgs
-        assert args.query_tower is not None
-        if args.serve.live is not None:
-            raise ConfigError(
-                "serve.live needs a run_dir: new documents are encoded by the towers and networks of the run"
-            )
-        index, tower = open_artifact(args.index, kind="index"), _tower(args.query_tower)
-        return _served(index, tower, QueryPathParts(_location(tower)), args.serve)
-    run = settings.run_of(args.run_dir)
-    config = settings.merged(run, args)
-    index = pipeline.locate(run, "index")
-    tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
-    parts = QueryPathParts(_location(tower), features=config.features)
-    if (terms := pipeline.query_terms(run)) is not None:
-        parts = replace(parts, sparse=_location(terms))
-    embeddings = pipeline.locate(run, "embeddings")
-    if embeddings.names("query_fusion/"):
-        planner = _location(pipeline.locate(run, "planner"))
-        parts = replace(parts, fusion=_location(embeddings), planner=planner)
-    served = _served(index, exports.find(tower, config.query_form, run.run_dir), parts, config)
-    documents = None if config.live is None else _document_path(run, index)
-    return replace(served, documents=documents, address=run.address)
-
-
-def _served(index: Artifact, tower: Artifact, parts: QueryPathParts, config: ServeConfig) -> ServedArtifacts:
-    read_keys(config.api_keys)  # an unreadable file is an error before anything is started
-    version = Version.of(index.uri)
-    arms: list[ServedArm] = []
-    pinned: list[Version] = []
-    for arm in config.split.arms:
-        arm_tower = tower if arm.query_tower is None else _tower(arm.query_tower)
-        dim = arm_tower.read_json("query/tower.json")["dim"]
-        arm_version = version if arm.index is None else Version.of(arm.index)
-        if dim != arm_version.dim:
-            raise ConfigError(
-                f"the index has embeddings of dim {arm_version.dim}, the query tower of {dim}: not a pair"
-            )
-        path = replace(parts, tower=_location(arm_tower), form=config.query_form, cache=config.query_cache)
-        path = path if arm.personalised else replace(path, fusion=None)
-        pinned_name = None
-        if arm.index is not None:
-            pinned_name = arm_version.name
-            pinned.append(arm_version)
-        form = _form(arm_tower, config.query_form)
-        arms.append(ServedArm(arm.name, path, form, path.fusion is not None, pinned_name))
-    if config.live is None:
-        catalog: Catalog | LiveCatalog = Catalog(version, config.state, config.versions_kept, tuple(pinned))
-    elif pinned:
-        raise ConfigError("serve.live has the writes of one index: no arm may name another index")
-    else:
-        if "://" in config.live.folder:
-            raise ConfigError(f"serve.live.folder is {config.live.folder}: its logs are files, name a folder")
-        catalog = LiveCatalog(os.path.abspath(config.live.folder), index.uri, version.dim)
-    return ServedArtifacts(index, tuple(arms), catalog, config)
-
-
-def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:
-    """The parts that encode new documents as the run encoded its own."""
-    if run.cross_encoder is not None and run.distill is not None and not run.distill.document:
-        raise ConfigError(
-            "serve.live: the cross-encoder encoded the documents of this run, it cannot encode new ones"
-        )
-    by_student = "encode_student" in [stage.name for stage in stages.of(run)]
-    return DocumentPathParts(
-        towers=_location(pipeline.locate(run, "student" if by_student else "dual_encoder")),
-        semantic_ids=_location(pipeline.locate(run, "semantic_ids")),
-        embeddings=_location(pipeline.locate(run, "embeddings")),
-        dataset=_location(pipeline.locate(run, "dataset")),
-        snippet_chars=int(index.manifest.config["snippet_chars"]),
-    )
-
-
 def build(args: AppArgs) -> Application:
     """The Serve application of some arguments, for ``import_path`` in a Serve YAML."""
     return bind(find(args))
 
 
-def bind(served: ServedArtifacts) -> Application:
+def bind(served: ServedArtifacts | ServedTower) -> Application:
     """The application: the gateway, and deployments of the parts that it does not run itself."""
+    if isinstance(served, ServedTower):
+        return _bind_tower(served)
     config = served.config
-    arms = [arm if _gateway_encodes(arm, config) else _in_replicas(arm, config) for arm in served.arms]
+    arms = [arm if gateway_encodes(arm, config) else _in_replicas(arm, config) for arm in served.arms]
     gateway = _replicas(Gateway, num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
     application: Application = gateway.bind(
-        arms, served.catalog, _searchers(served), config, _reranker(config), _writing(served)
+        arms,
+        served.catalog,
+        _searchers(served),
+        config,
+        _reranker(config),
+        _writing(served),
+        served.name,
+        _documents(served.document_tower, config.document_replicas or 0, config),
     )
     return application
+
+
+def _bind_tower(served: ServedTower) -> Application:
+    config, arm = served.config, served.query
+    if arm is not None and not gateway_encodes(arm, config):
+        arm = _in_replicas(arm, config)
+    gateway = _replicas(TowerGateway, num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
+    documents = _documents(served.document, served.document_replicas, config)
+    application: Application = gateway.bind(
+        served.name, None if arm is None else arm.encoder, documents, config, _reranker(config)
+    )
+    return application
+
+
+def _documents(tower: Location | None, replicas: int, config: ServeConfig) -> DeploymentHandle[Any] | None:
+    """A deployment of the document tower; None where it is not served."""
+    if tower is None or not replicas:
+        return None
+    deployed = _replicas(
+        DocumentTower,
+        num_replicas=replicas,
+        ray_actor_options={**_actor(config), "num_gpus": config.gpus_per_document_replica},
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+    )
+    handle: DeploymentHandle[Any] = deployed.bind(tower)
+    return handle
 
 
 def _searchers(served: ServedArtifacts) -> list[Any]:
@@ -318,33 +270,6 @@ def _in_replicas(arm: ServedArm, config: ServeConfig) -> ServedArm:
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
     )
     return replace(arm, encoder=encoder.bind(arm.encoder))
-
-
-def _gateway_encodes(arm: ServedArm, config: ServeConfig) -> bool:
-    """Whether the gateway encodes the queries of an arm itself."""
-    if config.encoder_in != "auto":
-        return config.encoder_in == "gateway"
-    return arm.tower == "lookup"
-
-
-def _form(tower: Artifact, form: Form) -> Form:
-    """The form that a query tower is loaded in."""
-    if form != "auto":
-        return form
-    return query_encoder.choose(query_encoder.forms(tower.directory("query")))
-
-
-def _location(artifact: Artifact) -> tuple[str, str]:
-    return artifact.uri, artifact.manifest.kind
-
-
-def _tower(uri: str) -> Artifact:
-    for kind in TOWER_KINDS:
-        try:
-            return open_artifact(uri, kind=kind)
-        except ArtifactError as error:
-            reason = error
-    raise ConfigError(f"no query tower at {uri}, it would be one of {TOWER_KINDS}: {reason}")
 
 
 def _reranker(config: ServeConfig) -> DeploymentHandle[Any] | None:

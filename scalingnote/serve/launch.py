@@ -1,4 +1,4 @@
-"""`scalingnote serve`: starts the application on a Ray cluster, and shuts it down on a signal."""
+"""`scalingnote serve`: starts an application on a Ray cluster, and shuts it down on a signal."""
 
 import contextlib
 import io
@@ -23,13 +23,12 @@ from ray.serve.context import _get_global_client
 from scalingnote import cluster
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.log import get_logger
-from scalingnote.serve import app
-from scalingnote.serve.app import ServedArtifacts
+from scalingnote.serve.artifacts import ServedArtifacts, ServedTower
 from scalingnote.serve.grpc.servicer import REGISTER
-from scalingnote.serve.settings import HAPROXY, AppArgs
 from scalingnote.serve.telemetry import SERVE_LOGGING
-from scalingnote.serve_config import ServeConfig
+from scalingnote.serve_config import HAPROXY, ServeConfig
 
+Served = ServedArtifacts | ServedTower
 NAME = "scalingnote"
 PROXY_TIMEOUT_S = 240.0  # Ray Serve's own 60 s are too few for its processes to start on a busy machine
 PROGRAMS = ("scalingnote", "cli.py")  # started by these, the command can be run again
@@ -40,15 +39,14 @@ class ProxyError(SearchError):
     """The proxy of Ray Serve does not answer."""
 
 
-def run(args: AppArgs) -> int:
+def run(served: Served, application: Application) -> int:
     """Serve until CTRL-C or SIGTERM, then shut down what was started; returns the exit code.
 
     If HAProxy does not start on a private cluster, the command is run again with the Python proxy.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    served = app.find(args)
     try:
-        return _serve(served)
+        return _serve(served, application)
     except ProxyError as error:
         if not _may_restart_without_haproxy(served):
             raise
@@ -59,14 +57,14 @@ def run(args: AppArgs) -> int:
     return os.execve(sys.executable, command, environment)
 
 
-def _serve(served: ServedArtifacts) -> int:
+def _serve(served: Served, application: Application) -> int:
     cluster.connect(served.address)
     try:
         running = _running_proxy()
         port = _port(served.config, running)
         served = replace(served, config=served.config.model_copy(update={"port": port}))
         try:
-            print(f"{start(served)}  (CTRL-C ends it)", flush=True)
+            print(f"{start(served, application)}  (CTRL-C ends it)", flush=True)
             _wait_for_a_signal()
             log.info("shutting down")
         finally:
@@ -87,7 +85,7 @@ def _end_service(*, shared: bool) -> None:
         serve.shutdown()  # or the next application would find this one's port taken
 
 
-def _may_restart_without_haproxy(served: ServedArtifacts) -> bool:
+def _may_restart_without_haproxy(served: Served) -> bool:
     """Whether HAProxy was chosen by default, and the cluster is private to this command."""
     shared_cluster = served.address or os.environ.get("RAY_ADDRESS")
     by_default = served.config.ingress == "auto" and HAPROXY.items() <= os.environ.items()
@@ -119,7 +117,7 @@ def _port(config: ServeConfig, running: HTTPOptions | None) -> int:
     return int(running.port)
 
 
-def start(served: ServedArtifacts) -> str:
+def start(served: Served, application: Application) -> str:
     """Start the application on the connected cluster; returns its URL once it answers."""
     have = ray.cluster_resources().get("CPU", 0.0)
     if served.cpus > have:
@@ -127,13 +125,14 @@ def start(served: ServedArtifacts) -> str:
             f"the replicas reserve {served.cpus:g} CPUs, the cluster has {have:g}: lower "
             "serve.cpus_per_replica or the numbers of replicas"
         )
-    return launch(app.bind(served), served.config)
+    return launch(application, served.config)
 
 
 def launch(application: Application, config: ServeConfig) -> str:
     """Run an application behind proxies of HTTP and gRPC; returns its URL once it answers."""
     # The gateway keeps its own deadlines: only a request that never reached it exceeds this.
-    timeout_s = max(config.deadline_s, config.live.deadline_s if config.live else 0.0) + 2
+    longest_s = max(config.deadline_s, config.embed_deadline_s)
+    timeout_s = max(longest_s, config.live.deadline_s if config.live else 0.0) + 2
     http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=timeout_s)
     grpc = None
     if config.grpc_port is not None:

@@ -241,20 +241,31 @@ class Facet(BaseModel):
     count: int
 
 
-class Info(BaseModel):
-    """The answer of ``GET /info``: arms, fields and limits of the service."""
+class TowerInfo(BaseModel):
+    """The answer of ``GET /info`` where a model is served alone; from `model_id` on as TEI names it."""
 
     name: str
     version: str
-    documents: int
     dim: int
+    rerank: bool
+    model_id: str
+    model_dtype: str
+    model_type: dict[str, dict[str, str]]
+    max_concurrent_requests: int
+    max_client_batch_size: int
+    auto_truncate: bool
+
+
+class Info(TowerInfo):
+    """The answer of ``GET /info``: arms, fields and limits of the service."""
+
+    documents: int
     index_version: str
     shards: int
     arms: list[ArmInfo]
     fields: dict[str, Literal["text", "number", "boolean"]]
     facets: dict[str, list[Facet]]
     sparse: bool
-    rerank: bool
     live: bool
     max_k: int
     max_query_chars: int

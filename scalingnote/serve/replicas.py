@@ -10,10 +10,11 @@ opened by the first call that names it.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -31,6 +32,7 @@ from scalingnote.search.query_path import Personal, Query, QueryPath
 from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, run_periodically
 from scalingnote.serve.telemetry import get_logger
+from scalingnote.serve.towers import Location, Refused, TextTower, folder_of
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
 from scalingnote.storage.artifact import Artifact, open_artifact
 
@@ -41,7 +43,7 @@ INLINE_MAX_DOCUMENTS, INLINE_MAX_K = 500_000, 100
 MAX_FACET_VALUES = 1000  # a text field with more values is no facet
 RELEASE_AFTER_S = 10.0  # all gateways change within a second; requests from before name the old version
 POLL_INTERVAL_S = 5.0  # between two reads of which versions are kept
-Location = tuple[str, str]  # URI and kind of an artifact
+T = TypeVar("T")
 log = get_logger()
 
 
@@ -62,7 +64,7 @@ class QueryPathParts:
 
     def load(self) -> QueryPath:
         """Load all parts."""
-        tower = _open(self.tower).directory("query")
+        tower = folder_of(self.tower, "query")
         encoder = query_encoder.QueryEncoder.load(tower, self.form, cache=self.cache)
         terms, personal = None, None
         if self.sparse is not None:
@@ -78,8 +80,8 @@ class QueryPathParts:
         return QueryPath(encoder, terms, personal)
 
 
-class ArmEncoder:
-    """Encodes queries by one query path.
+class ArmEncoder(TextTower):
+    """Encodes queries by one query path, and texts for clients of embeddings by its tower alone.
 
     Ray sets OMP_NUM_THREADS to the CPUs that a replica reserves (at least 1), and every form of tower obeys
     it: replicas on one machine do not compete for its cores.
@@ -90,6 +92,8 @@ class ArmEncoder:
         self._path(["warm up"])  # the first pass is the slowest
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
         self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_ENCODED)
+        encode = self._path.encoder.encode_queries
+        super().__init__(folder_of(parts.tower, "query"), "query", encode, inline=in_loop)
 
     async def encode(self, query: str, user_id: str | None = None) -> Query:
         """A query with its embedding and terms."""
@@ -104,9 +108,18 @@ class ArmEncoder:
         asked = [(query, user_id) for query in queries]
         return await self._batcher.run_between_batches(lambda: self._encode_batch(asked))
 
-    async def ping(self) -> bool:
-        """Answers while the event loop runs."""
-        return True
+    async def terms(self, queries: Sequence[str]) -> list[tuple[list[int], list[float]]] | Refused:
+        """Terms and weights of each query; refused where the documents have no terms."""
+        encoded = await self.encode_many(queries)
+        rows = [query.terms for query in encoded if query.terms is not None]
+        if len(rows) < len(encoded):
+            return Refused("the documents of this index have no terms: nothing weighs those of a query")
+        return [(row.terms.tolist(), row.values.tolist()) for row in rows]
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        if self._batcher is None:
+            return await super()._in_thread(work)
+        return await self._batcher.run_between_batches(work)
 
     def _encode_batch(self, batch: Sequence[tuple[str, str | None]]) -> list[Query]:
         queries, users = [query for query, _ in batch], [user for _, user in batch]
@@ -137,15 +150,16 @@ class Reranker:
         scores = await asyncio.to_thread(self._model.predict, pairs, show_progress_bar=False)
         return [float(score) for score in scores]
 
+    async def logits(self, query: str, texts: Sequence[str]) -> list[float]:
+        """The model's output for each text, before any activation."""
+        from torch.nn import Identity
+
+        pairs = [(query, text) for text in texts]
+        predict = partial(self._model.predict, activation_fn=Identity(), show_progress_bar=False)
+        return [float(logit) for logit in await asyncio.to_thread(predict, pairs)]
+
 
 # --- searchers ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Why a search is refused. A value, as Ray would wrap an exception in one of its own."""
-
-    reason: str
 
 
 _Call = tuple[Searcher, Query]  # the searcher of the version, looked up when the call arrives

@@ -19,7 +19,6 @@ import pyarrow as pa
 from jaxtyping import Float
 from numpy import ndarray
 
-from scalingnote import __version__
 from scalingnote.errors import SearchError
 from scalingnote.experiment.config import arm_of, unit_of
 from scalingnote.hybrid import Joining
@@ -29,9 +28,10 @@ from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
 from scalingnote.serve import messages
 from scalingnote.serve.access import invalid, not_found, unavailable
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
+from scalingnote.serve.embeddings import Embeddings
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
-from scalingnote.serve.replicas import Refused
 from scalingnote.serve.telemetry import get_logger, secret
+from scalingnote.serve.towers import Refused
 from scalingnote.serve.versions import Versions
 from scalingnote.serve.writer import DocumentWrites, WriteHandles
 from scalingnote.serve_config import ServeConfig
@@ -65,6 +65,8 @@ class Service:
         reranker: None: requests for re-ranking are refused.
         writing: None: writes are refused.
         on_recall: called with the recall of each canary, the share of the exact best that was found.
+        name: of the model, for clients of embeddings.
+        documents: the document tower, for the same; None: it is not served.
     """
 
     def __init__(
@@ -77,9 +79,13 @@ class Service:
         reranker: Handle | None = None,
         writing: WriteHandles | None = None,
         on_recall: Callable[[float], None] | None = None,
+        name: str = "scalingnote",
+        documents: Handle | None = None,
     ) -> None:
         self._arms, self._searchers = {arm.name: arm for arm in arms}, list(searchers)
         self._first_arm = arms[0]
+        encoders = {arm.name: arm.encoder for arm in arms}
+        self.embeddings = Embeddings(name, encoders, documents, config, reranker=reranker)
         self.versions, self._config, self._reranker = versions, config, reranker
         self.writes = DocumentWrites(
             writing, searchers=searchers, versions=versions, max_batch=config.limits.max_batch
@@ -245,10 +251,8 @@ class Service:
         active, config = self.versions.active, self._config
         content = self.versions.content(active.name)
         return messages.Info(
-            name="ScalingNote",
-            version=__version__,
+            **self.embeddings.info(active.dim).model_dump(),
             documents=active.documents,
-            dim=active.dim,
             index_version=active.name,
             shards=content.layout.shards,
             arms=[
@@ -261,7 +265,6 @@ class Service:
                 for name, values in content.facets.items()
             },
             sparse=content.layout.sparse,
-            rerank=self._reranker is not None,
             live=config.live is not None,
             max_k=config.limits.max_k,
             max_query_chars=config.limits.max_query_chars,

@@ -104,11 +104,15 @@ class Metrics:
 
     def set_state(self, *, in_flight: int, version: str, documents: int) -> None:
         """Set the gauges; called every now and then."""
-        self._in_flight.set(in_flight)
+        self.set_in_flight(in_flight)
         if self._version not in ("", version):  # the gauge of the version before would stay at its value
             self._documents.set(0, tags={"version": self._version})
         self._version = version
         self._documents.set(documents, tags={"version": version})
+
+    def set_in_flight(self, requests: int) -> None:
+        """Set the gauge of requests that are worked on."""
+        self._in_flight.set(requests)
 
     def observe_recall(self, value: float) -> None:
         """Recall of a query that was searched again exactly."""

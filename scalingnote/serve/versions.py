@@ -183,13 +183,13 @@ class Versions:
     """
 
     def __init__(self, catalog: Catalog | LiveCatalog, searchers: Sequence[Handle]) -> None:
-        self._catalog, self._searchers = catalog, list(searchers)
+        self.catalog, self._searchers = catalog, list(searchers)
         self._changing = asyncio.Lock()
         self._contents: dict[str, VersionContent] = {}
 
     async def start(self) -> None:
         """Read which versions are served, and what they hold."""
-        served = await asyncio.to_thread(self._catalog.read)
+        served = await asyncio.to_thread(self.catalog.read)
         for version in served:
             await self._describe(version)
         self.served = served
@@ -203,26 +203,18 @@ class Versions:
         """The content of an open version."""
         return self._contents[name]
 
-    def named(self, name: str) -> Version:
-        """A kept version; SearchError when there is none of that name."""
-        return named(self._catalog.read(), name)
-
-    def previous(self) -> Version:
-        """The version to roll back to; SearchError when none is kept."""
-        return self._catalog.previous()
-
     async def activate(self, version: Version) -> None:
         """Open another version on every searcher, then answer from it.
 
         It goes on when its request is cancelled: opening a large index may take longer than a proxy waits.
         """
-        if self._catalog.state is None:
+        if self.catalog.state is None:
             raise conflict("no index can be activated here: set serve.state to a folder that all nodes reach")
         await asyncio.shield(asyncio.create_task(self._change_to(version)))
 
     async def follow(self) -> None:
         """Change to the version that another gateway has activated, if it has."""
-        served = await asyncio.to_thread(self._catalog.read)
+        served = await asyncio.to_thread(self.catalog.read)
         if served[0].name != self.active.name:
             async with self._changing:
                 await self._open(served[0])
@@ -231,7 +223,7 @@ class Versions:
     async def _change_to(self, version: Version) -> None:
         async with self._changing:
             await self._open(version)
-            self.served = await asyncio.to_thread(self._catalog.activate, version)
+            self.served = await asyncio.to_thread(self.catalog.activate, version)
             await self._open(version)  # searchers of a live index open the current version only
             log.info("index version %s is active", version.name)
 

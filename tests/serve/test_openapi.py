@@ -14,6 +14,7 @@ from schemathesis import GenerationMode, checks
 
 from scalingnote.serve import api
 from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.embedding_messages import OpenAIRefusal
 from scalingnote.serve.messages import Refusal
 from scalingnote.serve.writer import WriteHandles
 from scalingnote.serve_config import Limits, ServeConfig
@@ -41,7 +42,16 @@ OPERATIONS = [
     ("/admin/index/activate", "POST"),
     ("/admin/index/compact", "POST"),
     ("/admin/index/roll_back", "POST"),
+    ("/v1/embeddings", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{name}", "GET"),
+    ("/embed", "POST"),
+    ("/embed_sparse", "POST"),
+    ("/rerank", "POST"),
+    ("/similarity", "POST"),
+    ("/tokenize", "POST"),
     ("/info", "GET"),
+    ("/health", "GET"),
     ("/healthz", "GET"),
     ("/metrics", "GET"),
 ]
@@ -82,9 +92,14 @@ def answered(client: Client, method: str, path: str, *, hurried: bool = False, *
     answer = client(method, path, **sent)
     assert answer.status_code < 500 or (hurried and answer.status_code == 503), (answer.text, sent)
     if answer.status_code >= 400 and method != "HEAD":
-        refusal = Refusal.model_validate(answer.json(), extra="forbid")
-        assert refusal.request_id == answer.headers["x-request-id"]
-        assert len(refusal.error.message) > 8
+        assert answer.headers["x-request-id"]
+        if answer.request.url.path.startswith("/v1/"):
+            told = OpenAIRefusal.model_validate(answer.json(), extra="forbid").error.message
+        else:
+            refusal = Refusal.model_validate(answer.json(), extra="forbid")
+            assert refusal.request_id == answer.headers["x-request-id"]
+            told = refusal.error.message
+        assert len(told) > 8
     return answer
 
 
@@ -136,6 +151,13 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     "/search": [{"query": "zo", **SEARCH}, {"vector": [1.0] * DIM}, {"query": "zo", "rerank": 3}],
     "/similar": [{"doc_id": "d7", "filter": {"topic": ["topic 1", "topic 2"]}}],
     "/encode": [{"queries": ["zo"], "arm": "default", "user_id": "u"}],
+    "/v1/embeddings": [
+        {"input": ["zo", "ba"], "model": "scalingnote", "encoding_format": "base64"},
+        {"input": [[1, 2], [3]], "model": "scalingnote-query", "dimensions": 3, "input_type": "query"},
+    ],
+    "/embed": [{"inputs": ["zo"], "normalize": False, "prompt_name": "query"}],
+    "/similarity": [{"inputs": {"source_sentence": "zo", "sentences": ["ba"]}, "parameters": {}}],
+    "/tokenize": [{"inputs": "zo", "add_special_tokens": True}],
     "/documents": [{"documents": [{"doc_id": "d7", "title": "t", "price": 3}, {"doc_id": "d8"}]}],
     "/documents/delete": [{"doc_ids": ["d7"]}],
     "/admin/index/activate": [{"version": "x"}, {"uri": "/nowhere"}],

@@ -29,12 +29,11 @@ from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve import app, launch
+from scalingnote.serve import app, artifacts, launch
 from scalingnote.serve.grpc import scalingnote_pb2 as pb
 from scalingnote.serve.grpc.scalingnote_pb2_grpc import ScalingNoteStub
 from scalingnote.serve.grpc.servicer import DETAILS
-from scalingnote.serve.settings import AppArgs
-from scalingnote.serve_config import ServeConfig
+from scalingnote.serve_config import AppArgs, ServeConfig
 from scalingnote.storage.artifact import Artifact
 
 QUERY = "bakoli menura"
@@ -116,9 +115,10 @@ def server(
     }
     program = f"""
 import sys
-from scalingnote.serve import launch
-from scalingnote.serve.settings import AppArgs
-sys.exit(launch.run(AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve={knobs!r})))
+from scalingnote.serve import app, artifacts, launch
+from scalingnote.serve_config import AppArgs
+served = artifacts.find(AppArgs(index={index.uri!r}, query_tower={query_tower.uri!r}, serve={knobs!r}))
+sys.exit(launch.run(served, app.bind(served)))
 """
     command = [sys.executable, "-c", program]
     root = Path(app.__file__).parents[2]
@@ -330,12 +330,12 @@ def test_the_shell_finds_the_same(
 def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_path: Path) -> None:
     other = student(f"{tmp_path}/student", dim=DIM // 2)
     with pytest.raises(ConfigError, match="dim 16, the query tower of 8"):
-        app.find(AppArgs(index=index.uri, query_tower=other.uri))
+        artifacts.find(AppArgs(index=index.uri, query_tower=other.uri))
 
 
 def test_replicas_that_would_not_fit_are_refused(index: Artifact, query_tower: Artifact) -> None:
     config = ServeConfig(cpus_per_replica=50, searchers_in="replicas", shards_per_searcher=1)
-    served = app.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
+    served = artifacts.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
     assert served.cpus == 4 * 50
     with pytest.raises(ConfigError, match="reserve 200 CPUs"):
-        launch.start(served)
+        launch.start(served, app.bind(served))

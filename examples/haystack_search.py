@@ -1,0 +1,39 @@
+"""Search texts of your own by a served model with Haystack, and the server's index: FILE [URL] [API_KEY].
+
+Start a server first: `scalingnote serve --run runs/quickstart --set serve.document_replicas=1`.
+"""
+
+import sys
+
+from haystack import Document, Pipeline
+from haystack.components.retrievers.in_memory import InMemoryEmbeddingRetriever
+from haystack.document_stores.in_memory import InMemoryDocumentStore
+
+from scalingnote.integrations.haystack import (
+    ScalingNoteDocumentEmbedder,
+    ScalingNoteRetriever,
+    ScalingNoteTextEmbedder,
+)
+
+TEXTS = ["joins arrays along a new axis", "parses a date from a string", "opens a socket to a host"]
+
+
+def main(url: str = "http://localhost:8000", api_key: str | None = None) -> None:
+    """Print what both searches find."""
+    store = InMemoryDocumentStore(embedding_similarity_function="cosine")
+    embedder = ScalingNoteDocumentEmbedder(url, api_key)
+    store.write_documents(embedder.run([Document(content=text) for text in TEXTS])["documents"])
+    pipeline = Pipeline()
+    pipeline.add_component("embedder", ScalingNoteTextEmbedder(url, api_key))
+    pipeline.add_component("retriever", InMemoryEmbeddingRetriever(store, top_k=1))
+    pipeline.connect("embedder.embedding", "retriever.query_embedding")
+    found = pipeline.run({"embedder": {"text": "concatenate arrays"}})["retriever"]["documents"]
+    print("own texts:", found[0].content)
+    for document in ScalingNoteRetriever(url, top_k=3, api_key=api_key).run("concatenate arrays")[
+        "documents"
+    ]:
+        print("index:", document.id, document.meta["title"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

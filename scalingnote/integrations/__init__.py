@@ -1,0 +1,1 @@
+"""ScalingNote in other frameworks; each module needs the extra of its name."""

@@ -1,0 +1,236 @@
+"""The artifacts of an application: found, opened and checked, before anything is started."""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from scalingnote import pipeline, stages
+from scalingnote.encode import exports, query_encoder
+from scalingnote.encode.config import Form
+from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.models.published_model import local_folder
+from scalingnote.run_config import RunConfig
+from scalingnote.serve import towers
+from scalingnote.serve.access import read_keys
+from scalingnote.serve.replicas import QueryPathParts
+from scalingnote.serve.service import ServedArm
+from scalingnote.serve.towers import Location
+from scalingnote.serve.versions import Catalog, LiveCatalog, Version
+from scalingnote.serve.writer import DocumentPathParts
+from scalingnote.serve_config import AppArgs, ServeConfig, merged
+from scalingnote.storage.artifact import Artifact, open_artifact
+
+TOWER_KINDS = ("query_encoder", "student", "dual_encoder")
+GATEWAY_MAX_DOCUMENTS = 2_000_000  # of an index that a gateway searches itself, with searchers_in=auto
+
+
+@dataclass(frozen=True)
+class ServedArtifacts:
+    """The artifacts and settings of an application, opened and checked."""
+
+    index: Artifact
+    arms: tuple[ServedArm, ...]  # with the parts of their query paths, not handles
+    catalog: Catalog | LiveCatalog
+    config: ServeConfig
+    documents: DocumentPathParts | None = None  # of a live index
+    address: str | None = None  # of the Ray cluster
+    name: str = "scalingnote"  # of the model, for clients of embeddings
+    document_tower: Location | None = None  # for the same
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The shards that each searcher deployment holds."""
+        shards = int(self.index.read_json("index.json")["shards"])
+        # The shards of a live index stay in one process: a search sees all of them at one moment.
+        size = shards if self.config.live else self.config.shards_per_searcher
+        return tuple(range(first, min(first + size, shards)) for first in range(0, shards, size))
+
+    @property
+    def gateway_searches(self) -> bool:
+        """Whether the gateway itself searches."""
+        if self.config.searchers_in != "auto":
+            return self.config.searchers_in == "gateway"
+        return self.config.gateway_replicas == 1 and self.index.counts["documents"] <= GATEWAY_MAX_DOCUMENTS
+
+    @property
+    def cpus(self) -> float:
+        """CPU cores that all replicas together reserve."""
+        config, replicas = self.config, self.config.gateway_replicas
+        replicas += sum(not gateway_encodes(arm, config) for arm in self.arms) * config.encoder_replicas
+        replicas += (not self.gateway_searches) * len(self.groups) * config.searcher_replicas
+        replicas += config.live is not None
+        replicas += (self.document_tower is not None) * (config.document_replicas or 0)
+        cpus = replicas * config.cpus_per_replica
+        if config.rerank is not None:
+            cpus += config.rerank.replicas * config.rerank.cpus_per_replica
+        if config.live is not None:
+            cpus += config.live.encoders * config.live.cpus_per_encoder
+        return cpus
+
+
+@dataclass(frozen=True)
+class ServedTower:
+    """A model that is served without an index: either of its sides, or both."""
+
+    name: str
+    query: ServedArm | None  # with the parts of its query path, not a handle
+    document: Location | None
+    config: ServeConfig
+    address: str | None = None  # of the Ray cluster
+
+    @property
+    def document_replicas(self) -> int:
+        """Replicas of the document side."""
+        given = self.config.document_replicas
+        return 0 if self.document is None else 1 if given is None else given
+
+    @property
+    def cpus(self) -> float:
+        """CPU cores that all replicas together reserve."""
+        config, replicas = self.config, self.config.gateway_replicas + self.document_replicas
+        if self.query is not None and not gateway_encodes(self.query, config):
+            replicas += config.encoder_replicas
+        reranked = 0.0 if config.rerank is None else config.rerank.replicas * config.rerank.cpus_per_replica
+        return replicas * config.cpus_per_replica + reranked
+
+
+def find(args: AppArgs) -> ServedArtifacts | ServedTower:
+    """Open the artifacts of an application.
+
+    Raises:
+        ConfigError: settings and artifacts do not fit together.
+        ArtifactError: there is no finished artifact of the kind.
+    """
+    if args.model is not None:
+        return _served_tower(args.model, args.serve)
+    if args.run_dir is None:
+        assert args.index is not None  # validated by AppArgs
+        assert args.query_tower is not None
+        if args.serve.live is not None:
+            raise ConfigError(
+                "serve.live needs a run_dir: new documents are encoded by the towers and networks of the run"
+            )
+        index, tower = open_artifact(args.index, kind="index"), tower_at(args.query_tower)
+        served = _served(index, tower, QueryPathParts(_location(tower)), args.serve)
+        if args.document_tower is None:
+            return served
+        return replace(served, document_tower=_location(tower_at(args.document_tower)))
+    run = pipeline.load_run(args.run_dir)
+    config = merged(run.run_dir, run.serve, args.serve)
+    index = pipeline.locate(run, "index")
+    tower = pipeline.locate(run, "student" if run.distill else "dual_encoder")
+    parts = QueryPathParts(_location(tower), features=config.features)
+    if (terms := pipeline.query_terms(run)) is not None:
+        parts = replace(parts, sparse=_location(terms))
+    embeddings = pipeline.locate(run, "embeddings")
+    if embeddings.names("query_fusion/"):
+        planner = _location(pipeline.locate(run, "planner"))
+        parts = replace(parts, fusion=_location(embeddings), planner=planner)
+    served = _served(index, exports.find(tower, config.query_form, run.run_dir), parts, config)
+    documents = None if config.live is None else _document_path(run, index)
+    document_tower = _document_tower(run) if config.document_replicas else None
+    return replace(
+        served,
+        documents=documents,
+        address=run.address,
+        name=Path(run.run_dir).name,
+        document_tower=document_tower,
+    )
+
+
+def _served_tower(model: str, config: ServeConfig) -> ServedTower:
+    """A model's folder, checked."""
+    for name in ("grpc_port", "live", "access_log"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"serve.{name} needs an index: a model alone has embeddings over HTTP")
+    read_keys(config.api_keys)
+    folder = local_folder(model).absolute()
+    found = towers.sides(folder)
+    arm = None
+    if "query" in found:
+        location = (str(found["query"]), towers.FOLDER)
+        parts = QueryPathParts(location, form=config.query_form, cache=config.query_cache)
+        arm = ServedArm("query", parts, _form(found["query"], config.query_form), personalised=False)
+    document = (str(found["document"]), towers.FOLDER) if "document" in found else None
+    if arm is None and config.document_replicas == 0:
+        raise ConfigError(f"{model} reads documents alone: set serve.document_replicas to 1 or more")
+    return ServedTower(folder.name, arm, document, config)
+
+
+def _served(index: Artifact, tower: Artifact, parts: QueryPathParts, config: ServeConfig) -> ServedArtifacts:
+    read_keys(config.api_keys)  # an unreadable file is an error before anything is started
+    version = Version.of(index.uri)
+    arms: list[ServedArm] = []
+    pinned: list[Version] = []
+    for arm in config.split.arms:
+        arm_tower = tower if arm.query_tower is None else tower_at(arm.query_tower)
+        dim = arm_tower.read_json("query/tower.json")["dim"]
+        arm_version = version if arm.index is None else Version.of(arm.index)
+        if dim != arm_version.dim:
+            raise ConfigError(
+                f"the index has embeddings of dim {arm_version.dim}, the query tower of {dim}: not a pair"
+            )
+        path = replace(parts, tower=_location(arm_tower), form=config.query_form, cache=config.query_cache)
+        path = path if arm.personalised else replace(path, fusion=None)
+        pinned_name = None
+        if arm.index is not None:
+            pinned_name = arm_version.name
+            pinned.append(arm_version)
+        form = _form(arm_tower.directory("query"), config.query_form)
+        arms.append(ServedArm(arm.name, path, form, path.fusion is not None, pinned_name))
+    if config.live is None:
+        catalog: Catalog | LiveCatalog = Catalog(version, config.state, config.versions_kept, tuple(pinned))
+    elif pinned:
+        raise ConfigError("serve.live has the writes of one index: no arm may name another index")
+    else:
+        if "://" in config.live.folder:
+            raise ConfigError(f"serve.live.folder is {config.live.folder}: its logs are files, name a folder")
+        catalog = LiveCatalog(os.path.abspath(config.live.folder), index.uri, version.dim)
+    return ServedArtifacts(index, tuple(arms), catalog, config)
+
+
+def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:
+    """The parts that encode new documents as the run encoded its own."""
+    if run.cross_encoder is not None and run.distill is not None and not run.distill.document:
+        raise ConfigError(
+            "serve.live: the cross-encoder encoded the documents of this run, it cannot encode new ones"
+        )
+    return DocumentPathParts(
+        towers=_document_tower(run),
+        semantic_ids=_location(pipeline.locate(run, "semantic_ids")),
+        embeddings=_location(pipeline.locate(run, "embeddings")),
+        dataset=_location(pipeline.locate(run, "dataset")),
+        snippet_chars=int(index.manifest.config["snippet_chars"]),
+    )
+
+
+def _document_tower(run: RunConfig) -> Location:
+    """The tower that encoded the documents of a run."""
+    by_student = "encode_student" in [stage.name for stage in stages.of(run)]
+    return _location(pipeline.locate(run, "student" if by_student else "dual_encoder"))
+
+
+def gateway_encodes(arm: ServedArm, config: ServeConfig) -> bool:
+    """Whether the gateway encodes the queries of an arm itself."""
+    if config.encoder_in != "auto":
+        return config.encoder_in == "gateway"
+    return arm.tower == "lookup"
+
+
+def _form(folder: Path, form: Form) -> Form:
+    """The form that a query tower is loaded in."""
+    return query_encoder.choose(query_encoder.forms(folder)) if form == "auto" else form
+
+
+def _location(artifact: Artifact) -> Location:
+    return artifact.uri, artifact.manifest.kind
+
+
+def tower_at(uri: str) -> Artifact:
+    """The artifact of a tower; ConfigError when there is none of its kinds."""
+    for kind in TOWER_KINDS:
+        try:
+            return open_artifact(uri, kind=kind)
+        except ArtifactError as error:
+            reason = error
+    raise ConfigError(f"no query tower at {uri}, it would be one of {TOWER_KINDS}: {reason}")

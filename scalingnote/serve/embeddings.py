@@ -1,0 +1,250 @@
+"""Embeddings for clients of other servers: OpenAI's ``/v1/embeddings``, and the paths of TEI.
+
+    texts, token ids ─► side (query or document) ─► tower ─► dimensions, length 1 ─► float or base64
+
+A model has two sides. A request names one by `input_type` (TEI: `prompt_name`) or by the model's name with
+``-query`` or ``-document`` behind it; without either, texts are queries.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float32
+from numpy import ndarray
+
+from scalingnote import __version__
+from scalingnote.serve import embedding_messages as forms
+from scalingnote.serve import messages
+from scalingnote.serve.access import RefusedError, conflict, invalid, unavailable
+from scalingnote.serve.concurrency import Handle, gather_in_time
+from scalingnote.serve.embedding_messages import ROLES
+from scalingnote.serve.towers import Embedded, Refused
+from scalingnote.serve_config import ServeConfig
+from scalingnote.storage.arrow import l2_normalize
+
+Role = Literal["query", "document"]
+MAX_TOKENS = 8192  # ids of one text in a request
+
+
+class Embeddings:
+    """Answers requests for embeddings by the handles of towers.
+
+    Args:
+        name: of the model.
+        queries: encoders by arm, the first one answers to `name`; none: the model reads documents alone.
+        documents: the document tower; None: requests for documents are refused.
+        config: limits and deadlines.
+        reranker: None: ``/rerank`` is refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queries: Mapping[str, Handle],
+        documents: Handle | None,
+        config: ServeConfig,
+        *,
+        reranker: Handle | None = None,
+    ) -> None:
+        self.name, self._queries, self._documents = name, dict(queries), documents
+        self._config, self._reranker, self._created = config, reranker, int(time.time())
+        self._dim = 0
+        self._models: dict[str, tuple[Handle | None, Role | None]] = {}
+        first = next(iter(self._queries.values()), None)
+        # A name of the model wins over one of an arm.
+        for model, encoder in {**self._queries, name: first}.items():
+            self._models |= {model: (encoder, None), f"{model}-query": (encoder, "query")}
+        self._models[f"{name}-document"] = (documents, "document")
+
+    async def start(self) -> None:
+        """Ask a tower how wide its embeddings are; for a model that is served alone."""
+        tower = self._side(self.name, None if self._queries else "document")
+        self._dim = (await self._embed(tower, ["a"])).vectors.shape[1]
+
+    # --- OpenAI ---------------------------------------------------------------------------------------
+
+    def models(self) -> forms.ModelList:
+        """Answer ``GET /v1/models``: the names that :meth:`openai` takes."""
+        served = [name for name, (tower, _) in self._models.items() if tower is not None]
+        return forms.ModelList(data=[forms.Model(id=name, created=self._created) for name in sorted(served)])
+
+    def model(self, name: str) -> forms.Model:
+        """Answer ``GET /v1/models/{name}``; RefusedError (404) for a name that is not served."""
+        self._side(name, None)
+        return forms.Model(id=name, created=self._created)
+
+    async def openai(self, request: forms.EmbeddingRequest) -> dict[str, Any]:
+        """Answer ``POST /v1/embeddings`` by an :class:`~scalingnote.serve.embedding_messages.EmbeddingList`.
+
+        Raises:
+            RefusedError: 404 for an unknown model, 422 for a request beyond the limits, 503 when the tower
+                does not answer.
+        """
+        tower = self._side(request.model, request.input_type)
+        texts = await self._texts(tower, request.input)
+        found = await self._embed(tower, texts)
+        vectors = await asyncio.to_thread(_cut, found.vectors, request.dimensions, "dimensions")
+        values: Sequence[Any] = (
+            [base64.b64encode(row).decode() for row in vectors.astype("<f4")]
+            if request.encoding_format == "base64"
+            else vectors.tolist()
+        )
+        data = [{"object": "embedding", "index": n, "embedding": row} for n, row in enumerate(values)]
+        usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
+        return {"object": "list", "data": data, "model": request.model, "usage": usage}
+
+    # --- TEI ------------------------------------------------------------------------------------------
+
+    async def embed(self, request: forms.TeiEmbedRequest) -> list[list[float]]:
+        """Answer ``POST /embed``: an embedding of each text."""
+        tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
+        vectors = (await self._embed(tower, texts)).vectors
+        if request.normalize or request.dimensions is not None:
+            vectors = _cut(vectors, request.dimensions, "dimensions", scale=request.normalize)
+        rows: list[list[float]] = vectors.tolist()
+        return rows
+
+    async def embed_sparse(self, request: forms.TeiRequest) -> list[list[dict[str, Any]]]:
+        """Answer ``POST /embed_sparse``: terms of each query and their weights."""
+        texts = self._checked(request.inputs, "inputs")
+        if ROLES[request.prompt_name or "query"] == "document" or not self._queries:
+            raise conflict("terms are served of queries alone: those of documents are in the index")
+        tower = self._side(self.name, "query")
+        found = await self._answer(tower.terms.remote(texts), conflict)
+        return [[{"index": term, "value": value} for term, value in zip(*row, strict=True)] for row in found]
+
+    async def rerank(self, request: forms.TeiRerankRequest) -> list[dict[str, Any]]:
+        """Answer ``POST /rerank``: scores of texts for a query by the cross-encoder, best first."""
+        if self._reranker is None or self._config.rerank is None:
+            raise conflict("this server does not re-rank: set serve.rerank")
+        if len(request.texts) > (most := self._config.rerank.most):
+            raise invalid(f"{len(request.texts)} texts: up to {most} are re-ranked", "texts")
+        (query,), texts = self._checked([request.query], "query"), self._checked(request.texts, "texts")
+        logits = np.asarray(await self._answer(self._reranker.logits.remote(query, texts), invalid))
+        scores = logits if request.raw_scores else 1 / (1 + np.exp(-logits))
+        order = np.argsort(-scores, kind="stable").tolist()
+        shown = {n: {"text": texts[n]} if request.return_text else {} for n in order}
+        return [{"index": n, "score": float(scores[n]), **shown[n]} for n in order]
+
+    async def similarity(self, request: forms.TeiSimilarityRequest) -> list[float]:
+        """Answer ``POST /similarity``: cosines of one text and others."""
+        chosen = request.parameters.prompt_name if request.parameters else None
+        (source,) = self._checked([request.inputs.source_sentence], "inputs.source_sentence")
+        sentences = self._checked(request.inputs.sentences, "inputs.sentences")
+        others = chosen or ("document" if self._documents is not None else "query")
+        first = await self._embed(self._side(self.name, chosen or "query"), [source])
+        second = await self._embed(self._side(self.name, others), sentences)
+        cosines: list[float] = (l2_normalize(second.vectors) @ l2_normalize(first.vectors)[0]).tolist()
+        return cosines
+
+    async def tokenize(self, request: forms.TeiTokenizeRequest) -> list[list[dict[str, Any]]]:
+        """Answer ``POST /tokenize``: the tokens of each text."""
+        tower, texts = self._side(self.name, request.prompt_name), self._checked(request.inputs, "inputs")
+        rows: list[list[dict[str, Any]]] = await self._answer(
+            tower.tokenize.remote(texts, special=request.add_special_tokens), invalid
+        )
+        return rows
+
+    # --- state ----------------------------------------------------------------------------------------
+
+    def info(self, dim: int | None = None) -> messages.TowerInfo:
+        """Answer ``GET /info`` of a model that is served alone; `dim` is known where there is an index."""
+        return messages.TowerInfo(
+            name="ScalingNote",
+            version=__version__,
+            dim=dim or self._dim,
+            rerank=self._reranker is not None,
+            model_id=self.name,
+            model_dtype="float32",
+            model_type={"embedding": {"pooling": "model"}},
+            max_concurrent_requests=self._config.limits.in_flight,
+            max_client_batch_size=self._config.limits.max_texts,
+            auto_truncate=True,
+        )
+
+    async def health(self) -> messages.Health:
+        """Answer ``GET /healthz`` of a model that is served alone: whether its towers answer."""
+        towers = [*self._queries.values(), *([] if self._documents is None else [self._documents])]
+        answers = await gather_in_time(
+            [tower.ping.remote() for tower in towers], deadline_s=self._config.deadline_s
+        )
+        status = "ok" if all(answers) else "degraded" if any(answers) else "down"
+        return messages.Health(status=status, encoder_answers=all(answers), shards=0, shards_answered=0)
+
+    # --- parts ----------------------------------------------------------------------------------------
+
+    def _side(self, model: str, input_type: str | None) -> Handle:
+        """The tower that reads the texts of a request."""
+        if model not in self._models:
+            names = ", ".join(card.id for card in self.models().data)
+            raise RefusedError(404, "model_not_found", f"no model {model!r}, there are {names}", "model")
+        tower, named = self._models[model]
+        role = named if input_type is None else ROLES[input_type]
+        if named is not None and role != named:
+            raise invalid(f"model {model!r} reads texts of type {named}, not {input_type!r}", "input_type")
+        if role == "document":
+            tower = self._documents
+        if tower is None:
+            raise conflict(
+                "no document tower is served here: set serve.document_replicas"
+                if role == "document"
+                else "this model reads documents alone"
+            )
+        return tower
+
+    async def _texts(self, tower: Handle, given: Any) -> list[str]:
+        """The texts of `input` in any of its forms."""
+        if isinstance(given, str) or isinstance(given[0], str):
+            return self._checked(given, "input")
+        rows = [given] if isinstance(given[0], int) else given
+        self._check_count(len(rows), "input")
+        if max(map(len, rows)) > MAX_TOKENS:
+            raise invalid(f"a text has more than {MAX_TOKENS} tokens", "input")
+        texts: list[str] = await self._answer(tower.decode.remote(rows), invalid)
+        return texts
+
+    def _checked(self, given: str | Sequence[str], field: str) -> list[str]:
+        texts, limit = [given] if isinstance(given, str) else [*given], self._config.limits.max_text_chars
+        self._check_count(len(texts), field)
+        for number, text in enumerate(texts):
+            if len(text) > limit:
+                raise invalid(
+                    f"text {number} has {len(text)} characters, this server takes up to {limit}", field
+                )
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # JSON can spell a lone surrogate, which tokenizers cannot read
+                raise invalid(f"text {number} is not valid Unicode", field) from None
+        return texts
+
+    def _check_count(self, texts: int, field: str) -> None:
+        if texts > (most := self._config.limits.max_texts):
+            raise invalid(f"{texts} texts: send up to {most}", field)
+
+    async def _embed(self, tower: Handle, texts: list[str]) -> Embedded:
+        found: Embedded = await self._answer(tower.embed.remote(texts), invalid)
+        return found
+
+    async def _answer(self, call: Awaitable[Any], refused: Any) -> Any:
+        """A tower's answer; 503 when there is none in time, `refused` with its reason where it says so."""
+        (answer,) = await gather_in_time([call], deadline_s=self._config.embed_deadline_s)
+        if answer is None:
+            raise unavailable("the tower does not answer: try again, with fewer texts if they are many")
+        if isinstance(answer, Refused):
+            raise refused(answer.reason)
+        return answer
+
+
+def _cut(
+    vectors: Float32[ndarray, "texts dim"], dimensions: int | None, field: str, *, scale: bool = True
+) -> Float32[ndarray, "texts kept"]:
+    """The first `dimensions` values of each embedding, scaled to length 1."""
+    dim = vectors.shape[1]
+    if dimensions is not None and dimensions > dim:
+        raise invalid(f"{dimensions} dimensions are asked for, embeddings have {dim}", field)
+    kept: Float32[ndarray, "texts kept"] = vectors[:, :dimensions]
+    return np.ascontiguousarray(l2_normalize(kept) if scale else kept)

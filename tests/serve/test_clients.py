@@ -1,0 +1,213 @@
+"""The clients that people have, before a running server: they get what our encoders give."""
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from numpy import ndarray
+from pair import DIM
+
+import tiny
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import SearchError
+from scalingnote.models import tower
+from scalingnote.models.backbone import train_tokenizer
+from scalingnote.serve.towers import document_encoder
+from scalingnote.storage.artifact import Artifact, Draft
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("langchain_core")
+pytest.importorskip("llama_index.core")
+pytest.importorskip("haystack")
+
+KEY = "a-key-of-sixteen-or-more"
+MODEL = "scalingnote"
+ROOT = Path(__file__).parents[2]
+TEXTS = ["bakoli menura", "zo", "sitave ba ko"]
+PROGRAM = """
+import sys
+from scalingnote.serve import app, artifacts, launch
+from scalingnote.serve_config import AppArgs
+found = artifacts.find(AppArgs.model_validate({args!r}))
+sys.exit(launch.run(found, app.bind(found)))
+"""
+
+
+@pytest.fixture(scope="module")
+def document_tower(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    learnt = train_tokenizer(
+        [row["content"] for row in tiny.document_rows()], vocabulary=tiny.CAUSAL.vocabulary
+    )
+    uri = f"{tmp_path_factory.mktemp('document')}/tower"
+    draft = Draft(uri, kind="dual_encoder", config=tiny.Nothing(), parents={})
+    made = tower.build(tiny.document_tower(), role="document", dim=DIM, tokenizer_json=learnt, seed=3)
+    made.save(Path(draft.path("document")))
+    return draft.commit(counts={})
+
+
+@pytest.fixture(scope="module")
+def url(
+    index: Artifact,
+    query_tower: Artifact,
+    document_tower: Artifact,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[str]:
+    """A server with keys: gateway and document tower, in a process and a cluster of its own."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(KEY)
+    serve = {
+        "port": 0,
+        "api_keys": str(keys),
+        "encoder_in": "gateway",
+        "document_replicas": 1,
+        "deadline_s": 20,
+    }
+    args = {
+        "index": index.uri,
+        "query_tower": query_tower.uri,
+        "document_tower": document_tower.uri,
+        "serve": {**serve, "ingress": "python"},
+    }
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    process = psutil.Popen(
+        [sys.executable, "-c", PROGRAM.format(args=args)],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield next(line for line in process.stdout if line.startswith("http://")).split()[0]
+    finally:
+        for member in [*process.children(recursive=True), process] if process.is_running() else []:
+            member.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def unit(vectors: ndarray) -> ndarray:
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def sides(query_tower: Artifact, document_tower: Artifact) -> dict[str, Any]:
+    """Unit embeddings by our encoders."""
+    encoder = Encoder.load(query_tower.directory("query"))
+    as_document = document_encoder(document_tower.directory("document"))
+    return {
+        "query": lambda texts: unit(encoder.encode_queries(texts)),
+        "document": lambda texts: unit(as_document(texts)),
+    }
+
+
+def test_openai_s_client_works_with_its_default_settings(url, sides):
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+    assert {model.id for model in client.models.list()} >= {MODEL, f"{MODEL}-document"}
+    for name, side in ((MODEL, "query"), (f"{MODEL}-query", "query"), (f"{MODEL}-document", "document")):
+        answer = client.embeddings.create(model=name, input=TEXTS)  # asks for base64
+        found = np.asarray([row.embedding for row in answer.data])
+        np.testing.assert_allclose(found, sides[side](TEXTS), atol=1e-6)
+        assert answer.usage.total_tokens > len(TEXTS)
+    chosen = client.embeddings.create(
+        model=MODEL, input="zo", encoding_format="float", extra_body={"input_type": "document"}
+    )
+    np.testing.assert_allclose(chosen.data[0].embedding, sides["document"](["zo"])[0], atol=1e-6)
+    with pytest.raises(openai.NotFoundError, match="there are"):
+        client.embeddings.create(model="another", input="zo")
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model=MODEL, input="zo", dimensions=DIM + 1)
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none").models.list()
+
+
+def test_a_request_may_have_two_thousand_texts(url, sides):
+    texts = [f"bakoli {number}" for number in range(2048)]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+    rows = client.embeddings.create(model=MODEL, input=texts).data
+    found = np.asarray([rows[n].embedding for n in (0, 1000, 2047)])
+    np.testing.assert_allclose(found, sides["query"]([texts[n] for n in (0, 1000, 2047)]), atol=1e-6)
+    with pytest.raises(openai.BadRequestError, match="up to 2048"):
+        client.embeddings.create(model=MODEL, input=[*texts, "more"])
+
+
+def test_langchain_keeps_the_sides_apart(url, sides):
+    from scalingnote.integrations.langchain import ScalingNoteEmbeddings, ScalingNoteRetriever
+
+    embeddings = ScalingNoteEmbeddings(url, api_key=KEY)
+    np.testing.assert_allclose(embeddings.embed_documents(TEXTS), sides["document"](TEXTS), atol=1e-6)
+    np.testing.assert_allclose(embeddings.embed_query(TEXTS[0]), sides["query"](TEXTS)[0], atol=1e-6)
+    of_async = asyncio.run(embeddings.aembed_query(TEXTS[0]))
+    np.testing.assert_allclose(of_async, sides["query"](TEXTS)[0], atol=1e-6)
+    topic = {"topic": "topic 3"}
+    found = ScalingNoteRetriever(url=url, k=4, filter=topic, api_key=KEY).invoke(TEXTS[0])
+    assert [document.metadata["topic"] for document in found] == ["topic 3"] * 4
+    assert found[0].page_content.startswith(found[0].metadata["title"])
+
+
+def test_llama_index_keeps_the_sides_apart(url, sides):
+    from scalingnote.integrations.llama_index import ScalingNoteEmbedding, ScalingNoteRetriever
+
+    embedding = ScalingNoteEmbedding(url, api_key=KEY)
+    found = embedding.get_text_embedding_batch(TEXTS)
+    np.testing.assert_allclose(found, sides["document"](TEXTS), atol=1e-6)
+    np.testing.assert_allclose(embedding.get_query_embedding(TEXTS[0]), sides["query"](TEXTS)[0], atol=1e-6)
+    nodes = ScalingNoteRetriever(url, k=4, filter={"topic": "topic 3"}, api_key=KEY).retrieve(TEXTS[0])
+    assert [node.metadata["topic"] for node in nodes] == ["topic 3"] * 4
+    assert [node.score for node in nodes] == sorted((node.score for node in nodes), reverse=True)
+
+
+def test_haystack_keeps_the_sides_apart(url, sides):
+    from haystack import Document
+
+    from scalingnote.integrations.haystack import (
+        ScalingNoteDocumentEmbedder,
+        ScalingNoteRetriever,
+        ScalingNoteTextEmbedder,
+    )
+
+    documents = [Document(content=text) for text in TEXTS]
+    found = ScalingNoteDocumentEmbedder(url, KEY).run(documents)["documents"]
+    np.testing.assert_allclose([each.embedding for each in found], sides["document"](TEXTS), atol=1e-6)
+    query = ScalingNoteTextEmbedder(url, KEY).run(TEXTS[0])["embedding"]
+    np.testing.assert_allclose(query, sides["query"](TEXTS)[0], atol=1e-6)
+    hits = ScalingNoteRetriever(url, 4, KEY).run(TEXTS[0], filters={"topic": "topic 3"})["documents"]
+    assert [hit.meta["topic"] for hit in hits] == ["topic 3"] * 4
+
+
+@pytest.mark.parametrize("name", ["langchain", "llama_index", "haystack"])
+def test_examples_run(name, url, capsys):
+    example(name).main(url, KEY)
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 4
+    assert told[0].startswith("own texts: ")
+
+
+def test_what_goes_wrong_is_told(url):
+    from scalingnote.integrations.client import Client
+
+    with pytest.raises(SearchError, match=r"refuses with 401.*API key"):
+        Client(url).search("zo", k=1)
+    with pytest.raises(SearchError, match=r"refuses with 422.*'k' is|refuses with 422.*k is"):
+        Client(url, api_key=KEY).search("zo", k=10_000)
+    with pytest.raises(SearchError, match="is no address"):
+        Client("localhost:8000")
+
+
+def example(name: str) -> ModuleType:
+    path = ROOT / "examples" / f"{name}_search.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

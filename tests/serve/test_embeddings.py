@@ -1,0 +1,214 @@
+"""Embeddings in the forms of OpenAI and TEI: equal to our encoders', limited and refused like every path."""
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_here import Client
+from numpy import ndarray
+from routed import NAME, router
+
+from scalingnote.api import QueryEncoder
+from scalingnote.errors import ConfigError
+from scalingnote.models.lookup_table import Table
+from scalingnote.serve import api, artifacts, towers
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.embedding_messages import EmbeddingList, OpenAIRefusal
+from scalingnote.serve.embeddings import Embeddings
+from scalingnote.serve.replicas import ArmEncoder
+from scalingnote.serve.towers import DocumentTower
+from scalingnote.serve_config import AppArgs, Limits, Rerank, ServeConfig
+
+TEXTS = ["join tensors", "tensors", "", "arrays along a new axis"]
+
+
+class Reranker:
+    """Prefers short texts."""
+
+    async def logits(self, query: str, texts: list[str]) -> list[float]:
+        return [float(len(query) - len(text)) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return router(tmp_path_factory.mktemp("router"))
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[Client]:
+    config = ServeConfig(
+        limits=Limits(max_texts=200, max_text_chars=400), rerank=Rerank(model="a fake", most=3)
+    )
+    served = artifacts.find(AppArgs(model=str(folder), serve=config))
+    assert isinstance(served, artifacts.ServedTower)
+    assert served.query is not None
+    assert served.document is not None
+    queries = {served.name: LocalHandle(ArmEncoder(served.query.encoder))}
+    documents = LocalHandle(DocumentTower(served.document))
+    embeddings = Embeddings(served.name, queries, documents, config, reranker=LocalHandle(Reranker()))
+    made = Client(api.build(embeddings, config))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def as_query(folder: Path) -> Any:
+    return QueryEncoder(folder).encode
+
+
+@pytest.fixture(scope="module")
+def as_document(folder: Path) -> Any:
+    encode = towers.document_encoder(folder)
+
+    def unit(texts: list[str]) -> ndarray:
+        vectors = encode(texts)
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    return unit
+
+
+def openai(client: Client, given: Any, **more: Any) -> ndarray:
+    answer = client("POST", "/v1/embeddings", json={"model": NAME, "input": given, **more}).json()
+    EmbeddingList.model_validate(answer)
+    assert [row["index"] for row in answer["data"]] == [*range(len(answer["data"]))]
+    return np.asarray([row["embedding"] for row in answer["data"]])
+
+
+def test_both_sides_of_a_model_are_served_in_both_forms(client, as_query, as_document):
+    for chosen in ({}, {"input_type": "query"}, {"input_type": "search_query"}, {"model": f"{NAME}-query"}):
+        np.testing.assert_allclose(openai(client, TEXTS, **chosen), as_query(TEXTS), atol=1e-6)
+    for chosen in ({"input_type": "passage"}, {"input_type": "document"}, {"model": f"{NAME}-document"}):
+        np.testing.assert_allclose(openai(client, TEXTS, **chosen), as_document(TEXTS), atol=1e-6)
+    np.testing.assert_allclose(openai(client, "tensors", user="me")[0], as_query("tensors")[0], atol=1e-6)
+    of_tei = client("POST", "/embed", json={"inputs": TEXTS, "truncate": True}).json()
+    np.testing.assert_allclose(of_tei, as_query(TEXTS), atol=1e-6)
+    of_tei = client("POST", "/embed", json={"inputs": TEXTS, "prompt_name": "document"}).json()
+    np.testing.assert_allclose(of_tei, as_document(TEXTS), atol=1e-6)
+
+
+def test_base64_has_every_bit_of_a_float32(client):
+    coded = {"model": NAME, "input": TEXTS, "encoding_format": "base64"}
+    rows = client("POST", "/v1/embeddings", json=coded).json()["data"]
+    found = np.stack([np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in rows])
+    np.testing.assert_array_equal(found, openai(client, TEXTS).astype(np.float32))
+
+
+def test_fewer_dimensions_are_the_first_ones_at_length_one(client, as_query):
+    whole = as_query(TEXTS)[:, :8]
+    cut = whole / np.linalg.norm(whole, axis=1, keepdims=True)
+    np.testing.assert_allclose(openai(client, TEXTS, dimensions=8), cut, atol=1e-6)
+    of_tei = client("POST", "/embed", json={"inputs": TEXTS, "dimensions": 8}).json()
+    np.testing.assert_allclose(of_tei, cut, atol=1e-6)
+
+
+def test_lengths_are_kept_where_tei_asks_for_them(client, folder, as_query):
+    raw = np.asarray(client("POST", "/embed", json={"inputs": TEXTS, "normalize": False}).json())
+    np.testing.assert_allclose(raw, QueryEncoder(folder).encode(TEXTS, normalize=False), atol=1e-6)
+    assert not np.allclose(raw, as_query(TEXTS))
+
+
+def test_tokens_are_those_of_the_tower(client, as_query):
+    (tokens,) = client("POST", "/tokenize", json={"inputs": "join tensors"}).json()
+    plain = [token for token in tokens if not token["special"]]
+    assert "".join("join tensors"[token["start"] : token["stop"]] for token in plain) == "join tensors"
+    ids = [token["id"] for token in plain]
+    answer = client("POST", "/v1/embeddings", json={"model": NAME, "input": ids}).json()
+    assert answer["usage"] == {"prompt_tokens": len(ids), "total_tokens": len(ids)}
+    np.testing.assert_allclose(answer["data"][0]["embedding"], as_query("join tensors")[0], atol=1e-6)
+    assert openai(client, [ids, ids[:1]]).shape[0] == 2
+    documents = {"inputs": ["join"], "prompt_name": "document", "add_special_tokens": True}
+    (tokens,) = client("POST", "/tokenize", json=documents).json()
+    assert tokens[0]["special"]
+    assert tokens[-1]["special"]
+
+
+def test_rerank_and_similarity(client, as_query, as_document):
+    body = {"query": "tensors", "texts": ["tensor", "tensors of rank", "a"], "return_text": True}
+    ranks = client("POST", "/rerank", json=body).json()
+    assert [(rank["index"], rank["text"]) for rank in ranks] == [
+        (2, "a"),
+        (0, "tensor"),
+        (1, body["texts"][1]),
+    ]
+    assert all(0 < rank["score"] < 1 for rank in ranks)
+    raw = client("POST", "/rerank", json={**body, "raw_scores": True, "return_text": False}).json()
+    assert [(rank["index"], rank["score"]) for rank in raw] == [(2, 6), (0, 1), (1, -8)]
+    inputs = {"source_sentence": "tensors", "sentences": TEXTS}
+    cosines = client("POST", "/similarity", json={"inputs": inputs}).json()
+    np.testing.assert_allclose(cosines, as_document(TEXTS) @ as_query("tensors")[0], atol=1e-6)
+    both = client("POST", "/similarity", json={"inputs": inputs, "parameters": {"prompt_name": "query"}})
+    np.testing.assert_allclose(both.json(), as_query(TEXTS) @ as_query("tensors")[0], atol=1e-6)
+
+
+def test_what_is_served_tells_of_itself(client):
+    names = [model["id"] for model in client("GET", "/v1/models").json()["data"]]
+    assert names == [NAME, f"{NAME}-document", f"{NAME}-query"]
+    assert client("GET", f"/v1/models/{NAME}").json()["object"] == "model"
+    info = client("GET", "/info").json()
+    assert (info["model_id"], info["dim"], info["max_client_batch_size"]) == (NAME, 32, 200)
+    assert client("GET", "/health").json()["status"] == "ok"
+    paths = client("GET", "/openapi.json").json()["paths"]
+    assert {"/v1/embeddings", "/v1/models", "/embed", "/embed_sparse", "/rerank", "/tokenize"} <= paths.keys()
+    assert "/search" not in paths
+    assert client("POST", "/search", json={"query": "x"}).status_code == 404
+
+
+REFUSED: list[tuple[dict[str, Any], int, str | None]] = [
+    ({"model": "another"}, 404, "model"),
+    ({"input": []}, 400, "input"),
+    ({"input": ["x"] * 201}, 400, "input"),
+    ({"input": ["x" * 401]}, 400, "input"),
+    ({"input": [10**6]}, 400, None),
+    ({"input": {"a": 1}}, 400, "input"),
+    ({"dimensions": 33}, 400, "dimensions"),
+    ({"dimensions": 0}, 400, "dimensions"),
+    ({"encoding_format": "int8"}, 400, "encoding_format"),
+    ({"input_type": "image"}, 400, "input_type"),
+    ({"input_type": "document", "model": f"{NAME}-query"}, 400, "input_type"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "status", "param"), REFUSED, ids=lambda value: str(value)[:30])
+def test_refusals_are_those_that_openai_s_client_reads(client, wrong, status, param):
+    answer = client("POST", "/v1/embeddings", json={"model": NAME, "input": "x"} | wrong)
+    refused = OpenAIRefusal.model_validate(answer.json(), extra="forbid").error
+    assert (answer.status_code, refused.type) == (status, "invalid_request_error")
+    assert refused.param == param or (refused.param or "").startswith(f"{param}.")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/embed_sparse", {"inputs": "x"}, 409),
+        ("/embed_sparse", {"inputs": "x", "prompt_name": "document"}, 409),
+        ("/rerank", {"query": "x", "texts": ["y"] * 4}, 422),
+        ("/embed", {"inputs": ["x"] * 201}, 422),
+        ("/embed", {"inputs": "x", "prompt_name": "image"}, 422),
+        ("/tokenize", {"inputs": "x" * 401}, 422),
+    ],
+)
+def test_refusals_of_the_other_paths_are_ours(client, path, body, status):
+    answer = client("POST", path, json=body)
+    assert (answer.status_code, {*answer.json()}) == (status, {"error", "request_id"})
+
+
+def test_many_texts_are_embedded_in_their_order(client, as_query):
+    texts = [f"join tensors {number}" for number in range(200)]
+    np.testing.assert_allclose(openai(client, texts), as_query(texts), atol=1e-6)
+
+
+def test_a_tower_of_one_side_is_served_alone(folder, tmp_path):
+    query = folder.parent / "query"
+    assert towers.sides(query) == {"query": query}
+    assert towers.sides(folder.parent).keys() == {"query", "document"}
+    assert isinstance(Table.read(query).tokenizer_json, str)
+    served = artifacts.find(AppArgs(model=str(query)))
+    assert isinstance(served, artifacts.ServedTower)
+    assert (served.document, served.document_replicas, served.cpus) == (None, 0, 0.1)
+    with pytest.raises(ConfigError, match="holds no tower"):
+        artifacts.find(AppArgs(model=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"serve\.grpc_port needs an index"):
+        artifacts.find(AppArgs(model=str(folder), serve=ServeConfig(grpc_port=9, open=True)))
