@@ -359,7 +359,8 @@ class Loaded:
     """
 
     def __init__(self, make: Callable[[], Callable[[Any], Any]]) -> None:
-        self._make, self._work = make, None
+        self._make = make
+        self._work: Callable[[Any], Any] | None = None
 
     def __call__(self, item: Any) -> Any:
         """The work of an item."""

@@ -1,6 +1,7 @@
 """Vectors in real databases, killed midway and resumed: Qdrant (local), Milvus Lite, LanceDB, Parquet."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,33 @@ def test_killed_midway_and_resumed_every_vector_is_there_once(artifacts, tmp_pat
     again = vectors.export(source, made, checkpoint=str(checkpoint), most=700)
     assert (again.written, again.held) == (700, 700 if to == "parquet" else ROWS)
     assert (f"{ROWS - 700:,} of them are not of" in "\n".join(again.lines())) == (to != "parquet")
+
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/vector_databases.md"
+PLACES = {
+    "qdrant": ('url="http://localhost:6333"', "path={!r}"),
+    "milvus": ('"http://localhost:19530"', "{!r}"),
+    "lancedb": ('"./lancedb"', "{!r}"),
+}
+
+
+@pytest.mark.parametrize("to", PLACES)
+def test_the_hybrid_query_of_the_guide_runs(artifacts, tmp_path, to):
+    url = str(tmp_path / FILES[to])
+    made = databases.connect(to, url, "docs")
+    vectors.export(
+        Source(*artifacts, columns=("title",)), made, checkpoint=str(tmp_path / "c.json"), most=500
+    )
+    if to != "lancedb":
+        made._client.close()
+    (code,) = re.findall(rf"```python\n(# {to}.*?)```", GUIDE.read_text(), re.DOTALL)
+    before, after = PLACES[to]
+    assert before in code
+    row = artifacts[0].table("embeddings").slice(42, 1).to_pylist()[0]
+    known = {"vector": row["summary"], "terms": {7: 1.0}, "text": f"title {row['doc_id'][1:]}"}
+    exec(code.replace(before, after.format(url)), known)
+    assert len(set(known["results"])) == 10
+    assert row["doc_id"] in known["results"]
 
 
 def test_rows_that_the_database_lost_are_written_again(artifacts, tmp_path):
