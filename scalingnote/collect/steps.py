@@ -49,9 +49,8 @@ from scalingnote.collect.triplets import (
     one_hop_triplets,
     ranking_evidence,
 )
-from scalingnote.lexical import ranking
 from scalingnote.lexical.frequencies import Frequencies
-from scalingnote.lexical.weights import BM25Weights
+from scalingnote.lexical.weights import BM25Weights, build_shard, search
 from scalingnote.planner.planner import TermScores
 from scalingnote.planner.planner import load as load_planner
 from scalingnote.storage import filesystem as fs
@@ -207,7 +206,7 @@ def write_shard(item: Item, context: Context, ranker: BM25Ranker, corpus: Freque
     totals = {"documents": corpus.texts, "length": corpus.length}
     weights = BM25Weights(words, **totals, k1=ranker.k1, b=ranker.b)
     texts = document_texts(_documents(item["parts"], FIELDS, context))
-    write_table(_shard(item["shard"], context), ranking.build_shard(texts, weights, words["word"]))
+    write_table(_shard(item["shard"], context), build_shard(texts, weights, words["word"]))
     return {}
 
 
@@ -232,7 +231,7 @@ def search_shards(item: Item, context: Context, depth: int) -> Counts:
     """Write the best documents of some shards for each query of a group."""
     queries = read_table(_file("groups", item["bucket"], item["start"], context))["query"].to_pylist()
     shards = ((shard << DOCUMENT_BITS, read_table(_shard(shard, context))) for shard in item["shards"])
-    rows, scores = ranking.search(shards, queries, depth)
+    rows, scores = search(shards, queries, depth)
     hits = pa.table({"row": to_arrow(rows, dtype="int64"), "score": to_arrow(scores)})
     write_table(_hits(item, item["shards"][0], context), hits)
     return {}

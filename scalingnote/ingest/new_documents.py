@@ -17,8 +17,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from safetensors import numpy as safetensors
 
-from scalingnote.encode.changes import COLUMNS, content_hashes
-from scalingnote.encode.documents import load_document_prompt, tokenise
+from scalingnote.encode.documents import COLUMNS, content_hashes, load_document_prompt, tokenise
 from scalingnote.encode.engines import load_document_encoder
 from scalingnote.encode.parts import EncodedPart, Rejected
 from scalingnote.index.shard import document_rows

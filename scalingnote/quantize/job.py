@@ -1,8 +1,8 @@
 """The quantize stage: codebooks, and semantic IDs for every part of the embeddings.
 
 Tasks draw a sample from the parts. Codebooks are fitted on it in one task, or by Lloyd passes of many if it
-exceeds a worker (refinement.py); or they come from an earlier artifact, whose IDs then stay. Ray Data actors
-code the parts, and tasks over ranges of codes assign the IDs (naming.py). A kill loses no finished codebooks,
+exceeds a worker (kmeans.fit_files); or they come from an earlier artifact, whose IDs then stay. Actors code
+the parts, and tasks over ranges of codes assign the IDs (naming.py). A kill loses no finished codebooks,
 passes, parts or ranges. The driver only holds file names.
 """
 
@@ -24,9 +24,9 @@ from scalingnote import cluster
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError, ScalingNoteError
 from scalingnote.log import Progress, get_logger
-from scalingnote.quantize import kmeans, naming, refinement, semantic_id, statistics
+from scalingnote.quantize import kmeans, naming, semantic_id
 from scalingnote.quantize.config import QuantizeConfig
-from scalingnote.quantize.refinement import draw, shares
+from scalingnote.quantize.kmeans import draw, shares
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.arrow import to_numpy
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact, write_table
@@ -229,11 +229,11 @@ def _refined(
 
     keep = partial(_store_sample, source=source, seed=config.seed, folder=folder)
     held = run_slices("sample", keep, files, folder=folder, each=each, room="quantize", unit="files")
-    return refinement.fit(config, held, folder=folder, each=each)
+    return kmeans.fit_files(config, held, folder=folder, each=each)
 
 
 def _store_sample(item: tuple[int, list[SampledPart]], *, source: Artifact, seed: int, folder: str) -> int:
-    return refinement.store(_read_sample(source, item[1], seed), folder=folder, file=item[0])
+    return kmeans.store(_read_sample(source, item[1], seed), folder=folder, file=item[0])
 
 
 def _with_threads(item: Any, *, work: Callable[[Any], Any], resources: Resources) -> Any:
@@ -314,13 +314,13 @@ def _report(
     config: QuantizeConfig, named: naming.NamedCorpus, draft: Draft, earlier: Artifact | None
 ) -> dict[str, Any]:
     """Contents of `statistics.json`; a proposed refit is also logged."""
-    found = statistics.report(named.tally, named.spread, collisions=named.collisions)
+    found = naming.report(named.tally, named.spread, collisions=named.collisions)
     fitted = named.unseen
     if earlier is not None:
-        fitted = statistics.load(earlier.read_bytes(FITTED))
-        found["drift"] = statistics.drift(named.unseen, fitted, refit_above=config.refit_above)
+        fitted = naming.load_tally(earlier.read_bytes(FITTED))
+        found["drift"] = naming.drift(named.unseen, fitted, refit_above=config.refit_above)
         _log_drift(found["drift"], config)
-    draft.write_bytes(FITTED, statistics.dump(fitted))
+    draft.write_bytes(FITTED, naming.dump_tally(fitted))
     draft.write_json(STATISTICS, found)
     return found
 

@@ -6,22 +6,25 @@ documents with equal codes that fill many ranges are divided in corpus order, an
 range numbers its documents with equal codes, after those that were counted below it, counts prefixes, and
 writes its documents sorted by code. Suffixes then return to the parts that the documents came from. Every
 step is a recorded task over files (storage/shuffle.py): after a kill, only the tasks under way are repeated.
+
+Counts of a range add up: a :class:`CodeTally` over any pieces of the corpus, :class:`PrefixCounts` over
+ranges, where only a prefix that continues in the next range is counted twice.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise, takewhile
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Shaped
+from jaxtyping import Bool, Float, Int, Integer, Shaped
 from numpy import ndarray
 from safetensors import numpy as safetensors
 
 from scalingnote.quantize import semantic_id
-from scalingnote.quantize.statistics import CodeTally, PrefixCounts
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.arrow import to_arrow, to_matrix
@@ -33,6 +36,181 @@ KEYS_PER_RANGE = 1024  # sampled to determine the bounds of ranges
 _SUFFIXES = pa.schema({"part": pa.int32(), "row": pa.int32(), "suffix": pa.int32()})
 CorpusSlice = list[tuple[int, str]]  # parts, each with its place in the corpus
 Bound = list[int]  # codes, and the first part of the corpus whose documents with these codes are behind it
+MIN_DRIFT_DOCUMENTS = 100  # the error of their mean residual energy is about 3 %
+
+
+@dataclass(frozen=True)
+class CodeTally:
+    """Number of documents, sum of their residual energies after each level, and uses of each code."""
+
+    documents: int
+    energy: Float[ndarray, " levels"]
+    usage: Int[ndarray, "levels codes"]
+
+    @classmethod
+    def of(
+        cls,
+        codes: Integer[ndarray, "docs levels"],
+        energy: Float[ndarray, "docs levels"],
+        *,
+        size: int,
+    ) -> "CodeTally":
+        """Count documents; `size` is the number of codes of a level."""
+        usage = [np.bincount(column, minlength=size) for column in codes.T]
+        return cls(len(codes), energy.sum(axis=0, dtype=np.float64), np.array(usage, np.int64))
+
+    def __add__(self, other: "CodeTally") -> "CodeTally":
+        return CodeTally(
+            self.documents + other.documents, self.energy + other.energy, self.usage + other.usage
+        )
+
+    @property
+    def mean_energy(self) -> Float[ndarray, " levels"]:
+        """Mean squared norm of the residual after each level."""
+        return self.energy / max(self.documents, 1)
+
+
+@dataclass(frozen=True)
+class PrefixCounts:
+    """How the documents in a range of codes share prefixes, as plain values for a JSON record."""
+
+    distinct: list[int]  # prefixes of 1, 2, ... codes
+    alone: int  # documents with unique codes
+    largest: int  # largest number of documents with equal codes
+    first: list[int]  # the lowest codes
+    last: list[int]  # the highest
+    with_first: int  # documents with the lowest codes
+    with_last: int
+
+    @classmethod
+    def of(cls, codes: Integer[ndarray, "docs levels"]) -> "PrefixCounts":
+        """Count the prefixes of at least one document."""
+        order, fresh = semantic_id.runs(codes)
+        sizes = np.diff(np.flatnonzero(fresh[:, -1]), append=len(codes))
+        return cls(
+            distinct=fresh.sum(axis=0).tolist(),
+            alone=int((sizes == 1).sum()),
+            largest=int(sizes.max()),
+            first=codes[order[0]].tolist(),
+            last=codes[order[-1]].tolist(),
+            with_first=int(sizes[0]),
+            with_last=int(sizes[-1]),
+        )
+
+    @classmethod
+    def merged(cls, ranges: Iterable["PrefixCounts"]) -> "PrefixCounts":
+        """Merge disjoint ranges in ascending order."""
+        ranges = list(ranges)
+        distinct = np.sum([each.distinct for each in ranges], axis=0)
+        alone, largest = (sum(each.alone for each in ranges), max(each.largest for each in ranges))
+        tail = ranges[0].with_last  # documents so far with the codes of the last one
+        for before, after in pairwise(ranges):
+            same = np.equal(before.last, after.first)
+            distinct -= np.logical_and.accumulate(same)  # prefixes counted in both ranges
+            if same.all():
+                alone -= (tail == 1) + (after.with_first == 1)
+                tail += after.with_first
+                largest = max(largest, tail)
+            if not same.all() or after.first != after.last:
+                tail = after.with_last
+        head = list(takewhile(lambda each: each.first == ranges[0].first, ranges))
+        return cls(
+            distinct=distinct.tolist(),
+            alone=alone,
+            largest=largest,
+            first=ranges[0].first,
+            last=ranges[-1].last,
+            with_first=sum(each.with_first for each in head),
+            with_last=tail,
+        )
+
+
+def report(tally: CodeTally, spread: PrefixCounts, *, collisions: int) -> dict[str, Any]:
+    """Statistics of the codes of a corpus.
+
+    Per level: `usage`, the share of codes that occur; `entropy_bits`, at most log2(K) when all are equally
+    frequent; `residual_energy`, mean squared norm of the residual (1 for unit vectors: nothing explained);
+    `distinct_prefixes`, number of distinct tuples of the levels up to this one. Overall: `distinct_codes`;
+    `uniqueness`, share of documents with unique codes; `collisions`, documents with a suffix above 0;
+    `largest_collision`, largest number of documents with equal codes.
+    """
+    documents = tally.documents
+    levels = [
+        {
+            "level": level,
+            "usage": float((counts > 0).mean()),
+            "entropy_bits": _entropy(counts),
+            "residual_energy": float(energy),
+            "distinct_prefixes": distinct,
+        }
+        for level, (counts, energy, distinct) in enumerate(
+            zip(tally.usage, tally.mean_energy, spread.distinct, strict=True)
+        )
+    ]
+    return {
+        "documents": documents,
+        "distinct_codes": spread.distinct[-1],
+        "uniqueness": spread.alone / documents,
+        "collisions": collisions,
+        "largest_collision": spread.largest,
+        "levels": levels,
+    }
+
+
+def drift(new: CodeTally, fitted: CodeTally, *, refit_above: float) -> dict[str, Any]:
+    """How documents coded with existing codebooks differ from the corpus that the codebooks were fitted for.
+
+    Args:
+        new: tally of the documents coded with existing codebooks.
+        fitted: tally of documents of the fitted corpus outside the sample. Documents of the sample would not
+            do: after 6 levels their residual energy is lower by an eighth with 120 of them per code, by a
+            third with 30, and all new documents would look different.
+        refit_above: ratio of residual energies above which new codebooks are proposed.
+
+    Returns:
+        Per level: `residual_energy_ratio`, mean of the new documents over that of the fitted;
+        `usage_divergence_bits`, the Jensen-Shannon divergence of code frequencies (0: equal, 1: disjoint).
+        `refit`: whether the ratio after the last level exceeds `refit_above`, with enough documents of both.
+    """
+    if not new.documents:
+        return {"documents": 0, "levels": [], "refit": False}
+    ratio = new.mean_energy / np.maximum(fitted.mean_energy, np.finfo(float).tiny)
+    enough = min(new.documents, fitted.documents) >= MIN_DRIFT_DOCUMENTS
+    return {
+        "documents": new.documents,
+        "levels": [
+            {
+                "level": level,
+                "residual_energy_ratio": float(ratio[level]),
+                "usage_divergence_bits": _divergence(new.usage[level], fitted.usage[level]),
+            }
+            for level in range(len(ratio))
+        ],
+        "refit": bool(enough and ratio[-1] > refit_above),
+    }
+
+
+def dump_tally(tally: CodeTally) -> bytes:
+    """A tally as safetensors."""
+    arrays = {"documents": np.array([tally.documents]), "energy": tally.energy, "usage": tally.usage}
+    data: bytes = safetensors.save(arrays)
+    return data
+
+
+def load_tally(data: bytes) -> CodeTally:
+    """What :func:`dump_tally` wrote."""
+    held = safetensors.load(data)
+    return CodeTally(int(held["documents"][0]), held["energy"], held["usage"])
+
+
+def _divergence(one: Int[ndarray, " codes"], other: Int[ndarray, " codes"]) -> float:
+    one, other = one / max(one.sum(), 1), other / max(other.sum(), 1)
+    return max(0.0, _entropy((one + other) / 2) - (_entropy(one) + _entropy(other)) / 2)
+
+
+def _entropy(counts: ndarray) -> float:
+    share = counts[counts > 0] / max(counts.sum(), 1)
+    return float(-(share * np.log2(share)).sum())
 
 
 @dataclass(frozen=True)
@@ -220,8 +398,8 @@ def _assign_suffixes(
         "all": CodeTally.of(codes, energy, size=corpus.size),
         "unseen": CodeTally.of(codes[unseen], energy[unseen], size=corpus.size),
     }
-    usage = {which: tally.usage for which, tally in tallies.items()}
-    fs.write_bytes(_usage(corpus, number), safetensors.save(usage))
+    for which, tally in tallies.items():
+        fs.write_bytes(_tally(corpus, number, which), dump_tally(tally))
 
     sent = np.flatnonzero(suffix)
     back = table.select(["part", "row"]).take(sent).append_column("suffix", pa.array(suffix[sent]))
@@ -238,8 +416,6 @@ def _assign_suffixes(
         "documents": len(table),
         "collisions": len(sent),
         "spread": asdict(PrefixCounts.of(codes)),
-        "energy": {which: tally.energy.tolist() for which, tally in tallies.items()},
-        "counts": {which: tally.documents for which, tally in tallies.items()},
     }
 
 
@@ -267,13 +443,12 @@ def _sum(corpus: CodedCorpus, assigned: Sequence[dict[str, Any]], which: str) ->
     """Sum of the tallies of all ranges, loaded one at a time because each has a count per code."""
     total = CodeTally(0, np.zeros(corpus.levels), np.zeros((corpus.levels, corpus.size), np.int64))
     for found in assigned:
-        usage = safetensors.load(fs.read_bytes(_usage(corpus, found["number"])))[which]
-        total += CodeTally(found["counts"][which], np.array(found["energy"][which]), usage)
+        total += load_tally(fs.read_bytes(_tally(corpus, found["number"], which)))
     return total
 
 
-def _usage(corpus: CodedCorpus, number: int) -> str:
-    return fs.join(corpus.work, "naming", "usage", f"{number:05d}.safetensors")
+def _tally(corpus: CodedCorpus, number: int, which: str) -> str:
+    return fs.join(corpus.work, "naming", which, f"{number:05d}.safetensors")
 
 
 def _read(corpus: CodedCorpus, part: str, columns: list[str] | None = None) -> pa.Table:

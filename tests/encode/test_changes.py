@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 
 import tiny
-from scalingnote.encode import changes
-from scalingnote.encode.changes import content_hashes
+from scalingnote.encode import documents as changes
+from scalingnote.encode.documents import content_hashes
 from scalingnote.storage import arrow, schema
 from scalingnote.storage.artifact import Artifact, Draft
 from scalingnote.storage.shuffle import slices

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from scalingnote import topk
 from scalingnote.bm25 import BM25, terms
 from scalingnote.lexical.frequencies import WORDS, add_counts, count_words, most_frequent
-from scalingnote.lexical.ranking import SHARD, build_shard, search
-from scalingnote.lexical.weights import BM25Weights
+from scalingnote.lexical.weights import SHARD, BM25Weights, build_shard, search
 
 TEXTS = [
     "torch.nn.Conv2d applies a convolution",

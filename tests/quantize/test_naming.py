@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalingnote.quantize import naming, semantic_id, statistics
+from scalingnote.quantize import naming, semantic_id
 from scalingnote.storage.artifact import Artifact, Draft, write_table
 from scalingnote.storage.schema import semantic_ids
 from synthetic_corpus import Settings, suffixes
@@ -53,10 +53,10 @@ def test_ranges_give_the_ids_and_statistics_of_the_whole(
     suffix = suffixes(codes)
     assert table.schema.equals(semantic_ids(LEVELS))
     assert table.equals(semantic_id.to_table(pa.chunked_array([doc_ids]), codes, suffix).cast(table.schema))
-    whole = statistics.CodeTally.of(codes, energy, size=SIZE)
-    found = statistics.report(named.tally, named.spread, collisions=named.collisions)
-    expected = statistics.report(
-        whole, statistics.PrefixCounts.of(codes.astype(np.uint16)), collisions=int((suffix > 0).sum())
+    whole = naming.CodeTally.of(codes, energy, size=SIZE)
+    found = naming.report(named.tally, named.spread, collisions=named.collisions)
+    expected = naming.report(
+        whole, naming.PrefixCounts.of(codes.astype(np.uint16)), collisions=int((suffix > 0).sum())
     )
     for level, other in zip(found.pop("levels"), expected.pop("levels"), strict=True):
         assert level == pytest.approx(other)
@@ -65,7 +65,7 @@ def test_ranges_give_the_ids_and_statistics_of_the_whole(
     assert named.unseen.documents == unseen.sum()
     assert (
         named.unseen.usage.tolist()
-        == statistics.CodeTally.of(codes[unseen], energy[unseen], size=SIZE).usage.tolist()
+        == naming.CodeTally.of(codes[unseen], energy[unseen], size=SIZE).usage.tolist()
     )
 
     assert len(named.ranges) > 2 or rows == 10_000

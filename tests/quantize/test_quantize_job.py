@@ -10,9 +10,9 @@ from safetensors.numpy import load
 from in_process import without_ray
 from scalingnote.config import Resources
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.quantize import job, kmeans, naming, refinement
+from scalingnote.quantize import job, kmeans, naming
 from scalingnote.quantize.config import QuantizeConfig
-from scalingnote.quantize.refinement import draw, shares
+from scalingnote.quantize.kmeans import draw, shares
 from scalingnote.quantize.semantic_id import SemanticIds
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from synthetic_corpus import dataset, embeddings, suffixes, vectors
@@ -120,8 +120,8 @@ def test_a_sample_beyond_one_worker_is_fitted_by_many_and_a_beam_leaves_less_ove
     takes = shares(SIZES, size=400, seed=0)
     for n, (vectors_of, take) in enumerate(zip(np.split(matrix, [300, 550]), takes, strict=True)):
         sampled = vectors_of[draw(len(vectors_of), take=take, seed=0, part=n)]
-        rows.append(refinement.store(sampled, folder=f"{tmp_path}/twin", file=n))
-    twin = refinement.fit(config, rows, folder=f"{tmp_path}/twin", each=map)
+        rows.append(kmeans.store(sampled, folder=f"{tmp_path}/twin", file=n))
+    twin = kmeans.fit_files(config, rows, folder=f"{tmp_path}/twin", each=map)
     codebooks = load(Path(made.file("codebooks.safetensors")).read_bytes())["codebooks"]
     assert codebooks.tobytes() == twin.tobytes()
     codes = np.array(made.table("codes")["codes"].to_pylist())

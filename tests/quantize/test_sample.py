@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from scalingnote.quantize.refinement import draw, shares
+from scalingnote.quantize.kmeans import draw, shares
 
 
 def chosen(rows: list[int], *, size: int, seed: int) -> list[np.ndarray]:

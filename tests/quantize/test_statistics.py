@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.quantize import semantic_id, statistics
-from scalingnote.quantize.statistics import CodeTally, PrefixCounts
+from scalingnote.quantize import naming, semantic_id
+from scalingnote.quantize.naming import CodeTally, PrefixCounts
 
 
 def report(codes: np.ndarray, energy: np.ndarray, *, size: int, collisions: int = 0) -> dict:
-    return statistics.report(
+    return naming.report(
         CodeTally.of(codes, energy, size=size), PrefixCounts.of(codes), collisions=collisions
     )
 
@@ -39,9 +39,9 @@ def test_ranges_add_up_to_the_whole(documents: int, levels: int, ranges: int, se
     tally = CodeTally(0, np.zeros(levels), np.zeros((levels, 4), np.int64))
     for piece in pieces:
         tally += CodeTally.of(codes[piece], energy[piece], size=4)
-    tally = statistics.load(statistics.dump(tally))
+    tally = naming.load_tally(naming.dump_tally(tally))
     spread = PrefixCounts.merged(PrefixCounts.of(codes[piece]) for piece in pieces)
-    found = statistics.report(tally, spread, collisions=0)
+    found = naming.report(tally, spread, collisions=0)
     whole = report(codes, energy, size=4)
     for level, expected in zip(found.pop("levels"), whole.pop("levels"), strict=True):
         assert level == pytest.approx(expected)
@@ -57,25 +57,25 @@ def test_drift_of_documents_like_the_fitted_and_unlike_them() -> None:
     fitted, alike = (
         CodeTally.of(codes[half], energy[half], size=8) for half in (slice(2000), slice(2000, 4000))
     )
-    found = statistics.drift(alike, fitted, refit_above=1.1)
+    found = naming.drift(alike, fitted, refit_above=1.1)
     assert (found["documents"], found["refit"]) == (2000, False)
     for level in found["levels"]:
         assert level["residual_energy_ratio"] == pytest.approx(1, abs=0.05)
         assert level["usage_divergence_bits"] < 0.01
     # A third of the codes, and a fifth more left over after the last level.
     unlike = CodeTally.of(codes[:500] // 3, energy[:500] * [1, 1, 1.2], size=8)
-    found = statistics.drift(unlike, fitted, refit_above=1.1)
+    found = naming.drift(unlike, fitted, refit_above=1.1)
     assert found["refit"]
     assert found["levels"][2]["residual_energy_ratio"] == pytest.approx(1.2, abs=0.05)
     assert found["levels"][0]["usage_divergence_bits"] > 0.3
-    assert not statistics.drift(unlike, fitted, refit_above=1.3)["refit"]
+    assert not naming.drift(unlike, fitted, refit_above=1.3)["refit"]
     few = CodeTally.of(codes[:50], 2 * energy[:50], size=8)
-    assert not statistics.drift(few, fitted, refit_above=1.1)["refit"]  # too few to tell
+    assert not naming.drift(few, fitted, refit_above=1.1)["refit"]  # too few to tell
     apart = CodeTally(1, np.ones(1), np.array([[1, 0]])), CodeTally(1, np.ones(1), np.array([[0, 5]]))
-    assert statistics.drift(*apart, refit_above=2.0)["levels"][0]["usage_divergence_bits"] == 1
-    assert not statistics.drift(unlike, few, refit_above=0.5)["refit"]
+    assert naming.drift(*apart, refit_above=2.0)["levels"][0]["usage_divergence_bits"] == 1
+    assert not naming.drift(unlike, few, refit_above=0.5)["refit"]
     nothing = CodeTally(0, np.zeros(1), np.zeros((1, 2), np.int64))
-    assert statistics.drift(nothing, apart[1], refit_above=2.0) == {
+    assert naming.drift(nothing, apart[1], refit_above=2.0) == {
         "documents": 0,
         "levels": [],
         "refit": False,
