@@ -331,6 +331,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             dim=config.dim,
             tokenizers=settings["tokenizers"],
             seed=config.seed,
+            document_seed=config.seed + 1 if config.document_seed is None else config.document_seed,
             share_base=config.share_base,
             share_backbone=config.shares_backbone,
             sparse=config.sparse is not None,
