@@ -367,7 +367,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             temperature=config.losses.temperature,
             device=device_of(config),
             seed=config.seed,
-            pool=read_pool(uri) if streamed and len(store["validation"]) else None,
+            pool=read_pool(uri) if streamed and config.validation and len(store["validation"]) else None,
         ),
     )
 

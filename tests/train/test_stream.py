@@ -247,6 +247,13 @@ def test_a_streamed_run_learns_what_a_mapped_one_does(parents, tmp_path: Path, m
     assert counts["document_tokens"] == pytest.approx(found["never"][0]["document_tokens"], rel=0.1)
 
 
+def test_a_streamed_run_needs_no_validation(parents, tmp_path: Path, monkeypatch):
+    without_ray(monkeypatch)
+    changes = {"data": DataAccess(stream="always"), "epochs": 0.2, "validation": None}
+    config = CONFIG.model_copy(update=changes | {"resources": Ranks(workers=0)})
+    assert job.run(config, **parents, output=str(tmp_path / "run")).counts["steps"] == 1
+
+
 def trained(store: str, checkpoints: str, until: int) -> list[dict]:
     """The loss curve of a run on the ranks that there are, from its newest checkpoint to step `until`."""
     towers = dual_encoder.build(
