@@ -225,8 +225,9 @@ class PairEncoder:
 
     def scores(self, queries: Sequence[Row], documents: Sequence[Row]) -> Float[ndarray, " pairs"]:
         """The relevance of each pair, a logit."""
-        proxies = self._proxies([pair(q, d) for q, d in zip(queries, documents, strict=True)])
-        logits: ndarray = relevance(*map(torch.from_numpy, proxies), self._temperature).numpy()
+        found = self._proxies([pair(q, d) for q, d in zip(queries, documents, strict=True)])
+        of_queries, of_documents = map(torch.from_numpy, found)
+        logits: ndarray = relevance(of_queries, of_documents, self._temperature).numpy()
         return logits
 
     @torch.inference_mode()

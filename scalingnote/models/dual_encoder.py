@@ -17,7 +17,7 @@ from scalingnote.models import backbone as backbones
 from scalingnote.models import lookup, published_tower, token_wise, tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
-from scalingnote.models.config import LookupConfig, TokenWiseConfig, TowerConfig
+from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.lookup import LookupTower
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.token_wise import TokenWise
@@ -74,6 +74,7 @@ def build(
     share_base: bool,
     share_backbone: bool = False,
     sparse: bool = False,
+    document_seed: int | None = None,
 ) -> DualEncoder:
     """Build both towers, ready to train.
 
@@ -86,13 +87,19 @@ def build(
         share_base: whether two towers with adapters on equal backbones hold the frozen weights once.
         share_backbone: whether a token_wise query tower uses the document tower's backbone with its adapter.
         sparse: whether the document tower gets a sparse head.
+        document_seed: of a document tower that starts from scratch; None: `seed`. With equal weights in both
+            towers a query's tokens meet the document's own, which finds documents without any training.
 
     Raises:
         ConfigError: the configs do not fit together, or a model cannot be loaded.
     """
     query_json, document_json = tokenizers.get("query"), tokenizers.get("document")
     query_tower = partial(build_query_tower, query, dim=dim, seed=seed)
-    document_tower = partial(tower.build, document, role="document", dim=dim, seed=seed, sparse=sparse)
+    if isinstance(document.backbone, Scratch) and document_seed is not None:
+        of_document = document_seed
+    else:  # a pretrained tower draws its projection alone, which both must share to stay comparable
+        of_document = seed
+    document_tower = partial(tower.build, document, role="document", dim=dim, seed=of_document, sparse=sparse)
     if share_backbone:
         assert query_json == document_json
         assert isinstance(query, TokenWiseConfig)

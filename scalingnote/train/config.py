@@ -309,6 +309,11 @@ class TrainConfig(Schedule):
     losses: Losses = Field(Losses(), validate_default=True)
     sparse: Sparse | None = None
     align: Align | None = None
+    document_seed: int | None = Field(
+        None,
+        description="of the weights of a document tower from scratch; null: seed + 1. With `seed` "
+        "both towers have equal weights, which match words before any training",
+    )
     batching: Batching = Batching()
     data: DataAccess = DataAccess()
     validation: Validation | None = Validation()

@@ -331,6 +331,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             dim=config.dim,
             tokenizers=settings["tokenizers"],
             seed=config.seed,
+            document_seed=config.seed + 1 if config.document_seed is None else config.document_seed,
             share_base=config.share_base,
             share_backbone=config.shares_backbone,
             sparse=config.sparse is not None,
@@ -366,7 +367,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             temperature=config.losses.temperature,
             device=device_of(config),
             seed=config.seed,
-            pool=read_pool(uri) if streamed and len(store["validation"]) else None,
+            pool=read_pool(uri) if streamed and config.validation and len(store["validation"]) else None,
         ),
     )
 

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 import tiny
-from scalingnote.distillation.objective import LessonBatches
+from in_process import without_ray
+from scalingnote.distillation.config import DistillLosses
+from scalingnote.distillation.objective import LessonBatches, StageTwo
 from scalingnote.distillation.prepare import CandidateSources, prepare
+from scalingnote.encode import job as encode
+from scalingnote.encode.config import EncodeConfig, Fleet, TeacherConfig
 from scalingnote.errors import ConfigError, TrainingError
 from scalingnote.models import backbone, tower
 from scalingnote.models.tower import Tower
@@ -213,3 +217,45 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path):
         prepare(
             less, prompt=prompt, folder=str(tmp_path / "b"), candidates=CandidateSources(made.triplets, whole)
         )
+
+
+def test_a_student_that_is_its_teacher_matches_what_the_encode_jobs_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Queries are stored raw and documents as unit vectors: both matchings must be 0 all the same."""
+    without_ray(monkeypatch)
+    dataset = tiny.dataset(str(tmp_path / "dataset"), count=COUNT, rows_per_part=10)
+    triplets = tiny.triplets(str(tmp_path / "triplets"), dataset)
+    query, document = query_student(), document_student()
+    draft = Draft(str(tmp_path / "towers"), kind="dual_encoder", config=tiny.Nothing(), parents={})
+    query.save(Path(draft.path("query")))
+    document.save(Path(draft.path("document")))
+    towers = draft.commit(counts={})
+    given = {"dual_encoder": towers.uri}
+    queries = encode.run_queries(
+        TeacherConfig(resources=Fleet(workers=1)),
+        **given,
+        triplets=triplets.uri,
+        output=str(tmp_path / "queries"),
+    )
+    documents = encode.run(
+        EncodeConfig(resources=Fleet(workers=1)),
+        **given,
+        dataset=dataset.uri,
+        output=str(tmp_path / "documents"),
+    )
+    norms = np.linalg.norm(arrow.to_numpy(queries.table("embeddings")["embedding"]), axis=1)
+    assert (np.abs(norms - 1) > 0.1).all()
+    sizes = prepare(
+        queries,
+        prompt=query.prompt,
+        folder=str(tmp_path / "store"),
+        candidates=CandidateSources(triplets, documents, dataset, document.prompt),
+    )
+    order = Order(sizes, global_batch=8, seed=0)
+    knobs = {"pad": query.pad, "document_pad": document.pad, "packed": False, "rank": 0, "world": 1}
+    lesson = LessonBatches(Store.open(str(tmp_path / "store")), order, **knobs)(0)
+    losses = DistillLosses(qkd=0, query_matching=1.0, document_matching=1.0)
+    _, parts = StageTwo(query.eval(), losses, document.eval())(lesson)
+    assert parts["query_matching"] < 1e-2
+    assert parts["document_matching"] < 1e-2  # of float16

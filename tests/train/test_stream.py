@@ -1,5 +1,6 @@
 """Rows written in the order of a run: the same batches as from a mapped store, by a share of its bytes."""
 
+import json
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -8,16 +9,32 @@ import numpy as np
 import pytest
 import torch
 
+import ranks
 import tiny
 from in_process import without_ray
 from scalingnote.errors import ConfigError, TrainingError
+from scalingnote.models import dual_encoder
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
 from scalingnote.storage.artifact import open_artifact
 from scalingnote.train import job, stream
 from scalingnote.train.candidates import TripletBatches, Triplets
-from scalingnote.train.config import Batching, DataAccess, Losses, Optimizer, Ranks, TrainConfig, Validation
+from scalingnote.train.checkpoint import Checkpoints
+from scalingnote.train.collectives import rank, world_size
+from scalingnote.train.config import (
+    Batching,
+    DataAccess,
+    Losses,
+    Optimizer,
+    Ranks,
+    Schedule,
+    TrainConfig,
+    Validation,
+)
 from scalingnote.train.data import MappedShares, Order, Rows, Store
+from scalingnote.train.engine import build
+from scalingnote.train.loop import fit
+from scalingnote.train.objective import StageOne
 from scalingnote.train.prepare import prepare
 from scalingnote.train.stream import Layout, StreamedShares, read_pool, write_stream
 from scalingnote.train.validation_sample import draw_sample, drawn_documents
@@ -109,8 +126,8 @@ def test_every_step_has_the_rows_of_the_mapped_store_after_any_change_of_ranks(m
 def test_ranks_together_see_each_row_once_in_an_epoch(made):
     store, drawn, _ = made
     seen: Counter[int] = Counter()
-    for rank in range(3):
-        own = StreamedShares(store, rank=rank, world=3)
+    for number in range(3):
+        own = StreamedShares(store, rank=number, world=3)
         for step in range(drawn.steps_per_epoch):
             rows, chosen, *_ = own(step)
             seen.update(row_keys(rows, chosen))
@@ -134,8 +151,8 @@ def test_a_rank_reads_its_share_of_the_bytes_and_holds_two_chunks(made, world: i
     monkeypatch.setattr(stream.fs, "read_range", counted)
     monkeypatch.setattr(stream, "read_table", None)  # no file is read as a whole
     amounts = []
-    for rank in range(world):
-        read, own = 0, StreamedShares(store, rank=rank, world=world)
+    for number in range(world):
+        read, own = 0, StreamedShares(store, rank=number, world=world)
         for step in range(STEPS):
             own(step)
             assert len(own._held) <= 2
@@ -228,6 +245,57 @@ def test_a_streamed_run_learns_what_a_mapped_one_does(parents, tmp_path: Path, m
         measured[-1]["contrastive_entropy"], rel=1e-2
     )
     assert counts["document_tokens"] == pytest.approx(found["never"][0]["document_tokens"], rel=0.1)
+
+
+def test_a_streamed_run_needs_no_validation(parents, tmp_path: Path, monkeypatch):
+    without_ray(monkeypatch)
+    changes = {"data": DataAccess(stream="always"), "epochs": 0.2, "validation": None}
+    config = CONFIG.model_copy(update=changes | {"resources": Ranks(workers=0)})
+    assert job.run(config, **parents, output=str(tmp_path / "run")).counts["steps"] == 1
+
+
+def trained(store: str, checkpoints: str, until: int) -> list[dict]:
+    """The loss curve of a run on the ranks that there are, from its newest checkpoint to step `until`."""
+    towers = dual_encoder.build(
+        CONFIG.query, CONFIG.document, dim=8, seed=0, share_base=False,
+        tokenizers=json.loads(fs.read_bytes(fs.join(store, "tokenizers.json"))),
+    )  # fmt: skip
+    schedule = Schedule(
+        optimizer=Optimizer(peak_lr=1e-2), precision="float32", checkpoint_every=4, global_batch=BATCH
+    )
+    source = batches(store, None, rank=rank(), world=world_size())
+
+    def batch_at(step: int) -> Triplets:
+        if step >= until:
+            raise InterruptedError
+        return source(step)
+
+    saved = Checkpoints(checkpoints, keep=2)
+    try:
+        return fit(
+            build(StageOne(towers, CONFIG.losses), schedule=schedule, device=torch.device("cpu")),
+            batch_at,
+            steps=STEPS,
+            schedule=schedule,
+            checkpoints=saved,
+            room="test",
+        ).curve
+    except InterruptedError:
+        saved.wait()
+        return []
+
+
+@pytest.mark.parametrize("made", [{}], indirect=True)
+def test_ranks_that_leave_and_join_change_no_loss(made, tmp_path: Path):
+    store, *_ = made
+    whole = trained(store, str(tmp_path / "whole"), STEPS)
+    cut = str(tmp_path / "cut")
+    assert ranks.run(trained, store, cut, 9, world=2) == [[], []]
+    assert trained(store, cut, 14) == []
+    first, *others = ranks.run(trained, store, cut, STEPS, world=3)
+    assert others == [first, first]
+    assert [at["step"] for at in first] == [at["step"] for at in whole]
+    np.testing.assert_allclose([at["loss"] for at in first], [at["loss"] for at in whole], rtol=1e-3)
 
 
 @pytest.mark.parametrize(("batch", "cells"), [(480, 480), (40_000, 1000), (128, 128), (2, 2), (1031, 1)])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from ray.train import RunConfig, ScalingConfig, TrainingFailedError
+from safetensors.torch import load_file
 
 import tiny
 from in_process import without_ray
@@ -161,6 +162,24 @@ def test_a_rank_without_memory_is_not_tried_again(
         with pytest.raises(TrainingError, match=r"too little memory on cpu.*CUDA out of memory"):
             job.launch(worker, settings, schedule=schedule, room="train")
         assert tries == expected
+
+
+@pytest.mark.parametrize(("document_seed", "equal"), [(None, False), (0, True)])
+def test_towers_from_scratch_start_apart_unless_their_seeds_say_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document_seed: int | None, equal: bool
+):
+    without_ray(monkeypatch)
+    dataset = tiny.dataset(str(tmp_path / "dataset"))
+    triplets = tiny.triplets(str(tmp_path / "triplets"), dataset)
+    changes = {"epochs": 0.0, "document_seed": document_seed, "validation": None}
+    config = CONFIG.model_copy(update=changes | {"resources": Ranks(workers=0)})
+    made = job.run(config, dataset=dataset.uri, triplets=triplets.uri, output=str(tmp_path / "towers"))
+    query, document = (
+        load_file(made.directory(side) / "model.safetensors") for side in ("query", "document")
+    )
+    layers = [name for name in query if "layers.0" in name and query[name].dim() > 1]
+    assert layers
+    assert all(torch.equal(query[name], document[name]) == equal for name in layers)
 
 
 def test_large_models_are_sharded_where_nothing_else_is_asked_for():
