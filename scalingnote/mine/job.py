@@ -34,8 +34,9 @@ from scalingnote.mine.queries import (
     write_embeddings,
     write_pieces,
 )
-from scalingnote.mine.ranking import RunFileRanking, SearchedRanking, batch_folder
+from scalingnote.mine.ranking import SearchedRanking, batch_folder
 from scalingnote.mine.refresh import positives_by_query, refresh
+from scalingnote.mine.runs import RunFileRanking, cut_runs
 from scalingnote.mine.search import Documents, merge_shards, search_shard
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import shuffle
@@ -87,10 +88,14 @@ def run(
     if draft.finished:
         return draft.existing()
     cluster.check_resources(config.resources, knob="mine.resources")
-    places = {} if config.runs else _search(config, parents, draft)
+    places = {} if runs else _search(config, parents, draft)
+    if runs:
+        held_out = held_out_documents(parents["dataset"], each=cluster.map_tasks)
+        each, work = cluster.map_tasks, draft.work()
+        cut_runs(runs, parents["triplets"], held_out=held_out, folder=work, each=each)
     source = parents["triplets"]
     counts = Counter(mined=0, kept=0, lost=0, triplets=0)
-    for record in _mine(config.model_copy(update={"runs": runs}), parents, draft, places):
+    for record in _mine(config, parents, draft, places):
         draft.register(record["name"], Part(**record["part"]))
         counts.update(record["counts"])
     if not counts["mined"]:
@@ -257,9 +262,7 @@ class Miner:
         places: Mapping[str, Sequence[Place]],
     ) -> None:
         self._config, self._triplets, self._output, self._notes = config, parents["triplets"], output, notes
-        self._ranking = (
-            RunFileRanking(config, parents["dataset"]) if config.runs else SearchedRanking(places, work)
-        )
+        self._ranking = RunFileRanking(self._triplets, work) if config.runs else SearchedRanking(places, work)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Mine the part of a batch; its record is written last, to the URI in `notes`."""

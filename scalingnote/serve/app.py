@@ -19,7 +19,7 @@ from scalingnote import pipeline, stages
 from scalingnote.encode import exports, query_encoder
 from scalingnote.encode.config import Form
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.experiment.access_writer import AccessWriter
+from scalingnote.experiment.access_log import AccessWriter
 from scalingnote.run_config import RunConfig
 from scalingnote.serve import api, settings
 from scalingnote.serve.access import Admission, read_keys
