@@ -56,6 +56,7 @@ RULES = (
     # An experiment's findings and their p-values: what is right depends on the arm.
     Rule(r"_(relative|p_holm)$", "either"),
     Rule(r"_kept_mean$", "higher", 0.01, relative=False),
+    Rule(r"^ndcg_difference_", "lower", 0.001, relative=False),
     Rule(r"cosine", "higher", 0.001, relative=False),
     Rule(r"streaming_recall_gap", "lower", 1.0, relative=False),  # points
     Rule(r"(_over_scaling\w+_R50)$", "higher", QUALITY, relative=False, share=SMALL),

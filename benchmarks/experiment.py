@@ -41,9 +41,9 @@ from scalingnote.datasets.job import run as prepare
 from scalingnote.datasets.simulate import browse, probability_by_grade
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.experiment import job, report
-from scalingnote.experiment.access_writer import AccessWriter
-from scalingnote.experiment.comparison import Report
+from scalingnote.experiment.access_log import AccessWriter
 from scalingnote.experiment.config import Arm, ExperimentConfig, TrafficSplit, arm_of, unit_of
+from scalingnote.experiment.report import Report
 from scalingnote.log import configure, get_logger
 from scalingnote.models import lookup
 from scalingnote.storage import arrow

@@ -155,6 +155,14 @@ def front_door(r: Report) -> Lines:
     )
 
 
+def mteb_agreement(r: Report) -> Lines:
+    for row in r["rows"]:
+        if row["what"] == "Router folder":
+            what = f"nDCG@10 of a Router folder on {row['set']}, by mteb and by our evaluation: difference"
+            beside = f"{row['mteb']:.4f} and {row['evaluate']:.4f}"
+            yield value(r, f"ndcg_difference_{row['set']}", what, beside=beside, bar=0.002)
+
+
 def object_store(r: Report) -> Lines:
     for name, what in (
         ("written", "requests to write a part to S3"),

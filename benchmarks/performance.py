@@ -30,7 +30,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Carriers": ("object_store", "scale", "stage_faults"),
     "Quantising": ("quantize",),
     "Fusing": ("fusion",),
-    "Query encoders": ("query_encoder", "front_door"),
+    "Query encoders": ("query_encoder", "front_door", "mteb_agreement"),
     "Index": ("index", "sparse_index"),
     "Live index": ("live_index",),
     "Serving": ("serve", "serve_faults", "exposure"),

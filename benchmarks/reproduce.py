@@ -25,7 +25,7 @@ from benchmarks.distillation import Row
 from benchmarks.report import show, write
 from benchmarks.trial import Outcome, Trial
 from benchmarks.trials import given, require, run_given
-from scalingnote.experiment.comparison import holm
+from scalingnote.experiment.report import holm
 from scalingnote.log import configure
 
 DATASETS = (

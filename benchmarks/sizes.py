@@ -65,6 +65,13 @@ BENCHMARKS = (
         "--run-dir {folder}/front_door",
         60,
     ),
+    Benchmark(
+        "mteb_agreement",
+        "--run-dir {folder}/mteb_agreement --sets nfcorpus --documents 16",
+        3,
+        "--run-dir {folder}/mteb_agreement",
+        25,
+    ),
     Benchmark("object_store", "", 0.5, "", 1),
     Benchmark("scale", "--documents 20000 40000", 3, "", 60),
     Benchmark("stage_faults", "--documents 20000 --seeds 1", 4, "", 25),

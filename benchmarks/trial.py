@@ -15,11 +15,11 @@ from benchmarks import minilm, training
 from scalingnote import pipeline, stages
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate import retrieval_methods, teacher_distance
-from scalingnote.evaluate.lineage import lineage
+from scalingnote.evaluate import retrieval_methods, tower_measures
 from scalingnote.evaluate.measures import per_query
-from scalingnote.evaluate.query_embeddings import QueryEmbeddings
-from scalingnote.evaluate.test_set import load_test_set
+from scalingnote.evaluate.report import latest, lineage
+from scalingnote.evaluate.retrieval_methods import Methods
+from scalingnote.evaluate.test_set import QueryEmbeddings, load_test_set
 from scalingnote.evaluate.user_files import auc_section, test_set_pairs
 from scalingnote.log import environment
 from scalingnote.models.sparse_query import SparseQuery
@@ -132,30 +132,24 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
     parents = {kind: artifact for kind, artifact in built.items() if kind in READ}
     test = load_test_set(parents["dataset"])
     teacher = (
-        teacher_distance.sample_teacher_queries(lineage(parents.values()), queries=TAUGHT, seed=0)
+        tower_measures.sample_teacher_queries(
+            latest(lineage(parents.values()), "query_embeddings"), queries=TAUGHT, seed=0
+        )
         if "student" in parents
         else {}
     )
     texts = list(
         dict.fromkeys([*test.queries, *(query for one in teacher.values() for query in one.queries)])
     )
-    encoded = {}
-    for name, kind in retrieval_methods.tower_kinds(config.evaluate, parents).items():
+    encoded, methods = {}, Methods(config.evaluate, parents)
+    for name, kind in methods.towers.items():
         tower = QueryEncoder.load(parents[kind].directory("query"), threads=1)
         encoded[name] = QueryEmbeddings(texts, tower.encode_queries(texts))
-    bm25 = (
-        retrieval_methods.count_bm25(config.evaluate, parents, test.queries, test=test)
-        if config.distill is None
-        else None
-    )
-    pairs = test_set_pairs(test)
-    graded = (
-        auc_section(pairs, retrieval_methods.pair_scorer(config.evaluate, parents, encoded, bm25))["methods"]
-        if pairs
-        else {}
-    )
+    bm25 = None if config.distill else retrieval_methods.count_bm25(methods, test.queries, test=test)
+    pairs, score = test_set_pairs(test), retrieval_methods.pair_scorer(methods, encoded, bm25)
+    graded = auc_section(pairs, score)["methods"] if pairs else {}
     found = {}
-    runs, _ = retrieval_methods.retrieve(config.evaluate, parents, encoded, bm25, test=test)
+    runs, _ = retrieval_methods.retrieve(methods, encoded, bm25, test=test)
     for name, ranked in runs.items():
         if config.distill is not None and name == config.evaluate.names.dual_encoder:
             continue
@@ -163,7 +157,7 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
         values = per_query(rankings, test.qrels, recall_at=DEPTHS, mrr_at=10, map_at=100, ndcg_at=10)
         measures = {measure: float(each.mean()) for measure, each in values.items()} | graded.get(name, {})
         if teacher and name == config.evaluate.names.student:
-            for split, told in teacher_distance.distance_section(teacher, encoded[name])["splits"].items():
+            for split, told in tower_measures.distance_section(teacher, encoded[name])["splits"].items():
                 measures[f"distance {split}"] = told["mean"]
         measures = {measure: round(value, 5) for measure, value in measures.items() if value is not None}
         speed = None if name == "bm25" else _speed(config, name, parents, test.queries)
@@ -174,7 +168,7 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
 def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], queries: Sequence[str]) -> float:
     """Queries per processor second of this thread, one at a time: string in, embedding and terms out."""
     tower, _, how = name.partition(" ")
-    kind = retrieval_methods.tower_kinds(config.evaluate, parents)[tower]
+    kind = Methods(config.evaluate, parents).towers[tower]
     ways: list[Callable[[list[str]], Any]] = []
     if how != "(sparse)":
         ways.append(QueryEncoder.load(parents[kind].directory("query"), threads=1).encode_queries)

@@ -148,6 +148,17 @@ def _add_commands_of_towers(command: Command) -> None:
     screen.add_argument("--json", metavar="FILE", help="write the numbers there, too")
     _add_set(screen)
 
+    mteb = command("mteb", commands.mteb, "evaluate a query tower or a run's search by mteb on BEIR folders")
+    mteb.add_argument("model", help="folder that `distill` wrote, query tower, or run_dir of a finished run")
+    mteb.add_argument(
+        "folders", nargs="+", metavar="FOLDER", help="corpus.jsonl, queries.jsonl, qrels/test.tsv"
+    )
+    mteb.add_argument("--document", metavar="FOLDER", help="document tower, of a query tower without one")
+    mteb.add_argument(
+        "--to", default="mteb", metavar="DIR", help="of the results files, default: %(default)s"
+    )
+    mteb.add_argument("--name", default="", metavar="ORG/MODEL", help="of the model in the results")
+
     _add_config(
         command("experiment", commands.experiment, "compare the arms of an experiment, from access logs")
     )

@@ -309,6 +309,22 @@ def screen(options: argparse.Namespace) -> int:
     return 0 if len(found) == len(set(options.models)) else 1
 
 
+def mteb(options: argparse.Namespace) -> int:
+    """Evaluate a model by mteb on BEIR folders."""
+    from scalingnote.evaluate import mteb_model
+    from scalingnote.log import configure
+    from scalingnote.reports import markdown
+
+    configure()
+    measures = ("ndcg_at_10", "recall_at_100", "mrr_at_10", "map_at_100")
+    model = mteb_model.load(options.model, options.document, name=options.name)
+    tasks = [mteb_model.beir_task(folder) for folder in options.folders]
+    found = mteb_model.evaluate(model, tasks, to=options.to)
+    rows = [[name, *(f"{values[measure]:.4f}" for measure in measures)] for name, values in found.items()]
+    print(f"{markdown(['task', *measures], rows)}\n\n{options.to}/results")
+    return 0
+
+
 def experiment(options: argparse.Namespace) -> int:
     """Compare the arms of an experiment."""
     from scalingnote import pipeline

@@ -1,23 +1,24 @@
 """The evaluate stage: test queries through every retrieval method over the whole pool, into one report.
 
-The pool is searched in tasks that read its parts; this process holds queries, judgements and results.
+The pool is searched in tasks that read its parts; this process holds queries, their judgements and results.
+Every task leaves a table in the work directory: a run after a kill repeats only tasks without one.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import count
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import ray
-from jaxtyping import Float
-from numpy import ndarray
 
 from scalingnote import cluster
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.evaluate import contrastive_entropy, retrieval_methods
+from scalingnote.evaluate import tower_measures
 from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.evaluate.contrastive_entropy import Entropies
-from scalingnote.evaluate.lineage import Ancestor, lineage, seconds, usage
 from scalingnote.evaluate.measures import (
     Rankings,
     ann_recall,
@@ -26,12 +27,26 @@ from scalingnote.evaluate.measures import (
     per_query_table,
     significance_section,
 )
-from scalingnote.evaluate.page import choose_queries, example_queries, page
-from scalingnote.evaluate.query_embeddings import QueryEmbeddings
-from scalingnote.evaluate.report import markdown
-from scalingnote.evaluate.retrieval_methods import QUERIES_PER_BLOCK
-from scalingnote.evaluate.teacher_distance import distance_section, sample_teacher_queries
-from scalingnote.evaluate.test_set import TestSet, load_test_set, slice_queries, typo_slices
+from scalingnote.evaluate.page import markdown, page
+from scalingnote.evaluate.report import Ancestor, latest, lineage, seconds, usage
+from scalingnote.evaluate.retrieval_methods import (
+    INDEX_RECALL_AT,
+    QUERIES_PER_BLOCK,
+    Methods,
+    count_bm25,
+    pair_scorer,
+    retrieve,
+)
+from scalingnote.evaluate.test_set import (
+    QueryEmbeddings,
+    TestSet,
+    choose_queries,
+    example_queries,
+    load_test_set,
+    slice_queries,
+    typo_slices,
+)
+from scalingnote.evaluate.tower_measures import Entropies
 from scalingnote.evaluate.user_files import (
     PairScorer,
     UserFiles,
@@ -41,9 +56,10 @@ from scalingnote.evaluate.user_files import (
     reranking_section,
 )
 from scalingnote.log import Progress, environment, get_logger
+from scalingnote.storage import arrow, trec
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import trec
-from scalingnote.storage.artifact import Artifact, Draft, open_artifact
+from scalingnote.storage.artifact import Artifact, Draft, open_artifact, read_table, write_table
+from scalingnote.storage.shuffle import TaskRunner
 
 log = get_logger("evaluate")
 
@@ -96,17 +112,20 @@ def run(
 def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Draft) -> dict[str, int]:
     """Retrieve, measure and write all files; returns the artifact's counts."""
     # Everything a user can get wrong is checked before the first query is encoded.
-    test = load_test_set(parents["dataset"], judgements=config.qrels)
-    baseline = retrieval_methods.baseline_method(config, parents)
-    files = read_user_files(config, parents["dataset"], test=test)
+    each = KeptTasks(draft.work("passes"), cluster.map_tasks)
+    methods = Methods(config, parents, each)
+    baseline = methods.baseline
+    test = load_test_set(parents["dataset"], judgements=config.qrels, each=each)
+    pairs = draft.work("pairs")
+    files = read_user_files(config, parents["dataset"], test=test, folder=pairs, each=each)
     with_typos = test.with_typos(share=config.typos, seed=config.seed) if config.typos else None
     queries = test.together_with(with_typos) if with_typos else test
     ancestors = lineage(parents.values())
-    encoded, teacher = _encode(config, parents, ancestors, [*queries.queries, *files.queries], test=test)
+    asked = [*queries.queries, *files.queries]
+    encoded, teacher = _encode(methods, ancestors, asked, test=test, keep=each)
 
-    asked, each = [*queries.queries, *files.queries], cluster.map_tasks
-    bm25 = retrieval_methods.count_bm25(config, parents, asked, test=queries, each=each)
-    all_runs, searched = retrieval_methods.retrieve(config, parents, encoded, bm25, test=queries, each=each)
+    bm25 = count_bm25(methods, asked, test=queries)
+    all_runs, searched = retrieve(methods, encoded, bm25, test=queries)
     runs = {name: {q: run[q] for q in test.query_ids} for name, run in all_runs.items()}
     rankings = {name: {q: [doc for doc, _ in run[q]] for q in run} for name, run in runs.items()}
     values = measure_methods(config, rankings, qrels=test.qrels)
@@ -116,9 +135,10 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     report: dict[str, Any] = {
         **_about(parents, searched, test=test),
         "methods": means(values),
-        "index": _index_section(
-            config, parents, rankings, test=test, sampled=searched < parents["embeddings"].counts["documents"]
-        ),
+        "queries_per_core_second": {
+            name: 1 / one.core_seconds for name, one in encoded.items() if one.core_seconds
+        },
+        "index": _index_section(methods, rankings, test=test, searched=searched),
         "significance": significance_section(config, values, baseline=baseline),
         "slices": slices,
         "seconds": seconds(ancestors),
@@ -126,12 +146,12 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
         "environment": environment(),
     }
     if teacher:
-        report["distance"] = distance_section(teacher, encoded[config.names.student])
-    entropy = _entropy(config, parents, encoded, ancestors, test=test)
+        report["distance"] = tower_measures.distance_section(teacher, encoded[config.names.student])
+    entropy = _entropy(methods, encoded, ancestors, test=test)
     if entropy:
         report["contrastive_entropy"] = entropy.section()
-    score = retrieval_methods.pair_scorer(config, parents, encoded, bm25, each=each)
-    report |= _user_file_sections(config, files, score, rankings, dataset=parents["dataset"], draft=draft)
+    score = pair_scorer(methods, encoded, bm25)
+    report |= _user_file_sections(methods, files, score, rankings, draft=draft)
 
     ndcg = {name: row[f"nDCG@{config.ndcg_at}"] for name, row in values.items()}
     chosen = choose_queries(ndcg, baseline=baseline, number=config.examples, seed=config.seed)
@@ -139,7 +159,7 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
     draft.write_bytes("report.html", page(report, examples=examples, ancestors=ancestors).encode())
     draft.write_bytes("report.md", markdown(report).encode())
     draft.write_json("report.json", report)
-    further = {contrastive_entropy.NAME: entropy.values} if entropy else {}
+    further = {tower_measures.ENTROPY: entropy.values} if entropy else {}
     draft.write_table("per_query.parquet", per_query_table(values, query_ids=test.query_ids, further=further))
     _write_runs(draft, runs, qrels=test.qrels, depth=config.run_depth)
     counts = {"documents": report["num_documents"], "queries": len(test.query_ids), "methods": len(runs)}
@@ -147,81 +167,68 @@ def _evaluate(config: EvaluateConfig, parents: Mapping[str, Artifact], draft: Dr
 
 
 def _encode(
-    config: EvaluateConfig,
-    parents: Mapping[str, Artifact],
+    methods: Methods,
     ancestors: Sequence[Ancestor],
     queries: Sequence[str],
     *,
     test: TestSet,
+    keep: "KeptTasks",
 ) -> tuple[dict[str, QueryEmbeddings], dict[str, QueryEmbeddings]]:
     """Embeddings of queries by every tower, and the teacher's by split, to compare the student with."""
-    towers = {name: parents[kind] for name, kind in retrieval_methods.tower_kinds(config, parents).items()}
+    config, parents = methods.config, methods.parents
+    towers = {name: parents[kind] for name, kind in methods.towers.items()}
     texts = {name: list(queries) for name in towers}
     teacher = {}
     if "student" in parents:
-        teacher = sample_teacher_queries(ancestors, queries=config.distances, seed=config.seed)
+        stored = latest(ancestors, "query_embeddings")
+        teacher = tower_measures.sample_teacher_queries(stored, queries=config.distances, seed=config.seed)
     for sample in teacher.values():
         texts[config.names.student] += sample.queries
-    encoded = encode_queries(towers, texts, config=config)
+    encoded = encode_queries(towers, texts, config=config, keep=keep)
     if "student" in parents and "dual_encoder" in parents and config.distances:
-        teacher["test"] = encoded[config.names.dual_encoder].subset(_sample(config, test.queries))
+        # A sample, because all pairs of its queries are compared.
+        chosen = np.random.default_rng(config.seed).permutation(len(test.queries))[: config.distances]
+        asked = [test.queries[row] for row in np.sort(chosen)]
+        teacher["test"] = encoded[config.names.dual_encoder].subset(asked)
     return encoded, teacher
 
 
-def _sample(config: EvaluateConfig, queries: Sequence[str]) -> list[str]:
-    """Test queries on which distances are measured; a sample, because all pairs of them are compared."""
-    chosen = np.random.default_rng(config.seed).permutation(len(queries))[: config.distances]
-    return [queries[row] for row in np.sort(chosen)]
-
-
 def _entropy(
-    config: EvaluateConfig,
-    parents: Mapping[str, Artifact],
+    methods: Methods,
     encoded: Mapping[str, QueryEmbeddings],
     ancestors: Sequence[Ancestor],
     *,
     test: TestSet,
 ) -> Entropies | None:
     """Contrastive entropy of every query tower; None if it is switched off."""
-    if not config.entropy_negatives:
+    if not methods.config.entropy_negatives:
         return None
-    towers = retrieval_methods.tower_kinds(config, parents)
-    return contrastive_entropy.entropies(
-        {name: parents[retrieval_methods.pool_of(kind, parents)] for name, kind in towers.items()},
+    return tower_measures.entropies(
+        {name: methods.parents[methods.pool_of(kind)] for name, kind in methods.towers.items()},
         encoded,
         test=test,
-        negatives=config.entropy_negatives,
-        temperature=contrastive_entropy.temperature_of(ancestors),
-        seed=config.seed,
-        each=cluster.map_tasks,
+        negatives=methods.config.entropy_negatives,
+        temperature=tower_measures.temperature_of(latest(ancestors, "dual_encoder")),
+        seed=methods.config.seed,
+        each=methods.each,
     )
 
 
 def _user_file_sections(
-    config: EvaluateConfig,
-    files: UserFiles,
-    score: PairScorer,
-    rankings: Mapping[str, Rankings],
-    *,
-    dataset: Artifact,
-    draft: Draft,
+    methods: Methods, files: UserFiles, score: PairScorer, rankings: Mapping[str, Rankings], *, draft: Draft
 ) -> dict[str, Any]:
     """The report's sections on judged pairs, candidates and answers, as far as there are such files."""
     sections: dict[str, Any] = {}
     if files.pairs:
         sections["auc"] = auc_section(files.pairs, score)
     if files.candidates:
-        sections["reranking"], runs = reranking_section(config, *files.candidates, score)
+        sections["reranking"], runs = reranking_section(methods.config, *files.candidates, score)
         for name, run in runs.items():
             trec.write_run(draft.path(f"reranked/{name}.trec"), run, tag=f"{name}-reranked")
     if files.answers:
-        sections["relaxed"] = relaxed_recall(
-            dataset,
-            rankings,
-            answers=files.answers,
-            recall_at=config.recall_at,
-            each=cluster.map_tasks,
-        )
+        recall_at, dataset = methods.config.recall_at, methods.parents["dataset"]
+        asked = partial(relaxed_recall, answers=files.answers, recall_at=recall_at, each=methods.each)
+        sections["relaxed"] = asked(dataset, rankings)
     return sections
 
 
@@ -247,55 +254,114 @@ def _about(parents: Mapping[str, Artifact], searched: int, *, test: TestSet) -> 
 
 
 def _index_section(
-    config: EvaluateConfig,
-    parents: Mapping[str, Artifact],
-    rankings: Mapping[str, Rankings],
-    *,
-    test: TestSet,
-    sampled: bool,
+    methods: Methods, rankings: Mapping[str, Rankings], *, test: TestSet, searched: int
 ) -> dict[str, int | float]:
     """Size of the index, and its recall against exact search, unless this covered a sample only."""
-    size: dict[str, int | float] = {"bytes_per_vector": parents["index"].counts["bytes_per_vector"]}
-    if sampled:
+    size: dict[str, int | float] = {"bytes_per_vector": methods.parents["index"].counts["bytes_per_vector"]}
+    if searched < methods.parents["embeddings"].counts["documents"]:
         return size
-    served = retrieval_methods.served_method(config, parents)
-    exact, approximate = (
-        [rankings[name][q] for q in test.query_ids] for name in (served, f"{served} (index)")
-    )
-    recalls = {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in retrieval_methods.INDEX_RECALL_AT}
-    return recalls | size
+    names = (f"{methods.served} (index)", methods.served)
+    approximate, exact = ([rankings[name][q] for q in test.query_ids] for name in names)
+    return {f"recall@{k}": ann_recall(approximate, exact, k=k) for k in INDEX_RECALL_AT} | size
+
+
+class KeptTasks:
+    """Runs tasks that give tables, and keeps each table in a folder: a finished task is never repeated.
+
+    Passes are known by their number: a stage makes the same ones in the same order whenever it is repeated.
+    """
+
+    def __init__(self, folder: str, each: TaskRunner) -> None:
+        self._folder, self._each, self._passes = folder, each, count()
+
+    def __call__(
+        self, task: Callable[[Any], pa.Table], items: Iterable[Any], *, each: TaskRunner | None = None
+    ) -> Iterator[pa.Table]:
+        """The tables of all items, in any order; `each` runs the tasks that have none yet."""
+        folder = fs.join(self._folder, f"{next(self._passes):03d}")
+        done = fs.list_files(folder)
+        names = {number: f"{number:05d}.arrow" for number, _ in enumerate(items)}
+        todo = [
+            (fs.join(folder, names[number]), item)
+            for number, item in enumerate(items)
+            if names[number] not in done
+        ]
+        if done:
+            log.info("resuming: %d of %d tasks of a pass are done", len(done), len(names))
+        return self._tables([fs.join(folder, name) for name in done], task, todo, each or self._each)
+
+    def _tables(
+        self, done: list[str], task: Callable[[Any], pa.Table], todo: Sequence[Any], each: TaskRunner
+    ) -> Iterator[pa.Table]:
+        yield from map(read_table, done)
+        yield from map(read_table, each(partial(_kept, task=task), todo) if todo else ())
+
+
+def _kept(item: tuple[str, Any], *, task: Callable[[Any], pa.Table]) -> str:
+    """Run a task and write its table, whole or not at all; returns its URI."""
+    uri, given = item
+    write_table(uri, task(given).combine_chunks())
+    return uri
 
 
 def encode_queries(
-    towers: Mapping[str, Artifact], queries: Mapping[str, Sequence[str]], *, config: EvaluateConfig
+    towers: Mapping[str, Artifact],
+    queries: Mapping[str, Sequence[str]],
+    *,
+    config: EvaluateConfig,
+    keep: Callable[..., Iterable[pa.Table]],
 ) -> dict[str, QueryEmbeddings]:
-    """Each query tower's embeddings of its queries, computed by one Ray actor.
+    """Each query tower's embeddings of its queries, computed by one Ray actor; `keep` keeps them.
 
     The driver does not encode, because on a cluster it often runs on a head node without GPU.
     """
     cluster.check_resources(config.resources.model_copy(update={"workers": 1}), knob="evaluate.resources")
-    options = cluster.actor_options(config.resources) | {"max_restarts": 3, "max_task_retries": 3}
-    actor: Any = ray.remote(**options)(_QueryTowerActor).remote()
     encoded: dict[str, QueryEmbeddings] = {}
+    on_actor = _ActorTasks(
+        cluster.actor_options(config.resources) | {"max_restarts": 3, "max_task_retries": 3}
+    )
     for name, tower in towers.items():
         texts = list(dict.fromkeys(queries[name]))
-        starts = range(0, len(texts), QUERIES_PER_BLOCK)
-        blocks = [actor.encode.remote(tower, texts[start : start + QUERIES_PER_BLOCK]) for start in starts]
-        embeddings: list[ndarray] = []
+        blocks = [
+            texts[start : start + QUERIES_PER_BLOCK] for start in range(0, len(texts), QUERIES_PER_BLOCK)
+        ]
+        tables = []
         with Progress("evaluate", total=len(texts), unit=f"queries encoded by {name}") as progress:
-            for block in blocks:
-                embeddings.append(ray.get(block))
-                progress.advance(len(embeddings[-1]))
-        encoded[name] = QueryEmbeddings(texts, np.concatenate(embeddings))
+            for table in keep(partial(_encode_block, tower=tower), blocks, each=on_actor):
+                tables.append(table)
+                progress.advance(len(table))
+        found = pa.concat_tables(tables)
+        core_seconds = float(np.median(found["seconds"])) * max(config.resources.cpus_per_worker, 1)
+        encoded[name] = QueryEmbeddings(
+            found["query"].to_pylist(), arrow.to_numpy(found["embedding"]), core_seconds
+        )
     return encoded
 
 
-class _QueryTowerActor:
-    """Ray actor that holds one query tower at a time."""
+class _ActorTasks:
+    """Runs tasks in one Ray actor, which starts with the first and keeps the query tower that it loaded."""
 
-    _loaded = ""
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._actor: Any = None
 
-    def encode(self, tower: Artifact, queries: list[str]) -> Float[ndarray, "queries dim"]:
-        if self._loaded != tower.uri:  # a new tower, or the actor was restarted
-            self._encoder, self._loaded = QueryEncoder.load(tower.directory("query")), tower.uri
-        return self._encoder.encode_queries(queries)
+    def __call__(self, work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        self._actor = self._actor or ray.remote(**self._options)(_Actor).remote()
+        yield from map(ray.get, [self._actor.run.remote(work, item) for item in items])
+
+
+class _Actor:
+    def run(self, work: Callable[[Any], Any], item: Any) -> Any:
+        return work(item)
+
+
+@lru_cache(maxsize=1)
+def _query_encoder(uri: str, kind: str) -> QueryEncoder:
+    return QueryEncoder.load(open_artifact(uri, kind=kind).directory("query"))
+
+
+def _encode_block(queries: list[str], *, tower: Artifact) -> pa.Table:
+    encoder, start = _query_encoder(tower.uri, tower.manifest.kind), time.perf_counter()
+    embeddings = arrow.to_arrow(encoder.encode_queries(queries))
+    seconds = np.full(len(queries), (time.perf_counter() - start) / len(queries))
+    return pa.table({"query": queries, "embedding": embeddings, "seconds": seconds})

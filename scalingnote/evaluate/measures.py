@@ -15,16 +15,20 @@ from scipy import stats
 
 from scalingnote.errors import ConfigError
 from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.experiment.comparison import holm
+from scalingnote.experiment.report import holm, resampled_sums
 
 Rankings = Mapping[str, Sequence[str]]  # query_id -> doc_ids, best first
 Grades = Mapping[str, Mapping[str, int]]  # query_id -> doc_id -> grade
 MeasureValues = Mapping[str, Float[ndarray, " queries"]]  # measure -> value of each query
 FAMILIES = ("R", "Recall", "MRR", "MAP", "nDCG")  # in the order of reports
-_MAX_DRAWS_IN_MEMORY = 4_000_000  # numbers: 32 MB
 
 
-def measure(
+def measure(rankings: Rankings, qrels: Grades, **depths: Any) -> dict[str, float]:
+    """Means of :func:`per_query` over all queries of `qrels`."""
+    return {name: float(values.mean()) for name, values in per_query(rankings, qrels, **depths).items()}
+
+
+def per_query(
     rankings: Rankings,
     qrels: Grades,
     *,
@@ -32,20 +36,6 @@ def measure(
     mrr_at: int = 10,
     map_at: int = 100,
     ndcg_at: int = 10,
-) -> dict[str, float]:
-    """Means of :func:`per_query` over all queries of `qrels`."""
-    values_of = per_query(rankings, qrels, recall_at=recall_at, mrr_at=mrr_at, map_at=map_at, ndcg_at=ndcg_at)
-    return {name: float(values.mean()) for name, values in values_of.items()}
-
-
-def per_query(
-    rankings: Rankings,
-    qrels: Grades,
-    *,
-    recall_at: Sequence[int],
-    mrr_at: int,
-    map_at: int,
-    ndcg_at: int,
 ) -> dict[str, Float[ndarray, " queries"]]:
     """``R@K``, ``MRR@K``, ``MAP@K`` and ``nDCG@K`` of each query of `qrels`, in their order.
 
@@ -116,13 +106,9 @@ def auc(scores: Float[ndarray, " pairs"], labels: Float[ndarray, " pairs"]) -> f
     """
     right = total = 0.0
     for label in np.unique(labels)[1:]:
-        among = labels <= label
-        better = labels[among] == label
-        ranks = stats.rankdata(scores[among])
-        number = int(better.sum())
-        # Mann-Whitney's U: the sum of the better pairs' ranks minus the smallest sum they can have.
-        right += float(ranks[better].sum()) - number * (number + 1) / 2
-        total += number * float((~better).sum())
+        better, worse = scores[labels == label], scores[labels < label]
+        right += stats.mannwhitneyu(better, worse, method="asymptotic").statistic
+        total += len(better) * len(worse)
     return right / total if total else math.nan
 
 
@@ -184,11 +170,9 @@ def paired_t_test(differences: Float[ndarray, "queries columns"]) -> Float[ndarr
     queries, columns = differences.shape
     if queries < 2:
         return np.full(columns, math.nan)
-    mean, deviation = differences.mean(0), differences.std(0, ddof=1)
-    constant = deviation <= _rounding(differences)
-    t = np.abs(mean) / np.where(constant, 1.0, deviation / math.sqrt(queries))
-    p = 2 * stats.t.sf(t, queries - 1)
-    p_values: ndarray = np.where(constant, np.where(mean == 0, 1.0, 2.0 ** (1 - queries)), p)
+    varies = differences.std(0, ddof=1) > _rounding(differences)
+    p_values = np.where(differences.mean(0) == 0, 1.0, 2.0 ** (1 - queries))
+    p_values[varies] = stats.ttest_1samp(differences[:, varies], 0.0).pvalue
     return p_values
 
 
@@ -212,7 +196,8 @@ def bootstrap(
         resamples: number of bootstrap samples.
         seed: of the bootstrap.
     """
-    means = _resampled(differences, resamples=resamples, seed=seed)
+    rng = np.random.default_rng(seed)
+    means = resampled_sums(differences, replicates=resamples, rng=rng) / len(differences)
     mean, error = differences.mean(0), means.std(0)
     deviations = np.abs(means - mean) / np.where(error > _rounding(differences), error, np.inf)
     half_width = np.empty(len(mean))
@@ -226,21 +211,6 @@ def bootstrap(
 def _rounding(differences: Float[ndarray, "queries columns"]) -> Float[ndarray, " columns"]:
     """The largest deviation that may be rounding error alone."""
     return np.asarray(1e-12 * np.abs(differences).max(0))
-
-
-def _resampled(
-    differences: Float[ndarray, "queries columns"], *, resamples: int, seed: int
-) -> Float[ndarray, "resamples columns"]:
-    rng = np.random.default_rng(seed)
-    queries, columns = differences.shape
-    share = np.full(queries, 1 / queries)
-    means = np.empty((resamples, columns))
-    at_once = max(1, _MAX_DRAWS_IN_MEMORY // queries)
-    for start in range(0, resamples, at_once):
-        size = min(at_once, resamples - start)
-        times = rng.multinomial(queries, share, size=size)
-        means[start : start + size] = times @ differences / queries
-    return means
 
 
 def measure_methods(

@@ -1,12 +1,16 @@
-"""Adapter of our towers to mteb's model interface.
+"""Our towers and our search as models of mteb 2, and BEIR folders as its tasks.
 
-    model = MtebModel.load("towers/query", "towers/document", name="ours/scalingnote-medquad")
-    mteb.evaluate(model, mteb.get_tasks(tasks=["SciFact"]))
+    model = MtebModel.load("query-tower")                # a Router folder; or two towers: load("q", "d")
+    model = MtebSearch("runs/quickstart")                # the index of a run, with BM25 if the run has it
+    evaluate(model, [beir_task("data/scifact")], to="results")
 
-The interface is EncoderProtocol of mteb 2 (`pip install scalingnote[mteb]`). Only
-:attr:`MtebModel.mteb_model_meta` imports the package.
+A tower is an encoder (EncoderProtocol, model type "router"), whose documents mteb encodes and ranks. A search
+(SearchProtocol, model type "hybrid") ranks by itself, as the service does. mteb is an extra
+(`pip install scalingnote[mteb]`), imported where it is needed.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,25 +20,49 @@ import pyarrow as pa
 from jaxtyping import Float
 from numpy import ndarray
 
+from scalingnote.datasets.config import Beir
+from scalingnote.datasets.file_formats import read_beir
+from scalingnote.datasets.raw_rows import readable_rows
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.errors import ConfigError
+from scalingnote.errors import ConfigError, DataError
 from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.log import get_logger
+from scalingnote.models import library_folder, published_tower
 from scalingnote.storage import arrow
 
 log = get_logger("evaluate")
+QUERIES_PER_BLOCK = 256
+_ABOUT = {  # what is true of every model of ours
+    "loader": None,
+    "similarity_fn_name": "cosine",
+    "open_weights": True,
+    "public_training_code": None,
+    "public_training_data": None,
+    "reference": "https://arxiv.org/abs/2411.15766",
+    "training_datasets": None,
+    "release_date": None,
+}
 
 
 class MtebModel:
     """A query tower and a document tower. Embeddings have length 1; scores are cosines."""
 
-    def __init__(self, query: QueryEncoder, document: Encoder, *, name: str, revision: str = "local") -> None:
+    def __init__(
+        self,
+        query: QueryEncoder,
+        document: Encoder,
+        *,
+        name: str,
+        revision: str = "local",
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         """Args:
             query: the query tower.
             document: a document tower of the same dimension.
             name: ORGANISATION/MODEL, under which mteb stores results.
             revision: of the model.
+            facts: further fields of mteb's ModelMeta.
 
         Raises:
             ConfigError: the dimensions differ.
@@ -44,12 +72,28 @@ class MtebModel:
                 f"the query tower gives {query.dim} dimensions, the document tower {document.dim}: take two "
                 "that were trained together"
             )
-        self._query, self._document, self._name, self._revision = query, document, name, revision
+        self._query, self._document = query, document
+        self._about = {"name": name, "revision": revision, "embed_dim": query.dim, **(facts or {})}
 
     @classmethod
-    def load(cls, query: str | Path, document: str | Path, *, name: str) -> "MtebModel":
-        """Load towers from folders of artifacts, or from those `scalingnote publish` writes."""
-        return cls(QueryEncoder.load(Path(query)), Encoder.load(Path(document)), name=name)
+    def load(cls, query: str | Path, document: str | Path | None = None, *, name: str = "") -> "MtebModel":
+        """Load a Router folder that `scalingnote distill` wrote, or two towers.
+
+        Args:
+            query: the Router folder, or the folder of a query tower.
+            document: the folder of a document tower, of an artifact or as `scalingnote publish` writes it.
+            name: of the model; by default ``scalingnote/`` and the folder's name.
+        """
+        folder = Path(query)
+        tower = QueryEncoder.load(folder)
+        if document is None:
+            encoder = Encoder(published_tower.open_published(folder, "document"))
+        else:
+            encoder = Encoder.load(Path(document))
+        folders = [folder] if document is None else [folder, Path(document)]
+        name = name or f"scalingnote/{folder.resolve().name}"
+        facts = _facts(folder, encoder, active=0 if tower.form == "lookup" else None)
+        return cls(tower, encoder, name=name, revision=_checksum(folders), facts=facts)
 
     def encode(
         self,
@@ -73,29 +117,18 @@ class MtebModel:
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Float[ndarray, "first second"]:
         """Cosines of all with all."""
-        found: ndarray = arrow.l2_normalize(_matrix(embeddings1)) @ arrow.l2_normalize(_matrix(embeddings2)).T
+        found: ndarray = _units(embeddings1) @ _units(embeddings2).T
         return found
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Float[ndarray, " pairs"]:
         """Cosines row by row."""
-        first, second = arrow.l2_normalize(_matrix(embeddings1)), arrow.l2_normalize(_matrix(embeddings2))
-        found: ndarray = np.einsum("pd,pd->p", first, second)
+        found: ndarray = np.einsum("pd,pd->p", _units(embeddings1), _units(embeddings2))
         return found
 
     @property
     def mteb_model_meta(self) -> Any:
         """Metadata that mteb stores with results."""
-        from mteb.models.model_meta import ModelMeta, ScoringFunction
-
-        about = {
-            "name": self._name,
-            "revision": self._revision,
-            "embed_dim": self._query.dim,
-            "similarity_fn_name": ScoringFunction.COSINE,
-            "framework": ["PyTorch"],
-            "use_instructions": False,
-        }
-        return ModelMeta.create_empty(about)
+        return _meta(self._about, kind="router")
 
     def _queries(self, batch: Mapping[str, Sequence[str]]) -> Float[ndarray, "texts dim"]:
         return arrow.l2_normalize(self._query.encode_queries(list(batch.get("query") or batch["text"])))
@@ -114,6 +147,213 @@ class MtebModel:
         return out
 
 
-def _matrix(embeddings: Any) -> Float[ndarray, "rows dim"]:
-    """An array or tensor as a matrix; a single embedding becomes one row."""
-    return np.atleast_2d(np.asarray(embeddings, np.float32))
+class MtebSearch:
+    """The search of a run as mteb's search model: its index, by embeddings and by terms if it has some.
+
+    The documents of a task must be those that the run has indexed: mteb encodes nothing.
+    """
+
+    def __init__(
+        self,
+        searcher: Any,
+        query_path: Any,
+        doc_ids: Iterable[str],
+        *,
+        about: Mapping[str, Any],
+    ) -> None:
+        """Args:
+        searcher: over all shards.
+        query_path: queries to embeddings and terms.
+        doc_ids: of the indexed documents.
+        about: fields of mteb's ModelMeta.
+        """
+        self._searcher, self._query_path, self._about = searcher, query_path, about
+        self._doc_ids = frozenset(doc_ids)
+
+    @classmethod
+    def load(cls, run_dir: str | Path, *, name: str = "") -> "MtebSearch":
+        """The search of the last finished run in a folder; ConfigError if there is none."""
+        from scalingnote import pipeline
+        from scalingnote.api import Index
+
+        config, index = pipeline.load_run(str(run_dir)), Index(run_dir)
+        embeddings, tower = (pipeline.locate(config, kind) for kind in ("embeddings", "dual_encoder"))
+        doc_ids = embeddings.table("embeddings", ["doc_id"])["doc_id"].to_pylist()
+        about = {
+            "name": name or f"scalingnote/{Path(run_dir).resolve().name}",
+            "revision": pipeline.locate(config, "index").digest[:12],
+            "embed_dim": index.query_path.encoder.dim,
+            **_facts(tower.directory("document"), Encoder.load(tower.directory("document")), active=None),
+        }
+        return cls(index.searcher, index.query_path, doc_ids, about=about)
+
+    def index(self, corpus: Any, **_: Any) -> None:
+        """Check that the corpus is what the run has indexed; DataError if it is another."""
+        given = set(corpus["id"])
+        if missing := sorted(given ^ self._doc_ids):
+            raise DataError(
+                f"the task has {len(given):,} documents, the run indexed {len(self._doc_ids):,}; "
+                f"{len(missing):,} are in one of them only, such as {missing[0]!r}: run all stages on the "
+                "task's folder first"
+            )
+
+    def search(
+        self, queries: Any, *, top_k: int, top_ranked: Mapping[str, Sequence[str]] | None = None, **_: Any
+    ) -> dict[str, dict[str, float]]:
+        """The best documents of each query, as the run's service finds them.
+
+        Args:
+            queries: a dataset with `id` and `text`.
+            top_k: results per query.
+            top_ranked: not supported: candidates cannot be given to an index.
+        """
+        if top_ranked is not None:
+            raise ConfigError("a search model ranks the whole corpus: re-ranking tasks need MtebModel")
+        ids, texts, found = list(queries["id"]), list(queries["text"]), {}
+        for start in range(0, len(ids), QUERIES_PER_BLOCK):
+            for query_id, query in zip(
+                ids[start:], self._query_path(texts[start : start + QUERIES_PER_BLOCK]), strict=False
+            ):
+                (hits,) = self._searcher.search(query.embedding, query.terms, k=top_k)
+                found[query_id] = {hit.doc_id: float(hit.score) for hit in hits}
+        return found
+
+    @property
+    def mteb_model_meta(self) -> Any:
+        """Metadata that mteb stores with results."""
+        return _meta(self._about, kind="hybrid")
+
+
+def load(model: str | Path, document: str | Path | None = None, *, name: str = "") -> MtebModel | MtebSearch:
+    """A tower's folder as a :class:`MtebModel`, a run's as a :class:`MtebSearch`.
+
+    Raises:
+        ConfigError: the folder is neither.
+    """
+    if document is not None or (Path(model) / "modules.json").exists():
+        return MtebModel.load(model, document, name=name)
+    return MtebSearch.load(model, name=name)
+
+
+def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = ("eng-Latn",)) -> Any:
+    """A retrieval task of mteb over the test split of a folder in the BEIR layout.
+
+    Args:
+        folder: with corpus.jsonl, queries.jsonl and qrels/test.tsv.
+        name: of the task, and of its results file; by default the folder's.
+        languages: of queries and documents, as mteb names them.
+
+    Raises:
+        DataError: the folder is in another layout.
+    """
+    from mteb.abstasks.retrieval import AbsTaskRetrieval
+    from mteb.abstasks.task_metadata import TaskMetadata
+
+    from datasets import Dataset  # type: ignore[import-untyped]
+
+    source, name = read_beir(Beir(name="beir", path=str(folder))), name or Path(folder).resolve().name
+    revision = _checksum([Path(folder)], ("*.jsonl", "qrels/test.tsv"))
+
+    class BeirTask(AbsTaskRetrieval):
+        metadata = TaskMetadata(
+            name=name,
+            dataset={"path": name, "revision": revision},
+            description=f"The test queries of the folder {name}, in the BEIR layout.",
+            type="Retrieval",
+            category="t2t",
+            modalities=["text"],
+            eval_splits=["test"],
+            eval_langs=list(languages),
+            main_score="ndcg_at_10",
+        )
+
+        def load_data(self, *_: Any, **__: Any) -> None:
+            judged: dict[str, dict[str, int]] = {}
+            asked = {
+                row["query_id"]: row["query"]
+                for row in readable_rows(source.queries)
+                if row["split"] in ("test", "")
+            }
+            for row in readable_rows(source.qrels):
+                if row["query_id"] in asked:
+                    judged.setdefault(row["query_id"], {})[row["doc_id"]] = int(row["relevance"])
+            corpus = [
+                {"id": row["doc_id"], "title": row["title"] or "", "text": row["content"]}
+                for row in readable_rows(source.documents)
+            ]
+            split: Any = {
+                "corpus": Dataset.from_list(corpus),
+                "queries": Dataset.from_list([{"id": q, "text": text} for q, text in asked.items()]),
+                "relevant_docs": judged,
+                "top_ranked": None,
+            }
+            self.dataset, self.data_loaded = {"default": {"test": split}}, True
+
+    return BeirTask()
+
+
+def evaluate(
+    model: MtebModel | MtebSearch, tasks: Iterable[Any], *, to: str | Path
+) -> dict[str, dict[str, float]]:
+    """Evaluate a model by mteb, which writes its results below `to`; returns task -> measure -> value."""
+    import mteb
+
+    cache = mteb.ResultCache(Path(to))
+    done = mteb.evaluate(
+        model, list(tasks), cache=cache, overwrite_strategy="always", show_progress_bar=False
+    )
+    return {
+        result.task_name: {
+            measure: value
+            for measure, value in result.scores["test"][0].items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        for result in done.task_results
+    }
+
+
+def _meta(about: Mapping[str, Any], *, kind: str) -> Any:
+    from mteb.models.model_meta import ModelMeta
+
+    return ModelMeta(**_ABOUT, **about, model_type=[kind])
+
+
+def _facts(folder: Path, document: Encoder, *, active: int | None) -> dict[str, Any]:
+    """What a folder says of its model: card, sizes, prompts; a table has no active parameters (`active`)."""
+    from huggingface_hub.repocard import metadata_load
+
+    card = folder / "README.md"
+    stated: Mapping[str, Any] = (metadata_load(card) or {}) if card.exists() else {}
+    base = stated.get("base_model")
+    weights = [*folder.rglob("*.safetensors"), *folder.rglob("*.npy")]
+    backbone: Any = document.tower.backbone
+    parameters = sum(parameter.numel() for parameter in document.tower.parameters())
+    prompts = [library_folder.role_prompt(folder, role) for role in ("query", "document")]
+    return {
+        "n_parameters": parameters,
+        "n_embedding_parameters": backbone.get_input_embeddings().weight.numel(),
+        "n_active_parameters_override": active,
+        "memory_usage_mb": round(sum(path.stat().st_size for path in weights) / 2**20, 1),
+        "max_tokens": document.tower.config.max_length,
+        "languages": None,
+        "license": stated.get("license"),
+        "framework": ["Sentence Transformers", "PyTorch", "NumPy"],
+        "use_instructions": any(prompts),
+        "adapted_from": base[0] if isinstance(base, list) else base,
+    }
+
+
+def _checksum(folders: Sequence[Path], patterns: Sequence[str] = ("*.json", "*.safetensors", "*.npy")) -> str:
+    """Twelve digits that change with the files."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted({path for pattern in patterns for path in folder.rglob(pattern)}):
+            with path.open("rb") as stream:
+                digest.update(json.dumps(path.relative_to(folder).as_posix()).encode())
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:12]
+
+
+def _units(embeddings: Any) -> Float[ndarray, "rows dim"]:
+    """An array or tensor as a matrix of unit rows; a single embedding becomes one row."""
+    return arrow.l2_normalize(np.atleast_2d(np.asarray(embeddings, np.float32)))

@@ -1,221 +1,208 @@
-"""report.html: measures, plots, example queries and lineage on one self-contained page."""
+"""report.md and report.html: sections of measures; on the page also plots, example queries and lineage."""
 
-import io
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
-from itertools import chain, zip_longest
 from typing import Any
 
-import matplotlib as mpl
-import numpy as np
-from jaxtyping import Float
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from numpy import ndarray
-
 from scalingnote import reports
-from scalingnote.evaluate.documents import find_documents
-from scalingnote.evaluate.lineage import Ancestor
-from scalingnote.evaluate.measures import Rankings
+from scalingnote.evaluate.measures import FAMILIES, is_recall, ordered_measures
 from scalingnote.evaluate.report import (
-    DISTANCE,
-    READING,
+    BETTER,
+    WORSE,
+    Ancestor,
     Report,
+    comparison_table,
     documents_column,
     measures_of,
+    merge_reports,
     notes,
-    report_sections,
     significance_mark,
     stage_table,
 )
-from scalingnote.evaluate.test_set import TestSet
+from scalingnote.evaluate.test_set import ExampleQuery
 from scalingnote.reports import Markup
-from scalingnote.storage.artifact import Artifact
-from scalingnote.storage.shuffle import TaskRunner
 
-RESULTS_PER_EXAMPLE = 3
-# Distinguishable with red-green blindness (Okabe and Ito), on white and on black.
-COLOURS = ("#0f8b8d", "#e69f00", "#cc6f9c", "#4c8bd6", "#8a8f98", "#d55e00", "#59a14f", "#9a79c4")
-_INK = "#010203"  # placeholder for the page's text colour, which SVG calls currentColor
+DISTANCE = "Distance from the teacher"
+READING = (
+    "R@K is the share of queries with a relevant document among their first K of the whole pool "
+    "(Success@K where a query has several). Methods are searched exactly; “(index)” is the same query "
+    "tower searched through the compressed index."
+)
+SLICES = {
+    "length": ("By length of the query", "Queries in thirds by their number of words."),
+    "topic": ("By topic", "The topic is that of the document judged best for the query."),
+    "frequency": (
+        "Head and tail",
+        "By how many training queries (of 200,000, where there are more) have the query's rarest word; the "
+        "head is what is met more often than the median.",
+    ),
+    "typos": (
+        "With typos",
+        "The same queries, asked again with a letter swapped, dropped or doubled in a share of their words "
+        "(evaluate.typos).",
+    ),
+}
+
+_ENTROPY = (
+    "Mean of -log softmax of a query's best document against others drawn from the pool, the same for all "
+    "methods: {negatives:,} of them, cosines over a temperature of {temperature:g}, {queries:,} queries. "
+    "Smaller is better; guessing gives {guess:.3f}."
+)
+_BY_METHOD = {
+    "auc": (
+        "Judged pairs",
+        "Over {pairs:,} judged pairs of a query and a document, ranked together: how often the better of two "
+        "has the higher score. Not in the pool: {not_in_pool:,}; unusable rows: {unusable:,}.",
+    ),
+    "relaxed": (
+        "Answers found",
+        "Relaxed R@K: the share of {queries:,} queries with one of their answers, word by word, in one of "
+        "the first K documents.",
+    ),
+    "reranking": (
+        "Re-ranking",
+        "{candidates:,} given candidates of {queries:,} queries in the order of each method's scores; "
+        "{not_in_pool:,} are not in the pool and come last.",
+    ),
+}
 
 
 @dataclass(frozen=True)
-class ResultDocument:
-    """A search result as the page shows it."""
+class ReportSection:
+    """A title, an explanation, and a table of text whose first column names the row."""
 
-    doc_id: str
     title: str
-    relevant: bool
+    text: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
-@dataclass(frozen=True)
-class ExampleQuery:
-    """A test query with the first results of each method (like ScalingNote's Table 9)."""
-
-    query: str
-    results: Mapping[str, Sequence[ResultDocument]]
-    first_relevant: Mapping[str, int | None] = field(default_factory=dict)  # rank per method; None: not found
-    method: str = ""  # the method it was chosen for; empty if it was drawn at random
-    difference: float = 0.0  # that method's value minus the baseline's
-
-
-@dataclass(frozen=True)
-class ChosenQuery:
-    """A row of the test set, and the difference from the baseline that it was chosen for."""
-
-    row: int
-    method: str = ""
-    difference: float = 0.0
+def markdown(report: Report) -> str:
+    """report.md: the comparison table, how to read it, all sections and the time of each stage."""
+    lines = ["# Retrieval report", "", comparison_table(merge_reports([report])), "", READING, ""]
+    for section in report_sections(report):
+        table = reports.markdown(section.head, section.rows)
+        lines += [f"## {section.title}", "", section.text, "", table, ""]
+    environment = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
+    return "\n".join([*lines, reports.markdown(*stage_table(report)), "", environment, ""])
 
 
-def choose_queries(
-    values: Mapping[str, Float[ndarray, " queries"]], *, baseline: str, number: int, seed: int
-) -> list[ChosenQuery]:
-    """Queries on which methods differ most from the baseline.
-
-    They are the next greatest win and the next greatest loss of each method in turn. The seed decides between
-    equal differences, and draws the rest once no method differs any more.
-
-    Args:
-        values: each method's measure per query.
-        baseline: one of the methods.
-        number: of queries to choose.
-        seed: of the draw.
-    """
-    random_order = np.random.default_rng(seed).permutation(len(values[baseline]))
-    turns = []
-    for method, method_values in values.items():
-        # Differences of rounding alone are none.
-        differences = np.round(method_values - values[baseline], 9)[random_order]
-        for sign in (1, -1):
-            order = np.argsort(-sign * differences, kind="stable")
-            order = order[sign * differences[order] > 0]
-            turns.append([ChosenQuery(int(random_order[i]), method, float(differences[i])) for i in order])
-    chosen: dict[int, ChosenQuery] = {}
-    for one in chain(
-        chain.from_iterable(zip_longest(*turns)), (ChosenQuery(int(row)) for row in random_order)
-    ):
-        if one is not None and len(chosen) < number:
-            chosen.setdefault(one.row, one)
-    return list(chosen.values())
+def report_sections(report: Report) -> list[ReportSection]:
+    """All sections beside the main table, in reading order, for Markdown and HTML alike."""
+    parts = (_recall, _significance, _by_method, _slices, _distance)
+    return [section for part in parts for section in part(report)]
 
 
-def example_queries(
-    dataset: Artifact,
-    rankings: Mapping[str, Rankings],
-    chosen: Sequence[ChosenQuery],
-    *,
-    test: TestSet,
-    each: TaskRunner = map,
-) -> list[ExampleQuery]:
-    """The chosen test queries, with the first results of each method; `each` runs the tasks."""
-    query_ids = [test.query_ids[one.row] for one in chosen]
-    shown = {
-        query_id: {name: ranking[query_id][:RESULTS_PER_EXAMPLE] for name, ranking in rankings.items()}
-        for query_id in query_ids
+def _recall(report: Report) -> Iterator[ReportSection]:
+    names = [name for name in _measure_names(report["methods"]) if is_recall(name)]
+    if names:
+        text = "The share of a query's relevant documents among its first K: here some queries have several."
+        rows = {method: {name: row[name] for name in names} for method, row in report["methods"].items()}
+        yield _method_section("Recall", text, rows)
+
+
+def _significance(report: Report) -> Iterator[ReportSection]:
+    part = report.get("significance")
+    if not part or not part["differences"]:
+        return
+    baseline, differences = part["baseline"], part["differences"]
+    text = (
+        f"Mean difference over queries, its {100 * (1 - part['alpha']):g} % interval "
+        f"({part['resamples']:,} bootstrap resamples of "
+        "the queries; those of a row hold all at once) and p (paired two-sided t-test, Holm's correction "
+        f"over the methods). {BETTER} and {WORSE}: better and worse than {baseline}, p < {part['alpha']:g}."
+    )
+    rows = [
+        [
+            name,
+            *(_difference(row[name]) + significance_mark(report, m, name) for m, row in differences.items()),
+        ]
+        for name in _measure_names(differences)
+    ]
+    yield ReportSection(f"Against {baseline}", text, ["measure", *differences], rows)
+
+
+def _difference(difference: dict[str, float | None]) -> str:
+    p = difference["p_holm"]
+    p_text = "" if p is None else ", p < 0.001" if p < 0.001 else f", p = {p:.3f}"
+    return f"{difference['difference']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]{p_text} "
+
+
+def _by_method(report: Report) -> Iterator[ReportSection]:
+    """Sections that are a table of methods and measures."""
+    if part := report.get("contrastive_entropy"):
+        guess = math.log(part["negatives"] + 1)
+        rows = {method: {"contrastive entropy": value} for method, value in part["methods"].items()}
+        yield _method_section("Contrastive entropy", _ENTROPY.format(guess=guess, **part), rows)
+    for name, (title, text) in _BY_METHOD.items():
+        if part := report.get(name):
+            yield _method_section(title, text.format(**part), part["methods"])
+
+
+def _slices(report: Report) -> Iterator[ReportSection]:
+    for name, (title, text) in SLICES.items():
+        if slices := report.get("slices", {}).get(name):
+            methods = slices[0]["methods"]
+            measure = _measure_names(methods)[-1]
+            rows = [
+                [
+                    one["label"],
+                    f"{one['queries']:,}",
+                    *(f"{row[measure]:.3f}" for row in one["methods"].values()),
+                ]
+                for one in slices
+            ]
+            yield ReportSection(title, f"{measure}. {text}", ["slice", "queries", *methods], rows)
+
+
+def _distance(report: Report) -> Iterator[ReportSection]:
+    part = report.get("distance")
+    if not part:
+        return
+    text = (
+        "Of the student's query embeddings from the teacher's, both of length 1; 2K/n Σ is what the papers' "
+        "bound on the student's loss grows by, K being 1. As given: of what the towers put out."
+    )
+    if pairs := part["discrepancy"]:
+        text += (
+            f" Over {pairs['pairs']:,} pairs of {pairs['split']} queries the teacher's distance less the "
+            f"student's is {pairs['mean']:+.3f} ± {pairs['deviation']:.3f}."
+        )
+    columns = {
+        "mean": "mean distance",
+        "bound": "2K/n Σ",
+        "cosine": "cosine",
+        "mean_as_given": "as given",
     }
-    doc_ids = {doc for row in shown.values() for docs in row.values() for doc in docs}
-    found = find_documents(dataset, doc_ids, ["title"], each=each)
-    titles = dict(zip(found["doc_id"].to_pylist(), found["title"].to_pylist(), strict=True))
-    examples = []
-    for one, query_id in zip(chosen, query_ids, strict=True):
-        relevant = {doc for doc, grade in test.qrels[query_id].items() if grade > 0}
-        results = {
-            name: [ResultDocument(doc, titles.get(doc) or "", doc in relevant) for doc in docs]
-            for name, docs in shown[query_id].items()
-        }
-        first_relevant = {
-            name: next((rank for rank, doc in enumerate(ranking[query_id], 1) if doc in relevant), None)
-            for name, ranking in rankings.items()
-        }
-        query = test.queries[one.row]
-        examples.append(ExampleQuery(query, results, first_relevant, one.method, one.difference))
-    return examples
+    rows = [
+        [split, f"{row['queries']:,}", *(f"{row[name]:.3f}" for name in columns)]
+        for split, row in part["splits"].items()
+    ]
+    yield ReportSection(DISTANCE, text, ["queries of", "number", *columns.values()], rows)
 
 
-def recall_bars(methods: Mapping[str, Mapping[str, float]]) -> str:
-    """Grouped bars: for each R@K, one bar per method."""
-    cutoffs = [name for name in next(iter(methods.values())) if name.startswith("R@")]
-    width = 0.8 / len(methods)
-    figure, axes = _axes(8.4, 3.6)
-    all_bars = []
-    for i, row in enumerate(methods.values()):
-        left = [place - 0.4 + (i + 0.5) * width for place in range(len(cutoffs))]
-        values = [row[name] for name in cutoffs]
-        bars = axes.bar(left, values, width=width * 0.9, color=COLOURS[i % len(COLOURS)])
-        all_bars.append(bars)
-        if len(methods) <= 5:
-            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, color=_INK)
-    axes.set_xticks(range(len(cutoffs)), cutoffs)
-    axes.set_ylabel("share of queries")
-    axes.set_ylim(0, 1.08)
-    # Names are passed with their bars because matplotlib omits labels that begin with an underscore, and
-    # dollars are escaped because it would parse a formula between them.
-    names = [method.replace("$", r"\$") for method in methods]
-    right: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1)}
-    axes.legend(all_bars, names, **right, frameon=False, labelcolor=_INK, fontsize=9)
-    return _svg(figure, name="recall of the methods")
+def _method_section(
+    title: str, text: str, methods: Mapping[str, Mapping[str, float | None]]
+) -> ReportSection:
+    """A section with a row per method and a column per measure."""
+    names = list(dict.fromkeys(name for row in methods.values() for name in row))
+    if all(name.split("@")[0] in FAMILIES for name in names):
+        names = ordered_measures(names)
+    rows = [
+        [method, *("–" if row[name] is None else f"{row[name]:.3f}" for name in names)]
+        for method, row in methods.items()
+    ]
+    return ReportSection(title, text, ["method", *names], rows)
 
 
-def index_bars(index: Mapping[str, float]) -> str:
-    """Horizontal bars: recall of the index against exact search."""
-    recalls = {name: index[name] for name in ("recall@100", "recall@10") if name in index}
-    figure, axes = _horizontal_bars(recalls, row_height=0.45, colour=COLOURS[0], number="%.3f")
-    axes.set_xlim(0, 1.08)
-    axes.set_xlabel("share of the exact answer")
-    return _svg(figure, name="recall of the index")
+def _measure_names(methods: Mapping[str, Mapping[str, object]]) -> list[str]:
+    return ordered_measures(name for row in methods.values() for name in row)
 
 
-def stage_bars(seconds: Mapping[str, float]) -> str:
-    """Horizontal bars: time of each stage."""
-    top_down = dict(reversed(list(seconds.items())))
-    figure, axes = _horizontal_bars(top_down, row_height=0.3, colour=COLOURS[3], number="%.1f")
-    axes.margins(x=0.1)
-    axes.set_xlabel("seconds")
-    return _svg(figure, name="time of the stages")
-
-
-def _horizontal_bars(
-    values: Mapping[str, float], *, row_height: float, colour: str, number: str
-) -> tuple[Figure, Axes]:
-    figure, axes = _axes(8.4, 0.7 + row_height * len(values))
-    bars = axes.barh(list(values), list(values.values()), color=colour, height=0.6)
-    axes.bar_label(bars, fmt=number, fontsize=9, padding=4, color=_INK)
-    return figure, axes
-
-
-def discrepancy_histogram(pairs: Mapping[str, Any]) -> str:
-    """Histogram of the teacher's distance between two queries minus the student's."""
-    edges = pairs["edges"]
-    figure, axes = _axes(8.4, 2.6)
-    axes.bar(edges[:-1], pairs["counts"], width=edges[1] - edges[0], align="edge", color=COLOURS[0])
-    axes.set_xlabel("distance by the teacher less distance by the student")
-    axes.set_ylabel("pairs of queries")
-    return _svg(figure, name="discrepancy of pairwise distances")
-
-
-def _axes(width: float, height: float) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, height), layout="tight")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_INK)
-    axes.tick_params(colors=_INK, labelsize=9)
-    axes.xaxis.label.set_color(_INK)
-    axes.yaxis.label.set_color(_INK)
-    return figure, axes
-
-
-def _svg(figure: Figure, *, name: str) -> str:
-    stream = io.StringIO()
-    # A fixed salt and no date: equal numbers give equal bytes. Text stays text for screen readers and search.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = stream.getvalue()
-    text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # unused ids, which would repeat on the page
-    return text.replace("<svg ", f'<svg role="img" aria-label="{name}" ', 1)
+# --- HTML --------------------------------------------------------------------------------------------------
 
 
 def page(report: Report, *, examples: Sequence[ExampleQuery], ancestors: Sequence[Ancestor]) -> str:
@@ -235,6 +222,7 @@ def page(report: Report, *, examples: Sequence[ExampleQuery], ancestors: Sequenc
     for note in notes(report):
         header += f'\n<p class="note">{note}</p>'
     size = f"A vector takes {report['index']['bytes_per_vector']:g} bytes."
+    recalls = {name: report["index"][name] for name in ("recall@10", "recall@100") if name in report["index"]}
     last = measures_of(report["methods"])[-1]
     about_examples = (
         f"Where a method differs most from {report['significance']['baseline']} by {last}: of each "
@@ -244,30 +232,48 @@ def page(report: Report, *, examples: Sequence[ExampleQuery], ancestors: Sequenc
     shown = [_example_html(example, measure=last) for example in examples] or ["<p>None were asked for.</p>"]
     about_lineage = "Every artifact these numbers rest on. A digest covers settings, inputs and bytes."
     sections = [
+        *_quality_and_cost(report, measure=last),
         reports.section(
             "Methods",
             _methods_table(report),
-            f"<figure>{recall_bars(report['methods'])}</figure>",
+            _recall_bars(report["methods"]),
             f'<p class="small">{READING}</p>',
         ),
         *_tables(report),
         reports.section(
             "Index",
-            f"<figure>{index_bars(report['index'])}</figure>" if "sample" not in report else "",
-            text=size
-            if "sample" in report
-            else f"Against exact search with the same query embeddings. {size}",
+            reports.bars("recall of the index", recalls, number="{:.3f}", end=1) if recalls else "",
+            text=f"Against exact search with the same query embeddings. {size}" if recalls else size,
         ),
         reports.section("Example queries", *shown, text=about_examples),
         reports.section(
             "Stages",
-            f"<figure>{stage_bars(report['seconds'])}</figure>" if report["seconds"] else "",
+            reports.bars("seconds of the stages", report["seconds"]) if report["seconds"] else "",
             reports.html(*stage_table(report)),
         ),
         reports.section("Lineage", _lineage_table(ancestors), text=about_lineage),
         reports.section("Environment", reports.definitions(report["environment"])),
     ]
     return reports.page("Retrieval report", subject=dataset, header=header, sections=sections)
+
+
+def _quality_and_cost(report: Report, *, measure: str) -> list[str]:
+    """A section with a picture: a measure of each method against the queries that a core encodes."""
+    rates: Mapping[str, float] = report.get("queries_per_core_second", {})
+    if not rates:  # of an earlier release, or not measured
+        return []
+    points = {}
+    for method, row in report["methods"].items():
+        tower = re.split(r" \((?:index|sparse|hybrid)\)$| \+ bm25$", method)[0]
+        points[method] = rates.get(tower), row[measure]
+    text = (
+        f"{measure} against the queries that one core encodes per second, in blocks. Methods of one query "
+        "tower encode alike; their search is not counted. Dashed: a method without an encoder."
+    )
+    picture = reports.scatter(
+        "quality and cost of the methods", points, x="queries per second and core", y=measure
+    )
+    return [reports.section("Quality and cost", picture, text=text)]
 
 
 def _methods_table(report: Report) -> str:
@@ -286,13 +292,28 @@ def _methods_table(report: Report) -> str:
     return reports.html(["method", *(["documents"] if documents else []), *names], rows)
 
 
+def _recall_bars(methods: Mapping[str, Mapping[str, float]]) -> str:
+    """Grouped bars: for each R@K, one bar per method."""
+    cutoffs = [name for name in next(iter(methods.values())) if name.startswith("R@")]
+    groups = {name: [row[name] for row in methods.values()] for name in cutoffs}
+    return reports.columns("recall of the methods", groups, legend=list(methods), end=1)
+
+
+def _discrepancy_histogram(pairs: Mapping[str, Any]) -> str:
+    """Histogram of the teacher's distance between two queries minus the student's."""
+    edges, counts = pairs["edges"], pairs["counts"]
+    shown = {0, len(counts) // 2, len(counts) - 1}
+    groups = {f"{edges[i]:+.2f}" if i in shown else "\u200b" * i: [n] for i, n in enumerate(counts)}
+    return reports.columns("discrepancy of pairwise distances", groups)
+
+
 def _tables(report: Report) -> list[str]:
     """The sections that Markdown has too; the distance from the teacher also as a histogram."""
     sections = []
     for part in report_sections(report):
         plot = ""
         if part.title == DISTANCE and (pairs := report["distance"]["discrepancy"]):
-            plot = f"<figure>{discrepancy_histogram(pairs)}</figure>"
+            plot = _discrepancy_histogram(pairs)
         sections.append(reports.section(part.title, reports.html(part.head, part.rows), plot, text=part.text))
     return sections
 

@@ -1,12 +1,13 @@
 """The pool: all documents of an embeddings artifact, read part by part in tasks.
 
-    parts ─► groups, a task for each ─► what it found, merged as the results arrive
+    parts ─► groups, a task for each ─► a table of what it found ─► joined as the tables arrive, in any order
 
 A document is known by its row, counted over all parts. Only what was asked for leaves a task: memory is
 bounded by a part there, and by the queries and their results in the caller, whatever the size of the pool.
+Every task gives a table, so that a runner of tasks can keep what is finished (`job.KeptTasks`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -110,52 +111,79 @@ def document_ids(
     """
     distinct = np.unique(rows[rows >= 0])
     parts = pool.parts
-    wanted = dict(
-        zip(parts, np.split(distinct, np.searchsorted(distinct, [*parts.values()][1:])), strict=True)
-    )
+    starts = np.searchsorted(distinct, [*parts.values()])
+    wanted = dict(zip(parts, np.split(distinct, starts[1:]), strict=True))
     groups = [
-        {name: wanted[name] - parts[name] for name in group if len(wanted[name])} for group in pool.groups()
+        {name: (parts[name], wanted[name]) for name in group if len(wanted[name])} for group in pool.groups()
     ]
-    items = [(number, group) for number, group in enumerate(groups) if group]
-    found = dict(each(partial(_ids_of_group, embeddings=pool.embeddings), items))
-    return distinct, pa.concat_arrays([pa.array([], pa.string()), *(found[number] for number, _ in items)])
+    task = partial(_ids_of_group, embeddings=pool.embeddings)
+    none = pa.table({"row": pa.array([], pa.int64()), "doc_id": pa.array([], pa.string())})
+    found = pa.concat_tables([none, *each(task, [group for group in groups if group])]).sort_by("row")
+    return distinct, found["doc_id"].combine_chunks()
 
 
 def _ids_of_group(
-    item: tuple[int, dict[str, Int[ndarray, " rows"]]], *, embeddings: Artifact
-) -> tuple[int, pa.Array]:
-    number, group = item
+    group: Mapping[str, tuple[int, Int[ndarray, " rows"]]], *, embeddings: Artifact
+) -> pa.Table:
     ids = [
-        embeddings.table(name, columns=["doc_id"])["doc_id"].take(pa.array(rows))
-        for name, rows in group.items()
+        embeddings.table(name, columns=["doc_id"]).take(pa.array(rows - first))["doc_id"]
+        for name, (first, rows) in group.items()
     ]
-    return number, pa.concat_arrays([chunk for one in ids for chunk in one.chunks])
+    rows = np.concatenate([rows for _, rows in group.values()])
+    return pa.table({"row": rows, "doc_id": pa.chunked_array([c for one in ids for c in one.chunks])})
 
 
 def gather_embeddings(
     pool: Pool, doc_ids: Sequence[str], *, each: TaskRunner = map
 ) -> tuple[Float[ndarray, "docs dim"], Bool[ndarray, " docs"]]:
     """Embeddings of some documents, and a mask of those that are in the pool; the others are 0."""
-    gathered, in_pool = np.zeros((len(doc_ids), 0), np.float32), np.zeros(len(doc_ids), bool)
     task = partial(_vectors_of_group, pool=pool, doc_ids=pa.array(doc_ids, pa.string()))
-    for present, vectors in each(task, pool.groups()):
-        if not gathered.size:
-            gathered = np.zeros((len(doc_ids), vectors.shape[1]), np.float32)
-        gathered[present], in_pool[present] = vectors, True
+    found = pa.concat_tables(each(task, pool.groups()))
+    places, vectors = found["place"].to_numpy(), arrow.to_numpy(found["vector"])
+    gathered, in_pool = np.zeros((len(doc_ids), vectors.shape[1]), np.float32), np.zeros(len(doc_ids), bool)
+    gathered[places], in_pool[places] = vectors, True
     return gathered, in_pool
 
 
-def _vectors_of_group(
-    group: list[str], *, pool: Pool, doc_ids: pa.Array
-) -> tuple[Int[ndarray, " present"], Float[ndarray, "present dim"]]:
+def _vectors_of_group(group: list[str], *, pool: Pool, doc_ids: pa.Array) -> pa.Table:
     found = []
     for part in pool.read(group, ["doc_id", INDEXED_VIEW]):
         place, present = places(doc_ids, part)
-        found.append((present, part.vectors()[place[present]]))
-    return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
+        vectors = arrow.to_arrow(part.vectors()[place[present]])
+        found.append(pa.table({"place": present, "vector": vectors}))
+    return pa.concat_tables(found)
 
 
-def places(doc_ids: pa.Array, part: PoolPart) -> tuple[Int[ndarray, " wanted"], Int[ndarray, " here"]]:
+def places(
+    doc_ids: pa.Array | pa.ChunkedArray, part: PoolPart
+) -> tuple[Int[ndarray, " wanted"], Int[ndarray, " here"]]:
     """The place of each document in a part, negative if absent; and the positions of those present."""
     place = pc.fill_null(pc.index_in(doc_ids, value_set=part.table["doc_id"].combine_chunks()), -1)
     return place.to_numpy(), np.flatnonzero(place.to_numpy() >= 0)
+
+
+def find_documents(
+    dataset: Artifact, doc_ids: Iterable[str], columns: list[str], *, each: TaskRunner = map
+) -> pa.Table:
+    """The dataset's documents with these ids, in their order; those that do not exist are left out."""
+    ids = pa.array(sorted(set(doc_ids)), pa.string())
+    return find_rows(dataset, "documents", "doc_id", ids, ["doc_id", *columns], each=each).sort_by("doc_id")
+
+
+def find_rows(
+    dataset: Artifact, table: str, key: str, values: pa.Array, columns: list[str], *, each: TaskRunner = map
+) -> pa.Table:
+    """Rows of a dataset's table whose `key` is one of `values`, in no order."""
+    task = partial(_rows_of_slice, dataset=dataset, key=key, values=values, columns=columns)
+    return pa.concat_tables(each(task, shuffle.slices(dataset, table)))
+
+
+def _rows_of_slice(
+    parts: list[str], *, dataset: Artifact, key: str, values: pa.Array, columns: list[str]
+) -> pa.Table:
+    found = [
+        pa.Table.from_batches([batch.filter(pc.is_in(batch[key], value_set=values)).select(columns)])
+        for part in parts
+        for batch in dataset.batches(part, columns=columns)
+    ]
+    return pa.concat_tables(found or [dataset.table(parts[0], columns=columns)])  # which has no rows

@@ -1,7 +1,8 @@
-"""Reports: the shape of report.json, Markdown, and several reports merged into one.
+"""Reports: the shape of report.json, its main table, several reports merged into one, and the lineage of one.
 
 {"dataset", "num_documents", "num_queries", "simulated_clicks", "sample": {"documents"},
  "methods": {NAME: {"R@1": ..., "MRR@10": ..., "nDCG@10": ...}},
+ "queries_per_core_second": {QUERY TOWER: ...},
  "index": {"recall@10", "recall@100", "bytes_per_vector"},
  "significance": {"baseline", "alpha", "resamples",
                   "differences": {METHOD: {MEASURE: {"difference", "low", "high", "p", "p_holm"}}}},
@@ -19,8 +20,7 @@ An undefined number is null. Only dataset, methods, index, seconds and environme
 `sample` and no recall of the index where exact search covered some of the documents.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,68 +28,22 @@ import pyarrow.compute as pc
 
 from scalingnote import reports
 from scalingnote.config import validate
-from scalingnote.errors import DataError
+from scalingnote.errors import ArtifactError, DataError
 from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.measures import (
-    FAMILIES,
     MeasureValues,
     is_recall,
     ordered_measures,
     significance_section,
 )
-from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.artifact import Artifact, open_artifact
 
 Report = dict[str, Any]
 BETTER, WORSE = "▲", "▼"
-DISTANCE = "Distance from the teacher"
 PER_INDEX = ("index", "seconds")  # parts of a report that belong to the tower behind its index
-SHARED = (
-    "dataset",
-    "num_documents",
-    "num_queries",
-    "simulated_clicks",
-    "sample",
-)  # equal in reports that are merged
-READING = (
-    "R@K is the share of queries with a relevant document among their first K of the whole pool "
-    "(Success@K where a query has several). Methods are searched exactly; “(index)” is the same query "
-    "tower searched through the compressed index."
-)
+# Equal in reports that are merged.
+SHARED = ("dataset", "num_documents", "num_queries", "simulated_clicks", "sample")
 SIMULATED = "Training clicks were simulated from judged data (dataset.click_model)."
-SLICES = {
-    "length": ("By length of the query", "Queries in thirds by their number of words."),
-    "topic": ("By topic", "The topic is that of the document judged best for the query."),
-    "frequency": (
-        "Head and tail",
-        "By how many training queries (of 200,000, where there are more) have the query's rarest word; the "
-        "head is what is met more often than the median.",
-    ),
-    "typos": (
-        "With typos",
-        "The same queries, asked again with a letter swapped, dropped or doubled in a share of their words "
-        "(evaluate.typos).",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class ReportSection:
-    """A title, an explanation, and a table of text whose first column names the row."""
-
-    title: str
-    text: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-def markdown(report: Report) -> str:
-    """report.md: the comparison table, how to read it, all sections and the time of each stage."""
-    lines = ["# Retrieval report", "", comparison_table(merge_reports([report])), "", READING, ""]
-    for section in report_sections(report):
-        table = reports.markdown(section.head, section.rows)
-        lines += [f"## {section.title}", "", section.text, "", table, ""]
-    environment = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
-    return "\n".join([*lines, reports.markdown(*stage_table(report)), "", environment, ""])
 
 
 def stage_table(report: Report) -> tuple[list[str], list[list[str]]]:
@@ -173,7 +127,8 @@ def documents_column(report: Report) -> dict[str, str]:
 
 def measures_of(methods: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Names of the measures of the main table in order: all except Recall@K."""
-    return [name for name in _measure_names(methods) if not is_recall(name)]
+    names = ordered_measures(name for row in methods.values() for name in row)
+    return [name for name in names if not is_recall(name)]
 
 
 def significance_mark(report: Report, method: str, measure: str) -> str:
@@ -183,147 +138,6 @@ def significance_mark(report: Report, method: str, measure: str) -> str:
     if difference is None or difference["p_holm"] is None or difference["p_holm"] >= significance["alpha"]:
         return ""
     return BETTER if difference["difference"] > 0 else WORSE
-
-
-def report_sections(report: Report) -> list[ReportSection]:
-    """All sections beside the main table, in reading order, for Markdown and HTML alike."""
-    parts = (_recall, _significance, _entropy, _auc, _relaxed, _reranking, _slices, _distance)
-    return [section for part in parts for section in part(report)]
-
-
-def _recall(report: Report) -> Iterator[ReportSection]:
-    names = [name for name in _measure_names(report["methods"]) if is_recall(name)]
-    if names:
-        text = "The share of a query's relevant documents among its first K: here some queries have several."
-        rows = {method: {name: row[name] for name in names} for method, row in report["methods"].items()}
-        yield _method_section("Recall", text, rows)
-
-
-def _significance(report: Report) -> Iterator[ReportSection]:
-    part = report.get("significance")
-    if not part or not part["differences"]:
-        return
-    baseline, differences = part["baseline"], part["differences"]
-    text = (
-        f"Mean difference over queries, its {100 * (1 - part['alpha']):g} % interval "
-        f"({part['resamples']:,} bootstrap resamples of "
-        "the queries; those of a row hold all at once) and p (paired two-sided t-test, Holm's correction "
-        f"over the methods). {BETTER} and {WORSE}: better and worse than {baseline}, p < {part['alpha']:g}."
-    )
-    rows = [
-        [
-            name,
-            *(_difference(row[name]) + significance_mark(report, m, name) for m, row in differences.items()),
-        ]
-        for name in _measure_names(differences)
-    ]
-    yield ReportSection(f"Against {baseline}", text, ["measure", *differences], rows)
-
-
-def _difference(difference: dict[str, float | None]) -> str:
-    p = difference["p_holm"]
-    p_text = "" if p is None else ", p < 0.001" if p < 0.001 else f", p = {p:.3f}"
-    return f"{difference['difference']:+.3f} [{difference['low']:+.3f}, {difference['high']:+.3f}]{p_text} "
-
-
-def _entropy(report: Report) -> Iterator[ReportSection]:
-    if part := report.get("contrastive_entropy"):
-        text = (
-            "Mean of -log softmax of a query's best document against others drawn from the pool, the same "
-            f"for all methods: {part['negatives']:,} of them, cosines over a temperature of "
-            f"{part['temperature']:g}, {part['queries']:,} queries. Smaller is better; guessing gives "
-            f"{math.log(part['negatives'] + 1):.3f}."
-        )
-        rows = {method: {"contrastive entropy": value} for method, value in part["methods"].items()}
-        yield _method_section("Contrastive entropy", text, rows)
-
-
-def _auc(report: Report) -> Iterator[ReportSection]:
-    if part := report.get("auc"):
-        text = (
-            f"Over {part['pairs']:,} judged pairs of a query and a document, ranked together: how often the "
-            f"better of two has the higher score. Not in the pool: {part['not_in_pool']:,}; unusable rows: "
-            f"{part['unusable']:,}."
-        )
-        yield _method_section("Judged pairs", text, part["methods"])
-
-
-def _relaxed(report: Report) -> Iterator[ReportSection]:
-    if part := report.get("relaxed"):
-        text = (
-            f"Relaxed R@K: the share of {part['queries']:,} queries with one of their answers, word by word, "
-            "in one of the first K documents."
-        )
-        yield _method_section("Answers found", text, part["methods"])
-
-
-def _reranking(report: Report) -> Iterator[ReportSection]:
-    if part := report.get("reranking"):
-        text = (
-            f"{part['candidates']:,} given candidates of {part['queries']:,} queries in the order of each "
-            f"method's scores; {part['not_in_pool']:,} are not in the pool and come last."
-        )
-        yield _method_section("Re-ranking", text, part["methods"])
-
-
-def _slices(report: Report) -> Iterator[ReportSection]:
-    for name, (title, text) in SLICES.items():
-        if slices := report.get("slices", {}).get(name):
-            methods = slices[0]["methods"]
-            measure = _measure_names(methods)[-1]
-            rows = [
-                [
-                    one["label"],
-                    f"{one['queries']:,}",
-                    *(f"{row[measure]:.3f}" for row in one["methods"].values()),
-                ]
-                for one in slices
-            ]
-            yield ReportSection(title, f"{measure}. {text}", ["slice", "queries", *methods], rows)
-
-
-def _distance(report: Report) -> Iterator[ReportSection]:
-    part = report.get("distance")
-    if not part:
-        return
-    text = (
-        "Of the student's query embeddings from the teacher's, both of length 1; 2K/n Σ is what the papers' "
-        "bound on the student's loss grows by, K being 1. As given: of what the towers put out."
-    )
-    if pairs := part["discrepancy"]:
-        text += (
-            f" Over {pairs['pairs']:,} pairs of {pairs['split']} queries the teacher's distance less the "
-            f"student's is {pairs['mean']:+.3f} ± {pairs['deviation']:.3f}."
-        )
-    columns = {
-        "mean": "mean distance",
-        "bound": "2K/n Σ",
-        "cosine": "cosine",
-        "mean_as_given": "as given",
-    }
-    rows = [
-        [split, f"{row['queries']:,}", *(f"{row[name]:.3f}" for name in columns)]
-        for split, row in part["splits"].items()
-    ]
-    yield ReportSection(DISTANCE, text, ["queries of", "number", *columns.values()], rows)
-
-
-def _method_section(
-    title: str, text: str, methods: Mapping[str, Mapping[str, float | None]]
-) -> ReportSection:
-    """A section with a row per method and a column per measure."""
-    names = list(dict.fromkeys(name for row in methods.values() for name in row))
-    if all(name.split("@")[0] in FAMILIES for name in names):
-        names = ordered_measures(names)
-    rows = [
-        [method, *("–" if row[name] is None else f"{row[name]:.3f}" for name in names)]
-        for method, row in methods.items()
-    ]
-    return ReportSection(title, text, ["method", *names], rows)
-
-
-def _measure_names(methods: Mapping[str, Mapping[str, object]]) -> list[str]:
-    return ordered_measures(name for row in methods.values() for name in row)
 
 
 def merge_artifacts(artifacts: Sequence[Artifact]) -> Report:
@@ -410,3 +224,112 @@ def _free_name(taken: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> s
         number += 1
         free = f"{base} #{number}{' (index)' if index else ''}"
     return free
+
+
+# --- lineage: all artifacts behind an artifact, by the parents in manifests --------------------------------
+
+STAGE_OF = {
+    "dataset": "prepare",
+    "planner": "planner",
+    "triplets": "collect",
+    "dual_encoder": "train",
+    "cross_encoder": "cross_encoder",
+    "query_embeddings": "teacher",
+    "student": "distill",
+    "embeddings": "encode",
+    "semantic_ids": "quantize",
+    "index": "index",
+    "report": "evaluate",
+}
+# Names of parents that differ from their kind, because a stage reads two artifacts of that kind.
+KIND_OF = {"teacher_embeddings": "embeddings", "codebooks": "semantic_ids"}
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """One artifact of a lineage; `artifact` is None if it was deleted or replaced since."""
+
+    kind: str
+    uri: str
+    digest: str
+    artifact: Artifact | None
+
+    @property
+    def stage(self) -> str:
+        """The stage that built the artifact, by its kind and its parents."""
+        parents = self.artifact.manifest.parents if self.artifact else {}
+        # Adopted dual encoders record the checksum of the published weights.
+        if self.kind == "dual_encoder" and self.artifact and "weights_sha256" in self.artifact.manifest.info:
+            return "adopt"
+        if self.kind == "triplets" and "dual_encoder" in parents:
+            return "mine"
+        if self.kind == "embeddings" and "semantic_ids" in parents:
+            return "fuse"
+        if self.kind == "embeddings" and "student" in parents:
+            return "encode_student"
+        return STAGE_OF.get(self.kind, self.kind)
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of the last attempt of its stage."""
+        return self.artifact.manifest.info.get("seconds") if self.artifact else None
+
+
+def lineage(artifacts: Iterable[Artifact]) -> list[Ancestor]:
+    """The artifacts and all their ancestors in topological order: parents come first."""
+    ancestors: dict[str, Ancestor] = {}
+    for ancestor in _in_order(Ancestor(a.manifest.kind, a.uri, a.digest, a) for a in artifacts):
+        _add(ancestor, ancestors)
+    return list(ancestors.values())
+
+
+def _add(ancestor: Ancestor, known: dict[str, Ancestor]) -> None:
+    if ancestor.digest in known:
+        return
+    parents = ancestor.artifact.manifest.parents if ancestor.artifact else {}
+    new = {name: parent for name, parent in parents.items() if parent["digest"] not in known}
+    opened = (_open(KIND_OF.get(name, name), parent["uri"], parent["digest"]) for name, parent in new.items())
+    for parent in _in_order(opened):
+        _add(parent, known)
+    known[ancestor.digest] = ancestor
+
+
+def _in_order(ancestors: Iterable[Ancestor]) -> list[Ancestor]:
+    """Sorted by the order of the stages."""
+    order = {kind: i for i, kind in enumerate(STAGE_OF)}
+    return sorted(ancestors, key=lambda a: (order.get(a.kind, len(order)), a.kind, a.digest))
+
+
+def latest(ancestors: Iterable[Ancestor], kind: str) -> Artifact | None:
+    """The last artifact of a kind in a lineage; None if there is none any more."""
+    found = [ancestor.artifact for ancestor in ancestors if ancestor.kind == kind and ancestor.artifact]
+    return found[-1] if found else None
+
+
+def seconds(ancestors: Iterable[Ancestor]) -> dict[str, float]:
+    """Stage -> seconds over all its rounds, of the artifacts that still exist."""
+    by_stage: dict[str, float] = {}
+    for ancestor in ancestors:
+        if ancestor.seconds is not None:
+            by_stage[ancestor.stage] = round(by_stage.get(ancestor.stage, 0.0) + ancestor.seconds, 3)
+    return by_stage
+
+
+def usage(ancestors: Iterable[Ancestor]) -> dict[str, dict[str, int]]:
+    """Stage -> what it took of storage and memory: sums over its rounds, and the largest of their peaks."""
+    by_stage: dict[str, dict[str, int]] = {}
+    for ancestor in ancestors:
+        used = ancestor.artifact.manifest.info.get("usage", {}) if ancestor.artifact else {}
+        total = by_stage.setdefault(ancestor.stage, {}) if used else {}
+        for name, value in used.items():
+            before = total.get(name, 0)
+            total[name] = max(before, value) if name.endswith("peak_bytes") else before + value
+    return by_stage
+
+
+def _open(kind: str, uri: str, digest: str) -> Ancestor:
+    try:
+        artifact = open_artifact(uri, kind=kind)
+    except ArtifactError:
+        return Ancestor(kind, uri, digest, None)
+    return Ancestor(kind, uri, digest, artifact if artifact.digest == digest else None)

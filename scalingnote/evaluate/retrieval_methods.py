@@ -6,31 +6,38 @@ tower's hybrid with BM25. BM25 over the same pool is the lexical baseline.
 
     each pool ─► scores by embeddings and by terms ─► their hybrids ─► ids of the rows found
     each shard of the index ─► its best documents, merged
+    texts ─► document frequencies of the queries' words ─► BM25's impacts, in the search itself
 
 Every pass runs in tasks; methods over the same documents share it. Queries and their results are held here.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from heapq import merge
-from itertools import islice
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int, Int64
 from numpy import ndarray
+from scipy.sparse import csr_array
 
 from scalingnote import hybrid
-from scalingnote.errors import ConfigError
-from scalingnote.evaluate import exact_search, scores
+from scalingnote.bm25 import terms
+from scalingnote.errors import ConfigError, DataError
+from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
-from scalingnote.evaluate.bm25_pool import Bm25Pool
 from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.evaluate.exact_search import TopDocuments
-from scalingnote.evaluate.pool import Pool, Sample
-from scalingnote.evaluate.query_embeddings import QueryEmbeddings
-from scalingnote.evaluate.scores import DenseScores, JoinedScores, Scores
-from scalingnote.evaluate.test_set import TestSet
+from scalingnote.evaluate.exact_search import (
+    DenseScores,
+    JoinedScores,
+    PairTable,
+    Scores,
+    TermScores,
+)
+from scalingnote.evaluate.pool import Pool, PoolPart, Sample
+from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet
 from scalingnote.evaluate.user_files import PairScorer
 from scalingnote.index import shard as shards
 from scalingnote.log import Progress
@@ -43,176 +50,263 @@ INDEX_RECALL_AT = (10, 100)
 QUERIES_PER_BLOCK = 256
 TERMS, WORDS = "(terms)", "(words)"  # scores that are no method of their own name
 Ranked = tuple[Float[ndarray, "queries k"], Int[ndarray, "queries k"]]  # scores and rows; a row of -1 is none
-IndexHit = tuple[float, int, int, str]  # minus its score, its shard, its rank there, and doc_id: in order
+_PLACE = {name: pa.int64() for name in ("query", "shard", "rank")}
+_HITS = pa.schema({**_PLACE, "score": pa.float64(), "doc_id": pa.string()})
 
 
-def baseline_method(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
-    """The method that all others are compared with; ConfigError if the config names an unknown one."""
-    names = method_names(config, parents)
-    if config.baseline is not None and config.baseline not in names:
-        raise ConfigError(
-            f"evaluate.baseline={config.baseline!r} is none of the methods: set one of {', '.join(names)}"
-        )
-    return config.baseline or names[0]
+@dataclass(frozen=True)
+class Bm25Pool:
+    """Statistics of a pool for the words of given queries (Lucene's variant of BM25), without an index.
+
+    Texts are split into words twice, so that nothing is stored between both passes, and only words of queries
+    are counted: the caller holds their frequencies alone.
+    """
+
+    vocabulary: Mapping[str, int]
+    idf: Float64[ndarray, " words"]
+    mean_length: float
+    k1: float
+    b: float
+
+    @classmethod
+    def count(
+        cls, pool: Pool, queries: Sequence[str], *, k1: float = 1.2, b: float = 0.75, each: TaskRunner = map
+    ) -> "Bm25Pool":
+        """Count the words of queries in a pool.
+
+        Args:
+            pool: documents, without those that have no embedding.
+            queries: all that will be searched or scored.
+            k1: term saturation.
+            b: length normalisation.
+            each: runs the tasks.
+
+        Raises:
+            DataError: no document has a word.
+        """
+        words = dict.fromkeys(word for query in queries for word in terms(query))
+        vocabulary = {word: number for number, word in enumerate(words)}
+        documents = length = 0
+        frequency = np.zeros(len(vocabulary), np.int64)
+        task = partial(_count_group, pool=pool, vocabulary=vocabulary)
+        total = pool.embeddings.counts["documents"]
+        with Progress("evaluate", total=total, unit="documents counted for BM25") as progress:
+            for found in each(task, pool.groups()):
+                (row,) = found.to_pylist()
+                documents, length = documents + row["documents"], length + row["words"]
+                frequency += np.array(row["frequency"], np.int64)
+                progress.advance(row["read"])
+        if not length:
+            raise DataError(
+                f"none of {documents:,} documents of {pool.embeddings.uri} has a word for BM25: check title, "
+                "topic and content, or set evaluate.bm25=false"
+            )
+        idf = np.log1p((documents - frequency + 0.5) / (frequency + 0.5))
+        return cls(vocabulary, idf, length / documents, k1, b)
+
+    def scores(self, queries: Sequence[str]) -> TermScores:
+        """Scores by BM25; words outside of the counted queries are ignored."""
+        counts, _ = word_counts(queries, self.vocabulary)
+        return TermScores(counts.astype(np.float32), self._impacts, ("doc_id",))
+
+    def _impacts(self, part: PoolPart) -> Any:
+        counts, lengths = word_counts(part.texts(), self.vocabulary)
+        rows = np.repeat(np.arange(len(lengths)), np.diff(counts.indptr))
+        relative = lengths[rows] / self.mean_length
+        saturated = counts.data / (counts.data + self.k1 * (1 - self.b + self.b * relative))
+        impacts = (self.idf[counts.indices] * saturated).astype(np.float32)
+        return csr_array((impacts, counts.indices, counts.indptr), shape=counts.shape)
 
 
-def method_names(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> list[str]:
-    """Names of the methods of :func:`retrieve`, in its order."""
-    names = []
-    for name, kind in tower_kinds(config, parents).items():
-        names.append(name)
-        if scores.has_terms(parents[pool_of(kind, parents)], parents.get("dual_encoder")):
-            names += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
-        names += [f"{name} + bm25"] * ("bm25_terms" in parents)
-        names += [f"{name} (index)"] * (name == served_method(config, parents) and "index" in parents)
-    return names + ["bm25"] * config.bm25
+def word_counts(texts: Sequence[str], vocabulary: Mapping[str, int]) -> tuple[Any, Int64[ndarray, " texts"]]:
+    """How often each text has each word, as a csr_array [texts, words], and the lengths of texts in words."""
+    numbers: list[int] = []
+    offsets, lengths = [0], []
+    for text in texts:
+        words = terms(text)
+        numbers += [number for word in words if (number := vocabulary.get(word)) is not None]
+        offsets.append(len(numbers))
+        lengths.append(len(words))
+    shape = (len(texts), len(vocabulary))
+    counts = csr_array((np.ones(len(numbers)), np.array(numbers, np.int64), np.array(offsets)), shape=shape)
+    counts.sum_duplicates()
+    return counts, np.array(lengths, np.int64)
 
 
-def served_method(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> str:
-    """The name of the query tower that is searched through the index."""
-    return config.names.student if "student" in parents else config.names.dual_encoder
+def _count_group(group: list[str], *, pool: Pool, vocabulary: Mapping[str, int]) -> pa.Table:
+    """Documents read and counted, their length in words, and the document frequency of each word: a row."""
+    documents = length = 0
+    frequency = np.zeros(len(vocabulary), np.int64)
+    for part in pool.read(group, ["doc_id"]):
+        counts, lengths = word_counts(part.texts(), vocabulary)
+        documents, length = documents + len(part), length + int(lengths.sum())
+        frequency += np.bincount(counts.indices, minlength=len(vocabulary))
+    read = sum(pool.embeddings.rows_of(group).values())
+    row = {"read": read, "documents": documents, "words": length, "frequency": frequency.tolist()}
+    return pa.Table.from_pylist([row])
 
 
-def tower_kinds(config: EvaluateConfig, parents: Mapping[str, Artifact]) -> dict[str, str]:
-    """Method -> name of the parent artifact with its query tower."""
-    names = {"dual_encoder": config.names.dual_encoder, "student": config.names.student}
-    return {name: kind for kind, name in names.items() if kind in parents}
+# --- methods -----------------------------------------------------------------------------------------------
 
 
-def pool_of(kind: str, parents: Mapping[str, Artifact]) -> str:
-    """The parent artifact with the document embeddings that a query tower is searched in."""
-    own = kind == "dual_encoder" and "teacher_embeddings" in parents
-    return "teacher_embeddings" if own else "embeddings"
+@dataclass(frozen=True)
+class Methods:
+    """The retrieval methods of a report: their names, and the artifacts that they search.
+
+    Args:
+        config: names, depths of measures and hybrid settings.
+        parents: artifacts by name.
+        each: runs the tasks.
+    """
+
+    config: EvaluateConfig
+    parents: Mapping[str, Artifact]
+    each: TaskRunner = map
+
+    @property
+    def towers(self) -> dict[str, str]:
+        """Method -> name of the parent artifact with its query tower."""
+        names = {"dual_encoder": self.config.names.dual_encoder, "student": self.config.names.student}
+        return {name: kind for kind, name in names.items() if kind in self.parents}
+
+    @property
+    def served(self) -> str:
+        """The name of the query tower that is searched through the index."""
+        return self.config.names.student if "student" in self.parents else self.config.names.dual_encoder
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the methods of :func:`retrieve`, in its order."""
+        names = []
+        for name, kind in self.towers.items():
+            names.append(name)
+            if self.has_terms(self.pool_of(kind)):
+                names += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
+            names += [f"{name} + bm25"] * ("bm25_terms" in self.parents)
+            names += [f"{name} (index)"] * (name == self.served and "index" in self.parents)
+        return names + ["bm25"] * self.config.bm25
+
+    @property
+    def baseline(self) -> str:
+        """The method that all others are compared with; ConfigError if the config names an unknown one."""
+        chosen, names = self.config.baseline, self.names
+        if chosen is not None and chosen not in names:
+            raise ConfigError(
+                f"evaluate.baseline={chosen!r} is none of the methods: set one of {', '.join(names)}"
+            )
+        return chosen or names[0]
+
+    def has_terms(self, pool: str) -> bool:
+        """Whether the documents of a parent artifact have terms, by towers with a sparse head."""
+        return exact_search.has_terms(self.parents[pool], self.parents.get("dual_encoder"))
+
+    def pool_of(self, kind: str) -> str:
+        """The parent artifact with the document embeddings that a query tower is searched in."""
+        own = kind == "dual_encoder" and "teacher_embeddings" in self.parents
+        return "teacher_embeddings" if own else "embeddings"
+
+    def pool(self, name: str, *, test: TestSet) -> Pool:
+        """The documents of a parent artifact; above `max_exact_documents`, a sample with all judged ones."""
+        sample, most = None, self.config.max_exact_documents
+        total = self.parents["embeddings"].counts["documents"]
+        if total > most:
+            judged = pa.array(sorted({doc for judged in test.qrels.values() for doc in judged}), pa.string())
+            sample = Sample(most / total, self.config.seed, judged)
+        return Pool(self.parents[name], self.parents["dataset"], sample)
 
 
-def open_pool(
-    config: EvaluateConfig, parents: Mapping[str, Artifact], name: str = "embeddings", *, test: TestSet
-) -> Pool:
-    """The documents of an embeddings artifact; above `max_exact_documents`, a sample with all judged ones."""
-    embeddings, sample = parents[name], None
-    total = parents["embeddings"].counts["documents"]
-    if total > config.max_exact_documents:
-        judged = pa.array(sorted({doc for judged in test.qrels.values() for doc in judged}), pa.string())
-        sample = Sample(config.max_exact_documents / total, config.seed, judged)
-    return Pool(embeddings, parents["dataset"], sample)
-
-
-def count_bm25(
-    config: EvaluateConfig,
-    parents: Mapping[str, Artifact],
-    queries: Sequence[str],
-    *,
-    test: TestSet,
-    each: TaskRunner = map,
-) -> Bm25Pool | None:
+def count_bm25(methods: Methods, queries: Sequence[str], *, test: TestSet) -> Bm25Pool | None:
     """BM25 for these queries over the documents that are searched exactly; None if it is switched off."""
+    config = methods.config
     if not config.bm25:
         return None
-    pool = open_pool(config, parents, test=test)
-    return Bm25Pool.count(pool, queries, k1=config.bm25_k1, b=config.bm25_b, each=each)
+    pool = methods.pool("embeddings", test=test)
+    return Bm25Pool.count(pool, queries, k1=config.bm25_k1, b=config.bm25_b, each=methods.each)
 
 
 def retrieve(
-    config: EvaluateConfig,
-    parents: Mapping[str, Artifact],
-    encoded: Mapping[str, QueryEmbeddings],
-    bm25: Bm25Pool | None,
-    *,
-    test: TestSet,
-    each: TaskRunner = map,
+    methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: Bm25Pool | None, *, test: TestSet
 ) -> tuple[dict[str, trec.Run], int]:
     """Search the test queries with every method.
 
     Args:
-        config: depths of measures, names and hybrid settings.
-        parents: artifacts by name.
+        methods: to search with.
         encoded: method -> embeddings of its queries.
         bm25: BM25 over the pool; None: leave it out.
         test: queries to search.
-        each: runs the tasks.
 
     Returns:
         Method -> run, and the number of documents that were searched exactly.
     """
+    config, parents, towers = methods.config, methods.parents, methods.towers
     depth = max(
         config.run_depth, config.mrr_at, config.map_at, config.ndcg_at, *config.recall_at, *INDEX_RECALL_AT
     )
-    towers = tower_kinds(config, parents)
     runs: dict[str, trec.Run] = {}
     documents = 0
-    for name in dict.fromkeys([*(pool_of(kind, parents) for kind in towers.values()), "embeddings"]):
-        mine = {tower: kind for tower, kind in towers.items() if pool_of(kind, parents) == name}
+    for name in dict.fromkeys([*map(methods.pool_of, towers.values()), "embeddings"]):
+        mine = [tower for tower, kind in towers.items() if methods.pool_of(kind) == name]
         counted = bm25 if name == "embeddings" else None
         if mine or counted:
-            pool = open_pool(config, parents, name, test=test)
-            found, documents = _search_pool(
-                config, parents, pool, mine, encoded, counted, queries=test.queries, k=depth, each=each
-            )
-            runs |= _runs(pool, found, test=test, each=each)
-    served = served_method(config, parents)
+            own = {tower: encoded[tower] for tower in mine}
+            found, documents = _search_pool(methods, name, own, counted, test=test, k=depth)
+            runs |= _runs(methods.pool(name, test=test), found, test=test, each=methods.each)
+    served = methods.served
     if "index" in parents:
         queries = encoded[served].unit(test.queries)
-        runs[f"{served} (index)"] = _through_index(parents["index"], queries, test=test, k=depth, each=each)
-    names = [name for name in method_names(config, parents) if name in runs]
-    return {name: runs[name] for name in names}, documents
+        runs[f"{served} (index)"] = _through_index(
+            parents["index"], queries, test=test, k=depth, each=methods.each
+        )
+    return {name: runs[name] for name in methods.names if name in runs}, documents
 
 
 def _search_pool(
-    config: EvaluateConfig,
-    parents: Mapping[str, Artifact],
-    pool: Pool,
-    towers: Mapping[str, str],
+    methods: Methods,
+    name: str,
     encoded: Mapping[str, QueryEmbeddings],
     bm25: Bm25Pool | None,
     *,
-    queries: Sequence[str],
+    test: TestSet,
     k: int,
-    each: TaskRunner,
 ) -> tuple[dict[str, Ranked], int]:
     """Every method's best documents of a pool, and the number of documents searched.
 
     A hybrid needs the score ranges of the whole pool, so that it takes a second pass.
     """
-    sides: dict[str, Scores] = {name: DenseScores(encoded[name].unit(queries)) for name in towers}
+    parents, queries, pool = methods.parents, test.queries, methods.pool(name, test=test)
+    search = partial(exact_search.search, pool, k=k, each=methods.each)
+    sides: dict[str, Scores] = {tower: DenseScores(one.unit(queries)) for tower, one in encoded.items()}
     hybrids: dict[str, tuple[str, str]] = {}
-    if scores.has_terms(pool.embeddings, parents.get("dual_encoder")):
-        sides[TERMS] = scores.own_terms(parents["dual_encoder"], queries)
-        hybrids |= {f"{name} (hybrid)": (name, TERMS) for name in towers}
+    if methods.has_terms(name):
+        sides[TERMS] = exact_search.own_terms(parents["dual_encoder"], queries)
+        hybrids |= {f"{tower} (hybrid)": (tower, TERMS) for tower in encoded}
     if "bm25_terms" in parents:
-        sides[WORDS] = scores.bm25_terms(parents["bm25_terms"], queries)
-        hybrids |= {f"{name} + bm25": (name, WORDS) for name in towers}
+        sides[WORDS] = exact_search.bm25_terms(parents["bm25_terms"], queries)
+        hybrids |= {f"{tower} + bm25": (tower, WORDS) for tower in encoded}
     if bm25 is not None:
         sides["bm25"] = bm25.scores(queries)
-    single = exact_search.search(pool, sides, k=k, each=each)
+    single = search(sides)
     ranked = {name: (one.scores, one.ids) for name, one in single.items()}
-    for name in {TERMS, WORDS, "bm25"} & sides.keys():
-        ranked[name] = _with_a_term(single[name])
-    found = {name: ranked[name] for name in towers}
-    found |= {
-        f"{name} (sparse)": ranked[TERMS]
-        for name, kind in towers.items()
-        if TERMS in sides and kind == "dual_encoder"
-    }
-    found |= {"bm25": ranked["bm25"]} if bm25 is not None else {}
-    joining = config.hybrid
+    for lexical in {TERMS, WORDS, "bm25"} & sides.keys():
+        # A document that shares no term with the query has no rank, as in service.
+        scored, rows = ranked[lexical]
+        ranked[lexical] = scored, np.where(scored > 0, rows, -1)
+    found = {method: ranked[method] for method in [*encoded, "bm25"] if method in ranked}
+    if TERMS in sides and (dual := methods.config.names.dual_encoder) in encoded:
+        found[f"{dual} (sparse)"] = ranked[TERMS]
+    joining = methods.config.hybrid
     if hybrids and joining.kind == "reciprocal_rank":
-        for name, (dense, sparse) in hybrids.items():
+        for method, (dense, sparse) in hybrids.items():
             both = ranked[dense][1], ranked[sparse][1]
-            found[name] = hybrid.reciprocal_ranks(*both, k=joining.k, depth=k)
+            found[method] = hybrid.reciprocal_ranks(*both, k=joining.k, depth=k)
     elif hybrids:
         joined = {
-            name: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)
-            for name, both in hybrids.items()
+            method: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)
+            for method, both in hybrids.items()
         }
-        needed = {name: sides[name] for both in hybrids.values() for name in both}
-        for name, one in exact_search.search(pool, needed, k=k, joined=joined, each=each).items():
-            found[name] = one.scores, one.ids
+        needed = {side: sides[side] for both in hybrids.values() for side in both}
+        found |= {method: (one.scores, one.ids) for method, one in search(needed, joined=joined).items()}
     return found, next(iter(single.values())).documents
-
-
-def _with_a_term(found: TopDocuments) -> Ranked:
-    """Without documents that share no term with the query: as in service, they have no rank."""
-    return found.scores, np.where(found.scores > 0, found.ids, -1)
 
 
 def _runs(pool: Pool, found: Mapping[str, Ranked], *, test: TestSet, each: TaskRunner) -> dict[str, trec.Run]:
@@ -232,30 +326,21 @@ def _runs(pool: Pool, found: Mapping[str, Ranked], *, test: TestSet, each: TaskR
 
 
 def pair_scorer(
-    config: EvaluateConfig,
-    parents: Mapping[str, Artifact],
-    encoded: Mapping[str, QueryEmbeddings],
-    bm25: Bm25Pool | None,
-    *,
-    each: TaskRunner = map,
+    methods: Methods, encoded: Mapping[str, QueryEmbeddings], bm25: Bm25Pool | None
 ) -> PairScorer:
     """Scores of any pairs of query and document by the methods that have some: query towers and BM25."""
 
-    def score(queries: Sequence[str], doc_ids: Sequence[str]) -> dict[str, Float[ndarray, " pairs"]]:
-        number = {query: i for i, query in enumerate(dict.fromkeys(queries))}
-        rows = np.array([number[query] for query in queries], np.int64)
-        found: dict[str, Float[ndarray, " pairs"]] = {}
-        towers = tower_kinds(config, parents)
+    def score(queries: Sequence[str], pairs: Sequence[PairTable]) -> dict[str, Float[ndarray, " pairs"]]:
         sides: dict[str, dict[str, Scores]] = {}
-        for name, kind in towers.items():
-            dense = DenseScores(encoded[name].unit(list(number)))
-            sides.setdefault(pool_of(kind, parents), {})[name] = dense
+        for name, kind in methods.towers.items():
+            sides.setdefault(methods.pool_of(kind), {})[name] = DenseScores(encoded[name].unit(queries))
         if bm25 is not None:
-            sides.setdefault("embeddings", {})["bm25"] = bm25.scores(list(number))
+            sides.setdefault("embeddings", {})["bm25"] = bm25.scores(queries)
+        found: dict[str, Float[ndarray, " pairs"]] = {}
         for name, own in sides.items():
-            pool = Pool(parents[name], parents["dataset"])
-            found |= exact_search.score_pairs(pool, own, rows, doc_ids, each=each)
-        return {name: found[name] for name in [*towers, "bm25"] if name in found}
+            pool = Pool(methods.parents[name], methods.parents["dataset"])
+            found |= exact_search.score_pairs(pool, own, queries, pairs, each=methods.each)
+        return {name: found[name] for name in [*methods.towers, "bm25"] if name in found}
 
     return score
 
@@ -269,24 +354,29 @@ def _through_index(
     each: TaskRunner,
 ) -> trec.Run:
     """Search an index shard by shard, as searchers do that hold one shard each."""
-    found: list[list[IndexHit]] = [[] for _ in queries]
-    numbers = range(shards.open_layout(index).shards)
+    best, numbers = _HITS.empty_table(), range(shards.open_layout(index).shards)
     with Progress("evaluate", total=len(numbers), unit="shards searched through the index") as progress:
-        for answers in each(partial(_search_shard, index=index.uri, queries=queries, k=k), numbers):
-            found = [list(islice(merge(*both), k)) for both in zip(found, answers, strict=True)]
+        for found in each(partial(_search_shard, index=index.uri, queries=queries, k=k), numbers):
+            order = [("query", "ascending"), ("score", "descending"), ("shard", "ascending")]
+            both = pa.concat_tables([best, found]).sort_by([*order, ("rank", "ascending")])
+            query = both["query"].to_numpy()
+            best = both.filter(pa.array(np.arange(len(query)) - np.searchsorted(query, query) < k))
             progress.advance(1)
+    bounds = np.searchsorted(best["query"].to_numpy(), np.arange(len(queries) + 1)).tolist()
+    hits = list(zip(best["doc_id"].to_pylist(), best["score"].to_pylist(), strict=True))
     return {
-        query_id: [(doc_id, -lost) for lost, _, _, doc_id in hits]
-        for query_id, hits in zip(test.query_ids, found, strict=True)
+        query_id: hits[first:stop]
+        for query_id, (first, stop) in zip(test.query_ids, pairwise(bounds), strict=True)
     }
 
 
-def _search_shard(
-    number: int, *, index: str, queries: Float[ndarray, "queries dim"], k: int
-) -> list[list[IndexHit]]:
+def _search_shard(number: int, *, index: str, queries: Float[ndarray, "queries dim"], k: int) -> pa.Table:
     searcher = Searcher.open(index, shards=[number], mapped=True)
-    answers = []
-    for start in range(0, len(queries), QUERIES_PER_BLOCK):
-        for hits in searcher.search(queries[start : start + QUERIES_PER_BLOCK], k=k):
-            answers.append([(-float(hit.score), number, rank, hit.doc_id) for rank, hit in enumerate(hits)])
-    return answers
+    rows = [
+        (query, number, rank, float(hit.score), hit.doc_id)
+        for start in range(0, len(queries), QUERIES_PER_BLOCK)
+        for query, hits in enumerate(searcher.search(queries[start : start + QUERIES_PER_BLOCK], k=k), start)
+        for rank, hit in enumerate(hits)
+    ]
+    columns = zip(*rows, strict=True) if rows else [()] * len(_HITS)
+    return pa.table(dict(zip(_HITS.names, map(list, columns), strict=True)), schema=_HITS)

@@ -1,8 +1,10 @@
-"""Test queries: their judgements, the same queries with typos, and slices of them."""
+"""Test queries: their judgements and embeddings, the same queries with typos, slices and examples of them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain, zip_longest
 from math import ceil
 from typing import Any
 
@@ -10,18 +12,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import regex  # type: ignore[import-untyped]
+from jaxtyping import Float
+from numpy import ndarray
 
 from scalingnote.datasets import splits
+from scalingnote.datasets.trec_slices import find_trec_slices, read_qrels_slice
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig
-from scalingnote.evaluate.documents import find_documents
-from scalingnote.evaluate.measures import MeasureValues
+from scalingnote.evaluate.measures import MeasureValues, Rankings
+from scalingnote.evaluate.pool import find_documents, find_rows
 from scalingnote.planner.planner import words
-from scalingnote.storage import trec
+from scalingnote.storage import arrow, shuffle, trec
 from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.schema import QRELS
 from scalingnote.storage.shuffle import TaskRunner
 
+RESULTS_PER_EXAMPLE = 3
 MAX_COUNTED_QUERIES = 200_000  # training queries whose words are counted: a few seconds
 _TYPO_ID_SUFFIX = "\n"  # no id of a dataset ends with a newline
 # A word is a run of letters; in scripts without blanks between words, two characters count as one.
@@ -58,24 +65,54 @@ class TestSet:
         return TestSet(ids, queries, self.qrels | other.qrels, self.without_relevant)
 
 
-def load_test_set(dataset: Artifact, *, judgements: str | None = None) -> TestSet:
-    """Queries of the test split in the order of their ids.
+@dataclass(frozen=True)
+class QueryEmbeddings:
+    """Distinct queries and their embeddings, unnormalized."""
+
+    queries: Sequence[str]
+    embeddings: Float[ndarray, "queries dim"]
+    core_seconds: float = 0.0  # that a core takes for one of them; 0: not measured
+
+    @cached_property
+    def _row(self) -> dict[str, int]:
+        return {query: row for row, query in enumerate(self.queries)}
+
+    def of(self, queries: Sequence[str]) -> Float[ndarray, "asked dim"]:
+        """Unnormalized embeddings of some of the queries."""
+        return np.asarray(self.embeddings[[self._row[query] for query in queries]])
+
+    def unit(self, queries: Sequence[str]) -> Float[ndarray, "asked dim"]:
+        """Embeddings of some of the queries at length 1, as search uses them."""
+        return arrow.l2_normalize(self.of(queries))
+
+    def subset(self, queries: Sequence[str]) -> "QueryEmbeddings":
+        """Some of the queries, without repetitions."""
+        distinct = list(dict.fromkeys(queries))
+        return QueryEmbeddings(distinct, self.of(distinct))
+
+
+def load_test_set(dataset: Artifact, *, judgements: str | None = None, each: TaskRunner = map) -> TestSet:
+    """Queries of the test split in the order of their ids; judgements of other queries stay in the tasks.
 
     Args:
         dataset: artifact with queries and judgements.
         judgements: a TREC file that replaces the dataset's own judgements.
+        each: runs the tasks.
 
     Raises:
         DataError: no query has a relevant document.
     """
-    queries = splits.queries(dataset, "test").sort_by("query_id")
+    queries = splits.queries(dataset, "test", each=each).sort_by("query_id")
     text = dict(zip(queries["query_id"].to_pylist(), queries["query"].to_pylist(), strict=True))
-    qrels: trec.Qrels = {query_id: {} for query_id in text}
+    asked = queries["query_id"].combine_chunks()
     if judgements is None:
-        for row in splits.judgements(dataset, queries["query_id"]).sort_by("doc_id").to_pylist():
-            qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
+        judged = find_rows(dataset, "qrels", "query_id", asked, QRELS.names, each=each)
     else:
-        qrels |= {q: judged for q, judged in trec.read_qrels(judgements).items() if q in text}
+        task = partial(read_qrels_slice, query_ids=asked)
+        judged = pa.concat_tables([QRELS.empty_table(), *each(task, find_trec_slices(judgements))])
+    qrels: trec.Qrels = {query_id: {} for query_id in text}
+    for row in judged.sort_by([("doc_id", "ascending"), ("relevance", "ascending")]).to_pylist():
+        qrels[row["query_id"]][row["doc_id"]] = row["relevance"]
     usable = [query_id for query_id, judged in qrels.items() if any(grade > 0 for grade in judged.values())]
     if not usable:
         raise DataError(
@@ -182,7 +219,7 @@ def slice_queries(
     topics = _topics_of(dataset, documents, each=each) if config.topics else {}
     slicings = {
         "length": by_length(test.queries),
-        "frequency": by_frequency(_training_frequency(dataset, test.queries)),
+        "frequency": by_frequency(_training_frequency(dataset, test.queries, each=each)),
     }
     if topics:
         slicings["topic"] = by_topic([topics.get(d, "") for d in documents], most=config.topics)
@@ -213,7 +250,7 @@ def _topics_of(dataset: Artifact, documents: Sequence[str], *, each: TaskRunner)
     return {doc_id: topic for doc_id, topic in topics if topic}
 
 
-def _training_frequency(dataset: Artifact, queries: Sequence[str]) -> list[int]:
+def _training_frequency(dataset: Artifact, queries: Sequence[str], *, each: TaskRunner) -> list[int]:
     """The number of training queries that contain each query's rarest word, in an even sample of them.
 
     The frequency of a query's document would say nothing: documents of test queries are held out of training.
@@ -221,9 +258,118 @@ def _training_frequency(dataset: Artifact, queries: Sequence[str]) -> list[int]:
     words_of = [set(words(query)) for query in queries]
     vocabulary = set().union(*words_of)
     step = max(1, ceil(dataset.counts.get("queries", 0) / MAX_COUNTED_QUERIES))
+    task = partial(_count_words, dataset=dataset, vocabulary=vocabulary, step=step)
     frequency: Counter[str] = Counter()
-    for batch in dataset.batches("queries", columns=["query", "split"]):
-        texts = batch.filter(pc.equal(batch["split"], "train"))["query"]
-        for text in texts.take(pa.array(range(0, len(texts), step), pa.int64())).to_pylist():
-            frequency.update(vocabulary.intersection(words(text)))
+    for found in each(task, shuffle.slices(dataset, "queries")):
+        counts = zip(found["word"].to_pylist(), found["queries"].to_pylist(), strict=True)
+        frequency.update(dict(counts))
     return [min((frequency[word] for word in own), default=0) for own in words_of]
+
+
+def _count_words(parts: list[str], *, dataset: Artifact, vocabulary: set[str], step: int) -> pa.Table:
+    """How many training queries have each word, in every `step`-th of them."""
+    frequency: Counter[str] = Counter()
+    for part in parts:
+        for batch in dataset.batches(part, columns=["query", "split"]):
+            texts = batch.filter(pc.equal(batch["split"], "train"))["query"]
+            for text in texts.take(pa.array(range(0, len(texts), step), pa.int64())).to_pylist():
+                frequency.update(vocabulary.intersection(words(text)))
+    layout = pa.schema({"word": pa.string(), "queries": pa.int64()})
+    return pa.table({"word": list(frequency), "queries": list(frequency.values())}, schema=layout)
+
+
+# --- examples ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ResultDocument:
+    """A search result as the page shows it."""
+
+    doc_id: str
+    title: str
+    relevant: bool
+
+
+@dataclass(frozen=True)
+class ExampleQuery:
+    """A test query with the first results of each method (like ScalingNote's Table 9)."""
+
+    query: str
+    results: Mapping[str, Sequence[ResultDocument]]
+    first_relevant: Mapping[str, int | None] = field(default_factory=dict)  # rank per method; None: not found
+    method: str = ""  # the method it was chosen for; empty if it was drawn at random
+    difference: float = 0.0  # that method's value minus the baseline's
+
+
+@dataclass(frozen=True)
+class ChosenQuery:
+    """A row of the test set, and the difference from the baseline that it was chosen for."""
+
+    row: int
+    method: str = ""
+    difference: float = 0.0
+
+
+def choose_queries(
+    values: Mapping[str, Float[ndarray, " queries"]], *, baseline: str, number: int, seed: int
+) -> list[ChosenQuery]:
+    """Queries on which methods differ most from the baseline.
+
+    They are the next greatest win and the next greatest loss of each method in turn. The seed decides between
+    equal differences, and draws the rest once no method differs any more.
+
+    Args:
+        values: each method's measure per query.
+        baseline: one of the methods.
+        number: of queries to choose.
+        seed: of the draw.
+    """
+    random_order = np.random.default_rng(seed).permutation(len(values[baseline]))
+    turns = []
+    for method, method_values in values.items():
+        # Differences of rounding alone are none.
+        differences = np.round(method_values - values[baseline], 9)[random_order]
+        for sign in (1, -1):
+            order = np.argsort(-sign * differences, kind="stable")
+            order = order[sign * differences[order] > 0]
+            turns.append([ChosenQuery(int(random_order[i]), method, float(differences[i])) for i in order])
+    chosen: dict[int, ChosenQuery] = {}
+    for one in chain(
+        chain.from_iterable(zip_longest(*turns)), (ChosenQuery(int(row)) for row in random_order)
+    ):
+        if one is not None and len(chosen) < number:
+            chosen.setdefault(one.row, one)
+    return list(chosen.values())
+
+
+def example_queries(
+    dataset: Artifact,
+    rankings: Mapping[str, Rankings],
+    chosen: Sequence[ChosenQuery],
+    *,
+    test: TestSet,
+    each: TaskRunner = map,
+) -> list[ExampleQuery]:
+    """The chosen test queries, with the first results of each method; `each` runs the tasks."""
+    query_ids = [test.query_ids[one.row] for one in chosen]
+    shown = {
+        query_id: {name: ranking[query_id][:RESULTS_PER_EXAMPLE] for name, ranking in rankings.items()}
+        for query_id in query_ids
+    }
+    doc_ids = {doc for row in shown.values() for docs in row.values() for doc in docs}
+    found = find_documents(dataset, doc_ids, ["title"], each=each)
+    titles = dict(zip(found["doc_id"].to_pylist(), found["title"].to_pylist(), strict=True))
+    examples = []
+    for one, query_id in zip(chosen, query_ids, strict=True):
+        relevant = {doc for doc, grade in test.qrels[query_id].items() if grade > 0}
+        results = {
+            name: [ResultDocument(doc, titles.get(doc) or "", doc in relevant) for doc in docs]
+            for name, docs in shown[query_id].items()
+        }
+        first_relevant = {
+            name: next((rank for rank, doc in enumerate(ranking[query_id], 1) if doc in relevant), None)
+            for name, ranking in rankings.items()
+        }
+        query = test.queries[one.row]
+        examples.append(ExampleQuery(query, results, first_relevant, one.method, one.difference))
+    return examples

@@ -4,9 +4,11 @@ import math
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import regex  # type: ignore[import-untyped]
 from jaxtyping import Float
 from numpy import ndarray
@@ -14,32 +16,43 @@ from numpy import ndarray
 from scalingnote.bm25 import document_texts
 from scalingnote.datasets.config import TableFile
 from scalingnote.datasets.file_formats import table_rows
+from scalingnote.datasets.raw_rows import FileRows
+from scalingnote.datasets.trec_slices import RUN_ROWS, find_trec_slices, read_run_slice
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
-from scalingnote.evaluate.documents import find_documents
+from scalingnote.evaluate.exact_search import PairTable
 from scalingnote.evaluate.measures import Rankings, auc
+from scalingnote.evaluate.pool import find_documents, find_rows
 from scalingnote.evaluate.test_set import TestSet
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage import trec
-from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.artifact import Artifact, write_table
 from scalingnote.storage.shuffle import TaskRunner
 
-# Texts of queries and ids of documents, of equal length -> method -> a score per pair; NaN if a document is
-# not in the pool.
-PairScorer = Callable[[Sequence[str], Sequence[str]], Mapping[str, Float[ndarray, " pairs"]]]
+# Distinct texts of queries, and pairs of them -> method -> a score per pair; NaN if a document is not in the
+# pool.
+PairScorer = Callable[[Sequence[str], Sequence[PairTable]], Mapping[str, Float[ndarray, " pairs"]]]
 # In scripts without blanks between words each character is a token, because an answer may begin anywhere.
 _UNSPACED = r"[\p{Han}\p{Hiragana}\p{Katakana}]"
 _TOKEN = regex.compile(rf"{_UNSPACED}|[[\p{{L}}\p{{N}}\p{{M}}]--{_UNSPACED}]+", regex.V1)
+_SLICE = pa.schema(  # of a file of judged pairs: a table of them, their distinct queries, and rows left out
+    {"uri": pa.string(), "rows": pa.int64(), "queries": pa.list_(pa.string()), "unusable": pa.int64()}
+)
 
 
 @dataclass(frozen=True)
 class JudgedPairs:
-    """Pairs of a query and a document with labels."""
+    """Pairs of a query and a document, with a column of numbers for each label."""
 
-    queries: list[str]  # their texts
-    doc_ids: list[str]
-    labels: dict[str, Float[ndarray, " pairs"]]  # name -> label of each pair
+    queries: list[str]  # distinct texts
+    pairs: Sequence[PairTable]
+    labels: Sequence[str]  # names of the columns
     unusable: int = 0  # rows of the file that were skipped
+
+    def values(self, label: str) -> Float[ndarray, " pairs"]:
+        """A label of each pair."""
+        return np.concatenate([table.read([label])[label].to_numpy() for table in self.pairs])
 
 
 @dataclass(frozen=True)
@@ -56,58 +69,83 @@ class UserFiles:
         return self.pairs.queries if self.pairs else []
 
 
-def read_user_files(config: EvaluateConfig, dataset: Artifact, *, test: TestSet) -> UserFiles:
-    """Read and check all files that the config names.
+def read_user_files(
+    config: EvaluateConfig, dataset: Artifact, *, test: TestSet, folder: str, each: TaskRunner = map
+) -> UserFiles:
+    """Read and check all files that the config names, in tasks that `each` runs; pairs go to `folder`.
 
     Without a file of judgements, pairs are the test set's own judgements.
     """
-    if config.judgements:
-        table = dataset.table("queries", columns=["query_id", "query"])
-        known = dict(zip(table["query_id"].to_pylist(), table["query"].to_pylist(), strict=True))
-        pairs: JudgedPairs | None = read_judgements(config.judgements, known=known)
-    else:
-        pairs = test_set_pairs(test)
+    judged = config.judgements
     return UserFiles(
-        pairs,
-        read_candidates(config.candidates, test=test) if config.candidates else None,
+        read_judgements(judged, dataset, folder=folder, each=each) if judged else test_set_pairs(test),
+        read_candidates(config.candidates, test=test, each=each) if config.candidates else None,
         read_answers(config.answers, test=test) if config.answers else None,
     )
 
 
-def read_judgements(config: Judgements, *, known: Mapping[str, str]) -> JudgedPairs:
+def read_judgements(
+    config: Judgements, dataset: Artifact, *, folder: str, each: TaskRunner = map
+) -> JudgedPairs:
     """Judged pairs of a file. Rows without a document, a query or one of the labels are skipped and counted.
+
+    A task reads a slice of the file and writes its pairs: the caller holds the distinct queries alone.
 
     Args:
         config: path, columns and labels.
-        known: query_id -> text, for rows that name a query by its id.
+        dataset: with the texts of queries, for rows that name a query by its id.
+        folder: of the tables of pairs.
+        each: runs the tasks.
 
     Raises:
         DataError: no row is usable, or a label has the same value everywhere.
     """
     names = ["query_id", "query", "doc_id", *config.labels]
-    queries, doc_ids, labels, unusable = [], [], [], 0
-    for row in table_rows(TableFile(path=config.path, columns=config.columns), names, needs=["doc_id"]):
-        if not isinstance(row, dict):
-            unusable += 1
-            continue
-        query = _text(row.get("query")) or known.get(str(row.get("query_id")))
-        values = [_number(row.get(name)) for name in config.labels] if query else []
-        if not query or row.get("doc_id") in (None, "") or any(map(math.isnan, values)):
-            unusable += 1
-            continue
-        queries.append(query)
-        doc_ids.append(str(row["doc_id"]))
-        labels.append(values)
+    rows = table_rows(TableFile(path=config.path, columns=config.columns), names, needs=["doc_id"])
+    items = [(fs.join(folder, f"{number:05d}.parquet"), one) for number, one in enumerate(rows.slices)]
+    task = partial(_pairs_of_slice, labels=config.labels, dataset=dataset)
+    found = pa.concat_tables(each(task, items)).sort_by("uri").to_pylist()
+    queries = list(dict.fromkeys(query for one in found for query in one["queries"]))
+    unusable = sum(one["unusable"] for one in found)
     if not queries:
         raise DataError(
             f"{config.path}: none of {unusable:,} rows has a doc_id, a query or a known query_id, and "
             f"{', '.join(config.labels)}: map its columns with evaluate.judgements.columns"
         )
-    columns = dict(zip(config.labels, np.array(labels).T, strict=True))
-    for name, column in columns.items():
-        if len(np.unique(column)) < 2:
-            raise DataError(f"{config.path}: {name} is {column[0]:g} in all rows: AUC needs two labels")
-    return JudgedPairs(queries, doc_ids, columns, unusable)
+    pairs = JudgedPairs(
+        queries, [PairTable(one["uri"], one["rows"]) for one in found], config.labels, unusable
+    )
+    for name in config.labels:
+        if len(values := np.unique(pairs.values(name))) < 2:
+            raise DataError(f"{config.path}: {name} is {values[0]:g} in all rows: AUC needs two labels")
+    return pairs
+
+
+def _pairs_of_slice(item: tuple[str, FileRows], *, labels: Sequence[str], dataset: Artifact) -> pa.Table:
+    """Write the pairs of a slice; returns their place and number, their queries, and the rows left out."""
+    uri, slice_rows = item
+    rows = list(slice_rows)
+    by_id = {
+        str(row.get("query_id")) for row in rows if isinstance(row, dict) and not _text(row.get("query"))
+    }
+    known = _query_texts(dataset, by_id) if by_id else {}
+    pairs = []
+    for row in rows:
+        if isinstance(row, dict) and row.get("doc_id") not in (None, ""):
+            query = _text(row.get("query")) or known.get(str(row.get("query_id")))
+            values = {name: _number(row.get(name)) for name in labels}
+            if query and not any(map(math.isnan, values.values())):
+                pairs.append({"query": query, "doc_id": str(row["doc_id"]), **values})
+    layout = {"query": pa.string(), "doc_id": pa.string()} | {name: pa.float64() for name in labels}
+    write_table(uri, pa.Table.from_pylist(pairs, schema=pa.schema(layout)))
+    queries = list(dict.fromkeys(pair["query"] for pair in pairs))
+    told = {"uri": uri, "rows": len(pairs), "queries": queries, "unusable": len(rows) - len(pairs)}
+    return pa.Table.from_pylist([told], schema=_SLICE)
+
+
+def _query_texts(dataset: Artifact, query_ids: Collection[str]) -> dict[str, str]:
+    found = find_rows(dataset, "queries", "query_id", pa.array(query_ids, pa.string()), ["query_id", "query"])
+    return dict(zip(found["query_id"].to_pylist(), found["query"].to_pylist(), strict=True))
 
 
 def test_set_pairs(test: TestSet) -> JudgedPairs | None:
@@ -120,7 +158,8 @@ def test_set_pairs(test: TestSet) -> JudgedPairs | None:
     queries, doc_ids, grades = map(list, zip(*judged, strict=True))
     if len(set(grades)) < 2:
         return None
-    return JudgedPairs(queries, doc_ids, {"relevance": np.array(grades)})
+    table = pa.table({"query": queries, "doc_id": doc_ids, "relevance": grades})
+    return JudgedPairs(list(dict.fromkeys(queries)), [PairTable(table, len(table))], ["relevance"])
 
 
 def read_answers(file: TableFile, *, test: TestSet) -> dict[str, list[str]]:
@@ -140,14 +179,15 @@ def read_answers(file: TableFile, *, test: TestSet) -> dict[str, list[str]]:
     return answers_of
 
 
-def read_candidates(path: str, *, test: TestSet) -> tuple[trec.Run, TestSet]:
+def read_candidates(path: str, *, test: TestSet, each: TaskRunner = map) -> tuple[trec.Run, TestSet]:
     """Candidates of a TREC run for test queries, and the part of the test set it covers."""
-    run = trec.read_run(path)
+    task = partial(read_run_slice, query_ids=pa.array(test.query_ids, pa.string()))
+    found = [RUN_ROWS.empty_table(), *each(task, find_trec_slices(path))]
+    run = trec.ordered_run(pa.concat_tables(found), path)
     covered = [(q, text) for q, text in zip(test.query_ids, test.queries, strict=True) if run.get(q)]
     if not covered:
         raise DataError(
-            f"{path} has candidates for {len(run):,} queries, none of them among {len(test.query_ids):,} "
-            "test queries: check its query ids"
+            f"{path} has candidates for none of {len(test.query_ids):,} test queries: check its query ids"
         )
     ids = [query_id for query_id, _ in covered]
     part = replace(
@@ -170,7 +210,8 @@ def _number(value: object) -> float:
 
 def auc_section(pairs: JudgedPairs, score: PairScorer) -> dict[str, Any]:
     """The section of report.json on AUC, over the pairs that every method can score."""
-    scores = score(pairs.queries, pairs.doc_ids)
+    scores = score(pairs.queries, pairs.pairs)
+    values = {name: pairs.values(name) for name in pairs.labels}
     known = np.all([np.isfinite(one) for one in scores.values()], axis=0)
     return {
         "pairs": int(known.sum()),
@@ -178,8 +219,8 @@ def auc_section(pairs: JudgedPairs, score: PairScorer) -> dict[str, Any]:
         "unusable": pairs.unusable,
         "methods": {
             name: {
-                f"AUC-{label}": _none_if_nan(auc(one[known], values[known]))
-                for label, values in pairs.labels.items()
+                f"AUC-{label}": None if math.isnan(area := auc(one[known], own[known])) else area
+                for label, own in values.items()
             }
             for name, one in scores.items()
         },
@@ -195,10 +236,11 @@ def reranking_section(
     """
     text = dict(zip(test.query_ids, test.queries, strict=True))
     pairs = [(query_id, doc_id) for query_id in test.query_ids for doc_id, _ in candidates[query_id]]
-    queries, doc_ids = [text[query_id] for query_id, _ in pairs], [doc_id for _, doc_id in pairs]
+    columns = {"query": [text[query_id] for query_id, _ in pairs], "doc_id": [doc for _, doc in pairs]}
+    queries, table = list(dict.fromkeys(columns["query"])), PairTable(pa.table(columns), len(pairs))
     runs: dict[str, trec.Run] = {}
     absent = 0
-    for name, scores in score(queries, doc_ids).items():
+    for name, scores in score(queries, [table]).items():
         unknown = np.isnan(scores)
         absent = max(absent, int(unknown.sum()))
         scores[unknown] = scores[~unknown].min(initial=0.0) - 1 - np.arange(unknown.sum())
@@ -217,10 +259,6 @@ def reranking_section(
         "methods": measures.means(measures.measure_methods(config, rankings, qrels=test.qrels)),
     }
     return part, runs
-
-
-def _none_if_nan(value: float) -> float | None:
-    return None if np.isnan(value) else value
 
 
 def normalised_words(text: str) -> str:

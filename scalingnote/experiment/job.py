@@ -6,25 +6,30 @@
 Logs are streamed; a row per unit, a latency per request and the sample stay in memory.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray.data
+from jaxtyping import Float32
+from numpy import ndarray
 
 from scalingnote import cluster
-from scalingnote.collect.config import BM25Ranker
+from scalingnote.bm25 import BM25, document_texts
+from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig
 from scalingnote.config import Resources
 from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.datasets.raw_rows import match_files as local_files
 from scalingnote.errors import ConfigError, DataError, ScalingNoteError
-from scalingnote.experiment import access_log, comparison, outcomes, relevance, report
-from scalingnote.experiment.access_log import RequestFilter, RequestSample
+from scalingnote.experiment import access_log, outcomes, report
+from scalingnote.experiment.access_log import RequestFilter
 from scalingnote.experiment.config import AnyJudge, DualPooledJudge, ExperimentConfig, Relevance
-from scalingnote.experiment.outcomes import Outcomes
+from scalingnote.experiment.outcomes import Outcomes, RequestSample
 from scalingnote.log import Progress, environment, get_logger
+from scalingnote.models.prompt import Row
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import (
     Artifact,
@@ -37,6 +42,11 @@ from scalingnote.storage.artifact import (
 
 log = get_logger("compare")
 PAIRS_PER_BLOCK = 2048
+FIELDS = ["doc_id", "title", "topic", "content"]
+DOCUMENTS_FILE = "documents.parquet"  # documents of all pairs, see document_rows
+MAX_BM25_DOCUMENTS = 2_000_000  # of a BM25 index in the memory of an actor
+# Queries and a table of FIELDS, of equal length -> how well each document answers its query; NaN: unknown.
+Judge = Callable[[Sequence[str], pa.Table], Float32[ndarray, " pairs"]]
 
 
 def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
@@ -69,7 +79,7 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
     if sample is not None and config.relevance is not None:
         sampled = sample.table()
         scores = _judge(config, sampled, parents["dataset"], draft)
-        irrelevant = relevance.irrelevant_by_unit(
+        irrelevant = outcomes.irrelevant_by_unit(
             sampled, scores, below=config.relevance.irrelevant_below, depths=config.relevance.depths
         )
         units = outcomes.join_by_unit(units, irrelevant)
@@ -82,10 +92,10 @@ def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
         satisfaction=config.feedback is not None,
         clicks=config.clicks is not None,
     )
-    result = comparison.compare_arms(config, units, measures) | requests | {"judge": judge_section}
+    result = report.compare_arms(config, units, measures) | requests | {"judge": judge_section}
     for name, arm in result["arms"].items():
         arm["latency_ms"] = totals.percentiles(name, report.PERCENTILES)
-    result["warnings"] = comparison.warnings(config, result)
+    result["warnings"] = report.warnings(config, result)
     result["environment"] = environment()
     for text in result["warnings"]:
         log.warning("%s", text)
@@ -108,14 +118,10 @@ def _check_inputs(config: ExperimentConfig, dataset: Artifact) -> list[str]:
     if config.relevance and isinstance(config.relevance.judge, DualPooledJudge):
         open_artifact(config.relevance.judge.uri, kind="cross_encoder")
     documents = dataset.counts["documents"]
-    if (
-        config.relevance
-        and isinstance(config.relevance.judge, BM25Ranker)
-        and documents > relevance.MAX_BM25_DOCUMENTS
-    ):
+    if config.relevance and isinstance(config.relevance.judge, BM25Ranker) and documents > MAX_BM25_DOCUMENTS:
         raise ConfigError(
             f"BM25 as a judge holds all documents in memory, and {documents:,} are more than "
-            f"{relevance.MAX_BM25_DOCUMENTS:,}: set relevance.judge to a cross-encoder, or relevance to null"
+            f"{MAX_BM25_DOCUMENTS:,}: set relevance.judge to a cross-encoder, or relevance to null"
         )
     return logs
 
@@ -170,7 +176,7 @@ def _read_logs(
 def _judge(config: ExperimentConfig, sampled: pa.Table, dataset: Artifact, draft: Draft) -> pa.Table:
     """The pairs of the sample with their scores. Blocks are tasks, and finished ones survive a killed run."""
     assert config.relevance is not None
-    pairs = relevance.pairs_to_judge(sampled)
+    pairs = outcomes.pairs_to_judge(sampled)
     starts = range(0, len(pairs), PAIRS_PER_BLOCK)
     blocks = [draft.work(f"judged/{number:05d}.parquet") for number in range(len(starts))]
     todo = [number for number, uri in enumerate(blocks) if not fs.exists(uri)]
@@ -182,19 +188,15 @@ def _judge(config: ExperimentConfig, sampled: pa.Table, dataset: Artifact, draft
         write_table(draft.work(f"pairs/{number:05d}.parquet"), block)
     done = len(pairs) - sum(size[number] for number in todo)
     resources = config.resources.model_copy(update={"workers": min(workers, len(todo))})
-    if todo and not fs.exists(
-        draft.work(relevance.DOCUMENTS_FILE)
-    ):  # one pass over the corpus for all blocks
-        write_table(
-            draft.work(relevance.DOCUMENTS_FILE), relevance.document_rows(dataset, pc.unique(pairs["doc_id"]))
-        )
+    if todo and not fs.exists(draft.work(DOCUMENTS_FILE)):  # one pass over the corpus for all blocks
+        write_table(draft.work(DOCUMENTS_FILE), document_rows(dataset, pc.unique(pairs["doc_id"])))
     with Progress("compare", total=len(pairs), done=done, unit="pairs judged") as progress:
         for number in (
             _judge_blocks(todo, (config.relevance.judge, dataset, draft.work()), resources) if todo else ()
         ):
             progress.advance(size[number])
     tables = map(read_table, blocks)
-    return pa.concat_tables([relevance.JUDGED.empty_table(), *tables])
+    return pa.concat_tables([outcomes.JUDGED.empty_table(), *tables])
 
 
 def _judge_blocks(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resources) -> Iterator[int]:
@@ -218,18 +220,18 @@ class JudgeActor:
 
     def __init__(self, config: AnyJudge, dataset: Artifact, work: str) -> None:
         self._config, self._dataset, self._work = config, dataset, work
-        self._judge: relevance.Judge | None = None
+        self._judge: Judge | None = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Write the scores of a block; returns its number, or the error."""
         number = int(batch["number"][0])
         try:
-            self._judge = self._judge or relevance.load_judge(self._config, self._dataset)
+            self._judge = self._judge or load_judge(self._config, self._dataset)
             pairs, documents = (
                 read_table(fs.join(self._work, name))
-                for name in (f"pairs/{number:05d}.parquet", relevance.DOCUMENTS_FILE)
+                for name in (f"pairs/{number:05d}.parquet", DOCUMENTS_FILE)
             )
-            scored = relevance.judge_pairs(self._judge, pairs, documents)
+            scored = judge_pairs(self._judge, pairs, documents)
             write_table(fs.join(self._work, f"judged/{number:05d}.parquet"), scored)
             return {"number": [number], "error": [""]}
         except ScalingNoteError as error:
@@ -245,3 +247,83 @@ def _judge_section(config: Relevance, sampled: pa.Table, scores: pa.Table) -> di
         "pairs": len(scores),
         "unknown": scores["score"].null_count,
     }
+
+
+# --- judges: models that score pairs of query and document -------------------------------------------------
+
+
+def load_judge(config: AnyJudge, dataset: Artifact) -> Judge:
+    """Load the judge that a config names."""
+    match config:
+        case BM25Ranker():
+            return _bm25_judge(config, dataset)
+        case CrossEncoderConfig():
+            from scalingnote.collect.transformer_models import PairScorer  # late: the import takes seconds
+
+            scorer = PairScorer(config)
+            return lambda queries, documents: scorer.score(queries, document_texts(documents))
+        case DualPooledJudge():
+            return _pair_judge(config)
+
+
+def document_rows(dataset: Artifact, doc_ids: pa.Array) -> pa.Table:
+    """FIELDS of documents in the order of the dataset, without documents it does not have."""
+    batches = (batch.filter(pc.is_in(batch["doc_id"], value_set=doc_ids)) for batch in _documents(dataset))
+    return pa.Table.from_batches(batches, schema=pa.schema([(name, pa.string()) for name in FIELDS]))
+
+
+def judge_pairs(judge: Judge, pairs: pa.Table, documents: pa.Table) -> pa.Table:
+    """Add a `score` to `pairs` (`query`, `doc_id`); null if the document is not in `documents`."""
+    row = pc.index_in(pairs["doc_id"], value_set=documents["doc_id"].combine_chunks())
+    known = pc.is_valid(row)
+    scores = np.full(len(pairs), np.nan, np.float32)
+    scores[known.to_numpy()] = judge(
+        pairs["query"].filter(known).to_pylist(), documents.take(row.drop_null())
+    )
+    return pairs.append_column("score", pa.array(scores, from_pandas=True))
+
+
+def _bm25_judge(config: BM25Ranker, dataset: Artifact) -> Judge:
+    """BM25 as a share of the score of the query's best document in the whole dataset, from 0 to 1.
+
+    NaN for a query without a word of any document.
+    """
+    whole = pa.Table.from_batches(_documents(dataset))
+    row_of = {doc_id: row for row, doc_id in enumerate(whole["doc_id"].to_pylist())}
+    bm25 = BM25.build(document_texts(whole), k1=config.k1, b=config.b)
+
+    def judge(queries: Sequence[str], documents: pa.Table) -> Float32[ndarray, " pairs"]:
+        rows = np.array([row_of[doc_id] for doc_id in documents["doc_id"].to_pylist()], np.int64)
+        out, query_of = np.full(len(queries), np.nan, np.float32), np.array(queries, object)
+        for query in dict.fromkeys(queries):
+            scores, pairs = bm25.scores(query), query_of == query
+            if best := float(scores.max(initial=0)):
+                out[pairs] = scores[rows[pairs]] / best
+        return out
+
+    return judge
+
+
+def _pair_judge(config: DualPooledJudge) -> Judge:
+    """Sigmoids of the logits of a cross-encoder of ours; NaN for a document that its prompt cannot hold."""
+    from scalingnote.cross_encoder.pairs import PairEncoder
+
+    artifact = open_artifact(config.uri, kind="cross_encoder")
+    encoder = PairEncoder.load(artifact.directory("model"), token_budget=config.token_budget)
+
+    def judge(queries: Sequence[str], documents: pa.Table) -> Float32[ndarray, " pairs"]:
+        query_rows = encoder.model.query_prompt.rows(list(queries))
+        texts = (documents[name].fill_null("").to_pylist() for name in FIELDS[1:])
+        document_rows = encoder.model.document_prompt.rows(*texts)
+        out = np.full(len(queries), np.nan, np.float32)
+        usable = {i: row for i, row in enumerate(document_rows) if isinstance(row, Row)}
+        if usable:
+            logits = encoder.scores([query_rows[i] for i in usable], list(usable.values()))
+            out[list(usable)] = 1 / (1 + np.exp(-logits))
+        return out
+
+    return judge
+
+
+def _documents(dataset: Artifact) -> Iterator[pa.RecordBatch]:
+    return dataset.batches("documents", columns=FIELDS)

@@ -28,8 +28,11 @@ from scalingnote.datasets.raw_rows import (
 )
 from scalingnote.errors import DataError
 from scalingnote.experiment.access_log import STAGES
+from scalingnote.storage.shuffle import hash_of
 
 KEYS = ["arm", "unit"]
+PAIRS = pa.schema({"query": pa.string(), "doc_id": pa.string()})
+JUDGED = pa.schema({**{field.name: field.type for field in PAIRS}, "score": pa.float32()})  # null: not known
 _Numbers = Float[ndarray, " rows"]
 _NO_TIMES = np.empty(0, np.float32)
 MAX_PARTIAL_SUMS = 64  # of batches in memory, before they are added up
@@ -233,3 +236,88 @@ def _satisfaction(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) and 0 <= number <= 1 else None
+
+
+# --- judged results ----------------------------------------------------------------------------------------
+
+
+class RequestSample:
+    """A uniform sample of answered text queries per arm: those with the smallest hashes."""
+
+    columns = ("request_id", "arm", "unit", "query", "doc_ids")
+
+    def __init__(self, per_arm: int, *, depth: int, seed: int) -> None:
+        """Args:
+        per_arm: requests to keep.
+        depth: documents to keep of each answer.
+        seed: of the hash.
+        """
+        self._per_arm, self._depth, self._seed = per_arm, depth, seed
+        self._kept: dict[str, pa.Table] = {}
+
+    def add(self, requests: pa.Table) -> None:
+        """Offer requests of the experiment."""
+        answered = pc.and_(pc.less(requests["status"], 400), pc.is_valid(requests["query"]))
+        table = requests.filter(pc.and_(answered, pc.is_valid(requests["doc_ids"])))
+        # The time is hashed too, because a client may give all its requests the same id.
+        parts = (table["request_id"], pc.cast(table["time"], pa.string()), str(self._seed))
+        hashes = hash_of(pc.binary_join_element_wise(*parts, "\x1f"))
+        table = table.select(self.columns).append_column("drawn", pa.array(hashes))
+        for arm in pc.unique(table["arm"]).to_pylist():
+            of_arm = table.filter(pc.equal(table["arm"], arm))
+            candidates = pa.concat_tables([self._kept[arm], of_arm]) if arm in self._kept else of_arm
+            self._kept[arm] = candidates.sort_by("drawn").slice(0, self._per_arm).combine_chunks()
+
+    def table(self) -> pa.Table:
+        """The sampled requests with `columns`."""
+        tables = [self._kept[arm].select(self.columns) for arm in sorted(self._kept)]
+        if not tables:
+            texts = {name: pa.string() for name in self.columns[:-1]}
+            return pa.schema({**texts, "doc_ids": pa.list_(pa.string())}).empty_table()
+        table = pa.concat_tables(tables)
+        best = pc.list_slice(table["doc_ids"], 0, self._depth)
+        return table.set_column(len(self.columns) - 1, "doc_ids", pc.cast(best, pa.list_(pa.string())))
+
+
+def pairs_to_judge(sample: pa.Table) -> pa.Table:
+    """Distinct pairs of query and document that the sampled requests showed, sorted."""
+    pairs = _shown_documents(sample).select(PAIRS.names)
+    return pairs.group_by(PAIRS.names).aggregate([]).sort_by([(name, "ascending") for name in PAIRS.names])
+
+
+def irrelevant_by_unit(
+    sample: pa.Table, judged: pa.Table, *, below: float, depths: Sequence[int]
+) -> pa.Table:
+    """Sums per unit: number of irrelevant documents and of scored documents in the top K.
+
+    Args:
+        sample: requests, as :meth:`RequestSample.table` returns them.
+        judged: pairs with scores; a pair that several requests showed is judged once.
+        below: score under which a document is irrelevant. Documents without a score do not count.
+        depths: values of K.
+    """
+    rows = _shown_documents(sample).join(judged, keys=PAIRS.names, join_type="left outer")
+    scored = pc.is_valid(rows["score"])
+    irrelevant = pc.fill_null(pc.less(rows["score"], below), False)
+    columns = {name: rows[name] for name in KEYS}
+    for depth in depths:
+        inside = pc.and_(pc.less(rows["rank"], depth), scored)
+        columns[f"irrelevant@{depth}.sum"] = pc.cast(pc.and_(inside, irrelevant), pa.float64())
+        columns[f"irrelevant@{depth}.count"] = pc.cast(inside, pa.float64())
+    return sum_by_unit(pa.table(columns))
+
+
+def _shown_documents(sample: pa.Table) -> pa.Table:
+    """A row per document shown: `arm`, `unit`, `query`, `doc_id`, and `rank`, 0 at the top."""
+    sample = sample.combine_chunks()
+    doc_ids = sample["doc_ids"].combine_chunks()
+    request = pc.list_parent_indices(doc_ids)
+    starts = doc_ids.offsets.take(request)
+    places = pa.array(range(len(request)), pa.int32())
+    return pa.table(
+        {
+            **{name: sample[name].take(request) for name in (*KEYS, "query")},
+            "doc_id": pc.list_flatten(doc_ids),
+            "rank": pc.subtract(places, pc.subtract(starts, doc_ids.offsets[0])),
+        }
+    )

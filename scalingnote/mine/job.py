@@ -21,13 +21,8 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.log import get_logger
 from scalingnote.mine.config import MineConfig
-from scalingnote.mine.refresh import (
-    RunFileRanking,
-    SearchedRanking,
-    batch_folder,
-    positives_by_query,
-    refresh,
-)
+from scalingnote.mine.refresh import SearchedRanking, batch_folder, positives_by_query, refresh
+from scalingnote.mine.runs import RunFileRanking, cut_runs
 from scalingnote.mine.search import (
     QUERIES,
     Documents,
@@ -93,9 +88,13 @@ def run(
     cluster.check_resources(config.resources, knob="mine.resources")
     source, folder = parents["triplets"], draft.work()
     rows = source.rows_of(source.names("triplets/", ".parquet"))
-    places = {} if config.runs else _search(config, parents, rows, folder)
+    places: dict[str, list[Place]] = {}
+    if runs:
+        held_out = held_out_documents(parents["dataset"], each=cluster.map_tasks)
+        cut_runs(runs, source, held_out=held_out, folder=folder, each=cluster.map_tasks)
+    else:
+        places = _search(config, parents, rows, folder)
     counts = Counter(mined=0, kept=0, lost=0, triplets=0)
-    config = config.model_copy(update={"runs": runs})
     work = cluster.Loaded(partial(Miner, config, parents, draft.uri, folder, places))
     each = partial(cluster.map_loaded, resources=config.resources.without_gpus())
     records = run_slices(
@@ -243,7 +242,7 @@ class Miner:
     ) -> None:
         self._config, self._triplets, self._output = config, parents["triplets"], draft_uri
         self._ranking = (
-            RunFileRanking(config, parents["dataset"]) if config.runs else SearchedRanking(places, folder)
+            RunFileRanking(self._triplets, folder) if config.runs else SearchedRanking(places, folder)
         )
 
     def __call__(self, item: tuple[int, str]) -> JsonRecord:

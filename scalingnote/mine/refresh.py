@@ -1,7 +1,4 @@
-"""Rankings of documents for the queries of triplets, and triplets with negatives that are mined from them.
-
-A ranking is what a search found, or what run files say.
-"""
+"""Rankings that a search found for the queries of triplets, and triplets with negatives mined from rankings."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -14,12 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote.collect.triplets import draw
-from scalingnote.datasets.splits import held_out_documents
 from scalingnote.mine.config import MineConfig
 from scalingnote.mine.search import Found, Place, number_queries, rows_between
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage import trec
-from scalingnote.storage.artifact import Artifact
 
 RankedDocuments = Sequence[tuple[str, float]]  # doc_id and score, best first
 Ranked = tuple[Mapping[str, RankedDocuments], list[float | None]]
@@ -82,27 +76,6 @@ def found_in(folder: str) -> Found:
 def batch_folder(folder: str, batch: int) -> str:
     """Where the results of a batch are."""
     return fs.join(folder, "merged", f"{batch:05d}")
-
-
-class RunFileRanking:
-    """Ranks by TREC run files, without documents excluded from training."""
-
-    def __init__(self, config: MineConfig, dataset: Artifact) -> None:
-        held_out = set(held_out_documents(dataset).to_pylist())
-        self._runs: trec.Run = {}
-        for uri in config.runs:
-            for query_id, ranking in trec.read_run(uri).items():
-                self._runs[query_id] = [row for row in ranking if row[0] not in held_out]
-
-    def rank(self, _: str, triplets: pa.Table) -> Ranked:
-        """Rankings by query_id, and the score of each row's positive."""
-        pairs = zip(triplets["query_id"].to_pylist(), triplets["positive"].to_pylist(), strict=True)
-        return self._runs, [self._score(query_id, doc_id) for query_id, doc_id in pairs]
-
-    def _score(self, query_id: str, doc_id: str) -> float | None:
-        # A document below the end of a run scores at most as much as the last one.
-        ranking = self._runs.get(query_id, [])
-        return dict(ranking).get(doc_id, ranking[-1][1] if ranking else None)
 
 
 # --- negatives ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve import Application, Deployment, deployment
 from ray.serve.handle import DeploymentHandle
 
-from scalingnote.experiment.access_writer import AccessWriter
+from scalingnote.experiment.access_log import AccessWriter
 from scalingnote.serve import api
 from scalingnote.serve.access import Admission, read_keys
 from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gateway_encodes

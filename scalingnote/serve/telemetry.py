@@ -29,7 +29,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from ray.serve import metrics
 from ray.serve.schema import LoggingConfig
 
-from scalingnote.experiment.access_writer import AccessWriter
+from scalingnote.experiment.access_log import AccessWriter
 from scalingnote.experiment.config import unit_of
 from scalingnote.serve.messages import index_filter
 

@@ -5,10 +5,11 @@ all other ids are written unchanged.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from urllib.parse import unquote
 
 import numpy as np
+import pyarrow as pa
 
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
@@ -31,12 +32,18 @@ def write_qrels(uri: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
 def read_qrels(uri: str) -> Qrels:
     """Read the judgements of a file; DataError names the first invalid line or fractional grade."""
     qrels: Qrels = {}
-    for place, (query_id, _, doc_id, relevance) in _rows(uri, columns=4):
+    for query_id, doc_id, grade in qrels_rows(fs.read_bytes(uri).split(b"\n"), uri):
+        qrels.setdefault(query_id, {})[doc_id] = grade
+    return qrels
+
+
+def qrels_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str, int]]:
+    """Query, document and grade of the lines of a file, which errors call `name`."""
+    for place, (query_id, _, doc_id, relevance) in _rows(lines, name, columns=4):
         grade = _number(relevance, place)
         if not grade.is_integer():
             raise DataError(f"{place}: {relevance!r} is no grade: scale grades to whole numbers, 0 for none")
-        qrels.setdefault(query_id, {})[doc_id] = int(grade)
-    return qrels
+        yield query_id, doc_id, int(grade)
 
 
 def write_run(uri: str, run: Mapping[str, Sequence[tuple[str, float]]], *, tag: str) -> None:
@@ -62,27 +69,50 @@ def read_run(uri: str) -> Run:
     DataError names the first line that is invalid, has NaN, or repeats a document of a query.
     """
     results_of: dict[str, dict[str, tuple[float, float]]] = {}
-    for place, (query_id, _, doc_id, rank, score, _) in _rows(uri, columns=6):
+    for place, query_id, doc_id, score, rank in run_rows(fs.read_bytes(uri).split(b"\n"), uri):
         results = results_of.setdefault(query_id, {})
         if doc_id in results:
             raise DataError(
                 f"{place}: document {doc_id!r} stands twice in query {query_id!r}: keep one of them"
             )
-        results[doc_id] = -_number(score, place), _number(rank, place)
+        results[doc_id] = -score, rank
     return {
         query_id: [(doc_id, -results[doc_id][0]) for doc_id in sorted(results, key=results.__getitem__)]
         for query_id, results in results_of.items()
     }
 
 
-def _rows(uri: str, *, columns: int) -> Iterator[tuple[str, list[str]]]:
-    # utf-8-sig: Windows editors write a byte-order mark, which does not belong to the first id.
-    for number, line in enumerate(fs.read_bytes(uri).decode("utf-8-sig").split("\n"), 1):
-        values = line.split()
+def run_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str, str, float, float]]:
+    """Place, query, document, score and rank of the lines of a file, which errors call `name`."""
+    for place, (query_id, _, doc_id, rank, score, _) in _rows(lines, name, columns=6):
+        yield place, query_id, doc_id, _number(score, place), _number(rank, place)
+
+
+def ordered_run(rows: pa.Table, name: str) -> Run:
+    """The run of rows of `query_id`, `doc_id`, `score` and `rank`; DataError if a document is there twice."""
+    order = [("query_id", "ascending"), ("score", "descending"), ("rank", "ascending")]
+    columns = rows.sort_by(order).select(["query_id", "doc_id", "score"]).to_pydict()
+    run: dict[str, dict[str, float]] = {}
+    for query_id, doc_id, score in zip(*columns.values(), strict=True):
+        if doc_id in (results := run.setdefault(query_id, {})):
+            raise DataError(
+                f"{name}: document {doc_id!r} stands twice in query {query_id!r}: keep one of them"
+            )
+        results[doc_id] = score
+    return {query_id: list(results.items()) for query_id, results in run.items()}
+
+
+def _rows(lines: Iterable[bytes], name: str, *, columns: int) -> Iterator[tuple[str, list[str]]]:
+    for number, line in enumerate(lines, 1):
+        # utf-8-sig: Windows editors write a byte-order mark, which does not belong to the first id.
+        values = line.decode("utf-8-sig").split()
         if len(values) not in (0, columns):
-            raise DataError(f"{uri}, line {number}: {len(values)} columns, expected {columns}: {line[:80]!r}")
+            text = line.decode("utf-8-sig").rstrip("\n")
+            raise DataError(
+                f"{name}, line {number}: {len(values)} columns, expected {columns}: {text[:80]!r}"
+            )
         if values:
-            yield f"{uri}, line {number}", [_unescape(value) for value in values]
+            yield f"{name}, line {number}", [_unescape(value) for value in values]
 
 
 def _descending(query_id: str, results: Sequence[tuple[str, float]]) -> Iterator[str]:

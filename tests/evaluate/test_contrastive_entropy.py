@@ -8,9 +8,8 @@ import pytest
 
 import tiny
 from scalingnote.evaluate import test_set
-from scalingnote.evaluate.contrastive_entropy import entropies, temperature_of
-from scalingnote.evaluate.lineage import Ancestor
-from scalingnote.evaluate.query_embeddings import QueryEmbeddings
+from scalingnote.evaluate.test_set import QueryEmbeddings
+from scalingnote.evaluate.tower_measures import entropies, temperature_of
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Draft
 from scalingnote.train.config import TrainConfig
@@ -93,5 +92,5 @@ def test_nothing_is_told_where_no_positive_is_in_the_pool(world):
 def test_the_temperature_is_the_towers(tmp_path):
     config = TrainConfig.model_validate({"losses": {"temperature": 0.02}})
     made = Draft(str(tmp_path / "towers"), kind="dual_encoder", config=config, parents={}).commit(counts={})
-    assert temperature_of([Ancestor("dual_encoder", made.uri, made.digest, made)]) == 0.02
-    assert temperature_of([Ancestor("dual_encoder", made.uri, made.digest, None)]) == 0.05
+    assert temperature_of(made) == 0.02
+    assert temperature_of(None) == 0.05

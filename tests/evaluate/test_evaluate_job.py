@@ -1,7 +1,11 @@
 """The evaluate stage on a tiny corpus: a real query tower with random weights, an index that forgets."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,18 +18,18 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 import tiny
+from in_process import without_ray
 from scalingnote.config import validate
 from scalingnote.datasets.config import TableFile
 from scalingnote.encode.encoder import Encoder
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.evaluate import job, retrieval_methods, test_set
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
-from scalingnote.evaluate.lineage import lineage
-from scalingnote.evaluate.query_embeddings import QueryEmbeddings
-from scalingnote.evaluate.report import comparison_table, merge_artifacts
+from scalingnote.evaluate.report import comparison_table, lineage, merge_artifacts
+from scalingnote.evaluate.test_set import QueryEmbeddings
 from scalingnote.models import backbone, tower
 from scalingnote.storage import arrow, trec
-from scalingnote.storage.artifact import Draft
+from scalingnote.storage.artifact import Draft, open_artifact
 
 DIM = 16
 CONFIG = EvaluateConfig(recall_at=(1, 10), run_depth=20, examples=2, distances=8)
@@ -129,6 +133,7 @@ def test_report(cluster, world, searcher, tmp_path):
         "num_queries",
         "simulated_clicks",
         "methods",
+        "queries_per_core_second",
         "index",
         "significance",
         "contrastive_entropy",
@@ -143,6 +148,7 @@ def test_report(cluster, world, searcher, tmp_path):
     assert set(report["methods"]) == {"scalingdual", "scalingnote", "scalingnote (index)", "bm25"}
     for row in report["methods"].values():
         assert set(row) == {"R@1", "R@10", "MRR@10", "MAP@100", "nDCG@10"}
+    assert set(report["queries_per_core_second"]) == {"scalingdual", "scalingnote"}
     assert report["index"] == {
         "recall@10": pytest.approx(0.9),
         "recall@100": pytest.approx(95 / 96),
@@ -199,6 +205,60 @@ def test_report(cluster, world, searcher, tmp_path):
     assert "<h2>Contrastive entropy</h2>" in html
     assert "Where a method differs most from scalingdual by nDCG@10" in html
     assert re.search(r"<summary>.*<span class=\"small\">scalingnote [+-]\d.\d{3} nDCG@10</span>", html)
+
+
+KILLED = """
+import json, os, signal, sys
+import pytest
+from in_process import without_ray
+from scalingnote.evaluate import job, retrieval_methods
+from scalingnote.evaluate.config import EvaluateConfig
+
+arguments, finished, tasks = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+without_ray(pytest.MonkeyPatch())
+retrieval_methods._through_index = lambda *_, test, **__: {q: [("d001", 1.0)] for q in test.query_ids}
+keep = job._kept
+
+def recorded(item, *, task):
+    uri = keep(item, task=task)
+    with open(finished, "a") as log:
+        print(uri, file=log)
+    if len(open(finished).readlines()) == tasks:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return uri
+
+job._kept = recorded
+job.run(EvaluateConfig(recall_at=(1, 10), run_depth=20, examples=2, distances=8), **arguments)
+"""
+
+
+def test_a_run_after_a_kill_repeats_no_finished_task(world, monkeypatch, tmp_path):
+    made, *_ = world
+    arguments = uris(made, *ALL) | {"output": str(tmp_path / "report")}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    finished = tmp_path / "finished"
+    codes = []
+    for tasks in (3, 9, -1):  # killed after so many in all; the last run is left alone
+        command = [sys.executable, "-c", KILLED, json.dumps(arguments), str(finished), str(tasks)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode in (0, -signal.SIGKILL), done.stderr
+        codes.append(done.returncode)
+    assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    tasks = finished.read_text().splitlines()
+    assert len(tasks) == len(set(tasks)) > 12
+    # What two kills interrupted is what a run gives that nothing interrupts.
+    without_ray(monkeypatch)
+    monkeypatch.setattr(
+        retrieval_methods,
+        "_through_index",
+        lambda *_, test, **__: {q: [("d001", 1.0)] for q in test.query_ids},
+    )
+    whole = job.run(CONFIG, **arguments | {"output": str(tmp_path / "whole")})
+    resumed = open_artifact(arguments["output"], kind="report")
+    assert resumed.table("per_query.parquet").equals(whole.table("per_query.parquet"))
+    assert resumed.names() == whole.names()
+    for name in resumed.names(suffix=".trec"):
+        assert resumed.read_bytes(name) == whole.read_bytes(name)
 
 
 def test_shards_of_an_index_are_searched_apart_and_merged_in_any_order(world, monkeypatch):

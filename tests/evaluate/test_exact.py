@@ -11,15 +11,14 @@ import pytest
 from scalingnote import hybrid, topk
 from scalingnote.bm25 import BM25
 from scalingnote.encode.engines import TopTerms
-from scalingnote.evaluate import exact_search, scores
+from scalingnote.evaluate import exact_search
 from scalingnote.evaluate import pool as pools
-from scalingnote.evaluate.bm25_pool import Bm25Pool
-from scalingnote.evaluate.exact_search import TopDocuments
+from scalingnote.evaluate.exact_search import DenseScores, JoinedScores, PairTable, TermScores, TopDocuments
 from scalingnote.evaluate.pool import Pool, Sample
-from scalingnote.evaluate.scores import DenseScores, JoinedScores, TermScores
+from scalingnote.evaluate.retrieval_methods import Bm25Pool
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.storage import arrow, schema, shuffle
-from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.artifact import Artifact, Draft, write_table
 from tiny import Nothing
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
@@ -81,8 +80,8 @@ def check(found: TopDocuments, scores: np.ndarray) -> None:
 
 
 def term_scores(counts: np.ndarray) -> TermScores:
-    matrix = scores.query_matrix(sparse_rows(counts), vocabulary=VOCABULARY)
-    read = partial(scores._own_terms, vocabulary=VOCABULARY)
+    matrix = exact_search.query_matrix(sparse_rows(counts), vocabulary=VOCABULARY)
+    read = partial(exact_search._own_terms, vocabulary=VOCABULARY)
     return TermScores(matrix, read, ("terms", "impacts"))
 
 
@@ -174,7 +173,11 @@ def test_pairs_are_scored_wherever_their_document_is(tmp_path, monkeypatch):
     asked, rows = np.array([0, 1, 1, 6, 0, 3]), [49, 0, 20, 20, 5, 4]
     names = [f"d{row}" for row in rows]
     names[4] = "nowhere"
-    found = exact_search.score_pairs(pool, sides, asked, names, each=backwards)
+    table = pa.table({"query": [f"query {n}" for n in asked], "doc_id": names})
+    write_table(str(tmp_path / "pairs.parquet"), table.slice(2))
+    pairs = [PairTable(table.slice(0, 2), 2), PairTable(str(tmp_path / "pairs.parquet"), 4)]
+    texts = [f"query {n}" for n in range(QUERIES)]
+    found = exact_search.score_pairs(pool, sides, texts, pairs, each=backwards)
     whole = {"dense": queries @ documents.T, "terms": counts @ weights.T.astype(np.float32)}
     for name, scored in found.items():
         expected = whole[name][asked, rows].astype(np.float64)
@@ -235,9 +238,8 @@ def test_the_caller_reads_no_part(cluster, tmp_path, monkeypatch):
     found = exact_search.search(Pool(counted), sides, k=K, each=ray_cluster.map_tasks)
     pools.document_ids(Pool(counted), found["dense"].ids, each=ray_cluster.map_tasks)
     pools.gather_embeddings(Pool(counted), ["d4", "d30"], each=ray_cluster.map_tasks)
-    exact_search.score_pairs(
-        Pool(counted), sides, np.zeros(2, np.int64), ["d4", "d30"], each=ray_cluster.map_tasks
-    )
+    pairs = PairTable(pa.table({"query": ["q", "q"], "doc_id": ["d4", "d30"]}), 2)
+    exact_search.score_pairs(Pool(counted), sides, ["q"], [pairs], each=ray_cluster.map_tasks)
     assert counted.reads == []
     for name, one in exact_search.search(Pool(plain), sides, k=K).items():
         check(one, {"dense": queries @ documents.T, "terms": counts @ weights.T.astype(np.float32)}[name])
@@ -249,5 +251,5 @@ def test_terms_are_ascending_and_positive_and_those_no_query_has_are_left_out():
     terms, impacts = (pa.chunked_array([column]) for column in columns(weights))
     assert terms.to_pylist() == [[1, 3], [], [0, 2, 3]]
     assert impacts.to_pylist() == [[2, 1], [], [3, 1, 5]]
-    sliced = scores.document_matrix(terms.slice(1), impacts.slice(1), vocabulary=3)
+    sliced = exact_search.document_matrix(terms.slice(1), impacts.slice(1), vocabulary=3)
     assert sliced.toarray().tolist() == [[0, 0, 0], [3, 0, 1]]

@@ -5,7 +5,7 @@ import pyarrow as pa
 
 import tiny
 from scalingnote.evaluate import test_set
-from scalingnote.evaluate.page import ChosenQuery, ResultDocument, choose_queries, example_queries
+from scalingnote.evaluate.test_set import ChosenQuery, ResultDocument, choose_queries, example_queries
 from scalingnote.storage.artifact import Draft
 
 BASE = np.full(6, 0.5)

@@ -1,17 +1,27 @@
 """The towers behind mteb's interface: by the interface alone, and through mteb's own search where it is."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from sentence_transformers import SentenceTransformer
 
+import families
+import published
 import tiny
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
-from scalingnote.errors import ConfigError
-from scalingnote.evaluate.mteb_model import MtebModel
-from scalingnote.models import backbone, tower
+from scalingnote.errors import ConfigError, DataError
+from scalingnote.evaluate import mteb_model
+from scalingnote.evaluate.measures import measure
+from scalingnote.evaluate.mteb_model import MtebModel, MtebSearch
+from scalingnote.models import backbone, lookup, published_tower, tower
+from scalingnote.models.config import LookupConfig
+from scalingnote.models.publish import write_router
 from scalingnote.storage import arrow
 
 DIM = 16
@@ -88,3 +98,109 @@ def test_mtebs_search_finds_what_exact_search_finds(model, folders):
     for row, query in zip(expected(folders), QUERIES, strict=True):
         best = np.argsort(-row)[:3]
         assert found[query["id"]] == pytest.approx({CORPUS[i]["id"]: row[i] for i in best.tolist()}, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory) -> Path:
+    """A published model with prompts and a table beside it, in one folder."""
+    root = tmp_path_factory.mktemp("router")
+    teacher = published.folder(root / "teacher", prompts=published.PROMPTS, max_length=40)
+    published_tower.open_published(teacher, "document").save(root / "document")
+    tokens = families.tokenizer().backend_tokenizer.to_str()
+    made = lookup.build(LookupConfig(), dim=published.HIDDEN, tokenizer_json=tokens, seed=0)
+    made.save(root / "query")
+    write_router(root / "query", root / "document", root / "ours")
+    return root / "ours"
+
+
+@pytest.fixture(scope="module")
+def beir(tmp_path_factory) -> Path:
+    """A folder in the BEIR layout; of each query two documents are relevant, one of them more."""
+    folder = tmp_path_factory.mktemp("beir") / "tiny"
+    (folder / "qrels").mkdir(parents=True)
+    corpus = [{"_id": row["id"], "title": row["title"], "text": row["text"]} for row in CORPUS]
+    queries = [{"_id": row["id"], "text": row["text"]} for row in QUERIES]
+    for name, rows in (("corpus", corpus), ("queries", [*queries, {"_id": "other", "text": "not asked"}])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judged = [
+        f"{q['id']}\t{CORPUS[(i + j) % 12]['id']}\t{2 - j}\n" for i, q in enumerate(QUERIES) for j in (0, 1)
+    ]
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(judged))
+    return folder
+
+
+def own_ndcg(router: Path) -> float:
+    """nDCG@10 of the folder's two sides, by our measures."""
+    table = pa.table(
+        {"title": [r["title"] for r in CORPUS], "topic": [""] * 12, "content": [r["text"] for r in CORPUS]}
+    )
+    encoder = Encoder(published_tower.open_published(router, "document"))
+    queries = QueryEncoder.load(router).encode_queries([row["text"] for row in QUERIES])
+    scores = arrow.l2_normalize(queries) @ arrow.l2_normalize(encoder.encode_documents(table)["summary"]).T
+    rankings = {
+        query["id"]: [CORPUS[i]["id"] for i in np.argsort(-row)]
+        for query, row in zip(QUERIES, scores, strict=True)
+    }
+    grades = {q["id"]: {CORPUS[i]["id"]: 2, CORPUS[i + 1]["id"]: 1} for i, q in enumerate(QUERIES)}
+    return measure(rankings, grades)["nDCG@10"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mteb_evaluates_a_router_folder_on_a_beir_folder(router, beir, tmp_path):
+    mteb = pytest.importorskip("mteb", reason="pip install scalingnote[mteb]")
+    task = mteb_model.beir_task(beir)
+    model = mteb_model.load(router)
+    (found,) = mteb_model.evaluate(model, [task], to=tmp_path).values()
+    assert found["ndcg_at_10"] == pytest.approx(own_ndcg(router), abs=1e-5)
+    # The library that the folder is published for gives the same, through mteb's own wrapper.
+    library = mteb.evaluate(
+        SentenceTransformer(str(router), device="cpu"), mteb_model.beir_task(beir), cache=None
+    )
+    assert library.task_results[0].scores["test"][0]["ndcg_at_10"] == pytest.approx(
+        found["ndcg_at_10"], abs=1e-5
+    )
+    (results,) = tmp_path.rglob("tiny.json")
+    assert json.loads(results.read_text())["scores"]["test"][0]["ndcg_at_10"] == found["ndcg_at_10"]
+    about = json.loads((results.parent / "model_meta.json").read_text())
+    assert (about["name"], about["model_type"]) == ("scalingnote/ours", ["router"])
+    assert (about["n_active_parameters_override"], about["embed_dim"]) == (0, published.HIDDEN)
+    assert (about["max_tokens"], about["use_instructions"]) == (40, True)
+    assert about["n_parameters"] > about["n_embedding_parameters"] > 0
+    assert about["revision"] == MtebModel.load(router).mteb_model_meta.revision != "local"
+
+
+@dataclass(frozen=True)
+class Hit:
+    doc_id: str
+    score: float
+
+
+class Shared:
+    """A searcher and a query path: documents that share most words with the query."""
+
+    def __call__(self, queries):
+        return [SimpleNamespace(embedding=query, terms=None) for query in queries]
+
+    def search(self, query, terms, *, k):
+        scores = {row["id"]: float(len({*query.split()} & {*row["title"].split()})) for row in CORPUS}
+        best = sorted(scores, key=lambda doc: (-scores[doc], doc))[:k]
+        return [[Hit(doc, scores[doc]) for doc in best]]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mteb_evaluates_a_search_that_ranks_by_itself(beir, tmp_path, monkeypatch):
+    pytest.importorskip("mteb", reason="pip install scalingnote[mteb]")
+    monkeypatch.setattr(mteb_model, "QUERIES_PER_BLOCK", 3)
+    about = {"name": "ours/search", "revision": "1", "embed_dim": None, "languages": None, "license": None}
+    about |= dict.fromkeys(("n_parameters", "memory_usage_mb", "max_tokens", "use_instructions"))
+    doc_ids = [row["id"] for row in CORPUS]
+    model = MtebSearch(Shared(), Shared(), doc_ids, about={**about, "framework": ["NumPy"]})
+    (found,) = mteb_model.evaluate(model, [mteb_model.beir_task(beir)], to=tmp_path).values()
+    assert found["mrr_at_1"] >= 0.75  # a query is the title of its document
+    assert model.mteb_model_meta.model_type == ["hybrid"]
+    hits = model.search({"id": ["q1"], "text": [QUERIES[1]["text"]]}, top_k=2)
+    assert next(iter(hits["q1"])) == CORPUS[1]["id"]
+    with pytest.raises(DataError, match="the task has 11 documents, the run indexed 12; 1 are in one"):
+        model.index({"id": doc_ids[1:]})
+    with pytest.raises(ConfigError, match="re-ranking tasks need MtebModel"):
+        model.search({"id": [], "text": []}, top_k=2, top_ranked={})

@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 from scalingnote.errors import ConfigError
-from scalingnote.evaluate import measures
 from scalingnote.evaluate.measures import bootstrap, differences_from_baseline, paired_t_test
+from scalingnote.experiment import report
 
 
 def drawn(queries: int = 60) -> dict[str, dict[str, np.ndarray]]:
@@ -40,7 +40,7 @@ def test_t_test_where_nothing_varies_and_where_nothing_can_be_said():
 
 
 def test_bootstrap_is_that_of_loops(monkeypatch):
-    monkeypatch.setattr(measures, "_MAX_DRAWS_IN_MEMORY", 700)  # several blocks of draws
+    monkeypatch.setattr(report, "_MAX_DRAWS_IN_MEMORY", 700)  # several blocks of draws
     values = np.random.default_rng(0).normal(0.2, 1.0, 40)
     low, high = bootstrap(values[:, None], alpha=0.1, resamples=4000, seed=1)[:, 0]
     draw = random.Random(2)

@@ -14,9 +14,10 @@ from scalingnote.bm25 import BM25, document_texts
 from scalingnote.encode import job as encoding
 from scalingnote.encode.config import EncodeConfig
 from scalingnote.evaluate import exact_search, job, retrieval_methods, test_set
-from scalingnote.evaluate.bm25_pool import Bm25Pool
 from scalingnote.evaluate.config import EvaluateConfig, Hybrid, MethodNames
+from scalingnote.evaluate.exact_search import PairTable
 from scalingnote.evaluate.pool import Pool
+from scalingnote.evaluate.retrieval_methods import Bm25Pool
 from scalingnote.lexical import job as lexical
 from scalingnote.lexical.config import BM25Config
 from scalingnote.storage.artifact import Artifact, Draft
@@ -53,9 +54,13 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 def retrieved(parents: dict[str, Artifact], **joining: Any) -> dict[str, Any]:
     config = CONFIG.model_copy(update={"hybrid": Hybrid(**joining)})
     test = test_set.load_test_set(parents["dataset"])
-    towers = {name: parents[kind] for name, kind in retrieval_methods.tower_kinds(config, parents).items()}
-    encoded = job.encode_queries(towers, dict.fromkeys(towers, test.queries), config=config)
-    return retrieval_methods.retrieve(config, parents, encoded, None, test=test)[0]
+    methods = retrieval_methods.Methods(config, parents)
+    towers = {name: parents[kind] for name, kind in methods.towers.items()}
+    queries = dict.fromkeys(towers, test.queries)
+    encoded = job.encode_queries(
+        towers, queries, config=config, keep=lambda task, items, **_: map(task, items)
+    )
+    return retrieval_methods.retrieve(methods, encoded, None, test=test)[0]
 
 
 def test_parts_hold_terms_beside_embeddings(parents: dict[str, Artifact]):
@@ -77,7 +82,7 @@ def test_the_report_has_sparse_and_hybrid_methods_and_a_student_only_the_latter(
         "cheap (hybrid)",
         "cheap (index)",
     }
-    assert list(runs) == retrieval_methods.method_names(CONFIG, parents)
+    assert list(runs) == retrieval_methods.Methods(CONFIG, parents).names
     without = {kind: artifact for kind, artifact in parents.items() if kind != "student"}
     assert set(retrieved(without)) == {"light", "light (sparse)", "light (hybrid)", "light (index)"}
 
@@ -135,7 +140,7 @@ def words(parents: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
 def test_words_by_bm25_join_every_tower(parents: dict[str, Artifact], words: Artifact):
     with_words = parents | {"bm25_terms": words}
     runs = retrieved(with_words)
-    assert list(runs) == retrieval_methods.method_names(CONFIG, with_words)
+    assert list(runs) == retrieval_methods.Methods(CONFIG, with_words).names
     assert {"light + bm25", "cheap + bm25"} == runs.keys() - retrieved(parents).keys()
     documents = parents["dataset"].table("documents")
     bm25 = BM25.build(document_texts(documents))
@@ -173,7 +178,8 @@ def test_bm25_over_the_pool_has_the_saturation_and_the_normalisation_that_are_se
 
     def scores(**constants: float) -> dict[str, float]:
         counted = {"bm25": Bm25Pool.count(pool, ["fig"], **constants).scores(["fig"])}
-        found = exact_search.score_pairs(pool, counted, np.zeros(len(ids), np.int64), ids)
+        pairs = PairTable(pa.table({"query": ["fig"] * len(ids), "doc_id": ids}), len(ids))
+        found = exact_search.score_pairs(pool, counted, ["fig"], [pairs])
         return dict(zip(ids, found["bm25"].tolist(), strict=True))
 
     by_default, no_saturation, no_lengths = scores(), scores(k1=0.0), scores(b=0.0)

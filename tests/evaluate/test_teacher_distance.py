@@ -7,10 +7,9 @@ import pyarrow as pa
 import pytest
 
 import tiny
-from scalingnote.evaluate import teacher_distance
-from scalingnote.evaluate.lineage import Ancestor
-from scalingnote.evaluate.query_embeddings import QueryEmbeddings
-from scalingnote.evaluate.teacher_distance import discrepancy, distances
+from scalingnote.evaluate import tower_measures
+from scalingnote.evaluate.test_set import QueryEmbeddings
+from scalingnote.evaluate.tower_measures import discrepancy, distances
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft
 
@@ -67,22 +66,21 @@ def test_the_teachers_queries_are_sampled_by_split_over_parts(tmp_path):
         }
         draft.write_table(f"embeddings/part-{part:05d}.parquet", pa.table(table))
     made: Artifact = draft.commit(counts={})
-    ancestors = [Ancestor("query_embeddings", made.uri, made.digest, made)]
-    found = teacher_distance.sample_teacher_queries(ancestors, queries=8, seed=0)
+    found = tower_measures.sample_teacher_queries(made, queries=8, seed=0)
     assert {split: len(one.queries) for split, one in found.items()} == {"train": 8, "validation": 6}
     for one in found.values():
         assert len(set(one.queries)) == len(one.queries)
         np.testing.assert_array_equal(one.embeddings, every[[int(q.split()[1]) for q in one.queries]])
     assert (
-        teacher_distance.sample_teacher_queries(ancestors, queries=0, seed=0)
+        tower_measures.sample_teacher_queries(made, queries=0, seed=0)
         == {}
-        == teacher_distance.sample_teacher_queries([], queries=8, seed=0)
+        == tower_measures.sample_teacher_queries(None, queries=8, seed=0)
     )
 
     student = QueryEmbeddings([f"query {i}" for i in range(60)], every + 0.1)
-    told = teacher_distance.distance_section(found, student)
+    told = tower_measures.distance_section(found, student)
     assert set(told["splits"]) == {"train", "validation"}
     assert told["splits"]["train"]["mean_as_given"] == pytest.approx(0.2, abs=1e-5)
     assert (told["discrepancy"]["split"], told["discrepancy"]["pairs"]) == ("validation", 15)
     narrow = QueryEmbeddings(student.queries, student.embeddings[:, :2])
-    assert teacher_distance.distance_section(found, narrow)["splits"] == {}
+    assert tower_measures.distance_section(found, narrow)["splits"] == {}

@@ -3,13 +3,17 @@
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+import tiny
+from scalingnote.datasets import raw_rows
 from scalingnote.datasets.config import TableFile
 from scalingnote.errors import DataError
 from scalingnote.evaluate import test_set, user_files
 from scalingnote.evaluate.config import EvaluateConfig, Judgements
 from scalingnote.storage import trec
+from scalingnote.storage.artifact import Draft
 
 TEST = test_set.TestSet(["q1", "q2"], ["one", "two"], {"q1": {"a": 1}, "q2": {"b": 2, "c": 0}}, 0)
 
@@ -19,7 +23,7 @@ def lines(path, rows) -> str:
     return str(path)
 
 
-def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_path):
+def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_path, monkeypatch):
     rows = [
         {"query": "new", "doc_id": "a", "SAT": 1},
         {"query_id": "q1", "doc_id": 7, "SAT": 0},
@@ -31,21 +35,36 @@ def test_judgements_may_name_queries_by_text_or_id_and_bad_rows_are_counted(tmp_
         {"query": ["new"], "doc_id": "a", "SAT": 0},
     ]
     path = lines(tmp_path / "judged.jsonl", rows)
-    found = user_files.read_judgements(Judgements(path=path, labels=("SAT",)), known={"q1": "one"})
-    assert (found.queries, found.doc_ids) == (["new", "one", "one", "2024"], ["a", "7", "0", "a"])
-    assert (found.labels["SAT"].tolist(), found.unusable) == ([1, 0, 1, 0], 4)
+    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=tiny.Nothing(), parents={})
+    draft.write_table("queries.parquet", pa.table({"query_id": ["q0", "q1"], "query": ["none", "one"]}))
+    knobs = {"dataset": draft.commit(counts={}), "folder": str(tmp_path / "pairs")}
+    found = user_files.read_judgements(Judgements(path=path, labels=("SAT",)), **knobs)
+    assert (found.queries, found.unusable) == (["new", "one", "2024"], 4)
+    (table,) = (table.read(["query", "doc_id"]).to_pydict() for table in found.pairs)
+    assert table == {"query": ["new", "one", "one", "2024"], "doc_id": ["a", "7", "0", "a"]}
+    assert found.values("SAT").tolist() == [1, 0, 1, 0]
+    # Slices are read in tasks of their own, in any order.
+    monkeypatch.setattr(raw_rows, "SLICE_BYTES", 100)
+    many = user_files.read_judgements(
+        Judgements(path=path, labels=("SAT",)), **knobs, each=lambda task, items: map(task, reversed(items))
+    )
+    assert len(many.pairs) > 2
+    assert (many.queries, many.values("SAT").tolist()) == (found.queries, [1, 0, 1, 0])
     with pytest.raises(DataError, match=r"SAT is 1 in all rows"):
         user_files.read_judgements(
-            Judgements(path=lines(tmp_path / "one.jsonl", rows[:1]), labels=("SAT",)), known={}
+            Judgements(path=lines(tmp_path / "one.jsonl", rows[:1]), labels=("SAT",)), **knobs
         )
     with pytest.raises(DataError, match=r"none of 8 rows .* REL: map its columns"):
-        user_files.read_judgements(Judgements(path=path, labels=("REL",)), known={})
+        user_files.read_judgements(Judgements(path=path, labels=("REL",)), **knobs)
 
 
 def test_own_judgements_need_two_grades():
     found = user_files.test_set_pairs(TEST)
-    assert found.doc_ids == ["a", "b", "c"]
-    np.testing.assert_array_equal(found.labels["relevance"], [1, 2, 0])
+    assert found.pairs[0].read(["query", "doc_id"]).to_pydict() == {
+        "query": ["one", "two", "two"],
+        "doc_id": ["a", "b", "c"],
+    }
+    assert found.values("relevance").tolist() == [1, 2, 0]
     assert user_files.test_set_pairs(test_set.TestSet(["q1"], ["one"], {"q1": {"a": 1, "b": 1}}, 0)) is None
 
 
@@ -54,7 +73,7 @@ def test_candidates_and_answers_of_other_queries_are_refused(tmp_path):
     run, part = user_files.read_candidates(str(tmp_path / "run"), test=TEST)
     assert (run, part.queries, part.qrels) == ({"q2": [("a", 2.0)]}, ["two"], {"q2": TEST.qrels["q2"]})
     trec.write_run(str(tmp_path / "run"), {"q7": [("b", 1.0)]}, tag="x")
-    with pytest.raises(DataError, match="none of them among 2 test queries"):
+    with pytest.raises(DataError, match="for none of 2 test queries"):
         user_files.read_candidates(str(tmp_path / "run"), test=TEST)
     rows = [{"query_id": "q1", "answers": answers} for answers in ("x", ["y", " ", 1912], None, 7)]
     file = TableFile(path=lines(tmp_path / "answers.jsonl", rows))
@@ -85,9 +104,9 @@ def test_candidates_that_nobody_can_score_keep_the_order_they_came_in():
         EvaluateConfig(recall_at=(1,)),
         run,
         TEST,
-        lambda _, docs: {
-            "some": np.array([known.get(doc, np.nan) for doc in docs]),
-            "none": np.full(len(docs), np.nan),
+        lambda _, pairs: {
+            "some": np.array([known.get(doc, np.nan) for doc in pairs[0].source["doc_id"].to_pylist()]),
+            "none": np.full(pairs[0].rows, np.nan),
         },
     )
     assert {q: [doc for doc, _ in hits] for q, hits in found["some"].items()} == {

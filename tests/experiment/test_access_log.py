@@ -14,7 +14,7 @@ import pytest
 from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.experiment import access_log
-from scalingnote.experiment.access_writer import AccessWriter
+from scalingnote.experiment.access_log import AccessWriter
 
 RECORD = {
     "time": 1764000000.123,
@@ -149,7 +149,7 @@ def test_a_name_is_taken_while_its_writer_lives(tmp_path):
 
 KILLED = """
 import sys, time
-from scalingnote.experiment.access_writer import AccessWriter
+from scalingnote.experiment.access_log import AccessWriter
 writer = AccessWriter(sys.argv[1], "a", flush_s=0.02)
 number = 0
 while True:

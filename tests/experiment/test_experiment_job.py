@@ -14,8 +14,9 @@ from scalingnote import cli, pipeline
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect.config import BM25Ranker
 from scalingnote.config import load
+from scalingnote.cross_encoder.pairs import PairEncoder
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.experiment import job, relevance
+from scalingnote.experiment import job
 from scalingnote.experiment.config import DualPooledJudge, ExperimentConfig, arm_of
 
 ARMS = "split={name: towers, arms: [{name: control, share: 0.5}, {name: student, share: 0.5}]}"
@@ -151,9 +152,9 @@ def test_a_killed_report_keeps_what_was_judged(here, dataset, tmp_path, monkeypa
     monkeypatch.setattr(job, "PAIRS_PER_BLOCK", 100)
     passes = []
     monkeypatch.setattr(
-        relevance,
+        job,
         "document_rows",
-        lambda *given, texts=relevance.document_rows: passes.append(1) or texts(*given),
+        lambda *given, texts=job.document_rows: passes.append(1) or texts(*given),
     )
     whole = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "whole"))
     blocks = []
@@ -180,9 +181,9 @@ def test_bm25_judges_by_the_best_document_of_the_query(dataset):
     queries = [documents["content"][0].as_py(), documents["content"][0].as_py(), "no such words"]
     pairs = pa.table({"query": queries, "doc_id": ["d000", "d001", "d000"]})
     pairs = pa.concat_tables([pairs, pa.table({"query": ["x"], "doc_id": ["gone"]})])
-    judging = relevance.load_judge(BM25Ranker(), dataset)
-    known = relevance.document_rows(dataset, pairs["doc_id"].combine_chunks())
-    scores = relevance.judge_pairs(judging, pairs, known)["score"].to_pylist()
+    judging = job.load_judge(BM25Ranker(), dataset)
+    known = job.document_rows(dataset, pairs["doc_id"].combine_chunks())
+    scores = job.judge_pairs(judging, pairs, known)["score"].to_pylist()
     plain = BM25.build(texts).scores(queries[0])
     assert scores[:2] == pytest.approx([plain[0] / plain.max(), plain[1] / plain.max()])
     assert scores[0] == 1.0
@@ -191,12 +192,13 @@ def test_bm25_judges_by_the_best_document_of_the_query(dataset):
 
 def test_our_own_cross_encoder_judges_by_its_logit(dataset, tmp_path):
     teacher = tiny.cross_encoder(str(tmp_path / "teacher"))
-    judging = relevance.load_judge(DualPooledJudge(uri=teacher.uri), dataset)
-    documents = relevance.document_rows(dataset, pa.array(["d003", "d001"]))
+    judging = job.load_judge(DualPooledJudge(uri=teacher.uri), dataset)
+    documents = job.document_rows(dataset, pa.array(["d003", "d001"]))
     queries = ["ba ko", "li me"]
-    model = judging._encoder.model
-    rows = model.document_prompt.rows(*(documents[name].to_pylist() for name in relevance.FIELDS[1:]))
-    logits = judging._encoder.scores(model.query_prompt.rows(queries), rows)
+    encoder = PairEncoder.load(teacher.directory("model"))
+    model = encoder.model
+    rows = model.document_prompt.rows(*(documents[name].to_pylist() for name in job.FIELDS[1:]))
+    logits = encoder.scores(model.query_prompt.rows(queries), rows)
     np.testing.assert_allclose(judging(queries, documents), 1 / (1 + np.exp(-logits)), rtol=1e-6)
     assert judging([], documents.slice(0, 0)).shape == (0,)
 
@@ -220,7 +222,7 @@ def test_bad_input_is_refused_before_work_is_spent(here, dataset, tmp_path, monk
     wrong = "relevance.judge={kind: cross_encoder_artifact, uri: /nowhere}"
     with pytest.raises(ArtifactError, match="no finished 'cross_encoder' artifact"):
         job.run(config(tmp_path, wrong), **run)
-    monkeypatch.setattr(relevance, "MAX_BM25_DOCUMENTS", 1)
+    monkeypatch.setattr(job, "MAX_BM25_DOCUMENTS", 1)
     with pytest.raises(ConfigError, match=r"BM25 as a judge holds all .* set relevance\.judge"):
         job.run(config(tmp_path), **run)
 

@@ -11,8 +11,8 @@ import pytest
 
 from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.errors import DataError
-from scalingnote.experiment import access_log, comparison, outcomes, relevance
-from scalingnote.experiment.access_log import RequestFilter, RequestSample
+from scalingnote.experiment import access_log, outcomes, report
+from scalingnote.experiment.access_log import RequestFilter
 from scalingnote.experiment.config import Arm, TrafficSplit, arm_of
 
 SPLIT = TrafficSplit(name="x", arms=(Arm(name="a", share=0.6), Arm(name="b", share=0.4)))
@@ -110,7 +110,7 @@ def test_sums_are_those_added_up_by_hand(tmp_path):
     assert {m.name for m in measures} == {key[2] for key in sums}
     for arm in ("a", "b"):
         for measure in (m.name for m in measures):
-            ours = comparison.unit_sums(units, arm, measure)
+            ours = report.unit_sums(units, arm, measure)
             theirs = sorted(pair for key, pair in sums.items() if key[::2] == (arm, measure))
             np.testing.assert_allclose(sorted(zip(ours.sum, ours.count, strict=True)), theirs, rtol=1e-6)
         times = [r["timings_ms"]["total"] for r in rows if (r["arm"], r["status"]) == (arm, 200)]
@@ -126,7 +126,7 @@ def test_a_sample_is_uniform_and_does_not_depend_on_batches(tmp_path):
     rows[0]["query"] = None
     samples = []
     for size in (1000, 37):
-        sample, selection = RequestSample(100, depth=4, seed=1), RequestFilter(SPLIT)
+        sample, selection = outcomes.RequestSample(100, depth=4, seed=1), RequestFilter(SPLIT)
         for batch in batches(rows, tmp_path, size=size):
             sample.add(selection(batch))
         samples.append(sample.table())
@@ -136,7 +136,7 @@ def test_a_sample_is_uniform_and_does_not_depend_on_batches(tmp_path):
     drawn = set(samples[0]["unit"].to_pylist())
     early = sum(row["unit"] in drawn for row in rows[:500])
     assert 60 < early < 140
-    assert RequestSample(5, depth=2, seed=0).table().num_rows == 0
+    assert outcomes.RequestSample(5, depth=2, seed=0).table().num_rows == 0
 
 
 def test_irrelevant_documents_are_counted_to_each_depth():
@@ -149,14 +149,14 @@ def test_irrelevant_documents_are_counted_to_each_depth():
             "doc_ids": [["x", "y", "z"], ["x"], ["z", "unknown", "y"], []],
         }
     ).slice(0)
-    pairs = relevance.pairs_to_judge(sample)
+    pairs = outcomes.pairs_to_judge(sample)
     assert pairs.to_pylist() == [
         {"query": query, "doc_id": doc_id}
         for query, doc_id in [("p", "x"), ("q", "unknown"), ("q", "x"), ("q", "y"), ("q", "z")]
     ]
     scores = pa.array([0.1, None, 0.9, 0.5, 0.2], pa.float32())
     judged = pairs.append_column("score", scores)
-    found = relevance.irrelevant_by_unit(sample, judged, below=0.5, depths=(2, 20))
+    found = outcomes.irrelevant_by_unit(sample, judged, below=0.5, depths=(2, 20))
     assert {row["unit"]: row for row in found.to_pylist()} == {
         # u: x relevant, y on the threshold, z irrelevant at the third place; x irrelevant for p
         "u": row_of("a", "u", {2: (1, 3), 20: (2, 4)}),
@@ -166,9 +166,9 @@ def test_irrelevant_documents_are_counted_to_each_depth():
         pa.table({"arm": ["b"], "unit": ["w"], "errors.sum": [1.0], "errors.count": [2.0]}), found
     )
     assert [row["unit"] for row in both.to_pylist()] == ["u", "v", "w"]
-    assert comparison.unit_sums(both, "b", "errors").sum.tolist() == [1.0]
-    assert comparison.unit_sums(both, "b", "irrelevant@20").count.tolist() == [2.0]
-    part = relevance.pairs_to_judge(sample.slice(2))  # offsets that begin in the middle
+    assert report.unit_sums(both, "b", "errors").sum.tolist() == [1.0]
+    assert report.unit_sums(both, "b", "irrelevant@20").count.tolist() == [2.0]
+    part = outcomes.pairs_to_judge(sample.slice(2))  # offsets that begin in the middle
     assert part["doc_id"].to_pylist() == ["unknown", "y", "z"]
 
 

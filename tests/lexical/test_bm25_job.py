@@ -13,7 +13,7 @@ from scalingnote import cluster, stages
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.config import load
 from scalingnote.errors import ArtifactError, DataError
-from scalingnote.evaluate.scores import document_matrix, query_matrix
+from scalingnote.evaluate.exact_search import document_matrix, query_matrix
 from scalingnote.lexical import frequencies, job
 from scalingnote.lexical.config import BM25Config
 from scalingnote.lexical.weights import BM25Weights, read_columns

@@ -1,0 +1,86 @@
+"""mteb against our own evaluation: the same towers, documents and judgements, two programs that measure them.
+
+    python -m benchmarks.mteb_agreement --json docs/results/mteb_agreement.json [--sets scifact nfcorpus]
+
+For each BEIR folder below $SCALINGNOTE_DATA all-MiniLM-L6-v2 as published encodes the documents, a table of
+tokens is distilled from them (few pseudo-queries, short documents: the agreement is measured, not the
+quality), and the stage evaluate searches the test queries exactly. The student and its teacher are published
+as one Router folder, which mteb evaluates by itself from the same folder: it encodes all documents again.
+
+- ndcg_difference_SET: |nDCG@10 by mteb - nDCG@10 by the stage evaluate| of the table
+- the row "search": the run's index with BM25, compressed as it is served, by mteb; beside it the report's
+  exact hybrid
+
+An interrupted run goes on where it stopped: every artifact is kept below --run-dir.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks import minilm
+from benchmarks.report import arguments, show, write
+from scalingnote import api, pipeline, stages
+from scalingnote.config import load
+from scalingnote.evaluate import mteb_model
+from scalingnote.run_config import RunConfig
+
+SETS = ("scifact", "nfcorpus")
+STUDENT = "static"  # name of the row in our report
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sets", nargs="+", default=SETS, help="BEIR folders, default: %(default)s")
+    parser.add_argument("--documents", type=int, default=64, help="tokens of one, default: %(default)s")
+    parser.add_argument("--run-dir", default="runs/mteb_agreement", help="default: %(default)s")
+    options = parser.parse_args()
+    rows = [row for name in options.sets for row in compare(name, options)]
+    show("nDCG@10 by two programs", rows)
+    metrics = {
+        f"ndcg_difference_{row['set']}": row["difference"] for row in rows if row["what"] == "Router folder"
+    }
+    write(options.json, metrics=metrics, rows=rows)
+
+
+def compare(name: str, options: Any) -> list[dict[str, Any]]:
+    """Rows of one set: the Router folder and the search, by mteb and by us."""
+    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / name
+    run_dir = Path(options.run_dir) / name
+    config = config_of(folder, run_dir, tokens=options.documents)
+    built = pipeline.run(config, stages.select(config))
+    router, task = run_dir / "router", mteb_model.beir_task(folder)
+    api.publish(built, router, model=None)
+    ours = built["report"].read_json("report.json")["methods"]
+    sides = {
+        "Router folder": (mteb_model.MtebModel.load(router), STUDENT),
+        "search": (mteb_model.MtebSearch.load(run_dir), f"{STUDENT} + bm25"),
+    }
+    rows = []
+    for what, (model, method) in sides.items():
+        found = mteb_model.evaluate(model, [task], to=run_dir / "mteb")[name]
+        mteb, own = found["ndcg_at_10"], ours[method]["nDCG@10"]
+        numbers = {"mteb": round(mteb, 5), "evaluate": round(own, 5), "difference": round(abs(mteb - own), 5)}
+        rows.append({"set": name, "what": what, **numbers})
+    return rows
+
+
+def config_of(folder: Path, run_dir: Path, *, tokens: int) -> RunConfig:
+    """The run of one set, without the parts of the report that are not compared."""
+    off = [f"evaluate.{name}=0" for name in ("typos", "entropy_negatives", "distances", "examples")]
+    knobs = [
+        f"run_dir={run_dir}",
+        f"dataset={{name: beir, path: {folder}}}",
+        f"adopt={{path: {minilm.path()}, document_max_length: {tokens}}}",
+        "pseudo_queries.count=3000",
+        "encode.dtype=float32",
+        "index={shards: 1}",
+        "bm25={}",
+        *(f"{stage}.resources={{workers: 1, cpus_per_worker: 2}}" for stage in ("encode", "teacher")),
+        "evaluate.run_depth=1000",
+    ]
+    return load(RunConfig, [f"configs/methods/{STUDENT}.yaml"], [*knobs, *off])
+
+
+if __name__ == "__main__":
+    main()
