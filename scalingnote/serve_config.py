@@ -46,6 +46,22 @@ class Rerank(Config):
     gpus_per_replica: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
 
 
+class FanOutConfig(Config):
+    """How a query reaches the groups of shards."""
+
+    groups_per_aggregator: int | None = Field(
+        None,
+        ge=2,
+        description="groups that one aggregator searches for the gateway; None: above 16 groups the square "
+        "root of their number, else no aggregators",
+    )
+    hedge_after: Literal["auto", "off"] | Annotated[float, Field(gt=0)] = Field(
+        "auto",
+        description="milliseconds after which a searcher is called a second time, at another replica; auto: "
+        "the 95th percentile of the calls; off: never, as with a single replica",
+    )
+
+
 class Limits(Config):
     """Limits of a client's requests; larger ones are refused, with the reason and when to try again."""
 
@@ -109,6 +125,7 @@ class ServeConfig(Config):
         "auto",
         description="auto: in the gateway if it is the only one and the index is small, else in replicas",
     )
+    fanout: FanOutConfig = FanOutConfig()
     shards_per_searcher: int = Field(4, ge=1, description="shards that one searcher process holds")
     mapped: bool = Field(
         False,

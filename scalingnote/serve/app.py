@@ -20,6 +20,7 @@ from scalingnote.serve.access import Admission, read_keys
 from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gateway_encodes
 from scalingnote.serve.concurrency import Handle, LocalHandle
 from scalingnote.serve.embeddings import Embeddings
+from scalingnote.serve.fan_out import Aggregator, hedged, sizes
 from scalingnote.serve.grpc.servicer import Servicer
 from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts, Reranker
 from scalingnote.serve.service import ServedArm, Service
@@ -54,6 +55,7 @@ class Gateway(Servicer):
         writing: None: the index is read only.
         name: of the model, for clients of embeddings.
         documents: the document tower, for the same; None: it is not served.
+        aggregators: of the searchers, where there are many groups.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Gateway(Servicer):
         writing: WriteHandles | None = None,
         name: str = "scalingnote",
         documents: DeploymentHandle[Any] | None = None,
+        aggregators: Sequence[DeploymentHandle[Any]] = (),
     ) -> None:
         gc.set_threshold(GC_THRESHOLD)
         self._config, self._metrics = config, Metrics()
@@ -80,6 +83,7 @@ class Gateway(Servicer):
             on_recall=self._metrics.observe_recall,
             name=name,
             documents=documents,
+            aggregators=aggregators,
         )
         replica = serve.get_replica_context().replica_id.unique_id
         log = None if config.access_log is None else AccessWriter(config.access_log, replica)
@@ -170,15 +174,17 @@ def bind(served: ServedArtifacts | ServedTower) -> Application:
     config = served.config
     arms = [arm if gateway_encodes(arm, config) else _in_replicas(arm, config) for arm in served.arms]
     gateway = _replicas(Gateway, num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
+    searchers = _searchers(served)
     application: Application = gateway.bind(
         arms,
         served.catalog,
-        _searchers(served),
+        searchers,
         config,
         _reranker(config),
         _writing(served),
         served.name,
         _documents(served.document_tower, config.document_replicas or 0, config),
+        _aggregators(searchers, config),
     )
     return application
 
@@ -229,6 +235,20 @@ def _searchers(served: ServedArtifacts) -> list[Any]:
             refresh_s=config.live.refresh_s if config.live else 0.1,
         )
         for group, shards in enumerate(served.groups)
+    ]
+
+
+def _aggregators(searchers: Sequence[Any], config: ServeConfig) -> list[Any]:
+    """A deployment for each set of groups, with as many replicas as a searcher has; none for few groups."""
+    return [
+        _replicas(
+            Aggregator,
+            name=f"Aggregator-{number:03d}",
+            num_replicas=config.searcher_replicas,
+            ray_actor_options=_actor(config),
+            max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        ).bind([searchers[group] for group in groups], groups, hedged(config))
+        for number, groups in enumerate(sizes(len(searchers), config.fanout))
     ]
 
 

@@ -12,6 +12,7 @@ from scalingnote.models.published_model import local_folder
 from scalingnote.run_config import RunConfig
 from scalingnote.serve import towers
 from scalingnote.serve.access import read_keys
+from scalingnote.serve.fan_out import sizes
 from scalingnote.serve.replicas import QueryPathParts
 from scalingnote.serve.service import ServedArm
 from scalingnote.serve.towers import Location
@@ -57,7 +58,9 @@ class ServedArtifacts:
         """CPU cores that all replicas together reserve."""
         config, replicas = self.config, self.config.gateway_replicas
         replicas += sum(not gateway_encodes(arm, config) for arm in self.arms) * config.encoder_replicas
-        replicas += (not self.gateway_searches) * len(self.groups) * config.searcher_replicas
+        if not self.gateway_searches:
+            aggregators = sizes(len(self.groups), config.fanout)
+            replicas += (len(self.groups) + len(aggregators)) * config.searcher_replicas
         replicas += config.live is not None
         replicas += (self.document_tower is not None) * (config.document_replicas or 0)
         cpus = replicas * config.cpus_per_replica

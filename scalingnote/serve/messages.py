@@ -178,6 +178,7 @@ class SearchResponse(BaseModel):
     personalised: bool
     shards: int
     shards_answered: int
+    missing_groups: list[int] = Field(description="numbers of the groups of shards that did not answer")
     timings_ms: Timings
 
 

@@ -30,7 +30,7 @@ from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.planner import planner
 from scalingnote.search.query_path import Personal, Query, QueryPath
 from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
-from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, run_periodically
+from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Location, Refused, TextTower, folder_of
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
@@ -209,6 +209,10 @@ class IndexSearcher:
         query = query if query.version == name else replace(query, version=name)
         batcher = self._in_loop if self._is_short(searcher, query) else self._in_thread
         return await batcher((searcher, query))
+
+    async def search_many(self, queries: Sequence[Query], left_s: float) -> list[Candidates | Refused | None]:
+        """The candidates of each query; None where they are not found in `left_s` seconds."""
+        return await gather_in_time([self.search(query) for query in queries], deadline_s=left_s)
 
     def _is_short(self, searcher: Searcher, query: Query) -> bool:
         """Whether a search is sure to take less than a millisecond: of vectors only, all in memory."""

@@ -29,6 +29,7 @@ from scalingnote.serve import messages
 from scalingnote.serve.access import invalid, not_found, unavailable
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
 from scalingnote.serve.embeddings import Embeddings
+from scalingnote.serve.fan_out import FanOut, hedged, sizes
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
 from scalingnote.serve.telemetry import get_logger, secret
 from scalingnote.serve.towers import Refused
@@ -60,6 +61,8 @@ class Service:
     Args:
         arms: the first one answers requests outside the traffic split.
         searchers: one for each group of shards.
+        aggregators: of the groups that :func:`scalingnote.serve.fan_out.sizes` says; none: the searchers are
+            called for every query.
         versions: the open versions of the index.
         config: limits, deadline and traffic split.
         reranker: None: requests for re-ranking are refused.
@@ -81,9 +84,13 @@ class Service:
         on_recall: Callable[[float], None] | None = None,
         name: str = "scalingnote",
         documents: Handle | None = None,
+        aggregators: Sequence[Handle] = (),
     ) -> None:
         self._arms, self._searchers = {arm.name: arm for arm in arms}, list(searchers)
-        self._first_arm = arms[0]
+        self._first_arm, self._aggregators = arms[0], list(aggregators)
+        groups = sizes(len(searchers), config.fanout) if aggregators else [[n] for n in range(len(searchers))]
+        hedge_after = hedged(config)
+        self._fan_out = FanOut(aggregators or searchers, groups, hedge_after=hedge_after)
         encoders = {arm.name: arm.encoder for arm in arms}
         self.embeddings = Embeddings(name, encoders, documents, config, reranker=reranker)
         self.versions, self._config, self._reranker = versions, config, reranker
@@ -127,7 +134,8 @@ class Service:
             version=version,
         )
         timings_ms = {"encode": timer.step_ms()}
-        found = rank(await self._search_shards(query, timer), k=query.k, joining=joining, layout=layout)
+        answers, missing = await self._search_shards(query, timer)
+        found = rank(answers, k=query.k, joining=joining, layout=layout)
         timings_ms["search"] = timer.step_ms()
         if self._on_recall is not None and query.terms is None and random.random() < self._config.canary:
             self._start_canary(query, found)
@@ -140,7 +148,14 @@ class Service:
             _explain(results, found, scores)
         timings_ms["total"] = timer.total_ms()
         state["answer"] = answer = _response(
-            state, arm, results, found, timings_ms, shards=layout.shards, personalised=query.personalised
+            state,
+            arm,
+            results,
+            found,
+            timings_ms,
+            shards=layout.shards,
+            missing=missing,
+            personalised=query.personalised,
         )
         return answer
 
@@ -161,12 +176,19 @@ class Service:
         vector = await _from_one(calls, request.doc_id, timer)
         timings_ms = {"encode": timer.step_ms()}
         query = Query(vector, k=request.k + 1, where=where, version=version)
-        answers = await self._search_shards(query, timer)
+        answers, missing = await self._search_shards(query, timer)
         found = rank(answers, k=query.k, joining=DEFAULT_JOINING, layout=layout)
         others = [result for result in _results(found, k=query.k) if result["doc_id"] != request.doc_id]
         timings_ms |= {"search": timer.step_ms(), "rerank": 0.0, "total": timer.total_ms()}
         return _response(
-            state, arm, others[: request.k], found, timings_ms, shards=layout.shards, personalised=False
+            state,
+            arm,
+            others[: request.k],
+            found,
+            timings_ms,
+            shards=layout.shards,
+            missing=missing,
+            personalised=False,
         )
 
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
@@ -189,18 +211,19 @@ class Service:
         (document,) = await _from_one(calls, doc_id, self._timer(None))
         return dict(document)
 
-    async def _search_shards(self, query: Query, timer: RequestTimer) -> list[Candidates]:
-        """Answers of the searchers that are in time; 503 when none is, 422 when one refuses the query."""
-        calls = [searcher.search.remote(query) for searcher in self._searchers]
-        answers: list[Candidates] = []
-        for answer in await gather_in_time(calls, deadline_s=timer.left_s()):
-            if isinstance(answer, Refused):
-                raise invalid(answer.reason)
-            if answer is not None:
-                answers.append(answer)
-        if not answers:
+    async def _search_shards(
+        self, query: Query, timer: RequestTimer
+    ) -> tuple[list[Candidates], tuple[int, ...]]:
+        """Candidates of the groups that are in time, and the others' numbers.
+
+        503 when no group is in time, 422 when one refuses the query.
+        """
+        found = await self._fan_out.search(query, timer.left_s())
+        if isinstance(found, Refused):
+            raise invalid(found.reason)
+        if not found.candidates:
             raise unavailable("no shard of the index answers: try again")
-        return answers
+        return found.candidates, found.missing
 
     async def _rerank(
         self, request: SearchRequest, found: Candidates, timer: RequestTimer
@@ -232,7 +255,8 @@ class Service:
         task.add_done_callback(self._end_canary)
 
     async def _run_canary(self, query: Query, found: Candidates) -> None:
-        answers = await self._search_shards(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
+        timer = RequestTimer(CANARY_DEADLINE_S)
+        answers, _ = await self._search_shards(replace(query, exact=True), timer)
         layout = self.versions.content(query.version).layout
         best = rank(answers, k=query.k, joining=DEFAULT_JOINING, layout=layout)
         doc_ids = {document["doc_id"] for document in found.documents}
@@ -275,12 +299,16 @@ class Service:
         active = self.versions.active.name
         shards = self.versions.content(active).layout.shards
         encoders = [arm.encoder.ping.remote() for arm in self._arms.values()]
-        pings = [*encoders, *(searcher.ping.remote(active) for searcher in self._searchers)]
+        searchers = [searcher.ping.remote(active) for searcher in self._searchers]
+        aggregators = [aggregator.ping.remote() for aggregator in self._aggregators]
+        pings = [*encoders, *searchers, *aggregators]
         answers = await gather_in_time(pings, deadline_s=self._config.deadline_s)
         encoder_answers = dict(zip(self._arms, answers[: len(encoders)], strict=True))
         can_encode = any(encoder_answers[arm.name] for arm in self._config.split.arms if arm.share > 0)
-        shards_answered = sum(held or 0 for held in answers[len(encoders) :])
-        status = "ok" if all(encoder_answers.values()) and shards_answered == shards else "degraded"
+        first, last = len(encoders), len(encoders) + len(searchers)
+        shards_answered = sum(held or 0 for held in answers[first:last])
+        all_answer = all(encoder_answers.values()) and shards_answered == shards and all(answers[last:])
+        status = "ok" if all_answer else "degraded"
         return messages.Health(
             status=status if can_encode and shards_answered else "down",
             encoder_answers=all(encoder_answers.values()),
@@ -402,6 +430,7 @@ def _response(
     timings_ms: dict[str, float],
     *,
     shards: int,
+    missing: Sequence[int],
     personalised: bool,
 ) -> dict[str, Any]:
     """A ``messages.SearchResponse`` as a dict: pydantic would validate every hit."""
@@ -413,6 +442,7 @@ def _response(
         "personalised": personalised,
         "shards": shards,
         "shards_answered": found.searched,
+        "missing_groups": list(missing),
         "timings_ms": timings_ms,
     }
 

@@ -15,7 +15,7 @@ from scalingnote.storage.artifact import Artifact
 
 
 @pytest.fixture(scope="session")
-def index(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     return built(tmp_path_factory.mktemp("index"))
 
 

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 import tiny
+from in_process import without_ray
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.models import tower
@@ -14,7 +17,7 @@ DIM = 16
 
 
 def built(folder: Path, *, corpus_seed: int = 0) -> Artifact:
-    """An index of two shards."""
+    """An index of two shards, built in this process."""
     corpus = Corpus.build(f"{folder}/corpus", sizes=[200, 220], dim=DIM, seed=corpus_seed)
     config = IndexConfig(
         shards=2,
@@ -25,7 +28,9 @@ def built(folder: Path, *, corpus_seed: int = 0) -> Artifact:
         iterations=2,
         filters=("topic",),
     )
-    return job.run(config, **corpus.uris, output=f"{folder}/index")
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        return job.run(config, **corpus.uris, output=f"{folder}/index")
 
 
 def student(uri: str, *, dim: int = DIM, seed: int = 0) -> Artifact:

@@ -43,7 +43,7 @@ Expected = Callable[[Artifact], list[str]]
 
 
 @pytest.fixture(scope="module")
-def other_index(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+def other_index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
     """Another version, in which the same query finds other documents."""
     return built(tmp_path_factory.mktemp("other"), corpus_seed=1)
 

@@ -92,7 +92,7 @@ class Timings(_message.Message):
     def __init__(self, encode: _Optional[float] = ..., search: _Optional[float] = ..., rerank: _Optional[float] = ..., total: _Optional[float] = ...) -> None: ...
 
 class SearchResponse(_message.Message):
-    __slots__ = ("request_id", "results", "arm", "index_version", "personalised", "shards", "shards_answered", "timings_ms")
+    __slots__ = ("request_id", "results", "arm", "index_version", "personalised", "shards", "shards_answered", "timings_ms", "missing_groups")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     ARM_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class SearchResponse(_message.Message):
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_MS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_GROUPS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     results: _containers.RepeatedCompositeFieldContainer[Hit]
     arm: str
@@ -109,7 +110,8 @@ class SearchResponse(_message.Message):
     shards: int
     shards_answered: int
     timings_ms: Timings
-    def __init__(self, request_id: _Optional[str] = ..., results: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., arm: _Optional[str] = ..., index_version: _Optional[str] = ..., personalised: _Optional[bool] = ..., shards: _Optional[int] = ..., shards_answered: _Optional[int] = ..., timings_ms: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    missing_groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., results: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., arm: _Optional[str] = ..., index_version: _Optional[str] = ..., personalised: _Optional[bool] = ..., shards: _Optional[int] = ..., shards_answered: _Optional[int] = ..., timings_ms: _Optional[_Union[Timings, _Mapping]] = ..., missing_groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("queries", "user_id", "arm")

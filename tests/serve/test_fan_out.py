@@ -1,0 +1,226 @@
+"""The fan-out before groups that are slow, dead or many: shared calls, second calls, partial answers."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scalingnote.index.shard import DOCUMENTS
+from scalingnote.search.query_path import Query
+from scalingnote.search.searcher import Candidates
+from scalingnote.serve.fan_out import (
+    HEDGED_SHARE,
+    MAX_CALLS,
+    MIN_MEASURED,
+    Aggregator,
+    FanOut,
+    Found,
+    Hedge,
+    hedged,
+    merged,
+    sizes,
+)
+from scalingnote.serve.towers import Refused
+from scalingnote.serve_config import FanOutConfig, ServeConfig
+
+GROUPS = 24
+ROWS = 5
+
+
+def query(number: int = 0, k: int = 10) -> Query:
+    return Query(np.float32([[number]]), k=k, version="v")
+
+
+def of_group(group: int, asked: Query) -> Candidates:
+    """Five documents; scores interleave between groups, and some are equal."""
+    ids = group + GROUPS * np.arange(ROWS)
+    scores = np.float32((ids * 7 + int(asked.embedding[0, 0])) % 50)
+    documents = [dict.fromkeys(DOCUMENTS.names, str(each)) for each in ids]
+    return Candidates(ids, np.full(ROWS, group), scores, None, documents, searched=1, version=asked.version)
+
+
+class Replica:
+    """Calls of one group, as a handle of Ray Serve makes them."""
+
+    def __init__(self, group: int, behave: Callable[[int], float] = lambda _: 0.0) -> None:
+        self._group, self._behave = group, behave
+        self.calls: list[int] = []  # queries of each
+        self.in_flight = self.most = 0
+        self.cancelled = 0
+
+    @property
+    def search_many(self) -> "Replica":
+        return self
+
+    def remote(self, queries: Sequence[Query], left_s: float) -> Any:
+        assert left_s > 0
+        self.calls.append(len(queries))
+        return self._answer(queries, self._behave(len(self.calls)))
+
+    async def _answer(self, queries: Sequence[Query], seconds: float) -> list[Candidates]:
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            if seconds < 0:
+                raise OSError("the replica is gone")
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.in_flight -= 1
+        return [of_group(self._group, each) for each in queries]
+
+
+def direct(replicas: Sequence[Any], hedge_after: float | str = "off") -> FanOut:
+    return FanOut(replicas, [[n] for n in range(len(replicas))], hedge_after=hedge_after)
+
+
+class Deployed:
+    """An aggregator behind the form of a handle."""
+
+    def __init__(self, aggregator: Aggregator) -> None:
+        self._aggregator = aggregator
+        self.search_many = self
+        self.calls = 0
+
+    def remote(self, queries: Sequence[Query], left_s: float) -> Any:
+        self.calls += 1
+        return self._aggregator.search_many(queries, left_s)
+
+
+def tree(replicas: Sequence[Replica], per_aggregator: int) -> tuple[FanOut, list[Any]]:
+    groups = sizes(len(replicas), FanOutConfig(groups_per_aggregator=per_aggregator))
+    made: list[Any] = [Deployed(Aggregator([replicas[g] for g in own], own, "off")) for own in groups]  # type: ignore[misc]
+    return FanOut(made, groups, hedge_after="off"), made
+
+
+def best(found: Found | Refused, k: int) -> list[tuple[int, float]]:
+    assert isinstance(found, Found)
+    together = merged(found.candidates, k=k)
+    return list(zip(together.ids.tolist(), together.dense.tolist(), strict=True))
+
+
+def test_groups_are_shared_out_evenly_above_sixteen():
+    assert [sizes(groups, FanOutConfig()) for groups in (1, 8, 16)] == [[], [], []]
+    of_48 = sizes(48, FanOutConfig())
+    assert (len(of_48), {len(own) for own in of_48}) == (7, {6, 7})
+    assert [group for own in of_48 for group in own] == [*range(48)]
+    assert [len(own) for own in sizes(17, FanOutConfig(groups_per_aggregator=4))] == [3, 3, 4, 3, 4]
+
+
+def test_a_tree_finds_what_direct_calls_find():
+    replicas = [Replica(group) for group in range(GROUPS)]
+
+    async def both(number: int) -> tuple[Any, Any]:
+        through, _ = tree(replicas, 5)
+        return await direct(replicas).search(query(number), 5), await through.search(query(number), 5)
+
+    for number in range(20):
+        flat, deep = asyncio.run(both(number))
+        assert best(deep, 10) == best(flat, 10)
+        assert sum(each.searched for each in deep.candidates) == GROUPS
+        assert deep.missing == flat.missing == ()
+        assert len(deep.candidates) == 5
+
+
+def test_candidates_with_terms_go_up_whole():
+    class Hybrid(Replica):
+        async def _answer(self, queries: Sequence[Query], seconds: float) -> list[Candidates]:
+            return [
+                Candidates(c.ids, c.shards, c.dense, c.dense, c.documents, searched=1)
+                for c in await super()._answer(queries, seconds)
+            ]
+
+    through, _ = tree([Hybrid(group) for group in range(6)], 3)
+    found = asyncio.run(through.search(query(k=2), 5))
+    assert isinstance(found, Found)
+    assert [len(each) for each in found.candidates] == [ROWS] * 6
+
+
+def test_queries_that_wait_share_a_call():
+    replica = Replica(0, lambda _: 0.02)
+
+    async def crowd() -> list[Any]:
+        fan_out = direct([replica])
+        first = asyncio.gather(*(fan_out.search(query(n), 5) for n in range(3)))
+        await asyncio.sleep(0.005)
+        later = []
+        for n in range(3, 43):  # each in a turn of its own
+            later.append(asyncio.ensure_future(fan_out.search(query(n), 5)))
+            await asyncio.sleep(0)
+        return [*await first, *await asyncio.gather(*later)]
+
+    answers = asyncio.run(crowd())
+    assert [best(found, 3) for found in answers] == [
+        best(Found([of_group(0, query(number))]), 3) for number in range(43)
+    ]
+    assert replica.calls[0] == 3
+    assert sum(replica.calls) == 43
+    assert len(replica.calls) < 15
+    assert replica.most == MAX_CALLS
+
+
+def test_groups_that_are_dead_or_late_are_named():
+    replicas = [Replica(group) for group in range(GROUPS)]
+    replicas[3], replicas[11] = Replica(3, lambda _: -1.0), Replica(11, lambda _: 60.0)
+    through, aggregators = tree(replicas, 5)
+    found = asyncio.run(through.search(query(), 0.5))
+    assert isinstance(found, Found)
+    assert found.missing == (3, 11)
+    assert sum(each.searched for each in found.candidates) == GROUPS - 2
+    assert replicas[11].cancelled == 1  # nobody waits for it any more
+
+    def dead(*_: Any) -> Any:
+        raise OSError("the aggregator is gone")
+
+    aggregators[0].remote = dead
+    found = asyncio.run(through.search(query(), 0.5))
+    assert isinstance(found, Found)
+    assert found.missing == (0, 1, 2, 3, 11)
+
+
+def test_a_refusal_is_an_answer():
+    class Refusing(Replica):
+        async def _answer(self, queries: Sequence[Query], seconds: float) -> list[Any]:
+            return [Refused("no such field")] * len(queries)
+
+    through, _ = tree([Replica(0), Refusing(1), Replica(2), Replica(3)], 2)
+    assert asyncio.run(through.search(query(), 5)) == Refused("no such field")
+
+
+def test_a_second_call_answers_for_one_that_is_stuck():
+    stuck = Replica(0, lambda call: 60.0 if call == 1 else 0.0)
+    found = asyncio.run(direct([stuck], hedge_after=5.0).search(query(), 5))
+    assert isinstance(found, Found)
+    assert (found.missing, stuck.calls, stuck.cancelled) == ((), [1, 1], 1)
+    dead = Replica(0, lambda call: -1.0 if call == 1 else 0.0)
+    assert isinstance(asyncio.run(direct([dead], hedge_after=5000.0).search(query(), 5)), Found)
+    both = Replica(0, lambda _: -1.0)
+    found = asyncio.run(direct([both], hedge_after=5.0).search(query(), 5))
+    assert isinstance(found, Found)
+    assert (found.missing, both.calls) == ((0,), [1, 1])
+    off = Replica(0, lambda call: 60.0 if call == 1 else 0.0)
+    found = asyncio.run(direct([off]).search(query(), 0.05))
+    assert isinstance(found, Found)
+    assert (found.missing, off.calls) == ((0,), [1])
+
+
+def test_the_delay_is_of_the_usual_target_and_second_calls_have_a_budget():
+    hedge = Hedge("auto")
+    assert hedge.delay_s() is None
+    for _ in range(MIN_MEASURED):
+        for target in range(4):
+            hedge.observe(target, 0.010 * (1 + target / 10) if target else 3.0)
+    delay_s = hedge.delay_s()
+    assert delay_s is not None
+    assert 0.010 < delay_s < 0.020
+    for _ in range(int(HEDGED_SHARE * 5 * MIN_MEASURED) + 1):
+        hedge.count()
+    assert hedge.delay_s() is None
+    assert Hedge("off").delay_s() is None
+    assert Hedge(7.0).delay_s() == pytest.approx(0.007)
+    assert hedged(ServeConfig()) == "off"  # a second call would come to the same replica
+    assert hedged(ServeConfig(searcher_replicas=2)) == "auto"
