@@ -106,7 +106,7 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
     from scalingnote.encode.documents import load_document_encoder, load_document_prompt, tokenise
     from scalingnote.encode.encoder import by_tokens
     from scalingnote.models.batch import collate
-    from scalingnote.models.token_rows import from_columns
+    from scalingnote.models.prompt import from_columns
 
     torch.set_num_threads(1)
     made = open_artifact(towers, kind="dual_encoder")

@@ -20,8 +20,7 @@ from scalingnote.encode.config import EncodeConfig
 from scalingnote.encode.cost import totals
 from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, write_parts
 from scalingnote.errors import ArtifactError, ConfigError, DataError
-from scalingnote.models.prompt import DocumentPrompt
-from scalingnote.models.token_rows import from_columns, token_columns
+from scalingnote.models.prompt import DocumentPrompt, from_columns, token_columns
 from scalingnote.storage import arrow, schema
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact

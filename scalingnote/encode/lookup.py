@@ -7,20 +7,22 @@ float16 rows are converted to float32 by shifts of their bits (:func:`_widened`)
 takes longer than everything else. Measured per query without the tokenizer, one thread, 32,000 rows of 384 in
 float16, 8 tokens: 7 us alone (10 with numpy's conversion), 2.6 us in batches of 64 and 1,024; there torch's
 EmbeddingBag takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights. Tokenizing a query
-takes 10 to 30 us, or 2 us from cached words (word_tokenizer.py).
+takes 10 to 30 us, or 2 us from cached words (:class:`WordTokenizer`).
 """
 
+import json
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int16, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 
-from scalingnote.models import library_folder
-from scalingnote.models.lookup_table import Table, WordTokenizer
+from scalingnote.models.lookup_table import Table, read_published
+from scalingnote.models.prompt import cut_characters, tokenize
 
 _BATCH_QUERIES = 16  # their rows fit in a core's cache (18 tokens of 384 dimensions: 440 KB)
 _MAX_CACHED_SHARES = 128  # arrays of equal shares are made once for queries of fewer tokens
@@ -39,9 +41,9 @@ class LookupEncoder:
 
         Raises:
             ArtifactError: `folder` holds no table.
-            ConfigError: its table cannot be read alone (:func:`static_embedding.read`).
+            ConfigError: its table cannot be read alone (:func:`lookup_table.read_published`).
         """
-        published = None if (folder / "tower.json").exists() else library_folder.read_table(folder)
+        published = None if (folder / "tower.json").exists() else read_published(folder)
         self._table = table = Table.read(folder) if published is None else published.table
         tokenizer = Tokenizer.from_str(table.tokenizer_json)
         tokenizer.no_padding()
@@ -172,3 +174,113 @@ def _attended(
     weights /= weights.sum(axis=1, keepdims=True)
     mean: ndarray = shares @ weights @ rows @ out
     return mean
+
+
+MAX_WORDS = 65_536  # cached words, about 15 MB; a full cache is emptied
+MAX_WORD_CHARACTERS = 40  # longer words are rare and rarely repeated
+MAX_MARKERS = 4  # first characters of added tokens; every text is searched for each
+_NORMALIZERS = ("BertNormalizer", "Lowercase", "NFD", "NFC", "NFKD", "NFKC", "StripAccents")
+_PRE_TOKENIZERS = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
+# Expressions by which byte-level tokenizers split texts besides that of ByteLevel itself: Qwen's and Llama's.
+# In all of them a space only begins a piece, unless another white space follows it.
+_SPLITS = tuple(
+    rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for numbers in (r"\p{N}", r"\p{N}{1,3}")
+)
+
+
+class WordTokenizer:
+    """Tokenizes text word by word with a cache: most words cost a dictionary lookup.
+
+    BERT's tokenizers never look across a space, and those with byte-level BPE (GPT-2's, Qwen's) read it as
+    the beginning of the next word: the tokens of a text are those of its words, end to end. If that does not
+    hold (another kind of tokenizer, an added token in the text, white space other than single spaces), the
+    text is tokenized as a whole. The tokens are the same in every case.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """`tokenizer` must neither pad nor truncate."""
+        self._tokenizer = tokenizer
+        facts = json.loads(tokenizer.to_str())
+        self._markers, self._space = _markers(facts), " " if _is_byte_level(facts) else ""
+        self._first: dict[str, list[int]] = {}  # the first word of a text
+        self._words: dict[str, list[int]] = {} if self._space else self._first
+
+    def ids(self, texts: Sequence[str], room: int) -> list[list[int]]:
+        """Return the first `room` token ids of each text, without special tokens."""
+        if self._markers is None:
+            return [ids[:room] for ids in tokenize(self._tokenizer, texts, room)]
+        rows: list[list[int]] = []
+        others: list[int] = []
+        for number, text in enumerate(texts):
+            ids = self._of_words(cut_characters(text, room))
+            if ids is None:
+                others.append(number)
+            rows.append([] if ids is None else ids[:room])
+        if others:
+            missing = tokenize(self._tokenizer, [texts[number] for number in others], room)
+            for number, ids in zip(others, missing, strict=True):
+                rows[number] = ids[:room]
+        return rows
+
+    def _of_words(self, text: str) -> list[int] | None:
+        """Return the ids of all words; None if the text must be tokenized as a whole."""
+        # The space is the only printable character that is white space.
+        if not text.isprintable() or (self._space and "  " in text):
+            return None
+        for marker in self._markers or ():
+            if marker in text:
+                return None
+        first, *others = text.split(" ")
+        ids = self._first.get(first)
+        text_ids = list(self._learn(self._first, first, "") if ids is None else ids)
+        words = self._words
+        for word in others:
+            ids = words.get(word)
+            text_ids += self._learn(words, word, self._space) if ids is None else ids
+        return text_ids
+
+    def _learn(self, words: dict[str, list[int]], word: str, space: str) -> list[int]:
+        """Tokenize a word after `space` and cache it in `words`."""
+        ids: list[int] = self._tokenizer.encode(space + word, add_special_tokens=False).ids
+        if len(word) <= MAX_WORD_CHARACTERS:
+            if len(words) >= MAX_WORDS:
+                words.clear()
+            words[word] = ids
+        return ids
+
+
+def _markers(facts: dict[str, Any]) -> tuple[str, ...] | None:
+    """Return the first characters of added tokens; None if words cannot be tokenized separately."""
+    normalizer, pre_tokenizer = facts["normalizer"], facts["pre_tokenizer"]
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    word_piece = (
+        facts["model"]["type"] == "WordPiece" and (pre_tokenizer or {}).get("type") in _PRE_TOKENIZERS
+    )
+    if not (word_piece or _is_byte_level(facts)) or any(step["type"] not in _NORMALIZERS for step in steps):
+        return None
+    markers = {token["content"][0] for token in facts["added_tokens"]}
+    markers |= {character for marker in markers for character in (marker.lower(), marker.upper())}
+    plain = all(len(marker) == 1 and not marker.isalnum() for marker in markers)
+    return tuple(sorted(markers)) if plain and len(markers) <= MAX_MARKERS else None
+
+
+def _is_byte_level(facts: dict[str, Any]) -> bool:
+    """Return whether the tokenizer is byte-level BPE that splits texts before single spaces."""
+    pre_tokenizer, model = facts["pre_tokenizer"] or {}, facts["model"]
+    if model["type"] != "BPE" or model.get("dropout"):
+        return False
+    splits_at_spaces = False
+    for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer]):
+        pattern = step.get("pattern", {})
+        match step.get("type"):
+            case "ByteLevel" if not step["add_prefix_space"]:
+                splits_at_spaces |= step["use_regex"]
+            case "Split" if pattern.get("Regex") in _SPLITS and step["behavior"] == "Isolated":
+                splits_at_spaces = True
+            case "Split" if " " not in pattern.get("String", " ") and not step["invert"]:
+                pass
+            case _:
+                return False
+    return splits_at_spaces

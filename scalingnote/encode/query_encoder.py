@@ -22,11 +22,11 @@ from numpy import ndarray
 
 from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import library_folder
+from scalingnote.models import published_model
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
-    from scalingnote.models.precision import Precision
+    from scalingnote.models.weights import Precision
 
 PUBLISHED = ("native", "sentence_transformers")  # kinds of towers that keep their own head
 Encode = Callable[[Sequence[str]], Float32[ndarray, "queries dim"]]
@@ -139,10 +139,10 @@ def forms(folder: Path) -> "list[Form]":
 
 
 def _published_forms(folder: Path) -> "list[Form]":
-    modules = library_folder.read_modules(folder, "query")
+    modules = published_model.read_modules(folder, "query")
     if modules is None:
         raise ArtifactError(f"{folder} is not a tower: tower.json and modules.json are missing")
-    if modules[0].name in library_folder.TABLES:
+    if modules[0].name in published_model.TABLES:
         return ["lookup"]
     return ["torch", "compiled"]
 
