@@ -107,7 +107,7 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
     from scalingnote.encode.encoder import by_tokens
     from scalingnote.encode.engines import load_document_encoder
     from scalingnote.models.batch import collate
-    from scalingnote.models.token_rows import from_columns
+    from scalingnote.models.prompt import from_columns
 
     torch.set_num_threads(1)
     made = open_artifact(towers, kind="dual_encoder")

@@ -45,8 +45,7 @@ from scalingnote.fuse import prepare as prepared
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.fusion import DocumentFusion, QueryFusion
 from scalingnote.fuse.job import QueryParts, build, read_queries
-from scalingnote.fuse.objective import ClickBatches
-from scalingnote.fuse.prepare import FusedCorpus, read_part
+from scalingnote.fuse.prepare import ClickBatches, FusedCorpus, read_part
 from scalingnote.log import configure
 from scalingnote.planner.config import Statistics
 from scalingnote.planner.job import run as plan

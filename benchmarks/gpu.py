@@ -25,7 +25,7 @@ import torch
 from benchmarks import gpu_queries
 from benchmarks.gpu_towers import DIM, TINY, Figures, any_tokenizer, forget, llm, random_tower, timed
 from benchmarks.report import arguments, show, write
-from scalingnote.models import adapters, backbone, flops
+from scalingnote.models import backbone, flops, weights
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import collate
 from scalingnote.models.config import Lora, Scratch
@@ -111,7 +111,7 @@ def _encode(shape: Shape, device: torch.device, *, packed: bool, seconds: float,
 
 def _train_lora(shape: Shape, device: torch.device, **settings: Any) -> Figures:
     first = llm(shape, device)
-    second = Backbone(adapters.share_weights(first.model), first.tokenizer, first.causal)
+    second = Backbone(weights.share_weights(first.model), first.tokenizer, first.causal)
     towers = DualEncoder(
         random_tower(first, role="query", lora=LORA), random_tower(second, role="document", lora=LORA)
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
-from scalingnote.models import backbone, library_folder, tower
+from scalingnote.models import backbone, published_model, tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.config import Lora, Scratch, TowerConfig
 from scalingnote.models.flops import Shape
@@ -48,7 +48,7 @@ def llm(shape: Shape, device: torch.device) -> Backbone:
     return Backbone(model, any_tokenizer(), causal=True)
 
 
-def random_tower(made: Backbone, *, role: library_folder.Role, lora: Lora | None = None) -> Tower:
+def random_tower(made: Backbone, *, role: published_model.Role, lora: Lora | None = None) -> Tower:
     """A tower around a backbone, where that lies."""
     config = TowerConfig(lora=lora, max_length=min(512, made.max_positions or 512))
     device = next(made.model.parameters()).device

@@ -64,7 +64,7 @@ def build(folder: Path, options: Namespace) -> list[str]:
     """Write the student, its graphs and the table below `folder`; returns the queries to ask."""
     from tokenizers import Tokenizer
 
-    from scalingnote.models import backbone, lookup, onnx, tower
+    from scalingnote.models import backbone, lookup, onnx, onnx_export, tower
     from scalingnote.models.config import Scratch, TowerConfig
 
     texts, queries = _data()
@@ -80,7 +80,7 @@ def build(folder: Path, options: Namespace) -> list[str]:
     config = TowerConfig(backbone=shape, max_length=32)
     tower.build(config, role="query", dim=DIM, tokenizer_json=learnt, seed=0).save(folder / "torch")
     for form in onnx.FILES:
-        onnx.export_graph(folder / "torch", folder / form, queries=queries[:COMPARED], form=form)
+        onnx_export.export_graph(folder / "torch", folder / form, queries=queries[:COMPARED], form=form)
     tokenizer = Tokenizer.from_str(learnt)
     rows = np.random.default_rng(0).standard_normal((tokenizer.get_vocab_size(), DIM)).astype(np.float32)
     lookup.from_table(rows, tokenizer, max_length=32, storage="float16").save(folder / "lookup")

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import scale_inputs
 from benchmarks.report import alone, arguments, peak_memory_mb, show, write
-from scalingnote.scaling.stage_costs import predict
+from scalingnote.scaling.capacity import predict
 from scalingnote.storage.artifact import Artifact, open_artifact
 
 SIZES = (100_000, 1_000_000, 10_000_000)

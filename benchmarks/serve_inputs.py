@@ -18,7 +18,7 @@ from benchmarks import live_kill, minilm, passages
 from scalingnote.config import Config
 from scalingnote.index import shard
 from scalingnote.index.config import FastScan
-from scalingnote.models import onnx, tower
+from scalingnote.models import onnx_export, tower
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.lookup_table import Table
 from scalingnote.storage.artifact import Artifact, Draft
@@ -114,5 +114,5 @@ def _exported(uri: str, student: Artifact, queries: list[str]) -> Artifact:
     draft = Draft(uri, kind="query_encoder", config=Settings(documents=0), parents={"student": student})
     if draft.finished:
         return draft.existing()
-    onnx.export_graph(student.directory("query"), Path(draft.path("query")), queries=queries)
+    onnx_export.export_graph(student.directory("query"), Path(draft.path("query")), queries=queries)
     return draft.commit(counts={})

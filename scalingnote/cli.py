@@ -11,7 +11,7 @@ from typing import Any
 
 from scalingnote import __version__, commands, stages
 from scalingnote.errors import ScalingNoteError
-from scalingnote.scaling import plan_command
+from scalingnote.scaling import output
 
 Command = Callable[[str, Any, str], argparse.ArgumentParser]  # name, function, help -> its parser
 
@@ -193,7 +193,8 @@ def _add_cluster_and_machine(command: Command) -> None:
     datasets.add_argument("action", choices=("list", "describe", "fetch"))
     datasets.add_argument("dataset", nargs="?", metavar="NAME")
 
-    plan_command.add(command("plan", plan_command.run, "turn a corpus into GPU hours, machines and money"))
+    plan = command("plan", output.print_plan, "turn a corpus into GPU hours, machines and money")
+    output.add_plan_options(plan)
 
     doctor = command("doctor", commands.doctor, "check this machine and say what to do about each finding")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -59,15 +59,16 @@ def train(options: argparse.Namespace) -> int:
         options.overrides = [*options.overrides, f"train.resources.workers={options.gpus}"]
     config = _load(options)
     from scalingnote.config import validate
-    from scalingnote.scaling import dry_run
     from scalingnote.scaling.config import Assumptions
+    from scalingnote.scaling.output import dry_run_text
+    from scalingnote.scaling.training_cost import estimate
 
     # A round of stage I after the first learns from mined negatives.
     given["negatives"] = (config.mine if config.rounds > 1 else config.collect).num_negatives
     assumed = validate(Assumptions, given, source="--dry-run")
     if assumed.rows is None:
         assumed = assumed.model_copy(update={"rows": _training_rows(config)})
-    print(dry_run.as_text(dry_run.estimate(config.train, assumed)))
+    print(dry_run_text(estimate(config.train, assumed)))
     return 0
 
 

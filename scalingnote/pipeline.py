@@ -134,8 +134,7 @@ def ladder(config: RunConfig) -> Artifact:
 
     Finished rungs are not trained again. ConfigError before any is, where one cannot be.
     """
-    from scalingnote.scaling import job  # late, as above
-    from scalingnote.scaling.ladder import rung_configs
+    from scalingnote.scaling.ladder import build, rung_configs  # late, as above
 
     if config.cross_encoder is not None or config.rounds > 1:
         raise ConfigError("a ladder is of one round of stage I: leave cross_encoder and rounds out")
@@ -149,7 +148,7 @@ def ladder(config: RunConfig) -> Artifact:
     for number, one in enumerate(sized, 1):
         log.info("rung %d/%d", number, len(sized))
         trained.append(run(one, stages.select(one, only="train"), record=False)["dual_encoder"])
-    return job.run(config.ladder, trained, output=fs.join(config.run_dir, "ladder"))
+    return build(config.ladder, trained, output=fs.join(config.run_dir, "ladder"))
 
 
 def publish(report: Artifact, run_dir: str) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 from scalingnote.config import load
 from scalingnote.run_config import RunConfig
 from scalingnote.scaling.config import Assumptions
-from scalingnote.scaling.dry_run import estimate
-from scalingnote.scaling.training_cost import GIB
+from scalingnote.scaling.training_cost import GIB, estimate
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = ROOT / "configs/paper/scalingnote.yaml"

@@ -13,7 +13,7 @@ from scalingnote.adopt.towers import model_path, open_tower, weight_checksums
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
 from scalingnote.models import published_model
-from scalingnote.models.library_folder import Role
+from scalingnote.models.published_model import Role
 from scalingnote.storage.artifact import Artifact, Draft
 
 log = get_logger("adopt")

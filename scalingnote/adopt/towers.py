@@ -7,7 +7,7 @@ from scalingnote.adopt.config import AdoptConfig
 from scalingnote.errors import ConfigError
 from scalingnote.models import published_model, published_tower
 from scalingnote.models.config import Pretrained, TowerConfig
-from scalingnote.models.library_folder import Role
+from scalingnote.models.published_model import Role
 from scalingnote.models.published_tower import LibraryTower
 from scalingnote.models.tower import Tower
 

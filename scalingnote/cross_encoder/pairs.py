@@ -25,8 +25,8 @@ from scalingnote.models import cross_encoder, flops
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.cross_encoder import CrossEncoder, pair
 from scalingnote.models.flops import model_shape
-from scalingnote.models.precision import Precision, cast_parameters, compute_dtype, matmul_peak
 from scalingnote.models.prompt import Row
+from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.collectives import shares
 from scalingnote.train.data import Order, Store

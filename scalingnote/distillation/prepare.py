@@ -26,8 +26,7 @@ from scalingnote.distillation.objective import DOCUMENTS, LESSONS, ROWS
 from scalingnote.errors import ConfigError, DataError, TrainingError
 from scalingnote.log import get_logger
 from scalingnote.models.lookup import LookupPrompt
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt
-from scalingnote.models.token_rows import list_column, token_columns
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, list_column, token_columns
 from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, write_table
@@ -302,7 +301,7 @@ def _rows_without_documents(
             "lesson": pa.array(alone + starts[item[0]]),
             "query": pa.array(numbers[alone]),
             "documents": _list_array(np.full((size, group), -1, np.int64)),
-            "known": list_column(np.empty(0, np.int64), [0] * (size + 1), pa.large_list(pa.int64())),
+            "known": list_column(np.empty(0, np.int64), [0] * (size + 1)),
             "weight": pa.array(np.ones(size, np.float32)),
             "scores": _list_array(np.full((size, group), np.nan, np.float32)),
         }

@@ -33,8 +33,7 @@ from scalingnote.encode.engines import Engine, LoadEngine
 from scalingnote.encode.parts import EncodedPart, Rejected, Steps, reader_cpus, totals, write_parts
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.log import get_logger
-from scalingnote.models.prompt import DocumentPrompt
-from scalingnote.models.token_rows import from_columns, token_columns
+from scalingnote.models.prompt import DocumentPrompt, from_columns, token_columns
 from scalingnote.storage import arrow, schema, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import (

@@ -15,9 +15,9 @@ from scalingnote.models import flops
 from scalingnote.models.batch import collate
 from scalingnote.models.flops import model_shape
 from scalingnote.models.heads import strongest
-from scalingnote.models.precision import Precision, cast_parameters, compute_dtype, matmul_peak
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
 from scalingnote.models.tower import Tower
+from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
 
 # More tokens at once exceed a CPU's cache: with 8,192, all-MiniLM-L6-v2 encodes 10 to 20 % fewer documents a
 # second (one thread, texts of 8 and of 60 words at the median); 256 to 2,048 are equal.

@@ -37,7 +37,9 @@ def build(config: ExportConfig, *, tower: Artifact, dataset: Artifact, run_dir: 
         return draft.existing()
     queries = _golden_queries(dataset)
     with TemporaryDirectory() as folder:
-        cosine = onnx.export_graph(tower.directory("query"), Path(folder), queries=queries, form=config.form)
+        from scalingnote.models.onnx_export import export_graph  # late: the query path loads no torch
+
+        cosine = export_graph(tower.directory("query"), Path(folder), queries=queries, form=config.form)
         draft.upload(folder, "query")
     return draft.commit(counts={"golden": len(queries)}, least_cosine=cosine)
 

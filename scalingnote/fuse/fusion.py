@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Float, Float32, Int, Int64, Integer, UInt64
 from numpy import ndarray
 from safetensors import torch as safetensors
-from torch import Tensor
 
 from scalingnote.config import Config, dump, validate
 from scalingnote.errors import ArtifactError
@@ -59,6 +58,15 @@ class DocumentFusion:
     def __init__(self, network: DocumentNetwork, config: DocumentSide, encodings: Sequence[Encoding]) -> None:
         self._network, self._config, self._encodings = network.eval(), config, list(encodings)
 
+    def save(self, folder: Path) -> None:
+        """Write weights and facts for :meth:`load`."""
+        _save(folder, self._network, self._config, self._encodings)
+
+    @classmethod
+    def load(cls, folder: Path) -> "DocumentFusion":
+        """The document side in a folder; ArtifactError when there is none."""
+        return cls(*_load(folder, DocumentNetwork, DocumentSide))
+
     @property
     def columns(self) -> list[str]:
         """Columns of the documents table that are read, each once."""
@@ -91,13 +99,12 @@ class DocumentFusion:
                 f"codes have {codes.shape[1]} levels, these networks were trained with {levels}: "
                 "re-run fuse on the semantic IDs in use"
             )
-        encoded = encode(self._encodings, documents)
-        inputs = Documents(
-            embeddings=torch.from_numpy(np.array(embeddings, np.float32)),
-            codes=torch.from_numpy(codes.astype(np.int64)),
-            buckets=torch.from_numpy(id_buckets(hash_of(documents["doc_id"]), self._config)),
-            indices=torch.from_numpy(encoded.indices),
-            numbers=torch.from_numpy(encoded.numbers),
+        inputs = document_inputs(
+            np.array(embeddings, np.float32),
+            codes,
+            hash_of(documents["doc_id"]),
+            encode(self._encodings, documents),
+            config=self._config,
         )
         fused = []
         with torch.no_grad():
@@ -106,19 +113,23 @@ class DocumentFusion:
                 fused.append(self._network(Documents(**{n: part[rows] for n, part in vars(inputs).items()})))
         return torch.cat(fused).numpy()
 
-    def save(self, folder: Path) -> None:
-        """Write weights and facts for :meth:`load`."""
-        _save(folder, self._network, self._config, {"features": self._encodings})
 
-    @classmethod
-    def load(cls, folder: Path) -> "DocumentFusion":
-        """The document side in a folder; ArtifactError when there is none."""
-        weights, facts = _load(folder)
-        config = validate(DocumentSide, facts["config"], source=str(folder / FACTS_FILE))
-        encodings = load_encodings(facts["features"])
-        network = DocumentNetwork(config, encodings, dim=facts["dim"], semantic_ids=_empty_tables(facts))
-        network.load_state_dict(weights)
-        return cls(network, config, encodings)
+def document_inputs(
+    embeddings: Float32[ndarray, "docs dim"],
+    codes: Integer[ndarray, "docs levels"],
+    hashes: UInt64[ndarray, " docs"],
+    features: EncodedFeatures,
+    *,
+    config: DocumentSide,
+) -> Documents:
+    """Inputs of the network, in training and in use; `hashes` are those of the documents' ids."""
+    return Documents(
+        embeddings=torch.from_numpy(embeddings),
+        codes=torch.from_numpy(codes.astype(np.int64)),
+        buckets=torch.from_numpy(id_buckets(hashes, config)),
+        indices=torch.from_numpy(features.indices),
+        numbers=torch.from_numpy(features.numbers),
+    )
 
 
 def id_buckets(hashes: UInt64[ndarray, " docs"], config: DocumentSide) -> Int[ndarray, " docs"]:
@@ -143,6 +154,15 @@ class QueryFusion:
 
     def __init__(self, network: QueryNetwork, config: QuerySide, encodings: Sequence[Encoding]) -> None:
         self._network, self._config, self._encodings = network.eval(), config, list(encodings)
+
+    def save(self, folder: Path) -> None:
+        """Write weights and facts for :meth:`load`."""
+        _save(folder, self._network, self._config, self._encodings)
+
+    @classmethod
+    def load(cls, folder: Path) -> "QueryFusion":
+        """The query side in a folder; ArtifactError when there is none."""
+        return cls(*_load(folder, QueryNetwork, QuerySide))
 
     def fuse(
         self,
@@ -180,20 +200,6 @@ class QueryFusion:
         parsed = [[codes_of(name, tables.levels, tables.codes) for name in history] for history in histories]
         known = [[codes for codes in history if codes is not None] for history in parsed]
         return last_codes(known, last=self._config.history.last, levels=tables.levels)
-
-    def save(self, folder: Path) -> None:
-        """Write weights and facts for :meth:`load`."""
-        _save(folder, self._network, self._config, {"profile": self._encodings})
-
-    @classmethod
-    def load(cls, folder: Path) -> "QueryFusion":
-        """The query side in a folder; ArtifactError when there is none."""
-        weights, facts = _load(folder)
-        config = validate(QuerySide, facts["config"], source=str(folder / FACTS_FILE))
-        encodings = load_encodings(facts["profile"])
-        network = QueryNetwork(config, encodings, dim=facts["dim"], semantic_ids=_empty_tables(facts))
-        network.load_state_dict(weights)
-        return cls(network, config, encodings)
 
 
 def important_words(terms: TermScores | None, rows: int, *, most: int) -> ImportantWords:
@@ -275,8 +281,8 @@ def _cross_buckets(
 def _save(
     folder: Path,
     network: DocumentNetwork | QueryNetwork,
-    config: Config,
-    encodings: dict[str, Sequence[Encoding]],
+    config: DocumentSide | QuerySide,
+    encodings: Sequence[Encoding],
 ) -> None:
     """Write the weights of a side, its config, its fitted features, and the shape of its semantic IDs."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -287,19 +293,21 @@ def _save(
         "config": dump(config),
         "dim": network.dim,
         "semantic_ids": None if ids is None else [ids.levels, ids.codes, ids.dim],
-        **{name: dump_encodings(fitted) for name, fitted in encodings.items()},
+        "features": dump_encodings(encodings),
     }
     (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1, sort_keys=True), encoding="utf-8")
 
 
-def _load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and facts of a side; ArtifactError when there are none."""
-    if not (folder / FACTS_FILE).exists():
+def _load(folder: Path, network: Any, side: type[Config]) -> tuple[Any, Any, list[Encoding]]:
+    """Network, config and features of a side; ArtifactError when there are none."""
+    file = folder / FACTS_FILE
+    if not file.exists():
         raise ArtifactError(f"{folder} holds no trained fusion: {FACTS_FILE} is missing; run the stage fuse")
-    facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
-    return safetensors.load((folder / WEIGHTS_FILE).read_bytes()), facts
-
-
-def _empty_tables(facts: dict[str, Any]) -> SemanticIds | None:
-    """Tables of semantic IDs in the shape of the weights; None where a side has none."""
-    return None if facts["semantic_ids"] is None else SemanticIds(torch.zeros(facts["semantic_ids"]))
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    config = validate(side, facts["config"], source=str(file))
+    # Earlier versions named the features of a query side `profile`.
+    encodings = load_encodings(facts["features"] if "features" in facts else facts["profile"])
+    ids = None if facts["semantic_ids"] is None else SemanticIds(torch.zeros(facts["semantic_ids"]))
+    loaded = network(config, encodings, dim=facts["dim"], semantic_ids=ids)
+    loaded.load_state_dict(safetensors.load((folder / WEIGHTS_FILE).read_bytes()))
+    return loaded, config, encodings

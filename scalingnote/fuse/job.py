@@ -24,9 +24,8 @@ from scalingnote.fuse import prepare
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.fusion import DocumentFusion, QueryFusion, important_words
 from scalingnote.fuse.impressions import read_clicks
-from scalingnote.fuse.networks import DocumentNetwork, QueryNetwork, SemanticIds
-from scalingnote.fuse.objective import ClickBatches, FusionStage
-from scalingnote.fuse.prepare import VIEW, FusedCorpus, read_part
+from scalingnote.fuse.networks import DocumentNetwork, FusionStage, QueryNetwork, SemanticIds
+from scalingnote.fuse.prepare import VIEW, ClickBatches, FusedCorpus, read_part
 from scalingnote.log import get_logger
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs

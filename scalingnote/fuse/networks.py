@@ -1,9 +1,14 @@
-"""The networks of fusion: an embedding and features in, an embedding out that works without the features.
+"""The networks of fusion and their losses: from an embedding and features to an embedding.
 
     out = unit(embedding + gate * network(embedding, features))        gate starts at 0 (ReZero)
 
 :class:`DocumentNetwork` and :class:`QueryNetwork` give their features to :class:`ResidualFusion` as slots. A
 learnt row replaces a missing feature. Where all features are missing, the embedding is returned bit for bit.
+
+In training, documents of other rows are negatives because some user clicked them: popular ones more often
+than their share of the corpus. The softmax over them is corrected for that, so that it estimates the softmax
+over all documents. The documents that the same user saw in the same session and skipped are scored beside the
+click alone: they were shown, so neither popularity nor exposure biases them.
 """
 
 from collections.abc import Sequence
@@ -14,8 +19,19 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 
-from scalingnote.fuse.config import Cross, DocumentSide, History, Mlp, Network, QuerySide, Vector
+from scalingnote.fuse.config import (
+    Cross,
+    DocumentSide,
+    FusionLosses,
+    History,
+    Mlp,
+    Network,
+    QuerySide,
+    Vector,
+)
 from scalingnote.fuse.feature_encoding import MISSING, Encoding
+from scalingnote.losses import cross_entropy, prefixes
+from scalingnote.train.collectives import gather, shares
 
 # The values of a feature, and which rows have one.
 Slot = tuple[Float[Tensor, "rows _"], Bool[Tensor, " rows"]]
@@ -330,3 +346,95 @@ class _HistoryPool(nn.Module):
             # Not -inf, whose softmax is NaN for a user without history.
             weights = scores.masked_fill(~valid, -1e9).softmax(dim=1) * valid
         return torch.einsum("ql,qld->qd", weights.float(), documents)
+
+
+# --- losses -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """One rank's rows of a step: each query's clicked document, and those skipped in the same session."""
+
+    queries: Queries
+    documents: Documents  # row by row of `group`
+    group: Int[Tensor, "queries group"]  # row numbers of the corpus, the clicked first; -1 is no document
+    log_q: Float[Tensor, " queries"]  # log of the share of clicks that the clicked document has
+
+    def to(self, device: torch.device) -> "Clicks":
+        """A copy on a device."""
+        return Clicks(*(part.to(device) for part in vars(self).values()))
+
+
+class FusionStage(nn.Module):
+    """Both sides and the losses as the one module that training steps."""
+
+    def __init__(self, documents: DocumentNetwork, queries: QueryNetwork, losses: FusionLosses) -> None:
+        super().__init__()
+        self.documents, self.queries, self._losses = documents, queries, losses
+
+    def forward(self, clicks: Clicks) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        """The loss of this rank, whose mean over ranks is the global loss, and its parts for the log."""
+        queries = self.queries(clicks.queries).float()
+        documents = self.documents(clicks.documents).float().unflatten(0, clicks.group.shape)
+        # bfloat16 would round cosines to 1/256, twenty times that when divided by the temperature.
+        with torch.autocast(queries.device.type, enabled=False):
+            loss, parts = fusion_loss(queries, documents, clicks, self._losses)
+        return loss, {name: part.detach() for name, part in parts.items()}
+
+
+def fusion_loss(
+    queries: Float[Tensor, "queries dim"],
+    documents: Float[Tensor, "queries group dim"],
+    clicks: Clicks,
+    losses: FusionLosses,
+) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+    """Both losses, summed over Matryoshka prefixes; the batch is that of all ranks."""
+    share = shares(queries)
+    all_clicked_rows = gather(clicks.group[:, 0], share)
+    log_q = (
+        gather(clicks.log_q, share)
+        if losses.log_q
+        else torch.zeros_like(all_clicked_rows, dtype=torch.float32)
+    )
+    clicked = gather(documents[:, 0], share)
+    positives = torch.arange(len(queries), device=queries.device) + share.start
+    parts = {"batch": queries.new_zeros(()), "skipped": queries.new_zeros(())}
+    for _, (query, all_clicked, own) in prefixes(queries, clicked, documents, dims=losses.matryoshka):
+        parts["batch"] += corrected_softmax(
+            query @ all_clicked.T / losses.temperature,
+            log_q=log_q,
+            positives=positives,
+            same=clicks.group[:, :1] == all_clicked_rows,
+        )
+        if losses.group > 1:
+            scores = torch.einsum("qd,qgd->qg", query, own) / losses.temperature
+            first = torch.zeros(len(queries), dtype=torch.long, device=queries.device)
+            parts["skipped"] += cross_entropy(scores, positives=first, ignore=clicks.group < 0)
+    return parts["batch"] + losses.skipped_weight * parts["skipped"], parts
+
+
+def corrected_softmax(
+    scores: Float[Tensor, "queries docs"],
+    *,
+    log_q: Float[Tensor, " docs"],
+    positives: Int[Tensor, " queries"],
+    same: Bool[Tensor, "queries docs"],
+) -> Float[Tensor, ""]:
+    """Mean cross entropy of a query's clicked document against those of the batch, corrected for popularity.
+
+        s_c(x_i, y_j) = s(x_i, y_j) - log p_j
+        loss = -mean_i log( exp s_c(x_i, y_i) / sum_j exp s_c(x_i, y_j) )
+
+    (Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations",
+    section 3: s^c, and the batch softmax of it). p_j is the probability that a row of a batch has document j:
+    its share of all clicks in training, counted rather than estimated from a stream. A factor common to all
+    p, such as the batch size, cancels.
+
+    Args:
+        scores: cosines over the temperature.
+        log_q: log p_j of each document of the batch.
+        positives: column of each query's clicked document.
+        same: marks a query's own document where other rows clicked it too; it is ignored, except for the
+            positive itself.
+    """
+    return cross_entropy(scores - log_q, positives=positives, ignore=same)

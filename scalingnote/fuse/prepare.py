@@ -19,16 +19,27 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from jaxtyping import Float32, Int32, Int64, UInt64
 from numpy import ndarray
 
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.fuse.config import Feature, FuseConfig
-from scalingnote.fuse.feature_encoding import Encoding, dump_encodings, encode, fit, load_encodings, observe
-from scalingnote.fuse.fusion import id_buckets
+from scalingnote.fuse.feature_encoding import (
+    EncodedFeatures,
+    Encoding,
+    dump_encodings,
+    encode,
+    fit,
+    load_encodings,
+    no_values,
+    observe,
+)
+from scalingnote.fuse.fusion import ImportantWords, document_inputs, id_buckets, last_codes, query_inputs
 from scalingnote.fuse.impressions import CLICKS, flat, read_column
+from scalingnote.fuse.networks import Clicks, Documents, Queries
 from scalingnote.log import get_logger
-from scalingnote.models.token_rows import list_column
+from scalingnote.models.prompt import list_column
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Part, read_table, write_table
@@ -41,7 +52,7 @@ from scalingnote.storage.shuffle import (
     slices,
     write_tables,
 )
-from scalingnote.train.data import Store, one_chunk
+from scalingnote.train.data import Order, Rows, Store, one_chunk
 from scalingnote.train.prepare import number_documents, read_array
 from scalingnote.train.tokens import in_sorted, row_numbers
 
@@ -277,7 +288,7 @@ def _rows(item: tuple[int, int], *, folder: str) -> JsonRecord:
             "query": pa.array(numbered["query"]),
             "user": pa.array(numbered["user"]),
             "group": pa.FixedSizeListArray.from_arrays(pa.array(group.reshape(-1)), group.shape[1]),
-            "history": list_column(history[history >= 0], [0, *ends.tolist()], pa.large_list(pa.int64())),
+            "history": list_column(history[history >= 0], [0, *ends.tolist()]),
             "log_q": pa.array(log_q),
         }
     )
@@ -313,3 +324,105 @@ def _matrices(
     columns = {"indices": encoded.indices, "numbers": encoded.numbers, **more}
     wide = {name: arrow.to_arrow(values) for name, values in columns.items() if values.shape[1]}
     return one_chunk({"hash": pa.array(hashes), **wide})
+
+
+# --- batches ----------------------------------------------------------------------------------------------
+
+
+class ClickBatches:
+    """Reads one rank's clicks of any step from a finished store.
+
+    A step's rows follow from its number alone, as those of stage I do, so training resumes at any step.
+
+    Args:
+        store: of clicks, queries, documents and users.
+        order: in which rows are trained on.
+        config: of the two sides.
+        documents: encodings of the documents' features.
+        users: encodings of the users' profiles.
+        rank: of this process.
+        world: number of ranks.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        order: Order,
+        config: FuseConfig,
+        *,
+        documents: Sequence[Encoding],
+        users: Sequence[Encoding],
+        rank: int,
+        world: int,
+    ) -> None:
+        self._rows, self._documents, self._queries = store[ROWS], store[DOCUMENTS], store[QUERIES]
+        self._users = store.tables.get(USERS)
+        self._order, self._config, self._rank, self._world = order, config, rank, world
+        self._document_encodings, self._user_encodings = documents, users
+
+    def __call__(self, step: int) -> Clicks:
+        """This rank's rows of a step."""
+        rows = self._order.batch(step)[self._rank :: self._world]
+        group = self._rows.values("group", rows)
+        return Clicks(
+            queries=self._query_rows(rows),
+            documents=self._document_rows(np.maximum(group, 0).reshape(-1)),
+            group=torch.from_numpy(group),
+            log_q=torch.from_numpy(self._rows.values("log_q", rows)),
+        )
+
+    def _query_rows(self, rows: Int64[ndarray, " rows"]) -> Queries:
+        queries, users = self._rows.values("query", rows), self._rows.values("user", rows)
+        side = self._config.query
+        words = ImportantWords(np.zeros((len(rows), 0), np.uint64), np.zeros((len(rows), 0), np.float32))
+        if side.planner:
+            words = ImportantWords(
+                *(self._queries.values(name, queries) for name in ("words", "importances"))
+            )
+        return query_inputs(
+            self._queries.values("embedding", queries),
+            words,
+            self._profiles(users),
+            self._histories(rows),
+            config=side,
+            encodings=self._user_encodings,
+        )
+
+    def _document_rows(self, documents: Int64[ndarray, " docs"]) -> Documents:
+        return document_inputs(
+            self._documents.values("embedding", documents),
+            self._documents.values("codes", documents),
+            self._documents.values("hash", documents),
+            _read_features(self._documents, documents, self._document_encodings),
+            config=self._config.document,
+        )
+
+    def _profiles(self, users: Int64[ndarray, " rows"]) -> EncodedFeatures:
+        profiles = no_values(self._user_encodings, len(users))
+        known = users >= 0
+        if self._users is not None and known.any():
+            read = _read_features(self._users, users[known], self._user_encodings)
+            profiles.indices[known], profiles.numbers[known] = read.indices, read.numbers
+        return profiles
+
+    def _histories(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, "rows last levels"]:
+        history = self._config.query.history
+        if history is None:
+            return np.zeros((len(rows), 0, 0), np.int64)
+        histories = self._rows.lists("history", rows)
+        documents = np.concatenate([np.empty(0, np.int64), *histories])
+        levels = self._documents.values("codes", np.zeros(1, np.int64)).shape[1]
+        codes = self._documents.values("codes", documents).reshape(-1, levels)
+        ends = np.cumsum([len(history) for history in histories])
+        return last_codes(np.split(codes, ends[:-1]), last=history.last, levels=levels)
+
+
+def _read_features(
+    table: Rows, rows: Int64[ndarray, " rows"], encodings: Sequence[Encoding]
+) -> EncodedFeatures:
+    """The encoded features of some rows; a table lacks a column of width 0."""
+    empty = no_values(encodings, len(rows))
+    return EncodedFeatures(
+        table.values("indices", rows) if empty.indices.shape[1] else empty.indices,
+        table.values("numbers", rows) if empty.numbers.shape[1] else empty.numbers,
+    )

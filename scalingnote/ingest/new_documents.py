@@ -21,8 +21,7 @@ from scalingnote.encode.documents import COLUMNS, content_hashes, load_document_
 from scalingnote.encode.engines import load_document_encoder
 from scalingnote.encode.parts import EncodedPart, Rejected
 from scalingnote.index.shard import document_rows
-from scalingnote.models.prompt import DocumentPrompt
-from scalingnote.models.token_rows import from_columns
+from scalingnote.models.prompt import DocumentPrompt, from_columns
 from scalingnote.quantize import kmeans, semantic_id
 from scalingnote.storage import schema
 from scalingnote.storage.arrow import dtype_of, l2_normalize, to_arrow, to_matrix, to_numpy

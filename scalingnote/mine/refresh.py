@@ -1,4 +1,4 @@
-"""Rankings that a search found for the queries of triplets, and triplets with negatives mined from rankings."""
+"""Rankings that a search found for the queries of triplets, and triplets with negatives mined from them."""
 
 from bisect import bisect_right
 from collections import Counter

@@ -34,6 +34,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models.batch import first_position
 from scalingnote.models.config import Pretrained, Scratch
 from scalingnote.models.prompt import PLACEHOLDERS, SpecialTokens
+from scalingnote.models.weights import load_adapter
 
 logging.disable_progress_bar()  # one bar per small file would hide our own progress lines
 
@@ -170,10 +171,8 @@ def load(path: str | Path, *, layers: int | None = None) -> Backbone:
     if layers is not None:
         _keep_layers(model, layers)
     if base != str(path):
-        from scalingnote.models import adapters  # late: peft is slow to import, and few need it
-
         _grow(model, len(tokenizer))
-        model = adapters.load_merged(model, path)
+        model = load_adapter(model, path)
     causal = is_causal(settings)
     if not causal:
         # Attention modules of a causal family stay causal even if the config asks for bidirectional ones.

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from scalingnote import __version__
 from scalingnote.models.library_export import BOUNDARY, document_layout
-from scalingnote.models.library_folder import (
+from scalingnote.models.published_model import (
     LOOKUP_TABLE,
     REFERENCED_MODEL,
     TABLES,

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone as backbones
-from scalingnote.models import lookup, published_tower, token_wise, tower
+from scalingnote.models import lookup, published_tower, tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
-from scalingnote.models.lookup import LookupTower
+from scalingnote.models.lookup import LookupTower, TokenWise
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
+from scalingnote.models.weights import share_weights
 
 QueryConfig = TowerConfig | LookupConfig | TokenWiseConfig
 
@@ -116,13 +116,11 @@ def build(
         return DualEncoder(
             query_tower(tokenizer_json=query_json), document_tower(tokenizer_json=document_json)
         )
-    from scalingnote.models import adapters  # late: peft is slow to import, and few runs need it
-
     if document.pooling == "placeholders":
         first = backbones.build(document.backbone, tokenizer_json=document_json, seed=seed)
     else:
         first = published_tower.backbone_of(document, "document")
-    second = Backbone(adapters.share_weights(first.model), copy.deepcopy(first.tokenizer), first.causal)
+    second = Backbone(share_weights(first.model), copy.deepcopy(first.tokenizer), first.causal)
     return DualEncoder(
         query_tower(tokenizer_json=None, backbone=first),
         document_tower(tokenizer_json=None, backbone=second),
@@ -167,7 +165,7 @@ def build_query_tower(
         return lookup.build(config, dim=dim, tokenizer_json=tokenizer_json, seed=seed)
     parts: dict[str, Any] = {"tokenizer_json": tokenizer_json, "backbone": backbone, "adapter": adapter}
     if isinstance(config, TokenWiseConfig):
-        return token_wise.build(config, dim=dim, seed=seed, **parts)
+        return lookup.build_token_wise(config, dim=dim, seed=seed, **parts)
     return tower.build(config, role="query", dim=dim, seed=seed, **parts)
 
 

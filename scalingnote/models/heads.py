@@ -3,18 +3,22 @@
     pooling      flat [tokens, hidden], lengths [rows]    -> [rows, width]
     Projection   [..., hidden]                            -> [..., dim]        W, no bias
     Head         pooled [rows, width] -> dense layers, activations, normalisation -> [rows, dim]
+    RowAttention rows [lines, tokens, dim]                -> the same, of a lookup table
     SparseHead   hidden [tokens, hidden]                  -> [rows, vocabulary]
 
 Everything but the logits of the sparse head is computed in float32, whatever the weights are stored in.
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
+from numpy import ndarray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -210,6 +214,38 @@ def _read_layer(step: Step) -> nn.Module:
     except RuntimeError as error:
         raise ConfigError(f"{path} does not hold the weights of its config.json: {error}") from None
     return dense
+
+
+class RowAttention(nn.Module):
+    """One head of attention over rows: rows + softmax(rows A rows^T / sqrt(dim)) rows B.
+
+    A is the product of the query and key matrices, B of the value and output matrices; B starts at 0. The
+    result depends on which tokens occur together, not on their order.
+    """
+
+    def __init__(self, dim: int, *, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.score, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        nn.init.zeros_(self.out.weight)
+
+    def forward(
+        self, rows: Float[Tensor, "lines tokens dim"], mask: Tensor
+    ) -> Float[Tensor, "lines tokens dim"]:
+        """Return the rows with attention added; `mask` is false at pads, which no token attends to."""
+        scores = self.score(rows) @ rows.transpose(1, 2) / math.sqrt(rows.shape[-1])
+        shares = scores.masked_fill(~mask[:, None], torch.finfo(scores.dtype).min).softmax(-1)
+        return rows + self.out(shares @ rows)  # type: ignore[no-any-return]
+
+    def matrices(self) -> Float32[ndarray, "2 dim dim"]:
+        """Return A and B, which rows are multiplied by from the right."""
+        return np.stack([layer.weight.detach().cpu().numpy().T for layer in (self.score, self.out)])
+
+    def copy(self, matrices: Float32[ndarray, "2 dim dim"]) -> None:
+        """Copy the result of :meth:`matrices` of another head."""
+        for layer, matrix in zip((self.score, self.out), matrices, strict=True):
+            layer.weight.data.copy_(torch.from_numpy(matrix.T.copy()))
 
 
 MAX_LOGITS = 1 << 23  # numbers in a chunk of logits: 32 MB in float32

@@ -24,9 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from scalingnote.models.heads import Dense, Head
-from scalingnote.models.library_folder import Role
 from scalingnote.models.prompt import FIELDS, PLACEHOLDERS, DocumentPrompt, Row, SpecialTokens, plain, split
-from scalingnote.models.published_model import MODES, PublishedModel
+from scalingnote.models.published_model import MODES, PublishedModel, Role
 
 BOUNDARY = "␞"  # U+241E; no control character: some tokenizers drop those before they split
 

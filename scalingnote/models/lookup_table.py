@@ -1,4 +1,4 @@
-"""A lookup table on disk, its rows for token features, and the word tokenizer of queries. Needs no torch.
+"""A lookup table on disk, its rows for token features, and its published form. Needs no torch.
 
     tower.json         settings: dim, tokens, storage, weighting, digests of what the rows were computed from
     tokenizer.json     text -> token ids, which are row numbers
@@ -14,6 +14,17 @@ query without tokens is the mean of the token rows.
 Features: a mean of token rows contains neither word order nor position. Rows for "how to", or for "who" as
 the first token, add both at the cost of a few more rows per query. Only features that occur in the training
 texts have rows, so an unseen pair changes nothing.
+
+A table without attention and features is published as two modules of sentence-transformers:
+
+    StaticEmbedding   rows x weights - e; tokenizer.json truncates at max_length
+    Dense             identity, + e
+
+StaticEmbedding returns the mean of its rows, and 0 for a text without tokens. Weights are multiplied into the
+rows: sum(weight x row) / number of tokens has the direction of the weighted mean. `e` is the embedding of a
+query without tokens: mean(row - e) + e = mean(row), and 0 + e = e. Rows are float32, since torch would round
+sums of float16 rows to float16. Any other table is the module LookupTable of
+:mod:`scalingnote.models.library_modules`, whose folder is the table's own.
 """
 
 import hashlib
@@ -21,7 +32,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -29,10 +40,20 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int64, Shaped
 from numpy import ndarray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models.prompt import cut_characters, tokenize
+from scalingnote.models.published_model import (
+    LOOKUP_TABLE,
+    TABLES,
+    Module,
+    model_settings,
+    read_json,
+    read_modules,
+    role_prompt,
+)
 
 MIN_FEATURE_TEXTS = 2  # training texts that a feature must occur in
 FREQUENCY_SMOOTHING = 3e-4  # share of all tokens at which a start weight is one half (Arora et al. 2017, SIF)
@@ -288,79 +309,131 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-MAX_WORDS = 65_536  # cached words, about 15 MB; a full cache is emptied
-MAX_WORD_CHARACTERS = 40  # longer words are rare and rarely repeated
-MAX_MARKERS = 4  # first characters of added tokens; every text is searched for each
-_NORMALIZERS = ("BertNormalizer", "Lowercase", "NFD", "NFC", "NFKD", "NFKC", "StripAccents")
-_PRE_TOKENIZERS = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")
+_IDENTITY = "torch.nn.modules.linear.Identity"
+_NO_TOKEN_LIMIT = 1 << 20  # tokens read of a query if tokenizer.json does not truncate
 
 
-class WordTokenizer:
-    """Tokenizes text word by word with a cache: most words cost a dictionary lookup.
+@dataclass(frozen=True)
+class PublishedTable:
+    """The lookup table of a folder of sentence-transformers."""
 
-    A BERT tokenizer never looks across a space: the tokens of a text are those of its words, end to end. If
-    that does not hold (another kind of tokenizer, an added token in the text, white space other than the
-    space), the text is tokenized as a whole. The tokens are the same in every case.
+    table: Table
+    empty: Float32[ndarray, " dim"]  # embedding of a query without tokens
+
+
+def is_static(table: Table) -> bool:
+    """Return whether StaticEmbedding can represent a table: it has neither attention nor features."""
+    return table.attention is None and table.feature_keys is None
+
+
+def write_published(table: Table, embedding: Path, dense: Path) -> None:
+    """Write a table as a StaticEmbedding and a Dense module.
+
+    Args:
+        table: one for which :func:`is_static` holds.
+        embedding: folder of StaticEmbedding, made here.
+        dense: folder of Dense, made here.
     """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """`tokenizer` must neither pad nor truncate."""
-        self._tokenizer = tokenizer
-        self._words: dict[str, list[int]] = {}
-        self._markers = _markers(json.loads(tokenizer.to_str()))
-
-    def ids(self, texts: Sequence[str], room: int) -> list[list[int]]:
-        """Return the first `room` token ids of each text, without special tokens."""
-        if self._markers is None:
-            return [ids[:room] for ids in tokenize(self._tokenizer, texts, room)]
-        rows: list[list[int]] = []
-        others: list[int] = []
-        for number, text in enumerate(texts):
-            ids = self._of_words(cut_characters(text, room))
-            if ids is None:
-                others.append(number)
-            rows.append([] if ids is None else ids[:room])
-        if others:
-            missing = tokenize(self._tokenizer, [texts[number] for number in others], room)
-            for number, ids in zip(others, missing, strict=True):
-                rows[number] = ids[:room]
-        return rows
-
-    def _of_words(self, text: str) -> list[int] | None:
-        """Return the ids of all words; None if the text must be tokenized as a whole."""
-        # The space is the only printable character that is white space.
-        if not text.isprintable():
-            return None
-        for marker in self._markers or ():
-            if marker in text:
-                return None
-        text_ids: list[int] = []
-        words = self._words
-        for word in text.split(" "):
-            ids = words.get(word)
-            if ids is None:
-                ids = self._tokenizer.encode(word, add_special_tokens=False).ids
-                if len(word) <= MAX_WORD_CHARACTERS:
-                    if len(words) >= MAX_WORDS:
-                        words.clear()
-                    words[word] = ids
-            text_ids += ids
-        return text_ids
+    rows = table.rows(slice(table.tokens))
+    if table.token_weights is not None:
+        rows = rows * table.token_weights[:, np.newaxis]
+    empty = table.mean_row()
+    embedding.mkdir(parents=True)
+    dense.mkdir(parents=True)
+    save_file({"embedding.weight": rows - empty}, embedding / "model.safetensors")
+    (embedding / "tokenizer.json").write_text(_truncating_tokenizer(table), encoding="utf-8")
+    dim = len(empty)
+    settings = {"in_features": dim, "out_features": dim, "bias": True, "activation_function": _IDENTITY}
+    (dense / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    identity = np.eye(dim, dtype=np.float32)
+    save_file({"linear.weight": identity, "linear.bias": empty}, dense / "model.safetensors")
 
 
-def _markers(facts: dict) -> tuple[str, ...] | None:  # type: ignore[type-arg]  # JSON of a tokenizer
-    """Return the first characters of added tokens; None if words cannot be tokenized separately."""
-    normalizer = facts["normalizer"]
-    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
-    pre_tokenizer = facts["pre_tokenizer"]
-    if (
-        facts["model"]["type"] != "WordPiece"
-        or pre_tokenizer is None
-        or pre_tokenizer["type"] not in _PRE_TOKENIZERS
-        or any(step["type"] not in _NORMALIZERS for step in steps)
-    ):
+def read_published(folder: Path) -> PublishedTable | None:
+    """Return the table that encodes queries in a published folder.
+
+    Args:
+        folder: a folder with modules.json, of a Router or of one model for both roles.
+
+    Returns:
+        None if queries pass a transformer, or `folder` has no modules.json.
+
+    Raises:
+        ConfigError: queries have a prompt, or a module behind the table cannot be part of a table.
+        ArtifactError: a file of the table is missing or damaged.
+    """
+    modules = read_modules(folder, "query")
+    if not modules or modules[0].name not in TABLES:
         return None
-    markers = {token["content"][0] for token in facts["added_tokens"]}
-    markers |= {character for marker in markers for character in (marker.lower(), marker.upper())}
-    plain = all(len(marker) == 1 and not marker.isalnum() for marker in markers)
-    return tuple(sorted(markers)) if plain and len(markers) <= MAX_MARKERS else None
+    if prompt := role_prompt(folder, "query"):
+        raise ConfigError(f"{folder} reads queries behind the prompt {prompt!r}, which a table cannot")
+    first, layers = modules[0], [module for module in modules[1:] if module.name != "Normalize"]
+    if first.name == LOOKUP_TABLE:
+        if layers:
+            raise ConfigError(f"{folder} has {layers[0].name} behind a LookupTable: write the folder anew")
+        table = Table.read(first.folder)
+        empty = table.mean_row()
+    else:
+        table = _read_static(first.folder)
+        empty = np.zeros(table.values.shape[1], np.float32)
+    if layers:
+        rows = np.concatenate([table.rows(), empty[np.newaxis]])
+        rows = _apply_linear(rows, layers)
+        table, empty = replace(table, values=rows[:-1]), rows[-1]
+    keep = model_settings(folder).get("truncate_dim")
+    if keep is not None and keep < len(empty):
+        if table.attention is not None:
+            raise ConfigError(f"{folder}: attention over whole rows cannot be cut to truncate_dim={keep}")
+        table, empty = replace(table, values=table.values[:, :keep]), empty[:keep]
+    return PublishedTable(table, empty)
+
+
+def _read_static(folder: Path) -> Table:
+    try:
+        tensors = load_file(folder / "model.safetensors")
+        tokenizer = Tokenizer.from_str((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{folder} is no StaticEmbedding: {error.filename or error} is missing") from None
+    except (SafetensorError, TypeError) as error:
+        raise ArtifactError(f"{folder / 'model.safetensors'} cannot be read: {error}") from None
+    rows = tensors.get("embedding.weight", tensors.get("embeddings"))
+    if rows is None or "mapping" in tensors:
+        raise ArtifactError(
+            f"{folder / 'model.safetensors'} holds {', '.join(tensors)}, not one row for each token: save "
+            "the model with sentence-transformers first"
+        )
+    if "weights" in tensors:
+        rows = rows * tensors["weights"][:, np.newaxis]
+    longest = (tokenizer.truncation or {}).get("max_length", _NO_TOKEN_LIMIT)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return Table(rows, tokenizer.to_str(), longest)
+
+
+def _apply_linear(
+    rows: Float32[ndarray, "rows dim"], layers: Sequence[Module]
+) -> Float32[ndarray, "rows out"]:
+    """Apply linear layers to rows. The mean of the results is the layers' output for the mean of the rows."""
+    for layer in layers:
+        settings = read_json(layer.folder / "config.json") or {}
+        if (
+            layer.name != "Dense"
+            or settings.get("activation_function") != _IDENTITY
+            or "use_residual" in settings
+        ):
+            raise ConfigError(
+                f"{layer.folder}: {layer.name} is not linear, so it cannot be worked into the table's rows"
+            )
+        tensors = load_file(layer.folder / "model.safetensors")
+        weight, bias = tensors["linear.weight"], tensors.get("linear.bias", np.float32(0))
+        identity = weight.shape[0] == weight.shape[1] and np.array_equal(weight, np.eye(len(weight)))
+        rows = (rows if identity else rows @ weight.T) + bias
+    return rows
+
+
+def _truncating_tokenizer(table: Table) -> str:
+    """Return the table's tokenizer, with truncation at `max_length` tokens, as JSON."""
+    tokenizer = Tokenizer.from_str(table.tokenizer_json)
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(table.max_length)
+    return tokenizer.to_str()

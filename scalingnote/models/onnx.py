@@ -10,12 +10,8 @@ written and whenever it is loaded: 8-bit products differ between CPUs, and a wro
 """
 
 import json
-import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,21 +21,14 @@ from numpy import ndarray
 from tokenizers import Tokenizer
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.log import get_logger
 from scalingnote.models.prompt import QueryPrompt, Row, SpecialTokens
 
 OnnxForm = Literal["onnx", "onnx_int8"]
 FILES: dict[OnnxForm, str] = {"onnx": "model.onnx", "onnx_int8": "model_int8.onnx"}
 MIN_COSINE = 0.999  # of a graph's embedding and the tower's own, for every golden query
-_MAX_GRAPH_BYTES = 1 << 31  # the limit of a protobuf message
 _GOLDEN_SINGLE = 16  # golden queries that are encoded one by one
 _GOLDEN_AT_LOAD = 64  # golden queries that are encoded when a graph is loaded
 _MAX_BATCH_TOKENS = 1024
-# Tried in this order until the golden queries agree; each is slower or larger than the previous one. Signed
-# weights need VNNI: without it, products are accumulated in 16 bits and may overflow. The table of token
-# embeddings has one scale for all tokens, so that an outlier reduces the precision of all.
-_QUANTIZATIONS = (("QInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul",)))
-log = get_logger("models")
 
 
 class OnnxTower:
@@ -119,101 +108,8 @@ class OnnxTower:
         return min(_least_cosine(single, expected[: len(single)]), _least_cosine(batched, expected))
 
 
-def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm = "onnx_int8") -> float:
-    """Write the query tower at `folder` as a graph; nothing is written if it fails.
-
-    Args:
-        folder: of the tower.
-        into: where to write; graphs of another form there are kept.
-        queries: real queries, which the graph is checked with.
-        form: number format of the graph.
-
-    Returns:
-        The least cosine of the graph's and the tower's embeddings of `queries`.
-
-    Raises:
-        ConfigError: a package is missing, the tower has no transformer or is too large, or the embeddings
-            of the graph differ from the tower's.
-    """
-    _require("onnx", "onnxruntime")
-    if not queries:
-        raise ConfigError("a graph is checked against real queries: give some")
-    facts = json.loads((folder / "tower.json").read_text())
-    if facts.get("kind", "transformer") != "transformer" or facts["role"] != "query":
-        raise ConfigError(
-            f"{folder} holds no query tower with a transformer and a projection: there is no graph to export"
-        )
-    # Late: the graph of a served tower is read without torch.
-    from scalingnote.models import onnx_graph
-    from scalingnote.models.tower import Tower
-
-    tower = Tower.load(folder)
-    size = sum(parameter.nbytes for parameter in tower.parameters())
-    if size >= _MAX_GRAPH_BYTES:
-        raise ConfigError(
-            f"{folder} has {size / 2**30:.1f} GiB of weights, an ONNX file takes 2: distil it first"
-        )
-    into.mkdir(parents=True, exist_ok=True)
-    # Files move to `into` only after the check: it may hold a graph of another form.
-    temporary = Path(tempfile.mkdtemp(prefix=".export-", dir=into))
-    try:
-        onnx_graph.write_references(tower, temporary, queries)
-        for name in ("tokenizer.json", "tower.json"):
-            shutil.copyfile(folder / name, temporary / name)
-        onnx_graph.write_float32_graph(tower, temporary / FILES["onnx"])
-        least = _check(temporary, form) if form == "onnx" else _quantize_exactly(temporary)
-        for path in sorted(temporary.iterdir()):
-            path.replace(into / path.name)
-    finally:
-        shutil.rmtree(temporary)
-    return least
-
-
-def _quantize_exactly(folder: Path) -> float:
-    """Replace the float32 graph by the fastest exact 8-bit graph; ConfigError if none is exact."""
-    for weights, operators in _QUANTIZATIONS:
-        _quantize(folder, weights=weights, operators=operators)
-        try:
-            least = _check(folder, "onnx_int8")
-        except ConfigError as error:
-            log.info("8-bit %s of %s are not exact enough here", weights, " and ".join(operators))
-            too_low = error
-        else:
-            (folder / FILES["onnx"]).unlink()
-            return least
-    raise too_low
-
-
-def _check(folder: Path, form: OnnxForm) -> float:
-    """Return the least cosine of a graph; ConfigError if it is too low."""
-    least = OnnxTower(folder, form).agreement()
-    if least < MIN_COSINE:
-        raise ConfigError(
-            f"{form} gives a query another embedding than the tower, cosine {least:.4f}, less than "
-            f"{MIN_COSINE}: not exported; take form onnx, or torch"
-        )
-    return least
-
-
-def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
-    """Write the graph with 8-bit weights per column.
-
-    The graph is not optimised first: fused operators would lose the types of their weights.
-    """
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    with _without_warnings():
-        quantize_dynamic(
-            folder / FILES["onnx"],
-            folder / FILES["onnx_int8"],
-            op_types_to_quantize=list(operators),
-            per_channel=True,
-            weight_type=QuantType[weights],
-        )
-
-
 def _session(path: Path, threads: int | None) -> Any:
-    (runtime,) = _require("onnxruntime")
+    (runtime,) = require("onnxruntime")
     if not path.exists():
         raise ArtifactError(f"no graph at {path}: export it with `scalingnote export`")
     options = runtime.SessionOptions()
@@ -254,7 +150,7 @@ def _least_cosine(actual: Float[ndarray, "rows dim"], expected: Float[ndarray, "
     return float(np.nan_to_num(cosines, nan=-1.0).min())
 
 
-def _require(*names: str) -> list[Any]:
+def require(*names: str) -> list[Any]:
     """Import packages of the extra `onnx`; ConfigError if one is missing."""
     import importlib
 
@@ -262,13 +158,3 @@ def _require(*names: str) -> list[Any]:
         return [importlib.import_module(name) for name in names]
     except ImportError as error:
         raise ConfigError(f"ONNX graphs need {error.name}: install scalingnote[onnx]") from None
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress the advice that onnxruntime writes to the root logger."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)

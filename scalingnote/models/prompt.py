@@ -6,13 +6,19 @@ model fills a placeholder in place: the state *at* it is pooled (ScalingNote, se
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
 from scalingnote.errors import ArtifactError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from jaxtyping import Shaped
+    from numpy import ndarray
 
 PLACEHOLDERS = {"[TITLE_QUERY]": "title", "[CONTENT_QUERY]": "content", "[EMB]": "summary"}
 FIELDS = ("{title}", "{topic}", "{content}")
@@ -329,3 +335,44 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str], room: int) -> list[list
 def cut_characters(text: str, room: int) -> str:
     """Return the beginning of a text that has at least `room` tokens, or the whole text."""
     return text[: room * _MAX_CHARACTERS_PER_TOKEN]
+
+
+# --- token rows as Arrow columns: pyarrow and numpy are loaded late, the query path does without them -------
+
+
+def token_columns(rows: Iterable[Sequence[Row]], *, views: int) -> "dict[str, pa.Array]":
+    """Return columns ``ids`` and ``positions`` of blocks of token rows with `views` positions each."""
+    import numpy as np
+    import pyarrow as pa
+
+    ids, positions, lengths = [np.empty(0, np.int32)], [np.empty(0, np.int32)], [0]
+    for block in rows:
+        lengths += [len(row.ids) for row in block]
+        ids.append(np.array([token for row in block for token in row.ids], dtype=np.int32))
+        positions.append(np.array([at for row in block for at in row.positions], dtype=np.int32))
+    return {
+        "ids": list_column(np.concatenate(ids), list(accumulate(lengths))),
+        "positions": pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(positions)), views),
+    }
+
+
+def list_column(values: "Shaped[ndarray, ' values']", offsets: Sequence[int]) -> "pa.Array":
+    """Return a column of lists; list i has values offsets[i] to offsets[i + 1].
+
+    Offsets have 64 bits: a large part of long documents can have more than 2^31 tokens.
+    """
+    import pyarrow as pa
+
+    return pa.LargeListArray.from_arrays(pa.array(offsets, pa.int64()), pa.array(values))
+
+
+def from_columns(table: "pa.Table") -> list[Row]:
+    """Return the rows of columns ``ids`` and ``positions`` from :func:`token_columns`."""
+    if not len(table):
+        return []
+    ids = table["ids"].combine_chunks()
+    positions = table["positions"].combine_chunks()
+    tokens, width = ids.values.to_numpy(), positions.type.list_size
+    places = positions.flatten().to_numpy().reshape(-1, width).tolist()
+    spans = pairwise(ids.offsets.to_numpy().tolist())
+    return [Row(tokens[start:stop].tolist(), at) for (start, stop), at in zip(spans, places, strict=True)]

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import library_export, library_folder
+from scalingnote.models import library_export, published_model
 from scalingnote.models.card import CardFacts, router_card, tower_card
-from scalingnote.models.library_folder import LOOKUP_TABLE, REFERENCED_MODEL, Module, Role
-from scalingnote.models.lookup_table import Table
+from scalingnote.models.lookup_table import Table, is_static, write_published
+from scalingnote.models.published_model import LOOKUP_TABLE, REFERENCED_MODEL, Module, Role
 from scalingnote.storage.artifact import Artifact, Manifest, open_artifact
 
 _BASE = "sentence_transformers.base.modules"
@@ -111,20 +111,20 @@ def split_reference(reference: str) -> tuple[str, str | None]:
 
 
 def _is_table(folder: Path) -> bool:
-    return (library_folder.read_json(folder / "tower.json") or {}).get("kind") == "lookup"
+    return (published_model.read_json(folder / "tower.json") or {}).get("kind") == "lookup"
 
 
 def _side(folder: Path, role: Role) -> _Side:
-    tower: dict[str, Any] = library_folder.read_json(folder / "tower.json") or {}
+    tower: dict[str, Any] = published_model.read_json(folder / "tower.json") or {}
     if tower.get("role", role) != role:
         raise ConfigError(f"{folder} holds a {tower['role']} tower, not a {role} tower")
     if tower.get("kind") == "lookup":
         return _Side(tower["dim"], "", truncated=False)
-    keep = library_folder.model_settings(folder).get("truncate_dim")
+    keep = published_model.model_settings(folder).get("truncate_dim")
     dim = tower.get("dim") or _dim(_modules(folder, role))
     return _Side(
         dim if keep is None or dim is None else min(dim, keep),
-        library_folder.role_prompt(folder, role),
+        published_model.role_prompt(folder, role),
         keep is not None,
     )
 
@@ -133,7 +133,7 @@ def _dim(modules: Sequence[Module]) -> int | None:
     """Return the width of a published model's embeddings by its modules' configs; None if not stated."""
     dim = None
     for module in modules:
-        config = library_folder.read_json(module.folder / "config.json") or {}
+        config = published_model.read_json(module.folder / "config.json") or {}
         match module.name:
             case "Transformer":
                 dim = config.get("hidden_size") or config.get("text_config", {}).get("hidden_size")
@@ -149,7 +149,7 @@ def _dim(modules: Sequence[Module]) -> int | None:
 
 def _modules(folder: Path, role: Role) -> list[Module]:
     """Return the modules to copy; ConfigError if sentence-transformers could not load the copy."""
-    modules = library_folder.read_modules(folder, role)
+    modules = published_model.read_modules(folder, role)
     if not modules:
         raise ConfigError(
             f"{folder} has no modules.json, so sentence-transformers cannot load it: adopt the model, or "
@@ -181,7 +181,7 @@ def _check_reference(reference: str, document: Path) -> None:
     referenced, taught = (
         [
             module.name
-            for module in library_folder.read_modules(folder, "document") or ()
+            for module in published_model.read_modules(folder, "document") or ()
             if module.name != "Normalize"
         ]
         for folder in (Path(model), document)
@@ -195,7 +195,7 @@ def _check_reference(reference: str, document: Path) -> None:
 
 def _clear(folder: Path) -> None:
     """Make the folder, or remove the routes of an earlier call."""
-    earlier = library_folder.read_json(folder / "router_config.json")
+    earlier = published_model.read_json(folder / "router_config.json")
     others = [name for name in ("modules.json", "config.json", "tower.json") if (folder / name).exists()]
     if earlier is None and others:
         raise ConfigError(f"{folder} holds another model ({', '.join(others)}): give a new folder")
@@ -207,9 +207,9 @@ def _clear(folder: Path) -> None:
 
 def _write_table(source: Path, folder: Path) -> dict[str, str]:
     table = Table.read(source)
-    if library_folder.is_static(table):
+    if is_static(table):
         embedding, dense = "query_0_StaticEmbedding", "query_1_Dense"
-        library_folder.write_table(table, folder / embedding, folder / dense)
+        write_published(table, folder / embedding, folder / dense)
         return {embedding: _STATIC_EMBEDDING, dense: f"{_BASE}.dense.Dense"}
     table.write(folder / "query_0_LookupTable")
     return {"query_0_LookupTable": LOOKUP_TABLE}
@@ -217,7 +217,7 @@ def _write_table(source: Path, folder: Path) -> dict[str, str]:
 
 def _write_reference(reference: str, document: Path, folder: Path) -> dict[str, str]:
     model, revision = split_reference(reference)
-    tower: dict[str, Any] = library_folder.read_json(document / "tower.json") or {}
+    tower: dict[str, Any] = published_model.read_json(document / "tower.json") or {}
     name = "document_0_ReferencedModel"
     (folder / name).mkdir()
     named = {"model": model, "revision": revision, "max_seq_length": tower.get("max_length")}

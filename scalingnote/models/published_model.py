@@ -1,4 +1,7 @@
-"""Configuration of a published embedding model: how its files say that text is read, pooled and projected.
+"""A published embedding model, read without torch: its modules and prompts, how text becomes embeddings.
+
+    modules.json         the modules that every text passes
+    router_config.json   the modules of each role, if the first module is a Router
 
     prefix + text -> the tokenizer with its own post-processor -> transformer -> pooling -> dense, normalise
 
@@ -8,20 +11,23 @@ the modules of one role are read. A setting that this package does not implement
 sentence-transformers then runs the model. A setting that is missing is an error. No weights are read here.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from scalingnote.errors import ConfigError
-from scalingnote.models import library_folder
 from scalingnote.models.config import Pooling, TowerConfig
-from scalingnote.models.library_folder import REFERENCED_MODEL, TABLES, Module, Role, read_json
 
+Role = Literal["query", "document"]
+ROUTERS = ("Router", "Asym")
+STATIC_EMBEDDING = "StaticEmbedding"
+# Classes of scalingnote.models.library_modules. Published folders contain these names: never change them.
+LOOKUP_TABLE = "scalingnote.models.library_modules.LookupTable"
+REFERENCED_MODEL = "scalingnote.models.library_modules.ReferencedModel"
+TABLES = (STATIC_EMBEDDING, LOOKUP_TABLE)  # first modules that need no transformer
 PACKAGED = "package:"  # prefix of the path of a model in a Python package
 MODES = {
     "cls": "cls",
@@ -52,6 +58,107 @@ _WITHOUT_EFFECT = {
 }
 _DEFAULTS = {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
 _TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module of a folder."""
+
+    type: str  # the dotted path of its class
+    folder: Path  # of its config and weights
+    kwargs: tuple[str, ...] = ()  # arguments of `encode` that are passed to it
+
+    @property
+    def name(self) -> str:
+        """The class name of a module of sentence-transformers; the dotted path of another one."""
+        return self.type.rpartition(".")[2] if self.type.startswith("sentence_transformers.") else self.type
+
+
+def read_modules(folder: Path, role: Role) -> list[Module] | None:
+    """Return the modules that texts of `role` pass, in order.
+
+    Args:
+        folder: a local folder of a model.
+        role: selects the route if the first module is a Router.
+
+    Returns:
+        None if `folder` has no modules.json.
+
+    Raises:
+        ConfigError: a file is not as sentence-transformers writes it, or the Router has no route for `role`.
+    """
+    listed = read_json(folder / "modules.json")
+    if listed is None:
+        return None
+    modules = [_module(folder, each) for each in listed]
+    if modules and modules[0].name in ROUTERS:
+        return [*_route(modules[0].folder, role), *modules[1:]]
+    return modules
+
+
+def role_prompt(folder: Path, role: Role) -> str:
+    """Return the prefix of queries or documents; empty if no prompt has the role's name.
+
+    Documents are also named passage or corpus. The default prompt is not used: sentence-transformers does not
+    use it in `encode_query` and `encode_document` either. ConfigError if the default names no prompt.
+    """
+    settings = model_settings(folder)
+    prompts: Mapping[str, str | None] = settings.get("prompts") or {}
+    default = settings.get("default_prompt_name")
+    if default is not None and default not in prompts:
+        raise ConfigError(
+            f"{folder / 'config_sentence_transformers.json'}: default_prompt_name is {default!r}, which is "
+            f"none of its prompts ({', '.join(prompts) or 'it has none'})"
+        )
+    names = ("query",) if role == "query" else ("document", "passage", "corpus")
+    return next((prompts[name] or "" for name in names if prompts.get(name)), "")
+
+
+def model_settings(folder: Path) -> Mapping[str, Any]:
+    """Return the content of config_sentence_transformers.json; empty if there is no such file."""
+    return read_json(folder / "config_sentence_transformers.json") or {}
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; None if there is no such file. ConfigError if it is not JSON."""
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+
+
+def _module(folder: Path, listed: Mapping[str, Any]) -> Module:
+    try:
+        kwargs: Sequence[str] = listed.get("kwargs") or ()
+        return Module(listed["type"], _subfolder(folder, listed["path"]), tuple(kwargs))
+    except KeyError as error:
+        raise ConfigError(f"{folder / 'modules.json'}: a module has no {error}") from None
+
+
+def _subfolder(folder: Path, name: str) -> Path:
+    if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{folder / 'modules.json'} names {name!r}, which is outside of its folder")
+    return folder / name if name else folder
+
+
+def _route(place: Path, role: Role) -> list[Module]:
+    """Return the modules of a Router's route for `role`; without one, of its default route."""
+    facts = read_json(place / "router_config.json") or read_json(place / "config.json")
+    if facts is None or not {"types", "structure"} <= facts.keys():
+        raise ConfigError(f"{place} holds a Router without router_config.json: fetch the whole model again")
+    structure, parameters = facts["structure"], facts.get("parameters", {})
+    route = role if role in structure else parameters.get("default_route")
+    mapped = {
+        key: name for key, name in (parameters.get("route_mappings") or {}).items() if f"'{role}'" in key
+    }
+    if mapped or route not in structure:
+        raise ConfigError(
+            f"{place / 'router_config.json'} has no route named {role!r} (routes: {', '.join(structure)}): "
+            "adopt a folder of one role by query_path and path"
+        )
+    return [Module(facts["types"][name], _subfolder(place, name)) for name in structure[route]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +198,7 @@ def read(path: str | Path, role: Role, *, pooling: Pooling = "auto") -> Publishe
         ConfigError: there is no such model, nothing states its pooling, or a file is invalid.
     """
     folder = local_folder(path)
-    modules = library_folder.read_modules(folder, role)
+    modules = read_modules(folder, role)
     if modules is None:
         if pooling == "auto":
             raise ConfigError(
@@ -109,8 +216,8 @@ def read(path: str | Path, role: Role, *, pooling: Pooling = "auto") -> Publishe
         )
     return replace(
         model,
-        prefix=library_folder.role_prompt(folder, role),
-        truncate_dim=library_folder.model_settings(folder).get("truncate_dim"),
+        prefix=role_prompt(folder, role),
+        truncate_dim=model_settings(folder).get("truncate_dim"),
     )
 
 
@@ -158,6 +265,9 @@ def local_folder(path: str | Path, *, revision: str | None = None) -> Path:
     Raises:
         ConfigError: there is neither such a folder nor such a model.
     """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     if str(path).startswith(PACKAGED):
         return _packaged(str(path).removeprefix(PACKAGED))
     if Path(path).is_dir():

@@ -27,10 +27,10 @@ from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.heads import Head, Normalise, pool, random_dense, read_head
-from scalingnote.models.library_folder import Role
 from scalingnote.models.prompt import TextDocuments, TextQueries
-from scalingnote.models.published_model import PublishedModel
+from scalingnote.models.published_model import PublishedModel, Role
 from scalingnote.models.tower import Tower
+from scalingnote.models.weights import add_adapter
 
 log = get_logger("models")
 
@@ -142,9 +142,7 @@ def build(
             f"train.dim to {layers.dim}, or {role}.projection to random"
         )
     if config.lora is not None and adapter is None:
-        from scalingnote.models import adapters  # late, as above
-
-        adapters.add(backbone.model, config.lora, name=role, tokens=[], seed=seed)
+        add_adapter(backbone.model, config.lora, name=role, tokens=[], seed=seed)
         layers.requires_grad_(config.projection == "random")
     return PublishedTower(backbone, config, model, layers, role=role, adapter=adapter)
 

@@ -28,8 +28,9 @@ from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.heads import Projection, SparseHead, draw_weights
-from scalingnote.models.library_folder import Role
 from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt
+from scalingnote.models.published_model import Role
+from scalingnote.models.weights import add_adapter, merged_state, save_adapter
 
 log = get_logger("models")
 
@@ -194,12 +195,10 @@ class Tower(nn.Module):
         """
         folder.mkdir(parents=True, exist_ok=True)
         source, adapted = self.config.backbone, self.config.lora is not None
-        if adapted:
-            from scalingnote.models import adapters  # late: peft is slow to import, and few runs need it
         if adapted and not merge_adapters and isinstance(source, Pretrained):
-            adapters.save(self.backbone, folder, name=self._adapter, base=base or source.path)
+            save_adapter(self.backbone, folder, name=self._adapter, base=base or source.path)
             return source
-        state = adapters.merged(self.backbone) if adapted else None
+        state = merged_state(self.backbone) if adapted else None
         self.backbone.save_pretrained(folder, state_dict=state)  # type: ignore[operator]
         return None
 
@@ -292,12 +291,10 @@ def build(
     backbone = backbone or backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
     head = _sparse_head(config) if sparse else None
     if config.lora is not None and adapter is None:
-        from scalingnote.models import adapters  # late, as above
-
         # Queries contain no placeholders, so their new rows would have nothing to learn from.
         ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
         tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
-        adapters.add(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
+        add_adapter(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
     tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
     draw_weights(tower.projection, seed)
     return tower

@@ -2,23 +2,31 @@
 
     PlanConfig ─► operations ─► GPU hours · documents ─► offline stages, storage, index ─► searchers, gateways
 
-All arithmetic is formulas of a :class:`Ledger`, so `plan --explain` prints exactly what was computed, with
-constants and their sources. Scan times beyond the measured million documents are an assumption: with
-4·sqrt(documents) inverted lists, of which as many are probed as at a million, they grow with sqrt(documents).
+Every figure is arithmetic on floats; beside it stands the line that `plan --explain` prints, which a test
+evaluates. Scan times beyond the measured million documents are an assumption: with 4·sqrt(documents) inverted
+lists, of which as many are probed as at a million, they grow with sqrt(documents).
+
+What an offline stage takes lies on the straight line through its two largest runs of benchmarks/scale.py, as
+every stage works part by part. The measured documents have 18 words and embeddings of 32 dimensions: work and
+bytes of texts are multiplied by a corpus's tokens / 18, those of embeddings by its dimensions / 32.
 """
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isqrt
+from importlib.resources import files
+from math import ceil, sqrt
 from pathlib import Path
+from typing import Any
 
 from scalingnote.models import flops
 from scalingnote.models.config import Lora, Pretrained, Scratch
 from scalingnote.models.flops import Shape, adapter_parameters, backbone_shape
-from scalingnote.scaling import constants, training_cost
-from scalingnote.scaling.config import PlanConfig
-from scalingnote.scaling.constants import FAMILIES, Constant, IndexFamily, Ledger, PlanStep, StatedSource
-from scalingnote.scaling.stage_costs import StageCost, stage_costs
-from scalingnote.scaling.training_cost import GIB, GPUS, TowerInput
+from scalingnote.reports import four_digits
+from scalingnote.scaling import config as known
+from scalingnote.scaling import training_cost
+from scalingnote.scaling.config import FAMILIES, Constant, IndexFamily, PlanConfig
+from scalingnote.scaling.training_cost import GPUS, TowerInput
 from scalingnote.train.config import Ddp, Fsdp2, Optimizer
 
 VIEWS = 3  # embeddings of a document in training (ScalingNote, section 3.2)
@@ -26,84 +34,59 @@ STUDENT = Scratch(  # the published query tower (Table 8): RED Bert-4L
     architecture="bert", layers=4, hidden=768, heads=12, intermediate=3072, vocabulary=84_522
 )
 BYTES_PER_NUMBER = {"float16": 2, "int8": 1}
-GATEWAY_MAX_DOCUMENTS = 2_000_000  # up to which a gateway holds the index itself (docs/guides/serve.md)
-TRAINING_POINTS_PER_LIST = 39
-MAX_TRAIN_DOCUMENTS = 4_000_000  # index.train_documents, unless it is set
 MONTH_HOURS = 730
-CORE_HOUR = "{core price} + {GB of memory a core} × {memory price}"  # US dollars
-
-
-@dataclass(frozen=True)
-class GpuPhase:
-    """Work on GPUs that is done once."""
-
-    name: str
-    operations: float
-    gpu_hours: float
-    days: float
-    cost: float
-
-
-@dataclass(frozen=True)
-class EmbeddingStorage:
-    """Embeddings of all documents at one dimension."""
-
-    dim: int
-    gb: dict[str, float]  # by type of number
-    month: float  # US dollars, of the first type
-
-
-@dataclass(frozen=True)
-class SearcherFleet:
-    """Nodes of one size that hold and search the index."""
-
-    node_gb: int
-    cores: float  # of a node
-    shards: float
-    replicas: float  # of each shard
-    nodes: float
-    shard_ms: float  # of one core, for a query in each shard
-    fan_out_cores: float  # of gateways, for calls to shards beyond the first
-    month: float  # US dollars, with those cores
-
-
-@dataclass(frozen=True)
-class ReplicaFleet:
-    """Processes of one core each."""
-
-    name: str
-    count: float
-    month: float  # US dollars
-
-
-@dataclass(frozen=True)
-class IndexPlan:
-    """The index in the family that is cheapest at the requested recall."""
-
-    family: IndexFamily
-    document_bytes: float  # of vectors and ids
-    row_bytes: float  # with what is shown of a document
-    gb: float  # of one version
-    sizes: tuple[SearcherFleet, ...]
-    best: SearcherFleet
+MEASURED_TOKENS, MEASURED_STAGE_DIM, MEASURED_CORES = 18, 32, 2  # of stage_costs.json
+VECTOR_STAGES = ("quantize", "index", "mine", "evaluate")  # the rows of other stages are texts
+FIGURES = ("seconds", "driver GB", "read MB", "written MB", "requests")
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """The result; money in US dollars."""
+    """The result; rows are figures by name, money is in US dollars.
+
+    phases    operations, gpu_hours, days, cost of work on GPUs that is done once
+    offline   core_hours, hours (on all nodes), read_gb, written_gb, requests, cost, driver_gb of a stage
+    stored    of a dimension: GB by type of number, and a month's cost of the first type
+    sizes     searchers on nodes of one size; `best` is the cheapest
+    serving   processes of one core each, by name
+    """
 
     config: PlanConfig
     shape: Shape
-    phases: tuple[GpuPhase, ...]
-    offline: tuple[StageCost, ...]
-    stored: tuple[EmbeddingStorage, ...]
-    index: IndexPlan
-    serving: tuple[ReplicaFleet, ...]
+    phases: dict[str, dict[str, float]]
+    offline: dict[str, dict[str, float]]
+    stored: dict[int, dict[str, float]]
+    family: IndexFamily
+    index: dict[str, float]
+    sizes: dict[int, dict[str, float]]
+    serving: dict[str, dict[str, float]]
     once: float
     month: float
-    notes: tuple[str, ...]
-    steps: tuple[PlanStep, ...]
-    constants: tuple[Constant, ...]
+    steps: list[str]
+    constants: list[Constant]
+
+    @property
+    def best(self) -> int:
+        """GB of the cheapest nodes for searchers."""
+        return min(self.sizes, key=lambda gb: (self.sizes[gb]["month"], self.sizes[gb]["nodes"]))
+
+
+class Steps:
+    """The lines of `--explain`: every step with its numbers and their names."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __call__(self, value: float, unit: str, line: str) -> float:
+        """Add "name = formula" and its value; returns the value."""
+        self.lines.append(f"{line} = {n(value)} {unit}".rstrip())
+        return value
+
+
+def n(value: float | int) -> str:
+    """A number as `--explain` prints it."""
+    return four_digits(float(value))
 
 
 def plan(config: PlanConfig) -> CapacityPlan:
@@ -113,78 +96,73 @@ def plan(config: PlanConfig) -> CapacityPlan:
         ConfigError: the model's shape is not known offline.
     """
     folder = Path(config.model)
-    shape = backbone_shape(
-        Pretrained(path=str(folder.parent) if folder.name == "config.json" else config.model)
-    )
-    ledger = Ledger(config)
-    phases = _phases(ledger, config, shape)
-    stored = tuple(_storage(ledger, dim) for dim in config.dims)
-    index = _cheapest_index(ledger, config)
-    serving = (_encoders(ledger, config), _gateways(ledger))
-    offline = stage_costs(
-        documents=config.documents,
-        tokens=config.tokens,
-        dim=config.dims[-1],
-        cores=config.nodes * config.node_cores,
-        core_price=config.core_price + constants.GB_A_CORE.value * config.memory_price,
-        request_price=config.request_price,
-    )
+    path = str(folder.parent) if folder.name == "config.json" else config.model
+    shape, steps = backbone_shape(Pretrained(path=path)), Steps()
+    work = _operations(config, shape)
+    phases = _phases(config, work, steps)
+    stored = {dim: _storage(config, dim, steps) for dim in config.dims}
+    # Exhaustive search has a recall of 1, so at least one family qualifies.
+    qualified = [family for family in FAMILIES if family.recall.value >= config.recall]
+    tried = {family: _index(config, family, Steps()) for family in qualified}
+    family = min(qualified, key=lambda one: min(size["month"] for size in tried[one][1].values()))
+    index, sizes = _index(config, family, steps)
+    serving = {"query encoders": _encoders(config, steps), "gateways": _gateways(config, steps)}
+    offline = stage_costs(config)
+    searchers = min(size["month"] for size in sizes.values())
     return CapacityPlan(
         config=config,
         shape=shape,
         phases=phases,
-        offline=tuple(offline),
+        offline=offline,
         stored=stored,
+        family=family,
         index=index,
+        sizes=sizes,
         serving=serving,
-        once=sum(phase.cost for phase in phases) + sum(stage.cost for stage in offline),
-        month=stored[-1].month + index.best.month + sum(part.month for part in serving),
-        notes=tuple(_notes(config, shape, index)),
-        steps=tuple(ledger.steps),
-        constants=tuple(ledger.constants),
+        once=sum(row["cost"] for row in (*phases.values(), *offline.values())),
+        month=stored[config.dims[-1]]["month"] + searchers + sum(row["month"] for row in serving.values()),
+        steps=steps.lines,
+        constants=_constants(config, family, work),
     )
 
 
-def _phases(ledger: Ledger, config: PlanConfig, shape: Shape) -> tuple[GpuPhase, ...]:
-    peak, price = f"peak of an {config.gpu}", "gpu price"
-    dense = StatedSource("maker", "dense bfloat16 operations a second")
-    ledger.add(Constant(peak, GPUS[config.gpu].peak, "1/s", dense))
-    if config.gpu_price is None:
-        price = f"price of an {config.gpu} hour"
-        public = StatedSource("assumed", "of the order of public offers without commitment (--gpu-price)")
-        ledger.add(Constant(price, constants.GPU_PRICES[config.gpu], "USD", public))
-    _count_operations(ledger, config, shape)
-    distil = "{pairs} × {operations of the teacher's query}"
-    if config.query_tower != "lookup":  # a table has no matrix products
-        distil = (
-            "{pairs} × ({operations of the teacher's query} + "
-            "{distill epochs} × {operations of a student's query})"
-        )
+def _constants(config: PlanConfig, family: IndexFamily, work: dict[str, Constant]) -> list[Constant]:
+    """The constants of a plan, in the order in which it uses them."""
 
-    def phase(name: str, work: str, speed: str) -> GpuPhase:
-        return GpuPhase(
-            name,
-            ledger.step(f"operations to {name}", "", work),
-            ledger.step(f"GPU hours to {name}", "hours", f"{{operations to {name}}} / {{{speed}}} / 3,600"),
-            ledger.step(f"days to {name}", "days", f"{{GPU hours to {name}}} / {{gpus}} / 24"),
-            ledger.step(f"cost to {name}", "USD", f"{{GPU hours to {name}}} × {{{price}}}"),
-        )
+    def option(name: str, unit: str = "", label: str = "") -> Constant:
+        flag, why = f"--{name.replace('_', '-')}", PlanConfig.model_fields[name].description
+        value = getattr(config, name)
+        source = f"given: {flag}: {why}" if name in config.model_fields_set else f"assumed: {why} ({flag})"
+        number = float(value[-1] if isinstance(value, tuple) else value)
+        return Constant(label or name.replace("_", " "), number, unit, source)
 
-    speed, encode_speed = "operations a second of a GPU", "the same in an encode job"
-    ledger.step(speed, "1/s", f"{{{peak}}} × {{MFU}}")
-    train = phase("train", "{pairs} × {operations of a training pair}", speed)
-    distillation = phase("distil", distil, speed)
-    kept = "{share of a bare loop's speed that the encode job keeps}"
-    ledger.step(encode_speed, "1/s", f"{{{speed}}} × {kept}")
-    return train, distillation, phase("encode", "{documents} × {operations of a document}", encode_speed)
+    price = Constant(
+        f"price of an {config.gpu} hour",
+        *(known.GPU_PRICES[config.gpu], "USD"),
+        "assumed: of the order of public offers without commitment (--gpu-price)",
+    )
+    maker = "maker: dense bfloat16 operations a second"
+    student = [] if config.query_tower == "lookup" else [option("distill_epochs"), work["student"]]
+    return [
+        Constant(f"peak of an {config.gpu}", GPUS[config.gpu].peak, "1/s", maker),
+        *(option("mfu", label="MFU"), option("pairs", "pairs"), work["pair"]),
+        *(option("query_tokens", "tokens"), option("tokens", "tokens"), option("negatives")),
+        *(option("gpus", "GPUs"), price if config.gpu_price is None else option("gpu_price", "USD")),
+        *(work["query"], *student, known.ENCODE_KEPT, option("documents", "documents"), work["document"]),
+        *(option("storage_price", "USD"), option("dims", label="dimensions")),
+        *(family.recall, family.size, family.width, known.MEASURED_DIM, known.SHOWN_BYTES, family.time),
+        *(known.MEASURED_DOCUMENTS, known.FOUR_SHARDS, known.ONE_INDEX, option("core_price", "USD")),
+        *(known.GB_A_CORE, option("memory_price", "USD"), known.GATEWAY_CORES, known.GATEWAY_RATE),
+        *(known.GATEWAY_ALONE_RATE, known.VERSIONS, known.USABLE, option("qps", "1/s", "queries a second")),
+        *(known.BUSY, option("replicas"), known.ENCODERS[config.query_tower], known.ENCODER_TOKENS),
+    ]
 
 
-def _count_operations(ledger: Ledger, config: PlanConfig, shape: Shape) -> None:
-    """Add the operations of a training pair, a distilled query and an encoded document to the ledger."""
+def _operations(config: PlanConfig, shape: Shape) -> dict[str, Constant]:
+    """Operations of a training pair, a distilled query and an encoded document."""
     lora = Lora(rank=config.lora) if config.lora else None
     rows, dim, query_tokens = 1 + config.negatives, config.dims[-1], config.query_tokens
-    weights = f"{shape.layers * shape.layer_weights:,} weights"
-    student = backbone_shape(STUDENT)
+    weights, student = f"{shape.layers * shape.layer_weights:,} weights", backbone_shape(STUDENT)
     learns = f"adapters of rank {config.lora} learn" if lora else "all weights learn"
     pair = training_cost.pair_work(
         TowerInput(shape, query_tokens, lora=lora),
@@ -193,214 +171,273 @@ def _count_operations(ledger: Ledger, config: PlanConfig, shape: Shape) -> None:
         checkpointing=True,
     )
 
-    def add(name: str, operations: float, how: str, *inputs: str) -> None:
-        source = StatedSource("counted", f"models/flops.py, {how}")
-        ledger.add(Constant(f"operations of {name}", operations, "", source), *inputs)
+    def counted(name: str, operations: float, how: str) -> Constant:
+        return Constant(f"operations of {name}", operations, "", f"counted: models/flops.py, {how}")
 
-    add(
-        "a training pair",
-        pair.total,
-        f"row: {weights}, rows of {query_tokens:g} and {rows} x {config.tokens:g} tokens, {learns}, "
-        "activations recomputed",
-        *("query tokens", "tokens", "negatives"),
-    )
-    add(
-        "the teacher's query",
-        flops.forward(shape, tokens=query_tokens),
-        f"forward: {weights}, {query_tokens:g} tokens",
-        "query tokens",
-    )
-    add(
-        "a student's query",
-        flops.row(student, tokens=query_tokens, pooled=1, dim=dim).total,
-        f"row: {student.layers} layers of {student.hidden}, {query_tokens:g} tokens",
-    )
-    add(
-        "a document",
-        flops.forward(shape, tokens=config.tokens),
-        f"forward: {weights}, {config.tokens:g} tokens",
-        "tokens",
-    )
-
-
-def _storage(ledger: Ledger, dim: int) -> EmbeddingStorage:
-    gb = {
-        kind: ledger.step(
-            f"{kind} embeddings of {dim} dimensions", "GB", f"{{documents}} × {dim * size:,} / 1e9"
-        )
-        for kind, size in BYTES_PER_NUMBER.items()
+    return {
+        "pair": counted(
+            "a training pair",
+            pair.total,
+            f"row: {weights}, rows of {query_tokens:g} and {rows} x {config.tokens:g} tokens, {learns}, "
+            "activations recomputed",
+        ),
+        "query": counted(
+            "the teacher's query",
+            flops.forward(shape, tokens=query_tokens),
+            f"forward: {weights}, {query_tokens:g} tokens",
+        ),
+        "student": counted(
+            "a student's query",
+            flops.row(student, tokens=query_tokens, pooled=1, dim=dim).total,
+            f"row: {student.layers} layers of {student.hidden}, {query_tokens:g} tokens",
+        ),
+        "document": counted(
+            "a document",
+            flops.forward(shape, tokens=config.tokens),
+            f"forward: {weights}, {config.tokens:g} tokens",
+        ),
     }
-    month = ledger.step(
-        f"their storage a month, {dim} dimensions",
-        "USD",
-        f"{{{next(iter(gb))} embeddings of {dim} dimensions}} × {{storage price}}",
-    )
-    return EmbeddingStorage(dim, gb, month)
 
 
-def _cheapest_index(ledger: Ledger, config: PlanConfig) -> IndexPlan:
-    """The cheapest family and node size at the requested recall."""
-    # Exhaustive search has a recall of 1, so at least one family qualifies.
-    qualified = [family for family in FAMILIES if family.recall.value >= config.recall]
-    cheapest = min(qualified, key=lambda family: _index(Ledger(config), config, family).best.month)
-    return _index(ledger, config, cheapest)
+def _phases(config: PlanConfig, work: dict[str, Constant], steps: Steps) -> dict[str, dict[str, float]]:
+    """Training, distillation and encoding on GPUs."""
+    price = known.GPU_PRICES[config.gpu] if config.gpu_price is None else config.gpu_price
+    pair, query, student, document = (work[name].value for name in ("pair", "query", "student", "document"))
+    peak, kept = GPUS[config.gpu].peak, known.ENCODE_KEPT.value
+
+    def phase(name: str, operations: float, formula: str, speed: float) -> dict[str, float]:
+        done = steps(operations, "", f"operations to {name} = {formula}")
+        hours = done / speed / 3600
+        steps(hours, "hours", f"GPU hours to {name} = {n(done)} operations / {n(speed)} a second / 3,600")
+        days, cost = hours / config.gpus / 24, hours * price
+        steps(days, "days", f"days to {name} = {n(hours)} hours / {n(config.gpus)} GPUs / 24")
+        steps(cost, "USD", f"cost to {name} = {n(hours)} hours × {n(price)} USD")
+        return {"operations": done, "gpu_hours": hours, "days": days, "cost": cost}
+
+    speed = peak * config.mfu
+    steps(speed, "1/s", f"operations a second of a GPU = {n(peak)} at its peak × {n(config.mfu)} MFU")
+    line = f"{n(config.pairs)} pairs × {n(pair)} operations of a training pair"
+    train = phase("train", config.pairs * pair, line, speed)
+    # A lookup table has no matrix products.
+    epochs = 0.0 if config.query_tower == "lookup" else config.distill_epochs
+    line = f"{n(config.pairs)} pairs × {n(query)} operations of the teacher's query"
+    if epochs:
+        line = (
+            f"{n(config.pairs)} pairs × ({n(query)} operations of the teacher's query + {n(epochs)} epochs × "
+            f"{n(student)} operations of a student's query)"
+        )
+    distil = phase("distil", config.pairs * (query + epochs * student), line, speed)
+    encode_speed = steps(
+        speed * kept, "1/s", f"the same in an encode job = {n(speed)} × {n(kept)} of a bare loop's speed"
+    )
+    line = f"{n(config.documents)} documents × {n(document)} operations of a document"
+    encode = phase("encode", config.documents * document, line, encode_speed)
+    return {"train": train, "distil": distil, "encode": encode}
 
 
-def _index(ledger: Ledger, config: PlanConfig, family: IndexFamily) -> IndexPlan:
-    for constant in (family.recall, family.size, family.width, family.time):
-        ledger.add(constant)
-    ledger.step(f"recall@100 of {family.label}", "", "{recall@100 measured}")
-    document_bytes = ledger.step(
-        "index bytes a document",
-        "bytes",
-        "{bytes a document at 128 dimensions} + "
-        "{bytes a dimension} × ({dimensions} - {dimensions measured on})",
-    )
-    row_bytes = ledger.step(
-        "bytes a document in a searcher",
-        "bytes",
-        "{index bytes a document} + {bytes of its id, title and snippet}",
-    )
-    gb = ledger.step("index", "GB", "{documents} × {bytes a document in a searcher} / 1e9")
-    growth = "{documents} / {documents measured on}"
-    ledger.step("growth of a scan", "times", growth if family.exhaustive else f"sqrt({growth})")
-    ledger.step(
-        "scan of a query, one core",
-        "µs",
-        "{µs a query at a million documents} × {growth of a scan} × {dimensions} / {dimensions measured on}",
-    )
-    ledger.step("cost of one more shard", "µs", "({µs in four shards apart} - {µs in one index}) / 3")
-    ledger.step("price of a core with its memory", "USD an hour", CORE_HOUR)
-    # The request through replicas makes two calls more than one that is answered inside its gateway.
-    ledger.step(
-        "core seconds of a call to a replica",
-        "s",
-        "({cores of that machine} / {requests a second through replicas of their own} - "
-        "{cores of that machine} / {requests a second inside a gateway}) / 2",
-    )
-    sizes = tuple(_searchers(ledger, memory) for memory in config.node_memory)
-    best = min(sizes, key=lambda size: (size.month, size.nodes))
-    return IndexPlan(family, document_bytes, row_bytes, gb, sizes, best)
+def _storage(config: PlanConfig, dim: int, steps: Steps) -> dict[str, float]:
+    """GB of embeddings by type of number, and a month's cost of the first type."""
+    gb = {kind: config.documents * dim * size / 1e9 for kind, size in BYTES_PER_NUMBER.items()}
+    for kind, size in BYTES_PER_NUMBER.items():
+        line = f"{n(config.documents)} documents × {dim * size:,} bytes / 1e9"
+        steps(gb[kind], "GB", f"{kind} embeddings of {dim} dimensions = {line}")
+    first = next(iter(gb.values()))
+    month = first * config.storage_price
+    line = f"{n(first)} GB × {n(config.storage_price)} USD"
+    return gb | {"month": steps(month, "USD", f"their storage a month, {dim} dimensions = {line}")}
 
 
-def _searchers(ledger: Ledger, memory: int) -> SearcherFleet:
-    """Nodes of `memory` GB: shards so that the index fits, replicas so that the queries are answered."""
-    on = f"on nodes of {memory} GB"
-
-    def step(name: str, unit: str, formula: str) -> float:
-        return ledger.step(f"{name} {on}", unit, formula.replace("@", on))
-
-    open_versions = "{index} × {index versions held open}"
-    usable = f"({memory:,} × {{share of a node's memory for the index}})"
-    cores = step("cores", "cores", f"{memory:,} / {{GB of memory a core}}")
-    shards = step("shards", "shards", f"ceil({open_versions} / {usable})")
-    query_ms = step(
-        "core ms a query in each shard",
-        "ms",
-        "({scan of a query, one core} + {cost of one more shard} × ({shards @} - 1)) / {shards @} / 1,000",
-    )
-    step(
-        "cores that search a shard",
-        "cores",
-        "{queries a second} × {core ms a query in each shard @} / 1,000 / {busy share of a core}",
-    )
-    replicas = step(
-        "replicas of a shard",
-        "replicas",
-        "max({replicas}, ceil({cores that search a shard @} / {cores @}))",
-    )
-    nodes = step("searchers", "nodes", "{shards @} × {replicas of a shard @}")
-    fan_out = step(
-        "cores to fan out",
-        "cores",
-        "{queries a second} × {core seconds of a call to a replica} × ({shards @} - 1) / "
-        "{busy share of a core}",
-    )
-    month = step(
-        "searchers a month",
-        "USD",
-        "({searchers @} × {cores @} + {cores to fan out @}) × {price of a core with its memory} × "
-        f"{MONTH_HOURS}",
-    )
-    return SearcherFleet(memory, cores, shards, replicas, nodes, query_ms, fan_out, month)
+def _index(
+    config: PlanConfig, family: IndexFamily, steps: Steps
+) -> tuple[dict[str, float], dict[int, dict[str, float]]]:
+    """Bytes of the index in a family, and searchers for each size of nodes."""
+    dim, measured = config.dims[-1], known.MEASURED_DIM.value
+    size, width, shown = family.size.value, family.width.value, known.SHOWN_BYTES.value
+    steps(family.recall.value, "", f"recall@100 of {family.label} = {n(family.recall.value)} measured")
+    line = f"{n(size)} + {n(width)} a dimension × ({n(dim)} dimensions - {n(measured)} measured)"
+    document = steps(size + width * (dim - measured), "bytes", f"index bytes a document = {line}")
+    line = f"{n(document)} + {n(shown)} of what is shown of it"
+    row = steps(document + shown, "bytes", f"bytes a document in a searcher = {line}")
+    gb = config.documents * row / 1e9
+    steps(gb, "GB", f"index = {n(config.documents)} documents × {n(row)} bytes / 1e9")
+    growth = config.documents / known.MEASURED_DOCUMENTS.value
+    line = f"{n(config.documents)} documents / {n(known.MEASURED_DOCUMENTS.value)} measured"
+    growth = growth if family.exhaustive else sqrt(growth)
+    steps(growth, "times", f"growth of a scan = {line if family.exhaustive else f'sqrt({line})'}")
+    time = family.time.value
+    line = f"{n(time)} µs at a million × {n(growth)} times × {n(dim)} dimensions / {n(measured)}"
+    scan = steps(time * growth * dim / measured, "µs", f"scan of a query, one core = {line}")
+    apart, one = known.FOUR_SHARDS.value, known.ONE_INDEX.value
+    line = f"({n(apart)} µs in four shards - {n(one)} in one index) / 3"
+    shard = steps((apart - one) / 3, "µs", f"cost of one more shard = {line}")
+    line = f"{n(config.core_price)} USD + {n(known.GB_A_CORE.value)} GB × {n(config.memory_price)} USD"
+    steps(core_price(config), "USD an hour", f"price of a core with its memory = {line}")
+    costs = {"scan": scan, "shard": shard, "price": core_price(config), "call": _call_seconds(steps)}
+    sizes = {memory: _searchers(config, memory, gb, **costs, steps=steps) for memory in config.node_memory}
+    return {"document_bytes": document, "row_bytes": row, "gb": gb}, sizes
 
 
-def _encoders(ledger: Ledger, config: PlanConfig) -> ReplicaFleet:
+def _searchers(
+    config: PlanConfig,
+    memory: int,
+    gb: float,
+    *,
+    scan: float,
+    shard: float,
+    price: float,
+    call: float,
+    steps: Steps,
+) -> dict[str, float]:
+    """Nodes of one size: shards so that the index fits, replicas so that the queries are answered.
+
+    Args:
+        config: traffic and copies.
+        memory: GB of a node.
+        gb: of one version of the index.
+        scan: µs of a query over all documents on one core.
+        shard: µs that one more shard adds.
+        price: US dollars of a core's hour with its memory.
+        call: core seconds of a call to a replica.
+        steps: of the plan.
+    """
+    on, qps, busy = f"on nodes of {memory} GB", config.qps, known.BUSY.value
+    versions, usable, core_gb = known.VERSIONS.value, known.USABLE.value, known.GB_A_CORE.value
+    cores = steps(memory / core_gb, "cores", f"cores {on} = {memory:,} GB / {n(core_gb)} GB a core")
+    shards = _round_up(gb * versions / (memory * usable))
+    line = f"ceil({n(gb)} GB × {n(versions)} versions / ({memory:,} GB × {n(usable)} usable))"
+    steps(shards, "shards", f"shards {on} = {line}")
+    query_ms = (scan + shard * (shards - 1)) / shards / 1000
+    line = f"({n(scan)} µs + {n(shard)} µs × ({n(shards)} shards - 1)) / {n(shards)} / 1,000"
+    steps(query_ms, "ms", f"core ms a query in each shard {on} = {line}")
+    searching = qps * query_ms / 1000 / busy
+    line = f"{n(qps)} queries a second × {n(query_ms)} ms / 1,000 / {n(busy)} busy"
+    steps(searching, "cores", f"cores that search a shard {on} = {line}")
+    replicas = max(float(config.replicas), _round_up(searching / cores))
+    line = f"max({config.replicas} at least, ceil({n(searching)} cores / {n(cores)} of a node))"
+    steps(replicas, "replicas", f"replicas of a shard {on} = {line}")
+    nodes = shards * replicas
+    steps(nodes, "nodes", f"searchers {on} = {n(shards)} shards × {n(replicas)} replicas")
+    fan_out = qps * call * (shards - 1) / busy
+    line = f"{n(qps)} queries a second × {n(call)} s of a call × ({n(shards)} shards - 1) / {n(busy)} busy"
+    steps(fan_out, "cores", f"cores to fan out {on} = {line}")
+    month = (nodes * cores + fan_out) * price * MONTH_HOURS
+    line = f"({n(nodes)} nodes × {n(cores)} cores + {n(fan_out)} cores) × {n(price)} USD × {MONTH_HOURS}"
+    steps(month, "USD", f"searchers a month {on} = {line}")
+    figures = {"cores": cores, "shards": shards, "replicas": replicas, "nodes": nodes, "shard_ms": query_ms}
+    return figures | {"fan_out_cores": fan_out, "month": month}
+
+
+def core_price(config: PlanConfig) -> float:
+    """US dollars of a core's hour with its memory."""
+    return config.core_price + known.GB_A_CORE.value * config.memory_price
+
+
+def _call_seconds(steps: Steps) -> float:
+    """Core seconds of a call to a replica.
+
+    A request through replicas makes two calls more than one that is answered inside its gateway.
+    """
+    cores, apart, inside = (
+        one.value for one in (known.GATEWAY_CORES, known.GATEWAY_RATE, known.GATEWAY_ALONE_RATE)
+    )
+    line = f"({n(cores)} cores / {n(apart)} requests - {n(cores)} cores / {n(inside)} inside a gateway) / 2"
+    seconds = (cores / apart - cores / inside) / 2
+    return steps(seconds, "s", f"core seconds of a call to a replica = {line}")
+
+
+def _encoders(config: PlanConfig, steps: Steps) -> dict[str, float]:
     """Query encoders at the rate measured for their form, in proportion to the tokens of a query.
 
     That holds for lookup tables too: most of their time is tokenization. It is rough far from the measured
     length, because part of the time does not grow: 4 tokens take 0.5 of the time of 13, not 0.3.
     """
-    measured = constants.ENCODERS[config.query_tower]
-    ledger.add(measured)
-    rate = "queries a second of one core, at their length"
-    formula = f"{{{measured.name}}} × {{tokens of a query that encoders were measured on}} / {{query tokens}}"
-    ledger.step(rate, "1/s", formula)
-    return _replicas(ledger, "query encoders", f"{{queries a second}} / {{{rate}}}")
+    measured, tokens = known.ENCODERS[config.query_tower].value, known.ENCODER_TOKENS.value
+    rate = measured * tokens / config.query_tokens
+    line = f"{n(measured)} × {n(tokens)} tokens / {n(config.query_tokens)} tokens"
+    steps(rate, "1/s", f"queries a second of one core, at their length = {line}")
+    return _replicas(config, "query encoders", config.qps / rate, f"{n(config.qps)} / {n(rate)}", steps)
 
 
-def _gateways(ledger: Ledger) -> ReplicaFleet:
+def _gateways(config: PlanConfig, steps: Steps) -> dict[str, float]:
     """Gateways at the CPU time a request took on the measured machine, load generator and search included."""
-    seconds = "core seconds a request, all processes"
-    formula = "{cores of that machine} / {requests a second through replicas of their own}"
-    ledger.step(seconds, "s", formula)
-    return _replicas(ledger, "gateways", f"{{queries a second}} × {{{seconds}}}")
+    cores, rate = known.GATEWAY_CORES.value, known.GATEWAY_RATE.value
+    line = f"{n(cores)} cores / {n(rate)} requests a second"
+    seconds = steps(cores / rate, "s", f"core seconds a request, all processes = {line}")
+    busy = f"{n(config.qps)} queries a second × {n(seconds)} s"
+    return _replicas(config, "gateways", config.qps * seconds, busy, steps)
 
 
-def _replicas(ledger: Ledger, name: str, busy_cores: str) -> ReplicaFleet:
-    """Processes of one core each; `busy_cores` is the formula of the cores that work all the time."""
-    ledger.step(f"cores of {name}", "cores", f"{busy_cores} / {{busy share of a core}}")
-    count = ledger.step(name, "replicas of one core", f"max({{replicas}}, ceil({{cores of {name}}}))")
-    month = ledger.step(f"{name} a month", "USD", f"{{{name}}} × ({CORE_HOUR}) × {MONTH_HOURS}")
-    return ReplicaFleet(name, count, month)
+def _replicas(config: PlanConfig, name: str, working: float, line: str, steps: Steps) -> dict[str, float]:
+    """Processes of one core each; `working` is the number of cores that work all the time."""
+    cores = working / known.BUSY.value
+    steps(cores, "cores", f"cores of {name} = {line} / {n(known.BUSY.value)} busy")
+    count = max(float(config.replicas), _round_up(cores))
+    line = f"max({config.replicas} at least, ceil({n(cores)} cores))"
+    steps(count, "replicas of one core", f"{name} = {line}")
+    price = core_price(config)
+    month = count * price * MONTH_HOURS
+    steps(month, "USD", f"{name} a month = {n(count)} cores × {n(price)} USD × {MONTH_HOURS}")
+    return {"count": count, "month": month}
 
 
-def _notes(config: PlanConfig, shape: Shape, index: IndexPlan) -> list[str]:
-    notes = []
-    required, available = _training_state(config, shape), GPUS[config.gpu].memory
-    if required > available:
-        remedy = "more --gpus" if config.lora else "more --gpus, or --lora 16"
-        notes.append(
-            f"TRAINING DOES NOT FIT: weights, gradients and optimizer take {required / GIB:.0f} GiB of each "
-            f"{config.gpu}'s {available / GIB:.0f}: {remedy}; `scalingnote train --dry-run` counts "
-            "activations too"
-        )
-    if 2.0 * shape.parameters > available:
-        notes.append(
-            f"ENCODING DOES NOT FIT: weights in bfloat16 take {2 * shape.parameters / GIB:.0f} GiB of an "
-            f"{config.gpu}'s {available / GIB:.0f}: choose a larger --gpu or a smaller --model"
-        )
-    if index.family.exhaustive:
-        most = max(family.recall.value for family in constants.FAMILIES if not family.exhaustive)
-        notes.append(
-            f"recall of {config.recall:g}: settings with inverted lists were measured up to {most:g}, so "
-            "every document is compared; a larger nprobe may reach it for less, which nobody measured"
-        )
-    if config.dims[-1] != constants.MEASURED_DIM.value and not index.family.exhaustive:
-        notes.append(
-            f"recall was measured at {constants.MEASURED_DIM.value:g} dimensions, with {config.dims[-1]} "
-            "nobody measured it: tune an index of your embeddings before you rely on it"
-        )
-    if config.documents <= GATEWAY_MAX_DOCUMENTS:
-        notes.append(
-            f"up to {GATEWAY_MAX_DOCUMENTS:,} documents a gateway searches by itself, "
-            "for less than is planned here"
-        )
-    elif not index.family.exhaustive:
-        notes.append(
-            "recall was measured on a million documents; nprobe and refine factor are assumed to keep it"
-        )
-    lists = 4 * isqrt(config.documents)
-    sample = min(lists * TRAINING_POINTS_PER_LIST, config.documents)
-    if not index.family.exhaustive and sample > MAX_TRAIN_DOCUMENTS:
-        notes.append(
-            f"the scan is that of {lists:,} lists: set index.train_documents={sample}, which they are "
-            "trained with"
-        )
-    return notes
+def _round_up(value: float) -> float:
+    """The next whole number; the factor keeps a rounding error from adding one."""
+    return float(ceil(value * (1 - 1e-12)))
 
 
-def _training_state(config: PlanConfig, shape: Shape) -> float:
+def measured_stages() -> list[Row]:
+    """Measured figures of every stage and size, as benchmarks/scale.py wrote them."""
+    text = files("scalingnote.scaling").joinpath("stage_costs.json").read_text(encoding="utf-8")
+    rows: list[Row] = json.loads(text)
+    return rows
+
+
+def predict(rows: Sequence[Row], *, documents: int) -> dict[str, float]:
+    """Figures of one stage for this number of documents.
+
+    Args:
+        rows: measured figures of the stage, at two sizes or more; the two largest count.
+        documents: of the corpus to predict.
+
+    Returns:
+        Every figure of `FIGURES`; ``fixed seconds`` is the part of the seconds that does not grow.
+    """
+    small, large = sorted(rows, key=lambda row: row["documents"])[-2:]
+    found = {}
+    for figure in FIGURES:
+        slope = (large[figure] - small[figure]) / (large["documents"] - small["documents"])
+        slope = max(slope, 0.0)  # noise of a stage that does not grow
+        found[figure] = large[figure] + slope * (documents - large["documents"])
+        if figure == "seconds":
+            found["fixed seconds"] = max(large[figure] - slope * large["documents"], 0.0)
+    return found
+
+
+def stage_costs(config: PlanConfig) -> dict[str, dict[str, float]]:
+    """What every measured stage takes. Work that grows with the corpus is divided evenly among the cores."""
+    cores = config.nodes * config.node_cores
+    rows = measured_stages()
+    costs = {}
+    for name in dict.fromkeys(row["stage"] for row in rows):
+        found = predict([row for row in rows if row["stage"] == name], documents=config.documents)
+        times = config.tokens / MEASURED_TOKENS
+        if name in VECTOR_STAGES:
+            times = config.dims[-1] / MEASURED_STAGE_DIM
+        growing = (found["seconds"] - found["fixed seconds"]) * MEASURED_CORES * times
+        core_hours = (growing + found["fixed seconds"]) / 3600
+        costs[name] = {
+            "core_hours": core_hours,
+            "hours": (growing / cores + found["fixed seconds"]) / 3600,
+            "read_gb": found["read MB"] * times / 1e3,
+            "written_gb": found["written MB"] * times / 1e3,
+            "requests": found["requests"],
+            "cost": core_hours * core_price(config) + found["requests"] / 1e6 * config.request_price,
+            "driver_gb": found["driver GB"],
+        }
+    return costs
+
+
+def training_state(config: PlanConfig, shape: Shape) -> float:
     """Bytes on one GPU that do not depend on the batch, sharded over several GPUs."""
     lora = Lora(rank=config.lora) if config.lora else None
     trained = 2 * (adapter_parameters(shape, lora) if lora else shape.parameters)

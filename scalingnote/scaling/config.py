@@ -1,5 +1,9 @@
-"""Settings of ladders, dry runs and capacity plans."""
+"""Settings of ladders, dry runs and capacity plans, and the constants that plans calculate with.
 
+Every constant of a plan states its source: a benchmark's JSON (a test compares the two), or a reason.
+"""
+
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -122,3 +126,130 @@ class PlanConfig(Config):
         if list(self.dims) != sorted(set(self.dims)) or self.dims[0] < 1:
             raise ValueError(f"dims {list(self.dims)} must ascend from 1 or more")
         return self
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number of a plan. `source` is "measured", "counted", "design", "given" or "assumed", and the reason.
+
+    A measured number is docs/results/`file`: `key` of its `table`, in the row that `row` selects.
+    """
+
+    name: str
+    value: float
+    unit: str
+    source: str
+    file: str = ""
+    key: str = ""
+    table: str = "metrics"
+    row: tuple[tuple[str, str | int], ...] = ()
+
+
+def _measured(
+    name: str,
+    value: float,
+    unit: str,
+    place: str,
+    *,
+    on: str = "",
+    **row: str | int,
+) -> Constant:
+    """A constant that a benchmark wrote to `place`: "FILE TABLE KEY", of the row with these values."""
+    file, table, key = place.split(" ", 2)
+    pairs = tuple((column.replace("_", " "), each) for column, each in row.items())
+    selected = f"[{', '.join(f'{column}={each}' for column, each in pairs)}]" if pairs else ""
+    measured = f"measured on {on}" if on else "measured"
+    source = f"{measured}: docs/results/{file}, {table}{selected}, {key!r}"
+    return Constant(name, value, unit, source, file, key, table, pairs)
+
+
+@dataclass(frozen=True)
+class IndexFamily:
+    """An index family, at the setting that tuning chose for a million documents of 128 dimensions."""
+
+    label: str
+    recall: Constant
+    size: Constant  # bytes of a document
+    time: Constant  # µs of a query on one core
+    width: Constant  # bytes that one more dimension takes
+
+    @property
+    def exhaustive(self) -> bool:
+        """Whether every document is compared."""
+        return self.label == "flat"
+
+
+def _family(row: str, *, recall: float, size: float, time: float, width: float) -> IndexFamily:
+    place = "index.json family"
+    return IndexFamily(
+        row.removesuffix(" (default)"),
+        _measured("recall@100 measured", recall, "", f"{place} R@100", index=row),
+        _measured("bytes a document at 128 dimensions", size, "bytes", f"{place} bytes/vector", index=row),
+        _measured("µs a query at a million documents", time, "µs", f"{place} us, batch 1", index=row),
+        Constant(
+            "bytes a dimension", width, "bytes", "design: codes and kept vectors (docs/guides/index.md)"
+        ),
+    )
+
+
+def _encoder(form: str, rate: float) -> Constant:
+    name, place = f"queries a second of one core, {form}", "query_encoder.json measurements queries/cpu s"
+    return _measured(name, rate, "1/s", place, threads=1, batch=8, form=form)
+
+
+FAMILIES = (
+    _family("ivfpq_fast_scan + sq8 (default)", recall=0.962, size=170.1, time=490.0, width=1.25),
+    _family("ivfpq_fast_scan", recall=0.746, size=42.1, time=680.0, width=0.25),
+    _family("ivf_sq8", recall=0.97, size=136.0, time=835.0, width=1.0),
+    _family("ivfpq_fast_scan + flat", recall=0.971, size=554.1, time=484.0, width=4.25),
+    _family("flat", recall=1.0, size=512.0, time=70764.0, width=4.0),
+)
+_SHARDS, _SERVED = "index.json shards us, batch 1", "serve.json table requests/s"
+ONE_INDEX = _measured("µs in one index", 621.0, "µs", _SHARDS, search_of="one index")
+FOUR_SHARDS = _measured(
+    "µs in four shards apart", 1969.0, "µs", _SHARDS, search_of="4 shards, lists chosen once"
+)
+MEASURED_DOCUMENTS = Constant(
+    "documents measured on", 1e6, "documents", "design: size of the corpus of benchmarks/index.py"
+)
+MEASURED_DIM = Constant("dimensions measured on", 128.0, "", "design: embeddings of benchmarks/index.py")
+ENCODERS: dict[QueryTower, Constant] = {
+    "bert-int8": _encoder("onnx int8", 103.63743159653085),
+    "lookup": _encoder("lookup", 16645.44589053825),
+}
+ENCODER_TOKENS = _measured(
+    "tokens of a query that encoders were measured on",
+    *(12.953125, "tokens", "query_encoder.json metrics tokens_per_query"),
+)
+GATEWAY_RATE = _measured(
+    "requests a second through replicas of their own",
+    *(101.0, "1/s", _SERVED),
+    server="replicas",
+    connections=16,
+)
+GATEWAY_ALONE_RATE = _measured(
+    "requests a second inside a gateway", 346.0, "1/s", _SERVED, server="int8 x 1", connections=16
+)
+GATEWAY_CORES = _measured("cores of that machine", 2.0, "cores", "serve.json environment cpus")
+ENCODE_KEPT = _measured(
+    "share of a bare loop's speed that the encode job keeps",
+    *(0.929, "", "encode.json metrics tokens_per_s_over_floor"),
+    on="CPUs",
+)
+VERSIONS = Constant(
+    "index versions held open",
+    *(2.0, "", "design: serve.versions_kept: a swap needs room for the next one"),
+)
+SHOWN_BYTES = Constant(
+    "bytes of its id, title and snippet",
+    *(340.0, "bytes"),
+    "design: index.snippet_chars 240, and about 100 of ids, title and topic; held in memory",
+)
+USABLE = Constant(
+    "share of a node's memory for the index",
+    *(0.75, "", "assumed: the rest: interpreter, page cache of titles and snippets, growth"),
+)
+BUSY = Constant("busy share of a core", 0.6, "", "assumed: headroom for peaks; latency rises steeply beyond")
+GB_A_CORE = Constant("GB of memory a core", 8.0, "GB", "assumed: memory-optimised machines: 8 GB to a core")
+# US dollars an hour, of the order of public offers without long commitments; --gpu-price overrides.
+GPU_PRICES: dict[GpuName, float] = {"H200": 4.0, "H100": 3.0, "A100": 2.0, "L40S": 1.2, "L4": 0.7}

@@ -1,15 +1,17 @@
 """A ladder: stage I at several model and data sizes, and the scaling laws fitted to its runs.
 
-    LadderConfig ─rung_configs─► configs ─(pipeline)─► dual encoders ─rung_row─► table ─fit_laws─► laws
+    LadderConfig ─rung_configs─► configs ─(pipeline)─► dual encoders ─build─► table, laws, report, plots
 
 Every rung sees each of its pairs once, like the paper's runs. Rows are shuffled in one order, so the pairs
 of a smaller rung are among those of a larger one.
 """
 
+import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,16 +20,19 @@ import pyarrow.compute as pc
 from scalingnote import reports
 from scalingnote.config import validate
 from scalingnote.errors import ArtifactError, ConfigError, DataError
+from scalingnote.log import environment, get_logger
 from scalingnote.models.config import TowerConfig
 from scalingnote.models.flops import backbone_shape
 from scalingnote.scaling import laws, training_cost
 from scalingnote.scaling.config import LadderConfig
 from scalingnote.scaling.laws import Fit, Interval, Kind
 from scalingnote.scaling.training_cost import TowerInput
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
-from scalingnote.storage.artifact import Artifact
+from scalingnote.storage.artifact import Artifact, Draft, fingerprint
 from scalingnote.train.config import TrainConfig
 
+log = get_logger("ladder")
 LAWS = {
     "size": "L(N) = (C/N)^α + δ, at the most data",
     "data": "L(D) = (C/D)^α + δ, at the largest model",
@@ -90,6 +95,27 @@ def rung_configs(config: LadderConfig, train: TrainConfig, *, rows: int) -> list
         run = {"epochs": pairs // batch / per_epoch, "seed": seed, "optimizer": optimizer}
         made.append(train.model_copy(update=towers | run))
     return sorted(made, key=_parameters)
+
+
+def build(config: LadderConfig, trained: Sequence[Artifact], *, output: str) -> Artifact:
+    """Build the `ladder` artifact below the folder `output`, named by config and rungs."""
+    parents = {f"rung_{number:03d}": artifact for number, artifact in enumerate(trained)}
+    place = fs.absolute(fs.join(output, fingerprint("ladder", config, parents)[:12]))
+    draft = Draft(place, kind="ladder", config=config, parents=parents)
+    if draft.finished:
+        return draft.existing()
+    table = rung_table([rung_row(artifact) for artifact in trained])
+    fits = fit_laws(table, config=config)
+    report = law_report(table, fits, config=config) | {"environment": environment()}
+    draft.write_table("ladder.parquet", table)
+    draft.write_json("report.json", report)
+    draft.write_bytes("report.md", markdown(table, report).encode())
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, law in fits.items():
+            laws.draw(law, Path(folder) / f"{kind}.png", level=config.level)
+            draft.write_bytes(f"{kind}.png", (Path(folder) / f"{kind}.png").read_bytes())
+    log.info("%d rungs, %d laws: %s", len(table), len(fits), fs.join(place, "report.md"))
+    return draft.commit(counts={"rungs": len(table), "laws": len(fits)})
 
 
 def rung_row(trained: Artifact) -> dict[str, Any]:

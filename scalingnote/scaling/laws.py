@@ -238,9 +238,14 @@ def law_value(law: PowerLaw | JointLaw, kind: Kind, parameters: Sizes | None, da
 
 def _interval(values: Sequence[float], level: float) -> Interval:
     """The value of the law, which comes first, with the quantiles of its draws."""
-    tail = (1 - level) / 2
-    low, high = np.quantile(values[1:], (tail, 1 - tail))
+    low, high = _bounds(values[1:], level)
     return Interval(float(values[0]), float(low), float(high))
+
+
+def _bounds(draws: Sequence[Any], level: float) -> Values:
+    """The lower and upper quantile of draws, numbers or curves, that hold `level` of them."""
+    tail = (1 - level) / 2
+    return np.asarray(np.quantile(draws, (tail, 1 - tail), axis=0))
 
 
 def _require(kind: Kind, runs: Runs) -> None:
@@ -347,7 +352,7 @@ def draw(fit: Fit, path: Path, *, reach: float = 3.0, level: float = 0.95) -> No
         law, *draws = (
             law_value(one, fit.kind, along, along if over_data else held) for one in (fit.law, *fit.draws)
         )
-        low, high = _band(draws, level)
+        low, high = _bounds(draws, level)
         axes.plot(along, law, "--", color=colour, linewidth=1.4)
         axes.fill_between(along, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.set_xscale("log")
@@ -361,9 +366,3 @@ def draw(fit: Fit, path: Path, *, reach: float = 3.0, level: float = 0.95) -> No
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
-
-
-def _band(draws: list[Values], level: float) -> tuple[Values, Values]:
-    tail = (1 - level) / 2
-    low, high = np.quantile(np.stack(draws), (tail, 1 - tail), axis=0)
-    return low, high

@@ -1,4 +1,6 @@
-"""What a training step costs: memory and traffic of one GPU, and arithmetic of a training pair.
+"""What a training step costs: memory and traffic of one GPU, arithmetic, and the time of a run of stage I.
+
+    TrainConfig, Assumptions ─estimate─► Estimate; `train --dry-run` prints it (scaling/output.py)
 
 Activations are counted tensor by tensor for transformers' layers with fused attention (a test compares them
 with what autograd really saves), without dropout masks and the low-rank states of adapters (a few percent).
@@ -6,13 +8,16 @@ What a strategy keeps whole, shards or gathers follows from its engine in `train
 """
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
+from scalingnote.errors import ConfigError
 from scalingnote.models import flops
-from scalingnote.models.config import Lora
-from scalingnote.models.flops import Shape, Work
-from scalingnote.scaling.config import GpuName
-from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, Optimizer, Strategy
+from scalingnote.models.config import LookupConfig, Lora, Scratch, TokenWiseConfig, TowerConfig
+from scalingnote.models.flops import Shape, Work, adapter_parameters, backbone_shape
+from scalingnote.models.prompt import PLACEHOLDERS
+from scalingnote.scaling.config import Assumptions, GpuName
+from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, Optimizer, Strategy, TrainConfig
 
 # autocast: float32 weights, cast for every matrix product. bfloat16: weights and residual stream.
 Numbers = Literal["float32", "autocast", "bfloat16"]
@@ -20,6 +25,9 @@ GIB = 2.0**30
 # DeepSpeed's own defaults, in elements: weights gathered at once, gradients reduced at once.
 MAX_LIVE_PARAMETERS = 1e9
 BUCKET_ELEMENTS = 5e8
+RUNTIME_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers
+NODE_GPUS = 8
+FRAGMENTATION = 0.05  # share of allocated memory in blocks that the allocator cannot join
 
 
 def layer_bytes(shape: Shape, numbers: Numbers) -> int:
@@ -233,3 +241,245 @@ def operations_per_parameter(
     """
     work = pair_work(query, document, dim=dim, checkpointing=checkpointing)
     return work.total / document.shape.non_embedding_parameters
+
+
+@dataclass(frozen=True)
+class TowerEstimate:
+    """One tower of the run, and its input in a step."""
+
+    name: str
+    backbone: str
+    shape: Shape
+    trained: int
+    frozen: int
+    rows: int  # of a GPU in a step
+    tokens: float  # of a row, for arithmetic
+    longest: int  # of a row, for memory
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Resources of a run of stage I: bytes on one GPU, operations of a step over all GPUs."""
+
+    config: TrainConfig
+    assumed: Assumptions
+    numbers: Numbers
+    towers: tuple[TowerEstimate, TowerEstimate]
+    parameters: int
+    trained: int
+    state: TrainingState
+    activations: float
+    scores: float
+    work: Work
+    exchanged: float  # bytes that one GPU sends in a step
+
+    @property
+    def gpus(self) -> int:
+        """One to a worker."""
+        return self.config.ranks
+
+    @property
+    def gpu(self) -> Gpu:
+        """The kind of GPU."""
+        return GPUS[self.assumed.gpu]
+
+    @property
+    def memory(self) -> float:
+        """Bytes on one GPU at the peak."""
+        return (self.state.total + self.activations + self.scores) * (1 + FRAGMENTATION) + RUNTIME_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits in the GPU's memory."""
+        return self.memory <= self.gpu.memory
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a step, over all GPUs."""
+        return self.gpus * sum(tower.rows * tower.tokens for tower in self.towers)
+
+    @property
+    def work_seconds(self) -> float:
+        """Time of one step's arithmetic at the assumed MFU."""
+        return self.work.total / (self.gpus * self.gpu.peak * self.assumed.mfu)
+
+    @property
+    def exchange_seconds(self) -> float:
+        """Time of one step's collectives, over the network or inside a single node."""
+        # A ring through all GPUs enters each node once, over all of the node's network cards together.
+        gigabytes = min(self.gpu.link, self.assumed.network) if self.gpus > NODE_GPUS else self.gpu.link
+        return self.exchanged / (gigabytes * 1e9)
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of one step: communication and arithmetic overlap, so the longer one counts."""
+        return max(self.work_seconds, self.exchange_seconds)
+
+    @property
+    def steps(self) -> int | None:
+        """Steps of the run; None if the number of rows is unknown."""
+        if self.assumed.rows is None:
+            return None
+        return round(self.assumed.rows // self.config.global_batch * self.config.epochs)
+
+
+def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
+    """Estimate a run.
+
+    Args:
+        config: of stage I.
+        assumed: hardware, rows and mean lengths.
+
+    Raises:
+        ConfigError: a backbone's shape is not known offline, or the query tower is a lookup table.
+    """
+    towers = (_tower("query", config, assumed), _tower("document", config, assumed))
+    # Adapters of both towers on one base hold its frozen weights once.
+    bases = [tower for tower in towers if tower.frozen][: 1 if _shares_base(config) else 2]
+    frozen, trained = sum(tower.frozen for tower in bases), sum(tower.trained for tower in towers)
+    config = config.model_copy(update={"strategy": config.strategy_for(trained)})
+    numbers = _number_format(config)
+    columns = 1 + (assumed.negatives if config.losses.denominator == "positives_and_negatives" else 0)
+    state = training_state(
+        config.strategy,
+        config.optimizer,
+        trained=trained,
+        frozen=frozen,
+        frozen_tables=sum(tower.shape.embedding_parameters for tower in bases),
+        largest=max(tower.shape.embedding_parameters + 2 * tower.shape.layer_parameters for tower in towers),
+        gpus=config.ranks,
+        numbers=numbers,
+    )
+    scores = score_bytes(
+        rows=config.global_batch // config.ranks,
+        ranks=config.ranks,
+        columns=columns,
+        views=_views(config.document),
+        prefixes=config.losses.matryoshka,
+        dim=config.dim,
+        masked=config.losses.mask_known,
+    )
+    return Estimate(
+        config=config,
+        assumed=assumed,
+        numbers=numbers,
+        towers=towers,
+        parameters=trained + frozen,
+        trained=trained,
+        state=state,
+        activations=_activations(config, towers, numbers),
+        scores=scores,
+        work=_step_work(config, towers, columns=columns),
+        exchanged=_exchanged(config, towers, trained=trained, numbers=numbers),
+    )
+
+
+def _step_work(config: TrainConfig, towers: tuple[TowerEstimate, TowerEstimate], *, columns: int) -> Work:
+    """Operations of a step over all GPUs: both towers and the loss."""
+    per_gpu, views = config.global_batch // config.ranks, _views(config.document)
+    loras = (_settings("query", config).lora, config.document.lora)
+    query, document = (
+        TowerInput(tower.shape, tower.tokens, rows=tower.rows // per_gpu, pooled=pooled, lora=lora)
+        for tower, lora, pooled in zip(towers, loras, (1, views), strict=True)
+    )
+    pair = pair_work(
+        query,
+        document,
+        dim=config.dim,
+        checkpointing=config.memory.gradient_checkpointing,
+        grad_cache=config.memory.grad_cache is not None,
+    )
+    loss = flops.loss(
+        rows=config.global_batch,
+        columns=columns,
+        views=views,
+        prefixes=config.losses.matryoshka,
+        bidirectional=config.losses.bidirectional,
+    )
+    return loss + pair.times(config.ranks * per_gpu)
+
+
+def _exchanged(
+    config: TrainConfig, towers: tuple[TowerEstimate, TowerEstimate], *, trained: int, numbers: Numbers
+) -> float:
+    """A plain step gathers weights forward and backward; GradCache twice forward and once backward per
+    chunk."""
+    cache = config.memory.grad_cache
+    sizes = (cache.query_rows, cache.document_rows) if cache else tuple(tower.rows for tower in towers)
+    chunks = [ceil(tower.rows / size) for tower, size in zip(towers, sizes, strict=True)]
+    pairs = list(zip(towers, chunks, strict=True))
+    return exchanged(
+        config.strategy,
+        gathered=1.0 * sum((3 * n if cache else 2) * (tower.trained + tower.frozen) for tower, n in pairs),
+        reduced=1.0 * sum(n * tower.trained for tower, n in pairs),
+        trained=trained,
+        gpus=config.ranks,
+        numbers=numbers,
+    )
+
+
+def _tower(name: str, config: TrainConfig, assumed: Assumptions) -> TowerEstimate:
+    settings = _settings(name, config)
+    backbone = settings.backbone
+    assert backbone is not None
+    shape = backbone_shape(backbone)
+    projection = shape.hidden * config.dim
+    rows = config.global_batch // config.ranks
+    mean = assumed.query_tokens if name == "query" else assumed.document_tokens
+    # Under an adapter the document tower also learns the embeddings of its placeholders.
+    new = len(PLACEHOLDERS) * shape.hidden if name == "document" else 0
+    learnt = adapter_parameters(shape, settings.lora) + new if settings.lora else shape.parameters
+    shares_weights = name == "query" and config.shares_backbone
+    # A padded row costs as much as the longest one.
+    tokens = mean if mean is not None and config.memory.packing else float(settings.max_length)
+    # A token-wise tower encodes each token together with an end token, and once more if the whole query is
+    # the target (align). Instructions shared by tokens and repeated tokens of a batch are encoded once.
+    times = (2 + (config.align is not None)) if isinstance(settings, TokenWiseConfig) else 1
+    return TowerEstimate(
+        name=name,
+        backbone=f"scratch {backbone.architecture}" if isinstance(backbone, Scratch) else backbone.path,
+        shape=shape,
+        trained=(0 if shares_weights else learnt) + projection,
+        frozen=shape.parameters if settings.lora and not shares_weights else 0,
+        rows=rows if name == "query" else rows * (1 + assumed.negatives),
+        tokens=min(tokens, float(settings.max_length)) * times,
+        longest=settings.max_length * times,
+    )
+
+
+def _settings(name: str, config: TrainConfig) -> TowerConfig | TokenWiseConfig:
+    settings = config.query_tower if name == "query" else config.document
+    if isinstance(settings, LookupConfig):
+        raise ConfigError(
+            "a lookup query tower has no backbone to size: dry runs are for towers that have one"
+        )
+    return settings
+
+
+def _activations(config: TrainConfig, towers: tuple[TowerEstimate, TowerEstimate], numbers: Numbers) -> float:
+    """Bytes of activations: of one chunk of one tower with GradCache, else of all rows of both towers."""
+    cache = config.memory.grad_cache
+    chunks = (cache.query_rows, cache.document_rows) if cache else tuple(tower.rows for tower in towers)
+    alive = [
+        min(chunk, tower.rows)
+        * tower.longest
+        * tower_bytes(tower.shape, numbers, checkpointing=config.memory.gradient_checkpointing)
+        for chunk, tower in zip(chunks, towers, strict=True)
+    ]
+    return float(max(alive) if cache else sum(alive))
+
+
+def _number_format(config: TrainConfig) -> Numbers:
+    if config.precision == "float32":
+        return "float32"
+    return "autocast" if isinstance(config.strategy, Ddp) else "bfloat16"
+
+
+def _shares_base(config: TrainConfig) -> bool:
+    query, document = _settings("query", config), config.document
+    both = query.lora is not None and document.lora is not None
+    return config.share_base and both and query.backbone == document.backbone
+
+
+def _views(document: TowerConfig) -> int:
+    return sum(placeholder in document.prompt for placeholder in PLACEHOLDERS)

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from scalingnote.models.adapters import lower_frozen
 from scalingnote.models.batch import Batch
 from scalingnote.models.cross_encoder import CrossEncoder
-from scalingnote.models.precision import compute_dtype
-from scalingnote.models.token_wise import TokenWise
+from scalingnote.models.lookup import TokenWise
 from scalingnote.models.tower import Tower
+from scalingnote.models.weights import compute_dtype, lower_frozen
 from scalingnote.train import optimizer
 from scalingnote.train.collectives import average_, rank, world_size
 from scalingnote.train.config import DeepSpeed, Fsdp2, GradCache, Memory, Schedule

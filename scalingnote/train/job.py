@@ -22,8 +22,8 @@ from scalingnote.config import dump, validate
 from scalingnote.errors import ConfigError, ScalingNoteError, TrainingError
 from scalingnote.log import configure, get_logger
 from scalingnote.models import dual_encoder
-from scalingnote.models.precision import compute_dtype
-from scalingnote.models.token_wise import TokenWise
+from scalingnote.models.lookup import TokenWise
+from scalingnote.models.weights import compute_dtype
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 from scalingnote.train.candidates import TripletBatches

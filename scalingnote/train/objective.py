@@ -33,7 +33,7 @@ from scalingnote.losses import (
 )
 from scalingnote.models.batch import Batch
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.token_wise import TokenWise
+from scalingnote.models.lookup import TokenWise
 from scalingnote.train.candidates import (
     GatheredCandidates,
     Triplets,

@@ -23,12 +23,10 @@ from scalingnote.models import published_tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.heads import SparseHead
-from scalingnote.models.library_folder import Role
-from scalingnote.models.lookup import LookupPrompt
-from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.lookup import LookupPrompt, TokenWise
+from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, list_column, token_columns
+from scalingnote.models.published_model import Role
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.models.token_rows import IDS, list_column, token_columns
-from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import hash_of
@@ -193,7 +191,7 @@ def triplet_rows(
     if sparse is not None:
         terms = sparse.tokens(distinct)
         flat = np.array([term for row in terms for term in row], dtype=np.int32)
-        tokens["terms"] = list_column(flat, [0, *accumulate(map(len, terms))], IDS)
+        tokens["terms"] = list_column(flat, [0, *accumulate(map(len, terms))])
     table = one_chunk({**{name: column.take(texts.indices) for name, column in tokens.items()}, **columns})
     return table.filter(pa.array(readable)).combine_chunks(), int((~readable).sum())
 
@@ -313,4 +311,4 @@ def _known(
     starts = np.searchsorted(code, code)
     kept = np.arange(len(code)) - starts < MAX_KNOWN_POSITIVES
     lengths = np.bincount(code[kept], minlength=len(queries.dictionary))
-    return list_column(document[kept], [0, *accumulate(lengths.tolist())], pa.large_list(pa.int64()))
+    return list_column(document[kept], [0, *accumulate(lengths.tolist())])

@@ -13,9 +13,10 @@ import tiny
 from scalingnote.encode import exports, query_encoder
 from scalingnote.encode.config import ExportConfig
 from scalingnote.encode.encoder import Encoder
-from scalingnote.encode.query_encoder import LookupEncoder, QueryCache, QueryEncoder
+from scalingnote.encode.lookup import LookupEncoder
+from scalingnote.encode.query_encoder import QueryCache, QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import backbone, lookup, onnx, tower
+from scalingnote.models import backbone, lookup, onnx, onnx_export, tower
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig
 from scalingnote.models.lookup import LookupStart, LookupTower
@@ -53,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = tiny.query_tower(tiny.BIDIRECTIONAL)
     tower.build(config, role="query", dim=16, tokenizer_json=LEARNT, seed=0).save(path)
     for form in ("onnx", "onnx_int8"):
-        onnx.export_graph(path, path.parent / form, queries=QUERIES, form=form)
+        onnx_export.export_graph(path, path.parent / form, queries=QUERIES, form=form)
         for file in (path.parent / form).iterdir():
             (path / file.name).write_bytes(file.read_bytes())
     return path

@@ -8,8 +8,7 @@ import torch.distributed as dist
 import ranks
 from scalingnote.fuse.config import FuseConfig, FusionLosses
 from scalingnote.fuse.job import build
-from scalingnote.fuse.networks import Documents, Queries
-from scalingnote.fuse.objective import Clicks, corrected_softmax, fusion_loss
+from scalingnote.fuse.networks import Clicks, Documents, Queries, corrected_softmax, fusion_loss
 from scalingnote.train.collectives import rank, world_size
 
 ROWS, GROUP, DIM, LEVELS = 8, 3, 16, 2

@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 import families
 import tiny
-from scalingnote.models import adapters, backbone, dual_encoder, tower
+from scalingnote.models import backbone, dual_encoder, tower, weights
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained
 from scalingnote.models.dual_encoder import DualEncoder
@@ -180,7 +180,7 @@ def test_a_scratch_backbone_lies_nowhere_else_and_is_merged(tmp_path: Path):
 def test_new_tokens_learn_in_a_table_that_does_not():
     table = nn.Embedding(9, 4)
     table.requires_grad_(False)
-    made = adapters.NewTokens(table, [3, 8])
+    made = weights.NewTokens(table, [3, 8])
     ids = torch.tensor([[1, 3, 8, 8]])
     torch.testing.assert_close(made(ids), table(ids))
     with torch.no_grad():
@@ -196,13 +196,13 @@ def test_frozen_weights_in_half_precision_train_and_merge(path: Path):
     made = build(path)
     rows = batches(made)
     exact = made.encode("document", rows["document"])
-    adapters.lower_frozen(made, torch.bfloat16)
+    weights.lower_frozen(made, torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         half = made.encode("document", rows["document"])
     half.sum().backward()
     assert (half - exact).norm() / exact.norm() < 0.1
     assert all(p.dtype == torch.float32 for p in made.parameters() if p.requires_grad)
-    state = adapters.merged(made.document.backbone)
+    state = weights.merged_state(made.document.backbone)
     assert all(value.dtype == torch.float32 for name, value in state.items() if ".q_proj." in name)
 
 

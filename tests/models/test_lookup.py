@@ -144,16 +144,6 @@ def test_a_folder_is_read_without_torch_and_keeps_directions(tmp_path: Path, sto
     assert cosine.min() > (0.999 if storage == "int8" else 0.99999)
 
 
-def test_a_truncated_tower_gives_the_first_values(tmp_path: Path):
-    made = build(weighting="learned")
-    cut = made.truncated(3)
-    torch.testing.assert_close(encoded(cut, QUERIES), encoded(made, QUERIES)[:, :3])
-    cut.save(tmp_path / "query")
-    assert dual_encoder.load_query_tower(tmp_path / "query").dim == 3
-    with pytest.raises(ConfigError, match="cannot be cut"):
-        build(attention=True).truncated(3)
-
-
 def test_rows_learn_from_their_own_queries_alone():
     made = lookup.build(LookupConfig(max_length=16), dim=DIM, tokenizer_json=LEARNT, seed=0)
     (row,) = made.prompt.rows(TEXTS[:1])

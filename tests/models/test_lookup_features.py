@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 import tiny
-from scalingnote.encode.query_encoder import LookupEncoder
+from scalingnote.encode.lookup import LookupEncoder
 from scalingnote.models import backbone, lookup_table
 from scalingnote.models.batch import collate
 from scalingnote.models.config import LookupConfig

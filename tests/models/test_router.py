@@ -23,7 +23,7 @@ from published import CONTENTS, HIDDEN, PROMPTS, QUERIES, TEXTS, TITLES, folder
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import library_folder, lookup, published_model, published_tower, tower
+from scalingnote.models import lookup, published_model, published_tower, tower
 from scalingnote.models.card import CardFacts
 from scalingnote.models.config import LookupConfig, Lora, Pretrained, TowerConfig
 from scalingnote.models.lookup import LookupStart
@@ -141,7 +141,7 @@ def test_layers_of_a_teacher_keep_its_pooling_and_prompts(
     document = adopted(path, "document", tmp_path / "document")
     write_router(tmp_path / "query", document, tmp_path / "router")
     check(tmp_path / "router", tmp_path / "query", document)
-    settings = library_folder.model_settings(tmp_path / "router")
+    settings = published_model.model_settings(tmp_path / "router")
     assert settings["prompts"] == (prompts or {"query": "", "document": ""})
 
 

@@ -10,9 +10,9 @@ from scalingnote import cli
 from scalingnote.config import load
 from scalingnote.errors import ConfigError
 from scalingnote.run_config import RunConfig
-from scalingnote.scaling import dry_run
 from scalingnote.scaling.config import Assumptions
-from scalingnote.scaling.dry_run import Estimate, estimate
+from scalingnote.scaling.output import dry_run_text
+from scalingnote.scaling.training_cost import Estimate, estimate
 from scalingnote.train.config import TrainConfig
 
 CONFIGS = Path(scalingnote.__file__).parents[1] / "configs"
@@ -26,7 +26,7 @@ def paper(*overrides: str, **assumed: object) -> Estimate:
 
 def test_the_published_run_fits_the_cluster_its_config_names():
     found = paper(rows=106_045_200)
-    assert (found.gpus, found.gpu.memory // 2**30, found.fits) == (32, 79, True)
+    assert (found.config.ranks, found.gpu.memory // 2**30, found.fits) == (32, 79, True)
     assert found.parameters == 2 * 7_070_619_136 + 2 * 3584 * 128
     assert found.steps == 106_045_200 // 480
     # Six operations per weight and token, and some for attention.
@@ -66,9 +66,9 @@ def test_padded_rows_cost_what_the_longest_do():
 
 
 def test_lengths_are_told_as_they_were_counted():
-    some = dry_run.as_text(paper(document_tokens=300))
+    some = dry_run_text(paper(document_tokens=300))
     assert "as if all queries were as long as the longest (--query-tokens)" in some
-    padded = dry_run.as_text(paper("memory.packing=false", document_tokens=300))
+    padded = dry_run_text(paper("memory.packing=false", document_tokens=300))
     assert "without packing all are padded to them" in padded
     assert "--query-tokens" not in padded
 
@@ -101,10 +101,10 @@ def test_before_rows_are_collected_a_step_is_all_that_is_told(tmp_path: Path, ca
 def test_what_does_not_fit_comes_with_a_remedy(override: str, knob: str):
     found = paper(override)
     assert not found.fits
-    assert "DOES NOT FIT" in dry_run.as_text(found)
-    assert knob in dry_run.as_text(found)
+    assert "DOES NOT FIT" in dry_run_text(found)
+    assert knob in dry_run_text(found)
     whole = paper("strategy={kind: fsdp2, reshard: false}", gpu="L40S")
-    assert "train.strategy.reshard=true" in dry_run.as_text(whole)
+    assert "train.strategy.reshard=true" in dry_run_text(whole)
 
 
 def test_knobs_of_the_dry_run_mean_nothing_without_it(capsys):
@@ -127,7 +127,7 @@ def test_scratch_towers_in_float32_are_sized_too():
 
 def test_a_dry_run_loads_neither_torch_nor_ray():
     program = (
-        "import sys, scalingnote.scaling.dry_run\nprint({'torch', 'ray', 'transformers'} & set(sys.modules))"
+        "import sys, scalingnote.scaling.capacity\nprint({'torch', 'ray', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

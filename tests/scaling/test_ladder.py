@@ -14,7 +14,7 @@ from scalingnote.config import validate
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models.config import LookupConfig, Lora, Scratch
 from scalingnote.run_config import RunConfig
-from scalingnote.scaling import job, ladder
+from scalingnote.scaling import ladder
 from scalingnote.scaling.config import LadderConfig
 from scalingnote.scaling.laws import JointLaw
 from scalingnote.storage.artifact import Artifact, Draft
@@ -135,7 +135,7 @@ def test_a_run_that_counted_no_documents_is_refused(tmp_path: Path):
 
 
 def test_the_laws_of_a_ladder_become_an_artifact(trained: list[Artifact], tmp_path: Path):
-    made = job.run(SIZES, trained, output=str(tmp_path))
+    made = ladder.build(SIZES, trained, output=str(tmp_path))
     table, told = made.table("ladder"), made.read_json("report.json")
     assert sorted(table["examples"].to_pylist()) == sorted([16, 40, 64] * 3)
     assert set(told["laws"]) == {"joint"}  # three sizes are too few for a law of one
@@ -151,7 +151,7 @@ def test_the_laws_of_a_ladder_become_an_artifact(trained: list[Artifact], tmp_pa
     assert "models not run" not in text
     assert "more sizes" in text
     assert Path(made.file("joint.png")).read_bytes().startswith(b"\x89PNG")
-    again = job.run(SIZES, trained, output=str(tmp_path))
+    again = ladder.build(SIZES, trained, output=str(tmp_path))
     assert again.uri == made.uri
 
 

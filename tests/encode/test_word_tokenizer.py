@@ -5,10 +5,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from scalingnote.models import lookup_table
-from scalingnote.models.lookup_table import WordTokenizer
+from scalingnote.encode import lookup
+from scalingnote.encode.lookup import WordTokenizer
 
 PIECES = ["[PAD]", "[UNK]", "[CLS]", *"abcdé?!'中[]ß", *(f"##{letter}" for letter in "abcdé"), "ab", "##cd"]
 TEXT = st.text(alphabet="abcdABÉéx ?!'[]中ß\t\u00a0\u0301\u2003\x00", max_size=40)
@@ -28,6 +28,43 @@ BERT = bert()
 REMEMBERING = WordTokenizer(BERT)
 
 
+def byte_level(*steps: pre_tokenizers.PreTokenizer, normalizer: object = None) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("Ġ", "a"), ("Ġa", "b"), ("ab", "c"), ("Ġ", "Ġ"), ("!", "!")]
+    pieces = [*alphabet, *(first + second for first, second in merges)]
+    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    made.pre_tokenizer = pre_tokenizers.Sequence(list(steps))
+    if normalizer is not None:
+        made.normalizer = normalizer
+    made.add_special_tokens(["[PAD]", "[EOS]"])
+    return made
+
+
+GPT2 = byte_level(
+    pre_tokenizers.Split("_", "isolated"),
+    pre_tokenizers.Split("␞", "removed"),
+    pre_tokenizers.ByteLevel(add_prefix_space=False),
+)
+QWEN, LLAMA = (
+    byte_level(
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        normalizer=normalizers.NFC(),
+    )
+    for pattern in lookup._SPLITS
+)
+SPACED = st.text(alphabet="abcABÉ  _?!'s[]中129␞\t\u00a0\u0301\n\x00", max_size=40)
+
+
+@pytest.mark.parametrize("tokenizer", [GPT2, QWEN, LLAMA])
+@given(texts=st.lists(SPACED, max_size=4), room=st.integers(1, 30))
+def test_byte_level_words_begin_with_their_space(tokenizer: Tokenizer, texts: list[str], room: int) -> None:
+    words = WordTokenizer(tokenizer)
+    assert words._markers == ("[",)
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids[:room] for text in texts]
+    assert words.ids(texts, room) == expected == words.ids(texts, room)
+
+
 @given(st.lists(st.one_of(TEXT, st.just("ab [CLS] cd"), st.just("a[cls]")), max_size=4), st.integers(1, 30))
 def test_ids_are_the_tokenizers_own(texts: list[str], room: int) -> None:
     expected = [BERT.encode(text, add_special_tokens=False).ids[:room] for text in texts]
@@ -42,7 +79,7 @@ def test_a_word_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_dictionary_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup_table, "MAX_WORDS", 2)
+    monkeypatch.setattr(lookup, "MAX_WORDS", 2)
     tokens = WordTokenizer(BERT)
     text = "a b c d ab a"
     assert tokens.ids([text], 20) == [BERT.encode(text, add_special_tokens=False).ids]
@@ -55,7 +92,10 @@ def test_other_tokenizers_read_whole_texts() -> None:
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace()
     grown = bert()
     grown.add_tokens([AddedToken("abba", normalized=True)])
-    for made, text in ((metaspace, "a aa a"), (grown, "xabba abba")):
+    prefixed = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))
+    joined = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    texts = ((metaspace, "a aa a"), (grown, "xabba abba"), (prefixed, "ab ab"), (joined, "ab a b"))
+    for made, text in texts:
         tokens = WordTokenizer(made)
         assert tokens._markers is None
         assert tokens.ids([text, text], 3) == [made.encode(text, add_special_tokens=False).ids[:3]] * 2
@@ -63,4 +103,4 @@ def test_other_tokenizers_read_whole_texts() -> None:
 
 def test_a_marker_is_looked_for_in_both_cases() -> None:
     facts = json.loads(BERT.to_str())
-    assert lookup_table._markers(facts) == ("[",)
+    assert lookup._markers(facts) == ("[",)

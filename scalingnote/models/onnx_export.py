@@ -1,13 +1,17 @@
-"""The torch side of an ONNX export: a query tower as a traceable module, its float32 graph, its references.
+"""Export of a query tower as an ONNX graph, which :mod:`scalingnote.models.onnx` reads.
 
 The attention mask is computed here, the same for every model family. The last layer of a BERT computes only
 the first position, the only one that is read.
 """
 
 import json
+import logging
 import math
+import shutil
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,111 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from scalingnote.errors import ConfigError
+from scalingnote.log import get_logger
 from scalingnote.models.batch import collate, first_position
+from scalingnote.models.onnx import FILES, MIN_COSINE, OnnxForm, OnnxTower, require
 from scalingnote.models.prompt import QueryPrompt
 from scalingnote.models.tower import Tower
 
+_MAX_GRAPH_BYTES = 1 << 31  # the limit of a protobuf message
+# Tried in this order until the golden queries agree; each is slower or larger than the previous one. Signed
+# weights need VNNI: without it, products are accumulated in 16 bits and may overflow. The table of token
+# embeddings has one scale for all tokens, so that an outlier reduces the precision of all.
+_QUANTIZATIONS = (("QInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul", "Gather")), ("QUInt8", ("MatMul",)))
+log = get_logger("models")
 
-def write_references(tower: Tower, folder: Path, queries: Sequence[str]) -> None:
+
+def export_graph(folder: Path, into: Path, *, queries: Sequence[str], form: OnnxForm = "onnx_int8") -> float:
+    """Write the query tower at `folder` as a graph; nothing is written if it fails.
+
+    Args:
+        folder: of the tower.
+        into: where to write; graphs of another form there are kept.
+        queries: real queries, which the graph is checked with.
+        form: number format of the graph.
+
+    Returns:
+        The least cosine of the graph's and the tower's embeddings of `queries`.
+
+    Raises:
+        ConfigError: a package is missing, the tower has no transformer or is too large, or the embeddings
+            of the graph differ from the tower's.
+    """
+    require("onnx", "onnxruntime")
+    if not queries:
+        raise ConfigError("a graph is checked against real queries: give some")
+    facts = json.loads((folder / "tower.json").read_text())
+    if facts.get("kind", "transformer") != "transformer" or facts["role"] != "query":
+        raise ConfigError(
+            f"{folder} holds no query tower with a transformer and a projection: there is no graph to export"
+        )
+    tower = Tower.load(folder)
+    size = sum(parameter.nbytes for parameter in tower.parameters())
+    if size >= _MAX_GRAPH_BYTES:
+        raise ConfigError(
+            f"{folder} has {size / 2**30:.1f} GiB of weights, an ONNX file takes 2: distil it first"
+        )
+    into.mkdir(parents=True, exist_ok=True)
+    # Files move to `into` only after the check: it may hold a graph of another form.
+    temporary = Path(tempfile.mkdtemp(prefix=".export-", dir=into))
+    try:
+        _write_references(tower, temporary, queries)
+        for name in ("tokenizer.json", "tower.json"):
+            shutil.copyfile(folder / name, temporary / name)
+        _write_float32_graph(tower, temporary / FILES["onnx"])
+        least = _check(temporary, form) if form == "onnx" else _quantize_exactly(temporary)
+        for path in sorted(temporary.iterdir()):
+            path.replace(into / path.name)
+    finally:
+        shutil.rmtree(temporary)
+    return least
+
+
+def _quantize_exactly(folder: Path) -> float:
+    """Replace the float32 graph by the fastest exact 8-bit graph; ConfigError if none is exact."""
+    for weights, operators in _QUANTIZATIONS:
+        _quantize(folder, weights=weights, operators=operators)
+        try:
+            least = _check(folder, "onnx_int8")
+        except ConfigError as error:
+            log.info("8-bit %s of %s are not exact enough here", weights, " and ".join(operators))
+            too_low = error
+        else:
+            (folder / FILES["onnx"]).unlink()
+            return least
+    raise too_low
+
+
+def _check(folder: Path, form: OnnxForm) -> float:
+    """Return the least cosine of a graph; ConfigError if it is too low."""
+    least = OnnxTower(folder, form).agreement()
+    if least < MIN_COSINE:
+        raise ConfigError(
+            f"{form} gives a query another embedding than the tower, cosine {least:.4f}, less than "
+            f"{MIN_COSINE}: not exported; take form onnx, or torch"
+        )
+    return least
+
+
+def _quantize(folder: Path, *, weights: str, operators: Sequence[str]) -> None:
+    """Write the graph with 8-bit weights per column.
+
+    The graph is not optimised first: fused operators would lose the types of their weights.
+    """
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with _without_warnings():
+        quantize_dynamic(
+            folder / FILES["onnx"],
+            folder / FILES["onnx_int8"],
+            op_types_to_quantize=list(operators),
+            per_channel=True,
+            weight_type=QuantType[weights],
+        )
+
+
+def _write_references(tower: Tower, folder: Path, queries: Sequence[str]) -> None:
     """Write the files beside the graph: settings, golden queries and the tower's embeddings of them.
 
     Args:
@@ -47,7 +150,7 @@ def write_references(tower: Tower, folder: Path, queries: Sequence[str]) -> None
     np.save(folder / "golden.npy", expected, allow_pickle=False)
 
 
-def write_float32_graph(tower: Tower, path: Path) -> None:
+def _write_float32_graph(tower: Tower, path: Path) -> None:
     """Trace a query tower into a float32 ONNX graph. Modules of `tower` are replaced: do not use it again.
 
     The older of torch's two exporters is used, which records one run of the model: 0.3 s for a tiny BERT and
@@ -161,3 +264,13 @@ def _is_bert(backbone: nn.Module) -> bool:
     return hasattr(layers[-1], "feed_forward_chunk") and all(
         hasattr(own, name) for name in ("query", "key", "value", "attention_head_size")
     )
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Suppress the advice that onnxruntime writes to the root logger."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

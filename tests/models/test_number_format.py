@@ -2,15 +2,15 @@ import pytest
 import torch
 
 from scalingnote.errors import ConfigError
-from scalingnote.models import precision
-from scalingnote.models.precision import compute_dtype
+from scalingnote.models import weights
+from scalingnote.models.weights import compute_dtype
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("tiles", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_is_what_the_hardware_is_made_for(monkeypatch, tiles: bool, expected: torch.dtype):
-    monkeypatch.setattr(precision, "_is_cpu_faster_in_bfloat16", lambda: tiles)
+    monkeypatch.setattr(weights, "_is_cpu_faster_in_bfloat16", lambda: tiles)
     monkeypatch.delenv("SCALINGNOTE_PRECISION")
     assert compute_dtype("auto", CPU) == expected
     monkeypatch.setenv("SCALINGNOTE_PRECISION", "auto")
@@ -18,7 +18,7 @@ def test_auto_is_what_the_hardware_is_made_for(monkeypatch, tiles: bool, expecte
 
 
 def test_the_environment_decides_for_auto_and_for_nothing_else(monkeypatch):
-    monkeypatch.setattr(precision, "_is_cpu_faster_in_bfloat16", lambda: True)
+    monkeypatch.setattr(weights, "_is_cpu_faster_in_bfloat16", lambda: True)
     assert compute_dtype("auto", CPU) == torch.float32  # as all tests want it
     assert compute_dtype("bfloat16", CPU) == torch.bfloat16
     monkeypatch.setenv("SCALINGNOTE_PRECISION", "bfloat16")
