@@ -240,7 +240,7 @@ class VllmEngine:
         from scalingnote.models import backbone as backbones
         from scalingnote.models.flops import model_shape
         from scalingnote.models.heads import read_head
-        from scalingnote.models.precision import compute_dtype
+        from scalingnote.models.weights import compute_dtype
 
         shell = backbones.shell(model.folder)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -279,7 +279,7 @@ class VllmEngine:
 
     def peak(self) -> float:
         """FLOPs per second of large matrix products of all its GPUs together."""
-        from scalingnote.models.precision import matmul_peak
+        from scalingnote.models.weights import matmul_peak
 
         return matmul_peak(self._device, self._dtype) * self._gpus
 

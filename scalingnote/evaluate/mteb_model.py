@@ -28,7 +28,7 @@ from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError, DataError
 from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.log import get_logger
-from scalingnote.models import library_folder, published_tower
+from scalingnote.models import published_model, published_tower
 from scalingnote.storage import arrow
 
 log = get_logger("evaluate")
@@ -328,7 +328,7 @@ def _facts(folder: Path, document: Encoder, *, active: int | None) -> dict[str, 
     weights = [*folder.rglob("*.safetensors"), *folder.rglob("*.npy")]
     backbone: Any = document.tower.backbone
     parameters = sum(parameter.numel() for parameter in document.tower.parameters())
-    prompts = [library_folder.role_prompt(folder, role) for role in ("query", "document")]
+    prompts = [published_model.role_prompt(folder, role) for role in ("query", "document")]
     return {
         "n_parameters": parameters,
         "n_embedding_parameters": backbone.get_input_embeddings().weight.numel(),

@@ -15,8 +15,8 @@ from numpy import ndarray
 from tokenizers import Tokenizer
 
 from scalingnote.errors import ConfigError, DataError
-from scalingnote.models import library_folder
-from scalingnote.models.library_folder import Role
+from scalingnote.models import published_model
+from scalingnote.models.published_model import Role
 from scalingnote.storage.artifact import open_artifact
 
 FOLDER = "folder"  # in place of an artifact's kind: the tower lies in a folder that is no artifact
@@ -144,8 +144,10 @@ def _is_table_for_both(folder: Path) -> bool:
     """Whether a published folder is one lookup table for queries and documents."""
     if (folder / "tower.json").exists():
         return False
-    of_queries, of_documents = (library_folder.read_modules(folder, role) for role in ("query", "document"))
-    return bool(of_documents) and of_queries == of_documents and of_documents[0].name in library_folder.TABLES
+    of_queries, of_documents = (published_model.read_modules(folder, role) for role in ("query", "document"))
+    return (
+        bool(of_documents) and of_queries == of_documents and of_documents[0].name in published_model.TABLES
+    )
 
 
 def folder_of(location: Location, role: Role) -> Path:
@@ -161,7 +163,7 @@ def sides(folder: Path) -> dict[Role, Path]:
         ConfigError: it holds none.
     """
     if (folder / "tower.json").exists():
-        return {library_folder.read_json(folder / "tower.json")["role"]: folder}
+        return {published_model.read_json(folder / "tower.json")["role"]: folder}
     if (folder / "modules.json").exists():
         return {"query": folder, "document": folder}
     roles: tuple[Role, ...] = ("query", "document")
@@ -180,9 +182,9 @@ def tokenizer_of(folder: Path, role: Role) -> Tokenizer:
     Raises:
         ConfigError: it has no tokenizer.json.
     """
-    modules = None if (folder / "tower.json").exists() else library_folder.read_modules(folder, role)
+    modules = None if (folder / "tower.json").exists() else published_model.read_modules(folder, role)
     places = [module.folder for module in modules[:1]] if modules else []
-    if modules and modules[0].name == library_folder.REFERENCED_MODEL:
+    if modules and modules[0].name == published_model.REFERENCED_MODEL:
         from scalingnote.models import published_model
 
         places = [published_model.read(folder, role).folder]
