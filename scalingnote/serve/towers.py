@@ -185,8 +185,6 @@ def tokenizer_of(folder: Path, role: Role) -> Tokenizer:
     modules = None if (folder / "tower.json").exists() else published_model.read_modules(folder, role)
     places = [module.folder for module in modules[:1]] if modules else []
     if modules and modules[0].name == published_model.REFERENCED_MODEL:
-        from scalingnote.models import published_model
-
         places = [published_model.read(folder, role).folder]
     for place in (*places, folder):
         if (file := place / "tokenizer.json").exists():
