@@ -74,22 +74,16 @@ def run(
         "dual_encoder": open_artifact(dual_encoder, kind="dual_encoder"),
         "embeddings": open_artifact(embeddings, kind="embeddings"),
     }
-    runs = tuple(fs.absolute(uri) for uri in config.runs)  # workers have other working directories
-    sums = tuple(fs.checksum(uri) for uri in runs)
-    if config.runs_sha256 not in ((), sums):
-        raise ConfigError(
-            f"the files of mine.runs have sha256 {', '.join(sums) or 'none'}, not "
-            f"{', '.join(config.runs_sha256)}: name the right files, or leave mine.runs_sha256 out"
-        )
-    hashed = config.model_copy(update={"runs_sha256": sums})
-    draft = Draft(output, kind="triplets", config=hashed, parents=parents)
+    config = _with_checksums(config)
+    draft = Draft(output, kind="triplets", config=config, parents=parents)
     if draft.finished:
         return draft.existing()
     cluster.check_resources(config.resources, knob="mine.resources")
     source, folder = parents["triplets"], draft.work()
     rows = source.rows_of(source.names("triplets/", ".parquet"))
     places: dict[str, list[Place]] = {}
-    if runs:
+    if config.runs:
+        runs = tuple(fs.absolute(uri) for uri in config.runs)  # workers have other working directories
         held_out = held_out_documents(parents["dataset"], each=cluster.map_tasks)
         cut_runs(runs, source, held_out=held_out, folder=folder, each=cluster.map_tasks)
     else:
@@ -97,16 +91,8 @@ def run(
     counts = Counter(mined=0, kept=0, lost=0, triplets=0)
     work = cluster.Loaded(partial(Miner, config, parents, draft.uri, folder, places))
     each = partial(cluster.map_loaded, resources=config.resources.without_gpus())
-    records = run_slices(
-        "mined",
-        work,
-        [*rows],
-        folder=folder,
-        each=each,
-        room="mine",
-        unit="triplets",
-        rows=[*rows.values()],
-    )
+    step = partial(run_slices, folder=folder, room="mine")
+    records = step("mined", work, [*rows], each=each, unit="triplets", rows=[*rows.values()])
     for name, record in zip(rows, records, strict=True):
         draft.register(name, Part(**record["part"]))
         counts.update(record["counts"])
@@ -122,6 +108,17 @@ def run(
     return draft.commit(
         counts=dict(counts), simulated_clicks=bool(source.manifest.info.get("simulated_clicks", False))
     )
+
+
+def _with_checksums(config: MineConfig) -> MineConfig:
+    """The config with the checksums of its run files; ConfigError where it names others."""
+    sums = tuple(fs.checksum(uri) for uri in config.runs)
+    if config.runs_sha256 not in ((), sums):
+        raise ConfigError(
+            f"the files of mine.runs have sha256 {', '.join(sums) or 'none'}, not "
+            f"{', '.join(config.runs_sha256)}: name the right files, or leave mine.runs_sha256 out"
+        )
+    return config.model_copy(update={"runs_sha256": sums})
 
 
 def copy_part(name: str, *, source: Artifact, output: str) -> tuple[str, Part]:
