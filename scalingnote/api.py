@@ -184,7 +184,7 @@ def publish(
 
 def _check_width(config: "RunConfig") -> None:
     """ConfigError, before work is spent, for a student that is wider than its teacher."""
-    from scalingnote.adopt.towers import model_path
+    from scalingnote.adopt.job import model_path
     from scalingnote.models.config import Pretrained, TowerConfig
     from scalingnote.models.flops import backbone_shape
     from scalingnote.models.published_model import PACKAGED, local_folder
