@@ -39,6 +39,9 @@ RULES = (
     Rule(r"^(files|lines|functions_over_60|single_importer_modules|\w+_on_query_walk)$", "lower", 0.01),
     Rule(r"^median_file$", "either"),
     Rule(r"^comment_share$", "higher", 0.001, relative=False),
+    Rule(r"^(core_install_mb|wheel_mb)$", "lower", 0.02),
+    Rule(r"^(help|import|python)_s$", "lower", SHORT, of_the_machine=True),
+    Rule(r"^core_install_s$", "either"),  # the network's
     Rule(r"^read_mb_s$", "higher", SHORT),
     Rule(r"^quickstart_s3_over_local$", "lower", RATIO),
     Rule(r"^(driver_rss_\w+|plan_(requests|driver)_error_max)$", "lower", RATIO),

@@ -135,12 +135,12 @@ def _ours(path: str) -> dict[str, Callable[[Sequence[str]], ndarray]]:
     """Encoders of queries and of documents, as the stage adopt makes their towers."""
     import pyarrow as pa
 
-    from scalingnote.adopt import job, towers
+    from scalingnote.adopt import job
     from scalingnote.adopt.config import AdoptConfig
     from scalingnote.encode.encoder import Encoder
 
     config = AdoptConfig(path=path)
-    both = (towers.open_tower(config, role) for role in job.ROLES)
+    both = (job.open_tower(config, role) for role in job.ROLES)
     query, document = (Encoder(tower, precision="float32") for tower in both)
 
     def of_documents(given: Sequence[str]) -> ndarray:

@@ -74,6 +74,7 @@ BENCHMARKS = (
     ),
     Benchmark("object_store", "", 0.5, "", 1),
     Benchmark("scale", "--documents 20000 40000", 3, "", 60),
+    Benchmark("package", "--rounds 3", 1, "", 1),
     Benchmark("stage_faults", "--documents 20000 --seeds 1", 4, "", 25),
     Benchmark("random_access", "--documents 200000", 0.2, "", 1),
     Benchmark(

@@ -14,7 +14,7 @@ from jaxtyping import Float32, Float64
 from numpy import ndarray
 
 from scalingnote.encode.query_encoder import QueryEncoder as Tower
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.errors import ArtifactError, ConfigError, explained_imports
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
@@ -35,10 +35,12 @@ class QueryEncoder:
 
     Raises:
         ArtifactError: the folder holds no query tower.
+        MissingPackageError: a tower that is a model needs the extra `train` or `serve`; a table does not.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._tower = Tower.load(Path(path))
+        with explained_imports():
+            self._tower = Tower.load(Path(path))
 
     @property
     def dim(self) -> int:
@@ -106,12 +108,13 @@ def distill(
         ConfigError: a setting is wrong, or the model's files leave something open.
         DataError: the texts cannot be read, or hold no text.
     """
-    config = run_config(
-        model, texts, to=to, student=student, queries=queries, count=count, seed=seed, run_dir=run_dir,
-        overrides=overrides,
-    )  # fmt: skip
-    built = build(config)
-    publish(built, Path(to), model=None if copy_model else str(model))
+    with explained_imports():
+        config = run_config(
+            model, texts, to=to, student=student, queries=queries, count=count, seed=seed, run_dir=run_dir,
+            overrides=overrides,
+        )  # fmt: skip
+        built = build(config)
+        publish(built, Path(to), model=None if copy_model else str(model))
     return QueryEncoder(to)
 
 
@@ -184,7 +187,7 @@ def publish(
 
 def _check_width(config: "RunConfig") -> None:
     """ConfigError, before work is spent, for a student that is wider than its teacher."""
-    from scalingnote.adopt.towers import model_path
+    from scalingnote.adopt.job import model_path
     from scalingnote.models.config import Pretrained, TowerConfig
     from scalingnote.models.flops import backbone_shape
     from scalingnote.models.published_model import PACKAGED, local_folder
@@ -241,6 +244,7 @@ class Index:
         ArtifactError: the run built no index.
     """
 
+    @explained_imports()
     def __init__(self, run_dir: str | Path, *, form: "Form" = "auto", escalate: float = 0.0) -> None:
         from scalingnote import pipeline
         from scalingnote.encode import exports

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scalingnote import __version__, commands, stages
-from scalingnote.errors import ScalingNoteError
+from scalingnote.errors import ScalingNoteError, explained_imports
 from scalingnote.scaling import output
 
 Command = Callable[[str, Any, str], argparse.ArgumentParser]  # name, function, help -> its parser
@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 not fit, 2 wrong input, 130 interrupted."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.command(options))
+        with explained_imports():
+            return int(options.command(options))
     except ScalingNoteError as error:
         if os.environ.get("SCALINGNOTE_DEBUG") == "1":
             raise

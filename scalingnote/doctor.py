@@ -17,6 +17,7 @@ import psutil
 
 GB = 2**30
 PYTHON = (3, 11)
+EXTRAS = ("common", "offline", "online")  # what `scalingnote[cpu]` adds to the core
 
 
 @dataclass(frozen=True)
@@ -93,24 +94,41 @@ def _packages() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         yield Finding("packages", "stops", "scalingnote itself is not installed", "pip install '.[cpu]'")
         return
-    needed = [r for r in map(Requirement, stated) if r.marker is None or r.marker.evaluate({"extra": ""})]
-    for requirement in needed:
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            wrong.append((f"{requirement.name} is missing", requirement))
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            wrong.append((f"{requirement.name} is {version}, wanted {requirement.specifier}", requirement))
-    for found, requirement in wrong:
-        yield Finding("packages", "stops", found, f"pip install '{requirement.name}{requirement.specifier}'")
-    if importlib.util.find_spec("faiss") is None:
-        yield Finding("packages", "stops", "faiss is missing", "pip install 'scalingnote[cpu]' (or [gpu])")
-    elif not wrong:
-        yield Finding("packages", "ok", f"{len(needed)} requirements and faiss are met")
+    requirements = [r for r in map(Requirement, stated) if r.name != "scalingnote"]
+    needed = {extra: [r for r in requirements if _is_needed(r, extra)] for extra in ("", *EXTRAS)}
+    missing = [] if importlib.util.find_spec("faiss") else ["faiss"]
+    for extra, group in needed.items():
+        for requirement in group:
+            name, remedy = requirement.name, f"pip install '{requirement.name}{requirement.specifier}'"
+            try:
+                version = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                if extra:
+                    missing.append(name)
+                else:
+                    wrong.append((f"{name} is missing", remedy))
+                continue
+            if not requirement.specifier.contains(version, prereleases=True):
+                wrong.append((f"{name} is {version}, wanted {requirement.specifier}", remedy))
+    if missing:
+        found = f"only queries can be encoded: {', '.join(sorted(set(missing)))} missing"
+        wrong.append((found, "pip install 'scalingnote[cpu]' (or [gpu], or [train] or [serve] alone)"))
+    for found, remedy in wrong:
+        yield Finding("packages", "stops", found, remedy)
+    if not wrong:
+        yield Finding("packages", "ok", f"{sum(map(len, needed.values()))} requirements and faiss are met")
+
+
+def _is_needed(requirement: Any, extra: str) -> bool:
+    """Whether the core, or else this extra, has the requirement."""
+    if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        return not extra
+    return bool(requirement.marker.evaluate({"extra": extra}))
 
 
 def _ray() -> Iterator[Finding]:
+    if importlib.util.find_spec("ray") is None:
+        return  # reported among the packages
     try:
         ray = importlib.import_module("ray")
     except (ImportError, OSError) as error:  # OSError: a shared library is missing

@@ -1,7 +1,16 @@
 """The exceptions this package raises: what is wrong, the value found, and the remedy, in that order."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+# Packages that the core install leaves out, by what they are imported as, and the extras that have them.
+OFFLINE_PACKAGES = ("ir_measures", "matplotlib", "tensorboard")
+ONLINE_PACKAGES = ("fastapi", "google", "grpc", "starlette", "uvicorn")
+COMMON_PACKAGES = (
+    *("bm25s", "faiss", "fsspec", "numba", "obstore", "pandas", "peft", "pyarrow", "ray", "regex", "rjieba"),
+    *("scipy", "torch", "transformers"),
+)
 
 
 class ScalingNoteError(Exception):
@@ -30,6 +39,32 @@ class EncodingError(ScalingNoteError):
 
 class SearchError(ScalingNoteError):
     """A search that cannot be answered: a missing shard, a vector of the wrong dimension."""
+
+
+class MissingPackageError(ScalingNoteError):
+    """A package that the core install leaves out."""
+
+
+@contextmanager
+def explained_imports() -> Iterator[None]:
+    """MissingPackageError, which names the extra, for a package that the core install leaves out."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        train, serve = "pip install 'scalingnote[train]'", "pip install 'scalingnote[serve]'"
+        remedies = {
+            **dict.fromkeys(OFFLINE_PACKAGES, train),
+            **dict.fromkeys(ONLINE_PACKAGES, serve),
+            **dict.fromkeys(
+                COMMON_PACKAGES, f"{train} to distil, train and index, {serve} to search and serve"
+            ),
+        }
+        if package not in remedies:
+            raise
+        raise MissingPackageError(
+            f"this needs {package}, which the core install leaves out: {remedies[package]}"
+        ) from error
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

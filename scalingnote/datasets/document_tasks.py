@@ -123,10 +123,8 @@ def write_documents(
         for number, rows in enumerate(slices)
     ]
     written = do("write", partial(_write, context=context), sections)
-    for number, (first, last) in enumerate(zip(checked, written, strict=True)):
-        counts = last["quarantine"] or first["quarantine"]
-        if counts["rejected"] or counts["mended"]:
-            quarantine.add(**counts, rows=read_table(context.rejected(number)))
+    for first, last in zip(checked, written, strict=True):
+        quarantine.add(last["quarantine"] or first["quarantine"])
     if not ends[-1]:
         raise DataError(f"{config.name}: no usable document{quarantine.reasons()}")
     for record in written:
@@ -162,7 +160,7 @@ def _section(number: int, ends: list[int], per_part: int, repeated: Counter[int]
 
 
 def resume_or_clear(draft: Draft, plan: Sequence[dict[str, Any]]) -> None:
-    """Delete the parts and records of a run on other slices, or on other versions of the files.
+    """Delete the parts and records of a run on other slices, or on other versions of the input files.
 
     Args:
         draft: of the data set.
@@ -201,7 +199,7 @@ def _check(item: tuple[int, Rows], *, context: Context) -> JsonRecord:
         located = pa.table([table["doc_id"], np.arange(len(table), dtype=np.int32)], schema=_LOCATED)
         bucket = bucket_of(located["doc_id"], context.buckets)
         scatter(located, bucket, target=fs.join(context.work, "ids"), name=f"{number:06d}")
-    counts = _set_aside(quarantine, number, context)
+    counts = quarantine.store(context.rejected(number))
     return {"rows": len(table), "left_out": left_out, "quarantine": counts}
 
 
@@ -220,12 +218,6 @@ def _subset(valid: Iterable[Row], context: Context) -> tuple[list[Row], int]:
     others = pa.table({"doc_id": pa.array([id for id in ids if id not in chosen], pa.string())})
     write_table(left_out_ids(context.work), others)
     return rows, len(others)
-
-
-def _set_aside(quarantine: Quarantine, number: int, context: Context) -> dict[str, Any]:
-    """Store the rejected rows of a slice; returns the counts."""
-    write_table(context.rejected(number), quarantine.table())
-    return {"rejected": dict(quarantine.rejected), "mended": dict(quarantine.mended)}
 
 
 def _find_repeats(item: tuple[int, int], *, context: Context) -> dict[str, int]:
@@ -263,7 +255,7 @@ def _write(item: tuple[int, tuple[Rows, _Section]], *, context: Context) -> Json
             repeated=set(_repeats_of(number, context).tolist()),
         )
         deque(checked, maxlen=0)
-        counts = _set_aside(quarantine, number, context)
+        counts = quarantine.store(context.rejected(number))
     return {"parts": parts, "quarantine": counts}
 
 

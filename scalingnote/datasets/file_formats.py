@@ -166,11 +166,11 @@ def read_beir(config: Beir) -> Source:
     return Source(
         documents=_sliced(find_files(fs.join(config.path, "corpus.jsonl")), _beir_documents),
         queries=FileRows(whole(queries), partial(_beir_queries, judged=judged)),
-        qrels=SlicedRows(tuple(FileRows(whole(file), _beir_qrels) for file in judged.values())),
+        qrels=_sliced(list(judged.values()), _beir_qrels),
     )
 
 
-def _sliced(files: list[File], read: Callable[[FileSlice], Rows]) -> SlicedRows:
+def _sliced(files: Sequence[File], read: Callable[[FileSlice], Rows]) -> SlicedRows:
     return SlicedRows(tuple(FileRows(piece, read) for piece in cut(files)))
 
 
@@ -242,16 +242,12 @@ def read_msmarco(config: MsMarco) -> Source:
     named = {split: (q, r) for split, (q, r) in splits.items() if q is not None and r is not None}
     # Test first: of a query in both splits, the second occurrence is rejected as a duplicate.
     queries = [
-        FileRows(whole(file), partial(_msmarco_queries, split=split if len(named) == 2 else ""))
+        FileRows(piece, partial(_msmarco_queries, split=split if len(named) == 2 else ""))
         for split, (pattern, _) in sorted(named.items())
-        for file in find_files(pattern, _MSMARCO_SUFFIXES)
+        for piece in cut(find_files(pattern, _MSMARCO_SUFFIXES))
     ]
     trec = partial(delimited_lines, columns=("query_id", "iteration", "doc_id", "relevance"), separator=" ")
-    qrels = [
-        FileRows(whole(file), trec)
-        for _, pattern in named.values()
-        for file in find_files(pattern, _MSMARCO_SUFFIXES)
-    ]
+    judged = [file for _, pattern in named.values() for file in find_files(pattern, _MSMARCO_SUFFIXES)]
     collection = cut(find_files(config.collection, _MSMARCO_SUFFIXES))
     columns = {file: _msmarco_columns(file) for file in {piece.file for piece in collection}}
     return Source(
@@ -261,7 +257,7 @@ def read_msmarco(config: MsMarco) -> Source:
             )
         ),
         queries=SlicedRows(tuple(queries)),
-        qrels=SlicedRows(tuple(qrels)),
+        qrels=_sliced(judged, trec),
     )
 
 

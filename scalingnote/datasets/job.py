@@ -1,29 +1,25 @@
 """The prepare stage: documents and supervision of any source become a `dataset` artifact.
 
-    input -> `document_tasks`, slice by slice -> `supervision`, one task -> manifest
+    input -> `document_tasks`, slice by slice -> `supervision_tasks`, one or many -> manifest
 
 Sources that name files are read in slices, on Ray where there are several; others, which fit in memory, are
-one slice in this process. Logs, whose tables are all of any size, have a job of their own (`logs.job`).
+one slice in this process. Logs are split by time and have a job of their own (`log_job`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
-
-import pyarrow as pa
 
 from scalingnote.config import Resources
 from scalingnote.datasets import document_tasks, file_formats, sources
 from scalingnote.datasets.config import AnyDataset, Logs, NewDocuments
 from scalingnote.datasets.document_tasks import Documents, resume_or_clear, slices_of
-from scalingnote.datasets.raw_rows import Quarantine, SlicedRows, Source
-from scalingnote.datasets.supervision import MAX_SIMULATED_DOCUMENTS, OUTPUTS, write_supervision
+from scalingnote.datasets.raw_rows import Quarantine, SlicedRows, Source, files_of
+from scalingnote.datasets.supervision import MAX_SIMULATED_DOCUMENTS, OUTPUTS
+from scalingnote.datasets.supervision_tasks import BUCKET_BYTES, input_bytes, write_supervision
 from scalingnote.errors import ConfigError
 from scalingnote.log import get_logger
-from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part
-from scalingnote.storage.schema import REJECTED
 from scalingnote.storage.shuffle import TaskRunner
 
 log = get_logger("datasets")
@@ -38,11 +34,9 @@ def run(config: AnyDataset, *, output: str) -> Artifact:
         DataError: nothing usable remains.
     """
     if isinstance(config, Logs):
-        from scalingnote.datasets.log_job import (
-            run as run_logs,
-        )  # late, since other sources may not need Ray
+        from scalingnote.datasets import log_job  # late: other sources may not need Ray
 
-        return run_logs(config, output=output)
+        return log_job.run(config, output=output)
     draft = Draft(output, kind="dataset", config=config, parents={})
     if draft.finished:
         return draft.existing()
@@ -57,28 +51,26 @@ def build(config: AnyDataset, source: Source, draft: Draft, *, each: TaskRunner)
     simulated = config.click_model is not None and not source.impressions
     limit = MAX_SIMULATED_DOCUMENTS if simulated else None
     documents = _write_documents(config, source, draft, quarantine, each, limit=limit)
-    for name in OUTPUTS:  # of a run that was killed; this task always runs, so that it has no record
-        fs.delete(draft.path(f"{name}.parquet"))
-    task = partial(
-        write_supervision,
+    supervision = write_supervision(
+        replace(source, documents=()),
         config=config,
         parts=documents.parts,
-        left_out=document_tasks.left_out_ids(draft.work()),
+        work=draft.work(),
         output=draft.uri,
+        each=each,
+        quarantine=quarantine,
     )
-    (written,) = each(task, [replace(source, documents=())])
-    for name, part in written["parts"].items():
+    for name, part in supervision.parts.items():
         draft.register(name, Part(**part))
-    quarantine.add(**written["quarantine"], rows=pa.Table.from_pylist(written["rejected"], schema=REJECTED))
     draft.write_table("rejected.parquet", quarantine.table())
-    counts = {"documents": documents.rows, **written["counts"]}
+    counts = {"documents": documents.rows, **supervision.counts}
     counts["rejected"] = sum(quarantine.rejected.values())
-    left_out = written["left_out"] | {"documents": documents.left_out}
+    left_out = supervision.left_out | {"documents": documents.left_out}
     about = sources.describe(config.name)
     artifact = draft.commit(
         counts=counts,
-        simulated_clicks=written["click_model"] is not None,
-        click_model=written["click_model"],
+        simulated_clicks=supervision.click_model is not None,
+        click_model=supervision.click_model,
         description=about.summary,
         licence=about.licence,
         rejected_by_reason=dict(sorted(quarantine.rejected.items())),
@@ -120,8 +112,10 @@ def _write_documents(
     *,
     limit: int | None = None,
 ) -> Documents:
-    slices = source.documents.slices if isinstance(source.documents, SlicedRows) else ()
-    resume_or_clear(draft, [asdict(rows.part) for rows in slices])
+    tables = (source.documents, *(getattr(source, name) for name in OUTPUTS))
+    # Rows that are not in files are read anew: nothing is resumed.
+    in_files = isinstance(source.documents, SlicedRows)
+    resume_or_clear(draft, [asdict(f.part) for rows in tables for f in files_of(rows)] if in_files else [])
     return document_tasks.write_documents(
         draft, source, config=config, quarantine=quarantine, each=each, limit=limit
     )
@@ -137,8 +131,8 @@ def _require_taste_columns(config: AnyDataset, source: Source) -> None:
 
 
 def _runner(source: Source, config: AnyDataset | NewDocuments) -> TaskRunner:
-    """Tasks run on Ray where the documents are several slices, else in this process."""
-    if len(slices_of(source, config)) == 1:
+    """Tasks run on Ray where documents are several slices or other files are large, else in this process."""
+    if len(slices_of(source, config)) == 1 and input_bytes(source) <= BUCKET_BYTES:
         return map
     from scalingnote import cluster  # late: small data sets do not need Ray
 

@@ -17,14 +17,12 @@ from numpy import ndarray
 
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.raw_rows import Quarantine
-from scalingnote.storage.artifact import read_table, write_table
-from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, REJECTED, SCORES
+from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, SCORES
 from scalingnote.storage.shuffle import JsonRecord
 
 _MAX_ID_CHARS = 256
 MAX_EXAMPLES = 100  # rejected rows kept of each reason, the first of the input
 PROBLEM = "_problem"  # column that `log_inputs` adds: the reason why a row cannot be used
-_COUNTERS = ("counts", "left_out", "rejected", "mended")
 _QUERY = pa.field("query", pa.string())
 CHECKED = {
     "documents": DOCUMENTS,
@@ -59,16 +57,14 @@ class LogTally(Quarantine):
             self.reject_rows(table, first, reason, count=len(numbers))
 
     def store(self, uri: str) -> JsonRecord:
-        """Write the examples to `uri`; returns the counts as JSON values, for :meth:`add_stored`."""
-        write_table(uri, self.table())
-        return {name: dict(getattr(self, name)) for name in _COUNTERS} | {"examples": uri}
+        """The counts and the rows that are kept, as :class:`Quarantine` stores them."""
+        return super().store(uri) | {"counts": dict(self.counts), "left_out": dict(self.left_out)}
 
-    def add_stored(self, stored: JsonRecord) -> None:
+    def add(self, stored: JsonRecord) -> None:
         """Add what a task stored; tasks are added in their order."""
+        super().add(stored)
         self.counts.update(stored["counts"])
         self.left_out.update(stored["left_out"])
-        rows = read_table(stored["examples"]) if stored["rejected"] else REJECTED.empty_table()
-        self.add(stored["rejected"], stored["mended"], rows)
 
 
 # --- checks of tables --------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def build(config: Logs, draft: Draft, slices: Sequence[LogSlice], *, each: TaskR
     queries = partial(write_queries, config=config, work=work, output=output)
     query_parts = run("queries", queries, buckets, unit="buckets")
     for record in (*parts, *routed, *query_parts):
-        tally.add_stored(record["tally"])
+        tally.add(record["tally"])
     for record in (*parts, *query_parts):
         for name, part in record["parts"].items():
             draft.register(name, Part(**part))
@@ -111,7 +111,7 @@ def _split_windows(
     config: Logs, checked: Sequence[JsonRecord], tally: LogTally
 ) -> tuple[splits.SplitWindows, tuple[int, int]]:
     for record in checked:
-        tally.add_stored(record["tally"])
+        tally.add(record["tally"])
     for tables in (("documents", "unpaired"), ("impressions",)):
         if not any(record["rows"] for record in checked if record["table"] in tables):
             raise DataError(f"logs: no usable row of {tables[0]}{tally.reasons(of=tables[0])}")

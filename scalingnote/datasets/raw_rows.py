@@ -13,7 +13,7 @@ import io
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -25,8 +25,9 @@ import pyarrow.parquet as pq
 
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
+from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import REJECTED
-from scalingnote.storage.shuffle import MAX_SLICES
+from scalingnote.storage.shuffle import MAX_SLICES, JsonRecord
 
 SLICE_BYTES = 64 << 20  # of input, uncompressed
 Cut = tuple[int, int, int]  # start, stop, bytes of a slice
@@ -188,15 +189,22 @@ class SlicedRows:
         return chain.from_iterable(self.slices)
 
 
+def files_of(rows: Rows) -> tuple[FileRows, ...]:
+    """The slices of a table in files; none for other rows."""
+    if isinstance(rows, SlicedRows):
+        return rows.slices
+    return (rows,) if isinstance(rows, FileRows) else ()
+
+
 @dataclass(frozen=True)
 class Source:
     """The raw rows of each table of a data source; columns are named as in ``storage.schema``.
 
-    Documents that are SlicedRows are read in tasks, others in one process. A query may have a `split`;
-    without one, the split is drawn by group. `features` are the types of document columns beyond the five
-    that all of them have, `profile` those of user columns beyond the id. `rank` orders documents for a subset
-    (smallest first); without it, whole groups are kept in the order of a seeded hash. The manifest has the
-    `notes`.
+    Tables that are SlicedRows or FileRows may be read in tasks, others in one process. A query may have a
+    `split`; without one, the split is drawn by group. `features` are the types of document columns beyond the
+    five that all of them have, `profile` those of user columns beyond the id. `rank` orders documents for a
+    subset (smallest first); without it, whole groups are kept in the order of a seeded hash. The manifest has
+    the `notes`.
     """
 
     documents: Rows
@@ -366,11 +374,18 @@ class Quarantine:
         """Count rows that were kept after a repair."""
         self.mended[what] += count
 
-    def add(self, rejected: Mapping[str, int], mended: Mapping[str, int], rows: pa.Table) -> None:
-        """Add the counts and the :meth:`table` of another quarantine, whose rows come later."""
-        self.rejected.update(rejected)
-        self.mended.update(mended)
-        for row in rows.to_pylist():
+    def store(self, uri: str) -> JsonRecord:
+        """Write the rows that are kept to `uri`; returns the counts, as JSON values for :meth:`add`."""
+        if self._rows:
+            write_table(uri, self.table())
+        kept = uri if self._rows else None
+        return {"rejected": dict(self.rejected), "mended": dict(self.mended), "kept": kept}
+
+    def add(self, stored: JsonRecord) -> None:
+        """Add what another quarantine stored, whose rows come later."""
+        self.rejected.update(stored["rejected"])
+        self.mended.update(stored["mended"])
+        for row in read_table(stored["kept"]).to_pylist() if stored["kept"] else ():
             if self._room[row["table"], row["reason"]] > 0:
                 self._room[row["table"], row["reason"]] -= 1
                 self._rows.append(row)

@@ -7,7 +7,7 @@ test query has no impression in the train window (ScalingNote, section 4.1.2). W
 
 import hashlib
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -54,42 +54,42 @@ def subset(
 
 
 def held_out(
-    positives: Iterable[tuple[str, str]],
-    *,
-    query_ids: Iterable[str],
-    group_of: Mapping[str, str],
-    fraction: float,
-    seed: int,
-) -> set[str]:
-    """Draw the test queries so that no query trains on a document whose group a test query is judged on.
+    query_ids: pa.Array, positives: pa.Table, *, fraction: float, seed: int
+) -> Bool[ndarray, " queries"]:
+    """Which queries are for test: no other query has a document of a group that a test query is judged on.
 
     Queries and groups that are connected by positives form one component. A component is for test if the hash
     of its first group is below `fraction`.
 
     Args:
-        positives: (query_id, doc_id) pairs.
         query_ids: all queries.
-        group_of: the group of each doc_id.
+        positives: columns query_id and group, of the document that answers it.
         fraction: expected share of the components in the test split.
         seed: of the hash.
     """
-    parent: dict[str, str] = {}
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
 
-    def find(node: str) -> str:
-        root = node
-        while parent.setdefault(root, root) != root:
-            root = parent[root]
-        while parent[node] != root:
-            parent[node], node = root, parent[node]
-        return root
-
-    ids = list(query_ids)
-    for query_id in ids:
-        find(f"q:{query_id}")
-    for query_id, doc_id in positives:
-        first, second = sorted((find(f"q:{query_id}"), find(f"g:{group_of[doc_id]}")))
-        parent[second] = first  # the smallest name becomes the root: "g:" sorts before "q:"
-    return {q for q in ids if uniform(find(f"q:{q}"), seed=seed) < fraction}
+    distinct = positives["group"].unique()
+    groups = distinct.take(pc.sort_indices(distinct))
+    edges = (
+        pc.index_in(positives["group"], value_set=groups).to_numpy(),
+        pc.index_in(positives["query_id"], value_set=query_ids).to_numpy() + len(groups),
+    )
+    nodes = len(groups) + len(query_ids)
+    joined = coo_matrix((np.ones(len(positives), bool), edges), shape=(nodes, nodes))
+    _, component = connected_components(joined, directed=False)
+    # The lowest node names a component: its first group, or its query if that has no group.
+    _, lowest = np.unique(component, return_index=True)
+    of_group = lowest < len(groups)
+    names = [f"g:{name}" for name in groups.take(pa.array(lowest[of_group])).to_pylist()]
+    names += [f"q:{name}" for name in query_ids.take(pa.array(lowest[~of_group] - len(groups))).to_pylist()]
+    drawn = np.empty(len(lowest), bool)
+    drawn[np.concatenate([np.flatnonzero(of_group), np.flatnonzero(~of_group)])] = [
+        uniform(name, seed=seed) < fraction for name in names
+    ]
+    test: ndarray = drawn[component[len(groups) :]]
+    return test
 
 
 # --- reading either split of a `dataset` artifact; only the test split is held in memory -----------------

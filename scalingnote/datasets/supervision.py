@@ -1,23 +1,32 @@
 """Queries, judgements, impressions and scores of a data set: checked, split, completed by simulated clicks.
 
-One task holds all of these rows, and the groups of the documents that they name; simulated clicks need the
-ids and topics of all documents. MAX_ROWS and MAX_SIMULATED_DOCUMENTS bound its memory to about 5 GB. A larger
-log is a source of its own, `logs`, which is joined by shuffles.
+    raw rows -> valid rows about known queries and documents -> split by groups -> simulated impressions
+
+:func:`write_tables` does it in one task for at most MAX_ROWS rows; `supervision_tasks` does it for more,
+bucket by bucket of their queries, with the functions of this module.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.ipc
 
 from scalingnote.datasets import row_checks, simulate, splits
 from scalingnote.datasets.config import AnyClickModel, AnyDataset, Texts
-from scalingnote.datasets.raw_rows import Quarantine, Row, Source, UnreadableRow
-from scalingnote.datasets.simulate import Tastes
+from scalingnote.datasets.document_tasks import left_out_ids
+from scalingnote.datasets.raw_rows import (
+    FileRows,
+    Quarantine,
+    Row,
+    Rows,
+    SlicedRows,
+    Source,
+    UnreadableRow,
+)
 from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
@@ -26,205 +35,262 @@ from scalingnote.storage.schema import IMPRESSIONS, QRELS, QUERIES, SCORES, USER
 from scalingnote.storage.shuffle import JsonRecord
 
 log = get_logger("datasets")
-MAX_ROWS = 5_000_000
+MAX_ROWS = 5_000_000  # of all tables, in one task
 MAX_SIMULATED_DOCUMENTS = 10_000_000
-OUTPUTS = ("queries", "qrels", "impressions", "scores", "users")
+TABLES = {"queries": QUERIES, "qrels": QRELS, "impressions": IMPRESSIONS, "scores": SCORES}
+OUTPUTS = (*TABLES, "users")
+PAIRS = ("qrels", "impressions", "scores")
 _PARTS_PER_READ = 256
-_Tables = dict[str, list[Row | UnreadableRow]]
+_ROWS_PER_BATCH = 1 << 16
+_POSITIVES = pa.schema({"query_id": pa.string(), "group": pa.string()})
 
 
-def write_supervision(
-    source: Source, *, config: AnyDataset, parts: Sequence[str], left_out: str, output: str
-) -> JsonRecord:
-    """Write the tables beside the documents.
+@dataclass(frozen=True)
+class Context:
+    """What every task needs; the same for all of them."""
 
-    Args:
-        source: without its documents.
-        config: of the data set.
-        parts: of the documents.
-        left_out: URI of the ids of valid documents that a subset left out.
-        output: URI of the artifact.
+    config: AnyDataset
+    profile: pa.Schema
+    parts: Sequence[str]  # of the documents
+    work: str
+    output: str
+    buckets: int
+    max_rows: int
 
-    Returns:
-        The parts, and the counts of rows: written, left out, and in the quarantine.
-
-    Raises:
-        DataError: there are more than MAX_ROWS rows, or no query with a relevant document remains.
-    """
-    quarantine = Quarantine()
-    given = _bounded(source, config.name)
-    named = _named_documents([*given["qrels"], *given["impressions"], *given["scores"]])
-    found = _read_documents(parts, output, ["doc_id", "group"], named=named)
-    group_of = dict(zip(found["doc_id"].to_pylist(), found["group"].to_pylist(), strict=True))
-    valid_ids = set(group_of)
-    if config.max_documents is not None:
-        valid_ids.update(read_table(left_out)["doc_id"].to_pylist())
-    tables, missing = _tables(
-        given, source, group_of=group_of, valid_ids=valid_ids, config=config, quarantine=quarantine
-    )
-    simulator = None if tables["impressions"].num_rows else config.click_model
-    if simulator:
-        tables |= _simulated(tables, parts, output, group_of=group_of, config=simulator)
-    counts = {name: table.num_rows for name, table in tables.items()}
-    for split in ("train", "test"):
-        counts[f"{split}_queries"] = pc.sum(pc.equal(tables["queries"]["split"], split)).as_py() or 0
-    return {
-        "parts": {
-            f"{name}.parquet": asdict(write_table(fs.join(output, f"{name}.parquet"), table))
-            for name, table in tables.items()
-            if table.num_rows or name in ("queries", "qrels")
-        },
-        "counts": counts,
-        "left_out": missing,
-        "click_model": simulator.kind if simulator else None,
-        "quarantine": {"rejected": dict(quarantine.rejected), "mended": dict(quarantine.mended)},
-        "rejected": quarantine.table().to_pylist(),
-    }
+    def file(self, *names: str) -> str:
+        """A file of the work directory."""
+        return fs.join(self.work, "supervision", *names)
 
 
-def _bounded(source: Source, name: str) -> _Tables:
-    """The raw rows of all tables; DataError if there are more than MAX_ROWS."""
-    given: _Tables = {}
-    left = MAX_ROWS
+@runtime_checkable
+class NumberedRows(Protocol):
+    """Raw rows that know which one was read last."""
+
+    number: int  # in the input
+
+    def __iter__(self) -> Iterator[Row | UnreadableRow]: ...
+
+
+class Supervision(NamedTuple):
+    """What the tasks wrote."""
+
+    parts: dict[str, dict[str, Any]]
+    counts: dict[str, int]
+    left_out: dict[str, int]  # valid rows that subsets have not
+    click_model: str | None  # that simulated the impressions
+
+
+def write_tables(item: tuple[int, Source], *, context: Context) -> JsonRecord:
+    """Write all tables, unless there are more than MAX_ROWS rows, which come from files."""
+    source, config, quarantine = item[1], context.config, Quarantine()
+    given: dict[str, Rows] = {}
+    left = context.max_rows
     for table in OUTPUTS:
-        given[table] = list(islice(getattr(source, table), left + 1))
-        left -= len(given[table])
+        given[table] = rows = list(islice(getattr(source, table), left + 1))
+        left -= len(rows)
+        if left < 0 and all(
+            isinstance(getattr(source, name), (SlicedRows, FileRows, tuple)) for name in OUTPUTS
+        ):
+            return {"whole": False}
         if left < 0:
             raise DataError(
-                f"{name}: more than {MAX_ROWS:,} rows of {', '.join(OUTPUTS)}, which one task holds: use "
-                "dataset.name=logs, which takes impressions and judgements of any number"
+                f"{config.name}: more than {context.max_rows:,} rows of {', '.join(OUTPUTS)}, which one task "
+                "holds: write them to files, and read these with dataset.name=columns"
             )
-    return given
+    named = {doc_id for name in PAIRS for row in given[name] if (doc_id := identifier(row, "doc_id"))}
+    checked = check(given, named, context, quarantine)
+    if not len(checked.queries) and not isinstance(config, Texts):
+        raise no_query(config, quarantine)
+    queries = decide(checked.queries, checked.positives, config)
+    tables = {"queries": queries} | {
+        name: of_queries(table, queries["query_id"]) for name, table in checked.pairs.items()
+    }
+    left_out = above_zero({name: count - len(tables[name]) for name, count in checked.valid.items()})
+    tables["users"] = valid_users(given["users"], context.profile, quarantine)
+    clicks = None if len(tables["impressions"]) else config.click_model
+    if clicks:
+        impressions, profiles = simulated(queries, tables["qrels"], context, clicks)
+        tables["impressions"] = pa.concat_tables([IMPRESSIONS.empty_table(), *impressions])
+        tables["users"] = tables["users"] if profiles is None else profiles
+    counts = {name: len(table) for name, table in tables.items()} | count_splits(queries)
+    warn_of_one_side(config, counts, undecided=has_undecided(checked.queries))
+    parts = {
+        f"{name}.parquet": vars(
+            write_table(fs.join(context.output, f"{name}.parquet"), table.combine_chunks())
+        )
+        for name, table in tables.items()
+        if len(table) or name in ("queries", "qrels")
+    }
+    done = Supervision(parts, counts, left_out, clicks.kind if clicks else None)
+    return {"whole": True, "quarantine": quarantine.store(context.file("rejected.arrow")), **done._asdict()}
 
 
-def _named_documents(rows: Iterable[Row | UnreadableRow]) -> set[str]:
-    """The doc_ids of rows, as `row_checks` reads them; invalid ones too, unless Arrow cannot hold them."""
-    ids = {str(row.get("doc_id")).strip() for row in rows if isinstance(row, dict)}
-    return {doc_id for doc_id in ids if is_valid_unicode(doc_id)}
+class Checked(NamedTuple):
+    """The valid rows of some queries, before `max_queries`."""
+
+    queries: pa.Table  # QUERIES; `split` is empty where the source has none
+    pairs: dict[str, pa.Table]  # about documents of the data set
+    positives: pa.Table  # _POSITIVES
+    valid: dict[str, int]  # numbers of rows, also about documents that a subset left out
 
 
-def _read_documents(
-    parts: Sequence[str], output: str, columns: list[str], *, named: set[str] | None = None
-) -> pa.Table:
-    """Columns of all documents, or of those whose id is in `named`, in order."""
-    value_set = pa.array(sorted(named), pa.string()) if named is not None else None
-
-    def read(part: str) -> pa.Table:
-        return read_table(fs.join(output, part), columns)
-
-    found = []
-    for start in range(0, len(parts), _PARTS_PER_READ):
-        rows = pa.concat_tables(fs.map_files(read, parts[start : start + _PARTS_PER_READ]))
-        found.append(rows if named is None else rows.filter(pc.is_in(rows["doc_id"], value_set=value_set)))
-    return pa.concat_tables(found)
-
-
-def _tables(
-    given: _Tables,
-    source: Source,
-    *,
-    group_of: dict[str, str],
-    valid_ids: set[str],
-    config: AnyDataset,
-    quarantine: Quarantine,
-) -> tuple[dict[str, pa.Table], dict[str, int]]:
-    """The tables, and how many of their valid rows the subsets left out.
+def check(given: dict[str, Rows], named: set[str], context: Context, quarantine: Quarantine) -> Checked:
+    """Check rows against each other and against the documents that they name.
 
     Rows are checked against all valid documents, so that rows about documents outside a subset are left out,
     not rejected.
     """
+    found = _read_documents(context, ["doc_id", "group"], named=named)
+    doc_ids = found["doc_id"].combine_chunks()
+    valid_ids = set(doc_ids.to_pylist())
+    if context.config.max_documents is not None:
+        valid_ids.update(read_table(left_out_ids(context.work))["doc_id"].to_pylist())
     queries = {row["query_id"]: row for row in row_checks.queries(given["queries"], quarantine=quarantine)}
-    pairs = {
-        name: list(
-            row_checks.pairs(name, given[name], query_ids=queries, doc_ids=valid_ids, quarantine=quarantine)
+    pairs = {}
+    for name in PAIRS:
+        rows = row_checks.pairs(
+            name, given[name], query_ids=queries, doc_ids=valid_ids, quarantine=quarantine
         )
-        for name in ("qrels", "impressions", "scores")
-    }
-    valid = {name: len(rows) for name, rows in {"queries": queries, **pairs}.items()}
-
+        pairs[name] = _columns(rows, TABLES[name], given[name])
     usable = _supervised(pairs)
     for query_id in [query_id for query_id in queries if query_id not in usable]:
         quarantine.reject("queries", queries.pop(query_id), "no relevant document and no impression")
-        valid["queries"] -= 1
-    pairs = {name: [r for r in rows if r["doc_id"] in group_of] for name, rows in pairs.items()}
-    usable = _supervised(pairs)
-    chosen: Iterable[Row] = [row for row in queries.values() if row["query_id"] in usable]
-    if config.max_queries is not None:
-        chosen = splits.subset(chosen, size=config.max_queries, seed=config.seed, key="query_id")
-    queries = {row["query_id"]: row for row in chosen}
-    pairs = {name: [r for r in rows if r["query_id"] in queries] for name, rows in pairs.items()}
-    if not queries and not isinstance(config, Texts):
-        raise DataError(f"{config.name}: no query with a relevant document remains{quarantine.reasons()}")
-
-    _split(queries, pairs, group_of=group_of, config=config)
-    tables = {
-        "queries": pa.Table.from_pylist(list(queries.values()), schema=QUERIES),
-        "qrels": pa.Table.from_pylist(pairs["qrels"], schema=QRELS),
-        "impressions": pa.Table.from_pylist(pairs["impressions"], schema=IMPRESSIONS),
-        "scores": pa.Table.from_pylist(pairs["scores"], schema=SCORES),
+    valid = {"queries": len(queries), **{name: len(table) for name, table in pairs.items()}}
+    pairs = {
+        name: table.filter(pc.is_in(table["doc_id"], value_set=doc_ids)) for name, table in pairs.items()
     }
-    users = list(row_checks.users(given["users"], profile=source.profile, quarantine=quarantine))
-    left_out = {name: count - tables[name].num_rows for name, count in valid.items()}
-    tables["users"] = pa.Table.from_pylist(users, schema=pa.schema([*USERS, *source.profile]))
-    return tables, {name: count for name, count in sorted(left_out.items()) if count}
+    usable = _supervised(pairs)
+    kept = [row for query_id, row in queries.items() if query_id in usable]
+    relevant = pairs["qrels"].filter(pc.greater(pairs["qrels"]["relevance"], 0))
+    clicked = pairs["impressions"].filter(pairs["impressions"]["clicked"])
+    positives = pa.concat_tables(table.select(["query_id", "doc_id"]) for table in (relevant, clicked))
+    group = found["group"].take(pc.index_in(positives["doc_id"], value_set=doc_ids))
+    positives = pa.table([positives["query_id"], group], schema=_POSITIVES)
+    distinct = positives.group_by(_POSITIVES.names, use_threads=False).aggregate([])
+    return Checked(pa.Table.from_pylist(kept, schema=QUERIES), pairs, distinct, valid)
 
 
-def _supervised(pairs: dict[str, list[Row]]) -> set[str]:
+def _columns(rows: Iterator[Row], schema: pa.Schema, raw: Rows) -> pa.Table:
+    """Rows as a table; those of a bucket with their number in the input."""
+    if isinstance(raw, NumberedRows):
+        schema = schema.append(pa.field("_number", pa.int64()))
+        rows = ({**row, "_number": raw.number} for row in rows)
+    tables = [schema.empty_table()]
+    while some := list(islice(rows, _ROWS_PER_BATCH)):
+        tables.append(pa.Table.from_pylist(some, schema))
+    return pa.concat_tables(tables)
+
+
+def _supervised(pairs: dict[str, pa.Table]) -> set[str]:
     """Queries with a relevant document or an impression."""
-    relevant = {row["query_id"] for row in pairs["qrels"] if row["relevance"] > 0}
-    return relevant | {row["query_id"] for row in pairs["impressions"]}
+    relevant = pairs["qrels"].filter(pc.greater(pairs["qrels"]["relevance"], 0))["query_id"].unique()
+    return {*relevant.to_pylist(), *pairs["impressions"]["query_id"].unique().to_pylist()}
 
 
-def _split(
-    queries: dict[str, Row], pairs: dict[str, list[Row]], *, group_of: dict[str, str], config: AnyDataset
-) -> None:
-    """Fill in `split` where the source has none."""
-    undecided = [query_id for query_id, row in queries.items() if not row["split"]]
-    positives = [(r["query_id"], r["doc_id"]) for r in pairs["qrels"] if r["relevance"] > 0]
-    positives += [(r["query_id"], r["doc_id"]) for r in pairs["impressions"] if r["clicked"]]
+def identifier(row: Row | UnreadableRow, name: str) -> str | None:
+    """An id of a row, as `row_checks` reads it; also an invalid one, unless Arrow cannot hold it."""
+    value = str(row.get(name)).strip() if isinstance(row, dict) else ""
+    return value if value and is_valid_unicode(value) else None
+
+
+def _read_documents(context: Context, columns: list[str], *, named: set[str] | None = None) -> pa.Table:
+    """Columns of all documents, or of those whose id is in `named`, in order."""
+    value_set = pa.array(sorted(named), pa.string()) if named is not None else None
+
+    def read(part: str) -> pa.Table:
+        return read_table(fs.join(context.output, part), columns)
+
+    found = []
+    for start in range(0, len(context.parts), _PARTS_PER_READ):
+        rows = pa.concat_tables(fs.map_files(read, context.parts[start : start + _PARTS_PER_READ]))
+        found.append(rows if named is None else rows.filter(pc.is_in(rows["doc_id"], value_set=value_set)))
+    return pa.concat_tables(found)
+
+
+def decide(queries: pa.Table, positives: pa.Table, config: AnyDataset) -> pa.Table:
+    """The queries of a subset, with a split where the source has none."""
+    if config.max_queries is not None:
+        order = np.argsort(
+            [splits.uniform(query_id, seed=config.seed) for query_id in queries["query_id"].to_pylist()],
+            kind="stable",
+        )
+        queries = queries.take(pa.array(np.sort(order[: config.max_queries])))
+        positives = of_queries(positives, queries["query_id"])
+    if not has_undecided(queries):
+        return queries
     test = splits.held_out(
-        positives, query_ids=queries, group_of=group_of, fraction=config.test_fraction, seed=config.seed
+        queries["query_id"].combine_chunks(), positives, fraction=config.test_fraction, seed=config.seed
     )
-    for query_id in undecided:
-        queries[query_id]["split"] = "test" if query_id in test else "train"
-    sides = {row["split"] for row in queries.values()}
-    if undecided and 0 < config.test_fraction < 1 and len(sides) < 2:
+    drawn = pc.if_else(pa.array(test), "test", "train")
+    split = pc.if_else(pc.equal(queries["split"], ""), drawn, queries["split"])
+    return queries.set_column(queries.schema.get_field_index("split"), "split", split)
+
+
+def has_undecided(queries: pa.Table) -> bool:
+    """Whether the source has no split for some query."""
+    return bool(pc.any(pc.equal(queries["split"], "")).as_py())
+
+
+def of_queries(table: pa.Table, query_ids: pa.ChunkedArray) -> pa.Table:
+    """The rows of a table that are about these queries."""
+    return table.filter(pc.is_in(table["query_id"], value_set=query_ids.combine_chunks()))
+
+
+def count_splits(queries: pa.Table) -> dict[str, int]:
+    """The numbers of queries of either split."""
+    return {f"{s}_queries": pc.sum(pc.equal(queries["split"], s)).as_py() or 0 for s in ("train", "test")}
+
+
+def valid_users(rows: Rows, profile: pa.Schema, quarantine: Quarantine) -> pa.Table:
+    """Distinct users, with the columns of USERS and `profile`."""
+    valid = list(row_checks.users(rows, profile=profile, quarantine=quarantine))
+    return pa.Table.from_pylist(valid, schema=pa.schema([*USERS, *profile]))
+
+
+def above_zero(counts: dict[str, int]) -> dict[str, int]:
+    """Counts without the zeros."""
+    return {name: count for name, count in sorted(counts.items()) if count}
+
+
+def no_query(config: AnyDataset, quarantine: Quarantine) -> DataError:
+    """The error of a source without usable supervision."""
+    return DataError(f"{config.name}: no query with a relevant document remains{quarantine.reasons()}")
+
+
+def warn_of_one_side(config: AnyDataset, counts: dict[str, int], *, undecided: bool) -> None:
+    """Warn if a split that was drawn has no query on one side."""
+    train, test = counts["train_queries"], counts["test_queries"]
+    if undecided and 0 < config.test_fraction < 1 and not (train and test):
         log.warning(
             "all %d queries are for %s: they share too many documents, or are too few, for test_fraction=%g",
-            len(queries),
-            *sides,
+            counts["queries"],
+            "train" if train else "test",
             config.test_fraction,
         )
 
 
-def _simulated(
-    tables: dict[str, pa.Table],
-    parts: Sequence[str],
-    output: str,
-    *,
-    group_of: dict[str, str],
-    config: AnyClickModel,
-) -> dict[str, pa.Table]:
+def simulated(
+    queries: pa.Table, qrels: pa.Table, context: Context, config: AnyClickModel
+) -> tuple[Iterator[pa.Table], pa.Table | None]:
     """Impressions of training queries, and the profiles of users who have tastes.
 
     Documents of a group that a test query is judged on are not shown.
     """
     taste = config.taste
     columns = ["doc_id", "group", "topic", *(taste.columns if taste else ())]
-    documents = _read_documents(parts, output, columns)
-    queries, qrels = tables["queries"], tables["qrels"]
+    documents = _read_documents(context, columns)
     test = queries.filter(pc.equal(queries["split"], "test"))["query_id"]
     is_test = pc.is_in(qrels["query_id"], value_set=test.combine_chunks())
-    relevant = qrels.filter(pc.and_(is_test, pc.greater(qrels["relevance"], 0)))
-    hidden = pa.array({group_of[doc_id] for doc_id in relevant["doc_id"].to_pylist()}, pa.string())
+    relevant = qrels.filter(pc.and_(is_test, pc.greater(qrels["relevance"], 0)))["doc_id"].unique()
+    hidden = documents.filter(pc.is_in(documents["doc_id"], value_set=relevant))["group"].unique()
     rows = np.flatnonzero(~np.asarray(pc.is_in(documents["group"], value_set=hidden)))
     seen = documents.select(["doc_id", "topic"]).take(rows)
-    tastes = Tastes.draw(taste, documents, users=config.users, seed=config.seed) if taste else None
-    impressions = simulate.simulate(
-        qrels.filter(pc.invert(is_test)),
+    tastes = simulate.Tastes.draw(taste, documents, users=config.users, seed=config.seed) if taste else None
+    impressions = simulate.simulate_chunks(
+        qrels.filter(pc.invert(is_test)).select(QRELS.names),
         doc_ids=seen["doc_id"].to_pylist(),
         topics=seen["topic"].to_pylist(),
         config=config,
         tastes=tastes.of_documents(rows.tolist()) if tastes else None,
     )
-    return {"impressions": impressions} | ({"users": tastes.profiles()} if tastes else {})
+    return impressions, tastes.profiles() if tastes else None

@@ -29,7 +29,7 @@ from numpy import ndarray
 
 from scalingnote import reports
 from scalingnote.adopt.config import AdoptConfig
-from scalingnote.adopt.towers import open_tower
+from scalingnote.adopt.job import open_tower
 from scalingnote.datasets.raw_rows import Row
 from scalingnote.datasets.splits import subset
 from scalingnote.distillation.agreement import neighbour_overlap

@@ -1,29 +1,179 @@
-"""Ingest a file of new documents: encode, quantize and fuse them for the index of a finished run.
+"""New documents for an index: the steps of the offline stages, for one document or for files of them.
 
-file ─intake─► dataset of new documents ─DocumentFlow, part by part─► ready/part-*.parquet, rejected.parquet
+    documents ─tokenise─► token rows ─tower─► embeddings ─codebooks─► codes ─fusion─► final embeddings
+    mappings (JSON) ─► documents ─► final embeddings ─► rows of the document store, vectors
+    file ─► dataset of new documents ─DocumentFlow, part by part─► ready/part-*.parquet, rejected.parquet
+
+So a document encoded alone gets what it would have got in the corpus.
 """
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from jaxtyping import Float
+from numpy import ndarray
+from safetensors import numpy as safetensors
 
 from scalingnote import cluster
 from scalingnote.datasets import job as datasets
 from scalingnote.datasets.config import NewDocuments, TableFile
 from scalingnote.datasets.file_formats import COLUMN_TYPES
 from scalingnote.datasets.raw_rows import find_files
-from scalingnote.encode.parts import EncodedPart, Steps, write_parts
+from scalingnote.encode.documents import COLUMNS, content_hashes, load_document_prompt, tokenise
+from scalingnote.encode.engines import load_document_encoder
+from scalingnote.encode.parts import EncodedPart, Rejected, Steps, write_parts
 from scalingnote.errors import DataError
+from scalingnote.index.shard import document_rows
 from scalingnote.ingest.config import IngestConfig
-from scalingnote.ingest.new_documents import DocumentFlow
 from scalingnote.log import get_logger
+from scalingnote.models.prompt import DocumentPrompt, from_columns
+from scalingnote.quantize import kmeans, semantic_id
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import schema
+from scalingnote.storage.arrow import dtype_of, l2_normalize, to_arrow, to_matrix, to_numpy
 from scalingnote.storage.artifact import Artifact, Draft
+from scalingnote.storage.shuffle import hash_of
+
+if TYPE_CHECKING:  # it needs torch, the writer of an index does not
+    from scalingnote.fuse.fusion import DocumentFusion
 
 log = get_logger("ingest")
+VIEW = "summary"  # the embedding that is searched
+# A semantic ID ends in the number of the document among those with equal codes. Without the corpus there is
+# no count: new documents get a hash above all such numbers, and a number in the next full build.
+_FIRST_UNCOUNTED = 1 << 30
+
+
+class DocumentFlow:
+    """Models for new documents, loaded once: document tower, codebooks, and fusion networks if any."""
+
+    def __init__(
+        self,
+        encoder: Any,
+        prompt: DocumentPrompt,
+        codebooks: Float[ndarray, "levels codes dim"],
+        *,
+        width: int = 1,
+        dtype: str = "float16",
+        fusion: "DocumentFusion | None" = None,
+    ) -> None:
+        """`width` is the beam of the semantic IDs, `dtype` the precision of stored embeddings."""
+        self._encoder, self._prompt, self._codebooks = encoder, prompt, codebooks
+        self._width, self._dtype, self._fusion = width, dtype, fusion
+
+    @classmethod
+    def load(
+        cls, towers: Artifact, semantic_ids: Artifact, embeddings: Artifact, *, token_budget: int = 8192
+    ) -> "DocumentFlow":
+        """Load the models of a finished run.
+
+        Args:
+            towers: artifact with the document tower.
+            semantic_ids: artifact with the codebooks.
+            embeddings: artifact that is indexed; holds fusion networks if it was fused.
+            token_budget: maximum tokens of a forward pass.
+        """
+        from scalingnote.fuse.fusion import DocumentFusion
+
+        first = pq.read_schema(embeddings.open(embeddings.table_parts("embeddings")[0]))
+        fused = bool(embeddings.names("document_fusion/"))
+        return cls(
+            load_document_encoder(towers, token_budget),
+            load_document_prompt(towers),
+            safetensors.load(semantic_ids.read_bytes("codebooks.safetensors"))["codebooks"],
+            width=int(semantic_ids.manifest.config.get("beam", 1)),
+            dtype=dtype_of(first.field(VIEW)),
+            fusion=DocumentFusion.load(embeddings.directory("document_fusion")) if fused else None,
+        )
+
+    def peak(self) -> float:
+        """FLOPs per second of large matrix products on this device."""
+        return float(self._encoder.peak())
+
+    def __call__(self, documents: pa.Table) -> EncodedPart:
+        """Encode documents.
+
+        Args:
+            documents: doc_id, title, topic, content, and features for the fusion networks.
+
+        Returns:
+            A table with doc_id, content_hash, codes and the final embedding, in order, without rejected rows.
+        """
+        texts = documents.select(COLUMNS).append_column(schema.CONTENT_HASH, content_hashes(documents))
+        tokens, rejected = tokenise(texts, self._prompt)
+        lost = pa.array([row["row"] for row in rejected], pa.string())
+        kept = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=lost)))
+        encoding = self._encoder.encode_with_cost(from_columns(tokens))
+        matrix = encoding.embeddings[:, list(self._encoder.views).index(VIEW)]
+        # Rounded to the stored precision: in the stages, codes and fusion start from stored embeddings.
+        embeddings = to_numpy(to_arrow(l2_normalize(matrix), dtype=self._dtype))
+        codes = kmeans.encode(embeddings, self._codebooks, beam=self._width)
+        if self._fusion is not None:
+            embeddings = self._fusion.fuse(kept, embeddings, codes)
+        columns = {
+            "doc_id": tokens["doc_id"],
+            "content_hash": tokens["content_hash"],
+            "codes": to_arrow(codes.astype(np.int32)),
+            VIEW: to_arrow(embeddings, dtype=self._dtype),
+        }
+        return EncodedPart(pa.table(columns), encoding.cost, rejected)
+
+
+class IndexRows(NamedTuple):
+    """Documents for :meth:`LiveIndex.upsert`, their vectors, and those that were rejected."""
+
+    documents: pa.Table
+    vectors: Float[ndarray, "docs dim"]
+    rejected: Rejected
+
+
+def index_rows(
+    documents: Sequence[Mapping[str, Any]], flow: DocumentFlow, *, schema: pa.Schema, snippet_chars: int
+) -> IndexRows:
+    """Encode documents for a live index.
+
+    Args:
+        documents: JSON objects; of equal doc_ids the last one counts.
+        flow: the models.
+        schema: of the dataset's documents.
+        snippet_chars: length of the text stored for result pages.
+    """
+    table, rejected = documents_table(documents, schema)
+    ready = flow(table)
+    codes = to_matrix(ready.table["codes"]).astype(np.int32)
+    doc_ids = ready.table["doc_id"]
+    suffix = (_FIRST_UNCOUNTED + hash_of(doc_ids) % _FIRST_UNCOUNTED).astype(np.int32)
+    ids = semantic_id.to_table(doc_ids, codes, suffix)
+    rows = document_rows(doc_ids, documents=table, semantic_ids=ids, snippet_chars=snippet_chars)
+    return IndexRows(rows, to_numpy(ready.table[VIEW]), [*rejected, *ready.rejected])
+
+
+def documents_table(documents: Sequence[Mapping[str, Any]], schema: pa.Schema) -> tuple[pa.Table, Rejected]:
+    """Documents as a table of `schema`, and those with an unknown field or a value of another type."""
+    rows, rejected = dict[str, dict[str, Any]](), []
+    for document in documents:
+        doc_id = str(document["doc_id"])
+        row = {field.name: document.get(field.name) for field in schema}
+        try:
+            if unknown := [name for name in document if name not in schema.names]:
+                known = ", ".join(schema.names)
+                raise ValueError(f"no field {unknown[0]!r} in the data set, it has {known}")
+            pa.Table.from_pylist([row], schema=schema)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, ValueError, OverflowError) as error:
+            rejected.append({"table": "documents", "row": doc_id, "reason": str(error)})
+            continue
+        rows.pop(doc_id, None)  # so that the last one also determines the place
+        rows[doc_id] = row
+    return pa.Table.from_pylist(list(rows.values()), schema=schema), rejected
+
+
+# --- files ------------------------------------------------------------------------------------------------
 
 
 def run(

@@ -1,9 +1,13 @@
 """Train and test never share a group, whatever joins them."""
 
+import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalingnote.datasets.splits import held_out, uniform
+from scalingnote.datasets import splits
+from scalingnote.datasets.splits import uniform
+
+PAIRS = pa.schema({"query_id": pa.string(), "group": pa.string()})
 
 
 def test_uniform_depends_on_key_and_seed_only():
@@ -14,11 +18,18 @@ def test_uniform_depends_on_key_and_seed_only():
     assert all(0 <= value < 1 for value in values)
 
 
+def held_out(pairs, queries, *, fraction, seed=0):
+    """The test queries of (query, group) pairs."""
+    ids = pa.array(queries, pa.string())
+    positives = pa.table({"query_id": [q for q, _ in pairs], "group": [g for _, g in pairs]}, schema=PAIRS)
+    return set(
+        ids.filter(pa.array(splits.held_out(ids, positives, fraction=fraction, seed=seed))).to_pylist()
+    )
+
+
 def test_the_share_is_about_the_fraction():
-    positives = [(f"q{n}", f"d{n}") for n in range(5000)]
-    group_of = {d: d for _, d in positives}
-    test = held_out(positives, query_ids=[q for q, _ in positives], group_of=group_of, fraction=0.1, seed=3)
-    assert 430 < len(test) < 570
+    pairs = [(f"q{n}", f"d{n}") for n in range(5000)]
+    assert 430 < len(held_out(pairs, [q for q, _ in pairs], fraction=0.1, seed=3)) < 570
 
 
 @given(
@@ -27,18 +38,25 @@ def test_the_share_is_about_the_fraction():
     st.floats(0, 1),
 )
 def test_no_training_query_touches_a_test_group(pairs, groups, fraction):
-    positives = [(f"q{q}", f"d{d}") for q, d in pairs]
-    group_of = {f"d{d}": f"g{d % groups}" for d in range(31)}
+    pairs = [(f"q{q}", f"g{d % groups}") for q, d in pairs]
     queries = [f"q{q}" for q in range(16)]
-    test = held_out(positives, query_ids=queries, group_of=group_of, fraction=fraction, seed=0)
-    of_test = {group_of[d] for q, d in positives if q in test}
-    of_train = {group_of[d] for q, d in positives if q not in test}
-    assert not of_test & of_train
-    again = held_out(positives[::-1], query_ids=queries[::-1], group_of=group_of, fraction=fraction, seed=0)
-    assert test == again
+    test = held_out(pairs, queries, fraction=fraction)
+    assert not {g for q, g in pairs if q in test} & {g for q, g in pairs if q not in test}
+    assert test == held_out(pairs[::-1], queries[::-1], fraction=fraction)
+    assert test == {q for q in queries if uniform(_first_name(q, pairs), seed=0) < fraction}
+
+
+def _first_name(query, pairs):
+    """The first group of the query's component, found by a walk."""
+    queries, groups = {query}, set()
+    while True:
+        found = {g for q, g in pairs if q in queries}
+        joined = queries | {q for q, g in pairs if g in found}
+        if (found, joined) == (groups, queries):
+            return f"g:{min(groups)}" if groups else f"q:{query}"
+        groups, queries = found, joined
 
 
 def test_all_or_nothing():
-    positives, group_of = [("q", "d")], {"d": "g"}
-    assert held_out(positives, query_ids=["q"], group_of=group_of, fraction=1.0, seed=0) == {"q"}
-    assert held_out(positives, query_ids=["q"], group_of=group_of, fraction=0.0, seed=0) == set()
+    assert held_out([("q", "g")], ["q"], fraction=1.0) == {"q"}
+    assert held_out([("q", "g")], ["q"], fraction=0.0) == set()

@@ -279,7 +279,7 @@ def test_a_tally_counts_all_and_keeps_the_first(tmp_path):
         )
         tally.mend("m")
         tally.counts["documents"] += 2
-        total.add_stored(json.loads(json.dumps(tally.store(str(tmp_path / f"{number}.arrow")))))
+        total.add(json.loads(json.dumps(tally.store(str(tmp_path / f"{number}.arrow")))))
     assert total.rejected == {"documents: no text": 3 * (MAX_EXAMPLES + 5)}
     assert (total.mended, total.counts) == ({"m": 3}, {"documents": 6})
     assert total.table() == read_table(str(tmp_path / "0.arrow"))

@@ -8,7 +8,7 @@ import torch
 
 import published
 import tiny
-from scalingnote.adopt import towers
+from scalingnote.adopt import job as adopt
 from scalingnote.adopt.config import AdoptConfig
 from scalingnote.distillation import initial_weights
 from scalingnote.errors import ConfigError
@@ -86,7 +86,7 @@ def test_layers_that_are_not_there_are_refused(tmp_path: Path):
 
 def test_layers_of_a_published_teacher_keep_its_pooling_and_prompt(tmp_path: Path):
     path = published.folder(tmp_path, prompts=published.PROMPTS, dense=[(16, True, torch.nn.Tanh())])
-    adopted = towers.open_tower(AdoptConfig(path=str(path)), "query")
+    adopted = adopt.open_tower(AdoptConfig(path=str(path)), "query")
     adopted.save(tmp_path / "teacher")
     deep = len(adopted.backbone.encoder.layer)
     whole = initial_weights.copy_layers(tmp_path / "teacher", tmp_path / "whole", layers=deep)

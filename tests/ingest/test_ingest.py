@@ -26,7 +26,7 @@ from scalingnote.fuse.fusion import DocumentFusion
 from scalingnote.fuse.networks import DocumentNetwork, SemanticIds
 from scalingnote.ingest import job
 from scalingnote.ingest.config import IngestConfig
-from scalingnote.ingest.new_documents import DocumentFlow
+from scalingnote.ingest.job import DocumentFlow
 from scalingnote.models import backbone, tower
 from scalingnote.quantize import kmeans
 from scalingnote.run_config import RunConfig

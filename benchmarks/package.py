@@ -1,0 +1,94 @@
+"""The package as a user installs it: seconds until the first help, megabytes of the core.
+
+    python -m benchmarks.package --json docs/results/package.json
+
+- help_s: `scalingnote --help`, best of some rounds
+- import_s: `from scalingnote import QueryEncoder` in a new process, start of Python included
+- python_s: a new process that does nothing, to subtract
+- core_install_mb: `pip install WHEEL` without extras in a clean environment, pip itself left out
+- core_install_s: how long that took; wheels come from the package index or pip's cache
+- wheel_mb: the wheel itself
+"""
+
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.report import arguments, show, write
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("scalingnote", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt")
+NOT_OURS = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "wheel")
+MB = 10**6
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=9, help="of each timing, default: %(default)s")
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        metrics = measure(Path(folder), rounds=options.rounds)
+    show("Package", [metrics])
+    write(options.json, metrics=metrics)
+
+
+def measure(folder: Path, *, rounds: int) -> dict[str, float]:
+    """Build a wheel, install it in a clean environment and time it there."""
+    wheel = build_wheel(folder / "source")
+    environment = folder / "environment"
+    venv.create(environment, with_pip=True)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    start = time.perf_counter()
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "-c", ROOT / "constraints.txt", wheel], check=True)
+    installed = time.perf_counter() - start
+    return {
+        "help_s": best_s([environment / "bin" / "scalingnote", "--help"], rounds),
+        "import_s": best_s([python, "-c", "from scalingnote import QueryEncoder"], rounds),
+        "python_s": best_s([python, "-c", "pass"], rounds),
+        "core_install_mb": round(installed_bytes(packages) / MB, 1),
+        "core_install_s": round(installed, 1),
+        "wheel_mb": round(wheel.stat().st_size / MB, 2),
+    }
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of this checkout, built in a copy of its sources."""
+    folder.mkdir(parents=True)
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder)
+    build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
+    (wheel,) = folder.glob("dist/*.whl")
+    return wheel
+
+
+def installed_bytes(packages: Path) -> int:
+    """Bytes of files in site-packages, those of the installer itself left out."""
+    names = [path for path in packages.iterdir() if not path.name.startswith(NOT_OURS)]
+    files = [file for path in names for file in (path.rglob("*") if path.is_dir() else [path])]
+    return sum(file.stat().st_size for file in files if file.is_file() and "__pycache__" not in file.parts)
+
+
+def best_s(command: Sequence[str | Path], rounds: int) -> float:
+    """Seconds of a command, the shortest of some rounds; the first, which reads from disk, is left out."""
+    seconds = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True, cwd="/")
+        seconds.append(time.perf_counter() - start)
+    return round(min(seconds[1:]), 3)
+
+
+if __name__ == "__main__":
+    main()

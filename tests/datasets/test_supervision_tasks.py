@@ -1,0 +1,205 @@
+"""Queries and their rows in many tasks are those of one task; killed runs go on."""
+
+import json
+import random
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scalingnote.datasets import file_formats, job, raw_rows, supervision, supervision_tasks
+from scalingnote.datasets.config import Columns
+from scalingnote.errors import DataError
+from scalingnote.storage.artifact import Draft
+
+QUERIES, DOCUMENTS = 60, 50
+
+
+def write_inputs(folder, *, impressions=False, split=False, users=False):
+    """A small source whose rows have every kind of fault; returns the fields of its config."""
+    rng = random.Random(3)
+    folder.mkdir(parents=True)
+
+    def lines(name, rows, *, raw=()):
+        path = folder / f"{name}.jsonl"
+        path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + b"".join(raw))
+        return {"path": str(path)}
+
+    def pairs(**more):
+        for number in range(4 * QUERIES):
+            row = {"query_id": f"q{min(int(rng.expovariate(0.1)), QUERIES - 1)}"}
+            row |= {"doc_id": rng.choice([f"d{rng.randrange(DOCUMENTS)}", rng.randrange(DOCUMENTS)])}
+            row |= {name: values(number) for name, values in more.items()}
+            faults = [{"doc_id": "gone"}, {"query_id": "gone"}, {"doc_id": None}, {"query_id": "half \ud800"}]
+            yield row | (rng.choice(faults) if rng.random() < 0.15 else {})
+
+    documents = [
+        {"doc_id": f"d{n}", "title": f"t{n}", "topic": f"t{n % 3}", "price": n} for n in range(DOCUMENTS)
+    ]
+    documents += [{"doc_id": str(n), "title": f"n{n}", "group": f"g{n // 9}"} for n in range(DOCUMENTS)]
+    queries = [{"query_id": f"q{n}", "query": f"query {n}"} for n in range(QUERIES)]
+    if split:
+        queries = [row | {"split": "test" if n % 3 == 0 else "train"} for n, row in enumerate(queries)]
+    queries += [{"query_id": "q3", "query": "again"}, {"query_id": "lonely", "query": "x"}, {"query": "y"}]
+    fields = {
+        "documents": lines("documents", documents),
+        "queries": lines("queries", queries, raw=[b'{"query_id": broken\n', b"[1]\n"]),
+        "qrels": lines("qrels", pairs(relevance=lambda _: rng.choice([0, 1, 2, "many"]))),
+        "features": {"price": "float64"},
+    }
+    if impressions:
+        rows = list(pairs(position=lambda n: n % 5, clicked=lambda _: rng.random() < 0.3))
+        table = pa.Table.from_pylist(
+            [
+                row
+                | {"session_id": f"s{n // 5}", "query_id": row["query_id"].replace("\ud800", "?")}
+                | {
+                    "doc_id": str(row["doc_id"] or ""),
+                    "timestamp": datetime(2024, 1, 1, 0, 0, n % 60, tzinfo=UTC),
+                }
+                for n, row in enumerate(rows)
+            ]
+        )
+        pq.write_table(table, folder / "log.parquet", row_group_size=40)
+        fields["impressions"] = {"path": str(folder / "log.parquet")}
+        fields["scores"] = lines("scores", pairs(score=lambda _: rng.random()))
+    if users:
+        given = [{"user_id": f"u{n % 25}", "age": n} for n in range(30)] + [{"age": 1}]
+        fields |= {"users": lines("users", given), "profile": {"age": "int64"}}
+    return fields
+
+
+def build(config, output, *, each=map):
+    draft = Draft(str(output), kind="dataset", config=config, parents={})
+    return job.build(config, file_formats.read_columns(config), draft, each=each)
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """From now on, even these rows are too many for one task."""
+
+    def limit():
+        monkeypatch.setattr(supervision, "MAX_ROWS", 100)
+        monkeypatch.setattr(supervision_tasks, "BUCKET_BYTES", 6_000)
+        monkeypatch.setattr(supervision_tasks, "_ROWS_PER_BATCH", 16)
+        monkeypatch.setattr(supervision, "_ROWS_PER_BATCH", 16)
+        monkeypatch.setattr(raw_rows, "SLICE_BYTES", 3_000)
+
+    return limit
+
+
+def rows_of(artifact):
+    found = {name: artifact.table(name) for name in supervision.OUTPUTS if artifact.table_parts(name)}
+    return {name: sorted(table.to_pylist(), key=str) for name, table in found.items()}
+
+
+def info_of(artifact):
+    names = ("rejected_by_reason", "mended", "left_out", "simulated_clicks", "click_model")
+    return artifact.counts, {name: artifact.manifest.info[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "settings"),
+    [
+        ({}, {}),
+        ({"split": True, "users": True}, {"click_model": {"taste": {"columns": ["price"]}}}),
+        ({"users": True}, {"max_documents": 60, "max_queries": 20}),
+        ({"impressions": True, "users": True}, {"test_fraction": 0.4}),
+        ({"impressions": True}, {"max_documents": 70, "click_model": None}),
+    ],
+)
+def test_many_tasks_write_the_rows_of_one(tmp_path, many, inputs, settings):
+    config = Columns(**write_inputs(tmp_path / "in", **inputs), **settings)
+    one = build(config, tmp_path / "one")
+    assert one.table_parts("queries") == ["queries.parquet"]
+    many()
+    wide = build(config, tmp_path / "many")
+    assert len(wide.table_parts("queries")) > 2
+    assert rows_of(wide) == rows_of(one)
+    assert info_of(wide) == info_of(one)
+    if "impressions" not in inputs and one.counts["impressions"]:  # simulated: in the same order, too
+        assert wide.table("impressions").equals(one.table("impressions"))
+    backwards = build(config, tmp_path / "back", each=lambda task, items: map(task, reversed(items)))
+    assert backwards.digest == wide.digest
+
+
+@pytest.mark.parametrize("tasks", [3, 9, 15, 21])
+def test_a_killed_run_repeats_the_task_that_was_running(tmp_path, many, tasks):
+    many()
+    config = Columns(**write_inputs(tmp_path / "in", users=True))
+    done = []
+
+    def counted(task, items):
+        done.extend(items)
+        return map(task, items)
+
+    whole = build(config, tmp_path / "whole", each=counted)
+    total, budget = len(done), iter(range(tasks))
+
+    def mortal(task, items):
+        for item in items:
+            if next(budget, None) is None:
+                task.keywords["task"](item)  # killed after the work and before the record: the worst moment
+                raise KeyboardInterrupt
+            yield task(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(config, tmp_path / "out", each=mortal)
+    done.clear()
+    assert build(config, tmp_path / "out", each=counted).digest == whole.digest
+    assert len(done) == total - tasks
+    assert total > 21
+
+
+def test_judgements_that_changed_are_read_anew(tmp_path, many):
+    many()
+    config = Columns(**write_inputs(tmp_path / "in"))
+
+    def killed(task, items):
+        if task.keywords["task"].func is supervision_tasks._write:
+            raise KeyboardInterrupt
+        return map(task, items)
+
+    with pytest.raises(KeyboardInterrupt):
+        build(config, tmp_path / "out", each=killed)
+    with (tmp_path / "in" / "qrels.jsonl").open("a") as file:
+        file.write('{"query_id": "lonely", "doc_id": "d1", "relevance": 1}\n')
+    late = build(config, tmp_path / "out")
+    assert "lonely" in late.table("queries")["query_id"].to_pylist()
+    assert late.digest == build(config, tmp_path / "whole").digest
+
+
+def test_what_no_task_can_hold_is_refused(tmp_path, many, monkeypatch):
+    many()
+    config = Columns(**write_inputs(tmp_path / "in"))
+    source = file_formats.read_columns(config)
+    draft = Draft(str(tmp_path / "held"), kind="dataset", config=config, parents={})
+    with pytest.raises(DataError, match=r"more than 100 rows of queries, .* write them to files"):
+        job.build(config, replace(source, qrels=list(source.qrels)), draft, each=map)
+    monkeypatch.setattr(supervision_tasks, "MAX_POSITIVES", 10)
+    with pytest.raises(DataError, match=r"answers, but a split by groups is drawn from 10 at most"):
+        build(config, tmp_path / "out")
+    (tmp_path / "in" / "qrels.jsonl").write_text('{"query_id": "q1", "doc_id": "gone"}\n')
+    with pytest.raises(DataError, match=r"no query with a relevant document remains; set aside: .*"):
+        build(config, tmp_path / "none")
+
+
+def test_on_ray(cluster, tmp_path, many):
+    many()
+    config = Columns(**write_inputs(tmp_path / "in"))
+    assert job.run(config, output=str(tmp_path / "ray")).digest == build(config, tmp_path / "here").digest
+
+
+def test_values_of_parquet_survive_as_json():
+    row = {
+        "a": b"\xff",
+        "b": datetime(2024, 1, 1, tzinfo=UTC),
+        "c": [1, None],
+        "d": "half \ud800",
+        "e": 10**400,
+    }
+    assert supervision_tasks._decode(supervision_tasks._encode(row)) == row
+    broken = raw_rows.UnreadableRow("x", "invalid JSON")
+    assert supervision_tasks._decode(supervision_tasks._encode(broken)) == broken

@@ -1,0 +1,247 @@
+"""The wheel: what it holds, what it asks for, and that it works where there is no checkout."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import scalingnote
+from scalingnote import doctor, errors
+from scalingnote.errors import MissingPackageError, explained_imports
+
+ROOT = Path(scalingnote.__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HEAVY = {
+    "ray",
+    "torch",
+    "transformers",
+    "faiss",
+    "pyarrow",
+    "pandas",
+    "scipy",
+    "numba",
+    "pydantic",
+    "fastapi",
+}
+# What the modules of an extra are called on a package index, where the names differ.
+DISTRIBUTIONS = {
+    "faiss": "faiss-cpu",
+    "google": "googleapis-common-protos",
+    "grpc": "grpcio",
+    "ir_measures": "ir-measures",
+    "starlette": "fastapi",
+    "uvicorn": "ray",
+}
+
+
+def requirements(extra: str) -> dict[str, Requirement]:
+    """The requirements of an extra, and of the extras that it is made of, by name."""
+    found: dict[str, Requirement] = {}
+    for each in map(Requirement, PROJECT["optional-dependencies"][extra]):
+        if each.name == "scalingnote":
+            for inner in each.extras:
+                found |= requirements(inner)
+        else:
+            found[each.name] = each
+    return found
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution and the wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("source")
+    skipped = shutil.ignore_patterns("__pycache__")
+    for name in ("scalingnote", "configs", "jobs", "serve", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=skipped)
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    build = "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def environment(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel, which sees what is installed here, but not the checkout."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin" / "python"
+    (wheel,) = distributions.glob("*.whl")
+    install = ["-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run([sys.executable, *install], check=True, env=_without_checkout())
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "installed_here.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder
+
+
+def _without_checkout() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**kept, "HF_HUB_OFFLINE": "1"}
+
+
+def run_in(environment: Path, program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the environment beside no checkout."""
+    command = [str(environment / "bin" / program), *words]
+    return subprocess.run(
+        command, cwd=environment, env=_without_checkout(), capture_output=True, text=True, check=False
+    )
+
+
+def test_the_wheel_holds_the_package_with_all_its_files_and_no_other(distributions: Path):
+    (wheel,) = distributions.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if not name.endswith("/")}
+    version = scalingnote.__version__
+    assert {name.split("/")[0] for name in names} == {"scalingnote", f"scalingnote-{version}.dist-info"}
+    here = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "scalingnote").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {name for name in names if name.startswith("scalingnote/")} == here
+    assert "scalingnote/py.typed" in here
+
+
+def test_the_source_distribution_holds_what_a_release_is_built_and_run_from(distributions: Path):
+    (source,) = distributions.glob("*.tar.gz")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"constraints.txt", "CHANGELOG.md", "configs/quickstart/base.yaml", "scalingnote/reports.html"}
+    assert wanted <= names
+
+
+def test_the_wheel_works_without_the_checkout(environment: Path):
+    where = run_in(environment, "python", "-c", "import scalingnote; print(scalingnote.__file__)")
+    assert Path(where.stdout).is_relative_to(environment), where.stderr
+    assert run_in(environment, "scalingnote", "--version").stdout.strip() == scalingnote.__version__
+    helped = run_in(environment, "scalingnote", "--help")
+    assert (helped.returncode, "distill" in helped.stdout) == (0, True), helped.stderr
+    examined = run_in(environment, "scalingnote", "doctor", "--json")
+    findings = {each["subject"]: each for each in json.loads(examined.stdout)}
+    assert findings["packages"]["level"] == "ok", findings["packages"]
+    listed = run_in(environment, "scalingnote", "datasets", "list")
+    assert "medquad" in listed.stdout, listed.stderr
+    for name in ("distill", "Index", "QueryEncoder"):
+        assert run_in(environment, "python", "-c", f"from scalingnote import {name}").returncode == 0
+
+
+def test_the_first_command_of_the_readme_reads_its_recipe_from_the_wheel(environment: Path):
+    first = (ROOT / "README.md").read_text().split("```bash\n")[1].split("```")[0]
+    (command,) = re.findall(r"^scalingnote (distill .*?) *(?:#.*)?$", first, re.M)
+    (environment / "docs.jsonl").write_text('{"text": "a text"}\n')
+    words = [word if ":" not in word else "no/model" for word in command.split()]
+    refused = run_in(environment, "scalingnote", *words)
+    assert (refused.returncode, "neither a folder nor a model" in refused.stderr) == (2, True), refused.stderr
+
+
+def test_the_version_has_one_place():
+    assert PROJECT["dynamic"] == ["version"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["dynamic"]["version"] == {"attr": "scalingnote.__version__"}
+
+
+def test_the_core_loads_a_table_and_leaves_the_rest_to_extras():
+    core = {Requirement(each).name for each in PROJECT["dependencies"]}
+    assert not core & (HEAVY - {"pydantic"})
+    names = (*errors.COMMON_PACKAGES, *errors.OFFLINE_PACKAGES, *errors.ONLINE_PACKAGES)
+    for package in names:
+        held = {
+            extra
+            for extra in ("train", "serve")
+            if DISTRIBUTIONS.get(package, package) in requirements(extra)
+        }
+        both = package in (*errors.COMMON_PACKAGES, "uvicorn")
+        expected = (
+            {"train", "serve"} if both else {"serve"} if package in errors.ONLINE_PACKAGES else {"train"}
+        )
+        assert held == expected, package
+    left_out = {name for extra in doctor.EXTRAS for name in requirements(extra)}
+    assert left_out <= {DISTRIBUTIONS.get(name, name) for name in names} | {"protobuf"}
+    assert requirements("cpu").keys() - requirements("gpu").keys() == {"faiss-cpu"}
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [
+        ("ray.data", r"\[train\]' to distil, train and index, pip install 'scalingnote\[serve\]' to search"),
+        ("matplotlib", r"this needs matplotlib, .* leaves out: pip install 'scalingnote\[train\]'$"),
+        ("fastapi", r"pip install 'scalingnote\[serve\]'$"),
+    ],
+)
+def test_a_missing_package_names_its_extra(package: str, remedy: str):
+    with pytest.raises(MissingPackageError, match=remedy), explained_imports():
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    with pytest.raises(ModuleNotFoundError, match="another"), explained_imports():
+        raise ModuleNotFoundError("No module named 'another'", name="another")
+
+
+def test_a_command_without_its_packages_says_what_to_install(environment: Path, tmp_path: Path):
+    """The core alone: heavy packages cannot be imported."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nfor name in " + repr(sorted(HEAVY - {"pydantic"})) + ":\n    sys.modules[name] = None\n"
+    )
+    (tmp_path / "docs.jsonl").write_text('{"text": "a text"}\n')
+    script = environment / "bin" / "scalingnote"
+    given = {**_without_checkout(), "PYTHONPATH": str(tmp_path)}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [script, *words], cwd=tmp_path, env=given, capture_output=True, text=True, check=False
+        )
+
+    refused = run("distill", "no/such", "--texts", "docs.jsonl", "--to", "out")
+    assert (refused.returncode, "pip install 'scalingnote[train]'" in refused.stderr) == (2, True), (
+        refused.stderr
+    )
+    examined = run("doctor")
+    assert "only queries can be encoded" not in examined.stdout or "scalingnote[cpu]" in examined.stdout
+    assert run("--help").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("from scalingnote import cli; cli._parser()", HEAVY | {"numpy", "tokenizers"}),
+        ("from scalingnote import QueryEncoder", HEAVY),
+        ("from scalingnote import Index, distill", HEAVY),
+    ],
+)
+def test_what_is_not_imported(statement: str, absent: set[str]):
+    code = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not absent & set(found.stdout.split())
+
+
+def test_a_release_is_published_from_a_tag_without_a_password():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    assert publish["needs"] == "build"
+    assert "refs/tags/v" in publish["if"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert "password" not in json.dumps(workflow)
+    assert "secrets" not in json.dumps(workflow)
+    commands = "\n".join(step.get("run", "") for step in build["steps"])
+    assert {"python -m build", "twine check --strict dist/*"} <= set(
+        re.findall(r"python -m build|twine check .*", commands)
+    )
+
+
+def test_every_extra_that_a_message_or_page_names_exists():
+    texts = [path.read_text() for path in (ROOT / "scalingnote").rglob("*.py")]
+    pages = [ROOT / "README.md", ROOT / "Dockerfile", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md")]
+    texts += [path.read_text() for path in pages]
+    groups = [group for text in texts for group in re.findall(r"(?:scalingnote|\.)\[([a-z,]+)\]'", text)]
+    named = set(",".join(groups).split(","))
+    assert named >= {"cpu", "train", "serve", "gpu"}
+    assert named <= PROJECT["optional-dependencies"].keys()
