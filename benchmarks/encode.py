@@ -7,7 +7,9 @@
   and committing; Ray's start and the loading of the model, which do not grow, are left out
 - sentence-transformers: `encode` on the same weights and documents, one thread, its best batch size
 
-Then two workers instead of one; and the job with an encoder that does nothing, over ever more documents.
+Each over documents of mixed and of equal length, in tokens per second and per second of processor time: on a
+machine that others use, too, the second compares better. Then two workers instead of one; and the job with an
+encoder that does nothing, over ever more documents.
 """
 
 import argparse
@@ -45,7 +47,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        metrics, speeds = measure_speed(options, folder)
+        metrics, speeds = measure_speed(options, folder / "mixed", options.spread)
+        equal, more = measure_speed(options, folder / "equal", 0.0)
+        metrics |= {f"{name}_equal_lengths": value for name, value in equal.items()}
+        speeds += more
         overheads = [alone(overhead, str(folder), size) for size in options.sizes]
     show("The job with an encoder that does nothing", overheads)
     if len(overheads) > 1:
@@ -57,10 +62,13 @@ def main() -> None:
     write(options.json, metrics=metrics, speeds=speeds, overheads=overheads)
 
 
-def measure_speed(options: argparse.Namespace, folder: Path) -> tuple[dict[str, float], list[Row]]:
+def measure_speed(
+    options: argparse.Namespace, folder: Path, spread: float
+) -> tuple[dict[str, float], list[Row]]:
     """Tokens per second of all sides, in alternation; medians count."""
+    folder.mkdir()
     dataset = inputs.documents(
-        f"{folder}/dataset", options.documents, rows_per_part=512, words=options.words, spread=options.spread
+        f"{folder}/dataset", options.documents, rows_per_part=512, words=options.words, spread=spread
     )
     towers = inputs.towers(f"{folder}/towers", dataset, layers=options.layers, hidden=options.hidden)
     budget = batch = 0  # the best of each side, found below
@@ -78,11 +86,16 @@ def measure_speed(options: argparse.Namespace, folder: Path) -> tuple[dict[str, 
     for number in range(options.rounds):
         for name, side in sides.items():
             found[name].append(side(number))
-    middle = {name: float(np.median([row["tokens/s"] for row in rows])) for name, rows in found.items()}
+    middle, by_cpu = (
+        {name: float(np.median([row[unit] for row in rows])) for name, rows in found.items()}
+        for unit in ("tokens/s", "tokens/CPU s")
+    )
     rows = [
         {
             "side": name,
+            "lengths": "mixed" if spread else "equal",
             "tokens/s": speed,
+            "tokens/CPU s": by_cpu[name],
             "of the floor": speed / middle["floor"],
             "padding": found[name][0].get("padding", "-"),
             "of peak": found[name][0].get("of peak", "-"),
@@ -91,12 +104,26 @@ def measure_speed(options: argparse.Namespace, folder: Path) -> tuple[dict[str, 
         for name, speed in middle.items()
     ]
     show(f"{options.documents:,} documents, {options.layers} layers of {options.hidden}", rows)
-    one = middle["job, 1 worker"]
+    one, peer_name = middle["job, 1 worker"], "sentence-transformers"
     return {
         "tokens_per_s_over_floor": round(one / middle["floor"], 3),
-        "tokens_per_s_over_sentence_transformers": round(one / middle["sentence-transformers"], 3),
+        "tokens_per_s_over_sentence_transformers": round(one / middle[peer_name], 3),
+        "tokens_per_cpu_s_over_floor": round(by_cpu["job, 1 worker"] / by_cpu["floor"], 3),
+        "tokens_per_cpu_s_over_sentence_transformers": round(by_cpu["job, 1 worker"] / by_cpu[peer_name], 3),
         "two_workers_over_twice_one": round(middle["job, 2 workers"] / (2 * one), 3),
     }, rows
+
+
+class Clock:
+    """Time and processor time of this process since it was made."""
+
+    def __init__(self) -> None:
+        self._start, self._cpu = time.perf_counter(), time.process_time()
+
+    def rates(self, tokens: int) -> Row:
+        """Tokens per second of either."""
+        seconds, cpu = time.perf_counter() - self._start, time.process_time() - self._cpu
+        return {"tokens/s": tokens / seconds, "tokens/CPU s": tokens / cpu}
 
 
 def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Row:
@@ -121,14 +148,11 @@ def floor(dataset: str, towers: str, budget: int, most: int | None = None) -> Ro
     ]
     with torch.inference_mode():
         tower(batches[0])
-        start = time.perf_counter()
+        clock = Clock()
         for batch in batches:
             tower(batch)
     padded = sum(batch.ids.numel() for batch in batches)
-    return {
-        "tokens/s": sum(lengths) / (time.perf_counter() - start),
-        "padding": 1 - sum(lengths) / padded,
-    }
+    return clock.rates(sum(lengths)) | {"padding": 1 - sum(lengths) / padded}
 
 
 def job_speed(dataset: str, towers: str, output: str, workers: int, budget: int) -> Row:
@@ -142,6 +166,7 @@ def job_speed(dataset: str, towers: str, output: str, workers: int, budget: int)
     made = job.run(config, dataset=dataset, dual_encoder=towers, output=output).manifest.info["encoding"]
     return {
         "tokens/s": workers * made["tokens"] / made["worker_seconds"],
+        "tokens/CPU s": made["tokens"] / made["worker_cpu_seconds"],
         "padding": made["padding"],
         "of peak": made["of_peak"],
     }
@@ -164,9 +189,9 @@ def peer(dataset: str, towers: str, batch: int, most: int | None = None) -> Row:
     texts = [written.format(**row) for row in table.select(["title", "topic", "content"]).to_pylist()]
     lengths = tokenise(table, load_document_prompt(made))[0]["ids"]
     model.encode(texts[:16], batch_size=batch, normalize_embeddings=True)
-    start = time.perf_counter()
+    clock = Clock()
     model.encode(texts, batch_size=batch, normalize_embeddings=True, show_progress_bar=False)
-    return {"tokens/s": sum(map(len, lengths.to_pylist())) / (time.perf_counter() - start)}
+    return clock.rates(sum(map(len, lengths.to_pylist())))
 
 
 def overhead(folder: str, size: int) -> Row:

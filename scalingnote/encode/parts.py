@@ -30,7 +30,8 @@ from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Draft, Part, write_table
 
 log = get_logger("encode")
-PartRecord = dict[str, Any]  # JSON values: name, part, rejected, fields of Cost, seconds, peak
+# JSON values: name, part, rejected, fields of Cost, seconds, cpu_seconds, peak
+PartRecord = dict[str, Any]
 Rejected = list[dict[str, str]]  # rows of storage.schema.REJECTED
 
 
@@ -198,7 +199,7 @@ class EncodeParts:
 
         torch.set_num_threads(max(int(threads), 1))
         self._read, self._commit, self._encode = steps.read, commit, steps.encoder()
-        self._since = time.monotonic()
+        self._since = time.monotonic(), time.process_time()
 
     def __call__(self, batch: Any) -> Any:
         """Encode one part, given its name, or its name and what :func:`read_part` gave."""
@@ -210,11 +211,13 @@ class EncodeParts:
         return _commit(name, result, **self._commit)
 
     def _timed(self, name: str, part: Any) -> tuple[EncodedPart, dict[str, float]]:
-        """A part encoded, and the seconds since the previous one, which include waiting for input."""
+        """A part encoded, and the seconds since the previous one: waiting included, and of the processor."""
         encoded = self._encode(name, part)
-        now = time.monotonic()
-        self._since, seconds = now, now - self._since
-        return encoded, {"seconds": seconds, "peak": getattr(self._encode, "peak", 0.0)}
+        now = time.monotonic(), time.process_time()
+        seconds, cpu_seconds = now[0] - self._since[0], now[1] - self._since[1]
+        self._since = now
+        timing = {"seconds": seconds, "cpu_seconds": cpu_seconds}
+        return encoded, timing | {"peak": getattr(self._encode, "peak", 0.0)}
 
 
 def write_part(batch: Any, *, output: str, work: str) -> Any:
@@ -255,20 +258,23 @@ def totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Sums over the records of parts, for the manifest.
 
     Args:
-        records: of parts, with the fields of :class:`Cost`, ``seconds`` and ``peak`` (FLOPs per second).
+        records: of parts, with the fields of :class:`Cost`, ``seconds``, ``cpu_seconds`` and ``peak`` (FLOPs
+            per second).
 
     Returns:
-        ``worker_seconds`` (of all workers, waiting included), ``tokens`` (without padding), ``padding`` (its
-        share of all computed tokens) and ``of_peak`` (model FLOPs utilisation, MFU: the model's arithmetic
-        over what matrix products achieve in the same time).
+        ``worker_seconds`` (of all workers, waiting included), ``worker_cpu_seconds``, ``tokens`` (without
+        padding), ``padding`` (its share of all computed tokens) and ``of_peak`` (model FLOPs utilisation, MFU:
+        the model's arithmetic over what matrix products achieve in the same time).
     """
-    sums = dict.fromkeys(("tokens", "padded", "flops", "seconds", "possible"), 0.0)
+    sums = dict.fromkeys(("tokens", "padded", "flops", "seconds", "cpu_seconds", "possible"), 0.0)
     for record in records:
         for name in ("tokens", "padded", "flops", "seconds"):
             sums[name] += record[name]
+        sums["cpu_seconds"] += record.get("cpu_seconds", 0.0)  # not in records of an earlier release
         sums["possible"] += record["seconds"] * record["peak"]
     return {
         "worker_seconds": sums["seconds"],
+        "worker_cpu_seconds": sums["cpu_seconds"],
         "tokens": sums["tokens"],
         "padding": 1 - sums["tokens"] / max(sums["padded"], 1.0),
         "of_peak": sums["flops"] / max(sums["possible"], 1.0),

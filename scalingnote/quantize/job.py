@@ -15,7 +15,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
-import ray.data
 from jaxtyping import Float
 from numpy import ndarray
 from safetensors import numpy as safetensors
@@ -256,19 +255,13 @@ def _code(
     ]
     if not items:
         return
-    coded = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-        _Coder,
-        batch_size=1,
-        fn_constructor_kwargs={
-            "embeddings": source.uri,
-            "codebooks": draft.path(CODEBOOKS),
-            "work": draft.work(),
-            "config": config,
-        },
-        compute=ray.data.ActorPoolStrategy(size=min(resources.workers, len(items))),
-        num_cpus=resources.cpus_per_worker,
-        num_gpus=resources.gpus_per_worker,
-    )
+    arguments = {
+        "embeddings": source.uri,
+        "codebooks": draft.path(CODEBOOKS),
+        "work": draft.work(),
+        "config": config,
+    }
+    coded = cluster.map_with_actors(items, _Coder, arguments, resources)
     done = sum(rows) - sum(item["rows"] for item in items)
     with Progress("quantize", total=sum(rows), unit="documents coded", done=done) as progress:
         for record in cluster.dataset_rows(coded):

@@ -97,6 +97,7 @@ def test_what_fails_is_tried_again_and_a_base_spares_what_is_the_same(towers, ro
     assert 0 <= made["padding"] < 1
     assert 0 < made["of_peak"] < 1
     assert made["worker_seconds"] > 0
+    assert made["worker_cpu_seconds"] > 0
 
     changed = [{**row, "content": row["content"][:9]} if row["doc_id"] == "d030" else row for row in rows[3:]]
     changed.insert(5, {**rows[0], "doc_id": "new"})
