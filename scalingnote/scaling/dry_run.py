@@ -24,7 +24,7 @@ from scalingnote.scaling.training_cost import (
     exchanged,
     tower_bytes,
 )
-from scalingnote.train.config import Ddp, DeepSpeed, TrainConfig
+from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, TrainConfig
 
 RUNTIME_BYTES = 1.5 * GIB  # CUDA's context, NCCL's buffers
 NODE_GPUS = 8
@@ -127,11 +127,12 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
     # Adapters of both towers on one base hold its frozen weights once.
     bases = [tower for tower in towers if tower.frozen][: 1 if _shares_base(config) else 2]
     frozen, trained = sum(tower.frozen for tower in bases), sum(tower.trained for tower in towers)
-    config = config.model_copy(update={"strategy": config.strategy_for(trained)})
+    strategy = config.strategy_for(trained)
+    config = config.model_copy(update={"strategy": strategy})
     numbers = _number_format(config)
     columns = 1 + (assumed.negatives if config.losses.denominator == "positives_and_negatives" else 0)
     state = training_cost.training_state(
-        config.strategy,
+        strategy,
         config.optimizer,
         trained=trained,
         frozen=frozen,
@@ -199,7 +200,7 @@ def _exchanged(
     chunks = [ceil(tower.rows / size) for tower, size in zip(towers, sizes, strict=True)]
     pairs = list(zip(towers, chunks, strict=True))
     return exchanged(
-        config.strategy,
+        _strategy(config),
         gathered=1.0 * sum((3 * n if cache else 2) * (tower.trained + tower.frozen) for tower, n in pairs),
         reduced=1.0 * sum(n * tower.trained for tower, n in pairs),
         trained=trained,
@@ -259,6 +260,12 @@ def _activations(config: TrainConfig, towers: tuple[TowerEstimate, TowerEstimate
     return float(max(alive) if cache else sum(alive))
 
 
+def _strategy(config: TrainConfig) -> Ddp | Fsdp2 | DeepSpeed:
+    """The strategy of an estimate's config, which names one."""
+    assert config.strategy is not None
+    return config.strategy
+
+
 def _number_format(config: TrainConfig) -> Numbers:
     if config.precision == "float32":
         return "float32"
@@ -293,7 +300,7 @@ def _block(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _knobs(e: Estimate) -> list[str]:
     config, memory = e.config, e.config.memory
-    strategy = config.strategy
+    strategy = _strategy(config)
     numbers = {"autocast": "bfloat16 products", "bfloat16": "bfloat16", "float32": "float32"}[e.numbers]
     return [
         f"ZeRO-{strategy.stage}" if isinstance(strategy, DeepSpeed) else strategy.kind,
@@ -416,11 +423,12 @@ def _remedy(e: Estimate) -> str:
         return "--set train.memory.grad_cache.document_rows=4, or more GPUs"
     if largest == "scores":
         return "a smaller train.global_batch, or more GPUs"
-    if config.strategy.kind == "ddp":
+    strategy = _strategy(config)
+    if strategy.kind == "ddp":
         return "--set train.strategy.kind=fsdp2, or LoRA: --set train.document.lora.rank=16 and the query's"
-    if largest == "gathered" and config.strategy.kind == "fsdp2" and not config.strategy.reshard:
+    if largest == "gathered" and strategy.kind == "fsdp2" and not strategy.reshard:
         return "--set train.strategy.reshard=true"
-    if largest == "gathered" and config.strategy.kind != "fsdp2":
+    if largest == "gathered" and strategy.kind != "fsdp2":
         return "--set train.strategy.kind=fsdp2"
     return "more GPUs, offloading (train.strategy), or LoRA (train.document.lora, train.query.lora)"
 
