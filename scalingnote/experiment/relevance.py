@@ -95,10 +95,15 @@ class PairEncoderJudge:
     """A cross-encoder that this system trained."""
 
     def __init__(self, config: DualPooledJudge) -> None:
+        from scalingnote.cross_encoder.config import score_temperature
         from scalingnote.cross_encoder.pairs import PairEncoder
 
         model = open_artifact(config.uri, kind="cross_encoder")
-        self._encoder = PairEncoder.load(model.directory("model"), token_budget=config.token_budget)
+        self._encoder = PairEncoder.load(
+            model.directory("model"),
+            token_budget=config.token_budget,
+            temperature=score_temperature(model.manifest.config),
+        )
 
     def __call__(self, queries: Sequence[str], documents: pa.Table) -> Float32[ndarray, " pairs"]:
         """Sigmoids of logits; NaN for a document that its prompt cannot hold."""
