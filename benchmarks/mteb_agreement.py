@@ -52,9 +52,9 @@ def compare(name: str, options: Any) -> list[dict[str, Any]]:
     router, task = run_dir / "router", mteb_model.beir_task(folder)
     api.publish(built, router, model=None)
     ours = built["report"].read_json("report.json")["methods"]
-    sides = {
+    sides: dict[str, tuple[Any, str]] = {
         "Router folder": (mteb_model.MtebModel.load(router), STUDENT),
-        "search": (mteb_model.MtebSearch.load(run_dir), f"{STUDENT} + bm25"),
+        "search": (api.mteb_search(run_dir), f"{STUDENT} + bm25"),
     }
     rows = []
     for what, (model, method) in sides.items():

@@ -18,6 +18,7 @@ from scalingnote.errors import ArtifactError, ConfigError, explained_imports
 
 if TYPE_CHECKING:
     from scalingnote.encode.config import Form
+    from scalingnote.evaluate.mteb_model import MtebSearch
     from scalingnote.run_config import RunConfig
     from scalingnote.search.query_path import Query
     from scalingnote.search.searcher import SearchHit
@@ -309,6 +310,33 @@ class Index:
 
         doubts = self._doubts(self.query_path(queries)) if queries else np.empty(0)
         return query_path.threshold(doubts, share)
+
+
+def mteb_search(run_dir: str | Path, *, name: str = "") -> "MtebSearch":
+    """The search of the last finished run in a folder, as a model that mteb evaluates.
+
+    Args:
+        run_dir: a run that `scalingnote run CONFIG` finished.
+        name: of the model in the results; by default ``scalingnote/`` and the folder's name.
+
+    Raises:
+        ConfigError: there is no run.
+    """
+    from scalingnote import pipeline
+    from scalingnote.encode.encoder import Encoder
+    from scalingnote.evaluate.mteb_model import MtebSearch, model_facts
+
+    config, index = pipeline.load_run(str(run_dir)), Index(run_dir)
+    parts = {kind: pipeline.locate(config, kind) for kind in ("embeddings", "dual_encoder", "index")}
+    doc_ids = parts["embeddings"].table("embeddings", ["doc_id"])["doc_id"].to_pylist()
+    tower = parts["dual_encoder"].directory("document")
+    about = {
+        "name": name or f"scalingnote/{Path(run_dir).resolve().name}",
+        "revision": parts["index"].digest[:12],
+        "embed_dim": index.query_path.encoder.dim,
+        **model_facts(tower, Encoder.load(tower)),
+    }
+    return MtebSearch(index.searcher, index.query_path, doc_ids, about=about)
 
 
 def _teacher(config: "RunConfig") -> Tower:

@@ -312,13 +312,19 @@ def screen(options: argparse.Namespace) -> int:
 
 def mteb(options: argparse.Namespace) -> int:
     """Evaluate a model by mteb on BEIR folders."""
+    from scalingnote import api
     from scalingnote.evaluate import mteb_model
     from scalingnote.log import configure
     from scalingnote.reports import markdown
 
     configure()
     measures = ("ndcg_at_10", "recall_at_100", "mrr_at_10", "map_at_100")
-    model = mteb_model.load(options.model, options.document, name=options.name)
+    is_tower = options.document is not None or (Path(options.model) / "modules.json").exists()
+    model = (
+        mteb_model.MtebModel.load(options.model, options.document, name=options.name)
+        if is_tower
+        else api.mteb_search(options.model, name=options.name)
+    )
     tasks = [mteb_model.beir_task(folder) for folder in options.folders]
     found = mteb_model.evaluate(model, tasks, to=options.to)
     rows = [[name, *(f"{values[measure]:.4f}" for measure in measures)] for name, values in found.items()]

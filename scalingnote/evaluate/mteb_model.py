@@ -1,7 +1,7 @@
 """Our towers and our search as models of mteb 2, and BEIR folders as its tasks.
 
-    model = MtebModel.load("query-tower")                # a Router folder; or two towers: load("q", "d")
-    model = MtebSearch("runs/quickstart")                # the index of a run, with BM25 if the run has it
+    model = MtebModel.load("query-tower")            # a Router folder; or two towers: load("q", "d")
+    model = api.mteb_search("runs/quickstart")       # the index of a run, with BM25 if the run has it
     evaluate(model, [beir_task("data/scifact")], to="results")
 
 A tower is an encoder (EncoderProtocol, model type "router"), whose documents mteb encodes and ranks. A search
@@ -92,7 +92,7 @@ class MtebModel:
             encoder = Encoder.load(Path(document))
         folders = [folder] if document is None else [folder, Path(document)]
         name = name or f"scalingnote/{folder.resolve().name}"
-        facts = _facts(folder, encoder, active=0 if tower.form == "lookup" else None)
+        facts = model_facts(folder, encoder, active=0 if tower.form == "lookup" else None)
         return cls(tower, encoder, name=name, revision=_checksum(folders), facts=facts)
 
     def encode(
@@ -170,23 +170,6 @@ class MtebSearch:
         self._searcher, self._query_path, self._about = searcher, query_path, about
         self._doc_ids = frozenset(doc_ids)
 
-    @classmethod
-    def load(cls, run_dir: str | Path, *, name: str = "") -> "MtebSearch":
-        """The search of the last finished run in a folder; ConfigError if there is none."""
-        from scalingnote import pipeline
-        from scalingnote.api import Index
-
-        config, index = pipeline.load_run(str(run_dir)), Index(run_dir)
-        embeddings, tower = (pipeline.locate(config, kind) for kind in ("embeddings", "dual_encoder"))
-        doc_ids = embeddings.table("embeddings", ["doc_id"])["doc_id"].to_pylist()
-        about = {
-            "name": name or f"scalingnote/{Path(run_dir).resolve().name}",
-            "revision": pipeline.locate(config, "index").digest[:12],
-            "embed_dim": index.query_path.encoder.dim,
-            **_facts(tower.directory("document"), Encoder.load(tower.directory("document")), active=None),
-        }
-        return cls(index.searcher, index.query_path, doc_ids, about=about)
-
     def index(self, corpus: Any, **_: Any) -> None:
         """Check that the corpus is what the run has indexed; DataError if it is another."""
         given = set(corpus["id"])
@@ -222,17 +205,6 @@ class MtebSearch:
     def mteb_model_meta(self) -> Any:
         """Metadata that mteb stores with results."""
         return _meta(self._about, kind="hybrid")
-
-
-def load(model: str | Path, document: str | Path | None = None, *, name: str = "") -> MtebModel | MtebSearch:
-    """A tower's folder as a :class:`MtebModel`, a run's as a :class:`MtebSearch`.
-
-    Raises:
-        ConfigError: the folder is neither.
-    """
-    if document is not None or (Path(model) / "modules.json").exists():
-        return MtebModel.load(model, document, name=name)
-    return MtebSearch.load(model, name=name)
 
 
 def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = ("eng-Latn",)) -> Any:
@@ -318,7 +290,7 @@ def _meta(about: Mapping[str, Any], *, kind: str) -> Any:
     return ModelMeta(**_ABOUT, **about, model_type=[kind])
 
 
-def _facts(folder: Path, document: Encoder, *, active: int | None) -> dict[str, Any]:
+def model_facts(folder: Path, document: Encoder, *, active: int | None = None) -> dict[str, Any]:
     """What a folder says of its model: card, sizes, prompts; a table has no active parameters (`active`)."""
     from huggingface_hub.repocard import metadata_load
 

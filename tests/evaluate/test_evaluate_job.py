@@ -29,7 +29,7 @@ from scalingnote.evaluate.report import comparison_table, lineage, merge_artifac
 from scalingnote.evaluate.test_set import QueryEmbeddings
 from scalingnote.models import backbone, tower
 from scalingnote.storage import arrow, trec
-from scalingnote.storage.artifact import Draft, open_artifact
+from scalingnote.storage.artifact import Draft
 
 DIM = 16
 CONFIG = EvaluateConfig(recall_at=(1, 10), run_depth=20, examples=2, distances=8)
@@ -207,54 +207,56 @@ def test_report(cluster, world, searcher, tmp_path):
     assert re.search(r"<summary>.*<span class=\"small\">scalingnote [+-]\d.\d{3} nDCG@10</span>", html)
 
 
+def through_index(*_, test, **__):
+    return {query_id: [("d001", 1.0)] for query_id in test.query_ids}
+
+
+def record_tasks(log, *, kill_after=None):
+    """What takes the place of `job._kept`: it notes each finished task, and kills its process after some."""
+    keep = job._kept
+
+    def recorded(item, *, task):
+        uri = keep(item, task=task)
+        with open(log, "a+") as stream:
+            print(uri, file=stream, flush=True)
+            stream.seek(0)
+            tasks = len(stream.readlines())
+        if tasks == kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return uri
+
+    return recorded
+
+
 KILLED = """
-import json, os, signal, sys
+import json, sys
 import pytest
 from in_process import without_ray
-from scalingnote.evaluate import job, retrieval_methods
-from scalingnote.evaluate.config import EvaluateConfig
+from test_evaluate_job import CONFIG, job, record_tasks, retrieval_methods, through_index
 
-arguments, finished, tasks = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 without_ray(pytest.MonkeyPatch())
-retrieval_methods._through_index = lambda *_, test, **__: {q: [("d001", 1.0)] for q in test.query_ids}
-keep = job._kept
-
-def recorded(item, *, task):
-    uri = keep(item, task=task)
-    with open(finished, "a") as log:
-        print(uri, file=log)
-    if len(open(finished).readlines()) == tasks:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return uri
-
-job._kept = recorded
-job.run(EvaluateConfig(recall_at=(1, 10), run_depth=20, examples=2, distances=8), **arguments)
+retrieval_methods._through_index = through_index
+job._kept = record_tasks(sys.argv[2], kill_after=7)
+job.run(CONFIG, **json.loads(sys.argv[1]))
 """
 
 
 def test_a_run_after_a_kill_repeats_no_finished_task(world, monkeypatch, tmp_path):
     made, *_ = world
     arguments = uris(made, *ALL) | {"output": str(tmp_path / "report")}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    finished = tmp_path / "finished"
-    codes = []
-    for tasks in (3, 9, -1):  # killed after so many in all; the last run is left alone
-        command = [sys.executable, "-c", KILLED, json.dumps(arguments), str(finished), str(tasks)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        codes.append(done.returncode)
-    assert codes == [-signal.SIGKILL, -signal.SIGKILL, 0]
-    tasks = finished.read_text().splitlines()
-    assert len(tasks) == len(set(tasks)) > 12
-    # What two kills interrupted is what a run gives that nothing interrupts.
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", KILLED, json.dumps(arguments), str(tmp_path / "log")]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     without_ray(monkeypatch)
-    monkeypatch.setattr(
-        retrieval_methods,
-        "_through_index",
-        lambda *_, test, **__: {q: [("d001", 1.0)] for q in test.query_ids},
-    )
+    monkeypatch.setattr(retrieval_methods, "_through_index", through_index)
+    with monkeypatch.context() as patched:
+        patched.setattr(job, "_kept", record_tasks(tmp_path / "log"))
+        resumed = job.run(CONFIG, **arguments)
+    tasks = (tmp_path / "log").read_text().splitlines()
+    assert len(tasks) == len(set(tasks)) > 12
+    # What a kill interrupted is what a run gives that nothing interrupts.
     whole = job.run(CONFIG, **arguments | {"output": str(tmp_path / "whole")})
-    resumed = open_artifact(arguments["output"], kind="report")
     assert resumed.table("per_query.parquet").equals(whole.table("per_query.parquet"))
     assert resumed.names() == whole.names()
     for name in resumed.names(suffix=".trec"):

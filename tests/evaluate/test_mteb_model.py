@@ -149,7 +149,7 @@ def own_ndcg(router: Path) -> float:
 def test_mteb_evaluates_a_router_folder_on_a_beir_folder(router, beir, tmp_path):
     mteb = pytest.importorskip("mteb", reason="pip install scalingnote[mteb]")
     task = mteb_model.beir_task(beir)
-    model = mteb_model.load(router)
+    model = MtebModel.load(router)
     (found,) = mteb_model.evaluate(model, [task], to=tmp_path).values()
     assert found["ndcg_at_10"] == pytest.approx(own_ndcg(router), abs=1e-5)
     # The library that the folder is published for gives the same, through mteb's own wrapper.
