@@ -11,15 +11,21 @@ and Barroso, "The Tail at Scale", 2013). What has not answered in time is named 
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float, Int
+from numpy import ndarray
+from pydantic_core import from_json, to_json
 
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates
 from scalingnote.serve.concurrency import Handle, LocalHandle, gather_in_time
+from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 from scalingnote.serve_config import FanOutConfig, ServeConfig
 
@@ -29,8 +35,9 @@ MAX_QUERIES = 64  # of one call
 MEASURED_CALLS = 200  # latest calls of a target, whose 95th percentile counts
 MIN_MEASURED = 20  # calls of a target before its percentile counts
 MIN_HEDGE_S = 0.001  # an earlier second call costs more than it saves
-HEDGED_SHARE = 0.1  # of calls at most: a fleet that is slow as a whole gets no more load
+HEDGED_SHARE = 0.2  # of calls at most: a fleet that is slow as a whole gets little more load
 AGGREGATOR_SHARE = 0.9  # of the time left, so that an aggregator's partial answer is still in time
+log = get_logger()
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Found:
     missing: tuple[int, ...] = ()
 
 
-Answer = Candidates | Found | Refused
+Answer = Found | Refused
 
 
 def sizes(groups: int, config: FanOutConfig) -> list[range]:
@@ -93,7 +100,21 @@ class Hedge:
         self._seconds += 1
 
 
-_Waiting = tuple[Query, float, asyncio.Future[Answer | None]]  # with the end of its time, of the loop's clock
+class _Ask:
+    """A query on its way, and what the targets answered so far."""
+
+    def __init__(self, query: Query, end: float, targets: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.query, self.end = query, end  # of the loop's clock
+        self.answers: list[Answer | None] = [None] * targets
+        self.done: asyncio.Future[None] = loop.create_future()
+        self._open = targets
+
+    def put(self, target: int, answer: Answer | None) -> None:
+        """Take the answer of a target; None when it has none."""
+        self.answers[target] = answer
+        self._open -= 1
+        if not self.done.done() and (self._open == 0 or isinstance(answer, Refused)):
+            self.done.set_result(None)
 
 
 class Target:
@@ -107,28 +128,22 @@ class Target:
     """
 
     def __init__(self, number: int, handle: Handle, groups: Sequence[int], hedge: Hedge) -> None:
-        self.groups = tuple(groups)
-        self._number, self._handle, self._hedge = number, handle, hedge
-        self._waiting: list[_Waiting] = []
+        self.groups, self.handle = tuple(groups), handle
+        self._number, self._hedge = number, hedge
+        self._waiting: list[_Ask] = []
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def search(self, query: Query, left_s: float) -> Answer | None:
-        """What the target finds; None when it does not know in time."""
-        if isinstance(self._handle, LocalHandle):  # it makes batches of its own
-            found: Answer = await self._handle.search.remote(query)
-            return found
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Answer | None] = loop.create_future()
-        self._waiting.append((query, loop.time() + left_s, answer))
+    def add(self, ask: _Ask, loop: asyncio.AbstractEventLoop) -> None:
+        """Have a query answered by the next call."""
+        self._waiting.append(ask)
         if len(self._waiting) == 1:  # queries of the same turn of the loop share a call
             loop.call_soon(self._start_call)
-        return await answer
 
     def _start_call(self) -> None:
         """Call the target with the queries that wait, unless it has enough calls already."""
         if len(self._calls) >= MAX_CALLS:
             return  # the next one starts when one of them ends
-        waiting = [each for each in self._waiting if not each[2].done()]  # not cancelled
+        waiting = [ask for ask in self._waiting if not ask.done.done()]
         batch, self._waiting = waiting[:MAX_QUERIES], waiting[MAX_QUERIES:]
         if batch:
             call = asyncio.create_task(self._call(batch))
@@ -140,26 +155,23 @@ class Target:
         if not call.cancelled():
             self._start_call()
 
-    async def _call(self, batch: Sequence[_Waiting]) -> None:
+    async def _call(self, batch: Sequence[_Ask]) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        left_s = max(end for _, end, _ in batch) - started
-        answers: Sequence[Answer | Exception | None]
+        left_s = max(ask.end for ask in batch) - started
+        answers: Sequence[Answer | None] = [None] * len(batch)
         try:
             async with asyncio.timeout(left_s):
-                answers = await self._answered([query for query, _, _ in batch], left_s)
+                answers = unpacked(await self._answered([ask.query for ask in batch], left_s))
             self._hedge.observe(self._number, loop.time() - started)
-        except Exception as error:  # for each of the queries, whose callers say what it means
-            answers = [error] * len(batch)
-        for (_, _, answer), found in zip(batch, answers, strict=True):
-            if answer.done():
-                continue
-            if isinstance(found, Exception):
-                answer.set_exception(found)
-            else:
-                answer.set_result(found)
+        except TimeoutError:
+            log.warning("target %d of the fan-out took longer than %.3gs", self._number, left_s)
+        except Exception:  # an error of one group must not cost the results of the others
+            log.exception("target %d of the fan-out failed", self._number)
+        for ask, answer in zip(batch, answers, strict=True):
+            ask.put(self._number, answer)
 
-    async def _answered(self, queries: list[Query], left_s: float) -> Sequence[Answer | None]:
+    async def _answered(self, queries: list[Query], left_s: float) -> "Packed":
         """The answers of the first call, or of a second one that is faster."""
         delay_s = self._hedge.delay_s()
         calls = {asyncio.create_task(self._send(queries, left_s))}
@@ -178,10 +190,10 @@ class Target:
             for call in calls:
                 call.cancel()
 
-    async def _send(self, queries: list[Query], left_s: float) -> Sequence[Answer | None]:
-        response = self._handle.search_many.remote(queries, left_s)
+    async def _send(self, queries: list[Query], left_s: float) -> "Packed":
+        response = self.handle.search_many.remote(queries, left_s)
         try:
-            answers: Sequence[Answer | None] = await response
+            answers: Packed = await response
             return answers
         except asyncio.CancelledError:
             if hasattr(response, "cancel"):  # a response of Ray Serve, whose replica then stops, too
@@ -193,7 +205,7 @@ class FanOut:
     """Searches every group of shards.
 
     Args:
-        targets: handles of searchers or of aggregators.
+        targets: handles of searchers or of aggregators: all in this process, or all in others.
         groups: the numbers of the groups of each target.
         hedge_after: see :class:`Hedge`.
     """
@@ -204,24 +216,36 @@ class FanOut:
         hedge = Hedge(hedge_after)
         pairs = zip(targets, groups, strict=True)
         self._targets = [Target(number, handle, own, hedge) for number, (handle, own) in enumerate(pairs)]
+        self._is_local = all(isinstance(handle, LocalHandle) for handle in targets)
 
-    async def search(self, query: Query, left_s: float) -> Found | Refused:
+    async def search(self, query: Query, left_s: float) -> Answer:
         """The candidates of all groups that answer within `left_s` seconds."""
-        calls = [target.search(query, left_s) for target in self._targets]
+        answers = await (self._local if self._is_local else self._remote)(query, left_s)
         candidates: list[Candidates] = []
         missing: list[int] = []
-        for target, answer in zip(self._targets, await gather_in_time(calls, deadline_s=left_s), strict=True):
-            match answer:
-                case Refused():
-                    return answer
-                case Found():
-                    candidates += answer.candidates
-                    missing += answer.missing
-                case Candidates():
-                    candidates.append(answer)
-                case None:
-                    missing += target.groups
+        for target, answer in zip(self._targets, answers, strict=True):
+            if isinstance(answer, Refused):
+                return answer
+            candidates += [] if answer is None else answer.candidates
+            missing += target.groups if answer is None else answer.missing
         return Found(candidates, tuple(sorted(missing)))
+
+    async def _local(self, query: Query, left_s: float) -> list[Answer | None]:
+        """The answers of searchers in this process, which make batches of their own."""
+        calls = [target.handle.search.remote(query) for target in self._targets]
+        answers = await gather_in_time(calls, deadline_s=left_s)
+        return [Found([each]) if isinstance(each, Candidates) else each for each in answers]
+
+    async def _remote(self, query: Query, left_s: float) -> list[Answer | None]:
+        # One future for all targets: a task for each would take longer than the rest of a search.
+        loop = asyncio.get_running_loop()
+        ask = _Ask(query, loop.time() + left_s, len(self._targets), loop)
+        for target in self._targets:
+            target.add(ask, loop)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
+                await ask.done
+        return ask.answers
 
 
 class Aggregator:
@@ -236,16 +260,16 @@ class Aggregator:
     def __init__(self, searchers: Sequence[Handle], groups: Sequence[int], hedge_after: float | str) -> None:
         self._fan_out = FanOut(searchers, [[group] for group in groups], hedge_after=hedge_after)
 
-    async def search_many(self, queries: Sequence[Query], left_s: float) -> list[Found | Refused]:
+    async def search_many(self, queries: Sequence[Query], left_s: float) -> "Packed":
         """What the groups find for each query in the time left."""
         own_s = AGGREGATOR_SHARE * left_s
-        return await asyncio.gather(*(self._best(query, own_s) for query in queries))
+        return packed(await asyncio.gather(*(self._best(query, own_s) for query in queries)))
 
     async def ping(self) -> bool:
         """Answers while the event loop runs."""
         return True
 
-    async def _best(self, query: Query, left_s: float) -> Found | Refused:
+    async def _best(self, query: Query, left_s: float) -> Answer:
         found = await self._fan_out.search(query, left_s)
         if isinstance(found, Refused) or len(found.candidates) < 2 or found.candidates[0].sparse is not None:
             return found  # hybrid scores are joined over the candidates of all groups
@@ -267,3 +291,96 @@ def merged(answers: Sequence[Candidates], *, k: int) -> Candidates:
         searched=sum(answer.searched for answer in answers),
         version=answers[-1].version,
     )
+
+
+# --- answers between processes -----------------------------------------------------------------------------
+
+
+class Encoded(Mapping[str, Any]):
+    """A document as JSON, read when a field is asked for: most candidates are not among the best."""
+
+    __slots__ = ("_row", "content")
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+        self._row: dict[str, Any] | None = None
+
+    def _read(self) -> dict[str, Any]:
+        if self._row is None:
+            self._row = from_json(self.content)
+        return self._row
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The answers of a call in one piece: to read a thousand small objects takes longer than to search."""
+
+    queries: int
+    parts: list[tuple[int, int, int, str, bool]]  # query, candidates, shards searched, version, hybrid
+    ids: Int[ndarray, " candidates"]
+    shards: Int[ndarray, " candidates"]
+    scores: Float[ndarray, "two candidates"]  # dense and sparse
+    documents: list[bytes]
+    missing: dict[int, tuple[int, ...]]  # query -> groups
+    refused: dict[int, str]  # query -> reason
+
+
+def packed(answers: Sequence[Answer | None]) -> Packed:
+    """Pack the answers to the queries of a call; None where there is none."""
+    found = {n: answer for n, answer in enumerate(answers) if isinstance(answer, Found)}
+    pairs = [(n, each) for n, answer in found.items() for each in answer.candidates]
+    nothing = np.empty(0, np.float32)
+    sparse = [np.zeros(len(each), np.float32) if each.sparse is None else each.sparse for _, each in pairs]
+    dense = [each.dense for _, each in pairs]
+    return Packed(
+        len(answers),
+        [(n, len(each), each.searched, each.version, each.sparse is not None) for n, each in pairs],
+        np.concatenate([np.empty(0, np.int64), *(each.ids for _, each in pairs)]),
+        np.concatenate([np.empty(0, np.int64), *(each.shards for _, each in pairs)]),
+        np.stack([np.concatenate([nothing, *dense]), np.concatenate([nothing, *sparse])]),
+        [_json(row) for _, each in pairs for row in each.documents],
+        {n: answer.missing for n, answer in found.items() if answer.missing or not answer.candidates},
+        {n: answer.reason for n, answer in enumerate(answers) if isinstance(answer, Refused)},
+    )
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return document.content if isinstance(document, Encoded) else to_json(document)
+
+
+def unpacked(answers: Packed) -> list[Answer | None]:
+    """The answers that were packed."""
+    candidates: dict[int, list[Candidates]] = {}
+    end = 0
+    for query, size, searched, version, is_hybrid in answers.parts:
+        own, end = slice(end, end + size), end + size
+        dense, sparse = answers.scores[:, own]
+        rows = [Encoded(row) for row in answers.documents[own]]
+        part = Candidates(
+            answers.ids[own],
+            answers.shards[own],
+            dense,
+            sparse if is_hybrid else None,
+            rows,
+            searched,
+            version,
+        )
+        candidates.setdefault(query, []).append(part)
+    found: list[Answer | None] = []
+    for query in range(answers.queries):
+        if query in answers.refused:
+            found.append(Refused(answers.refused[query]))
+        elif query in candidates or query in answers.missing:
+            found.append(Found(candidates.get(query, []), answers.missing.get(query, ())))
+        else:
+            found.append(None)
+    return found

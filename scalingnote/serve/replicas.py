@@ -31,6 +31,7 @@ from scalingnote.planner import planner
 from scalingnote.search.query_path import Personal, Query, QueryPath
 from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
+from scalingnote.serve.fan_out import Found, Packed, packed
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Location, Refused, TextTower, folder_of
 from scalingnote.serve.versions import OPEN_TIMEOUT_S, Catalog, LiveCatalog, Version, VersionContent, named
@@ -210,9 +211,10 @@ class IndexSearcher:
         batcher = self._in_loop if self._is_short(searcher, query) else self._in_thread
         return await batcher((searcher, query))
 
-    async def search_many(self, queries: Sequence[Query], left_s: float) -> list[Candidates | Refused | None]:
-        """The candidates of each query; None where they are not found in `left_s` seconds."""
-        return await gather_in_time([self.search(query) for query in queries], deadline_s=left_s)
+    async def search_many(self, queries: Sequence[Query], left_s: float) -> Packed:
+        """The candidates of each query, of those that are found in `left_s` seconds."""
+        found = await gather_in_time([self.search(query) for query in queries], deadline_s=left_s)
+        return packed([Found([each]) if isinstance(each, Candidates) else each for each in found])
 
     def _is_short(self, searcher: Searcher, query: Query) -> bool:
         """Whether a search is sure to take less than a millisecond: of vectors only, all in memory."""

@@ -134,8 +134,7 @@ class Service:
             version=version,
         )
         timings_ms = {"encode": timer.step_ms()}
-        answers, missing = await self._search_shards(query, timer)
-        found = rank(answers, k=query.k, joining=joining, layout=layout)
+        found, missing = await self._search_shards(query, timer, joining)
         timings_ms["search"] = timer.step_ms()
         if self._on_recall is not None and query.terms is None and random.random() < self._config.canary:
             self._start_canary(query, found)
@@ -176,8 +175,7 @@ class Service:
         vector = await _from_one(calls, request.doc_id, timer)
         timings_ms = {"encode": timer.step_ms()}
         query = Query(vector, k=request.k + 1, where=where, version=version)
-        answers, missing = await self._search_shards(query, timer)
-        found = rank(answers, k=query.k, joining=DEFAULT_JOINING, layout=layout)
+        found, missing = await self._search_shards(query, timer)
         others = [result for result in _results(found, k=query.k) if result["doc_id"] != request.doc_id]
         timings_ms |= {"search": timer.step_ms(), "rerank": 0.0, "total": timer.total_ms()}
         return _response(
@@ -212,9 +210,9 @@ class Service:
         return dict(document)
 
     async def _search_shards(
-        self, query: Query, timer: RequestTimer
-    ) -> tuple[list[Candidates], tuple[int, ...]]:
-        """Candidates of the groups that are in time, and the others' numbers.
+        self, query: Query, timer: RequestTimer, joining: Joining = DEFAULT_JOINING
+    ) -> tuple[Candidates, tuple[int, ...]]:
+        """The best candidates of the groups that are in time, and the others' numbers.
 
         503 when no group is in time, 422 when one refuses the query.
         """
@@ -223,7 +221,9 @@ class Service:
             raise invalid(found.reason)
         if not found.candidates:
             raise unavailable("no shard of the index answers: try again")
-        return found.candidates, found.missing
+        layout = self.versions.content(query.version).layout
+        best = rank(found.candidates, k=query.k, joining=joining, layout=layout)
+        return best, found.missing
 
     async def _rerank(
         self, request: SearchRequest, found: Candidates, timer: RequestTimer
@@ -256,9 +256,7 @@ class Service:
 
     async def _run_canary(self, query: Query, found: Candidates) -> None:
         timer = RequestTimer(CANARY_DEADLINE_S)
-        answers, _ = await self._search_shards(replace(query, exact=True), timer)
-        layout = self.versions.content(query.version).layout
-        best = rank(answers, k=query.k, joining=DEFAULT_JOINING, layout=layout)
+        best, _ = await self._search_shards(replace(query, exact=True), timer)
         doc_ids = {document["doc_id"] for document in found.documents}
         if self._on_recall is not None and best.version == found.version and len(best):
             self._on_recall(sum(document["doc_id"] in doc_ids for document in best.documents) / len(best))

@@ -15,11 +15,14 @@ from scalingnote.serve.fan_out import (
     MAX_CALLS,
     MIN_MEASURED,
     Aggregator,
+    Answer,
     FanOut,
     Found,
     Hedge,
+    Packed,
     hedged,
     merged,
+    packed,
     sizes,
 )
 from scalingnote.serve.towers import Refused
@@ -59,7 +62,7 @@ class Replica:
         self.calls.append(len(queries))
         return self._answer(queries, self._behave(len(self.calls)))
 
-    async def _answer(self, queries: Sequence[Query], seconds: float) -> list[Candidates]:
+    async def _answer(self, queries: Sequence[Query], seconds: float) -> Packed:
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         try:
@@ -71,7 +74,10 @@ class Replica:
             raise
         finally:
             self.in_flight -= 1
-        return [of_group(self._group, each) for each in queries]
+        return packed([self.answer(each) for each in queries])
+
+    def answer(self, asked: Query) -> Answer:
+        return Found([of_group(self._group, asked)])
 
 
 def direct(replicas: Sequence[Any], hedge_after: float | str = "off") -> FanOut:
@@ -97,7 +103,7 @@ def tree(replicas: Sequence[Replica], per_aggregator: int) -> tuple[FanOut, list
     return FanOut(made, groups, hedge_after="off"), made
 
 
-def best(found: Found | Refused, k: int) -> list[tuple[int, float]]:
+def best(found: Answer, k: int) -> list[tuple[int, float]]:
     assert isinstance(found, Found)
     together = merged(found.candidates, k=k)
     return list(zip(together.ids.tolist(), together.dense.tolist(), strict=True))
@@ -124,20 +130,21 @@ def test_a_tree_finds_what_direct_calls_find():
         assert sum(each.searched for each in deep.candidates) == GROUPS
         assert deep.missing == flat.missing == ()
         assert len(deep.candidates) == 5
+        together = merged(deep.candidates, k=10)
+        assert [{**row}["doc_id"] for row in together.documents] == [str(each) for each in together.ids]
 
 
 def test_candidates_with_terms_go_up_whole():
     class Hybrid(Replica):
-        async def _answer(self, queries: Sequence[Query], seconds: float) -> list[Candidates]:
-            return [
-                Candidates(c.ids, c.shards, c.dense, c.dense, c.documents, searched=1)
-                for c in await super()._answer(queries, seconds)
-            ]
+        def answer(self, asked: Query) -> Answer:
+            c = of_group(self._group, asked)
+            return Found([Candidates(c.ids, c.shards, c.dense, c.dense, c.documents, searched=1)])
 
     through, _ = tree([Hybrid(group) for group in range(6)], 3)
     found = asyncio.run(through.search(query(k=2), 5))
     assert isinstance(found, Found)
     assert [len(each) for each in found.candidates] == [ROWS] * 6
+    np.testing.assert_array_equal(found.candidates[2].sparse, found.candidates[2].dense)
 
 
 def test_queries_that_wait_share_a_call():
@@ -182,10 +189,15 @@ def test_groups_that_are_dead_or_late_are_named():
     assert found.missing == (0, 1, 2, 3, 11)
 
 
+def test_a_tree_without_time_has_no_answer():
+    through, _ = tree([Replica(group, lambda _: 60.0) for group in range(6)], 3)
+    assert asyncio.run(through.search(query(), 0.05)) == Found([], (0, 1, 2, 3, 4, 5))
+
+
 def test_a_refusal_is_an_answer():
     class Refusing(Replica):
-        async def _answer(self, queries: Sequence[Query], seconds: float) -> list[Any]:
-            return [Refused("no such field")] * len(queries)
+        def answer(self, asked: Query) -> Answer:
+            return Refused("no such field")
 
     through, _ = tree([Replica(0), Refusing(1), Replica(2), Replica(3)], 2)
     assert asyncio.run(through.search(query(), 5)) == Refused("no such field")
