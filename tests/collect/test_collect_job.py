@@ -2,15 +2,19 @@
 
 import contextlib
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from in_process import without_ray
 from scalingnote.bm25 import BM25, document_texts
+from scalingnote.collect import job, steps
 from scalingnote.collect.config import (
     AssociationConfig,
+    BM25Ranker,
     CollectConfig,
     CrossEncoderConfig,
     DecontaminationConfig,
@@ -20,11 +24,11 @@ from scalingnote.collect.job import run
 from scalingnote.collect.triplets import click_evidence, hash_fraction, one_hop_triplets, ranking_evidence
 from scalingnote.config import Config, Resources
 from scalingnote.datasets.splits import held_out_documents, queries
-from scalingnote.errors import ConfigError, DataError
+from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.planner import job as planner_job
 from scalingnote.planner.config import Statistics
 from scalingnote.storage import filesystem as fs
-from scalingnote.storage.artifact import Draft
+from scalingnote.storage.artifact import Draft, open_artifact, write_file
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES, SCORES
 from scalingnote.storage.shuffle import run_slices
 
@@ -278,6 +282,15 @@ def test_workers_and_shards_decide_nothing_of_a_ranking(
     assert other.digest == one_hop.digest
 
 
+def test_few_rows_make_one_part_and_many_as_many_as_a_machine_has_cores(dataset, monkeypatch):
+    config, ranker = ONE_HOP.model_copy(update={"parts": None}), BM25Ranker()
+    rows = 40 + 241 + 40 * 12
+    for small, large, parts in ((1 << 17, 1 << 22, 1), (300, 1 << 22, 3), (10, 1 << 22, 8), (10, 50, 16)):
+        monkeypatch.setattr(job, "SMALL_BUCKET_ROWS", small)
+        monkeypatch.setattr(job, "MAX_BUCKET_ROWS", large)
+        assert job._parts(config, dataset, ranker) == parts, (small, large, rows)
+
+
 def test_a_large_log_makes_more_parts(dataset, planner, one_hop, tmp_path, monkeypatch):
     without_ray(monkeypatch)
     monkeypatch.setattr("scalingnote.collect.job.MAX_BUCKET_ROWS", 100)
@@ -285,6 +298,26 @@ def test_a_large_log_makes_more_parts(dataset, planner, one_hop, tmp_path, monke
     assert len(other.names("triplets/")) == (40 + 241 + 40 * 12 + 99) // 100 > len(one_hop.names("triplets/"))
     order = [(name, "ascending") for name in ("query_id", "source", "hop", "positive")]
     assert other.table("triplets").sort_by(order).equals(one_hop.table("triplets").sort_by(order))
+
+
+def test_a_large_part_is_read_in_shares_of_its_row_groups_and_a_damaged_one_not(tmp_path, monkeypatch):
+    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=Config(), parents={})
+    whole = pa.table({"query_id": [f"q{i}" for i in range(100)], "n": range(100)})
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(whole, sink, row_group_size=7)
+    data = sink.getvalue().to_pybytes()
+    draft.register("queries.parquet", replace(write_file(draft.path("queries.parquet"), data), rows=100))
+    dataset, nothing = draft.commit(counts={}), pa.array([], pa.string())
+    context = steps.Context(ONE_HOP, 1, dataset, dataset, nothing, nothing, "", "")
+    monkeypatch.setattr("scalingnote.storage.shuffle.ROWS_PER_SLICE", 30)
+    shares = [steps.read_slice(item, ["n"], context) for item in steps.dataset_slices(dataset, "queries")]
+    assert len(shares) == 4
+    assert max(map(len, shares)) <= 30
+    assert pa.concat_tables(shares)["n"].to_pylist() == list(range(100))
+    fs.write_bytes(dataset.uri + "/queries.parquet", data[:50] + bytes([data[50] ^ 1]) + data[51:])
+    damaged = replace(context, dataset=open_artifact(dataset.uri, kind="dataset"))
+    with pytest.raises(ArtifactError, match=r"queries\.parquet is damaged"):
+        steps.read_slice(steps.dataset_slices(dataset, "queries")[0], ["n"], damaged)
 
 
 def test_what_a_ranking_actor_cannot_load_is_said_plainly(cluster, dataset, planner, tmp_path):
