@@ -4,7 +4,8 @@
 #   docker build -t your-registry/scalingnote:0.1.0-ray2.60.0-cpu .
 #   docker build -t your-registry/scalingnote:0.1.0-ray2.60.0-gpu --build-arg DEVICE=cu128 --build-arg EXTRAS=gpu,onnx,redis,rerank .
 #
-# Versions are those of constraints.txt; the GPU image compiles flash-attn, which takes long.
+# Versions are those of constraints.txt; cpu and gpu are all of train and serve. The GPU image compiles
+# flash-attn, which takes long.
 ARG RAY=2.60.0
 ARG DEVICE=cpu
 

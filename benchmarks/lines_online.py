@@ -155,3 +155,11 @@ def gpu(r: Report) -> Lines:
     for row in r["queries"]:
         what = f"queries on {r['device']}: {row['tower']}, times the LLM's rate"
         yield Line(what, number(row["over llm"]), "the LLM 1", row["over llm"])
+
+
+def package(r: Report) -> Lines:
+    start = f"a process of Python alone {r['metrics']['python_s']:.2f} s"
+    yield value(r, "help_s", "`scalingnote --help`", "s", start, bar=0.15)
+    yield value(r, "import_s", "`from scalingnote import QueryEncoder`, without torch", "s", start, bar=0.3)
+    what = "`pip install` of the wheel without extras"
+    yield value(r, "core_install_mb", what, "MB", f"the wheel {r['metrics']['wheel_mb']:.1f} MB")

@@ -45,8 +45,8 @@ def measure(folder: Path, *, rounds: int) -> dict[str, float]:
     python = environment / "bin" / "python"
     (packages,) = environment.glob("lib/python*/site-packages")
     start = time.perf_counter()
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-c", ROOT / "constraints.txt", wheel], check=True)
+    pip = f"{python} -m pip install --quiet --disable-pip-version-check".split()
+    subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), str(wheel)], check=True)
     installed = time.perf_counter() - start
     return {
         "help_s": best_s([environment / "bin" / "scalingnote", "--help"], rounds),
@@ -81,7 +81,7 @@ def installed_bytes(packages: Path) -> int:
 
 
 def best_s(command: Sequence[str | Path], rounds: int) -> float:
-    """Seconds of a command, the shortest of some rounds; the first, which reads from disk, is left out."""
+    """Seconds of a command, the shortest of some rounds after one that reads the files from disk."""
     seconds = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

@@ -36,6 +36,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Serving": ("serve", "serve_faults", "exposure"),
     "Experiments": ("experiment",),
     "Scaling laws": ("ladder",),
+    "Package": ("package",),
     "Papers in small": ("reproduce",),
 }
 PIPELINES = (

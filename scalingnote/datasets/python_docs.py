@@ -268,9 +268,6 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-# --- the script: objects of one package --------------------------------------------------------------------
-
-
 def walk(package: str, *, depth: int) -> Iterator[dict[str, Any]]:
     """A row per documented object, then one row with the package's version and failed imports."""
     names = _STANDARD_LIBRARY.split() if package == "stdlib" else [package]
@@ -397,10 +394,8 @@ def _describe(name: str, kind: str, value: Any) -> dict[str, Any] | None:
 
 
 def _signature(value: Any, kind: str) -> str:
-    if kind in ("module", "property"):
-        return ""
     try:
-        return str(inspect.signature(value))
+        return "" if kind in ("module", "property") else str(inspect.signature(value))
     except Exception:
         return ""  # many C functions, whose docstring starts with the signature
 

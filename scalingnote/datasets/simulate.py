@@ -19,14 +19,8 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
-from scalingnote.datasets.config import (
-    AnyClickModel,
-    CascadeClicks,
-    ClickModelConfig,
-    DynamicBayesianClicks,
-    PositionClicks,
-    Taste,
-)
+from scalingnote.datasets import config as configs
+from scalingnote.datasets.config import AnyClickModel, ClickModelConfig, Taste
 from scalingnote.errors import ConfigError
 from scalingnote.storage.schema import IMPRESSIONS
 
@@ -34,9 +28,6 @@ from scalingnote.storage.schema import IMPRESSIONS
 # chunk by chunk, so a log longer than one chunk changes with this number (its distribution does not).
 _SESSIONS_PER_CHUNK = 65_536
 BANDS = ("low", "middle", "high")
-
-
-# --- users ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -68,12 +59,12 @@ def browse(
     uniform = rng.random(attraction.shape)
     satisfying = second.random(attraction.shape) < satisfaction
     match config:
-        case PositionClicks():
+        case configs.PositionClicks():
             clicked = uniform < examination_probabilities(attraction.shape[1], eta=config.eta) * attraction
-        case CascadeClicks():
+        case configs.CascadeClicks():
             attractive = uniform < attraction
             clicked = attractive & _reached(~attractive)
-        case DynamicBayesianClicks():
+        case configs.DynamicBayesianClicks():
             attractive = uniform < attraction
             persevering = second.random(attraction.shape) < config.perseverance
             clicked = attractive & _reached(~(attractive & satisfying) & persevering)
@@ -133,7 +124,7 @@ class Tastes:
             column = documents[name].combine_chunks()
             kind = _LikedValues if pa.types.is_string(column.type) else _LikedRange
             like = kind.draw(column, config, users, rng)
-            if not like.has_value.any():
+            if not like.any_value():
                 raise ConfigError(f"click_model.taste names {name!r}, which has no value in any document")
             # As in real profiles, some users do not say what they like.
             undisclosed = rng.random(users) >= config.told
@@ -190,9 +181,8 @@ class _LikedValues:
         liked = np.argsort(-keys, axis=1, kind="stable")[:, : config.values]
         return cls(coded.dictionary.to_pylist(), liked, value)
 
-    @property
-    def has_value(self) -> Bool[ndarray, " docs"]:
-        return np.asarray(self.value >= 0)
+    def any_value(self) -> bool:
+        return bool((self.value >= 0).any())
 
     def favorites(self) -> list[str]:
         return [self.names[row[0]] for row in self.liked]
@@ -223,9 +213,8 @@ class _LikedRange:
         low = rng.random(users) * (1 - config.band)
         return cls(low, low + config.band, rank)
 
-    @property
-    def has_value(self) -> Bool[ndarray, " docs"]:
-        return np.asarray(np.isfinite(self.rank))
+    def any_value(self) -> bool:
+        return bool(np.isfinite(self.rank).any())
 
     def favorites(self) -> list[str]:
         span = np.maximum(1 - (self.high - self.low), 1e-9)
@@ -237,9 +226,6 @@ class _LikedRange:
 
     def of_documents(self, rows: Int[ndarray, " rows"]) -> "_LikedRange":
         return replace(self, rank=self.rank[rows])
-
-
-# --- engine -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
