@@ -265,15 +265,26 @@ def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = 
 
 
 def evaluate(
-    model: MtebModel | MtebSearch, tasks: Iterable[Any], *, to: str | Path
+    model: MtebModel | MtebSearch, tasks: Iterable[Any], *, to: str | Path, resume: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Evaluate a model by mteb, which writes its results below `to`; returns task -> measure -> value."""
+    """Evaluate a model by mteb, which writes its results files.
+
+    Args:
+        model: of ours.
+        tasks: of mteb, or of :func:`beir_task`.
+        to: folder of the results files.
+        resume: take results that are there already, of the same files of model and data.
+
+    Returns:
+        Task -> measure -> value.
+    """
     import mteb
 
-    cache = mteb.ResultCache(Path(to))
-    done = mteb.evaluate(
-        model, list(tasks), cache=cache, overwrite_strategy="always", show_progress_bar=False
-    )
+    known: Any = {
+        "cache": mteb.ResultCache(Path(to)),
+        "overwrite_strategy": "only-missing" if resume else "always",
+    }
+    done = mteb.evaluate(model, list(tasks), **known, show_progress_bar=False)
     return {
         result.task_name: {
             measure: value
