@@ -58,7 +58,7 @@ def compare(name: str, options: Any) -> list[dict[str, Any]]:
     }
     rows = []
     for what, (model, method) in sides.items():
-        found = mteb_model.evaluate(model, [task], to=run_dir / "mteb")[name]
+        found = mteb_model.evaluate(model, [task], to=run_dir / "mteb", resume=True)[name]
         mteb, own = found["ndcg_at_10"], ours[method]["nDCG@10"]
         numbers = {"mteb": round(mteb, 5), "evaluate": round(own, 5), "difference": round(abs(mteb - own), 5)}
         rows.append({"set": name, "what": what, **numbers})

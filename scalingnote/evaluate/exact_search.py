@@ -8,7 +8,7 @@ joined. Only the results pass through the caller: queries times k, whatever the 
 does not depend on the order of tasks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -335,19 +335,14 @@ def _score_group(
     for part in pool.read(group, columns):
         documents = {name: one.documents(part) for name, one in scores.items()}
         for number, table in enumerate(pairs):
-            for rows, place, asked in _pairs_of_part(part, table.read(["query", "doc_id"]), queries):
-                values = {name: one.pairs(documents[name], asked, place) for name, one in scores.items()}
-                columns_of = {"table": np.full(len(rows), number), "pair": rows, **values}
-                found.append(pa.table(columns_of).cast(found[0].schema))
+            own = table.read(["query", "doc_id"])
+            place, present = places(own["doc_id"], part)
+            for start in range(0, len(present), _PAIRS_PER_BLOCK):
+                rows = present[start : start + _PAIRS_PER_BLOCK]
+                asked = pc.index_in(own["query"].take(pa.array(rows)), value_set=queries).to_numpy()
+                values = {
+                    name: one.pairs(documents[name], asked, place[rows]) for name, one in scores.items()
+                }
+                block = pa.table({"table": np.full(len(rows), number), "pair": rows, **values})
+                found.append(block.cast(found[0].schema))
     return pa.concat_tables(found)
-
-
-def _pairs_of_part(
-    part: PoolPart, pairs: pa.Table, queries: pa.Array
-) -> Iterator[tuple[Int[ndarray, " pairs"], Int[ndarray, " pairs"], Int[ndarray, " pairs"]]]:
-    """Pairs whose document is in a part, in blocks: their rows, the documents' places, the query numbers."""
-    place, present = places(pairs["doc_id"], part)
-    for start in range(0, len(present), _PAIRS_PER_BLOCK):
-        rows = present[start : start + _PAIRS_PER_BLOCK]
-        asked = pc.index_in(pairs["query"].take(pa.array(rows)), value_set=queries)
-        yield rows, place[rows], asked.to_numpy()

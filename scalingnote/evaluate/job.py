@@ -226,9 +226,10 @@ def _user_file_sections(
         for name, run in runs.items():
             trec.write_run(draft.path(f"reranked/{name}.trec"), run, tag=f"{name}-reranked")
     if files.answers:
-        recall_at, dataset = methods.config.recall_at, methods.parents["dataset"]
-        asked = partial(relaxed_recall, answers=files.answers, recall_at=recall_at, each=methods.each)
-        sections["relaxed"] = asked(dataset, rankings)
+        dataset, recall_at = methods.parents["dataset"], methods.config.recall_at
+        sections["relaxed"] = relaxed_recall(
+            dataset, rankings, answers=files.answers, recall_at=recall_at, each=methods.each
+        )
     return sections
 
 

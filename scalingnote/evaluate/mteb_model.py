@@ -11,6 +11,7 @@ A tower is an encoder (EncoderProtocol, model type "router"), whose documents mt
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Float
 from numpy import ndarray
+from safetensors import safe_open
 
 from scalingnote.datasets.config import Beir
 from scalingnote.datasets.file_formats import read_beir
@@ -33,6 +35,7 @@ from scalingnote.storage import arrow
 
 log = get_logger("evaluate")
 QUERIES_PER_BLOCK = 256
+_LANGUAGES = {"en": "eng-Latn", "de": "deu-Latn", "fr": "fra-Latn", "es": "spa-Latn", "zh": "zho-Hans"}
 _ABOUT = {  # what is true of every model of ours
     "loader": None,
     "similarity_fn_name": "cosine",
@@ -92,7 +95,8 @@ class MtebModel:
             encoder = Encoder.load(Path(document))
         folders = [folder] if document is None else [folder, Path(document)]
         name = name or f"scalingnote/{folder.resolve().name}"
-        facts = model_facts(folder, encoder, active=0 if tower.form == "lookup" else None)
+        sides = [*folder.glob("query_*")] if document is None else [folder]
+        facts = model_facts(folder, encoder, query=sides, active=0 if tower.form == "lookup" else None)
         return cls(tower, encoder, name=name, revision=_checksum(folders), facts=facts)
 
     def encode(
@@ -265,15 +269,26 @@ def beir_task(folder: str | Path, *, name: str = "", languages: Sequence[str] = 
 
 
 def evaluate(
-    model: MtebModel | MtebSearch, tasks: Iterable[Any], *, to: str | Path
+    model: MtebModel | MtebSearch, tasks: Iterable[Any], *, to: str | Path, resume: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Evaluate a model by mteb, which writes its results below `to`; returns task -> measure -> value."""
+    """Evaluate a model by mteb, which writes its results files.
+
+    Args:
+        model: of ours.
+        tasks: of mteb, or of :func:`beir_task`.
+        to: folder of the results files.
+        resume: take results that are there already, of the same files of model and data.
+
+    Returns:
+        Task -> measure -> value.
+    """
     import mteb
 
-    cache = mteb.ResultCache(Path(to))
-    done = mteb.evaluate(
-        model, list(tasks), cache=cache, overwrite_strategy="always", show_progress_bar=False
-    )
+    known: Any = {
+        "cache": mteb.ResultCache(Path(to)),
+        "overwrite_strategy": "only-missing" if resume else "always",
+    }
+    done = mteb.evaluate(model, list(tasks), **known, show_progress_bar=False)
     return {
         result.task_name: {
             measure: value
@@ -290,29 +305,52 @@ def _meta(about: Mapping[str, Any], *, kind: str) -> Any:
     return ModelMeta(**_ABOUT, **about, model_type=[kind])
 
 
-def model_facts(folder: Path, document: Encoder, *, active: int | None = None) -> dict[str, Any]:
-    """What a folder says of its model: card, sizes, prompts; a table has no active parameters (`active`)."""
+def model_facts(
+    folder: Path, document: Encoder, *, query: Sequence[Path] = (), active: int | None = None
+) -> dict[str, Any]:
+    """What a model's folder says of it, as fields of mteb's ModelMeta: card, sizes, prompts.
+
+    Args:
+        folder: with the model's card.
+        document: the document tower.
+        query: folders of the query side.
+        active: parameters that a query passes, if that is not all of them; 0 of a table.
+    """
     from huggingface_hub.repocard import metadata_load
 
     card = folder / "README.md"
     stated: Mapping[str, Any] = (metadata_load(card) or {}) if card.exists() else {}
     base = stated.get("base_model")
-    weights = [*folder.rglob("*.safetensors"), *folder.rglob("*.npy")]
-    backbone: Any = document.tower.backbone
+    files = {
+        path for each in (folder, *query) for path in (*each.rglob("*.safetensors"), *each.rglob("*.npy"))
+    }
+    table = sum(_numbers(path) for path in files if any(path.is_relative_to(each) for each in query))
     parameters = sum(parameter.numel() for parameter in document.tower.parameters())
+    backbone: Any = document.tower.backbone
+    embeddings = backbone.get_input_embeddings().weight.numel()
+    stated_languages = stated.get("language") or []
+    languages = [stated_languages] if isinstance(stated_languages, str) else stated_languages
     prompts = [published_model.role_prompt(folder, role) for role in ("query", "document")]
     return {
-        "n_parameters": parameters,
-        "n_embedding_parameters": backbone.get_input_embeddings().weight.numel(),
+        "n_parameters": parameters + table,
+        "n_embedding_parameters": embeddings + (table if active == 0 else 0),
         "n_active_parameters_override": active,
-        "memory_usage_mb": round(sum(path.stat().st_size for path in weights) / 2**20, 1),
+        "memory_usage_mb": round(sum(path.stat().st_size for path in files) / 2**20, 1),
         "max_tokens": document.tower.config.max_length,
-        "languages": None,
+        "languages": [_LANGUAGES[name] for name in languages if name in _LANGUAGES] or None,
         "license": stated.get("license"),
         "framework": ["Sentence Transformers", "PyTorch", "NumPy"],
         "use_instructions": any(prompts),
         "adapted_from": base[0] if isinstance(base, list) else base,
     }
+
+
+def _numbers(path: Path) -> int:
+    """The numbers in a file of weights, of which only the head is read."""
+    if path.suffix == ".npy":
+        return int(np.load(path, mmap_mode="r").size)
+    with safe_open(path, "np") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
 
 
 def _checksum(folders: Sequence[Path], patterns: Sequence[str] = ("*.json", "*.safetensors", "*.npy")) -> str:

@@ -15,7 +15,7 @@ from scalingnote.evaluate.report import (
     Ancestor,
     Report,
     comparison_table,
-    documents_column,
+    main_table,
     measures_of,
     merge_reports,
     notes,
@@ -277,19 +277,11 @@ def _quality_and_cost(report: Report, *, measure: str) -> list[str]:
 
 
 def _methods_table(report: Report) -> str:
-    methods: dict[str, dict[str, float]] = report["methods"]
-    names = measures_of(methods)
-    best = {name: max(row[name] for row in methods.values()) for name in names}
-    documents = documents_column(report)
-    rows = []
-    for method, row in methods.items():
-        cells = {name: f"{row[name]:.3f}{significance_mark(report, method, name)}" for name in names}
-        marked = (
-            Markup(f'<span class="good">{cell}</span>') if row[name] == best[name] else cell
-            for name, cell in cells.items()
-        )
-        rows.append([method, *([documents[method]] if documents else []), *marked])
-    return reports.html(["method", *(["documents"] if documents else []), *names], rows)
+    def shown(cell: str) -> str:
+        return Markup(f'<span class="good">{cell[1:]}</span>') if cell.startswith("*") else cell
+
+    head, rows = main_table(report, list(report["methods"]), best="*{}".format)
+    return reports.html(head, [[name, *map(shown, cells)] for name, *cells in rows])
 
 
 def _recall_bars(methods: Mapping[str, Mapping[str, float]]) -> str:

@@ -20,7 +20,7 @@ An undefined number is null. Only dataset, methods, index, seconds and environme
 `sample` and no recall of the index where exact search covered some of the documents.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,26 @@ def stage_table(report: Report) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
+def main_table(
+    report: Report, methods: Sequence[str], *, best: Callable[[str], str]
+) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the main table; `best` marks the best value of a column, as text with its mark."""
+    rows: dict[str, dict[str, float]] = report["methods"]
+    names, documents = measures_of(rows), documents_column(report)
+    highest = {name: max(row[name] for row in rows.values() if name in row) for name in names}
+
+    def cell(method: str, name: str) -> str:
+        if (value := rows[method].get(name)) is None:
+            return "–"
+        mark = significance_mark(report, method, name)
+        return best(f"{value:.3f}") + mark if value == highest[name] else f"{value:.3f}{mark}"
+
+    head = ["method", *(["documents"] if documents else []), *names]
+    return head, [
+        [m, *([documents[m]] if documents else []), *(cell(m, name) for name in names)] for m in methods
+    ]
+
+
 def comparison_table(merged: Report) -> str:
     """A Markdown table with a line per method, and one with a line per index.
 
@@ -67,19 +87,9 @@ def comparison_table(merged: Report) -> str:
         merged: one report or several, as :func:`merge_reports` returns them.
     """
     methods: dict[str, dict[str, float]] = merged["methods"]
-    names = measures_of(methods)
-    best = {name: max(row[name] for row in methods.values() if name in row) for name in names}
-    documents = documents_column(merged)
-
-    def cell(method: str, name: str) -> str:
-        value = methods[method].get(name)
-        if value is None:
-            return "–"
-        text = f"**{value:.3f}**" if value == best[name] else f"{value:.3f}"
-        return text + significance_mark(merged, method, name)
-
     # Best first by the last measure, nDCG, which considers both grades and ranks.
-    order = sorted(methods, key=lambda method: (-methods[method].get(names[-1], 0.0), method))
+    last = measures_of(methods)[-1]
+    order = sorted(methods, key=lambda method: (-methods[method].get(last, 0.0), method))
     indexes = [
         [
             method,
@@ -92,10 +102,7 @@ def comparison_table(merged: Report) -> str:
     lines = [
         f"{merged['dataset']}: {merged['num_documents']:,} documents, {merged['num_queries']:,} queries",
         "",
-        reports.markdown(
-            ["method", *(["documents"] if documents else []), *names],
-            [[m, *([documents[m]] if documents else []), *(cell(m, name) for name in names)] for m in order],
-        ),
+        reports.markdown(*main_table(merged, order, best="**{}**".format)),
         "",
         reports.markdown(["index of", "recall@10", "recall@100", "bytes per vector", "pipeline"], indexes),
     ]
