@@ -275,8 +275,7 @@ def train_rank(
         validate_with: makes the function that measures.
 
     Returns:
-        None, or an error that occurred on all ranks and would occur again. It is not raised, or Ray would
-        restart the group.
+        None, or an error of all ranks that would occur again; raised, it would make Ray restart the group.
     """
     device = device_of(schedule)
     first = ray.train.get_context().get_world_rank() == 0
