@@ -5,7 +5,9 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,27 +151,47 @@ def launch(
     Raises:
         TrainingError: the restarts did not help, or a rank had too little memory.
     """
-    fatal = fs.join(settings["work"], FATAL)
-    fs.delete(fatal)  # of an earlier call, whose cause may be mended
-    resources, max_failures = schedule.resources, schedule.max_failures
+    fs.delete(fs.join(settings["work"], FATAL))  # of an earlier call, whose cause may be mended
+    resources = schedule.resources
     least = resources.min_workers or resources.workers
     cluster.check_resources(resources.model_copy(update={"workers": least}), knob=f"{room}.resources")
+    private = resources.workers and cluster.is_private()
+    with tempfile.TemporaryDirectory() if private else nullcontext() as folder:
+        trainer = _trainer(partial(_noted, worker=worker), settings, schedule, folder)
+        try:
+            with cluster.kept_interrupt_handler():
+                result = trainer.fit()
+        except TrainingFailedError as error:
+            raise _cause(error, settings, schedule.max_failures) from error
+    failure: dict[str, str] | None = result.return_value  # type: ignore[attr-defined]
+    if failure:
+        raise getattr(errors, failure["kind"])(failure["text"])
+
+
+def _trainer(
+    worker: Callable[[Settings], dict[str, str] | None],
+    settings: Settings,
+    schedule: Schedule,
+    folder: str | None,
+) -> Any:
+    """A TorchTrainer; ranks of a private cluster meet at a file in `folder`."""
+    resources = schedule.resources
+    least = resources.min_workers or resources.workers
     filesystem, path = fs.resolve(fs.join(settings["work"], "ray"))
     on_cpu = resources.gpus_per_worker == 0
     # DeepSpeed chooses its accelerator while it is imported.
     variables = {"DS_ACCELERATOR": "cpu"} if isinstance(schedule.strategy, DeepSpeed) and on_cpu else {}
     if not resources.workers:
         os.environ.update(variables)
-    rendezvous = tempfile.TemporaryDirectory() if resources.workers and cluster.is_private() else None
     # As a dictionary: Ray's stubs are those of Ray Train before 2.43, which knows no elastic groups.
     group: dict[str, Any] = {
         "num_workers": resources.workers if least == resources.workers else (least, resources.workers),
         "elastic_resize_monitor_interval_s": RESIZE_INTERVAL_S,
     }
-    trainer = TorchTrainer(
+    return TorchTrainer(
         worker,  # type: ignore[arg-type]
         train_loop_config=settings,
-        torch_config=OneMachine(folder=rendezvous.name) if rendezvous else None,
+        torch_config=OneMachine(folder=folder) if folder else None,
         scaling_config=ScalingConfig(
             use_gpu=not on_cpu,
             resources_per_worker={"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker},
@@ -178,26 +200,43 @@ def launch(
         run_config=RunConfig(  # type: ignore[call-arg]  # its stubs are those of Ray Train before 2.43
             storage_path=path,
             storage_filesystem=filesystem,
-            failure_config=FailureConfig(max_failures=max_failures),
+            failure_config=FailureConfig(max_failures=schedule.max_failures),
             worker_runtime_env={"env_vars": variables} if variables else {},
         ),
     )
+
+
+def _noted(
+    settings: Settings, *, worker: Callable[[Settings], dict[str, str] | None]
+) -> dict[str, str] | None:
+    """Run a rank, unless one of a group before it had too little memory.
+
+    The other ranks wait for such a rank, so it must die; the restarted group finds its note and ends.
+    """
+    note = fs.join(settings["work"], FATAL)
+    if fs.exists(note):
+        return dict(json.loads(fs.read_bytes(note)))
     try:
-        with cluster.kept_interrupt_handler():
-            result = trainer.fit()
-    except TrainingFailedError as error:
-        for cause in getattr(error, "worker_failures", {}).values():
-            if isinstance(cause, ScalingNoteError):
-                raise cause from None
-        if fs.exists(fatal):
-            raise TrainingError(json.loads(fs.read_bytes(fatal))["text"]) from error
-        raise TrainingError(f"training failed after {max_failures} restarts: {error}") from error
-    finally:
-        if rendezvous:
-            rendezvous.cleanup()
-    failure: dict[str, str] | None = result.return_value  # type: ignore[attr-defined]
-    if failure:
-        raise getattr(errors, failure["kind"])(failure["text"])
+        return worker(settings)
+    except (torch.OutOfMemoryError, MemoryError) as failure:
+        error = TrainingError(
+            "a rank has too little memory, and would have after a restart: lower global_batch, set "
+            "memory.grad_cache or memory.gradient_checkpointing, or use more workers with "
+            f"strategy.kind=fsdp2 ({failure})"
+        )
+        fs.write_bytes(note, json.dumps(_plain_error(error)).encode())
+        raise
+
+
+def _cause(error: TrainingFailedError, settings: Settings, restarts: int) -> ScalingNoteError:
+    """What a user is told when Ray has given up: an error of ours if one is known."""
+    for cause in getattr(error, "worker_failures", {}).values():
+        if isinstance(cause, ScalingNoteError):
+            return cause
+    note = fs.join(settings["work"], FATAL)
+    if fs.exists(note):
+        return TrainingError(json.loads(fs.read_bytes(note))["text"])
+    return TrainingError(f"training failed after {restarts} restarts: {error}")
 
 
 def start_rank(config: type[S], settings: Settings, *, room: str) -> tuple[S, int, int]:
@@ -236,12 +275,8 @@ def train_rank(
         validate_with: makes the function that measures.
 
     Returns:
-        None, or an error that occurred on all ranks and would occur again. It is not raised, or Ray would
-        restart the group.
+        None, or an error of all ranks that would occur again; raised, it would make Ray restart the group.
     """
-    fatal = fs.join(settings["work"], FATAL)
-    if fs.exists(fatal):
-        return dict(json.loads(fs.read_bytes(fatal)))
     device = device_of(schedule)
     first = ray.train.get_context().get_world_rank() == 0
     trackers, error = _trackers(schedule, settings["output"]) if first else ([], None)
@@ -263,10 +298,6 @@ def train_rank(
         )
     except (ConfigError, TrainingError) as failure:
         return _plain_error(failure)
-    except (torch.OutOfMemoryError, MemoryError) as failure:
-        # The other ranks wait for this one, so it must die; the restarted group finds the note and ends.
-        fs.write_bytes(fatal, json.dumps(_plain_error(_out_of_memory(failure, device))).encode())
-        raise
     finally:
         for tracker in trackers:
             tracker.close()
@@ -306,14 +337,6 @@ def _trackers(schedule: Schedule, output: str) -> tuple[list[Tracker], ConfigErr
 def device_of(schedule: Schedule) -> torch.device:
     """The device of this rank."""
     return get_device() if schedule.resources.workers else torch.device("cpu")
-
-
-def _out_of_memory(failure: BaseException, device: torch.device) -> TrainingError:
-    return TrainingError(
-        f"a rank has too little memory on {device}, and would have after a restart: lower global_batch, set "
-        "memory.grad_cache or memory.gradient_checkpointing, or use more workers with strategy.kind=fsdp2 "
-        f"({failure})"
-    )
 
 
 def _plain_error(error: ScalingNoteError) -> dict[str, str]:

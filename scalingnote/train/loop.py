@@ -85,8 +85,8 @@ def fit(
 ) -> TrainingHistory:
     """Train `engine` from its newest checkpoint to `steps`; afterwards it holds the weights to keep.
 
-    Every rank calls it. Dropout is seeded by (seed, step, rank), so a resumed run draws the same numbers as
-    an uninterrupted one.
+    Every rank calls it, and gets the loss curve and the validation metrics. Dropout is seeded by (seed, step,
+    rank), so a resumed run draws the same numbers as an uninterrupted one.
 
     Args:
         engine: the module, its optimizer and its spread over ranks.
@@ -100,9 +100,6 @@ def fit(
         validate: measures; gives the same numbers on all ranks.
         notice: whether this machine will soon be taken away; polled by all ranks together every few seconds.
             True causes a checkpoint.
-
-    Returns:
-        The loss curve and the validation metrics.
 
     Raises:
         TrainingError: on every rank, when the loss or the gradient of one is not finite.

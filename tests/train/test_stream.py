@@ -31,11 +31,11 @@ from scalingnote.train.config import (
     TrainConfig,
     Validation,
 )
-from scalingnote.train.data import MappedShares, Order, Rows, Store
+from scalingnote.train.data import MappedShares, Order, Rows, Store, StoredFile
 from scalingnote.train.engine import build
 from scalingnote.train.loop import fit
 from scalingnote.train.objective import StageOne
-from scalingnote.train.prepare import prepare
+from scalingnote.train.prepare import MeanRow, PreparedStore, prepare
 from scalingnote.train.stream import Layout, StreamedShares, read_pool, write_stream
 from scalingnote.train.validation_sample import draw_sample, drawn_documents
 
@@ -252,6 +252,35 @@ def test_a_streamed_run_needs_no_validation(parents, tmp_path: Path, monkeypatch
     changes = {"data": DataAccess(stream="always"), "epochs": 0.2, "validation": None}
     config = CONFIG.model_copy(update=changes | {"resources": Ranks(workers=0)})
     assert job.run(config, **parents, output=str(tmp_path / "run")).counts["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("store", "gb", "mode", "window", "streamed"),
+    [
+        ("s3://bucket/store", 40, "auto", 1, True),
+        ("s3://bucket/store", 20, "auto", 1, False),
+        ("s3://bucket/store", 40, "auto", 8, False),  # sorted by length: a stream cannot
+        ("s3://bucket/store", 40, "never", 1, False),
+        ("/shared/disk/store", 40, "auto", 1, False),
+        ("/shared/disk/store", 1, "always", 1, True),
+    ],
+)
+def test_a_stream_is_written_where_every_node_would_copy_much(
+    store: str, gb: int, mode: str, window: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    totals = {"query_tokens": 100, "document_tokens": 2000, "bytes": 1}
+    monkeypatch.setattr(job, "write_stream", lambda *_, **__: totals)
+    monkeypatch.setattr(Store, "files", staticmethod(lambda *_: [StoredFile("a", 1, gb * 10**9 // 2)]))
+    config = CONFIG.model_copy(
+        update={
+            "data": DataAccess(stream=mode),
+            "batching": Batching(length_window=window),
+            "validation": None,
+        }
+    )
+    prepared = PreparedStore(store, {}, {"click/one": 5 * BATCH}, 10, 3)
+    found = job._stream(config, prepared, 2)
+    assert found == (MeanRow(100 / 24, 2000 / 24, 3) if streamed else None)
 
 
 def trained(store: str, checkpoints: str, until: int) -> list[dict]:

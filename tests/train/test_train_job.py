@@ -159,7 +159,7 @@ def test_a_rank_without_memory_is_not_tried_again(
     output = str(tmp_path / "run" / "train" / "mark")
     settings = {"output": output, "work": f"{output}/_work", "steps": 3}
     for expected in ([0], [0, 0]):  # the next call of a user tries again, once
-        with pytest.raises(TrainingError, match=r"too little memory on cpu.*CUDA out of memory"):
+        with pytest.raises(TrainingError, match=r"too little memory.*CUDA out of memory"):
             job.launch(worker, settings, schedule=schedule, room="train")
         assert tries == expected
 
