@@ -9,9 +9,11 @@ Reading needs no torch. The embeddings of the golden queries are compared with t
 written and whenever it is loaded: 8-bit products differ between CPUs, and a wrong graph raises no error.
 """
 
+import ctypes
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +31,8 @@ MIN_COSINE = 0.999  # of a graph's embedding and the tower's own, for every gold
 _GOLDEN_SINGLE = 16  # golden queries that are encoded one by one
 _GOLDEN_AT_LOAD = 64  # golden queries that are encoded when a graph is loaded
 _MAX_BATCH_TOKENS = 1024
+_HUGE_PAGE = 1 << 21  # bytes
+_MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # of Linux; the second since 6.1
 
 
 class OnnxTower:
@@ -119,7 +123,39 @@ def _session(path: Path, threads: int | None) -> Any:
     # Threads that spin while they wait for the next operator take the cores from other replicas.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 3
-    return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    before = _memory_ranges()
+    session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    _use_huge_pages(before)
+    return session
+
+
+def _memory_ranges() -> dict[int, int]:
+    """Return start and end of the process's own writable memory; empty where Linux does not tell."""
+    ranges = {}
+    with suppress(OSError), open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
+        for place, access, _, _, _, *name in map(str.split, lines):
+            if access == "rw-p" and name in ([], ["[heap]"]):
+                start, end = place.split("-")
+                ranges[int(start, 16)] = int(end, 16)
+    return ranges
+
+
+def _use_huge_pages(before: dict[int, int]) -> None:
+    """Ask Linux to back memory that was added since `before` by huge pages, at once; elsewhere do nothing.
+
+    A query reads all weights once. From pages of 4 KB, 28 MB of them are 7,000 misses of the address cache: a
+    query of 13 tokens took 5.0 ms of a core, from pages of 2 MB 4.4 (4 layers of 768, AVX-512 VNNI).
+    """
+    advise = getattr(ctypes.CDLL(None), "madvise", None)
+    if advise is None:
+        return
+    for start, end in _memory_ranges().items():
+        # The end of a range that has grown, or a new range, in whole huge pages.
+        first = -(-before.get(start, start) // _HUGE_PAGE) * _HUGE_PAGE
+        size = end // _HUGE_PAGE * _HUGE_PAGE - first
+        if size > 0:
+            for advice in (_MADV_HUGEPAGE, _MADV_COLLAPSE):  # an error leaves the pages as they are
+                advise(ctypes.c_void_p(first), ctypes.c_size_t(size), advice)
 
 
 def _padded(rows: Sequence[Row], pad: int) -> tuple[Int[ndarray, "rows tokens"], Int[ndarray, "rows tokens"]]:

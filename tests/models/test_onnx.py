@@ -1,5 +1,6 @@
 """Graphs give the embeddings of the towers they were traced from, or are refused."""
 
+import ctypes
 import json
 import sys
 from pathlib import Path
@@ -143,3 +144,25 @@ def test_what_lies_beside_a_graph_reads_without_torch(graph: Path):
     facts = json.loads((graph / "onnx.json").read_text())
     assert set(facts) == {"dim", "max_length", "causal", "pad", "end", "first"}
     assert json.loads((graph / "golden.json").read_text()) == QUERIES
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux tells a process its memory there")
+def test_memory_that_was_added_is_asked_to_be_of_huge_pages(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, int, int]] = []
+
+    class Library:
+        @staticmethod
+        def madvise(start: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> int:
+            asked.append((start.value or 0, size.value, advice))
+            return -1  # refused: nothing is raised
+
+    monkeypatch.setattr(onnx.ctypes, "CDLL", lambda name: Library)
+    before = onnx._memory_ranges()
+    added = np.ones(1 << 25, np.uint8)  # beyond any threshold of the allocator, so a range of its own
+    onnx._use_huge_pages(before)
+    page = onnx._HUGE_PAGE
+    assert {advice for *_, advice in asked} == {14, 25}
+    assert all(start % page == size % page == 0 for start, size, _ in asked)
+    covered = [size for start, size, _ in asked if start <= added.ctypes.data + page < start + size]
+    assert covered
+    assert max(covered) >= added.nbytes - 2 * page
