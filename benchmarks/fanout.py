@@ -58,7 +58,7 @@ class Searchers:
         rows = [
             {name: f"{each} " * (40 if name == "snippet" else 3) for name in DOCUMENTS.names} for each in ids
         ]
-        scores, shards = np.float32(ids * 7919 % 1000), np.full(K, group)
+        scores, shards = (ids * 7919 % 1000).astype(np.float32), np.full(K, group)
         return packed(
             [Found([Candidates(ids, shards, scores, None, rows, searched=1, version="v")]) for _ in queries]
         )
@@ -132,7 +132,7 @@ class _Parts:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a measurement, default: %(default)s")
+    parser.add_argument("--queries", type=int, default=4000, help="of a measurement, default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--crowd", type=int, default=64, help="queries at once under load")
     options = parser.parse_args()
@@ -140,7 +140,7 @@ def main() -> None:
     cluster.connect()
     rows = []
     for groups in GROUPS:
-        found = [measure(seconds, groups, options.seconds, options.crowd) for _ in range(options.rounds)]
+        found = [measure(seconds, groups, options.queries, options.crowd) for _ in range(options.rounds)]
         rate, median, tail = (float(np.median(column)) for column in zip(*found, strict=True))
         rows.append(
             {
@@ -182,13 +182,13 @@ def scan_seconds() -> list[float]:
     return found
 
 
-def measure(seconds: list[float], groups: int, duration_s: float, size: int) -> tuple[float, float, float]:
+def measure(seconds: list[float], groups: int, queries: int, size: int) -> tuple[float, float, float]:
     """Queries of a second of the gateway's processor time; p50 and p99 in milliseconds, of two at a time."""
-    actor = {"num_cpus": 0, "max_concurrency": 1000}
-    searcher: Any = ray.remote(**actor)(Searchers)
-    aggregator: Any = ray.remote(**actor)(Aggregators)
-    searchers = searcher.remote(seconds)
-    aggregators = aggregator.remote(searchers, groups)
+    actor: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
+    searcher: Any = ray.remote(Searchers)
+    aggregator: Any = ray.remote(Aggregators)
+    searchers = searcher.options(**actor).remote(seconds)
+    aggregators = aggregator.options(**actor).remote(searchers, groups)
     ray.get([searchers.ping.remote(), aggregators.ping.remote()])
     targets: list[Any] = [_Remote(searchers, group) for group in range(groups)]
     shared: list[Any] = [
@@ -203,11 +203,11 @@ def measure(seconds: list[float], groups: int, duration_s: float, size: int) -> 
 
     async def measured() -> tuple[int, float, list[float]]:
         await versions.start()
-        await crowd(application, groups, size, 0.2 * duration_s)
+        await crowd(application, groups, size, queries // 4)
         started = time.process_time()
-        answered = len(await crowd(application, groups, size, duration_s))
+        answered = len(await crowd(application, groups, size, queries))
         spent = time.process_time() - started
-        return answered, spent, await crowd(application, groups, 2, duration_s)
+        return answered, spent, await crowd(application, groups, 2, queries // 10)
 
     answered, spent, few = asyncio.run(measured())
     for each in (searchers, aggregators):
@@ -215,13 +215,14 @@ def measure(seconds: list[float], groups: int, duration_s: float, size: int) -> 
     return answered / spent, 1000 * float(np.median(few)), 1000 * float(np.quantile(few, 0.99))
 
 
-async def crowd(application: FastAPI, groups: int, size: int, duration_s: float) -> list[float]:
-    """The latencies of `size` clients that ask again and again; every answer has every group."""
-    ends, found = time.perf_counter() + duration_s, []
+async def crowd(application: FastAPI, groups: int, size: int, queries: int) -> list[float]:
+    """The latencies of queries of `size` clients; every answer has every group."""
+    left, found = iter(range(queries)), []
     body = json.dumps({"query": "a question", "k": K}).encode()
 
     async def client() -> None:
-        while (started := time.perf_counter()) < ends:
+        for _ in left:
+            started = time.perf_counter()
             answer = await post(application, body)
             assert len(answer["results"]) == K
             assert answer["shards_answered"] == groups
