@@ -33,6 +33,8 @@ TIMING = 0.10  # of medians of several runs, beside the test that their ranges a
 RULES = (
     Rule(r"^(lost|duplicates$|doubled$|undocumented$|wrong)", "zero"),
     Rule(r"^open_doors", "zero"),
+    Rule(r"^hedge_p99_cut$", "higher", 0.15, relative=False),
+    Rule(r"^p99_\d+_slowdown$", "lower", SHORT),
     Rule(r"^requests_per_part", "lower", 0.5, relative=False),
     # Size and shape of the package: counts, the same on every machine.
     Rule(r"^import_cycles$", "zero"),

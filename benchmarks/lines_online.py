@@ -101,6 +101,16 @@ def serve(r: Report) -> Lines:
     )
 
 
+def fanout(r: Report) -> Lines:
+    rate = {row["groups"]: number(row["queries/s of a gateway's core"]) for row in r["table"]}
+    what = "queries/s of a gateway's core, {} groups of shards"
+    yield ratio(r, "qps_8_over_1", what.format(8), rate[8], f"one group {rate[1]}")
+    yield ratio(r, "qps_48_over_1", what.format("48"), rate[48], f"one group {rate[1]}", bar=0.5)
+    off, auto = (number(row["p99 ms"]) for row in r["hedging"])
+    what = "share of p99 that second calls save, one searcher of 16 is slow"
+    yield value(r, "hedge_p99_cut", what, "", f"p99 {auto} ms, without them {off} ms", bar=0.3)
+
+
 def serve_faults(r: Report) -> Lines:
     requests = sum(row["requests"] for row in r["table"])
     yield value(r, "lost", f"acknowledged writes lost while parts are killed, {requests:,} requests")

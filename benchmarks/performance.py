@@ -33,7 +33,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Query encoders": ("query_encoder", "front_door", "mteb_agreement"),
     "Index": ("index", "sparse_index"),
     "Live index": ("live_index",),
-    "Serving": ("serve", "serve_faults", "exposure"),
+    "Serving": ("serve", "fanout", "serve_faults", "exposure"),
     "Experiments": ("experiment",),
     "Scaling laws": ("ladder",),
     "Package": ("package",),

@@ -108,6 +108,7 @@ BENCHMARKS = (
         "--folder {scratch}/serve",
         15,
     ),
+    Benchmark("fanout", "--queries 2000 --rounds 1", 1.5, "", 3),
     Benchmark(
         "serve_faults",
         "--run {folder}/quickstart --swaps 4 --operations 1000 --kills 3",

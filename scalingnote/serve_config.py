@@ -49,11 +49,10 @@ class Rerank(Config):
 class FanOutConfig(Config):
     """How a query reaches the groups of shards."""
 
-    groups_per_aggregator: int | None = Field(
-        None,
+    groups_per_aggregator: int = Field(
+        16,
         ge=2,
-        description="groups that one aggregator searches for the gateway; None: above 16 groups the square "
-        "root of their number, else no aggregators",
+        description="groups that a gateway calls itself; with more, aggregators call up to so many each",
     )
     hedge_after: Literal["auto", "off"] | Annotated[float, Field(gt=0)] = Field(
         "auto",

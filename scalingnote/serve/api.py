@@ -187,7 +187,9 @@ def _add_administration(api: FastAPI, service: Service) -> None:
 
 
 def _add_openai(api: FastAPI, embeddings: Embeddings) -> None:
-    refused = {"4XX": {"model": forms.OpenAIRefusal}, "5XX": {"model": forms.OpenAIRefusal}}
+    refused: dict[int | str, dict[str, Any]] = {
+        status: {"model": forms.OpenAIRefusal} for status in ("4XX", "5XX")
+    }
 
     @post(api, "/v1/embeddings", response=forms.EmbeddingList, responses=refused)
     async def openai_embeddings(body: forms.EmbeddingRequest) -> Response:

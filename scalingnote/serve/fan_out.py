@@ -1,8 +1,8 @@
 """From a query to every group of shards and back: aggregators, shared calls, hedged calls, deadlines.
 
-    gateway ─► aggregators (above DIRECT_GROUPS groups) ─► searchers of the groups
+    gateway ─► aggregators (above 16 groups) ─► searchers of the groups
 
-A gateway that calls 48 groups for every query does little else. With aggregators it makes seven calls, and
+A gateway that calls 48 groups for every query does little else. With aggregators it makes three calls, and
 queries that wait for the same target share one call. A call that takes longer than nearly all others is made
 once more: Ray Serve gives it to the replica with the fewest calls, which is not the one that is stuck (Dean
 and Barroso, "The Tail at Scale", 2013). What has not answered in time is named by its groups.
@@ -29,8 +29,7 @@ from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 from scalingnote.serve_config import FanOutConfig, ServeConfig
 
-DIRECT_GROUPS = 16  # groups that a gateway calls itself
-MAX_CALLS = 4  # in flight to one target: further queries wait, and share the next call
+MAX_CALLS = 2  # in flight to one target: further queries wait, and share the next call
 MAX_QUERIES = 64  # of one call
 MEASURED_CALLS = 200  # latest calls of a target, whose 95th percentile counts
 MIN_MEASURED = 20  # calls of a target before its percentile counts
@@ -53,10 +52,9 @@ Answer = Found | Refused
 
 def sizes(groups: int, config: FanOutConfig) -> list[range]:
     """The groups of each aggregator, of nearly equal number; none where the gateway calls them itself."""
-    if groups <= DIRECT_GROUPS and config.groups_per_aggregator is None:
+    if groups <= config.groups_per_aggregator:
         return []
-    wanted = config.groups_per_aggregator or math.ceil(math.sqrt(groups))
-    aggregators = math.ceil(groups / wanted)
+    aggregators = math.ceil(groups / config.groups_per_aggregator)
     bounds = [groups * number // aggregators for number in range(aggregators + 1)]
     return [range(bounds[number], bounds[number + 1]) for number in range(aggregators)]
 

@@ -144,10 +144,10 @@ def _is_table_for_both(folder: Path) -> bool:
     """Whether a published folder is one lookup table for queries and documents."""
     if (folder / "tower.json").exists():
         return False
-    of_queries, of_documents = (published_model.read_modules(folder, role) for role in ("query", "document"))
-    return (
-        bool(of_documents) and of_queries == of_documents and of_documents[0].name in published_model.TABLES
-    )
+    modules = published_model.read_modules(folder, "document")
+    if not modules or modules != published_model.read_modules(folder, "query"):
+        return False
+    return modules[0].name in published_model.TABLES
 
 
 def folder_of(location: Location, role: Role) -> Path:

@@ -20,7 +20,7 @@ from scalingnote.ingest.job import DocumentFlow, IndexRows, index_rows
 from scalingnote.serve import messages
 from scalingnote.serve.access import conflict, invalid, unavailable
 from scalingnote.serve.concurrency import Handle, LocalHandle, RequestTimer, gather_in_time
-from scalingnote.serve.replicas import Location
+from scalingnote.serve.towers import Location
 from scalingnote.serve.versions import Versions
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import open_artifact

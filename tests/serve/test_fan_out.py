@@ -112,7 +112,7 @@ def best(found: Answer, k: int) -> list[tuple[int, float]]:
 def test_groups_are_shared_out_evenly_above_sixteen():
     assert [sizes(groups, FanOutConfig()) for groups in (1, 8, 16)] == [[], [], []]
     of_48 = sizes(48, FanOutConfig())
-    assert (len(of_48), {len(own) for own in of_48}) == (7, {6, 7})
+    assert [len(own) for own in of_48] == [16, 16, 16]
     assert [group for own in of_48 for group in own] == [*range(48)]
     assert [len(own) for own in sizes(17, FanOutConfig(groups_per_aggregator=4))] == [3, 3, 4, 3, 4]
 
@@ -166,7 +166,7 @@ def test_queries_that_wait_share_a_call():
     ]
     assert replica.calls[0] == 3
     assert sum(replica.calls) == 43
-    assert len(replica.calls) < 15
+    assert len(replica.calls) < 10
     assert replica.most == MAX_CALLS
 
 
