@@ -222,7 +222,8 @@ class IndexSearcher:
         """The content of the shards held here."""
         _, searcher = await self._require(version)
         facets = await asyncio.to_thread(searcher.facets, most=MAX_FACET_VALUES)
-        return VersionContent(searcher.layout, len(searcher.shards), searcher.fields, facets)
+        held = len(searcher.shards)
+        return VersionContent(searcher.layout, held, searcher.fields, facets, documents_apart=not self._live)
 
     async def load(self, version: Version) -> bool:
         """Open a version beside those held, and release those that the catalog no longer keeps.

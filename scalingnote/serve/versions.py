@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.index import versions as live_versions
-from scalingnote.index.shard import Layout
+from scalingnote.index.shard import DocumentStore, Layout
 from scalingnote.serve.access import conflict
 from scalingnote.serve.concurrency import Handle, broadcast
 from scalingnote.serve.telemetry import get_logger
@@ -163,6 +163,7 @@ class VersionContent:
     held: int  # number of its shards
     fields: pa.Schema  # that a search may filter by
     facets: Mapping[str, Mapping[str, int]]  # text field with few values -> value -> number of documents
+    documents_apart: bool = False  # searchers leave documents to the gateway, which has a store of them
 
     def joined(self, other: "VersionContent") -> "VersionContent":
         """The content of these shards and others together."""
@@ -186,6 +187,7 @@ class Versions:
         self._catalog, self._searchers = catalog, list(searchers)
         self._changing = asyncio.Lock()
         self._contents: dict[str, VersionContent] = {}
+        self._stores: dict[str, DocumentStore] = {}
 
     async def start(self) -> None:
         """Read which versions are served, and what they hold."""
@@ -202,6 +204,10 @@ class Versions:
     def content(self, name: str) -> VersionContent:
         """The content of an open version."""
         return self._contents[name]
+
+    def store(self, name: str) -> DocumentStore | None:
+        """The documents of an open version; None of a live index, whose searchers send them."""
+        return self._stores.get(name)
 
     def named(self, name: str) -> Version:
         """A kept version; SearchError when there is none of that name."""
@@ -226,14 +232,18 @@ class Versions:
         if served[0].name != self.active.name:
             async with self._changing:
                 await self._open(served[0])
-                self.served = served
+                self._serve(served)
 
     async def _change_to(self, version: Version) -> None:
         async with self._changing:
             await self._open(version)
-            self.served = await asyncio.to_thread(self._catalog.activate, version)
+            self._serve(await asyncio.to_thread(self._catalog.activate, version))
             await self._open(version)  # searchers of a live index open the current version only
             log.info("index version %s is active", version.name)
+
+    def _serve(self, served: tuple[Version, ...]) -> None:
+        self.served, names = served, {version.name for version in served}
+        self._stores = {name: store for name, store in self._stores.items() if name in names}
 
     async def _open(self, version: Version) -> None:
         async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -249,3 +259,6 @@ class Versions:
                 f"build it with index.shards={content.held}, or deploy the service with this index as its own"
             )
         self._contents[version.name] = content
+        if content.documents_apart and version.name not in self._stores:
+            index = await asyncio.to_thread(open_artifact, version.uri, kind="index")
+            self._stores[version.name] = await asyncio.to_thread(DocumentStore.open, index)
