@@ -93,10 +93,18 @@ class Catalog:
                 f"index {version.name} has embeddings of dim {version.dim}, the query tower of "
                 f"{before[0].dim}: not a pair"
             )
-        others = [each for each in self._activated() if each.name != version.name]
-        content = {"versions": [asdict(each) for each in (version, *others)[: self.kept]]}
+        content = {"versions": [asdict(each) for each in self._after(version)]}
         fs.write_bytes(fs.join(self.state, CATALOG_FILE), json.dumps(content, indent=1).encode())
         return self.read()
+
+    def needed_for(self, version: Version) -> set[str]:
+        """Names of the versions to hold while this one is opened: the served ones it will not displace."""
+        return {each.name for each in (self.read()[0], *self._after(version), *self.pinned)}
+
+    def _after(self, version: Version) -> tuple[Version, ...]:
+        """The versions that are kept once this one is active."""
+        others = (each for each in self._activated() if each.name != version.name)
+        return (version, *others)[: self.kept]
 
     def previous(self) -> Version:
         """The version to roll back to; SearchError when none is kept."""
