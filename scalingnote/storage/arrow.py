@@ -104,8 +104,8 @@ class StoredRows:
 def map_rows(path: Path) -> pa.Table:
     """An Arrow file, memory-mapped for reads of single rows.
 
-    Told so, the kernel reads the page that is missing; otherwise 32 around it, which takes three times as
-    long and fills the page cache with rows that nobody asked for.
+    Told so, the kernel reads the page that is missing; otherwise 32 around it, which takes ten times as long
+    from a busy disk and fills the page cache with rows that nobody asked for.
     """
     with path.open("rb") as stream:
         pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
