@@ -74,6 +74,9 @@ RULES = (
     ),
     # One side takes micro- or milliseconds: single runs of equal code were a third apart on a busy machine.
     Rule(r"^take_\w+_over_arrow$|^lookup_", "higher", SHORT),
+    Rule(r"^document_(warm|cold)_\w+_over_ours$", "higher", SHORT),
+    Rule(r"^(searcher_bytes_per_document_over_index|(swap_peak|two_replicas)_\w+_over_one)$", "lower", RATIO),
+    Rule(r"^hnsw_\d+_recall_gap$", "lower", 0.005, relative=False),
     # Costs over costs, where ours stand above the line; everywhere else X_over_Y is what is gained.
     Rule(r"^(us_per_query|shards4|peak_memory)\w*_over_", "lower", RATIO),
     Rule(r"driver_mb_largest_over_smallest|_memory_growth$|_slowdown$", "lower", RATIO),

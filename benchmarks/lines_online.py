@@ -52,6 +52,40 @@ def index(r: Report) -> Lines:
     yield ratio(r, "shards4_over_single_cpu", "a searcher that holds 4 shards", f"{mine} µs", beside, bar=1.4)
 
 
+def document_store(r: Report) -> Lines:
+    rows = {row["format"]: row for row in r["table"]}
+    others = ("read_ahead", "packed", "parquet", "lmdb", "lance")
+    for when, bar in (("warm", 0.8), ("cold", None)):
+        what = f"the documents of an answer of ten, mapped Arrow, {when}"
+        ours = f"{number(rows['ours'][f'{when} p50 us'])} us"
+        for name in (name for name in others if name in rows):
+            theirs = f"{name} {number(rows[name][f'{when} p50 us'])} us"
+            yield ratio(r, f"document_{when}_{name}_over_ours", what, ours, theirs, bar=bar)
+    beside = ", ".join(
+        f"{name} {number(row['bytes per document'])}" for name, row in rows.items() if name != "ours"
+    )
+    yield value(r, "document_bytes_per_document", "bytes of a document in the store", "", beside)
+
+
+def searcher_memory(r: Report) -> Lines:
+    last = r["searchers"][-1]
+    what = "a searcher's resident bytes per document over its index's own"
+    beside = f"{last['documents']:,} documents of {last['index bytes per document']} bytes"
+    yield value(r, "searcher_bytes_per_document_over_index", what, "", beside, bar=1.15)
+    what = "opening 10 million documents, all files checked"
+    beside = f"measured to {last['documents']:,}, in the page cache"
+    yield value(r, "open_seconds_10m", what, "s", beside, bar=5)
+    yield value(r, "open_seconds_cold_10m", "the same, read from the disk", "s")
+    what = "memory with a second version open over that with one"
+    yield value(r, "swap_peak_resident_over_one", what, "", "mapped pages counted", bar=1.3)
+    yield value(r, "swap_peak_unreclaimable_over_one", what, "", "what cannot be dropped", bar=1.3)
+    yield value(r, "two_replicas_resident_over_one", "memory of two replicas of a machine over one's", "")
+    for row in r["coarse"]:
+        what = f"nearest of {row['lists']:,} lists by a graph: recall lost"
+        beside = f"{row['hnsw us']} us, comparing all {row['flat us']}"
+        yield value(r, f"hnsw_{row['lists']}_recall_gap", what, "", beside, bar=0.01)
+
+
 def sparse_index(r: Report) -> Lines:
     for row in r["search"][-2:]:
         kind = row["impacts"]

@@ -31,7 +31,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Quantising": ("quantize",),
     "Fusing": ("fusion",),
     "Query encoders": ("query_encoder", "front_door", "mteb_agreement"),
-    "Index": ("index", "sparse_index"),
+    "Index": ("index", "sparse_index", "document_store", "searcher_memory"),
     "Live index": ("live_index",),
     "Serving": ("serve", "fanout", "serve_faults", "exposure"),
     "Experiments": ("experiment",),

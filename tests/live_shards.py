@@ -105,18 +105,6 @@ def index(
     draft = Draft(uri, kind="index", config=config, parents={})
     draft.write_bytes(layouts.COARSE, shared.coarse)
     refine = families.refine_of(family)
-    for number, documents in enumerate(shards):
-        opened = shard(shared, documents, number)
-        names = layouts.vector_files(number, family=family.kind, refine=refine)
-        for name, data in zip(names, ivf.dump_files(opened.lists), strict=True):
-            draft.write_bytes(name, data)
-        draft.write_table(layouts.documents_file(number), opened.documents)
-        if terms is not None:
-            columns = term_columns([terms[name] for name in documents])
-            lists = postings.build(columns["terms"], columns["impacts"], strongest=strongest)
-            own = layouts.term_files(number)
-            for name, data in postings.dump(lists).items():
-                draft.write_bytes(own[name], data)
     documents = sum(map(len, shards))
     layout = layouts.Layout(
         dim=DIM,
@@ -132,6 +120,20 @@ def index(
         sparse=terms is not None,
         background=0.05,
     )
+    for number, own in enumerate(shards):
+        columns = None if terms is None else term_columns([terms[name] for name in own])
+        written = layouts.write_shard(
+            draft.uri,
+            number,
+            layout=layout,
+            lists=shard(shared, own, number).lists,
+            documents=table(list(own)),
+            terms=postings.merged([])
+            if columns is None
+            else postings.build(columns["terms"], columns["impacts"], strongest=strongest),
+        )
+        for name, part in written.items():
+            draft.register(name, part)
     draft.write_json(layouts.LAYOUT, vars(layout))
     return draft.commit(counts={"documents": documents, "documents_not_embedded": 0})
 

@@ -242,7 +242,12 @@ def _trained(
     nlist = min(layout.nlist, max(1, len(sample) // families.POINTS_PER_CENTROID))
     try:
         found = families.train(
-            sample, config.family, nlist=nlist, iterations=config.iterations, seed=config.seed
+            sample,
+            config.family,
+            nlist=nlist,
+            iterations=config.iterations,
+            seed=config.seed,
+            kind=config.coarse,
         )
     except ConfigError as error:
         get_logger("index").warning("centroids and codebooks stay as they are: %s", error)

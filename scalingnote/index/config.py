@@ -8,6 +8,7 @@ from scalingnote.config import Config, Resources
 
 MAX_LISTS = 1 << 20
 Refine = Literal["none", "sq8", "flat"]
+Coarse = Literal["flat", "hnsw"]
 KEPT = (
     "vectors kept to score candidates anew: codes alone cap recall@10 at about 0.8 at any nprobe; 8-bit "
     "scalars (dim bytes per document) lift it to 0.98, floats (4*dim) make scores exact"
@@ -82,6 +83,11 @@ class IndexConfig(Config):
         ge=1,
         le=MAX_LISTS,
         description="inverted lists; None: 4*sqrt(documents), at least 39 training documents each",
+    )
+    coarse: Coarse | None = Field(
+        None,
+        description="how the nearest lists are found: all centroids are compared, or a graph of them; None: "
+        "hnsw from 16,384 lists on",
     )
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: tuned")
     refine_factor: int | None = Field(

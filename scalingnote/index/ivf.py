@@ -11,6 +11,7 @@ the lower row.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, no_type_check
 from weakref import WeakKeyDictionary
 
@@ -59,6 +60,20 @@ def load(coarse: Any, lists: bytes | None, kept: bytes | None) -> Lists:
         index.own_fields = False
         index.quantizer = coarse
     return Lists(index, None if kept is None else parse(kept), coarse)
+
+
+def read(coarse: Any, files: Sequence[Path], *, mapped: bool = False) -> Lists:
+    """A shard from local files of :func:`dump_files`; `mapped`: as views of the files, where faiss can."""
+    flags = faiss.IO_FLAG_MMAP_IFC if mapped else 0
+    index = kept = None
+    for stored in (faiss.read_index(str(file), flags) for file in files):
+        if isinstance(stored, faiss.IndexIVF):
+            index = stored
+            index.own_fields = False
+            index.quantizer = coarse
+        else:
+            kept = stored
+    return Lists(index, kept, coarse)
 
 
 def dump_files(lists: Lists) -> list[bytes]:

@@ -257,7 +257,12 @@ def _train(config: IndexConfig, nlist: int, folder: str, *matrices: Float[ndarra
     """Task: train on a sample given as several matrices, and store the quantizer."""
     use_threads(config.resources)
     quantizer = families.train(
-        np.concatenate(matrices), config.family, nlist=nlist, iterations=config.iterations, seed=config.seed
+        np.concatenate(matrices),
+        config.family,
+        nlist=nlist,
+        iterations=config.iterations,
+        seed=config.seed,
+        kind=config.coarse,
     )
     for name, data in families.dump_quantizer(quantizer).items():
         fs.write_bytes(fs.join(folder, name), data)

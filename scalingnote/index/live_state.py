@@ -31,7 +31,7 @@ from numpy import ndarray
 from scalingnote.errors import DataError, SearchError
 from scalingnote.index import families, ivf, postings, wal
 from scalingnote.index.postings import Postings
-from scalingnote.index.shard import DocIds, Shard
+from scalingnote.index.shard import Shard
 from scalingnote.storage import arrow
 from scalingnote.storage.arrow import StoredRows, take_rows, to_arrow, to_numpy
 from scalingnote.storage.schema import SPARSE
@@ -310,7 +310,7 @@ class LiveState:
 
     def __init__(self, base: Shard, quantizer: families.Quantizer, *, sequence: int = 0) -> None:
         """Start from `base`, which includes the writes up to `sequence`; shards share the quantizer."""
-        self._base_rows = DocIds(base.documents["doc_id"])
+        self._base_rows = base.doc_ids
         self._known = np.ones(
             len(base.documents), bool
         )  # rows of the base whose documents belong to this shard

@@ -21,6 +21,7 @@ from numpy import ndarray
 from scipy.sparse import csc_array, csr_array
 
 from scalingnote.errors import ArtifactError, DataError
+from scalingnote.storage.arrow import npy_bytes
 from scalingnote.storage.schema import SPARSE
 
 BLOCK = 1 << 16  # documents
@@ -240,12 +241,8 @@ def _bounds(lengths: Int64[ndarray, " lists"]) -> Int64[ndarray, " bounds"]:
 
 def dump(postings: Postings) -> dict[str, bytes]:
     """Contents of each of the FILES."""
-    dumped = {}
-    for name, field in zip(FILES, fields(postings), strict=True):
-        file = io.BytesIO()
-        np.save(file, getattr(postings, field.name), allow_pickle=False)
-        dumped[name] = file.getvalue()
-    return dumped
+    columns = zip(FILES, fields(postings), strict=True)
+    return {name: npy_bytes(getattr(postings, field.name)) for name, field in columns}
 
 
 def load(files: Mapping[str, Any], *, documents: int | None = None) -> Postings:

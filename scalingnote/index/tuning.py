@@ -329,7 +329,7 @@ def _measure_shard_hybrid(
     }
     score = partial(ivf.scores, lists.kept, queries)
     found = hybrid_candidates(rows, score, [postings.load(files)], terms, k=k)
-    doc_ids = read_table(fs.join(run.output, shard.documents_file(number)))["doc_id"]
+    doc_ids = read_table(fs.join(run.output, shard.columns_file(number)))["doc_id"]
     judged = pc.index_in(pa.array(run.judged, pa.string()), doc_ids).fill_null(-1).to_numpy()
     return replace(found, ids=_counted_from(first_row, found.ids)), _counted_from(first_row, judged)
 

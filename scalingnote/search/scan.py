@@ -51,7 +51,7 @@ class IndexView:
         documents: Sequence[pa.Table],
         postings: Sequence[Postings],
         shard_rows: Mapping[int, int],
-        lookup: Mapping[int, Callable[[int], Mapping[str, Any]]],
+        lookup: Mapping[int, Callable[[int], Mapping[str, Any]]] | None = None,
         cache_filters: bool = False,
     ) -> None:
         """Cut the rows by segments and shards.
@@ -60,14 +60,14 @@ class IndexView:
             layout: of the index.
             segments: inverted lists.
             alive: of each segment, the rows that still stand for a document; None: all.
-            documents: tables of the rows.
+            documents: tables of the rows, with the columns that a search may filter by.
             postings: term lists of the rows; empty where the index has no terms.
             shard_rows: number of rows of each shard, in order.
-            lookup: of each shard, the function from a row of the shard to its document.
+            lookup: of each shard of a live index, the function from a row of the shard to its document.
             cache_filters: keep the masks of recent filters.
         """
         self.layout, self.segments, self.alive = layout, segments, alive
-        self.documents, self.postings, self._lookup = documents, postings, lookup
+        self.documents, self.postings, self.lookup = documents, postings, lookup or {}
         self.starts = [*accumulate(map(len, segments), initial=0)]  # of the segments, and the number of rows
         self.shards = np.array([*shard_rows], np.int64)
         self.shard_starts = np.array([*accumulate(shard_rows.values(), initial=0)], np.int64)
@@ -117,8 +117,8 @@ class IndexView:
         return found
 
     def document(self, shard: int, row: int) -> Mapping[str, Any]:
-        """The document of a row of a shard."""
-        return self._lookup[shard](row)
+        """The document of a row of a shard of a live index."""
+        return self.lookup[shard](row)
 
 
 def search(

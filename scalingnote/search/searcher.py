@@ -25,7 +25,7 @@ from scalingnote.index import filters, ivf
 from scalingnote.index import shard as shards_of
 from scalingnote.index.live_index import LiveIndex
 from scalingnote.index.live_state import Snapshot
-from scalingnote.index.shard import DocIds, Layout, Shard
+from scalingnote.index.shard import DocumentStore, Layout, Shard
 from scalingnote.index.sparse import hybrid_candidates
 from scalingnote.models.sparse_query import SparseRows
 from scalingnote.search import scan
@@ -36,10 +36,11 @@ from scalingnote.search.scan import (
     require_vectors,
     unit_queries,
 )
-from scalingnote.storage.artifact import open_artifact
+from scalingnote.storage.artifact import Artifact, open_artifact
 
 DEFAULT_JOINING = Joining()
 _ROW_BITS = 40  # of a candidate's id; the bits above are the number of its shard
+_ROWS = (1 << _ROW_BITS) - 1
 
 
 class SearchHit(NamedTuple):
@@ -61,21 +62,22 @@ class SearchHit(NamedTuple):
 class Candidates:
     """Documents that some shards have for one query, in no particular order; or the best of them, ranked.
 
-    Documents travel with their candidates, because a live index may have changed by the time they are read.
-    `ids` order documents of equal scores in the same way wherever candidates are ranked.
+    Documents of a live index travel with their candidates, because it may have changed by the time they are
+    read; those of a built index are read by :func:`with_documents` once the candidates are ranked. `ids`
+    order documents of equal scores in the same way wherever candidates are ranked.
     """
 
     ids: Int[ndarray, " candidates"]
     shards: Int[ndarray, " candidates"]
     dense: Float[ndarray, " candidates"]
     sparse: Float[ndarray, " candidates"] | None  # None where the query has no terms
-    documents: Sequence[Mapping[str, Any]]
+    documents: Sequence[Mapping[str, Any]]  # empty: not read yet
     searched: int  # number of shards
     version: str = ""  # of the index, where it is served
     scores: Sequence[float] = ()  # of ranked candidates
 
     def __len__(self) -> int:
-        return len(self.documents)
+        return len(self.ids)
 
     def take(self, places: Sequence[int], scores: Sequence[float]) -> "Candidates":
         """The candidates at these places, with their scores."""
@@ -86,7 +88,7 @@ class Candidates:
             shards=self.shards[own],
             dense=self.dense[own],
             sparse=None if self.sparse is None else self.sparse[own],
-            documents=[self.documents[place] for place in places],
+            documents=[self.documents[place] for place in places] if self.documents else (),
             scores=scores,
         )
 
@@ -95,6 +97,14 @@ class Candidates:
         sparse = [None] * len(self) if self.sparse is None else self.sparse.tolist()
         columns = (self.scores, self.documents, self.shards.tolist(), self.dense.tolist(), sparse)
         return [SearchHit(*row) for row in zip(*columns, strict=True)]
+
+
+def with_documents(found: Candidates, store: DocumentStore) -> Candidates:
+    """Candidates of a built index with their documents, from the store of the same version."""
+    if found.documents:
+        return found
+    places = zip(found.shards.tolist(), (found.ids & _ROWS).tolist(), strict=True)
+    return replace(found, documents=[store.read(shard, row) for shard, row in places])
 
 
 def rank(answers: Sequence[Candidates], *, k: int, joining: Joining, layout: Layout) -> Candidates:
@@ -168,8 +178,13 @@ class Searcher:
         nprobe: int | None = None,
         threads: int = 1,
         mapped: bool = False,
+        index: Artifact | None = None,
     ) -> None:
-        """Take over shards: their vectors are merged in place, unless `mapped`."""
+        """Take over shards: their vectors are merged in place, unless `mapped`.
+
+        `index` has the documents that answers show; None: the shards themselves.
+        """
+        self._artifact, self._shards = index, {shard.number: shard for shard in shards}
         self.nprobe = checked_nprobe(layout.nprobe if nprobe is None else nprobe, layout.nlist)
         ordered = sorted(shards, key=lambda shard: shard.number)
         lists = [shard.lists for shard in ordered]
@@ -181,7 +196,6 @@ class Searcher:
             documents=[shard.documents for shard in ordered],
             postings=[shard.postings for shard in ordered if shard.postings is not None],
             shard_rows={shard.number: len(shard.documents) for shard in ordered},
-            lookup={shard.number: shard.stored.__getitem__ for shard in ordered},
             cache_filters=True,
         )
         # faiss would take every core of the machine for each call, however many replicas share it.
@@ -205,8 +219,8 @@ class Searcher:
             nprobe: inverted lists scanned by default; None: as tuned.
             threads: of faiss, for searches from the calling thread. Other threads follow OMP_NUM_THREADS,
                 which Ray sets for its workers.
-            mapped: leave the kept vectors in their files, for more documents than fit in memory; shards are
-                then scanned one after the other.
+            mapped: leave vectors in their files, which processes of a machine share; shards are then scanned
+                one after the other. See :func:`scalingnote.index.shard.open_shard`.
 
         Raises:
             ArtifactError: a file is missing or damaged.
@@ -222,9 +236,10 @@ class Searcher:
             )
         coarse = shards_of.open_coarse(index)
         opened = [
-            shards_of.open_shard(index, n, layout=layout, coarse=coarse, mapped=mapped) for n in numbers
+            shards_of.open_shard(index, n, layout=layout, coarse=coarse, mapped=mapped, columns_only=True)
+            for n in numbers
         ]
-        return cls(layout, opened, nprobe=nprobe, threads=threads, mapped=mapped)
+        return cls(layout, opened, nprobe=nprobe, threads=threads, mapped=mapped, index=index)
 
     def __len__(self) -> int:
         """Number of documents in the shards held."""
@@ -236,11 +251,7 @@ class Searcher:
 
     def get(self, doc_id: str) -> dict[str, Any] | None:
         """The document with this id; None where no shard held has it."""
-        row = self._row_of(doc_id)
-        if row is None:
-            return None
-        (shard,), (inside,) = (column[0].tolist() for column in self._view.place(np.array([[row]])))
-        return dict(self._view.document(shard, inside))
+        return self.store.get(doc_id)
 
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
         """Vector of a document, as exact as the index keeps it; None where no shard held has the document.
@@ -254,6 +265,13 @@ class Searcher:
         start, kept = next(piece for piece in reversed(self._view.kept) if piece[0] <= row)
         found: ndarray = ivf.vectors(kept, np.array([row - start]))[0]
         return found
+
+    @cached_property
+    def store(self) -> DocumentStore:
+        """The documents of the shards held; opened when the first answer is shown in this process."""
+        if self._artifact is None:
+            return DocumentStore({number: each.documents for number, each in self._shards.items()})
+        return DocumentStore.open(self._artifact, sorted(self._shards))
 
     @property
     def layout(self) -> Layout:
@@ -310,7 +328,8 @@ class Searcher:
         """
         layout = self.layout
         found = self.find(queries, terms, k=k, joining=joining, nprobe=nprobe, where=where)
-        return [rank([one], k=k, joining=joining, layout=layout).hits() for one in found]
+        best = (rank([one], k=k, joining=joining, layout=layout) for one in found)
+        return [(one if one.documents else with_documents(one, self.store)).hits() for one in best]
 
     def find(
         self,
@@ -364,14 +383,14 @@ class Searcher:
         dense: Float[ndarray, "queries k"],
         sparse: Float[ndarray, "queries k"] | None,
     ) -> list[Candidates]:
-        """Candidates of each query with their documents, without the trailing rows of -1."""
+        """Candidates of each query, of a live index with their documents; without trailing rows of -1."""
         shards, inside = view.place(rows)
         ids, dense = (shards << _ROW_BITS) + inside, dense.astype(np.float32, copy=False)
         answers = []
         for query, count in enumerate((rows >= 0).sum(axis=1).tolist()):
             own = query, slice(count)
             places = zip(shards[own].tolist(), inside[own].tolist(), strict=True)
-            documents = [view.document(shard, row) for shard, row in places]
+            documents = [view.document(shard, row) for shard, row in places] if view.lookup else ()
             terms = None if sparse is None else sparse[own]
             found = Candidates(
                 *(ids[own], shards[own], dense[own], terms, documents),
@@ -381,14 +400,9 @@ class Searcher:
             answers.append(found)
         return answers
 
-    @cached_property
-    def _doc_ids(self) -> list[DocIds]:
-        """Of each shard; built for the first document that is asked for by its id."""
-        return [DocIds(documents["doc_id"]) for documents in self._view.documents]
-
     def _row_of(self, doc_id: str) -> int | None:
-        for first, doc_ids in zip(self._view.shard_starts.tolist(), self._doc_ids, strict=False):
-            if (row := int(doc_ids.rows([doc_id])[0])) >= 0:
+        for first, number in zip(self._view.shard_starts.tolist(), self.shards, strict=False):
+            if (row := int(self._shards[number].doc_ids.rows([doc_id])[0])) >= 0:
                 return int(first + row)
         return None
 

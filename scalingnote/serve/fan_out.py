@@ -285,7 +285,7 @@ def merged(answers: Sequence[Candidates], *, k: int) -> Candidates:
         shards=np.concatenate([answer.shards for answer in answers])[places],
         dense=dense[places],
         sparse=None,
-        documents=[documents[place] for place in places],
+        documents=[documents[place] for place in places] if documents else (),
         searched=sum(answer.searched for answer in answers),
         version=answers[-1].version,
     )

@@ -203,6 +203,7 @@ class IndexSearcher:
         self._held = {version.name: self._open(version) for version in kept}
         # Versions are held until then whether the catalog lists them or not, in time.monotonic().
         self._held_until = dict.fromkeys(self._held, time.monotonic() + OPEN_TIMEOUT_S)
+        self._last_active = {served[0].name: time.monotonic()}
 
     async def search(self, query: Query) -> Candidates | Refused:
         """The best candidates of the shards held here; of a live index, of its current version."""
@@ -242,24 +243,27 @@ class IndexSearcher:
         """The content of the shards held here."""
         _, searcher = await self._require(version)
         facets = await asyncio.to_thread(searcher.facets, most=MAX_FACET_VALUES)
-        return VersionContent(searcher.layout, len(searcher.shards), searcher.fields, facets)
+        held = len(searcher.shards)
+        return VersionContent(searcher.layout, held, searcher.fields, facets, documents_apart=not self._live)
 
     async def load(self, version: Version) -> bool:
-        """Open a version beside those held, and release those that the catalog no longer keeps.
+        """Release versions that the catalog will not keep once this one is active, then open this one.
 
+        So a replica holds no more versions than the catalog keeps, unless one was active until seconds ago.
         Of a live index the current version is opened instead, if it is not held yet.
         """
         async with self._opening:
             served = await asyncio.to_thread(self._catalog.read)
-            if self._live:
-                version, kept = served[0], {served[0].name}
-            else:
-                kept = {each.name for each in served} | {version.name}
-            if version.name not in self._held:
-                opened = await asyncio.to_thread(self._open, version)
+            if isinstance(self._catalog, LiveCatalog):
+                version = served[0]
+                if version.name not in self._held:
+                    self._held = {version.name: await asyncio.to_thread(self._open, version)}
+            elif version.name not in self._held:
+                needed = await asyncio.to_thread(self._catalog.needed_for, version)
+                needed |= self._active_lately(served[0].name)
                 # Searches that run or wait have a reference to their searcher.
-                self._held = {name: held for name, held in self._held.items() if name in kept}
-                self._held[version.name] = opened
+                self._held = {name: held for name, held in self._held.items() if name in needed}
+                self._held[version.name] = await asyncio.to_thread(self._open, version)
             self._held_until[version.name] = time.monotonic() + OPEN_TIMEOUT_S
         return True
 
@@ -277,6 +281,7 @@ class IndexSearcher:
     async def release_old_versions(self) -> None:
         """Release versions that the catalog has not listed for some seconds, once the active one is open."""
         served = await asyncio.to_thread(self._catalog.read)
+        self._active_lately(served[0].name)
         listed, now = {version.name for version in served}, time.monotonic()
         if served[0].name in self._held:
             until = {
@@ -285,6 +290,13 @@ class IndexSearcher:
             }
             self._held_until = {name: end for name, end in until.items() if end > now}
             self._held = {name: self._held[name] for name in self._held_until}
+
+    def _active_lately(self, active: str) -> set[str]:
+        """Versions that a gateway may still ask for: the active one, and those active seconds ago."""
+        now = time.monotonic()
+        self._last_active[active] = now
+        self._last_active = {n: at for n, at in self._last_active.items() if now - at <= RELEASE_AFTER_S}
+        return set(self._last_active)
 
     async def ping(self, version: str) -> int:
         """The number of shards held of a version, or of another one while it is not open."""

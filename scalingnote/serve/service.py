@@ -24,13 +24,14 @@ from scalingnote.experiment.config import arm_of, unit_of
 from scalingnote.hybrid import Joining
 from scalingnote.index import filters
 from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
+from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank, with_documents
 from scalingnote.serve import messages
 from scalingnote.serve.access import invalid, not_found, unavailable
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
 from scalingnote.serve.embeddings import Embeddings
 from scalingnote.serve.fan_out import FanOut, hedged, sizes
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
+from scalingnote.serve.replicas import INLINE_MAX_DOCUMENTS
 from scalingnote.serve.telemetry import get_logger, secret
 from scalingnote.serve.towers import Refused
 from scalingnote.serve.versions import Versions
@@ -135,6 +136,7 @@ class Service:
         )
         timings_ms = {"encode": timer.step_ms()}
         found, missing = await self._search_shards(query, timer, joining)
+        found = await self._with_documents(found)
         timings_ms["search"] = timer.step_ms()
         if self._on_recall is not None and query.terms is None and random.random() < self._config.canary:
             self._start_canary(query, found)
@@ -175,7 +177,8 @@ class Service:
         vector = await _from_one(calls, request.doc_id, timer)
         timings_ms = {"encode": timer.step_ms()}
         query = Query(vector, k=request.k + 1, where=where, version=version)
-        found, missing = await self._search_shards(query, timer)
+        best, missing = await self._search_shards(query, timer)
+        found = await self._with_documents(best)
         others = [result for result in _results(found, k=query.k) if result["doc_id"] != request.doc_id]
         timings_ms |= {"search": timer.step_ms(), "rerank": 0.0, "total": timer.total_ms()}
         return _response(
@@ -205,9 +208,25 @@ class Service:
     async def document(self, doc_id: str) -> dict[str, Any]:
         """A document as the index shows it; 404 when it has none of this id."""
         version = self.versions.active.name
+        if (store := self.versions.store(version)) is not None:
+            stored = await asyncio.to_thread(store.get, doc_id)
+            if stored is None:
+                raise not_found(f"no document {doc_id!r}")
+            return stored
         calls = [searcher.document.remote(version, doc_id) for searcher in self._searchers]
         (document,) = await _from_one(calls, doc_id, self._timer(None))
         return dict(document)
+
+    async def _with_documents(self, found: Candidates) -> Candidates:
+        """Candidates with the documents that the answer shows, from the store of their version."""
+        if found.documents or not len(found):
+            return found
+        store = self.versions.store(found.version)
+        if store is None:
+            raise unavailable(f"version {found.version} of the index is no longer kept: try again")
+        if len(store) <= INLINE_MAX_DOCUMENTS:  # microseconds: their pages are in memory
+            return with_documents(found, store)
+        return await asyncio.to_thread(with_documents, found, store)
 
     async def _search_shards(
         self, query: Query, timer: RequestTimer, joining: Joining = DEFAULT_JOINING
@@ -255,11 +274,9 @@ class Service:
         task.add_done_callback(self._end_canary)
 
     async def _run_canary(self, query: Query, found: Candidates) -> None:
-        timer = RequestTimer(CANARY_DEADLINE_S)
-        best, _ = await self._search_shards(replace(query, exact=True), timer)
-        doc_ids = {document["doc_id"] for document in found.documents}
+        best, _ = await self._search_shards(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
         if self._on_recall is not None and best.version == found.version and len(best):
-            self._on_recall(sum(document["doc_id"] in doc_ids for document in best.documents) / len(best))
+            self._on_recall(float(np.isin(best.ids, found.ids).mean()))
 
     def _end_canary(self, task: asyncio.Task[None]) -> None:
         self._canaries.discard(task)

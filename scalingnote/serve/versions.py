@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.index import versions as live_versions
-from scalingnote.index.shard import Layout
+from scalingnote.index.shard import DocumentStore, Layout
 from scalingnote.serve.access import conflict
 from scalingnote.serve.concurrency import Handle, broadcast
 from scalingnote.serve.telemetry import get_logger
@@ -93,10 +93,18 @@ class Catalog:
                 f"index {version.name} has embeddings of dim {version.dim}, the query tower of "
                 f"{before[0].dim}: not a pair"
             )
-        others = [each for each in self._activated() if each.name != version.name]
-        content = {"versions": [asdict(each) for each in (version, *others)[: self.kept]]}
+        content = {"versions": [asdict(each) for each in self._after(version)]}
         fs.write_bytes(fs.join(self.state, CATALOG_FILE), json.dumps(content, indent=1).encode())
         return self.read()
+
+    def needed_for(self, version: Version) -> set[str]:
+        """Names of the versions to hold while this one is opened: the served ones it will not displace."""
+        return {each.name for each in (self.read()[0], *self._after(version), *self.pinned)}
+
+    def _after(self, version: Version) -> tuple[Version, ...]:
+        """The versions that are kept once this one is active."""
+        others = (each for each in self._activated() if each.name != version.name)
+        return (version, *others)[: self.kept]
 
     def previous(self) -> Version:
         """The version to roll back to; SearchError when none is kept."""
@@ -163,6 +171,7 @@ class VersionContent:
     held: int  # number of its shards
     fields: pa.Schema  # that a search may filter by
     facets: Mapping[str, Mapping[str, int]]  # text field with few values -> value -> number of documents
+    documents_apart: bool = False  # searchers leave documents to the gateway, which has a store of them
 
     def joined(self, other: "VersionContent") -> "VersionContent":
         """The content of these shards and others together."""
@@ -186,6 +195,7 @@ class Versions:
         self.catalog, self._searchers = catalog, list(searchers)
         self._changing = asyncio.Lock()
         self._contents: dict[str, VersionContent] = {}
+        self._stores: dict[str, DocumentStore] = {}
 
     async def start(self) -> None:
         """Read which versions are served, and what they hold."""
@@ -203,6 +213,10 @@ class Versions:
         """The content of an open version."""
         return self._contents[name]
 
+    def store(self, name: str) -> DocumentStore | None:
+        """The documents of an open version; None of a live index, whose searchers send them."""
+        return self._stores.get(name)
+
     async def activate(self, version: Version) -> None:
         """Open another version on every searcher, then answer from it.
 
@@ -218,14 +232,18 @@ class Versions:
         if served[0].name != self.active.name:
             async with self._changing:
                 await self._open(served[0])
-                self.served = served
+                self._serve(served)
 
     async def _change_to(self, version: Version) -> None:
         async with self._changing:
             await self._open(version)
-            self.served = await asyncio.to_thread(self.catalog.activate, version)
+            self._serve(await asyncio.to_thread(self.catalog.activate, version))
             await self._open(version)  # searchers of a live index open the current version only
             log.info("index version %s is active", version.name)
+
+    def _serve(self, served: tuple[Version, ...]) -> None:
+        self.served, names = served, {version.name for version in served}
+        self._stores = {name: store for name, store in self._stores.items() if name in names}
 
     async def _open(self, version: Version) -> None:
         async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -241,3 +259,6 @@ class Versions:
                 f"build it with index.shards={content.held}, or deploy the service with this index as its own"
             )
         self._contents[version.name] = content
+        if content.documents_apart and version.name not in self._stores:
+            index = await asyncio.to_thread(open_artifact, version.uri, kind="index")
+            self._stores[version.name] = await asyncio.to_thread(DocumentStore.open, index)

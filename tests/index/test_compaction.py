@@ -418,7 +418,8 @@ def test_a_damaged_version_is_refused(live: LiveIndex, tmp_path: Path) -> None:
     written = live.compact()
     live.close()
     assert written is not None
-    for name in [*written.names("shard-"), "live.json", "index.json"]:
+    read = [name for name in written.names("shard-") if not name.endswith("columns.arrow")]  # searchers' own
+    for name in [*read, "live.json", "index.json"]:
         path = Path(written.uri, name)
         data = path.read_bytes()
         path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])

@@ -1,4 +1,5 @@
 from itertools import pairwise
+from pathlib import Path
 
 import faiss
 import numpy as np
@@ -69,6 +70,22 @@ def test_all_lists_and_kept_floats_equal_exact_search(
     exact_scores, exact_rows = topk.search(asked, documents, k=10)
     np.testing.assert_array_equal(rows, exact_rows)
     np.testing.assert_allclose(scores, exact_scores, atol=1e-6)
+
+
+@by_kind
+def test_files_are_read_and_mapped_to_the_same_lists(
+    family: Family, documents: np.ndarray, asked: np.ndarray, tmp_path: Path
+) -> None:
+    lists = _filled(_train(documents, family), documents)
+    files = [tmp_path / f"{number}.faiss" for number in range(2)]
+    written = [
+        file for file, data in zip(files, ivf.dump_files(lists), strict=False) if file.write_bytes(data)
+    ]
+    expected = _search(lists, asked, k=10, nprobe=3)
+    for mapped in (False, True):
+        read = ivf.read(lists.coarse, written, mapped=mapped)
+        for found, right in zip(_search(read, asked, k=10, nprobe=3), expected, strict=True):
+            np.testing.assert_array_equal(found, right)
 
 
 @by_kind
@@ -256,9 +273,10 @@ def test_many_centroids_are_found_in_a_graph_and_all_lists_by_comparison(
 ) -> None:
     documents = vectors(2000, DIM)
     flat = families.train(documents, FastScan(), nlist=128, iterations=4, seed=0)
+    graph = families.train(documents, FastScan(), nlist=128, iterations=4, seed=0, kind="hnsw")
     monkeypatch.setattr(families, "GRAPH_LISTS", 100)
-    graph, again = (families.train(documents, FastScan(), nlist=128, iterations=4, seed=0) for _ in range(2))
-    assert graph == again
+    assert graph == families.train(documents, FastScan(), nlist=128, iterations=4, seed=0)
+    assert flat == families.train(documents, FastScan(), nlist=128, iterations=4, seed=0, kind="flat")
     np.testing.assert_array_equal(graph.centroids, flat.centroids)
     asked = queries(documents, 40)
     coarse = families.parse(flat.coarse), families.parse(graph.coarse)

@@ -4,7 +4,7 @@ import pyarrow as pa
 import pytest
 
 import tiny
-from scalingnote.datasets import file_slices
+from scalingnote.datasets import raw_rows
 from scalingnote.errors import DataError
 from scalingnote.mine.runs import RunFileRanking, cut_runs
 from scalingnote.storage import trec
@@ -23,7 +23,7 @@ def triplets(tmp_path) -> Artifact:
 
 
 def test_a_part_reads_the_lines_of_its_own_queries(triplets, tmp_path, monkeypatch):
-    monkeypatch.setattr(file_slices, "SLICE_BYTES", 64)  # two or three lines
+    monkeypatch.setattr(raw_rows, "SLICE_BYTES", 64)  # two or three lines
     first = {f"q{i}": [("d0", 4.0), ("d1", 3.0), ("out", 2.5), ("d2", 2.0)] for i in range(6)}
     trec.write_run(str(tmp_path / "first"), first, tag="a")
     trec.write_run(str(tmp_path / "second"), {"q1": [("d7", 9.0), ("d8", 8.0)]}, tag="b")

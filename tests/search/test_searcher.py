@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from scalingnote.index import families, ivf, job
 from scalingnote.index.config import FastScan, Flat, IndexConfig
 from scalingnote.index.shard import Layout, Shard
 from scalingnote.models.sparse_query import SparseRows
-from scalingnote.search.searcher import Candidates, Searcher, rank
+from scalingnote.search.searcher import Candidates, Searcher, rank, with_documents
 from synthetic_corpus import Corpus, queries, vectors
 
 # Every list is scanned and every document re-ranked by its floats: the index leaves nothing to chance.
@@ -70,7 +71,8 @@ def test_what_searchers_of_some_shards_find_merges_to_what_one_of_all_finds(
     others = [Searcher.open(uri, shards=numbers) for numbers in ([0], [1, 2])]
     answers = [other.find(asked, k=10) for other in others]
     for query, results in enumerate(searcher.search(asked, k=10)):
-        merged = rank([a[query] for a in answers], k=10, joining=Joining(), layout=searcher.layout).hits()
+        ranked = rank([a[query] for a in answers], k=10, joining=Joining(), layout=searcher.layout)
+        merged = with_documents(ranked, searcher.store).hits()
         assert [(hit.document["doc_id"], hit.score, hit.shard) for hit in merged] == [
             (result.doc_id, result.score, result.shard) for result in results
         ]
@@ -82,7 +84,10 @@ def test_an_exact_search_misses_nothing_that_few_lists_miss(
     _, rows = topk.search(asked, corpus.matrix, k=10)
     best = [[f"d{row}" for row in line] for line in rows]
     for exact in (False, True):
-        found = [f.documents for f in searcher.find(asked, k=10, nprobe=1, exact=exact)]
+        found = [
+            with_documents(each, searcher.store).documents
+            for each in searcher.find(asked, k=10, nprobe=1, exact=exact)
+        ]
         assert ([[document["doc_id"] for document in line] for line in found] == best) == exact
 
 
@@ -120,8 +125,12 @@ def test_searchers_of_single_shards_merge_to_the_whole_in_any_order(
     layout, joining = searcher.layout, Joining()
     for query in asked:
         found = [part.find(query[None], k=12)[0] for part in parts]
-        merged = rank(found, k=12, joining=joining, layout=layout).hits()
-        assert merged == rank(searcher.find(query[None], k=12), k=12, joining=joining, layout=layout).hits()
+        ranked, of_all = (
+            with_documents(rank(each, k=12, joining=joining, layout=layout), searcher.store)
+            for each in (found, searcher.find(query[None], k=12))
+        )
+        merged = ranked.hits()
+        assert merged == of_all.hits()
         assert [hit.document["doc_id"] for hit in merged] == [
             result.doc_id for result in searcher.search(query[None], k=12)[0]
         ]
@@ -179,7 +188,8 @@ def test_a_missing_shard_is_named(copy: Path, asked: np.ndarray) -> None:
 def test_a_damaged_file_is_refused_by_its_name(copy: Path, damage: str) -> None:
     parts = [path for path in sorted(copy.rglob("*")) if path.is_file() and path.name != "manifest.json"]
     assert {path.name for path in parts} == {
-        *("coarse.faiss", "index.json", "documents.arrow", "lists.faiss", "kept.faiss")
+        *("coarse.faiss", "index.json", "lists.faiss", "kept.faiss", "ids.npy"),
+        *("columns.arrow", "documents.arrow"),
     }
     for path in parts:
         whole = path.read_bytes()
@@ -187,9 +197,34 @@ def test_a_damaged_file_is_refused_by_its_name(copy: Path, damage: str) -> None:
         flipped = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
         path.write_bytes(flipped if damage == "flip" else whole[:-1])
         with pytest.raises(ArtifactError, match=f"{path.relative_to(copy)} is damaged"):
-            Searcher.open(str(copy))
+            assert Searcher.open(str(copy)).store
         path.write_bytes(whole)
-    assert len(Searcher.open(str(copy))) == 640
+    assert len(Searcher.open(str(copy)).store) == 640
+
+
+def test_a_searcher_opens_no_documents(searcher: Searcher, copy: Path, asked: np.ndarray) -> None:
+    for path in copy.rglob("documents.arrow"):
+        path.unlink()
+    alone = Searcher.open(str(copy))
+    for found, same in zip(alone.find(asked, k=5), searcher.find(asked, k=5), strict=True):
+        assert (found.ids.tolist(), found.documents) == (same.ids.tolist(), ())
+    assert alone.facets(most=7) == searcher.facets(most=7)
+    np.testing.assert_array_equal(alone.vector("d400"), searcher.vector("d400"))
+    with pytest.raises(ArtifactError, match=r"documents.arrow is missing"):
+        alone.search(asked, k=5)
+
+
+def test_an_index_of_an_earlier_release_is_searched(
+    searcher: Searcher, copy: Path, asked: np.ndarray
+) -> None:
+    manifest = json.loads((copy / "manifest.json").read_text())
+    manifest["parts"] = {
+        n: p for n, p in manifest["parts"].items() if not n.endswith((".npy", "columns.arrow"))
+    }
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    earlier = Searcher.open(str(copy))
+    assert earlier.search(asked, k=5) == searcher.search(asked, k=5)
+    assert (earlier.get("d400"), earlier.get("none")) == (searcher.get("d400"), None)
 
 
 def test_a_shard_that_does_not_exist_is_refused(uri: str) -> None:

@@ -90,3 +90,18 @@ def test_a_searcher_of_a_live_index_reads_writes_at_the_interval_that_is_set(mon
 
     asyncio.run(asyncio.wait_for(wait(), timeout=30))
     assert rarely not in read
+
+
+def test_a_version_that_will_be_displaced_is_let_go_before_another_is_opened(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+):
+    catalog = Catalog(A, str(tmp_path), kept=2)
+    holding = IndexSearcher(catalog)
+    asyncio.run(holding.load(B))
+    catalog.activate(B)
+    assert held_after(2 * RELEASE_AFTER_S, holding, clock) == ["a", "b"]
+    held: list[str] = []
+    monkeypatch.setattr(IndexSearcher, "_open", lambda self, _: held.extend(sorted(self._held)))
+    asyncio.run(holding.load(C))
+    assert held == ["b"]
+    assert sorted(holding._held) == ["b", "c"]
