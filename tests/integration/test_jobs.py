@@ -168,7 +168,7 @@ def submit(
     return shell(
         project,
         *("submit", stage, "configs/tiny.yaml", "--address", head.dashboard, "--set", f"run_dir={run_dir}"),
-        *("--wait", *more),
+        *more,
         RAY_ADDRESS="http://127.0.0.1:9",
     )
 
@@ -258,11 +258,57 @@ def test_a_submission_id_is_used_once(project: Path, head: Head) -> None:
         "--submission-id",
         "once",
     )
-    first, second = shell(project, *arguments), shell(project, *arguments)
+    first, second = shell(project, *arguments, "--detach"), shell(project, *arguments)
     assert (first.returncode, first.stdout) == (0, "once\n")
-    assert second.returncode == 2
-    assert "once" in second.stderr
+    assert second.returncode == 0, second.stderr
+    assert "following it" in second.stderr
     assert second.stderr.count("\n") <= 3  # progress lines, but no traceback
+
+
+SLOW_JOB = """
+import pathlib, sys, time
+place = pathlib.Path({place!r})
+with open(place / "starts", "a") as starts:
+    starts.write("x")
+print("first line", flush=True)
+number = len((place / "starts").read_text())
+while not (place / f"go-{{number}}").exists():
+    time.sleep(0.1)
+print("last line", flush=True)
+sys.exit({codes}[number - 1])
+"""
+
+
+def test_a_job_outlives_who_sent_it_and_the_same_command_follows_it_again(
+    project: Path, head: Head, tmp_path: Path
+) -> None:
+    (project / "jobs" / "mine.py").write_text(SLOW_JOB.format(place=str(tmp_path), codes=[1, 2]))
+    command = ["submit", "mine", "configs/tiny.yaml", "--address", head.dashboard, "--retries", "2"]
+
+    def send() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(SCRIPTS / "scalingnote"), *command],
+            cwd=project,
+            env=shell_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    with send() as sender:
+        assert sender.stdout is not None
+        assert "first line\n" in iter(sender.stdout.readline, "")
+        sender.kill()
+    with send() as again:
+        assert again.stdout is not None
+        assert any("is running already: following it" in line for line in again.stdout)
+        for attempt in (1, 2):
+            (tmp_path / f"go-{attempt}").touch()
+        told = [line.strip() for line in again.stdout if line.endswith(" line\n")]
+    # Followed from its first line; it fails, is tried once more, and the second time its input is wrong.
+    assert told == ["first line", "last line"] * 2
+    assert again.returncode == 2
+    assert (tmp_path / "starts").read_text() == "xx"
 
 
 def test_what_the_cluster_could_not_find_is_not_submitted(project: Path, tmp_path: Path) -> None:

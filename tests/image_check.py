@@ -1,0 +1,250 @@
+"""The lines of the Dockerfile, run in a clean directory: for machines that cannot build an image.
+
+    python tests/image_check.py             what is installed here already is not installed again
+    python tests/image_check.py --clean     everything is, as in the image: some GB from the package index
+
+Every stage gets a folder in the place of the image's root. COPY and RUN --mount=type=bind see the files that
+.dockerignore lets through; absolute paths of the image are replaced by paths in that folder; RUN gets a
+virtual environment in the place of the base image's Python, a home of its own, and the ARG and ENV values
+before it. USER and --chown are checked for numbers, not applied. In the end the entrypoints are started from
+WORKDIR. The base image is not checked, nor are the packages of a GPU image.
+"""
+
+import argparse
+import fnmatch
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SYSTEM = "bin|dev|etc|lib|lib64|opt|proc|run|sbin|sys|usr|var"  # folders of the machine that stay as they are
+PASSED = ("PATH", "LANG", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")  # of the environment, and PIP_*
+
+
+class CheckError(Exception):
+    """A line of the Dockerfile that is wrong, or fails."""
+
+
+@dataclass
+class Stage:
+    """A stage: the folder in the place of its root, its variables and its place."""
+
+    root: Path
+    variables: dict[str, str] = field(default_factory=dict)
+    place: str = "/"
+
+    def path(self, inside: str) -> Path:
+        """The path on this machine of an absolute path, or of one relative to WORKDIR, of the image."""
+        return self.root / os.path.join(self.place, inside).lstrip("/")
+
+
+def instructions(text: str) -> Iterator[tuple[str, str]]:
+    """The instructions of a Dockerfile with their arguments; comments and continued lines are resolved."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    for line in re.sub(r"\\\n", " ", "\n".join(lines)).splitlines():
+        if line.strip():
+            name, _, rest = line.strip().partition(" ")
+            yield name.upper(), rest.strip()
+
+
+def options(rest: str) -> tuple[dict[str, list[str]], str]:
+    """The leading ``--name=value`` of an instruction, and what follows them."""
+    found: dict[str, list[str]] = {}
+    while match := re.match(r"--(\w+)=(\S+)\s+", rest):
+        found.setdefault(match[1], []).append(match[2])
+        rest = rest[match.end() :]
+    return found, rest
+
+
+def context(source: Path, target: Path) -> Path:
+    """A copy of the build context: tracked or not, all that .dockerignore lets through."""
+    rules = [
+        line
+        for line in (source / ".dockerignore").read_text().splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
+    for folder, folders, files in os.walk(source):
+        here = Path(folder).relative_to(source)
+        folders[:] = [name for name in folders if not _is_ignored(here / name, rules)]
+        for name in files:
+            if not _is_ignored(here / name, rules):
+                (target / here).mkdir(parents=True, exist_ok=True)
+                shutil.copy2(Path(folder, name), target / here / name)
+    return target
+
+
+def _is_ignored(path: Path, rules: list[str]) -> bool:
+    """Whether the last rule that names a path, or a folder above it, leaves it out."""
+    above = [str(path), *map(str, path.parents)][:-1]
+    ignored = False
+    for rule in rules:
+        pattern = rule.removeprefix("!").removeprefix("**/")
+        names = [Path(name).name for name in above] if "**/" in rule else above
+        if any(fnmatch.fnmatch(name, pattern) for name in names):
+            ignored = not rule.startswith("!")
+    return ignored
+
+
+class Check:
+    """One pass over a Dockerfile."""
+
+    def __init__(self, source: Path, work: Path, *, clean: bool) -> None:
+        self.work, self.clean = work, clean
+        self.context = context(source, work / "context")
+        self.stages: dict[str, Stage] = {}
+        self.globals: dict[str, str] = {}
+        self.stage: Stage | None = None
+
+    def run(self, name: str, rest: str) -> None:
+        """Run one instruction; CheckError if it is wrong, or fails."""
+        known = {"ARG", "FROM", "COPY", "RUN", "ENV", "WORKDIR", "USER"}
+        if name not in known:
+            raise CheckError(f"{name} is none of {', '.join(sorted(known))}: teach this check to run it")
+        if name != "ARG" and name != "FROM" and self.stage is None:
+            raise CheckError(f"{name} before FROM")
+        getattr(self, f"_{name.lower()}")(rest)
+
+    def _arg(self, rest: str) -> None:
+        name, _, value = rest.partition("=")
+        if self.stage is None:
+            self.globals[name] = value
+        else:
+            self.stage.variables[name] = value or self.globals.get(name, "")
+
+    def _env(self, rest: str) -> None:
+        for pair in shlex.split(rest):
+            name, _, value = pair.partition("=")
+            self._now.variables[name] = value
+
+    def _from(self, rest: str) -> None:
+        base, _, alias = rest.partition(" AS ")
+        base = re.sub(r"\$\{?(\w+)\}?", lambda match: self.globals[match[1]], base)
+        print(f"  base image {base}: not checked", flush=True)
+        self.stage = Stage(self.work / f"stage-{len(self.stages)}")
+        self.stages[alias.strip() or str(len(self.stages))] = self.stage
+        for folder in ("tmp", "home"):
+            (self.stage.root / folder).mkdir(parents=True)
+
+    def _copy(self, rest: str) -> None:
+        given, rest = options(rest)
+        self._check_owner(given.pop("chown", ["0:0"])[0])
+        origin = self.stages[given.pop("from")[0]].root if "from" in given else self.context
+        if given:
+            raise CheckError(f"COPY {rest}: unknown options {', '.join(given)}")
+        *sources, target = shlex.split(rest)
+        into = self._now.path(target)
+        for source in sources:
+            found = origin / source.lstrip("/")
+            if not found.exists():
+                raise CheckError(f"COPY {rest}: no {source} in the build context, see .dockerignore")
+            if found.is_dir():
+                shutil.copytree(found, into, dirs_exist_ok=True)
+            else:
+                into.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(found, into)
+
+    def _workdir(self, rest: str) -> None:
+        self._now.place = os.path.join(self._now.place, rest)
+        self._now.path(".").mkdir(parents=True, exist_ok=True)
+
+    def _user(self, rest: str) -> None:
+        self._check_owner(f"{rest}:0")
+
+    def _run(self, rest: str) -> None:
+        given, command = options(rest)
+        mounted = [self._mount(mount) for mount in given.pop("mount", [])]
+        if given:
+            raise CheckError(f"RUN {command}: unknown options {', '.join(given)}")
+        try:
+            self.shell(command)
+        finally:
+            for link in mounted:
+                link.unlink()
+
+    def _mount(self, text: str) -> Path:
+        mount = dict(part.split("=", 1) for part in text.split(","))
+        if mount.get("type") != "bind":
+            raise CheckError(f"--mount={text}: only binds are run here")
+        origin = self.stages[mount["from"]].root if "from" in mount else self.context
+        found, link = origin / mount["source"].lstrip("/"), self._now.path(mount["target"])
+        if not found.exists():
+            raise CheckError(f"--mount={text}: no {mount['source']} there")
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(found)
+        return link
+
+    def shell(self, command: str) -> None:
+        """Run a command of the image in the current stage; CheckError if it fails."""
+        stage = self._now
+        self._install_python(stage.root / "python")
+        absolute = re.compile(rf"(?<![\w./:$}}])/(?!(?:{SYSTEM})\b)(?=\w)")
+        inside = absolute.sub(f"{stage.root}/", command)
+        passed = {name: os.environ[name] for name in PASSED if name in os.environ}
+        passed |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+        passed["PIP_QUIET"] = "1"
+        passed["PATH"] = f"{stage.root}/python/bin{os.pathsep}{passed['PATH']}"
+        home = {"HOME": f"{stage.root}/home", "TMPDIR": f"{stage.root}/tmp", "PYTHONNOUSERSITE": "1"}
+        done = subprocess.run(
+            ["bash", "-ec", inside], cwd=stage.path("."), env=passed | home | stage.variables, check=False
+        )
+        if done.returncode:
+            raise CheckError(f"RUN {command}: exit code {done.returncode}")
+
+    def _install_python(self, environment: Path) -> None:
+        if environment.exists():
+            return
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        if not self.clean:  # packages of this interpreter are found behind those of the environment
+            (site,) = environment.glob("lib/python*/site-packages")
+            (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def _check_owner(self, owner: str) -> None:
+        if not re.fullmatch(r"\d+:\d+", owner):
+            raise CheckError(
+                f"{owner.removesuffix(':0')} is no number: Kubernetes cannot see that it is not root"
+            )
+
+    @property
+    def _now(self) -> Stage:
+        assert self.stage is not None
+        return self.stage
+
+
+def check(source: Path, work: Path, *, clean: bool = False) -> Check:
+    """Run the lines of ``source/Dockerfile`` below `work`; CheckError at the first that fails."""
+    made = Check(source, work, clean=clean)
+    for name, rest in instructions((source / "Dockerfile").read_text()):
+        print(f"{name} {rest}", flush=True)
+        made.run(name, rest)
+    return made
+
+
+def main() -> int:
+    """Check this project's Dockerfile; returns an exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--clean", action="store_true", help="install everything, also what is here already")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="image-") as name:
+        try:
+            made = check(ROOT, Path(name).resolve(), clean=arguments.clean)
+            # The installed package, and not this checkout, with the jobs and configs that were copied.
+            made.shell('python -c "import scalingnote; print(scalingnote.__file__)" | grep -q /python/lib')
+            made.shell("for name in train run ingest; do python jobs/$name.py --help > /dev/null; done")
+            made.shell("scalingnote --help > /dev/null")
+        except CheckError as error:
+            print(f"Dockerfile: {error}", file=sys.stderr)
+            return 1
+    print("every line of the Dockerfile runs")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
