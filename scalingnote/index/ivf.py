@@ -148,7 +148,7 @@ def choose_lists(queries: Float[ndarray, "queries dim"], coarse: Any, *, nprobe:
         if nprobe * GRAPH_MAX_SHARE > coarse.ntotal:
             coarse = faiss.downcast_index(coarse.storage)
         else:
-            ef = max(coarse.hnsw.efSearch, 2 * nprobe)
+            ef = max(coarse.hnsw.efSearch, 4 * nprobe)
             parameters = faiss.SearchParametersHNSW(efSearch=ef)  # type: ignore[attr-defined]
     scores, numbers = coarse.search(np.ascontiguousarray(queries, np.float32), nprobe, params=parameters)
     return scores, numbers

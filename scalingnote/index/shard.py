@@ -335,7 +335,7 @@ class DocumentStore:
     """Documents of an index version by shard and row, and by id; nothing of them is held in memory.
 
     Arrow files mapped for random reads. Ten documents take 38 µs warm (LMDB 47, Lance 3,600, Parquet 10,500)
-    and 9 ms cold (Lance 8, LMDB 98, the file with the kernel's read-ahead 130): benchmarks/document_store.py.
+    and 9 ms cold (Lance 8, LMDB 98, with read-ahead by the kernel 130): `benchmarks.document_store`.
     Threads may share one.
     """
 
