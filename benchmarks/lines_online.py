@@ -136,8 +136,8 @@ def serve(r: Report) -> Lines:
 
 
 def fanout(r: Report) -> Lines:
-    rate = {row["groups"]: number(row["queries/s of a gateway's core"]) for row in r["table"]}
-    what = "queries/s of a gateway's core, {} groups of shards"
+    rate = {row["groups"]: number(row["queries/s of a gateway's loop"]) for row in r["table"]}
+    what = "queries/s of a gateway's loop, {} groups of shards"
     yield ratio(r, "qps_8_over_1", what.format(8), rate[8], f"one group {rate[1]}")
     yield ratio(r, "qps_48_over_1", what.format("48"), rate[48], f"one group {rate[1]}", bar=0.5)
     off, auto = (number(row["p99 ms"]) for row in r["hedging"])

@@ -333,7 +333,9 @@ def test_a_tower_and_an_index_that_are_no_pair_are_refused(index: Artifact, tmp_
         artifacts.find(AppArgs(index=index.uri, query_tower=other.uri))
 
 
-def test_replicas_that_would_not_fit_are_refused(index: Artifact, query_tower: Artifact) -> None:
+def test_replicas_that_would_not_fit_are_refused(
+    cluster: None, index: Artifact, query_tower: Artifact
+) -> None:
     config = ServeConfig(cpus_per_replica=50, searchers_in="replicas", shards_per_searcher=1)
     served = artifacts.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
     assert served.cpus == 4 * 50
