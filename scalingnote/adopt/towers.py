@@ -5,7 +5,7 @@ from pathlib import Path
 
 from scalingnote.adopt.config import AdoptConfig
 from scalingnote.errors import ConfigError
-from scalingnote.models import published_model, published_tower
+from scalingnote.models import published_tower
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.published_model import Role
 from scalingnote.models.published_tower import LibraryTower
@@ -36,7 +36,7 @@ def open_tower(config: AdoptConfig, role: Role) -> Tower:
         normalise=config.normalise,
         prefix=prefix,
     )
-    model = published_model.of_config(settings, role)
+    model = published_tower.model_of(settings, role)
     length = length or published_tower.token_limit(model)
     if not model.unknown:
         settings = settings.model_copy(update={"max_length": length})
