@@ -92,7 +92,7 @@ def open_tower(config: AdoptConfig, role: Role) -> Tower:
         normalise=config.normalise,
         prefix=prefix,
     )
-    model = published_model.of_config(settings, role)
+    model = published_tower.model_of(settings, role)
     length = length or published_tower.token_limit(model)
     if not model.unknown:
         settings = settings.model_copy(update={"max_length": length})

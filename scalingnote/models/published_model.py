@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scalingnote.errors import ConfigError
-from scalingnote.models.config import Pooling, TowerConfig
 
 Role = Literal["query", "document"]
 ROUTERS = ("Router", "Asym")
@@ -186,7 +185,7 @@ class PublishedModel:
     unknown: str | None = None  # settings that only sentence-transformers implements
 
 
-def read(path: str | Path, role: Role, *, pooling: Pooling = "auto") -> PublishedModel:
+def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedModel:
     """Read the settings of a published model for one role.
 
     Args:
@@ -219,28 +218,6 @@ def read(path: str | Path, role: Role, *, pooling: Pooling = "auto") -> Publishe
         prefix=role_prompt(folder, role),
         truncate_dim=model_settings(folder).get("truncate_dim"),
     )
-
-
-def of_config(config: TowerConfig, role: Role) -> PublishedModel:
-    """Return the settings of a tower: those of its config, else those of the model's files.
-
-    Raises ConfigError as :func:`read`, and if the backbone is not pretrained.
-    """
-    if config.backbone.kind != "pretrained":
-        raise ConfigError(
-            f"{role}.pooling={config.pooling!r} is of a published model: set {role}.backbone.kind to "
-            "pretrained, or leave pooling at placeholders"
-        )
-    assert config.pooling != "placeholders"
-    model = read(config.backbone.path, role, pooling=config.pooling)
-    steps = model.steps
-    if config.projection != "auto":
-        steps = tuple(step for step in steps if step.kind != "dense")
-    if config.normalise is not None:
-        steps = tuple(step for step in steps if step.kind != "normalise")
-        steps += (Step("normalise"),) * config.normalise
-    prefix = model.prefix if config.prefix is None else config.prefix
-    return replace(model, steps=steps, prefix=prefix)
 
 
 def _packaged(name: str) -> Path:

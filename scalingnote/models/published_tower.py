@@ -11,6 +11,7 @@ sentence-transformers folder with the same settings and a ``tower.json``.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from scalingnote.models.batch import Batch
 from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.heads import Head, Normalise, pool, random_dense, read_head
 from scalingnote.models.prompt import TextDocuments, TextQueries
-from scalingnote.models.published_model import PublishedModel, Role
+from scalingnote.models.published_model import PublishedModel, Role, Step
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import add_adapter
 
@@ -126,7 +127,7 @@ def build(
         ConfigError: the model's width is not `dim`, a setting is missing, or only sentence-transformers can
             run the model.
     """
-    model = published_model.of_config(config, role)
+    model = model_of(config, role)
     if model.unknown:
         raise ConfigError(
             f"{model.unknown} of {model.source} is not known to scalingnote, so the model cannot be trained: "
@@ -147,10 +148,32 @@ def build(
     return PublishedTower(backbone, config, model, layers, role=role, adapter=adapter)
 
 
+def model_of(config: TowerConfig, role: Role) -> PublishedModel:
+    """Return the settings of a tower: those of its config, else those of the model's files.
+
+    Raises ConfigError as :func:`read`, and if the backbone is not pretrained.
+    """
+    if config.backbone.kind != "pretrained":
+        raise ConfigError(
+            f"{role}.pooling={config.pooling!r} is of a published model: set {role}.backbone.kind to "
+            "pretrained, or leave pooling at placeholders"
+        )
+    assert config.pooling != "placeholders"
+    model = published_model.read(config.backbone.path, role, pooling=config.pooling)
+    steps = model.steps
+    if config.projection != "auto":
+        steps = tuple(step for step in steps if step.kind != "dense")
+    if config.normalise is not None:
+        steps = tuple(step for step in steps if step.kind != "normalise")
+        steps += (Step("normalise"),) * config.normalise
+    prefix = model.prefix if config.prefix is None else config.prefix
+    return replace(model, steps=steps, prefix=prefix)
+
+
 def backbone_of(config: TowerConfig, role: Role) -> Backbone:
     """Load the transformer of a published model, for towers that share it; ConfigError as :func:`build`."""
     assert isinstance(config.backbone, Pretrained)
-    return _backbone(published_model.of_config(config, role), layers=config.backbone.layers)
+    return _backbone(model_of(config, role), layers=config.backbone.layers)
 
 
 def load(folder: Path, facts: dict[str, Any]) -> Tower:
@@ -183,7 +206,7 @@ def open_published(folder: Path, role: Role) -> Tower:
 
 def prompt_of(config: TowerConfig, *, role: Role) -> TextQueries | TextDocuments:
     """Return the prompt of a tower of this config without loading weights; ConfigError as :func:`build`."""
-    model = published_model.of_config(config, role)
+    model = model_of(config, role)
     return make_prompt(tokenizer_of(model), model, role, max_length=config.max_length)
 
 

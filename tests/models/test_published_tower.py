@@ -264,7 +264,7 @@ def test_errors_name_the_knob(tmp_path: Path):
     with pytest.raises(ConfigError, match="alone takes"):
         published_tower.build(config(path, prefix="word " * 40), role="query", dim=None)
     with pytest.raises(ConfigError, match=r"set query\.backbone\.kind to pretrained"):
-        published_model.of_config(TowerConfig(backbone=Scratch(), pooling="auto"), "query")
+        published_tower.model_of(TowerConfig(backbone=Scratch(), pooling="auto"), "query")
     with pytest.raises(ValueError, match="need a published model"):
         TowerConfig(prefix="query: ")
 
