@@ -244,11 +244,16 @@ def download(uri: str, files: list[str], *, version: str) -> Path:
     target = Path(tempfile.gettempdir()) / "scalingnote-cache" / key
     if missing := [name for name in files if not (target / name).exists()]:
         target.mkdir(parents=True, exist_ok=True)
-        with open(target / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # workers of a node start together: one fetches, the others wait
+        folder = os.open(target, os.O_RDONLY)
+        try:
+            fcntl.flock(
+                folder, fcntl.LOCK_EX
+            )  # workers of a node start together: one fetches, the others wait
             for name in missing:
                 if not (target / name).exists():
                     _copy_to(target / name, join(uri, name))
+        finally:
+            os.close(folder)
     return target
 
 
