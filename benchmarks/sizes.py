@@ -76,8 +76,8 @@ BENCHMARKS = (
     Benchmark("scale", "--documents 20000 40000", 3, "", 60),
     Benchmark("package", "--rounds 3", 1, "", 1),
     Benchmark("stage_faults", "--documents 20000 --seeds 1", 4, "", 25),
-    Benchmark("document_store", "--documents 100000 --answers 60", 1, "", 5),
-    Benchmark("searcher_memory", "--documents 100000 300000 --lists 4096", 3, "", 30),
+    Benchmark("document_store", "--documents 100000 --answers 60", 0.3, "", 2),
+    Benchmark("searcher_memory", "--documents 50000 150000 --lists 4096", 1, "", 15),
     Benchmark("random_access", "--documents 200000", 0.2, "", 1),
     Benchmark(
         "quantize",

@@ -241,10 +241,9 @@ def _shares(sizes: Int[ndarray, " clusters"], count: int) -> Int[ndarray, " clus
 def coarse_of(centroids: Float[ndarray, "nlist dim"], kind: Coarse | None = None) -> Any:
     """The coarse quantizer of these centroids: a flat faiss index, or a graph (HNSW); None: of many a graph.
 
-    Over 16,384 and 65,536 centroids of 128 dimensions a graph finds the 32 nearest 47 and 26 times as fast
-    (on a busy machine) and loses 0.005 and 0.006 of recall; over 4,096 it is slower
-    (`benchmarks/searcher_memory.py`). Of 65,536 centroids the graph finds a vector's nearest as fast as
-    BLAS compares all, and slower of fewer. It is built in 2 s and 8 s (one thread).
+    Of 16,384 and 65,536 centroids of 128 dimensions a graph finds the 32 nearest 47 and 26 times as fast on a
+    busy machine, and loses 0.005 and 0.006 of recall; of 4,096 it is slower: `benchmarks.searcher_memory`.
+    Of 65,536 it finds a vector's nearest as fast as BLAS compares all. It is built in 2 s and 8 s.
     """
     centroids = np.ascontiguousarray(centroids, np.float32)
     if kind == "flat" or (kind is None and len(centroids) < GRAPH_LISTS):
