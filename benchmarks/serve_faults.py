@@ -310,6 +310,7 @@ def _other_index(config: RunConfig, uri: str) -> Artifact:
 def _expected(index: Artifact, config: RunConfig, queries: Sequence[str]) -> list[list[dict[str, float]]]:
     """For each query, what each shard of a version finds: document -> score."""
     served = artifacts.find(AppArgs(run_dir=config.run_dir))
+    assert isinstance(served, artifacts.ServedArtifacts)
     parts = served.arms[0].encoder
     assert isinstance(parts, QueryPathParts)
     path = parts.load()

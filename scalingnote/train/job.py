@@ -163,7 +163,7 @@ def launch(
                 result = trainer.fit()
         except TrainingFailedError as error:
             raise _cause(error, settings, schedule.max_failures) from error
-    failure: dict[str, str] | None = result.return_value  # type: ignore[attr-defined]
+    failure: dict[str, str] | None = result.return_value
     if failure:
         raise getattr(errors, failure["kind"])(failure["text"])
 
