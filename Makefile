@@ -30,7 +30,7 @@ quickstart-train: .venv/installed
 compare: .venv/installed
 	$(BIN)/scalingnote compare $(CONFIG) --methods $(METHOD_FILES) $(SET:%=--set %)
 
-# Every benchmark into build/benchmarks/COMMIT, half an hour to 80 minutes on 2 cores; SIZE=full COMMIT_RESULTS=1: what docs/results holds;
+# Every benchmark into build/benchmarks/COMMIT, an hour to an hour and a half on 2 cores; SIZE=full COMMIT_RESULTS=1: what docs/results holds;
 # AGAINST=main REPEAT=5: in turns with that commit, and what moved.
 benchmarks: .venv/installed-bench
 	$(BIN)/python -m benchmarks.suite --size $(SIZE) --repeat $(REPEAT) $(AGAINST:%=--against %) $(if $(filter-out 0,$(COMMIT_RESULTS)),--commit-results)

@@ -1,6 +1,6 @@
 """Benchmarks one after the other, each in a process of its own: from a commit to its folder of results.
 
-    make benchmarks                                   half an hour to 80 minutes on 2 cores
+    make benchmarks                                   an hour to an hour and a half on 2 cores
     python -m benchmarks.suite [--only NAME ...] [--repeat N] [--size full] [--commit-results]
     python -m benchmarks.suite --against main --repeat 5 --only index serve
 

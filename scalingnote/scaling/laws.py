@@ -87,10 +87,12 @@ class JointLaw:
     def split(self, budget: float, *, per_parameter: float) -> BudgetSplit:
         """The N and D of least entropy with budget = per_parameter · N · D operations.
 
-        The minimum along that line is where α/β (A/N)^(α/β) = B/D.
+        The minimum along that line is where α/β (A/N)^(α/β) = B/D. Neither is below 1, nor above the budget:
+        a law fitted to few runs may find no use in one of them.
         """
         product = budget / per_parameter
         parameters = (self.inner * self.a**self.inner * product / self.b) ** (1 / (1 + self.inner))
+        parameters = min(max(parameters, 1.0), product)
         data = product / parameters
         return BudgetSplit(parameters, data, float(self(parameters, data)))
 

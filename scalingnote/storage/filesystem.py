@@ -246,9 +246,8 @@ def download(uri: str, files: list[str], *, version: str) -> Path:
         target.mkdir(parents=True, exist_ok=True)
         folder = os.open(target, os.O_RDONLY)
         try:
-            fcntl.flock(
-                folder, fcntl.LOCK_EX
-            )  # workers of a node start together: one fetches, the others wait
+            # Workers of a node start together: one fetches, the others wait.
+            fcntl.flock(folder, fcntl.LOCK_EX)
             for name in missing:
                 if not (target / name).exists():
                     _copy_to(target / name, join(uri, name))

@@ -155,8 +155,8 @@ def test_every_argument_of_the_table_is_one_that_the_benchmark_knows(benchmark: 
         assert all(f'"{option}"' in source for option in options), options
 
 
-def test_the_whole_suite_takes_about_an_hour():
-    assert 40 <= sum(benchmark.minutes for benchmark in BENCHMARKS if not benchmark.needs_gpu) <= 90
+def test_the_whole_suite_takes_about_an_hour_and_a_half():
+    assert 40 <= sum(benchmark.minutes for benchmark in BENCHMARKS if not benchmark.needs_gpu) <= 100
 
 
 def test_a_commit_is_called_as_git_does_and_changes_of_code_are_part_of_its_name(tmp_path: Path, monkeypatch):

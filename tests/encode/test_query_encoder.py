@@ -13,7 +13,7 @@ import tiny
 from scalingnote.encode import exports, query_encoder
 from scalingnote.encode.config import ExportConfig
 from scalingnote.encode.encoder import Encoder
-from scalingnote.encode.lookup import LookupEncoder
+from scalingnote.encode.lookup import _WIDENED_SCALE, LookupEncoder, _widened
 from scalingnote.encode.query_encoder import QueryCache, QueryEncoder
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone, lookup, onnx, onnx_export, tower
@@ -101,7 +101,7 @@ def test_long_queries_of_large_float16_rows_are_as_finite_in_a_batch_as_alone(si
 def test_all_finite_float16_values_are_widened_exactly():
     bits = np.arange(1 << 16, dtype=np.uint16)
     halves = bits.view(np.float16)
-    found = query_encoder._widened(bits.view(np.int16)[None])[0] * query_encoder._WIDENED_SCALE
+    found = _widened(bits.view(np.int16)[None])[0] * _WIDENED_SCALE
     finite = np.isfinite(halves)
     np.testing.assert_array_equal(found[finite], halves[finite].astype(np.float32))
 

@@ -14,6 +14,7 @@ from scalingnote import cli, pipeline
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect.config import BM25Ranker
 from scalingnote.config import load
+from scalingnote.cross_encoder.config import score_temperature
 from scalingnote.cross_encoder.pairs import PairEncoder
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.experiment import job
@@ -195,7 +196,9 @@ def test_our_own_cross_encoder_judges_by_its_logit(dataset, tmp_path):
     judging = job.load_judge(DualPooledJudge(uri=teacher.uri), dataset)
     documents = job.document_rows(dataset, pa.array(["d003", "d001"]))
     queries = ["ba ko", "li me"]
-    encoder = PairEncoder.load(teacher.directory("model"))
+    temperature = score_temperature(teacher.manifest.config)
+    assert temperature == 0.05  # of the cosine that it was trained with
+    encoder = PairEncoder.load(teacher.directory("model"), temperature=temperature)
     model = encoder.model
     rows = model.document_prompt.rows(*(documents[name].to_pylist() for name in job.FIELDS[1:]))
     logits = encoder.scores(model.query_prompt.rows(queries), rows)

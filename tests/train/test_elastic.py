@@ -20,7 +20,7 @@ from ray.cluster_utils import Cluster
 import tiny
 from in_process import without_ray
 from scalingnote import cluster
-from scalingnote.encode import documents
+from scalingnote.encode import documents, engines
 from scalingnote.encode.config import EncodeConfig, Fleet
 from scalingnote.models import tower
 from scalingnote.models.backbone import train_tokenizer
@@ -118,7 +118,7 @@ class CountedEncoder:
     """Notes each part that it encodes."""
 
     def __init__(self, towers, token_budget: int, *, notes: str) -> None:
-        self._encoder, self._notes = documents.load_document_encoder(towers, token_budget), notes
+        self._encoder, self._notes = engines.load_document_encoder(towers, token_budget), notes
 
     def __getattr__(self, name: str):
         return getattr(self._encoder, name)
