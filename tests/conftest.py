@@ -57,3 +57,8 @@ def cluster() -> Iterator[None]:
     cluster.connect()
     yield
     ray.shutdown()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait minutes for nodes come first: the other test process works meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_elastic.py")
