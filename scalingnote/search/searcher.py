@@ -122,7 +122,7 @@ def rank(answers: Sequence[Candidates], *, k: int, joining: Joining, layout: Lay
     Returns:
         At most k candidates, best first; of equal scores the lower id first.
     """
-    together = answers[0] if len(answers) == 1 else _together(answers)
+    together = answers[0] if len(answers) == 1 else concatenate(answers)
     ids = together.ids.tolist()
     if together.sparse is None:
         # On the path of every search: for a few dozen candidates Python is ten times as fast as numpy.
@@ -147,7 +147,7 @@ def rank(answers: Sequence[Candidates], *, k: int, joining: Joining, layout: Lay
     return together.take([places[number] for number in best[best >= 0].tolist()], scores[best >= 0].tolist())
 
 
-def _together(answers: Sequence[Candidates]) -> Candidates:
+def concatenate(answers: Sequence[Candidates]) -> Candidates:
     """Candidates of several searchers; without sparse scores if one has none."""
     sparse = [answer.sparse for answer in answers if answer.sparse is not None]
     return Candidates(

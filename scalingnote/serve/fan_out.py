@@ -23,7 +23,7 @@ from numpy import ndarray
 from pydantic_core import from_json, to_json
 
 from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import Candidates
+from scalingnote.search.searcher import Candidates, concatenate
 from scalingnote.serve.concurrency import Handle, LocalHandle, gather_in_time
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
@@ -276,19 +276,8 @@ class Aggregator:
 
 def merged(answers: Sequence[Candidates], *, k: int) -> Candidates:
     """The `k` best of several groups by their embeddings alone, of equal scores those of the lower id."""
-    ids = np.concatenate([answer.ids for answer in answers])
-    dense = np.concatenate([answer.dense for answer in answers])
-    places = np.lexsort((ids, -dense))[:k].tolist()
-    documents = [document for answer in answers for document in answer.documents]
-    return Candidates(
-        ids=ids[places],
-        shards=np.concatenate([answer.shards for answer in answers])[places],
-        dense=dense[places],
-        sparse=None,
-        documents=[documents[place] for place in places] if documents else (),
-        searched=sum(answer.searched for answer in answers),
-        version=answers[-1].version,
-    )
+    found = concatenate(answers)
+    return found.take(np.lexsort((found.ids, -found.dense))[:k].tolist(), ())
 
 
 # --- answers between processes -----------------------------------------------------------------------------
