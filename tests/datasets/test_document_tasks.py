@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from in_process import killed_after
 from scalingnote.datasets import document_tasks, file_formats, job, raw_rows
 from scalingnote.datasets.config import Columns, NewDocuments, Texts
 from scalingnote.datasets.sources import read_texts
@@ -108,17 +109,8 @@ def test_a_killed_run_repeats_the_task_that_was_running(tmp_path, monkeypatch, t
     config = Columns(**write_inputs(tmp_path / "in"))
     slices = len(file_formats.read_columns(config).documents.slices)
     whole = build(config, tmp_path / "whole")
-    budget = iter(range(tasks))
-
-    def mortal(task, items):
-        for item in items:
-            if next(budget, None) is None:
-                task.keywords["task"](item)  # killed after the work and before the record: the worst moment
-                raise KeyboardInterrupt
-            yield task(item)
-
     with pytest.raises(KeyboardInterrupt):
-        build(config, tmp_path / "out", each=mortal)
+        build(config, tmp_path / "out", each=killed_after(tasks))
     done = []
 
     def counted(task, items):

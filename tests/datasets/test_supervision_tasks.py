@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from in_process import killed_after
 from scalingnote.datasets import file_formats, job, raw_rows, supervision, supervision_tasks
 from scalingnote.datasets.config import Columns
 from scalingnote.errors import DataError
@@ -136,17 +137,9 @@ def test_a_killed_run_repeats_the_task_that_was_running(tmp_path, many, tasks):
         return map(task, items)
 
     whole = build(config, tmp_path / "whole", each=counted)
-    total, budget = len(done), iter(range(tasks))
-
-    def mortal(task, items):
-        for item in items:
-            if next(budget, None) is None:
-                task.keywords["task"](item)  # killed after the work and before the record: the worst moment
-                raise KeyboardInterrupt
-            yield task(item)
-
+    total = len(done)
     with pytest.raises(KeyboardInterrupt):
-        build(config, tmp_path / "out", each=mortal)
+        build(config, tmp_path / "out", each=killed_after(tasks))
     done.clear()
     assert build(config, tmp_path / "out", each=counted).digest == whole.digest
     assert len(done) == total - tasks
