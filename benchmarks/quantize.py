@@ -244,10 +244,10 @@ def worked(source: str, ids: str, rows: int) -> float:
     done, embeddings = open_artifact(ids, kind="semantic_ids"), open_artifact(source, kind="embeddings")
     config = QuantizeConfig()
     with tempfile.TemporaryDirectory() as work:
-        coder = job._Coder(embeddings=source, codebooks=done.file(job.CODEBOOKS), work=work, config=config)
+        coder = job._Coder(config, embeddings, done.file(job.CODEBOOKS), work)
         parts = embeddings.names("embeddings/", ".parquet")
         for number, part in enumerate(parts):
-            coder({"part": np.array([part]), "number": np.array([number]), "sampled": np.array([0])})
+            coder((part, number, 0))
         where = naming.CodedCorpus(work, f"{work}/ids", work, config.levels, config.codes)
         coded = [part.replace("embeddings/", "codes/") for part in parts]
         naming.name(where, coded, job.part_rows(embeddings, parts), each=map)

@@ -118,7 +118,7 @@ def later(
         for query, judged in qrels.items()
         for doc, grade in judged.items()
     ]
-    return simulator.simulate(
+    sessions = simulator.simulate(
         pa.Table.from_pylist(rows),
         doc_ids=documents["doc_id"].to_pylist(),
         topics=documents["topic"].to_pylist(),
@@ -126,3 +126,4 @@ def later(
         config=config.model_copy(update={"seed": 1000 + seed, "ranker_skill": 0.0, "eta": 0.0}),
         tastes=tastes,
     )
+    return pa.concat_tables(sessions)

@@ -31,7 +31,8 @@ CONNECT_TIMEOUT_S = 10.0  # a cluster's head has for taking a connection
 MAX_TASKS_IN_FLIGHT = 1_000
 NODE_POLL_INTERVAL_S = 2.0  # between looks for nodes that were asked for
 # Tasks are idempotent, so an OSError of the storage is retried like the death of a worker.
-RETRY_OPTIONS: dict[str, Any] = {"max_retries": 3, "retry_exceptions": [OSError]}
+ATTEMPTS = 4
+RETRY_OPTIONS: dict[str, Any] = {"max_retries": ATTEMPTS - 1, "retry_exceptions": [OSError]}
 log = get_logger("cluster")
 _started = False  # whether the cluster that this process works on is its own
 
@@ -382,11 +383,15 @@ class _Mapper:
     def __init__(self, work: Any) -> None:
         self._work: Callable[[Any], Any] = ray.get(work)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: dict[str, Any], *, again: int = ATTEMPTS - 1) -> dict[str, Any]:
         try:
             result = self._work(tuple(json.loads(batch["item"][0])))
         except ScalingNoteError as error:
             return {"result": [""], "error": [error_column(error)]}
+        except OSError:  # storage may recover; the last error ends the stage
+            if not again:
+                raise
+            return self(batch, again=again - 1)
         return {"result": [json.dumps(result)], "error": [""]}
 
 

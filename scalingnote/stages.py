@@ -3,7 +3,6 @@
 The command line, jobs/ and the pipeline follow this table.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,174 +20,131 @@ class Stage:
         name: of its command, its job and its folder in `run_dir`.
         summary: what it does, for ``--help``.
         builds: kind of its artifact.
-        job: the function that does the work, ``module:function``.
         reads: kinds of artifacts that it takes. Of each kind it gets the newest that a stage before it built.
         may_read: further kinds that it takes in some configs; :func:`of` moves those to `reads`.
         earlier: artifacts that are not the newest of their kind: the argument's name and the builder.
-        section: its section of the config; the stage's name where it is left out.
+        section: its section of the config; by default its name.
+        job: the function that does the work, ``module:function``; by default `run` of the job of its package.
     """
 
     name: str
     summary: str
     builds: str
-    job: str
     reads: tuple[str, ...] = ()
     may_read: tuple[str, ...] = ()
     earlier: tuple[tuple[str, str], ...] = ()
     section: str = ""
+    job: str = ""
 
     def __post_init__(self) -> None:
-        if not self.section:
-            object.__setattr__(self, "section", self.name)
+        object.__setattr__(self, "section", self.section or self.name)
+        object.__setattr__(self, "job", self.job or f"scalingnote.{self.name}.job:run")
 
 
-STAGES: tuple[Stage, ...] = (
-    Stage(
-        "prepare",
-        "read a dataset into documents, queries and qrels",
-        builds="dataset",
-        job="scalingnote.datasets.job:run",
-        section="dataset",
-    ),
-    Stage(
-        "planner",
-        "learn which words of a query matter",
-        builds="planner",
-        job="scalingnote.planner.job:run",
-        reads=("dataset",),
-    ),
-    Stage(
-        "collect",
-        "turn clicks and rankings into training triplets",
-        builds="triplets",
-        job="scalingnote.collect.job:run",
-        reads=("dataset", "planner"),
-    ),
-    Stage(
-        "adopt",
-        "take a published embedding model as the dual encoder, in stage I's place",
-        builds="dual_encoder",
-        job="scalingnote.adopt.job:run",
-    ),
-    Stage(
-        "train",
-        "stage I: train both towers",
-        builds="dual_encoder",
-        job="scalingnote.train.job:run",
-        reads=("dataset", "triplets"),
-    ),
-    Stage(
-        "pseudo_queries",
-        "draw texts from the documents for a student to learn from",
-        builds="pseudo_queries",
-        job="scalingnote.pseudo_queries.job:run",
-        reads=("dataset",),
-        may_read=("triplets",),
-    ),
-    Stage(
-        "cross_encoder",
-        "train a dual-pooled cross-encoder, a teacher in stage I's place",
-        builds="cross_encoder",
-        job="scalingnote.cross_encoder.job:run",
-        reads=("dataset", "triplets"),
-    ),
-    Stage(
-        "teacher",
-        "embed the training queries with the teacher",
-        builds="query_embeddings",
-        job="scalingnote.encode.job:run_queries",
-        reads=("dual_encoder",),
-        may_read=("triplets", "pseudo_queries"),
-    ),
-    Stage(
-        "distill",
-        "stage II: train the small query tower on those embeddings",
-        builds="student",
-        job="scalingnote.distillation.job:run",
-        reads=("query_embeddings",),
-        may_read=("triplets", "embeddings", "dataset"),
-    ),
-    Stage(
-        "encode",
-        "embed the documents",
-        builds="embeddings",
-        job="scalingnote.encode.job:run",
-        reads=("dataset", "dual_encoder"),
-    ),
-    Stage(
-        "encode_student",
-        "embed the documents with a student that has a document tower",
-        builds="embeddings",
-        job="scalingnote.encode.job:run_student",
-        reads=("dataset", "student"),
-        section="encode",
-    ),
-    Stage(
-        "mine",
-        "find fresh hard negatives with the trained towers",
-        builds="triplets",
-        job="scalingnote.mine.job:run",
-        reads=("dataset", "triplets", "dual_encoder", "embeddings"),
-    ),
-    Stage(
-        "quantize",
-        "assign semantic IDs by residual K-means",
-        builds="semantic_ids",
-        job="scalingnote.quantize.job:run",
-        reads=("embeddings",),
-    ),
-    Stage(
-        "fuse",
-        "merge features, clicks and users into the final embeddings",
-        builds="embeddings",
-        job="scalingnote.fuse.job:run",
-        reads=("dataset", "planner", "embeddings", "semantic_ids"),
-        may_read=("dual_encoder", "student"),
-    ),
-    Stage(
-        "bm25",
-        "weight the documents' words by BM25, for hybrid search",
-        builds="bm25_terms",
-        job="scalingnote.lexical.job:run",
-        reads=("dataset",),
-    ),
-    Stage(
-        "index",
-        "build the sharded index",
-        builds="index",
-        job="scalingnote.index.job:run",
-        reads=("dataset", "embeddings", "semantic_ids"),
-        may_read=("dual_encoder", "student", "bm25_terms"),
-    ),
-    Stage(
-        "evaluate",
-        "measure and write the report",
-        builds="report",
-        job="scalingnote.evaluate.job:run",
-        reads=("dataset", "embeddings", "index"),
-        may_read=("dual_encoder", "student", "teacher_embeddings", "bm25_terms"),
-    ),
+PREPARE = Stage(
+    "prepare",
+    "read a dataset into documents, queries and qrels",
+    "dataset",
+    section="dataset",
+    job="scalingnote.datasets.job:run",
+)
+PLANNER = Stage("planner", "learn which words of a query matter", "planner", ("dataset",))
+COLLECT = Stage(
+    "collect", "turn clicks and rankings into training triplets", "triplets", ("dataset", "planner")
+)
+ADOPT = Stage(
+    "adopt", "take a published embedding model as the dual encoder, in stage I's place", "dual_encoder"
+)
+TRAIN = Stage("train", "stage I: train both towers", "dual_encoder", ("dataset", "triplets"))
+PSEUDO_QUERIES = Stage(
+    "pseudo_queries",
+    "draw texts from the documents for a student to learn from",
+    "pseudo_queries",
+    ("dataset",),
+    may_read=("triplets",),
+)
+CROSS_ENCODER = Stage(
+    "cross_encoder",
+    "train a dual-pooled cross-encoder, a teacher in stage I's place",
+    "cross_encoder",
+    ("dataset", "triplets"),
+)
+TEACHER = Stage(
+    "teacher",
+    "embed the training queries with the teacher",
+    "query_embeddings",
+    ("dual_encoder",),
+    may_read=("triplets", "pseudo_queries"),
+    job="scalingnote.encode.job:run_queries",
+)
+DISTILL = Stage(
+    "distill",
+    "stage II: train the small query tower on those embeddings",
+    "student",
+    ("query_embeddings",),
+    may_read=("triplets", "embeddings", "dataset"),
+    job="scalingnote.distillation.job:run",
+)
+ENCODE = Stage("encode", "embed the documents", "embeddings", ("dataset", "dual_encoder"))
+ENCODE_STUDENT = Stage(
+    "encode_student",
+    "embed the documents with a student that has a document tower",
+    "embeddings",
+    ("dataset", "student"),
+    section="encode",
+    job="scalingnote.encode.job:run_student",
+)
+MINE = Stage(
+    "mine",
+    "find fresh hard negatives with the trained towers",
+    "triplets",
+    ("dataset", "triplets", "dual_encoder", "embeddings"),
+)
+QUANTIZE = Stage("quantize", "assign semantic IDs by residual K-means", "semantic_ids", ("embeddings",))
+FUSE = Stage(
+    "fuse",
+    "merge features, clicks and users into the final embeddings",
+    "embeddings",
+    ("dataset", "planner", "embeddings", "semantic_ids"),
+    may_read=("dual_encoder", "student"),
+)
+BM25 = Stage(
+    "bm25",
+    "weight the documents' words by BM25, for hybrid search",
+    "bm25_terms",
+    ("dataset",),
+    job="scalingnote.lexical.job:run",
+)
+INDEX = Stage(
+    "index",
+    "build the sharded index",
+    "index",
+    ("dataset", "embeddings", "semantic_ids"),
+    may_read=("dual_encoder", "student", "bm25_terms"),
+)
+EVALUATE = Stage(
+    "evaluate",
+    "measure and write the report",
+    "report",
+    ("dataset", "embeddings", "index"),
+    may_read=("dual_encoder", "student", "teacher_embeddings", "bm25_terms"),
+)
+STAGES = (
+    *(PREPARE, PLANNER, COLLECT, ADOPT, TRAIN, PSEUDO_QUERIES, CROSS_ENCODER, TEACHER, DISTILL, ENCODE),
+    *(ENCODE_STUDENT, MINE, QUANTIZE, FUSE, BM25, INDEX, EVALUATE),
 )
 # A cross-encoder as the teacher builds the same artifacts in stages of the same names.
-CROSS_ENCODER_STAGES: tuple[Stage, ...] = (
-    Stage(
-        "teacher",
-        "embed the training queries with the teacher",
-        builds="query_embeddings",
-        job="scalingnote.cross_encoder.job:run_queries",
-        reads=("dataset", "triplets", "cross_encoder"),
-    ),
-    Stage(
-        "encode",
-        "embed the documents",
-        builds="embeddings",
-        job="scalingnote.cross_encoder.job:run_documents",
-        reads=("dataset", "cross_encoder"),
-    ),
+CROSS_TEACHER = replace(
+    TEACHER,
+    reads=("dataset", "triplets", "cross_encoder"),
+    may_read=(),
+    job="scalingnote.cross_encoder.job:run_queries",
 )
+CROSS_ENCODE = replace(
+    ENCODE, reads=("dataset", "cross_encoder"), job="scalingnote.cross_encoder.job:run_documents"
+)
+CROSS_ENCODER_STAGES = (CROSS_TEACHER, CROSS_ENCODE)
 NAMES = tuple(stage.name for stage in STAGES)
-# Stages that a round of stage I repeats; collect runs once.
-_ROUND = ("train", "encode", "mine")
 
 
 def of(config: "RunConfig") -> list[Stage]:
@@ -199,27 +155,27 @@ def of(config: "RunConfig") -> list[Stage]:
     section the index takes its terms from there, whether the document tower has a sparse head or not.
     A round of stage I before the last is ``train@1``, ``encode@1``, ``mine@1``, and so on.
     """
-    known = {stage.name: stage for stage in STAGES}
-    if config.cross_encoder is not None:
-        known |= {stage.name: stage for stage in CROSS_ENCODER_STAGES}
     earlier = [
-        replace(known[name], name=f"{name}@{number}") for number in range(1, config.rounds) for name in _ROUND
+        replace(stage, name=f"{stage.name}@{number}")
+        for number in range(1, config.rounds)
+        for stage in (TRAIN, ENCODE, MINE)
     ]
-    names = ["prepare", "planner", "collect"]
+    with_triplets = _reads_triplets(config)
     # Without triplets the planner is needed by fusion alone, which weighs the words of a query.
-    if not _reads_triplets(config):
-        names = ["prepare", "planner"] if config.fuse is not None else ["prepare"]
-    words = [] if config.bm25 is None else [known["bm25"]]
-    terms = [stage.builds for stage in words]
+    with_planner = with_triplets or config.fuse is not None
+    tower = "dual_encoder" if config.distill is None else "student"  # whose query tower serves
+    terms = () if config.bm25 is None else ("bm25_terms",)
     return [
-        *(known[name] for name in names),
+        PREPARE,
+        *([PLANNER] if with_planner else []),
+        *([COLLECT] if with_triplets else []),
         *earlier,
-        *_last_round(config, known),
-        known["quantize"],
-        *_fused(config, known),
-        *words,
-        _with_query_tower(config, known["index"], *terms),
-        _evaluate(config, known, *terms),
+        *_last_round(config, ("triplets",) if with_triplets else ()),
+        QUANTIZE,
+        *([] if config.fuse is None else [_reading(FUSE, tower)]),
+        *([] if config.bm25 is None else [BM25]),
+        _reading(INDEX, tower, *terms),
+        _evaluate(config, *terms),
     ]
 
 
@@ -231,35 +187,23 @@ def _reads_triplets(config: "RunConfig") -> bool:
     return student is not None and (config.pseudo_queries is None or "triplets" in student.reads)
 
 
-def _last_round(config: "RunConfig", known: Mapping[str, Stage]) -> list[Stage]:
-    """The teacher, and the student if there is one."""
-    trained = "train" if config.cross_encoder is None else "cross_encoder"
-    top = known["adopt" if config.adopt is not None else trained]
+def _last_round(config: "RunConfig", triplets: tuple[str, ...]) -> list[Stage]:
+    """The teacher, and the student if there is one; `triplets` is empty if the run collects none."""
+    trained = TRAIN if config.cross_encoder is None else CROSS_ENCODER
+    top = trained if config.adopt is None else ADOPT
+    encode = ENCODE if config.cross_encoder is None else CROSS_ENCODE
     if config.distill is None:
-        return [top, known["encode"]]
-    triplets = ("triplets",) if _reads_triplets(config) else ()
-    pseudo = [] if config.pseudo_queries is None else [_reading(known["pseudo_queries"], *triplets)]
+        return [top, encode]
+    pseudo = [] if config.pseudo_queries is None else [_reading(PSEUDO_QUERIES, *triplets)]
     texts = ("pseudo_queries",) if pseudo else ()
-    teacher = known["teacher"]
-    if config.cross_encoder is None:
-        teacher = _reading(teacher, *triplets, *texts)
-    distill = _reading(known["distill"], *config.distill.reads)
+    teacher = CROSS_TEACHER if config.cross_encoder is not None else _reading(TEACHER, *triplets, *texts)
+    distill = _reading(DISTILL, *config.distill.reads)
     # QKD needs query embeddings only: the student is ready before the slowest stage, encode, begins.
     if not config.distill.reads:
-        return [top, *pseudo, teacher, distill, known["encode"]]
+        return [top, *pseudo, teacher, distill, encode]
     # A student's own document tower replaces the teacher's embeddings in the index.
-    again = [known["encode_student"]] if config.distill.document else []
-    return [top, *pseudo, teacher, known["encode"], distill, *again]
-
-
-def _fused(config: "RunConfig", known: Mapping[str, Stage]) -> list[Stage]:
-    """The stage that merges features in, if any."""
-    return [] if config.fuse is None else [_with_query_tower(config, known["fuse"])]
-
-
-def _with_query_tower(config: "RunConfig", stage: Stage, *kinds: str) -> Stage:
-    """A stage that reads the query tower that serves, and further kinds."""
-    return _reading(stage, "dual_encoder" if config.distill is None else "student", *kinds)
+    again = [ENCODE_STUDENT] if config.distill.document else []
+    return [top, *pseudo, teacher, encode, distill, *again]
 
 
 def _reading(stage: Stage, *kinds: str) -> Stage:
@@ -267,20 +211,14 @@ def _reading(stage: Stage, *kinds: str) -> Stage:
     return replace(stage, reads=(*stage.reads, *kinds), may_read=())
 
 
-def _evaluate(config: "RunConfig", known: Mapping[str, Stage], *kinds: str) -> Stage:
+def _evaluate(config: "RunConfig", *terms: str) -> Stage:
     """Every query tower is measured in the documents' embeddings that it was trained with."""
-    stage = known["evaluate"]
     towers = () if config.cross_encoder is not None else ("dual_encoder",)
     students = () if config.distill is None else ("student",)
     own = config.distill is not None and (config.distill.document is not None or config.fuse is not None)
     # The teacher searches its own documents, which are not the newest embeddings then.
-    apart = towers and own
-    return replace(
-        stage,
-        reads=(*stage.reads, *towers, *students, *kinds),
-        may_read=(),
-        earlier=(("teacher_embeddings", "encode"),) if apart else (),
-    )
+    apart = (("teacher_embeddings", "encode"),) if towers and own else ()
+    return replace(_reading(EVALUATE, *towers, *students, *terms), earlier=apart)
 
 
 def select(

@@ -5,7 +5,6 @@
 Both towers are written with their weights, so that later stages need neither the hub nor the folder.
 """
 
-import hashlib
 import tempfile
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from scalingnote.models.config import Pretrained, TowerConfig
 from scalingnote.models.published_model import Role
 from scalingnote.models.published_tower import LibraryTower
 from scalingnote.models.tower import Tower
+from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft
 
 log = get_logger("adopt")
 ROLES: tuple[Role, ...] = ("query", "document")
-_BLOCK_BYTES = 1 << 24  # hashed at once
 
 
 def run(config: AdoptConfig, *, output: str) -> Artifact:
@@ -112,11 +111,5 @@ def model_path(config: AdoptConfig, role: Role) -> str:
 
 def weight_checksums(folder: Path) -> dict[str, str]:
     """Relative path -> sha256 of the safetensors files in a model's folder."""
-    checksums = {}
-    for path in sorted(folder.rglob("*.safetensors")):
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-        checksums[path.relative_to(folder).as_posix()] = digest.hexdigest()
-    return checksums
+    paths = sorted(folder.rglob("*.safetensors"))
+    return {path.relative_to(folder).as_posix(): fs.checksum(str(path)) for path in paths}

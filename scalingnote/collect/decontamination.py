@@ -19,7 +19,7 @@ from numpy import ndarray
 
 from scalingnote.collect.association import mix_bits
 from scalingnote.collect.config import DecontaminationConfig
-from scalingnote.datasets.log_columns import fold_letters, normalize_text
+from scalingnote.datasets.log_columns import normal_text
 
 CLEAN, EXACT, NEAR = 0, 1, 2
 
@@ -97,7 +97,7 @@ def normalise(queries: pa.Array | pa.ChunkedArray) -> pa.Array:
     """
     texts = pc.fill_null(queries.cast(pa.string()), "")
     texts = pc.replace_substring_regex(texts, "['’‘ʼ`´]", "")
-    texts = fold_letters(normalize_text(texts))
+    texts = normal_text(texts, fold_case=True)
     texts = pc.replace_substring_regex(texts, r"[^\p{L}\p{M}\p{N}\p{S}#%&@]+", " ")
     texts = pc.replace_substring_regex(texts, f"([{_CJK}]) ", r"\1")
     texts = pc.replace_substring_regex(texts, f" ([{_CJK}])", r"\1")

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -46,7 +44,6 @@ COLUMN_TYPES = {
 TEXT_SUFFIXES = (".jsonl", ".parquet", ".txt")
 _ID_COLUMNS = ("doc_id", "_id", "id")
 _TEXT_COLUMNS = ("content", "text")
-_SCHEMA_ROWS = 1000  # first rows of a JSON-lines file of texts, from which its columns are inferred
 _SCHEMA_BYTES = 1 << 18  # of a JSON-lines file, from which its columns are inferred
 _OPTIONAL = {"title", "topic", "content", "group", "split", "user_id"}
 
@@ -103,19 +100,17 @@ def table_rows(
     theirs = {name: file.columns.get(name, name) for name in names}
     files = find_files(file.path)
 
+    ids = [name for name in names if name.endswith("_id") and name not in _OPTIONAL]
+
     def present(each: File) -> list[str]:
-        by_default = _ids(names) if needs is None else needs
-        return _present(each, theirs, [*file.columns, *(by_default if each.is_parquet else ())])
+        by_default = (ids if needs is None else needs) if each.is_parquet else ()
+        return _present(each, theirs, [*file.columns, *by_default])
 
     columns = dict(zip(files, fs.map_files(present, files), strict=True))
     read = partial(_renamed, theirs=theirs, absent=dict(absent))
     return SlicedRows(
         tuple(FileRows(piece, partial(read, present=columns[piece.file])) for piece in cut(files))
     )
-
-
-def _ids(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name.endswith("_id") and name not in _OPTIONAL]
 
 
 def _renamed(
@@ -130,20 +125,20 @@ def _renamed(
 
 def _present(file: File, theirs: Mapping[str, str], needed: Sequence[str]) -> list[str]:
     """The mapped columns that a file has; DataError if it lacks one of `needed` (our names)."""
-    if file.is_parquet:
-        have, where = parquet_footer(file.uri).schema.to_arrow_schema().names, ""
-    else:
-        have, where = _first_columns(file), f" in its first {_SCHEMA_BYTES >> 10} kB"
-        if not have:  # without a readable row, each row is judged by itself
-            return []
+    have = _columns_of(file)
+    if not have:  # without a readable row, each row is judged by itself
+        return []
     missing = [theirs[name] for name in needed if theirs[name] not in have]
     if missing:
+        where = "" if file.is_parquet else f" in its first {_SCHEMA_BYTES >> 10} kB"
         raise DataError(f"{file.uri} has no column {missing}{where}, only {have}: map it under `columns`")
     return [their for their in dict.fromkeys(theirs.values()) if their in have]
 
 
-def _first_columns(file: File) -> list[str]:
-    """Columns of the first JSON objects, in the order of their first occurrence."""
+def _columns_of(file: File) -> list[str]:
+    """Columns of a Parquet file, or of the first JSON objects in the order of their first occurrence."""
+    if file.is_parquet:
+        return list(parquet_footer(file.uri).schema.to_arrow_schema().names)
     rows = readable_rows(json_lines(FileSlice(file, 0, min(file.size, _SCHEMA_BYTES))))
     return list(dict.fromkeys(name for row in rows for name in row))
 
@@ -267,8 +262,9 @@ def _msmarco_queries(piece: FileSlice, *, split: str) -> Iterator[Row | Unreadab
 
 
 def _msmarco_columns(file: File) -> tuple[str, ...]:
-    width = max((line.count(b"\t") + 1 for line in islice(lines(file.uri, 0, file.size), 1)), default=2)
-    return ("doc_id", "content") if width == 2 else ("doc_id", "title", "content")
+    """The columns of a collection, by the number of fields of its first line."""
+    first = next(lines(file.uri, 0, file.size), b"\t")
+    return ("doc_id", "content") if first.count(b"\t") == 1 else ("doc_id", "title", "content")
 
 
 # --- documents without queries ---------------------------------------------------------------------------
@@ -280,25 +276,20 @@ def text_rows(path: str) -> SlicedRows:
     Columns are `content` or `text`, optionally `title`, and `doc_id`, `_id` or `id`; a line of a .txt file is
     a text. A row without an id is named by its number.
     """
-    files = [
-        file
-        for match in match_files(path)
-        for file in (match_files(str(match / "corpus.jsonl")) if match.is_dir() else [match])
-    ]
-    if wrong := [file for file in files if file.suffix not in TEXT_SUFFIXES]:
-        raise DataError(f"{wrong[0]} is none of {', '.join(TEXT_SUFFIXES)}: convert it or rename it")
-    columns = {fs.absolute(str(file)): _column_names(file) for file in files}
-    for name, have in columns.items():
+    files: list[File] = []
+    for match in match_files(path):
+        files += find_files(str(match / "corpus.jsonl" if match.is_dir() else match), TEXT_SUFFIXES)
+    columns = {file: ["content"] if file.uri.endswith(".txt") else _columns_of(file) for file in files}
+    for file, have in columns.items():
         # Without a readable row at its start, a file is judged row by row.
         if have and not {*_TEXT_COLUMNS, "title"} & set(have):
             raise DataError(
-                f"{name} has no column `content` or `text`, only {have}: rename the column of texts"
+                f"{file.uri} has no column `content` or `text`, only {have}: rename the column of texts"
             )
-    pieces = cut([found for name in columns for found in find_files(name, TEXT_SUFFIXES)])
+    pieces = cut(files)
     slices, first = [], 1
     for number, piece in enumerate(pieces, 1):
-        have = columns[piece.file.uri]
-        slices.append(FileRows(piece, partial(_numbered_texts, have=have, first=first)))
+        slices.append(FileRows(piece, partial(_numbered_texts, have=columns[piece.file], first=first)))
         if number < len(pieces):  # the number of a row is the id of one without: earlier rows are counted
             first += _count_rows(piece)
     return SlicedRows(tuple(slices))
@@ -312,24 +303,14 @@ def _count_rows(piece: FileSlice) -> int:
 
 
 def _numbered_texts(piece: FileSlice, *, have: list[str], first: int) -> Iterator[Row | UnreadableRow]:
-    return (_with_our_names(row, number) for number, row in enumerate(_file_rows(piece, have), first))
-
-
-def _column_names(file: Path) -> list[str]:
-    if file.suffix == ".parquet":
-        return list(parquet_footer(str(file)).schema.to_arrow_schema().names)
-    if file.suffix == ".txt":
-        return ["content"]
-    first = readable_rows(islice(json_lines(file), _SCHEMA_ROWS))
-    return list(dict.fromkeys(name for row in first for name in row))
-
-
-def _file_rows(piece: FileSlice, have: list[str]) -> Rows:
+    rows: Rows
     if piece.file.is_parquet:
-        return _parquet_bytes(piece, [n for n in (*_ID_COLUMNS, "title", *_TEXT_COLUMNS) if n in have])
-    if piece.file.uri.endswith(".txt"):
-        return delimited_lines(piece, columns=("content",), separator="\n")
-    return json_lines(piece)
+        rows = _parquet_bytes(piece, [n for n in (*_ID_COLUMNS, "title", *_TEXT_COLUMNS) if n in have])
+    elif piece.file.uri.endswith(".txt"):
+        rows = delimited_lines(piece, columns=("content",), separator="\n")
+    else:
+        rows = json_lines(piece)
+    return (_with_our_names(row, number) for number, row in enumerate(rows, first))
 
 
 def _parquet_bytes(piece: FileSlice, columns: list[str]) -> Iterator[Row]:
@@ -339,11 +320,9 @@ def _parquet_bytes(piece: FileSlice, columns: list[str]) -> Iterator[Row]:
 
 
 def _as_bytes(column: pa.Array) -> pa.Array:
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    kind = column.type
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    return column.cast(pa.large_binary()) if text else column
+    return column.cast(kind).cast(pa.large_binary()) if text else column
 
 
 def _with_our_names(row: Row | UnreadableRow, number: int) -> Row | UnreadableRow:

@@ -16,11 +16,12 @@ from jaxtyping import Bool, UInt8
 from numpy import ndarray
 
 from scalingnote.datasets.config import Logs
+from scalingnote.datasets.file_formats import COLUMN_TYPES
 from scalingnote.datasets.raw_rows import Quarantine
+from scalingnote.datasets.row_checks import MAX_ID_CHARS
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, SCORES
 from scalingnote.storage.shuffle import JsonRecord
 
-_MAX_ID_CHARS = 256
 MAX_EXAMPLES = 100  # rejected rows kept of each reason, the first of the input
 PROBLEM = "_problem"  # column that `log_inputs` adds: the reason why a row cannot be used
 _QUERY = pa.field("query", pa.string())
@@ -30,7 +31,6 @@ CHECKED = {
     "scores": SCORES,
     "qrels": QRELS.append(_QUERY),  # null where judgements name queries by id only
 }
-FEATURES = {"string": pa.string(), "int64": pa.int64(), "float64": pa.float64(), "bool": pa.bool_()}
 _MS = pa.timestamp("ms")
 _MS_PER_UNIT = {"s": 1000.0, "ms": 1.0, "us": 0.001}
 # Control characters except tab and line ends, DEL and the C1 block, as in `row_checks`.
@@ -73,15 +73,16 @@ class LogTally(Quarantine):
 def check_table(rows: pa.Table, table: str, *, config: Logs, tally: LogTally) -> pa.Table:
     """The valid rows of one table with the columns of CHECKED; documents also have the config's features."""
     checker = _ColumnChecker(rows, "documents" if table == "unpaired" else table, tally)
+    if checker.table == "documents":
+        return _documents(checker, config)
+    columns = _pair(checker, config)
     match table:
-        case "documents" | "unpaired":
-            return _documents(checker, config)
         case "impressions":
-            columns = _pair(checker, config) | _impression(checker, config)
+            columns |= _impression(checker, config)
         case "scores":
-            columns = _pair(checker, config) | {"score": pc.cast(checker.number("score"), pa.float32())}
+            columns["score"] = pc.cast(checker.number("score"), pa.float32())
         case _:
-            columns = _pair(checker, config) | {"relevance": _relevance(checker)}
+            columns["relevance"] = _relevance(checker)
     return checker.valid_rows(columns, CHECKED[table])
 
 
@@ -116,10 +117,10 @@ class _ColumnChecker:
         """A column of stripped text; control characters become blanks, null becomes empty if not optional."""
         column, invalid = text_column(self.rows, name)
         self.reject(invalid, "invalid UTF-8")
-        repaired = has_controls(column)
+        repaired = pc.match_substring_regex(column, _CONTROL)
         if pc.any(repaired).as_py():
             self.count_repaired(repaired, "control_characters_blanked")
-            column = without_controls(column)
+            column = pc.replace_substring_regex(column, _CONTROL, " ")
         return pc.utf8_trim_whitespace(column if optional else pc.fill_null(column, ""))
 
     def identifier(self, name: str, *, optional: bool = False) -> pa.Array:
@@ -130,8 +131,8 @@ class _ColumnChecker:
         empty = pc.equal(column, "")
         self.reject(empty if optional else pc.or_kleene(empty, pc.is_null(column)), f"no {name}")
         length = pc.utf8_length(column)
-        self.reject(pc.greater(length, _MAX_ID_CHARS), f"{name} longer than {_MAX_ID_CHARS} characters")
-        self.reject(has_controls(column), f"{name} with control characters")
+        self.reject(pc.greater(length, MAX_ID_CHARS), f"{name} longer than {MAX_ID_CHARS} characters")
+        self.reject(pc.match_substring_regex(column, _CONTROL), f"{name} with control characters")
         return column
 
     def number(self, name: str, *, optional: bool = False) -> pa.Array:
@@ -154,7 +155,7 @@ class _ColumnChecker:
 
 
 def _documents(checker: _ColumnChecker, config: Logs) -> pa.Table:
-    features = pa.schema([(name, FEATURES[kind]) for name, kind in config.features.items()])
+    features = pa.schema([(name, COLUMN_TYPES[kind]) for name, kind in config.features.items()])
     doc_id = checker.identifier("doc_id")
     title, topic, content = (checker.text(name) for name in ("title", "topic", "content"))
     checker.reject(pc.and_(pc.equal(title, ""), pc.equal(content, "")), "no text")
@@ -186,7 +187,7 @@ def _pair(checker: _ColumnChecker, config: Logs) -> dict[str, pa.Array]:
     have = checker.rows.column_names
     query = pa.nulls(len(checker.rows), pa.string())
     if "query" in have:
-        query = collapse_spaces(checker.text("query"))
+        query = _map_distinct(checker.text("query"), _collapse)
         if checker.table == "impressions" or "query_id" not in have:
             checker.reject(pc.equal(query, ""), "empty query")
     named = (
@@ -299,10 +300,8 @@ def feature_column(rows: pa.Table, field: pa.Field) -> tuple[pa.Array, pa.Array]
         plain = boolean_column(rows, field.name)
     else:
         plain, _ = number_column(rows, field.name)
-        if pa.types.is_integer(field.type) and not pa.types.is_integer(column.type):
-            plain = cast_or_null(plain, pa.int64())
-        elif pa.types.is_integer(field.type):
-            plain = cast_or_null(column, pa.int64())
+        if pa.types.is_integer(field.type):  # an integer column would lose digits as float64
+            plain = cast_or_null(column if pa.types.is_integer(column.type) else plain, pa.int64())
     return plain, pc.and_(pc.is_null(plain), pc.is_valid(column))
 
 
@@ -315,16 +314,6 @@ def cast_or_null(column: pa.Array, kind: pa.DataType) -> pa.Array:
             return pa.nulls(1, kind)
     middle = len(column) // 2
     return pa.concat_arrays([cast_or_null(column[:middle], kind), cast_or_null(column[middle:], kind)])
-
-
-def has_controls(column: pa.Array) -> pa.Array:
-    """Which texts have control characters."""
-    return pc.match_substring_regex(column, _CONTROL)
-
-
-def without_controls(column: pa.Array) -> pa.Array:
-    """Texts with a blank in place of each control character."""
-    return pc.replace_substring_regex(column, _CONTROL, " ")
 
 
 def printable_rows(table: pa.Table) -> list[dict[str, Any]]:
@@ -372,11 +361,6 @@ def _reason_where(which: pa.Array, reason: str) -> pa.Array:
 _BLANKS = r"[\s\pZ\x{85}]+"
 
 
-def collapse_spaces(texts: pa.Array) -> pa.Array:
-    """Texts with runs of white space as one blank."""
-    return _map_distinct(texts, _collapse)
-
-
 def query_ids(texts: pa.Array, *, fold_case: bool) -> pa.Array:
     """An id of 16 hexadecimal digits for every text that is not null.
 
@@ -387,36 +371,35 @@ def query_ids(texts: pa.Array, *, fold_case: bool) -> pa.Array:
     """
 
     def identify(distinct: pa.Array) -> pa.Array:
-        plain = _collapse(normalize_text(distinct))
-        plain = fold_letters(plain) if fold_case else plain
-        return pa.array([None if text is None else _hash(text) for text in plain.to_pylist()], pa.string())
+        plain = _collapse(normal_text(distinct, fold_case=fold_case))
+        hashes = [
+            None if text is None else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+            for text in plain.to_pylist()
+        ]
+        return pa.array(hashes, pa.string())
 
     return _map_distinct(texts, identify)
 
 
+def normal_text(texts: pa.Array | pa.ChunkedArray, *, fold_case: bool) -> pa.Array | pa.ChunkedArray:
+    """NFKC without format characters; if `fold_case`, lower case with `ß` as `ss` and `ς` as `σ`.
+
+    Copied text has zero-width spaces, joiners, soft hyphens and byte-order marks; a blank for them would
+    split a word. They are removed first, so that NFKC can compose an accent after one with its letter.
+    """
+    plain = pc.utf8_normalize(pc.replace_substring_regex(texts, r"\p{Cf}+", ""), form="NFKC")
+    if not fold_case:
+        return plain
+    lower = pc.replace_substring(pc.utf8_lower(plain), "ß", "ss")
+    return pc.replace_substring(lower, "ς", "σ")  # their upper case forms are equal
+
+
 def _collapse(texts: pa.Array) -> pa.Array:
+    """Texts with runs of white space as one blank, and none at the ends."""
     return pc.utf8_trim_whitespace(pc.replace_substring_regex(texts, _BLANKS, " "))
-
-
-def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _map_distinct(texts: pa.Array, function: Callable[[pa.Array], pa.Array]) -> pa.Array:
     """Apply `function` once per distinct text, since a log repeats its queries."""
     coded = pc.dictionary_encode(texts)
     return function(coded.dictionary).take(coded.indices)
-
-
-def normalize_text(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """NFKC without format characters.
-
-    Copied text has zero-width spaces, joiners, soft hyphens and byte-order marks; a blank for them would
-    split a word. They are removed first, so that NFKC can compose an accent after one with its letter.
-    """
-    return pc.utf8_normalize(pc.replace_substring_regex(texts, r"\p{Cf}+", ""), form="NFKC")
-
-
-def fold_letters(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    """Lower case, `ß` as `ss` and a final sigma as any other, since their upper case forms are equal."""
-    return pc.replace_substring(pc.replace_substring(pc.utf8_lower(texts), "ß", "ss"), "ς", "σ")

@@ -8,8 +8,8 @@ is divided, and finally read line by line: a bad line costs a few milliseconds a
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -17,20 +17,64 @@ import pyarrow as pa
 import pyarrow.json as pj
 import pyarrow.parquet as pq
 
-from scalingnote.datasets.config import FeatureType, Logs, TableFile
+from scalingnote.datasets.config import FeatureType, Logs
 from scalingnote.datasets.log_columns import PROBLEM, LogTally
-from scalingnote.datasets.raw_rows import Cut, byte_cuts, find_files, lines, parquet_footer, row_group_cuts
+from scalingnote.datasets.raw_rows import (
+    Cut,
+    File,
+    byte_cuts,
+    find_files,
+    lines,
+    parquet_footer,
+    row_group_cuts,
+)
 from scalingnote.errors import DataError
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.schema import is_valid_unicode, replace_surrogates
 
 Kind = Literal["id", "text", "number", "flag", "time"]
+
+
+class _Rule(NamedTuple):
+    """What a column of a kind may hold."""
+
+    shown: str  # in errors
+    json: set[type]
+    arrow: tuple[Callable[[pa.DataType], bool], ...]  # one of these is true of its type
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    # Some writers do not mark text columns as UTF-8, so that they are read as binary.
+    binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return (
+        binary or pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    )
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+
+
+_RULES: dict[Kind, _Rule] = {
+    "id": _Rule("text or whole numbers", {str, int}, (_is_text, pa.types.is_integer)),
+    "text": _Rule("text", {str}, (_is_text,)),
+    "number": _Rule("a number", {int, float, str}, (_is_text, _is_number)),
+    "flag": _Rule("true or false, or 1 and 0", {bool, int}, (pa.types.is_boolean, pa.types.is_integer)),
+    "time": _Rule(
+        "a timestamp, a number or ISO 8601 text",
+        {int, float, str},
+        (_is_text, _is_number, pa.types.is_timestamp),
+    ),
+}
+_FEATURES: dict[FeatureType, Kind] = {
+    "string": "text",
+    "int64": "number",
+    "float64": "number",
+    "bool": "flag",
+}
 _DOCUMENTS: dict[str, Kind] = {
     "doc_id": "id",
-    "title": "text",
-    "topic": "text",
-    "content": "text",
-    "group": "text",
+    **dict.fromkeys(("title", "topic", "content", "group"), "text"),
 }
 _PAIR: dict[str, Kind] = {"query": "text", "query_id": "id", "doc_id": "id"}
 _IMPRESSIONS: dict[str, Kind] = _PAIR | {
@@ -40,19 +84,6 @@ _IMPRESSIONS: dict[str, Kind] = _PAIR | {
     "clicked": "flag",
     "timestamp": "time",
     "dwell_s": "number",
-}
-_FEATURES: dict[FeatureType, Kind] = {
-    "string": "text",
-    "int64": "number",
-    "float64": "number",
-    "bool": "flag",
-}
-_KIND_NAMES: dict[Kind, str] = {
-    "id": "text or whole numbers",
-    "text": "text",
-    "number": "a number",
-    "flag": "true or false, or 1 and 0",
-    "time": "a timestamp, a number or ISO 8601 text",
 }
 TABLES = ("documents", "unpaired", "impressions", "scores", "qrels")
 _FIXED_COLUMNS = ("query", "query_id", "relevance")
@@ -78,13 +109,6 @@ class LogSlice:
     changed: int  # modification time of the file, so that results of an older version are not reused
 
 
-class _File(NamedTuple):
-    table: str
-    uri: str
-    size: int
-    changed: int
-
-
 class _Layout(NamedTuple):
     columns: dict[str, str]  # our name -> the file's
     cuts: list[Cut]
@@ -92,41 +116,40 @@ class _Layout(NamedTuple):
 
 def plan_slices(config: Logs) -> list[LogSlice]:
     """All slices of all tables; DataError names the file and the column that do not fit."""
-    tables: dict[str, TableFile | None] = {name: getattr(config, name) for name in TABLES}
     files = [
-        _File(name, file.uri, file.size, file.changed)
-        for name, table in tables.items()
-        if table
+        (name, file)
+        for name in TABLES
+        if (table := getattr(config, name)) is not None
         for file in find_files(table.path)
     ]
-    inspected = _with_same_query_key(files, fs.map_files(lambda file: _inspect(file, config), files))
-    slices = [
-        LogSlice(0, file.table, file.uri, layout.columns, *cut, file.changed)
-        for file, layout in zip(files, inspected, strict=True)
+    layouts = fs.map_files(lambda named: _inspect(*named, config), files)
+    pieces = [
+        (table, file.uri, layout.columns, *cut, file.changed)
+        for (table, file), layout in zip(files, _with_same_query_key(files, layouts), strict=True)
         for cut in layout.cuts
     ]
-    return [replace(piece, number=number) for number, piece in enumerate(slices)]
+    return [LogSlice(number, *piece) for number, piece in enumerate(pieces)]
 
 
-def _inspect(file: _File, config: Logs) -> _Layout:
-    mapping: dict[str, str] = getattr(config, file.table).columns
-    kinds = column_kinds(config, file.table)
+def _inspect(table: str, file: File, config: Logs) -> _Layout:
+    mapping: dict[str, str] = getattr(config, table).columns
+    kinds = column_kinds(config, table)
     unknown = sorted(set(mapping) - set(kinds))
     if unknown:
         raise DataError(f"{file.uri}: columns maps {unknown}, which are none of {list(kinds)}")
     theirs = {name: mapping.get(name, name) for name in kinds}
     limit = config.slice_mb << 20
-    inspect = _inspect_parquet if file.uri.endswith(".parquet") else _inspect_json
+    inspect = _inspect_parquet if file.is_parquet else _inspect_json
     seen, wrong, layout = inspect(file, theirs, kinds, limit)
-    missing = _missing_columns(config, file.table, seen) if layout.cuts else []
+    missing = _missing_columns(config, table, seen) if layout.cuts else []
     missing += [name for name in mapping if name not in seen and name not in missing]
     if missing:
         shown = [theirs.get(name, name) for name in missing]
-        raise DataError(f"{file.uri} ({file.table}) has no column {shown}: map it under {file.table}.columns")
+        raise DataError(f"{file.uri} ({table}) has no column {shown}: map it under {table}.columns")
     for name, kind in wrong.items():
         raise DataError(
-            f"{file.uri} ({file.table}): column {theirs[name]!r} is of type {kind}, but {name} is "
-            f"{_KIND_NAMES[kinds[name]]}: convert it, or map another column"
+            f"{file.uri} ({table}): column {theirs[name]!r} is of type {kind}, but {name} is "
+            f"{_RULES[kinds[name]].shown}: convert it, or map another column"
         )
     return layout
 
@@ -135,17 +158,17 @@ def _inspect(file: _File, config: Logs) -> _Layout:
 _Inspection = tuple[set[str], dict[str, str], _Layout]
 
 
-def _inspect_parquet(file: _File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
+def _inspect_parquet(file: File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
     """Slices are runs of row groups of up to `limit` bytes."""
     footer = parquet_footer(file.uri)
     schema = footer.schema.to_arrow_schema()
     columns = {name: column for name, column in theirs.items() if column in schema.names}
     types = {name: schema.field(column).type for name, column in columns.items()}
-    wrong = {name: str(kind) for name, kind in types.items() if not _fits_arrow(kind, kinds[name])}
+    wrong = {name: str(kind) for name, kind in types.items() if not _fits_arrow(kind, _RULES[kinds[name]])}
     return set(columns), wrong, _Layout(columns, row_group_cuts(footer, limit))
 
 
-def _inspect_json(file: _File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
+def _inspect_json(file: File, theirs: dict[str, str], kinds: dict[str, Kind], limit: int) -> _Inspection:
     """Slices are ranges of `limit` bytes. Columns are inferred from the first lines."""
     with fs.open_input(file.uri) as source:
         head = source.read(_SCHEMA_BYTES)
@@ -160,7 +183,7 @@ def _inspect_json(file: _File, theirs: dict[str, str], kinds: dict[str, Kind], l
     wrong = {
         name: " and ".join(sorted(kind.__name__ for kind in kinds_seen))
         for name, kinds_seen in types.items()
-        if not _fits_json(kinds_seen, kinds[name])
+        if kinds_seen and not kinds_seen & _RULES[kinds[name]].json
     }
     seen = {name for name, column in theirs.items() if not rows or any(column in row for row in rows)}
     # Optional columns may first occur later in the file; the key of queries and the presence of grades must
@@ -177,27 +200,26 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _with_same_query_key(files: Sequence[_File], inspected: Sequence[_Layout]) -> list[_Layout]:
+def _with_same_query_key(files: Sequence[tuple[str, File]], layouts: Sequence[_Layout]) -> Iterator[_Layout]:
     """Check that all files identify queries by query_id, or all by their text."""
-    pairs = [(file, layout) for file, layout in zip(files, inspected, strict=True) if layout.cuts]
-    named = {file.uri: "query_id" in layout.columns for file, layout in pairs if file.table == "impressions"}
+    used = [(table, file.uri, each) for (table, file), each in zip(files, layouts, strict=True) if each.cuts]
+    named = {uri: "query_id" in layout.columns for table, uri, layout in used if table == "impressions"}
     if len(set(named.values())) > 1:
         without_id = next(uri for uri, has_id in named.items() if not has_id)
         raise DataError(
             f"{without_id} has no column query_id, other impressions have: one query would become two"
         )
     has_ids = any(named.values())
-    for file, layout in pairs:
-        if has_ids and file.table in ("scores", "qrels") and "query_id" not in layout.columns:
+    for table, uri, layout in used:
+        if has_ids and table in ("scores", "qrels") and "query_id" not in layout.columns:
             raise DataError(
-                f"{file.uri} ({file.table}) has no column query_id, but the impressions call queries by it: "
+                f"{uri} ({table}) has no column query_id, but the impressions call queries by it: "
                 "add it here, or leave it out there"
             )
-    return [layout if has_ids or "query" not in layout.columns else _by_text(layout) for layout in inspected]
-
-
-def _by_text(layout: _Layout) -> _Layout:
-    return layout._replace(columns={name: c for name, c in layout.columns.items() if name != "query_id"})
+    for layout in layouts:
+        by_text = not has_ids and "query" in layout.columns
+        columns = {name: c for name, c in layout.columns.items() if not (by_text and name == "query_id")}
+        yield layout._replace(columns=columns)
 
 
 # --- what a column may hold ----------------------------------------------------------------------------
@@ -218,63 +240,24 @@ def column_kinds(config: Logs, table: str) -> dict[str, Kind]:
 
 def _missing_columns(config: Logs, table: str, have: Collection[str]) -> list[str]:
     """The required columns of a table that a file with the columns `have` lacks."""
-    either: tuple[str, ...]
+    needed, either = ["doc_id"], ("query", "query_id")
     match table:
         case "documents" | "unpaired":
-            needed, either = ["doc_id"], ("title", "content")
+            either = ("title", "content")
         case "impressions":
-            needed, either = ["session_id", "query", "doc_id", "position", "clicked", "timestamp"], ("query",)
+            needed = ["session_id", "query", "doc_id", "position", "clicked", "timestamp"]
             needed += ["dwell_s"] if config.min_dwell_s else []
         case "scores":
-            needed, either = ["doc_id", "score"], ("query", "query_id")
-        case _:
-            needed, either = ["doc_id"], ("query", "query_id")
+            needed = ["doc_id", "score"]
     lacking = [name for name in needed if name not in have]
-    if not any(name in have for name in either) and not set(either) & set(lacking):
+    if not set(either) & {*have, *lacking}:
         lacking.append(" or ".join(either))
     return lacking
 
 
-def _fits_arrow(type_: pa.DataType, kind: Kind) -> bool:
-    """Whether a column of this type can have values of `kind`."""
-    if pa.types.is_dictionary(type_):
-        type_ = type_.value_type
-    # Some writers do not mark text columns as UTF-8, so that they are read as binary.
-    text = any(
-        is_type(type_)
-        for is_type in (
-            pa.types.is_string,
-            pa.types.is_large_string,
-            pa.types.is_string_view,
-            pa.types.is_binary,
-            pa.types.is_large_binary,
-        )
-    )
-    number = pa.types.is_integer(type_) or pa.types.is_floating(type_) or pa.types.is_decimal(type_)
-    match kind:
-        case "id":
-            good = text or pa.types.is_integer(type_)
-        case "text":
-            good = text
-        case "number":
-            good = text or number
-        case "flag":
-            good = pa.types.is_boolean(type_) or pa.types.is_integer(type_)
-        case "time":
-            good = text or number or pa.types.is_timestamp(type_)
-    return good or pa.types.is_null(type_)
-
-
-def _fits_json(kinds_seen: set[type], kind: Kind) -> bool:
-    """The same for the Python types of a JSON column, of which one must fit."""
-    types: dict[Kind, set[type]] = {
-        "id": {str, int},
-        "text": {str},
-        "number": {int, float, str},
-        "flag": {bool, int},
-        "time": {int, float, str},
-    }
-    return not kinds_seen or bool(kinds_seen & types[kind])
+def _fits_arrow(kind: pa.DataType, rule: _Rule) -> bool:
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return pa.types.is_null(plain) or any(fits(plain) for fits in rule.arrow)
 
 
 # --- rows of a slice ---------------------------------------------------------------------------------------

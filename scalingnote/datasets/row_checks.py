@@ -17,7 +17,7 @@ from scalingnote.storage.schema import is_valid_unicode, replace_surrogates
 
 # Control characters except tab and line ends, DEL and the C1 block.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-_MAX_ID_CHARS = 256
+MAX_ID_CHARS = 256
 _FIRST_S, _END_S = -62_135_596_800, 253_402_300_800  # the years 1 to 9999, the range of Python's datetime
 
 
@@ -151,8 +151,8 @@ def _identifier(row: Row, key: str) -> str:
     value = value.strip()
     if not value:
         raise _BadRowError(f"no {key}")
-    if len(value) > _MAX_ID_CHARS:
-        raise _BadRowError(f"{key} longer than {_MAX_ID_CHARS} characters")
+    if len(value) > MAX_ID_CHARS:
+        raise _BadRowError(f"{key} longer than {MAX_ID_CHARS} characters")
     if _CONTROL.search(value) or not is_valid_unicode(value):
         raise _BadRowError(f"{key} with control characters")
     return value

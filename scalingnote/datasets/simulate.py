@@ -151,12 +151,7 @@ class Tastes:
     def profiles(self) -> pa.Table:
         """USERS with a column ``liked_{column}``: a value, or one of BANDS; null if the user does not say."""
         users = len(self.profile_columns[0][1])
-        return pa.table({"user_id": user_ids(np.arange(users)), **dict(self.profile_columns)})
-
-
-def user_ids(numbers: Int[ndarray, " rows"]) -> pa.Array:
-    """Ids of simulated users."""
-    return numbered_ids("u-", numbers)
+        return pa.table({"user_id": numbered_ids("u-", np.arange(users)), **dict(self.profile_columns)})
 
 
 def numbered_ids(prefix: str, numbers: Int[ndarray, " rows"]) -> pa.Array:
@@ -350,8 +345,8 @@ def simulate(
     topics: Sequence[str],
     config: AnyClickModel,
     tastes: Tastes | None = None,
-) -> pa.Table:
-    """Simulate a click log. Equal inputs give equal rows.
+) -> Iterator[pa.Table]:
+    """Simulate a click log: IMPRESSIONS in chunks, in the order of time. Equal inputs give equal rows.
 
     Args:
         qrels: judgements of the training queries (QRELS). A query without a relevant document in `doc_ids` is
@@ -359,28 +354,12 @@ def simulate(
         doc_ids: the documents that training may see; no other document is shown.
         topics: the topic of each document of `doc_ids`.
         config: the click model and its parameters.
-        tastes: user preferences for the documents of `doc_ids`, in the same order; None if all users are
-            alike.
-
-    Returns:
-        IMPRESSIONS in the order of time.
+        tastes: user preferences for the documents of `doc_ids`; None if all users are alike.
     """
-    chunks = simulate_chunks(qrels, doc_ids=doc_ids, topics=topics, config=config, tastes=tastes)
-    return pa.concat_tables([IMPRESSIONS.empty_table(), *chunks]).combine_chunks()
-
-
-def simulate_chunks(
-    qrels: pa.Table,
-    *,
-    doc_ids: Sequence[str],
-    topics: Sequence[str],
-    config: AnyClickModel,
-    tastes: Tastes | None = None,
-) -> Iterator[pa.Table]:
-    """The log of `simulate` in chunks, in the order of time: for logs that do not fit in memory."""
     names = pa.array(doc_ids, pa.string())
     judged = judged_pairs(qrels, names)
     if not len(judged.doc):
+        yield IMPRESSIONS.empty_table()
         return
     rng = np.random.default_rng(config.seed)
     # Generators of their own, so that lists and times depend neither on the click model nor on tastes.
@@ -403,46 +382,45 @@ def simulate_chunks(
         )
         if not tastes:
             users = rng.integers(config.users, size=len(queries))
+        dwell_s = np.zeros(shown.filled.shape, np.float32)
+        clicked = shown.filled & response.clicked
+        dwell_s[clicked] = draw_dwell_times(response.satisfied[clicked], config=config, rng=behavior_rng)
         yield _impressions(
-            queries,
+            np.arange(first, first + len(queries)),
+            judged.query_ids.take(pa.array(queries)),
+            numbered_ids("u-", users),
+            names,
             shown,
-            response,
-            users,
-            judged=judged,
-            doc_ids=names,
-            first=first,
+            clicked,
+            dwell_s,
             config=config,
-            rng=behavior_rng,
         )
 
 
 def _impressions(
-    queries: Int[ndarray, " sessions"],
-    shown: ResultLists,
-    response: UserResponse,
-    users: Int[ndarray, " sessions"],
-    *,
-    judged: JudgedPairs,
+    numbers: Int[ndarray, " sessions"],
+    query_ids: pa.Array,
+    user_ids: pa.Array,
     doc_ids: pa.Array,
-    first: int,
-    config: AnyClickModel,
-    rng: np.random.Generator,
+    shown: ResultLists,
+    clicked: Bool[ndarray, "sessions k"],
+    dwell_s: Float[ndarray, "sessions k"],
+    *,
+    config: ClickModelConfig,
 ) -> pa.Table:
-    """One row per filled place; the sessions of the chunk are numbered from `first`."""
+    """One row per filled place."""
     session, column = np.nonzero(shown.filled)
-    number = first + session
-    clicked = response.clicked[shown.filled]
-    seconds = np.zeros(len(clicked), np.float32)
-    seconds[clicked] = draw_dwell_times(response.satisfied[response.clicked], config=config, rng=rng)
+    row = pa.array(session)
+    number = numbers[session]
     epoch = np.datetime64(config.start, "s")
     columns = {
         "session_id": numbered_ids("s-", number),
-        "user_id": user_ids(users[session]),
-        "query_id": judged.query_ids.take(pa.array(queries[session])),
+        "user_id": user_ids.take(row),
+        "query_id": query_ids.take(row),
         "doc_id": doc_ids.take(pa.array(shown.docs[session, column])),
         "position": pa.array(column + 1, pa.int32()),
-        "clicked": pa.array(clicked),
+        "clicked": pa.array(clicked[shown.filled]),
         "timestamp": pa.array(epoch + number * config.seconds_between_sessions, pa.timestamp("ms")),
-        "dwell_s": pa.array(seconds, pa.float32(), mask=~clicked),
+        "dwell_s": pa.array(dwell_s[shown.filled], pa.float32(), mask=~clicked[shown.filled]),
     }
     return pa.table(columns, schema=IMPRESSIONS)

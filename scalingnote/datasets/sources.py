@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic import TypeAdapter, ValidationError
 
-from scalingnote.datasets import file_formats, public_chinese, public_english, python_docs, row_checks
+from scalingnote.datasets import file_formats, public_datasets, python_docs, row_checks
 from scalingnote.datasets.config import AnyDataset, DatasetConfig
 from scalingnote.datasets.raw_rows import Quarantine, Row, Rows, Source
 from scalingnote.errors import ConfigError, DataError
@@ -75,10 +75,7 @@ class DownloadedSource:
         """Its lines of ``public_files.txt``."""
         listed = resources.files("scalingnote.datasets").joinpath("public_files.txt").read_text().splitlines()
         rows = [line.split() for line in listed if line.startswith(f"{self.about.name} ")]
-        return tuple(
-            Remote(name, _github(*place), None if sha256 == "-" else sha256)
-            for _, name, sha256, *place in rows
-        )
+        return tuple(Remote(row[1], _github(*row[3:]), None if row[2] == "-" else row[2]) for row in rows)
 
 
 def _github(repository: str, commit: str, path: str) -> str:
@@ -93,8 +90,8 @@ _PUBLIC = (
             "medquad", "16,407 medical question-answer pairs from 9 NIH collections", "en", "CC BY 4.0", True
         ),
         files=("qa.jsonl",),
-        read=public_english.read_medquad,
-        convert=public_english.convert_medquad,
+        read=public_datasets.read_medquad,
+        convert=public_datasets.convert_medquad,
         converted_sha256={"qa.jsonl": "e7611999c3d32912ade836b649bc42c97233a9c7b37973b4427147fbefbc5baf"},
     ),
     DownloadedSource(
@@ -106,8 +103,8 @@ _PUBLIC = (
             True,
         ),
         files=("questions.jsonl", "answers.jsonl"),
-        read=public_english.read_devops,
-        convert=public_english.convert_devops,
+        read=public_datasets.read_devops,
+        convert=public_datasets.convert_devops,
     ),
     DownloadedSource(
         Description(
@@ -117,9 +114,9 @@ _PUBLIC = (
             "Apache-2.0; product data Icecat Open Content License",
             True,
         ),
-        files=("products.jsonl", public_english.ICECAT_JUDGEMENTS),
-        read=public_english.read_icecat,
-        convert=public_english.convert_icecat,
+        files=("products.jsonl", public_datasets.ICECAT_JUDGEMENTS),
+        read=public_datasets.read_icecat,
+        convert=public_datasets.convert_icecat,
     ),
     DownloadedSource(
         Description(
@@ -129,13 +126,13 @@ _PUBLIC = (
             "CC BY-SA 3.0 and 4.0",
             True,
         ),
-        files=public_chinese.TITLES_FILES,
-        read=public_chinese.read_titles,
+        files=public_datasets.TITLES_FILES,
+        read=public_datasets.read_titles,
     ),
     DownloadedSource(
         Description("zh_medical_qa", "7,644 medical questions with department and answer", "zh", "MIT", True),
-        files=(public_chinese.MEDICAL_FILE,),
-        read=public_chinese.read_medical,
+        files=(public_datasets.MEDICAL_FILE,),
+        read=public_datasets.read_medical,
     ),
     DownloadedSource(
         Description(
@@ -145,9 +142,9 @@ _PUBLIC = (
             "Apache-2.0",
             True,
         ),
-        files=public_chinese.DUREADER_FILES,
-        read=public_chinese.read_dureader,
-        convert=public_chinese.convert_dureader,
+        files=public_datasets.DUREADER_FILES,
+        read=public_datasets.read_dureader,
+        convert=public_datasets.convert_dureader,
     ),
 )
 DOWNLOADED = {source.about.name: source for source in _PUBLIC}

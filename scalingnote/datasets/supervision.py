@@ -6,10 +6,14 @@
 bucket by bucket of their queries, with the functions of this module.
 """
 
+import base64
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +36,7 @@ from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import IMPRESSIONS, QRELS, QUERIES, SCORES, USERS, is_valid_unicode
-from scalingnote.storage.shuffle import JsonRecord
+from scalingnote.storage.shuffle import JsonRecord, stream
 
 log = get_logger("datasets")
 MAX_ROWS = 5_000_000  # of all tables, in one task
@@ -60,15 +64,6 @@ class Context:
     def file(self, *names: str) -> str:
         """A file of the work directory."""
         return fs.join(self.work, "supervision", *names)
-
-
-@runtime_checkable
-class NumberedRows(Protocol):
-    """Raw rows that know which one was read last."""
-
-    number: int  # in the input
-
-    def __iter__(self) -> Iterator[Row | UnreadableRow]: ...
 
 
 class Supervision(NamedTuple):
@@ -110,7 +105,7 @@ def write_tables(item: tuple[int, Source], *, context: Context) -> JsonRecord:
     clicks = None if len(tables["impressions"]) else config.click_model
     if clicks:
         impressions, profiles = simulated(queries, tables["qrels"], context, clicks)
-        tables["impressions"] = pa.concat_tables([IMPRESSIONS.empty_table(), *impressions])
+        tables["impressions"] = pa.concat_tables(impressions)
         tables["users"] = tables["users"] if profiles is None else profiles
     counts = {name: len(table) for name, table in tables.items()} | count_splits(queries)
     warn_of_one_side(config, counts, undecided=has_undecided(checked.queries))
@@ -172,7 +167,7 @@ def check(given: dict[str, Rows], named: set[str], context: Context, quarantine:
 
 def _columns(rows: Iterator[Row], schema: pa.Schema, raw: Rows) -> pa.Table:
     """Rows as a table; those of a bucket with their number in the input."""
-    if isinstance(raw, NumberedRows):
+    if isinstance(raw, BucketRows):
         schema = schema.append(pa.field("_number", pa.int64()))
         rows = ({**row, "_number": raw.number} for row in rows)
     tables = [schema.empty_table()]
@@ -286,7 +281,7 @@ def simulated(
     rows = np.flatnonzero(~np.asarray(pc.is_in(documents["group"], value_set=hidden)))
     seen = documents.select(["doc_id", "topic"]).take(rows)
     tastes = simulate.Tastes.draw(taste, documents, users=config.users, seed=config.seed) if taste else None
-    impressions = simulate.simulate_chunks(
+    impressions = simulate.simulate(
         qrels.filter(pc.invert(is_test)).select(QRELS.names),
         doc_ids=seen["doc_id"].to_pylist(),
         topics=seen["topic"].to_pylist(),
@@ -294,3 +289,60 @@ def simulated(
         tastes=tastes.of_documents(rows.tolist()) if tastes else None,
     )
     return impressions, tastes.profiles() if tastes else None
+
+
+# --- raw rows in buckets: as JSON, also those of Parquet files --------------------------------------------
+
+
+def encode_row(row: Row | UnreadableRow) -> str:
+    """A raw row as JSON, which :class:`BucketRows` decodes."""
+    return json.dumps([row.row, row.reason] if isinstance(row, UnreadableRow) else row, default=_tagged)
+
+
+def _tagged(value: Any) -> dict[str, str] | str:
+    match value:
+        case bytes():
+            return {"__bytes__": base64.b64encode(value).decode()}
+        case datetime():
+            return {"__datetime__": value.isoformat()}
+        case Decimal():
+            return {"__decimal__": str(value)}
+    return str(value)
+
+
+def _decode(text: str) -> Row | UnreadableRow:
+    row = json.loads(text, object_hook=_untagged)
+    return row if isinstance(row, dict) else UnreadableRow(*row)
+
+
+def _untagged(value: dict[str, Any]) -> Any:
+    match value:
+        case {"__bytes__": text}:
+            return base64.b64decode(text)
+        case {"__datetime__": text}:
+            return datetime.fromisoformat(text)
+        case {"__decimal__": text}:
+            return Decimal(text)
+    return value
+
+
+class BucketRows:
+    """The raw rows of a table in a bucket, in the order of the input."""
+
+    def __init__(self, context: Context, table: str, bucket: int) -> None:
+        self._target, self._bucket = context.file("dealt", table), bucket
+        self.number = -1  # in the input, of the row that was read last
+
+    def __iter__(self) -> Iterator[Row | UnreadableRow]:
+        for rows in stream(self._target, self._bucket, ["number", "row"]):
+            for self.number, text in zip(
+                *(rows[name].to_pylist() for name in ("number", "row")), strict=True
+            ):
+                yield _decode(text)
+
+    def named_documents(self) -> set[str]:
+        """The doc_ids that the rows name."""
+        named = [
+            rows["doc_id"].unique().drop_null() for rows in stream(self._target, self._bucket, ["doc_id"])
+        ]
+        return set(pa.concat_arrays([pa.array([], pa.string()), *named]).to_pylist())

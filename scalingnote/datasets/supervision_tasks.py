@@ -16,11 +16,7 @@ clicks all judgements and the ids and topics of all documents: one task each, wh
 MAX_SIMULATED_DOCUMENTS bound to about 5 GB. Rows, splits and clicks are those of one task.
 """
 
-import base64
-import json
-from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
-from decimal import Decimal
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -31,17 +27,19 @@ import pyarrow.compute as pc
 from scalingnote.datasets import supervision
 from scalingnote.datasets.config import AnyClickModel, AnyDataset
 from scalingnote.datasets.document_tasks import write_parts
-from scalingnote.datasets.raw_rows import FileRows, Quarantine, Row, Source, UnreadableRow, files_of
+from scalingnote.datasets.raw_rows import FileRows, Quarantine, Source, files_of
 from scalingnote.datasets.supervision import (
     OUTPUTS,
     PAIRS,
     TABLES,
+    BucketRows,
     Context,
     Supervision,
     above_zero,
     check,
     count_splits,
     decide,
+    encode_row,
     has_undecided,
     identifier,
     no_query,
@@ -56,7 +54,7 @@ from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import read_table, write_table
 from scalingnote.storage.schema import QUERIES
-from scalingnote.storage.shuffle import JsonRecord, TaskRunner, bucket_of, gather, run_slices, scatter, stream
+from scalingnote.storage.shuffle import JsonRecord, TaskRunner, bucket_of, gather, run_slices, scatter
 
 log = get_logger("datasets")
 MAX_POSITIVES = 50_000_000  # that a split by groups is drawn from
@@ -163,35 +161,13 @@ def _deal(item: tuple[int, tuple[str, FileRows]], *, context: Context) -> int:
         columns = [
             [number for number, _ in some],
             [identifier(row, "doc_id") for _, row in some],
-            [_encode(row) for _, row in some],
+            [encode_row(row) for _, row in some],
         ]
         name = f"{slice_number:06d}-{count // _ROWS_PER_BATCH:06d}"
         rows_of_key = pa.table(columns, schema=_RAW)
         scatter(rows_of_key, bucket_of(keys, context.buckets), target=context.file("dealt", table), name=name)
         count += len(some)
     return count
-
-
-class BucketRows:
-    """The raw rows of a table in a bucket, in the order of the input."""
-
-    def __init__(self, context: Context, table: str, bucket: int) -> None:
-        self._target, self._bucket = context.file("dealt", table), bucket
-        self.number = -1  # in the input, of the row that was read last
-
-    def __iter__(self) -> Iterator[Row | UnreadableRow]:
-        for rows in stream(self._target, self._bucket, ["number", "row"]):
-            for self.number, text in zip(
-                *(rows[name].to_pylist() for name in ("number", "row")), strict=True
-            ):
-                yield _decode(text)
-
-    def named_documents(self) -> set[str]:
-        """The doc_ids that the rows name."""
-        named = [
-            rows["doc_id"].unique().drop_null() for rows in stream(self._target, self._bucket, ["doc_id"])
-        ]
-        return set(pa.concat_arrays([pa.array([], pa.string()), *named]).to_pylist())
 
 
 def _judge(item: tuple[int, int], *, context: Context) -> JsonRecord:
@@ -284,37 +260,3 @@ def _simulate_all(item: tuple[int, AnyClickModel], *, context: Context) -> JsonR
     if profiles is not None:
         parts["users.parquet"] = vars(write_table(fs.join(context.output, "users.parquet"), profiles))
     return {"parts": parts}
-
-
-# --- raw rows as JSON, also those of Parquet files --------------------------------------------------------
-
-
-def _encode(row: Row | UnreadableRow) -> str:
-    return json.dumps([row.row, row.reason] if isinstance(row, UnreadableRow) else row, default=_tagged)
-
-
-def _tagged(value: Any) -> dict[str, str] | str:
-    match value:
-        case bytes():
-            return {"__bytes__": base64.b64encode(value).decode()}
-        case datetime():
-            return {"__datetime__": value.isoformat()}
-        case Decimal():
-            return {"__decimal__": str(value)}
-    return str(value)
-
-
-def _decode(text: str) -> Row | UnreadableRow:
-    row = json.loads(text, object_hook=_untagged)
-    return row if isinstance(row, dict) else UnreadableRow(*row)
-
-
-def _untagged(value: dict[str, Any]) -> Any:
-    match value:
-        case {"__bytes__": text}:
-            return base64.b64decode(text)
-        case {"__datetime__": text}:
-            return datetime.fromisoformat(text)
-        case {"__decimal__": text}:
-            return Decimal(text)
-    return value

@@ -22,13 +22,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Bool
 from numpy import ndarray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.errors import ConfigError, DataError
@@ -59,16 +60,9 @@ REQUESTS = pa.schema(
         "error": pa.string(),
     }
 )
-REQUIRED = ("time", "request_id", "path", "status")
 TABLE = "access log"  # name in the quarantine
-_MAX_INT, _MAX_FLOAT = 2**31 - 1, float(np.finfo(np.float32).max)
-_MAX_TIME_S = 1e11  # since 1970; times in milliseconds are larger
-# Integers become floats here, because Arrow rejects those that a float cannot represent exactly.
-_TO_FLOAT: dict[pa.DataType, Callable[[Any], Any]] = {
-    pa.float64(): float,
-    pa.float32(): float,
-    pa.list_(pa.float32()): lambda value: [float(number) for number in value],
-}
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+MAX_TIME_S = 1e11  # since 1970; times in milliseconds are larger
 SEARCH_PATH = "/search"
 MAX_CACHED_UNITS = 1 << 20
 
@@ -114,16 +108,15 @@ def read_requests(
         requests: list[dict[str, Any]] = []
         for line in _lines(uri, quarantine):
             try:
-                requests.append(_request(_parsed(line)))
-            except ValueError as error:
-                whole = line.endswith(b"\n")
-                reason = str(error) if whole else "torn: the file ends within the line"
+                requests.append(_Line.model_validate_json(line).request())
+            except ValidationError as error:
+                reason = _reason(error) if line.endswith(b"\n") else "torn: the file ends within the line"
                 quarantine.reject(TABLE, line.decode("utf-8", "backslashreplace").rstrip(), reason)
             if len(requests) == rows:
-                yield _batch(requests, quarantine)
+                yield pa.RecordBatch.from_pylist(requests, schema=REQUESTS)
                 requests = []
         if requests:
-            yield _batch(requests, quarantine)
+            yield pa.RecordBatch.from_pylist(requests, schema=REQUESTS)
 
 
 def _lines(uri: str, quarantine: Quarantine) -> Iterator[bytes]:
@@ -140,74 +133,60 @@ def _lines(uri: str, quarantine: Quarantine) -> Iterator[bytes]:
             quarantine.reject(TABLE, uri, f"unreadable from some place on: {error}")
 
 
-def _parsed(line: bytes) -> Mapping[str, Any]:
-    try:
-        value = json.loads(line, parse_constant=_reject_constant)
-    except UnicodeDecodeError:
-        raise ValueError("invalid UTF-8") from None
-    except RecursionError:
-        raise ValueError("invalid JSON") from None
-    except ValueError as error:
-        raise ValueError("NaN or Infinity" if str(error) == "constant" else "invalid JSON") from None
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    return value
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+_Float32 = Annotated[float, Field(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
 
 
-def _reject_constant(_: str) -> None:
-    raise ValueError("constant")
+class _Timings(BaseModel):
+    """Milliseconds of each of STAGES."""
+
+    model_config = ConfigDict(strict=True)
+    encode: _Float32 | None = None
+    search: _Float32 | None = None
+    rerank: _Float32 | None = None
+    total: _Float32 | None = None
 
 
-def _request(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of REQUESTS; ValueError says which field is wrong."""
-    timings = line.get("timings_ms") or {}
-    if not isinstance(timings, dict):
-        raise ValueError("timings_ms is not an object")
-    fields = {**line, **{f"{stage}_ms": timings.get(stage) for stage in STAGES}}
-    if fields.get("filter") is not None:
-        fields["filter"] = json.dumps(fields["filter"], ensure_ascii=False, sort_keys=True)
-    row: dict[str, Any] = {}
-    for field in REQUESTS:
-        value = fields.get(field.name)
-        if value is None and field.name in REQUIRED:
-            raise ValueError(f"{field.name} is missing")
-        if value is not None and not _FITS[field.type](value):
-            raise ValueError(f"{field.name} is not of type {field.type}")
-        convert = _TO_FLOAT.get(field.type)
-        row[field.name] = convert(value) if convert and value is not None else value
-    if not 0 <= row["time"] < _MAX_TIME_S:
-        raise ValueError("time is not in seconds since 1970")
-    return row
+class _Line(BaseModel):
+    """A line of the log; its fields are those of REQUESTS."""
+
+    model_config = ConfigDict(strict=True)
+    time: Annotated[float, Field(ge=0, lt=MAX_TIME_S)]
+    request_id: str
+    path: str
+    status: _Count
+    arm: str | None = None
+    unit: str | None = None
+    query: str | None = None
+    k: _Count | None = None
+    filter: Any = None
+    doc_ids: list[str] | None = None
+    scores: list[_Float32] | None = None
+    personalised: bool | None = None
+    index_version: str | None = None
+    shards: _Count | None = None
+    shards_answered: _Count | None = None
+    timings_ms: _Timings | None = None
+    error: str | None = None
+
+    def request(self) -> dict[str, Any]:
+        """A row of REQUESTS."""
+        timings = vars(self.timings_ms or _Timings())
+        wanted = (
+            self.filter
+            if self.filter is None
+            else json.dumps(self.filter, ensure_ascii=False, sort_keys=True)
+        )
+        return vars(self) | {"filter": wanted} | {f"{stage}_ms": timings[stage] for stage in STAGES}
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_FLOAT
-
-
-# Whether a JSON value fits into a column of this type.
-_FITS: dict[pa.DataType, Callable[[Any], bool]] = {
-    pa.float64(): _number,
-    pa.float32(): _number,
-    pa.int32(): lambda value: type(value) is int and 0 <= value <= _MAX_INT,
-    pa.bool_(): lambda value: isinstance(value, bool),
-    pa.string(): lambda value: isinstance(value, str),
-    pa.list_(pa.string()): lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value),
-    pa.list_(pa.float32()): lambda value: isinstance(value, list) and all(map(_number, value)),
-}
-
-
-def _batch(rows: list[dict[str, Any]], quarantine: Quarantine) -> pa.RecordBatch:
-    try:
-        return pa.RecordBatch.from_pylist(rows, schema=REQUESTS)
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can express and Arrow cannot
-        valid = []
-        for row in rows:
-            try:
-                pa.RecordBatch.from_pylist([row], schema=REQUESTS)
-                valid.append(row)
-            except UnicodeEncodeError:
-                quarantine.reject(TABLE, row["request_id"], "not valid Unicode")
-        return pa.RecordBatch.from_pylist(valid, schema=REQUESTS)
+def _reason(error: ValidationError) -> str:
+    """The first fault of a line, without what differs between lines of the same fault."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return "invalid JSON"
+    names = [name for name in first["loc"] if isinstance(name, str)]
+    return ": ".join([*names, first["msg"]])
 
 
 class RequestFilter:

@@ -8,22 +8,21 @@ Logs are streamed; a row per unit, a latency per request and the sample stay in 
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import ray.data
 from jaxtyping import Float32
 from numpy import ndarray
 
 from scalingnote import cluster
 from scalingnote.bm25 import BM25, document_texts
 from scalingnote.collect.config import BM25Ranker, CrossEncoderConfig
-from scalingnote.config import Resources
 from scalingnote.datasets.raw_rows import Quarantine
 from scalingnote.datasets.raw_rows import match_files as local_files
-from scalingnote.errors import ConfigError, DataError, ScalingNoteError
+from scalingnote.errors import ConfigError, DataError
 from scalingnote.experiment import access_log, outcomes, report
 from scalingnote.experiment.access_log import RequestFilter
 from scalingnote.experiment.config import AnyJudge, DualPooledJudge, ExperimentConfig, Relevance
@@ -177,65 +176,40 @@ def _judge(config: ExperimentConfig, sampled: pa.Table, dataset: Artifact, draft
     """The pairs of the sample with their scores. Blocks are tasks, and finished ones survive a killed run."""
     assert config.relevance is not None
     pairs = outcomes.pairs_to_judge(sampled)
-    starts = range(0, len(pairs), PAIRS_PER_BLOCK)
-    blocks = [draft.work(f"judged/{number:05d}.parquet") for number in range(len(starts))]
-    todo = [number for number, uri in enumerate(blocks) if not fs.exists(uri)]
-    # Every BM25 actor would index the whole dataset, so there is one.
-    workers = 1 if isinstance(config.relevance.judge, BM25Ranker) else config.resources.workers
-    size = [min(PAIRS_PER_BLOCK, len(pairs) - start) for start in starts]
+    blocks = [pairs.slice(start, PAIRS_PER_BLOCK) for start in range(0, len(pairs), PAIRS_PER_BLOCK)]
+    places = [draft.work(f"judged/{number:05d}.parquet") for number in range(len(blocks))]
+    todo = [number for number, uri in enumerate(places) if not fs.exists(uri)]
     for number in todo:
-        block = pairs.slice(starts[number], PAIRS_PER_BLOCK)
-        write_table(draft.work(f"pairs/{number:05d}.parquet"), block)
-    done = len(pairs) - sum(size[number] for number in todo)
-    resources = config.resources.model_copy(update={"workers": min(workers, len(todo))})
+        write_table(draft.work(f"pairs/{number:05d}.parquet"), blocks[number])
     if todo and not fs.exists(draft.work(DOCUMENTS_FILE)):  # one pass over the corpus for all blocks
         write_table(draft.work(DOCUMENTS_FILE), document_rows(dataset, pc.unique(pairs["doc_id"])))
+    # Every BM25 actor would index the whole dataset, so there is one.
+    workers = 1 if isinstance(config.relevance.judge, BM25Ranker) else config.resources.workers
+    resources = config.resources.model_copy(update={"workers": min(workers, len(todo))})
+    judge = cluster.Loaded(partial(BlockJudge, config.relevance.judge, dataset, draft.work()))
+    done = len(pairs) - sum(len(blocks[number]) for number in todo)
+    if todo:
+        cluster.check_resources(resources, knob="resources")
     with Progress("compare", total=len(pairs), done=done, unit="pairs judged") as progress:
-        for number in (
-            _judge_blocks(todo, (config.relevance.judge, dataset, draft.work()), resources) if todo else ()
-        ):
-            progress.advance(size[number])
-    tables = map(read_table, blocks)
-    return pa.concat_tables([outcomes.JUDGED.empty_table(), *tables])
+        for number in cluster.map_loaded(judge, [(number,) for number in todo], resources) if todo else ():
+            progress.advance(len(blocks[number]))
+    return pa.concat_tables([outcomes.JUDGED.empty_table(), *map(read_table, places)])
 
 
-def _judge_blocks(todo: Sequence[int], arguments: tuple[Any, ...], resources: Resources) -> Iterator[int]:
-    """Judge blocks in a Ray actor pool; yields their numbers as they finish."""
-    cluster.check_resources(resources, knob="resources")
-    blocks = ray.data.from_items([{"number": number} for number in todo], override_num_blocks=len(todo))
-    judged = blocks.map_batches(
-        JudgeActor,
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=resources.workers),
-        fn_constructor_args=arguments,
-        num_cpus=resources.cpus_per_worker,
-        num_gpus=resources.gpus_per_worker or None,
-    )
-    for row in cluster.dataset_rows(judged):
-        yield int(row["number"])
-
-
-class JudgeActor:
-    """Ray actor that judges blocks of pairs. Its model loads late: Ray hides errors of constructors."""
+class BlockJudge:
+    """Judges blocks of pairs, in an actor."""
 
     def __init__(self, config: AnyJudge, dataset: Artifact, work: str) -> None:
-        self._config, self._dataset, self._work = config, dataset, work
-        self._judge: Judge | None = None
+        self._judge, self._work = load_judge(config, dataset), work
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Write the scores of a block; returns its number, or the error."""
-        number = int(batch["number"][0])
-        try:
-            self._judge = self._judge or load_judge(self._config, self._dataset)
-            pairs, documents = (
-                read_table(fs.join(self._work, name))
-                for name in (f"pairs/{number:05d}.parquet", DOCUMENTS_FILE)
-            )
-            scored = judge_pairs(self._judge, pairs, documents)
-            write_table(fs.join(self._work, f"judged/{number:05d}.parquet"), scored)
-            return {"number": [number], "error": [""]}
-        except ScalingNoteError as error:
-            return {"number": [number], "error": [cluster.error_column(error)]}
+    def __call__(self, item: tuple[int]) -> int:
+        """Write the scores of a block; returns its number."""
+        pairs, documents = (
+            read_table(fs.join(self._work, name)) for name in (f"pairs/{item[0]:05d}.parquet", DOCUMENTS_FILE)
+        )
+        scored = judge_pairs(self._judge, pairs, documents)
+        write_table(fs.join(self._work, f"judged/{item[0]:05d}.parquet"), scored)
+        return item[0]
 
 
 def _judge_section(config: Relevance, sampled: pa.Table, scores: pa.Table) -> dict[str, Any]:

@@ -49,18 +49,48 @@ WEIGHTS_FILE, FACTS_FILE = "network.safetensors", "fusion.json"
 DOCUMENTS_PER_PASS = 4096
 
 
-# --- documents --------------------------------------------------------------------------------------------
+class _Fusion:
+    """A trained side, with its settings and fitted features."""
 
-
-class DocumentFusion:
-    """A trained document side."""
-
-    def __init__(self, network: DocumentNetwork, config: DocumentSide, encodings: Sequence[Encoding]) -> None:
+    def __init__(self, network: Any, config: Any, encodings: Sequence[Encoding]) -> None:
         self._network, self._config, self._encodings = network.eval(), config, list(encodings)
 
     def save(self, folder: Path) -> None:
         """Write weights and facts for :meth:`load`."""
-        _save(folder, self._network, self._config, self._encodings)
+        folder.mkdir(parents=True, exist_ok=True)
+        state = self._network.state_dict().items()
+        weights = {name: value.detach().cpu().contiguous() for name, value in state}
+        (folder / WEIGHTS_FILE).write_bytes(safetensors.save(weights))
+        ids = self._network.semantic_ids
+        facts = {
+            "config": dump(self._config),
+            "dim": self._network.dim,
+            "semantic_ids": None if ids is None else [ids.levels, ids.codes, ids.dim],
+            "features": dump_encodings(self._encodings),
+        }
+        (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1, sort_keys=True), encoding="utf-8")
+
+
+def _load(folder: Path, network: Any, side: type[Config]) -> tuple[Any, Any, list[Encoding]]:
+    """Network, config and features of a side; ArtifactError when there are none."""
+    file = folder / FACTS_FILE
+    if not file.exists():
+        raise ArtifactError(f"{folder} holds no trained fusion: {FACTS_FILE} is missing; run the stage fuse")
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    config = validate(side, facts["config"], source=str(file))
+    # Earlier versions named the features of a query side `profile`.
+    encodings = load_encodings(facts["features"] if "features" in facts else facts["profile"])
+    ids = None if facts["semantic_ids"] is None else SemanticIds(torch.zeros(facts["semantic_ids"]))
+    loaded = network(config, encodings, dim=facts["dim"], semantic_ids=ids)
+    loaded.load_state_dict(safetensors.load((folder / WEIGHTS_FILE).read_bytes()))
+    return loaded, config, encodings
+
+
+# --- documents --------------------------------------------------------------------------------------------
+
+
+class DocumentFusion(_Fusion):
+    """A trained document side."""
 
     @classmethod
     def load(cls, folder: Path) -> "DocumentFusion":
@@ -149,15 +179,8 @@ class ImportantWords:
     importances: Float32[ndarray, "queries words"]  # NO_WORD where there is none
 
 
-class QueryFusion:
+class QueryFusion(_Fusion):
     """A trained query side."""
-
-    def __init__(self, network: QueryNetwork, config: QuerySide, encodings: Sequence[Encoding]) -> None:
-        self._network, self._config, self._encodings = network.eval(), config, list(encodings)
-
-    def save(self, folder: Path) -> None:
-        """Write weights and facts for :meth:`load`."""
-        _save(folder, self._network, self._config, self._encodings)
 
     @classmethod
     def load(cls, folder: Path) -> "QueryFusion":
@@ -191,7 +214,8 @@ class QueryFusion:
             encodings=self._encodings,
         )
         with torch.no_grad():
-            return self._network(queries).numpy()  # type: ignore[no-any-return]
+            fused: ndarray = self._network(queries).numpy()
+        return fused
 
     def _histories(self, histories: Sequence[Sequence[str]]) -> Int64[ndarray, "queries last levels"]:
         if self._config.history is None or self._network.semantic_ids is None:
@@ -273,41 +297,3 @@ def _cross_buckets(
     mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(0xBF58476D1CE4E5B9)
     valid = (words.importances[:, :1] != NO_WORD) & (indices != MISSING)
     return np.where(valid, (mixed >> np.uint64(20)) % np.uint64(buckets), -1).astype(np.int64)
-
-
-# --- files ------------------------------------------------------------------------------------------------
-
-
-def _save(
-    folder: Path,
-    network: DocumentNetwork | QueryNetwork,
-    config: DocumentSide | QuerySide,
-    encodings: Sequence[Encoding],
-) -> None:
-    """Write the weights of a side, its config, its fitted features, and the shape of its semantic IDs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.detach().cpu().contiguous() for name, value in network.state_dict().items()}
-    (folder / WEIGHTS_FILE).write_bytes(safetensors.save(weights))
-    ids = network.semantic_ids
-    facts = {
-        "config": dump(config),
-        "dim": network.dim,
-        "semantic_ids": None if ids is None else [ids.levels, ids.codes, ids.dim],
-        "features": dump_encodings(encodings),
-    }
-    (folder / FACTS_FILE).write_text(json.dumps(facts, indent=1, sort_keys=True), encoding="utf-8")
-
-
-def _load(folder: Path, network: Any, side: type[Config]) -> tuple[Any, Any, list[Encoding]]:
-    """Network, config and features of a side; ArtifactError when there are none."""
-    file = folder / FACTS_FILE
-    if not file.exists():
-        raise ArtifactError(f"{folder} holds no trained fusion: {FACTS_FILE} is missing; run the stage fuse")
-    facts = json.loads(file.read_text(encoding="utf-8"))
-    config = validate(side, facts["config"], source=str(file))
-    # Earlier versions named the features of a query side `profile`.
-    encodings = load_encodings(facts["features"] if "features" in facts else facts["profile"])
-    ids = None if facts["semantic_ids"] is None else SemanticIds(torch.zeros(facts["semantic_ids"]))
-    loaded = network(config, encodings, dim=facts["dim"], semantic_ids=ids)
-    loaded.load_state_dict(safetensors.load((folder / WEIGHTS_FILE).read_bytes()))
-    return loaded, config, encodings

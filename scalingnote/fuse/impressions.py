@@ -15,9 +15,10 @@ that clicks refer to are written for the rest of the preparation:
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, Int64, UInt64
+from jaxtyping import UInt64
 from numpy import ndarray
 
 from scalingnote.datasets.splits import held_out_documents
@@ -164,121 +165,62 @@ def training_rows(impressions: pa.Table, *, last: int, skipped: int) -> pa.Table
         above the click, the nearest first, padded with NO_HASH; ``history``, the last documents that the user
         clicked in sessions that started before this one, oldest first.
     """
-    users, sessions, docs = (
-        hash_of(shuffle_keys(impressions)),
-        hash_of(impressions["session_id"]),
-        hash_of(impressions["doc_id"]),
+    rows = pd.DataFrame(
+        {
+            "user": hash_of(shuffle_keys(impressions)),
+            "known": np.asarray(pc.is_valid(impressions["user_id"])),
+            "session": hash_of(impressions["session_id"]),
+            "query": hash_of(impressions["query_id"]),
+            "doc": hash_of(impressions["doc_id"]),
+            "time": impressions["timestamp"].cast(pa.int64()).to_numpy(),
+            "position": impressions["position"].to_numpy().astype(np.int64),
+            "clicked": impressions["clicked"].to_numpy(zero_copy_only=False).astype(bool),
+        }
     )
-    time = impressions["timestamp"].cast(pa.int64()).to_numpy()
-    position = impressions["position"].to_numpy().astype(np.int64)
-    clicked = impressions["clicked"].to_numpy(zero_copy_only=False).astype(bool)
-    start = _session_starts(users, sessions, time)
-    order = np.lexsort((position, sessions, start, users))
-    users, sessions, docs, position, clicked, start = (
-        column[order] for column in (users, sessions, docs, position, clicked, start)
-    )
-    queries = hash_of(impressions["query_id"])[order]
-    known = np.asarray(pc.is_valid(impressions["user_id"]))[order]
-    history, lengths = _histories(users[clicked], start[clicked], docs[clicked], known[clicked], last=last)
-    skipped_docs = _skipped((users, sessions, queries), docs, position, clicked, most=skipped)
+    rows["start"] = rows.groupby(["user", "session"])["time"].transform("min")
+    rows = rows.sort_values(["user", "start", "session", "position"], ignore_index=True)
+    clicks = rows[rows["clicked"]].reset_index(drop=True)
+    user = np.where(clicks["known"], clicks["user"], np.uint64(NO_HASH))
     table = {
-        "query": pa.array(queries[clicked]),
-        "user": pa.array(np.where(known, users, np.uint64(NO_HASH))[clicked]),
-        "clicked": pa.array(docs[clicked]),
-        "history": pa.LargeListArray.from_arrays(
-            pa.array(np.concatenate([[0], np.cumsum(lengths)])), history
-        ),
+        "query": pa.array(clicks["query"].to_numpy()),
+        "user": pa.array(user),
+        "clicked": pa.array(clicks["doc"].to_numpy()),
+        "history": _histories(clicks, last=last),
     }
     if skipped:
-        table["skipped"] = pa.FixedSizeListArray.from_arrays(pa.array(skipped_docs.reshape(-1)), skipped)
+        documents = pa.array(_skipped(rows, clicks, most=skipped).reshape(-1))
+        table["skipped"] = pa.FixedSizeListArray.from_arrays(documents, skipped)
     return pa.table(table)
 
 
-def _session_starts(
-    users: UInt64[ndarray, " rows"], sessions: UInt64[ndarray, " rows"], time: Int64[ndarray, " rows"]
-) -> Int64[ndarray, " rows"]:
-    order = np.lexsort((time, sessions, users))
-    first = _changes(users[order], sessions[order])
-    starts = np.empty_like(time)
-    starts[order] = time[order][np.maximum.accumulate(np.where(first, np.arange(len(time)), 0))]
-    return starts
-
-
-def _histories(
-    users: UInt64[ndarray, " clicks"],
-    start: Int64[ndarray, " clicks"],
-    docs: UInt64[ndarray, " clicks"],
-    known: Bool[ndarray, " clicks"],
-    *,
-    last: int,
-) -> tuple[pa.Array, Int64[ndarray, " clicks"]]:
-    """The histories of all clicks, concatenated, and their lengths."""
+def _histories(clicks: pd.DataFrame, *, last: int) -> pa.Array:
+    """The history of each click."""
     # Clicks are sorted by user and session start: a history is the clicks just before the session's first.
-    number = np.arange(len(users))
-    of_user = np.maximum.accumulate(np.where(_changes(users), number, 0))
-    of_session = np.maximum.accumulate(np.where(_changes(users, start.view(np.uint64)), number, 0))
-    lengths = np.where(known, np.minimum(of_session - of_user, last), 0)
-    ends = np.cumsum(lengths)
-    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
-    flat = docs[np.repeat(of_session - lengths, lengths) + within]
-    return pa.array(flat), lengths
+    clicks = clicks.assign(number=np.arange(len(clicks)))
+    of_user = clicks.groupby("user")["number"].transform("min").to_numpy()
+    of_session = clicks.groupby(["user", "start"])["number"].transform("min").to_numpy()
+    lengths = np.where(clicks["known"], np.minimum(of_session - of_user, last), 0)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    within = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    docs = clicks["doc"].to_numpy()[np.repeat(of_session - lengths, lengths) + within]
+    return pa.LargeListArray.from_arrays(pa.array(ends), pa.array(docs))
 
 
-def _skipped(
-    search: tuple[UInt64[ndarray, " rows"], ...],
-    docs: UInt64[ndarray, " rows"],
-    position: Int64[ndarray, " rows"],
-    clicked: Bool[ndarray, " rows"],
-    *,
-    most: int,
-) -> UInt64[ndarray, "clicks most"]:
-    """Skipped documents of each click; `search` is the user, the session and the query of each row."""
-    searches, shown = _numbered(*search), _numbered(*search, docs)
+def _skipped(rows: pd.DataFrame, clicks: pd.DataFrame, *, most: int) -> UInt64[ndarray, "clicks most"]:
+    """Skipped documents of each click."""
+    search = ["user", "session", "query"]
     # Some logs have one row for a document that was shown, and another for the click on it.
-    was_clicked = np.zeros(len(docs), bool)
-    was_clicked[shown[clicked]] = True
-    other = np.flatnonzero(~was_clicked[shown])
-    other = other[np.argsort(searches[other], kind="stable")]
-    click = np.flatnonzero(clicked)
-    out = np.full((len(click), most), NO_HASH, np.uint64)
-    # All pairs of a click and a document of the same search that was not clicked.
-    first = np.searchsorted(searches[other], searches[click], side="left")
-    count = np.searchsorted(searches[other], searches[click], side="right") - first
-    row = np.repeat(np.arange(len(click)), count)
-    ends = np.cumsum(count)
-    beside = other[np.repeat(first, count) + np.arange(len(row)) - np.repeat(ends - count, count)]
-    distance = position[beside] - position[click[row]]
-    order = np.lexsort((np.abs(distance), distance > 0, row))
-    row, beside = row[order], beside[order]
-    once = _first_of_each(row, shown[beside])
-    row, beside = row[once], beside[once]
-    place = np.arange(len(row)) - np.searchsorted(row, row)
+    was_clicked = rows.groupby([*search, "doc"])["clicked"].transform("any")
+    others = rows.loc[~was_clicked, [*search, "doc", "position"]]
+    pairs = clicks[[*search, "position"]].reset_index(names="click").merge(others, on=search)
+    distance = pairs["position_y"] - pairs["position_x"]
+    pairs = pairs.assign(below=distance > 0, distance=distance.abs())
+    pairs = pairs.sort_values(["click", "below", "distance"]).drop_duplicates(["click", "doc"])
+    place = pairs.groupby("click").cumcount().to_numpy()
+    out = np.full((len(clicks), most), NO_HASH, np.uint64)
     kept = place < most
-    out[row[kept], place[kept]] = docs[beside[kept]]
+    out[pairs["click"].to_numpy()[kept], place[kept]] = pairs["doc"].to_numpy()[kept]
     return out
-
-
-def _numbered(*keys: UInt64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
-    """A number for each row, from 0; rows with equal keys have the same."""
-    order = np.lexsort(keys)
-    numbers = np.empty(len(order), np.int64)
-    numbers[order] = np.cumsum(_changes(*(key[order] for key in keys))) - 1
-    return numbers
-
-
-def _first_of_each(*keys: Int64[ndarray, " rows"]) -> Bool[ndarray, " rows"]:
-    """Marks the first row of each combination of keys."""
-    order = np.lexsort(keys)
-    first = np.zeros(len(order), bool)
-    first[order] = _changes(*(key[order].view(np.uint64) for key in keys))
-    return first
-
-
-def _changes(*keys: UInt64[ndarray, " rows"]) -> Bool[ndarray, " rows"]:
-    """Marks the rows that differ from the row before."""
-    changed = np.ones(len(keys[0]), bool)
-    changed[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
-    return changed
 
 
 def _distinct(hashes: UInt64[ndarray, " rows"]) -> UInt64[ndarray, " distinct"]:

@@ -21,7 +21,7 @@ from safetensors import numpy as safetensors
 
 from scalingnote import cluster
 from scalingnote.config import Resources
-from scalingnote.errors import ArtifactError, ConfigError, ScalingNoteError
+from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.log import Progress, get_logger
 from scalingnote.quantize import kmeans, naming, semantic_id
 from scalingnote.quantize.config import QuantizeConfig
@@ -244,63 +244,43 @@ def _code(
     config: QuantizeConfig, parts: Sequence[str], rows: Sequence[int], draft: Draft, source: Artifact
 ) -> None:
     """Code the parts that earlier runs have not coded."""
-    resources = config.resources
     finished = fs.list_files(draft.work())
     size = 0 if config.codebooks else _sample_size(config, rows)
     takes = shares(rows, size=size, seed=config.seed)
-    items: list[dict[str, Any]] = [
-        {"part": part, "number": number, "rows": rows[number], "sampled": takes[number]}
+    items = [
+        (part, number, takes[number])
         for number, part in enumerate(parts)
         if _codes_part(part) not in finished
     ]
     if not items:
         return
-    arguments = {
-        "embeddings": source.uri,
-        "codebooks": draft.path(CODEBOOKS),
-        "work": draft.work(),
-        "config": config,
-    }
-    coded = cluster.map_with_actors(items, _Coder, arguments, resources)
-    done = sum(rows) - sum(item["rows"] for item in items)
+    code = cluster.Loaded(partial(_Coder, config, source, draft.path(CODEBOOKS), draft.work()))
+    done = sum(rows) - sum(rows[number] for _, number, _ in items)
     with Progress("quantize", total=sum(rows), unit="documents coded", done=done) as progress:
-        for record in cluster.dataset_rows(coded):
-            progress.advance(int(record["rows"]))
+        for documents in cluster.map_loaded(code, items, config.resources):
+            progress.advance(documents)
 
 
 class _Coder:
-    """Actor: codes parts of the embeddings."""
+    """Codes parts of the embeddings, in an actor."""
 
-    def __init__(self, *, embeddings: str, codebooks: str, work: str, config: QuantizeConfig) -> None:
+    def __init__(self, config: QuantizeConfig, source: Artifact, codebooks: str, work: str) -> None:
         use_threads(config.resources)
-        self._source = open_artifact(embeddings, kind="embeddings")
+        self._config, self._source, self._work = config, source, work
         self._codebooks = safetensors.load(fs.read_bytes(codebooks))["codebooks"]
-        self._work, self._beam, self._seed = work, config.beam, config.seed
 
-    def __call__(self, batch: dict[str, ndarray]) -> dict[str, Any]:
-        items = zip(*(batch[name].tolist() for name in ("part", "number", "sampled")), strict=True)
-        return {**batch, "error": [self._attempt(*item) for item in items]}
-
-    def _attempt(self, part: str, number: int, sampled: int, *, again: int = 3) -> str:
-        try:
-            self._code(part, number, sampled)
-        except ScalingNoteError as error:
-            return cluster.error_column(error)
-        except OSError:  # retried, because it may be temporary; the last one ends the stage
-            if not again:
-                raise
-            return self._attempt(part, number, sampled, again=again - 1)
-        return ""
-
-    def _code(self, part: str, number: int, sampled: int) -> None:
+    def __call__(self, item: tuple[str, int, int]) -> int:
+        """Code a part, of which so many rows are in the sample; returns its number of documents."""
+        part, number, sampled = item
         doc_ids, vectors = read_vectors(self._source, part)
-        codes = kmeans.encode(vectors, self._codebooks, beam=self._beam)
+        codes = kmeans.encode(vectors, self._codebooks, beam=self._config.beam)
         energy = kmeans.residual_energy(vectors, codes, self._codebooks)
         fitted = np.zeros(len(codes), bool)
-        fitted[draw(len(codes), take=sampled, seed=self._seed, part=number)] = True
+        fitted[draw(len(codes), take=sampled, seed=self._config.seed, part=number)] = True
         write_table(
             fs.join(self._work, _codes_part(part)), naming.coded_table(doc_ids, codes, energy, fitted)
         )
+        return len(codes)
 
 
 def _report(

@@ -275,7 +275,7 @@ def _towers(e: "Estimate") -> _Table:
         ("without embeddings", *(f"{tower.shape.non_embedding_parameters:,}" for tower in towers)),
         ("trained, with the projection", *(f"{tower.trained:,}" for tower in towers)),
         ("rows of a GPU in a step", *(f"{tower.rows:,}" for tower in towers)),
-        ("tokens of a row, mean", *(f"{tower.tokens:,.0f}" for tower in towers)),
+        ("tokens of a row, mean", *(f"{tower.input.tokens:,.0f}" for tower in towers)),
         ("tokens of a row, longest", *(f"{tower.longest:,}" for tower in towers)),
     ]
 

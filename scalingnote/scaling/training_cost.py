@@ -7,6 +7,7 @@ with what autograd really saves), without dropout masks and the low-rank states 
 What a strategy keeps whole, shards or gathers follows from its engine in `train/strategies`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -148,9 +149,7 @@ def training_state(
     match strategy:
         case Ddp():
             held = wide * (frozen - frozen_tables) + 4.0 * (trained + frozen_tables)
-            casts = (
-                2.0 * trained if numbers == "autocast" else 0.0
-            )  # autocast caches them until the step ends
+            casts = 2.0 * trained * (numbers == "autocast")  # cached until the step ends
             return TrainingState(held, 4.0 * trained, float(moments * trained), casts)
         case Fsdp2(reshard=reshard, offload=offload):
             shares = (4.0 * everything / gpus, 4.0 * trained / gpus, moments * trained / gpus)
@@ -249,12 +248,17 @@ class TowerEstimate:
 
     name: str
     backbone: str
-    shape: Shape
+    input: TowerInput  # of a training pair
     trained: int
     frozen: int
     rows: int  # of a GPU in a step
-    tokens: float  # of a row, for arithmetic
-    longest: int  # of a row, for memory
+    chunk: int  # rows of one forward pass: all, unless GradCache divides them
+    longest: int  # tokens of a row, for memory
+
+    @property
+    def shape(self) -> Shape:
+        """Of the backbone."""
+        return self.input.shape
 
 
 @dataclass(frozen=True)
@@ -263,6 +267,7 @@ class Estimate:
 
     config: TrainConfig
     assumed: Assumptions
+    strategy: Strategy  # the config's, or the one that training chooses
     numbers: Numbers
     towers: tuple[TowerEstimate, TowerEstimate]
     parameters: int
@@ -272,11 +277,6 @@ class Estimate:
     scores: float
     work: Work
     exchanged: float  # bytes that one GPU sends in a step
-
-    @property
-    def gpus(self) -> int:
-        """One to a worker."""
-        return self.config.ranks
 
     @property
     def gpu(self) -> Gpu:
@@ -296,23 +296,19 @@ class Estimate:
     @property
     def step_tokens(self) -> float:
         """Tokens of a step, over all GPUs."""
-        return self.gpus * sum(tower.rows * tower.tokens for tower in self.towers)
-
-    @property
-    def strategy(self) -> Strategy:
-        """Of data parallelism; where the config leaves it out, the one that training chooses."""
-        return _strategy(self.config)
+        return self.config.ranks * sum(tower.rows * tower.input.tokens for tower in self.towers)
 
     @property
     def work_seconds(self) -> float:
         """Time of one step's arithmetic at the assumed MFU."""
-        return self.work.total / (self.gpus * self.gpu.peak * self.assumed.mfu)
+        return self.work.total / (self.config.ranks * self.gpu.peak * self.assumed.mfu)
 
     @property
     def exchange_seconds(self) -> float:
         """Time of one step's collectives, over the network or inside a single node."""
         # A ring through all GPUs enters each node once, over all of the node's network cards together.
-        gigabytes = min(self.gpu.link, self.assumed.network) if self.gpus > NODE_GPUS else self.gpu.link
+        several_nodes = self.config.ranks > NODE_GPUS
+        gigabytes = min(self.gpu.link, self.assumed.network) if several_nodes else self.gpu.link
         return self.exchanged / (gigabytes * 1e9)
 
     @property
@@ -338,14 +334,15 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
     Raises:
         ConfigError: a backbone's shape is not known offline, or the query tower is a lookup table.
     """
-    towers = (_tower("query", config, assumed), _tower("document", config, assumed))
+    query, document = towers = (_tower("query", config, assumed), _tower("document", config, assumed))
     # Adapters of both towers on one base hold its frozen weights once.
     bases = [tower for tower in towers if tower.frozen][: 1 if _shares_base(config) else 2]
     frozen, trained = sum(tower.frozen for tower in bases), sum(tower.trained for tower in towers)
     strategy = config.strategy_for(trained)
-    config = config.model_copy(update={"strategy": strategy})
-    numbers = _number_format(config)
+    half: Numbers = "autocast" if isinstance(strategy, Ddp) else "bfloat16"
+    numbers: Numbers = "float32" if config.precision == "float32" else half
     columns = 1 + (assumed.negatives if config.losses.denominator == "positives_and_negatives" else 0)
+    views = document.input.pooled
     state = training_state(
         strategy,
         config.optimizer,
@@ -357,43 +354,13 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
         numbers=numbers,
     )
     scores = score_bytes(
-        rows=config.global_batch // config.ranks,
+        rows=query.rows,
         ranks=config.ranks,
         columns=columns,
-        views=_views(config.document),
+        views=views,
         prefixes=config.losses.matryoshka,
         dim=config.dim,
         masked=config.losses.mask_known,
-    )
-    return Estimate(
-        config=config,
-        assumed=assumed,
-        numbers=numbers,
-        towers=towers,
-        parameters=trained + frozen,
-        trained=trained,
-        state=state,
-        activations=_activations(config, towers, numbers),
-        scores=scores,
-        work=_step_work(config, towers, columns=columns),
-        exchanged=_exchanged(config, towers, trained=trained, numbers=numbers),
-    )
-
-
-def _step_work(config: TrainConfig, towers: tuple[TowerEstimate, TowerEstimate], *, columns: int) -> Work:
-    """Operations of a step over all GPUs: both towers and the loss."""
-    per_gpu, views = config.global_batch // config.ranks, _views(config.document)
-    loras = (_settings("query", config).lora, config.document.lora)
-    query, document = (
-        TowerInput(tower.shape, tower.tokens, rows=tower.rows // per_gpu, pooled=pooled, lora=lora)
-        for tower, lora, pooled in zip(towers, loras, (1, views), strict=True)
-    )
-    pair = pair_work(
-        query,
-        document,
-        dim=config.dim,
-        checkpointing=config.memory.gradient_checkpointing,
-        grad_cache=config.memory.grad_cache is not None,
     )
     loss = flops.loss(
         rows=config.global_batch,
@@ -402,38 +369,72 @@ def _step_work(config: TrainConfig, towers: tuple[TowerEstimate, TowerEstimate],
         prefixes=config.losses.matryoshka,
         bidirectional=config.losses.bidirectional,
     )
-    return loss + pair.times(config.ranks * per_gpu)
+    pair = pair_work(
+        query.input,
+        document.input,
+        dim=config.dim,
+        checkpointing=config.memory.gradient_checkpointing,
+        grad_cache=config.memory.grad_cache is not None,
+    )
+    return Estimate(
+        config=config,
+        assumed=assumed,
+        strategy=strategy,
+        numbers=numbers,
+        towers=towers,
+        parameters=trained + frozen,
+        trained=trained,
+        state=state,
+        activations=_activations(config, towers, numbers),
+        scores=scores,
+        work=loss + pair.times(config.ranks * query.rows),
+        exchanged=_exchanged(config, strategy, towers, numbers),
+    )
+
+
+def _activations(config: TrainConfig, towers: Sequence[TowerEstimate], numbers: Numbers) -> float:
+    """Bytes of activations: of one chunk of one tower with GradCache, else of all rows of both towers."""
+    alive = [
+        float(tower.chunk * tower.longest)
+        * tower_bytes(tower.shape, numbers, checkpointing=config.memory.gradient_checkpointing)
+        for tower in towers
+    ]
+    return max(alive) if config.memory.grad_cache else sum(alive)
 
 
 def _exchanged(
-    config: TrainConfig, towers: tuple[TowerEstimate, TowerEstimate], *, trained: int, numbers: Numbers
+    config: TrainConfig, strategy: Strategy, towers: Sequence[TowerEstimate], numbers: Numbers
 ) -> float:
-    """A plain step gathers weights forward and backward; GradCache twice forward and once backward per
-    chunk."""
-    cache = config.memory.grad_cache
-    sizes = (cache.query_rows, cache.document_rows) if cache else tuple(tower.rows for tower in towers)
-    chunks = [ceil(tower.rows / size) for tower, size in zip(towers, sizes, strict=True)]
-    pairs = list(zip(towers, chunks, strict=True))
+    """Bytes that one GPU sends.
+
+    A plain step gathers weights forward and backward; GradCache twice forward and once backward per chunk.
+    """
+    gathers = 3 if config.memory.grad_cache else 2
+    passes = [(tower, ceil(tower.rows / tower.chunk)) for tower in towers]
     return exchanged(
-        _strategy(config),
-        gathered=1.0 * sum((3 * n if cache else 2) * (tower.trained + tower.frozen) for tower, n in pairs),
-        reduced=1.0 * sum(n * tower.trained for tower, n in pairs),
-        trained=trained,
+        strategy,
+        gathered=1.0 * sum(gathers * n * (tower.trained + tower.frozen) for tower, n in passes),
+        reduced=1.0 * sum(n * tower.trained for tower, n in passes),
+        trained=sum(tower.trained for tower in towers),
         gpus=config.ranks,
         numbers=numbers,
     )
 
 
-def _tower(name: str, config: TrainConfig, assumed: Assumptions) -> TowerEstimate:
-    settings = _settings(name, config)
+def _tower(name: Literal["query", "document"], config: TrainConfig, assumed: Assumptions) -> TowerEstimate:
+    settings = config.document if name == "document" else _query_settings(config)
     backbone = settings.backbone
     assert backbone is not None
     shape = backbone_shape(backbone)
-    projection = shape.hidden * config.dim
-    rows = config.global_batch // config.ranks
-    mean = assumed.query_tokens if name == "query" else assumed.document_tokens
-    # Under an adapter the document tower also learns the embeddings of its placeholders.
-    new = len(PLACEHOLDERS) * shape.hidden if name == "document" else 0
+    pairs, cache = config.global_batch // config.ranks, config.memory.grad_cache
+    if name == "query":
+        per_pair, pooled, new, mean = 1, 1, 0, assumed.query_tokens
+        chunk = cache.query_rows if cache else pairs
+    else:
+        per_pair, pooled = 1 + assumed.negatives, sum(p in config.document.prompt for p in PLACEHOLDERS)
+        # Under an adapter the document tower also learns the embeddings of its placeholders.
+        new, mean = len(PLACEHOLDERS) * shape.hidden, assumed.document_tokens
+        chunk = cache.document_rows if cache else pairs * per_pair
     learnt = adapter_parameters(shape, settings.lora) + new if settings.lora else shape.parameters
     shares_weights = name == "query" and config.shares_backbone
     # A padded row costs as much as the longest one.
@@ -441,20 +442,21 @@ def _tower(name: str, config: TrainConfig, assumed: Assumptions) -> TowerEstimat
     # A token-wise tower encodes each token together with an end token, and once more if the whole query is
     # the target (align). Instructions shared by tokens and repeated tokens of a batch are encoded once.
     times = (2 + (config.align is not None)) if isinstance(settings, TokenWiseConfig) else 1
+    tokens = min(tokens, float(settings.max_length)) * times
     return TowerEstimate(
         name=name,
         backbone=f"scratch {backbone.architecture}" if isinstance(backbone, Scratch) else backbone.path,
-        shape=shape,
-        trained=(0 if shares_weights else learnt) + projection,
+        input=TowerInput(shape, tokens, per_pair, pooled, settings.lora),
+        trained=(0 if shares_weights else learnt) + shape.hidden * config.dim,
         frozen=shape.parameters if settings.lora and not shares_weights else 0,
-        rows=rows if name == "query" else rows * (1 + assumed.negatives),
-        tokens=min(tokens, float(settings.max_length)) * times,
+        rows=pairs * per_pair,
+        chunk=min(chunk, pairs * per_pair),
         longest=settings.max_length * times,
     )
 
 
-def _settings(name: str, config: TrainConfig) -> TowerConfig | TokenWiseConfig:
-    settings = config.query_tower if name == "query" else config.document
+def _query_settings(config: TrainConfig) -> TowerConfig | TokenWiseConfig:
+    settings = config.query_tower
     if isinstance(settings, LookupConfig):
         raise ConfigError(
             "a lookup query tower has no backbone to size: dry runs are for towers that have one"
@@ -462,36 +464,7 @@ def _settings(name: str, config: TrainConfig) -> TowerConfig | TokenWiseConfig:
     return settings
 
 
-def _activations(config: TrainConfig, towers: tuple[TowerEstimate, TowerEstimate], numbers: Numbers) -> float:
-    """Bytes of activations: of one chunk of one tower with GradCache, else of all rows of both towers."""
-    cache = config.memory.grad_cache
-    chunks = (cache.query_rows, cache.document_rows) if cache else tuple(tower.rows for tower in towers)
-    alive = [
-        min(chunk, tower.rows)
-        * tower.longest
-        * tower_bytes(tower.shape, numbers, checkpointing=config.memory.gradient_checkpointing)
-        for chunk, tower in zip(chunks, towers, strict=True)
-    ]
-    return float(max(alive) if cache else sum(alive))
-
-
-def _strategy(config: TrainConfig) -> Strategy:
-    """The strategy of an estimate's config, which names one."""
-    assert config.strategy is not None
-    return config.strategy
-
-
-def _number_format(config: TrainConfig) -> Numbers:
-    if config.precision == "float32":
-        return "float32"
-    return "autocast" if isinstance(config.strategy, Ddp) else "bfloat16"
-
-
 def _shares_base(config: TrainConfig) -> bool:
-    query, document = _settings("query", config), config.document
+    query, document = _query_settings(config), config.document
     both = query.lora is not None and document.lora is not None
     return config.share_base and both and query.backbone == document.backbone
-
-
-def _views(document: TowerConfig) -> int:
-    return sum(placeholder in document.prompt for placeholder in PLACEHOLDERS)

@@ -10,7 +10,7 @@ import pytest
 from scalingnote.datasets import simulate as simulator
 from scalingnote.datasets.config import Beir, CascadeClicks, DynamicBayesianClicks, PositionClicks
 from scalingnote.datasets.job import run
-from scalingnote.datasets.simulate import simulate, simulate_chunks
+from scalingnote.datasets.simulate import simulate
 from scalingnote.storage.schema import IMPRESSIONS, QRELS
 
 DOCS = [f"d{n:04d}" for n in range(2000)]
@@ -28,7 +28,8 @@ def judged(queries=1000, grades=(1,)):
 
 
 def log(qrels, kind="position", **settings):
-    return simulate(qrels, doc_ids=DOCS, topics=TOPICS, config=KINDS[kind](**settings))
+    chunks = simulate(qrels, doc_ids=DOCS, topics=TOPICS, config=KINDS[kind](**settings))
+    return pa.concat_tables(chunks)
 
 
 def rates(table, keys):
@@ -85,7 +86,7 @@ def test_a_session_is_a_list_without_repeats_or_gaps():
 def test_only_the_documents_it_was_given_are_exposed():
     qrels = judged(300, grades=(1, 1))
     seen = DOCS[::2]
-    table = simulate(qrels, doc_ids=seen, topics=TOPICS[::2], config=PositionClicks())
+    table = pa.concat_tables(simulate(qrels, doc_ids=seen, topics=TOPICS[::2], config=PositionClicks()))
     assert set(table["doc_id"].to_pylist()) <= set(seen)
     # A query whose relevant documents are all hidden is never issued.
     usable = {row["query_id"] for row in qrels.to_pylist() if row["doc_id"] in set(seen)}
@@ -128,7 +129,7 @@ def test_the_kinds_differ_in_clicks_alone(monkeypatch, at_a_time):
 def test_chunks_follow_each_other_in_time(monkeypatch, kind):
     monkeypatch.setattr(simulator, "_SESSIONS_PER_CHUNK", 40)
     config = KINDS[kind](seconds_between_sessions=60)
-    chunks = list(simulate_chunks(judged(50), doc_ids=DOCS, topics=TOPICS, config=config))
+    chunks = list(simulate(judged(50), doc_ids=DOCS, topics=TOPICS, config=config))
     assert [len(chunk["session_id"].unique()) for chunk in chunks] == [40, 40, 40, 30]
     table = pa.concat_tables(chunks)
     assert table.equals(log(judged(50), kind, seconds_between_sessions=60))
@@ -166,7 +167,7 @@ def test_the_artifact_says_which_model_clicked(tmp_path, kind):
 
 def test_a_pool_smaller_than_the_list():
     qrels = pa.Table.from_pylist([{"query_id": "q", "doc_id": "a", "relevance": 1}], schema=QRELS)
-    table = simulate(qrels, doc_ids=["a", "b"], topics=["", ""], config=PositionClicks())
+    (table,) = simulate(qrels, doc_ids=["a", "b"], topics=["", ""], config=PositionClicks())
     assert set(table["doc_id"].to_pylist()) <= {"a", "b"}
     assert table["position"].to_pylist()[0] == 1
 

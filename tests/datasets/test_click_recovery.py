@@ -62,12 +62,13 @@ def simulated(config):
         {"query_id": f"q{n // DOCS}", "doc_id": f"d{n % DOCS}", "relevance": grade}
         for n, grade in enumerate(GRADES.tolist())
     ]
-    table = simulate(
+    chunks = simulate(
         pa.Table.from_pylist(qrels, schema=QRELS),
         doc_ids=[f"d{n}" for n in range(DOCS)],
         topics=["one"] * DOCS,
         config=config,
     )
+    table = pa.concat_tables(chunks).combine_chunks()
     # Sessions follow each other, and every one filled its K places.
     np.testing.assert_array_equal(table["position"].to_numpy().reshape(-1, K), [[*range(1, K + 1)]] * 30_000)
     query, doc = (

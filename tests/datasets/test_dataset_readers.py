@@ -19,7 +19,7 @@ from scalingnote.datasets import sources
 from scalingnote.datasets.config import AnyDataset, Beir, Columns, MsMarco, TableFile
 from scalingnote.datasets.file_formats import table_rows
 from scalingnote.datasets.job import run
-from scalingnote.datasets.public_english import strip_html
+from scalingnote.datasets.public_datasets import strip_html
 from scalingnote.datasets.raw_rows import csv_rows, delimited_lines
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.storage.schema import DOCUMENTS, IMPRESSIONS, QRELS, QUERIES

@@ -193,6 +193,6 @@ def test_values_of_parquet_survive_as_json():
         "d": "half \ud800",
         "e": 10**400,
     }
-    assert supervision_tasks._decode(supervision_tasks._encode(row)) == row
+    assert supervision._decode(supervision.encode_row(row)) == row
     broken = raw_rows.UnreadableRow("x", "invalid JSON")
-    assert supervision_tasks._decode(supervision_tasks._encode(broken)) == broken
+    assert supervision._decode(supervision.encode_row(broken)) == broken

@@ -32,7 +32,8 @@ QRELS_TABLE = pa.Table.from_pylist(
 def log(taste: Taste | None, **knobs) -> pa.Table:
     config = PositionClicks(users=20, sessions_per_query=30, eta=0.0, taste=taste, **knobs)
     tastes = Tastes.draw(taste, FEATURES, users=20, seed=config.seed) if taste else None
-    return simulate(QRELS_TABLE, doc_ids=DOCS, topics=["t"] * 300, config=config, tastes=tastes)
+    chunks = simulate(QRELS_TABLE, doc_ids=DOCS, topics=["t"] * 300, config=config, tastes=tastes)
+    return pa.concat_tables(chunks)
 
 
 def test_users_click_less_of_what_they_do_not_like():

@@ -108,7 +108,7 @@ def test_errors_before_any_row_is_read(tmp_path):
         read_texts(tmp_path / "missing.jsonl")
     with pytest.raises(DataError, match=r"no file at .*corpus\.jsonl"):
         read_texts(tmp_path)
-    with pytest.raises(DataError, match=r"none of \.jsonl, \.parquet, \.txt"):
+    with pytest.raises(DataError, match=r"neither \.jsonl nor \.parquet nor \.txt"):
         read_texts(lines(tmp_path / "a.csv", b"text\n"))
     with pytest.raises(DataError, match=r"no column `content` or `text`, only \['body'\]"):
         read_texts(lines(tmp_path / "a.jsonl", {"body": "text"}))

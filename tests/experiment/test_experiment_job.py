@@ -33,13 +33,6 @@ def dataset(tmp_path_factory):
 def here(monkeypatch):
     """Judges in this process: that it is done on Ray is tested once."""
 
-    def judged(todo, arguments, resources):
-        actor = job.JudgeActor(*arguments)
-        for number in todo:
-            assert actor({"number": [number]}) == {"number": [number], "error": [""]}
-            yield number
-
-    monkeypatch.setattr(job, "_judge_blocks", judged)
     without_ray(monkeypatch)
 
 
@@ -160,18 +153,20 @@ def test_a_killed_report_keeps_what_was_judged(here, dataset, tmp_path, monkeypa
     whole = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "whole"))
     blocks = []
 
-    class Dying(job.JudgeActor):
-        def __call__(self, batch):
-            blocks.append(batch["number"][0])
-            if len(blocks) == 3:
-                raise KeyboardInterrupt
-            return super().__call__(batch)
+    def dying(judge, pairs, documents, judge_pairs=job.judge_pairs):
+        blocks.append(len(pairs))
+        if len(blocks) == 3:
+            raise KeyboardInterrupt
+        return judge_pairs(judge, pairs, documents)
 
-    monkeypatch.setattr(job, "JudgeActor", Dying)
+    monkeypatch.setattr(job, "judge_pairs", dying)
     with pytest.raises(KeyboardInterrupt):
         job.run(asked, dataset=dataset.uri, output=str(tmp_path / "killed"))
     made = job.run(asked, dataset=dataset.uri, output=str(tmp_path / "killed"))
-    assert blocks[:4] == [0, 1, 2, 2]  # the two that were finished are not judged again
+    total = whole.table("judged").num_rows
+    # The two that were finished are not judged again; the third, which died, is.
+    assert blocks[:4] == [100, 100, 100, 100]
+    assert sum(blocks) == total + 100
     assert len(passes) == 2  # over the corpus: one a report, however many blocks there are
     assert made.table("judged").equals(whole.table("judged"))
 
