@@ -174,15 +174,10 @@ def check_resources(resources: Resources, *, knob: str, beside: int = 0) -> None
     """Refuse, before work is spent, resources that the cluster can never provide.
 
     With SCALINGNOTE_NODES_WAIT_S set, the cluster's autoscaler is asked for the missing nodes first, and they
-    are awaited for at most that many seconds.
+    are awaited for at most that many seconds. `knob` is where the user set the resources, `beside` the CPUs
+    of tasks that run beside the workers.
 
-    Args:
-        resources: of the stage.
-        knob: where the user set them, for the error message.
-        beside: CPUs of the tasks that run beside the workers.
-
-    Raises:
-        ConfigError: the cluster has too few CPUs or GPUs, or no node is large enough for a worker.
+    ConfigError if the cluster has too few CPUs or GPUs, or no node is large enough for a worker.
     """
     if not (lack := _missing_resources(resources, beside=beside, knob=knob)):
         return
@@ -331,12 +326,9 @@ def map_with_actors(
 
     Args:
         items: rows, each in a block of its own, so that each is retried alone.
-        actor: a class whose instances map a batch of one row.
-        arguments: of its constructor, by name.
+        actor: a class whose instances map a batch of one row, made with these `arguments`.
         resources: number of actors, and the CPUs and GPUs of each.
-        before: maps a batch of one row, in tasks of one CPU, before the actors.
-        after: the same after the actors.
-        tasks: maximum number of tasks of `before`, and of `after`, that run at the same time.
+        before, after: map a batch of one row, in at most `tasks` tasks of one CPU each.
     """
     dataset: Any = ray.data.from_items(list(items), override_num_blocks=len(items))
     around: dict[str, Any] = {"compute": ray.data.TaskPoolStrategy(size=max(tasks, 1)), "num_cpus": 1}

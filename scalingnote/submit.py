@@ -54,18 +54,15 @@ def submit(
     """Submit `jobs/{stage}.py` from the current directory, or find that it runs, and follow its log.
 
     Args:
-        stage: a stage, or ``run`` for a whole run.
-        configs: config files below the current directory.
+        stage: a stage, or ``run`` for a whole run, to the stage `until`.
+        configs: config files below the current directory, with `overrides` of ``A.B=VALUE``.
         run_dir: of the run; a path is pinned to where it is here.
         address: URL of the cluster's dashboard.
-        overrides: ``A.B=VALUE`` of the config.
-        until: last stage of a whole run.
         submission_id: of the job; a job that has it already is followed, also one that has ended. None: an id
             that follows from the command, and a number for each attempt after the first.
         detach: whether to print the id and end. The job goes on when this process ends.
         retries: attempts after a failure, other than of wrong input; with a `submission_id` there are none.
-        cpus: that Ray reserves for the driver; by default it runs on the head, with none.
-        memory_gb: the same of memory.
+        cpus, memory_gb: that Ray reserves for the driver; by default it runs on the head, with none.
         resource: custom resource of the nodes that may run the driver, such as those that are not taken back.
 
     Returns:

@@ -26,10 +26,6 @@ ROLES: tuple[Role, ...] = ("query", "document")
 def run(config: AdoptConfig, *, output: str) -> Artifact:
     """Build a `dual_encoder` from a published model; its manifest holds the sha256 of the model's weights.
 
-    Args:
-        config: the model, or the pair of models.
-        output: URI of the artifact.
-
     Raises:
         ConfigError: a setting is missing in the files, the weights have another sha256 than configured, or
             the models of a pair give embeddings of different dimensions.
@@ -70,15 +66,10 @@ def _check_weights(config: AdoptConfig) -> None:
 
 
 def open_tower(config: AdoptConfig, role: Role) -> Tower:
-    """One tower of a published model, in float32.
+    """The tower of a published model for texts of a role, in float32.
 
-    Args:
-        config: the model, and settings that its files leave open.
-        role: query or document.
-
-    Raises:
-        ConfigError: a setting is neither in the files nor in the config, or the config overrides a setting of
-            a model that only sentence-transformers can encode with.
+    ConfigError if a setting is neither in the files nor in the config, or if the config overrides a setting
+    of a model that only sentence-transformers can encode with.
     """
     prefix, length = (
         (config.query_prefix, config.query_max_length)

@@ -94,15 +94,10 @@ def write_documents(
     each: TaskRunner,
     limit: int | None,
 ) -> Documents:
-    """Write the parts of documents; DataError if there is none, or clicks are to be simulated for too many.
+    """Write the parts of the documents of a source; rejected rows go to the quarantine.
 
-    Args:
-        draft: registers the parts.
-        source: its documents are the input.
-        config: of the data set.
-        quarantine: takes the rejected rows.
-        each: runs the tasks.
-        limit: the number of documents for which clicks can be simulated; None where they are not.
+    Raises:
+        DataError: there is no document, or more than `limit`, the number for which clicks can be simulated.
     """
     slices = slices_of(source, config)
     context = Context(config, source.features, source.rank, len(slices), draft.work(), draft.uri)
@@ -162,9 +157,7 @@ def _section(number: int, ends: list[int], per_part: int, repeated: Counter[int]
 def resume_or_clear(draft: Draft, plan: Sequence[dict[str, Any]]) -> None:
     """Delete the parts and records of a run on other slices, or on other versions of the input files.
 
-    Args:
-        draft: of the data set.
-        plan: the slices as JSON values; an empty one resumes nothing.
+    `plan` has the slices as JSON values; an empty one resumes nothing.
     """
     text = json.dumps(plan).encode()
     uri = draft.work("plan.json")

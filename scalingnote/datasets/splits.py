@@ -58,14 +58,8 @@ def held_out(
 ) -> Bool[ndarray, " queries"]:
     """Which queries are for test: no other query has a document of a group that a test query is judged on.
 
-    Queries and groups that are connected by positives form one component. A component is for test if the hash
-    of its first group is below `fraction`.
-
-    Args:
-        query_ids: all queries.
-        positives: columns query_id and group, of the document that answers it.
-        fraction: expected share of the components in the test split.
-        seed: of the hash.
+    Queries and groups that are connected by `positives` (columns query_id and group) form one component. A
+    component is for test if the seeded hash of its first group is below `fraction`, the expected share.
     """
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
@@ -114,11 +108,8 @@ def held_out_documents(dataset: Artifact, *, each: TaskRunner = map) -> pa.Array
     """doc_ids of every group with a document that is relevant to a test query; training may use all others.
 
     A data set whose info says ``hold_out_documents: false`` is split by time: one document may be clicked
-    before and after the cut, and only queries are held out (ScalingNote, section 4.1.2).
-
-    Args:
-        dataset: the data set.
-        each: maps over the parts of its tables; its order is that of the ids.
+    before and after the cut, and only queries are held out (ScalingNote, section 4.1.2). `each` maps over the
+    parts; its order is that of the ids.
     """
     if not dataset.manifest.info.get("hold_out_documents", True):
         return pa.array([], pa.string())
@@ -180,13 +171,8 @@ class SplitWindows:
 def choose_windows(config: Logs, *, first: int, last: int) -> SplitWindows:
     """The windows of the config or, by default, the log's span cut before its last `test_fraction`.
 
-    Args:
-        config: with or without windows.
-        first: time of the first impression, in milliseconds since 1970.
-        last: time of the last impression.
-
-    Raises:
-        DataError: no impression is in the train window.
+    `first` and `last` are times of impressions, in milliseconds since 1970. DataError if none is in the train
+    window.
     """
     if config.train and config.test:
         train, test = (
@@ -258,11 +244,8 @@ def split_queries(
 ) -> SplitQueries:
     """Split the queries of a bucket: `trained` for training, others with a relevant document for test.
 
-    Args:
-        trained: ids of the queries with an impression in the train window.
-        test_clicks: TEST_CLICKS of the bucket.
-        texts: QUERY_TEXTS of the bucket, from the whole log.
-        judged: QRELS of the bucket.
+    `trained` are those with an impression in the train window; `test_clicks` (TEST_CLICKS), `texts`
+    (QUERY_TEXTS, from the whole log) and `judged` (QRELS) are of the bucket.
     """
     fresh = pc.and_(
         pc.greater(judged["relevance"], 0), pc.invert(pc.is_in(judged["query_id"], value_set=trained))

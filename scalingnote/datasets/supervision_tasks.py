@@ -75,16 +75,7 @@ def write_supervision(
     each: TaskRunner,
     quarantine: Quarantine,
 ) -> Supervision:
-    """Write the tables beside the documents.
-
-    Args:
-        source: without its documents.
-        config: of the data set.
-        parts: of the documents.
-        work: the work directory, which holds the ids of documents that a subset left out.
-        output: URI of the artifact.
-        each: runs the tasks.
-        quarantine: takes the rejected rows.
+    """Write the tables beside the documents, of which `parts` are there and a subset left some out (`work`).
 
     Raises:
         DataError: no query with a relevant document remains, or one task cannot hold what it must: rows of

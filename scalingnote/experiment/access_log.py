@@ -91,18 +91,10 @@ def _files(place: str) -> list[str]:
 def read_requests(
     files: Iterable[str], quarantine: Quarantine, *, rows: int = 8192
 ) -> Iterator[pa.RecordBatch]:
-    """Requests of log files, with one batch in memory at a time; `.gz` files are unpacked.
+    """Requests of log files as batches of REQUESTS, one in memory at a time; `.gz` files are unpacked.
 
-    Args:
-        files: URIs.
-        quarantine: receives lines that cannot be used.
-        rows: of a batch.
-
-    Yields:
-        Batches of schema REQUESTS; other fields of a line are ignored.
-
-    Raises:
-        DataError: a file does not exist.
+    Lines that cannot be used go to the quarantine; other fields of a line are ignored. DataError if a file
+    does not exist.
     """
     for uri in files:
         requests: list[dict[str, Any]] = []

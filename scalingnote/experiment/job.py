@@ -49,12 +49,9 @@ Judge = Callable[[Sequence[str], pa.Table], Float32[ndarray, " pairs"]]
 
 
 def run(config: ExperimentConfig, *, dataset: str, output: str) -> Artifact:
-    """Build the artifact.
+    """Build the report as an artifact below `output`, named by a hash of config and contents of the logs.
 
-    Args:
-        config: split, logs and judge.
-        dataset: URI of the documents, for the judge.
-        output: folder of the artifact, whose name is a hash of config and contents of the logs.
+    `dataset` is the URI of the documents, for the judge.
 
     Raises:
         DataError: the log has no request of the experiment, or a file is missing.

@@ -288,13 +288,10 @@ def pairs_to_judge(sample: pa.Table) -> pa.Table:
 def irrelevant_by_unit(
     sample: pa.Table, judged: pa.Table, *, below: float, depths: Sequence[int]
 ) -> pa.Table:
-    """Sums per unit: number of irrelevant documents and of scored documents in the top K.
+    """Sums per unit: number of irrelevant documents and of scored documents in the top K of `depths`.
 
-    Args:
-        sample: requests, as :meth:`RequestSample.table` returns them.
-        judged: pairs with scores; a pair that several requests showed is judged once.
-        below: score under which a document is irrelevant. Documents without a score do not count.
-        depths: values of K.
+    `judged` has the score of each pair that the sample showed. A document with a score under `below` is
+    irrelevant; one without a score does not count.
     """
     rows = _shown_documents(sample).join(judged, keys=PAIRS.names, join_type="left outer")
     scored = pc.is_valid(rows["score"])

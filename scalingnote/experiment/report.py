@@ -164,13 +164,7 @@ def sample_ratio(units: Sequence[int], shares: Sequence[float]) -> float:
 
 
 def compare_arms(config: ExperimentConfig, units: pa.Table, measures: Sequence[Measure]) -> Report:
-    """The report's arms, comparisons and sample ratio.
-
-    Args:
-        config: the split, and settings of tests.
-        units: a row per unit with sums and counts, as :meth:`Outcomes.units` returns them.
-        measures: to compare.
-    """
+    """The report's arms, comparisons and sample ratio, from the sums per unit of :meth:`Outcomes.units`."""
     first, *rest = (arm for arm in config.split.arms if arm.share > 0)
     arms = [first, *sorted(rest, key=lambda arm: arm.name)]  # the order of a JSON file with sorted keys
     control, *others = (arm.name for arm in arms)

@@ -118,14 +118,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def open_store(config: StoreConfig, *, clock: Clock = time.time) -> FeatureStore:
-    """Open the store at a URL.
+    """Open the store at a URL: sqlite:PATH, redis://HOST:PORT/DB, rediss:// or unix://.
 
-    Args:
-        config: `url` is sqlite:PATH, redis://HOST:PORT/DB, rediss:// or unix://.
-        clock: the current time, in seconds since 1970.
-
-    Raises:
-        ConfigError: the URL has another scheme, the store cannot be opened, or redis-py is not installed.
+    ConfigError if the URL has another scheme, the store cannot be opened, or redis-py is not installed.
     """
     scheme, _, path = config.url.partition(":")
     match scheme:

@@ -45,17 +45,8 @@ _EXCHANGE = "impressions"
 def read_clicks(config: FuseConfig, dataset: Artifact, *, folder: str, each: TaskRunner) -> int:
     """Write clicks by bucket, and the sorted hashes of the documents, queries and users in them.
 
-    Args:
-        config: `parts` is the number of buckets.
-        dataset: with impressions.
-        folder: of the store.
-        each: runs tasks in parallel.
-
-    Returns:
-        The number of clicks left out, as they are of test queries.
-
-    Raises:
-        DataError: there are no clicks to learn from.
+    Returns the number of clicks that are left out, as they are of test queries. DataError if the dataset has
+    no clicks to learn from.
     """
     run = partial(run_slices, folder=folder, each=each, room="fuse")
     if not dataset.table_parts("impressions"):

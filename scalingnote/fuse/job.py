@@ -55,13 +55,7 @@ def run(
 ) -> Artifact:
     """Train fusion and write the final embeddings; a call after a killed one resumes it.
 
-    Args:
-        config: features, networks and training.
-        dataset: URI of a dataset with impressions.
-        planner, embeddings: URIs.
-        semantic_ids: URI of the semantic IDs of these embeddings.
-        dual_encoder, student: URIs; the query tower that serves is the student's, if there is one.
-        output: URI of the `embeddings` artifact to write.
+    All arguments but `config` are URIs; the query tower is the student's, if there is one.
 
     Raises:
         DataError: no clicks to learn from.
@@ -254,8 +248,7 @@ def build(
     Args:
         config: of the stage.
         codebooks: [levels, codes, dim], the initial tables of semantic IDs.
-        documents: encodings of the documents' features.
-        users: encodings of the users' profiles.
+        documents, users: encodings of their features.
         seen: buckets of the document ids in training; None: all.
     """
     with torch.random.fork_rng(devices=[]):

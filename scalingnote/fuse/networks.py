@@ -80,11 +80,8 @@ class Queries:
 class ResidualFusion(nn.Module):
     """The residual network of one side; without features it is the identity.
 
-    Args:
-        config: of the network.
-        dim: of the embeddings.
-        widths: of the features.
-        hide: probability with which training replaces a feature of a row as if it were missing.
+    `widths` are those of the features; `hide` is the probability with which training replaces a feature of a
+    row as if it were missing.
     """
 
     def __init__(self, config: Network, *, dim: int, widths: Sequence[int], hide: float = 0.0) -> None:
@@ -208,13 +205,8 @@ def _width(encoding: Encoding) -> int:
 class DocumentNetwork(nn.Module):
     """Final document embeddings from embedding, semantic ID, hashed id and declared features.
 
-    Args:
-        config: features and network of the side.
-        encodings: fitted, of the declared features.
-        dim: of the embeddings.
-        semantic_ids: the tables, which the query side shares.
-        seen: buckets of the ids in training; an id in another bucket is missing, as its row is random.
-        hide: see :class:`ResidualFusion`.
+    Both sides share `semantic_ids`. `seen` are the buckets of ids in training: an id in another bucket is
+    missing, as its row is random. `hide` is that of :class:`ResidualFusion`.
     """
 
     seen: Bool[Tensor, " buckets"]
@@ -257,12 +249,7 @@ class DocumentNetwork(nn.Module):
 class QueryNetwork(nn.Module):
     """Final query embeddings from embedding, planner's words, profile, crosses and history of the user.
 
-    Args:
-        config: features and network of the side.
-        encodings: fitted, of the profile.
-        dim: of the embeddings.
-        semantic_ids: the tables, which the document side shares; needed for a history.
-        hide: see :class:`ResidualFusion`.
+    Both sides share `semantic_ids`, which a history needs. `hide` is that of :class:`ResidualFusion`.
     """
 
     def __init__(

@@ -84,15 +84,9 @@ class DocumentRows:
 
 
 def read_part(corpus: FusedCorpus, part: str, columns: Sequence[str]) -> DocumentRows:
-    """Read the documents of a part of the embeddings, in its order.
+    """Read the documents of a part of the embeddings, in its order, with these columns of features.
 
-    Args:
-        corpus: the three artifacts.
-        part: name of the part, with its folder.
-        columns: of features.
-
-    Raises:
-        ArtifactError: an embedding has no document or no semantic ID: the artifacts are of different runs.
+    ArtifactError if an embedding has no document or no semantic ID: the artifacts are of different runs.
     """
     name = part.removeprefix("embeddings/")
     embeddings = corpus.embeddings.table(part, ["doc_id", VIEW])
@@ -171,18 +165,10 @@ def finish(
     each: TaskRunner,
     left_out: int = 0,
 ) -> dict[str, Any]:
-    """Write the rest of the store: documents, users and rows.
+    """Write the rest of the store: documents, users and rows; returns its facts.
 
-    Args:
-        config: of the stage.
-        corpus: of the documents.
-        queries: the files of the queries, which the query tower has encoded.
-        folder: of the store.
-        each: runs tasks in parallel.
-        left_out: number of clicks that :func:`read_clicks` left out; more may be left out here.
-
-    Returns:
-        The facts of the store.
+    `queries` are the files that the query tower has encoded, `left_out` the number of clicks that
+    :func:`read_clicks` left out; more may be left out here.
     """
     if not Store.finished(folder):
         run = partial(run_slices, folder=folder, each=each, room="fuse")
@@ -330,18 +316,9 @@ def _matrices(
 
 
 class ClickBatches:
-    """Reads one rank's clicks of any step from a finished store.
+    """Reads one rank's clicks of any step from a finished store; `order` decides which rows a step has.
 
     A step's rows follow from its number alone, as those of stage I do, so training resumes at any step.
-
-    Args:
-        store: of clicks, queries, documents and users.
-        order: in which rows are trained on.
-        config: of the two sides.
-        documents: encodings of the documents' features.
-        users: encodings of the users' profiles.
-        rank: of this process.
-        world: number of ranks.
     """
 
     def __init__(

@@ -73,11 +73,8 @@ class DocumentFlow:
     ) -> "DocumentFlow":
         """Load the models of a finished run.
 
-        Args:
-            towers: artifact with the document tower.
-            semantic_ids: artifact with the codebooks.
-            embeddings: artifact that is indexed; holds fusion networks if it was fused.
-            token_budget: maximum tokens of a forward pass.
+        `embeddings` are those that are indexed, with fusion networks if they were fused; `token_budget` is
+        the maximum of tokens of a forward pass.
         """
         from scalingnote.fuse.fusion import DocumentFusion
 
@@ -97,13 +94,10 @@ class DocumentFlow:
         return float(self._encoder.peak())
 
     def __call__(self, documents: pa.Table) -> EncodedPart:
-        """Encode documents.
+        """Encode documents with doc_id, title, topic, content, and features for the fusion networks.
 
-        Args:
-            documents: doc_id, title, topic, content, and features for the fusion networks.
-
-        Returns:
-            A table with doc_id, content_hash, codes and the final embedding, in order, without rejected rows.
+        Returns a table with doc_id, content_hash, codes and the final embedding, in order, without rejected
+        rows.
         """
         texts = documents.select(COLUMNS).append_column(schema.CONTENT_HASH, content_hashes(documents))
         tokens, rejected = tokenise(texts, self._prompt)
@@ -136,13 +130,9 @@ class IndexRows(NamedTuple):
 def index_rows(
     documents: Sequence[Mapping[str, Any]], flow: DocumentFlow, *, schema: pa.Schema, snippet_chars: int
 ) -> IndexRows:
-    """Encode documents for a live index.
+    """Encode JSON objects for a live index whose dataset has documents of `schema`.
 
-    Args:
-        documents: JSON objects; of equal doc_ids the last one counts.
-        flow: the models.
-        schema: of the dataset's documents.
-        snippet_chars: length of the text stored for result pages.
+    Of equal doc_ids the last one counts. `snippet_chars` of the text are stored for result pages.
     """
     table, rejected = documents_table(documents, schema)
     ready = flow(table)
@@ -232,13 +222,7 @@ def run(
 
 
 def describe_file(path: str, columns: dict[str, str], *, like: Artifact) -> NewDocuments:
-    """The description of a file of new documents, with the features of the dataset `like`.
-
-    Args:
-        path: of the file.
-        columns: our name -> the file's name of a column.
-        like: the dataset of the run.
-    """
+    """A file of new documents with the features of the dataset `like`; `columns`: our name -> the file's."""
     layout = pq.read_schema(like.open(like.table_parts("documents")[0]))
     kinds = {kind: name for name, kind in COLUMN_TYPES.items()}
     features = {

@@ -182,14 +182,9 @@ def _train(config: Learned, dataset: str, folder: str, target: str) -> tuple[dic
 def gather_examples(
     config: Learned, dataset: Artifact, *, held_out: pa.Array, folder: str, each: TaskRunner
 ) -> None:
-    """Write what :func:`read_examples` reads.
+    """Write what :func:`read_examples` reads to `folder`: sampled queries and the texts of their positives.
 
-    Args:
-        config: of the planner.
-        dataset: whose training queries are sampled.
-        held_out: documents that training may not see.
-        folder: work directory.
-        each: runs the tasks.
+    Training may not see the documents `held_out`.
     """
     do = partial(run_slices, folder=folder, each=each, room="planner")
     given: dict[str, Any] = {"config": config, "dataset": dataset, "folder": folder}

@@ -106,13 +106,7 @@ def part_rows(artifact: Artifact, parts: Sequence[str]) -> list[int]:
 
 
 def sample(embeddings: Artifact, *, documents: int, seed: int) -> list[Any]:
-    """References to the matrices of an even sample of the embeddings, for a task that joins them.
-
-    Args:
-        embeddings: the artifact.
-        documents: size of the sample.
-        seed: of the draw.
-    """
+    """References to the matrices of an even sample of the embeddings, for a task that joins them."""
     parts = embeddings.names("embeddings/", ".parquet")
     taken = _sampled_parts(parts, shares(part_rows(embeddings, parts), size=documents, seed=seed))
     each = len(taken) // SAMPLE_TASKS + 1

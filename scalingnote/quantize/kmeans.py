@@ -92,17 +92,9 @@ def require_sample(documents: int, *, codes: int) -> None:
 def fit(
     sample: Float[ndarray, "docs dim"], *, levels: int, codes: int, iterations: int, seed: int
 ) -> Float[ndarray, "levels codes dim"]:
-    """Fit codebooks greedily, level by level (ScalingNote's residual K-means).
+    """Fit codebooks greedily, level by level (ScalingNote's residual K-means), by so many `iterations` each.
 
-    Args:
-        sample: vectors.
-        levels: number of codebooks.
-        codes: centroids per codebook.
-        iterations: K-means passes per level.
-        seed: of the initial centroids.
-
-    Raises:
-        ConfigError: the sample is smaller than a codebook.
+    ConfigError if the sample is smaller than a codebook.
     """
     require_sample(len(sample), codes=codes)
     residual = np.array(sample, np.float32)
@@ -326,11 +318,11 @@ log = get_logger("quantize")
 
 
 def shares(rows: Sequence[int], *, size: int, seed: int) -> list[int]:
-    """Number of rows that each part contributes to a sample.
+    """Number of rows that each part contributes to a sample of `size`: all where there are fewer.
 
     Args:
         rows: number of rows of every part.
-        size: of the sample; all rows where there are fewer.
+        size: of the sample.
         seed: of the marks; the same arguments give the same shares.
     """
     total = sum(rows)
@@ -353,14 +345,10 @@ def draw(rows: int, *, take: int, seed: int, part: int) -> Int[ndarray, " chosen
 def fit_files(
     config: QuantizeConfig, rows: Sequence[int], *, folder: str, each: TaskRunner
 ) -> Float[ndarray, "levels codes dim"]:
-    """Fit codebooks to the vectors that :func:`store` wrote.
+    """Fit codebooks to the vectors that :func:`store` wrote to `folder`, whose files have so many `rows`.
 
-    Args:
-        config: of the stage.
-        rows: number of vectors in each file.
-        folder: of the files, and of the records of finished passes.
-        each: maps a function over items, in order; a call holds one file, or `config.documents_per_worker`
-            vectors.
+    `folder` also has the records of finished passes. A call of `each` holds one file, or
+    `config.documents_per_worker` vectors.
     """
     codebooks = []
     for level in range(config.levels):

@@ -249,11 +249,8 @@ def coded_table(
 ) -> pa.Table:
     """Table of a coded part, for :func:`name`.
 
-    Args:
-        doc_ids: of the documents.
-        codes: of each level.
-        energy: squared norm of the residual after each level.
-        sampled: documents that the codebooks were fitted on.
+    `energy` is the squared norm of the residual after each level, `sampled` marks the documents that the
+    codebooks were fitted on.
     """
     columns = {
         "codes": to_arrow(codes.astype(np.uint16)),
@@ -266,11 +263,7 @@ def coded_table(
 def name(corpus: CodedCorpus, parts: Sequence[str], rows: Sequence[int], *, each: TaskRunner) -> NamedCorpus:
     """Assign an ID to every document, and write the parts and the files by code.
 
-    Args:
-        corpus: paths and shape of the codes.
-        parts: names of the coded parts, in corpus order.
-        rows: number of rows of each.
-        each: maps a task over items, in order.
+    `parts` names the coded parts in corpus order, with their numbers of `rows`.
     """
     pieces = [[(place, parts[place]) for place in group] for group in group_by_size(rows, limit=ROWS)]
     run = partial(run_slices, folder=fs.join(corpus.work, "naming"), each=each, room="quantize")

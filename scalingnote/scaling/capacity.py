@@ -90,11 +90,7 @@ def n(value: float | int) -> str:
 
 
 def plan(config: PlanConfig) -> CapacityPlan:
-    """Compute the plan.
-
-    Raises:
-        ConfigError: the model's shape is not known offline.
-    """
+    """Compute the plan; ConfigError if the model's shape is not known offline."""
     folder = Path(config.model)
     path = str(folder.parent) if folder.name == "config.json" else config.model
     shape, steps = backbone_shape(Pretrained(path=path)), Steps()
@@ -290,15 +286,9 @@ def _searchers(
 ) -> dict[str, float]:
     """Nodes of one size: shards so that the index fits, replicas so that the queries are answered.
 
-    Args:
-        config: traffic and copies.
-        memory: GB of a node.
-        gb: of one version of the index.
-        scan: µs of a query over all documents on one core.
-        shard: µs that one more shard adds.
-        price: US dollars of a core's hour with its memory.
-        call: core seconds of a call to a replica.
-        steps: of the plan.
+    `memory` is that of a node and `gb` that of one version of the index, in GB; `scan` the µs of a query over
+    all documents on one core, `shard` those that one more shard adds, `call` the core seconds of a call to a
+    replica; `price` is that of a core's hour with its memory, in US dollars.
     """
     on, qps, busy = f"on nodes of {memory} GB", config.qps, known.BUSY.value
     versions, usable, core_gb = known.VERSIONS.value, known.USABLE.value, known.GB_A_CORE.value
@@ -393,14 +383,9 @@ def measured_stages() -> list[Row]:
 
 
 def predict(rows: Sequence[Row], *, documents: int) -> dict[str, float]:
-    """Figures of one stage for this number of documents.
+    """Figures of one stage for a corpus of `documents`, on the line through its two largest measured sizes.
 
-    Args:
-        rows: measured figures of the stage, at two sizes or more; the two largest count.
-        documents: of the corpus to predict.
-
-    Returns:
-        Every figure of `FIGURES`; ``fixed seconds`` is the part of the seconds that does not grow.
+    Returns every figure of FIGURES, and ``fixed seconds``, the part of the seconds that does not grow.
     """
     small, large = sorted(rows, key=lambda row: row["documents"])[-2:]
     found = {}

@@ -83,13 +83,8 @@ def exchanged(
 ) -> float:
     """Bytes that one GPU sends in a step of ring collectives. Gradients are reduced in float32.
 
-    Args:
-        strategy: of data parallelism.
-        gathered: parameters of sharded towers, times how often the step gathers them.
-        reduced: parameters of sharded towers, times how often the step reduces their gradients.
-        trained: parameters that learn.
-        gpus: of all nodes.
-        numbers: format of weights in the forward pass.
+    `gathered` are the parameters of sharded towers, times how often a step gathers them; `reduced` the same,
+    times how often it reduces their gradients; `trained` those that learn; `gpus` those of all nodes.
     """
     wide = 4 if numbers == "float32" else 2
     match strategy:
@@ -133,15 +128,9 @@ def training_state(
 ) -> TrainingState:
     """Bytes of weights, gradients and optimizer state on one GPU.
 
-    Args:
-        strategy: of data parallelism.
-        optimizer: its kind decides the bytes of its state.
-        trained: parameters that learn.
-        frozen: parameters that do not.
-        frozen_tables: embeddings among the frozen ones: float32 even if other frozen weights are not.
-        largest: most parameters that are gathered together, a tower's token embeddings and two layers.
-        gpus: of all nodes.
-        numbers: format of weights in the forward pass.
+    `trained` and `frozen` are numbers of parameters; `frozen_tables` those of frozen embeddings, which stay
+    float32 if other frozen weights do not; `largest` most parameters that are gathered together: a tower's
+    token embeddings and two layers; `gpus` those of all nodes.
     """
     moments = 2 if optimizer.kind == "adamw_8bit" else 8  # bytes per parameter: two numbers
     everything = trained + frozen
@@ -325,11 +314,7 @@ class Estimate:
 
 
 def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
-    """Estimate a run.
-
-    Args:
-        config: of stage I.
-        assumed: hardware, rows and mean lengths.
+    """Estimate a run of stage I with the assumed hardware, rows and lengths.
 
     Raises:
         ConfigError: a backbone's shape is not known offline, or the query tower is a lookup table.

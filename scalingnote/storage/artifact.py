@@ -180,14 +180,9 @@ class Artifact:
 
 
 def open_artifact(uri: str, *, kind: str) -> Artifact:
-    """Open a finished artifact.
+    """Open the finished artifact of a kind, such as "dataset", in the directory `uri`.
 
-    Args:
-        uri: its directory.
-        kind: the expected kind, such as "dataset" or "index".
-
-    Raises:
-        ArtifactError: no manifest, another kind, or another schema version.
+    ArtifactError if there is no manifest, another kind, or another schema version.
     """
     manifest = read_manifest(uri)
     if manifest is None:

@@ -209,7 +209,7 @@ def run_slices(
     unit: str = "slices",
     rows: Sequence[int] | None = None,
 ) -> list[R]:
-    """Run a task for every slice that has no record yet.
+    """Run a task for every slice that has no record yet; returns the records of all slices, in order.
 
     Args:
         name: of the task; its records are in ``{folder}/done/{name}``.
@@ -220,9 +220,6 @@ def run_slices(
         room: name of the logger.
         unit: name of the work items in the log.
         rows: number of each work item's rows, which progress counts; None: it counts work items.
-
-    Returns:
-        The records of all slices, in order.
     """
     folder = fs.join(folder, "done", name)
     done = [int(file.removesuffix(".json")) for file in fs.list_files(folder) if file.endswith(".json")]
