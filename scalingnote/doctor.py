@@ -20,31 +20,24 @@ PYTHON = (3, 11)
 EXTRAS = ("common", "offline", "online")  # what `scalingnote[cpu]` adds to the core
 
 
+Level = Literal["ok", "warn", "stops"]
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing looked at: `stops` means that a run cannot work before the remedy is taken."""
 
     subject: str
-    level: Literal["ok", "warn", "stops"]
+    level: Level
     found: str
     remedy: str = ""
 
 
 def examine(*, directory: Path | None = None) -> list[Finding]:
     """Every check, in the order in which a newcomer meets them; runs would be written below `directory`."""
-    directory = directory or Path.cwd()
     checks = (
-        _machine(),
-        _python(),
-        _packages(),
-        _ray(),
-        _clusters(),
-        _accelerators(),
-        _precision(),
-        _engines(),
-        _memory(),
-        _disk(directory),
-        _datasets(),
+        *(_machine(), _python(), _packages(), _ray(), _clusters(), _accelerators(), _precision()),
+        *(_engines(), _memory(), _disk(directory or Path.cwd()), _datasets()),
     )
     return [finding for check in checks for finding in check]
 
@@ -67,22 +60,26 @@ def as_text(findings: list[Finding]) -> str:
     return "\n".join(lines)
 
 
+def _graded(subject: str, found: str, *problems: tuple[bool, Level, str]) -> Finding:
+    """A finding with the level and the remedy of the first problem that is there, else "ok"."""
+    for there, level, remedy in problems:
+        if there:
+            return Finding(subject, level, found, remedy)
+    return Finding(subject, "ok", found)
+
+
 def _machine() -> Iterator[Finding]:
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     memory = psutil.virtual_memory().total / GB
     found = f"{platform.system()} {platform.machine()}, {cores} cores, {memory:.1f} GB"
-    if platform.system() == "Windows":
-        yield Finding("machine", "warn", found, "Ray's Windows support is partial: use WSL 2")
-    else:
-        yield Finding("machine", "ok", found)
+    is_windows = platform.system() == "Windows"
+    yield _graded("machine", found, (is_windows, "warn", "Ray's Windows support is partial: use WSL 2"))
 
 
 def _python() -> Iterator[Finding]:
-    version = platform.python_version()
-    if tuple(map(int, platform.python_version_tuple()[:2])) < PYTHON:
-        yield Finding("python", "stops", version, f"install Python {PYTHON[0]}.{PYTHON[1]} or newer")
-    else:
-        yield Finding("python", "ok", version)
+    is_old = tuple(map(int, platform.python_version_tuple()[:2])) < PYTHON
+    remedy = f"install Python {PYTHON[0]}.{PYTHON[1]} or newer"
+    yield _graded("python", platform.python_version(), (is_old, "stops", remedy))
 
 
 def _packages() -> Iterator[Finding]:
@@ -132,9 +129,8 @@ def _ray() -> Iterator[Finding]:
     try:
         ray = importlib.import_module("ray")
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
-        yield Finding(
-            "ray", "stops", f"cannot be imported: {error}", "reinstall it: pip install --force-reinstall ray"
-        )
+        remedy = "reinstall it: pip install --force-reinstall ray"
+        yield Finding("ray", "stops", f"cannot be imported: {error}", remedy)
         return
     programs = Path(str(ray.__file__)).parent / "core" / "src" / "ray"
     for program in (programs / "raylet" / "raylet", programs / "gcs" / "gcs_server"):
@@ -147,12 +143,8 @@ def _ray() -> Iterator[Finding]:
 def _clusters() -> Iterator[Finding]:
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        yield Finding(
-            "RAY_ADDRESS",
-            "warn",
-            address,
-            "runs join this cluster; `unset RAY_ADDRESS` for a private local one",
-        )
+        remedy = "runs join this cluster; `unset RAY_ADDRESS` for a private local one"
+        yield Finding("RAY_ADDRESS", "warn", address, remedy)
         if not _has_token():
             yield Finding(
                 "RAY_AUTH_MODE",
@@ -161,7 +153,8 @@ def _clusters() -> Iterator[Finding]:
                 "every client of a cluster without token authentication can run code on it: start its nodes "
                 "and this shell with RAY_AUTH_MODE=token (docs/guides/operations.md, Tokens)",
             )
-    running = [process.info["pid"] for process in psutil.process_iter(["pid", "name"]) if _is_gcs(process)]
+    processes = (process.info for process in psutil.process_iter(["pid", "name"]))
+    running = [info["pid"] for info in processes if str(info["name"]).startswith("gcs_server")]
     if running:
         yield Finding(
             "clusters",
@@ -180,10 +173,6 @@ def _has_token() -> bool:
     return bool(os.environ.get("RAY_AUTH_TOKEN")) or any(file.is_file() for file in files)
 
 
-def _is_gcs(process: psutil.Process) -> bool:
-    return str(process.info["name"]).startswith("gcs_server")
-
-
 def _accelerators() -> Iterator[Finding]:
     torch = _torch()
     if torch is None:
@@ -194,13 +183,12 @@ def _accelerators() -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        found = f"{facts.name}, {free / GB:.0f} of {total / GB:.0f} GB free"
-        if free < total / 2:
-            yield Finding("gpu", "warn", found, "something else uses it: see nvidia-smi")
-        else:
-            yield Finding(
-                "gpu", "ok", found, "use it with --set train.resources.gpus_per_worker=1 (encode, distill...)"
-            )
+        yield _graded(
+            "gpu",
+            f"{facts.name}, {free / GB:.0f} of {total / GB:.0f} GB free",
+            (free < total / 2, "warn", "something else uses it: see nvidia-smi"),
+            (True, "ok", "use it with --set train.resources.gpus_per_worker=1 (encode, distill...)"),
+        )
 
 
 def _precision() -> Iterator[Finding]:
@@ -220,10 +208,7 @@ def _precision() -> Iterator[Finding]:
         seconds[name] = best
     ratio = seconds["float32"] / seconds["bfloat16"]
     found = f"{ratio:.2g} times the speed of float32 on {device} (512 x 512 matmul)"
-    if ratio < 1:
-        yield Finding("bfloat16", "ok", found, "keep float32 here")
-    else:
-        yield Finding("bfloat16", "ok", found)
+    yield _graded("bfloat16", found, (ratio < 1, "ok", "keep float32 here"))
 
 
 def _engines() -> Iterator[Finding]:
@@ -236,24 +221,17 @@ def _engines() -> Iterator[Finding]:
 
 def _memory() -> Iterator[Finding]:
     free = psutil.virtual_memory().available / GB
-    found = f"{free:.1f} GB free"
-    if free < 1.5:
-        yield Finding("memory", "stops", found, "Ray alone needs 1.5 GB: end other programs")
-    elif free < 6:
-        yield Finding(
-            "memory", "warn", found, "lower --set train.resources.workers=1 and encode.resources.workers=1"
-        )
-    else:
-        yield Finding("memory", "ok", found)
+    few = "lower --set train.resources.workers=1 and encode.resources.workers=1"
+    yield _graded(
+        "memory",
+        f"{free:.1f} GB free",
+        (free < 1.5, "stops", "Ray alone needs 1.5 GB: end other programs"),
+        (free < 6, "warn", few),
+    )
     shared = Path("/dev/shm")
-    if shared.exists() and shutil.disk_usage(shared).total < 1 * GB:
-        size = shutil.disk_usage(shared).total / GB
-        yield Finding(
-            "/dev/shm",
-            "warn",
-            f"{size:.2f} GB",
-            "Ray falls back to disk: start the container with --shm-size=4g",
-        )
+    if shared.exists() and (size := shutil.disk_usage(shared).total / GB) < 1:
+        remedy = "Ray falls back to disk: start the container with --shm-size=4g"
+        yield Finding("/dev/shm", "warn", f"{size:.2f} GB", remedy)
 
 
 def _disk(directory: Path) -> Iterator[Finding]:
@@ -264,13 +242,13 @@ def _disk(directory: Path) -> Iterator[Finding]:
         if not place.exists():
             continue
         usage = shutil.disk_usage(place)
-        found = f"{usage.free / GB:.1f} GB free in {place}"
-        if usage.free < 1 * GB:
-            yield Finding(subject, "stops", found, "free some, or point --set run_dir=... elsewhere")
-        elif usage.free < 5 * GB or usage.free < 0.05 * usage.total:
-            yield Finding(subject, "warn", found, "Ray stops spilling when a disk is 95 % full: free some")
-        else:
-            yield Finding(subject, "ok", found)
+        little = usage.free < 5 * GB or usage.free < 0.05 * usage.total
+        yield _graded(
+            subject,
+            f"{usage.free / GB:.1f} GB free in {place}",
+            (usage.free < GB, "stops", "free some, or point --set run_dir=... elsewhere"),
+            (little, "warn", "Ray stops spilling when a disk is 95 % full: free some"),
+        )
 
 
 def _datasets() -> Iterator[Finding]:
@@ -278,12 +256,8 @@ def _datasets() -> Iterator[Finding]:
     if not place:
         yield Finding("datasets", "ok", "SCALINGNOTE_DATA is unset: datasets are downloaded when first used")
     elif not Path(place).is_dir():
-        yield Finding(
-            "datasets",
-            "stops",
-            f"SCALINGNOTE_DATA={place} is no directory",
-            "correct it, or unset it to download",
-        )
+        found = f"SCALINGNOTE_DATA={place} is no directory"
+        yield Finding("datasets", "stops", found, "correct it, or unset it to download")
     else:
         held = sorted(path.name for path in Path(place).iterdir() if path.is_dir())
         yield Finding("datasets", "ok", f"SCALINGNOTE_DATA={place} holds {', '.join(held) or 'nothing'}")

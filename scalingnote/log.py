@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import time
-from types import TracebackType
 
 import psutil
 
@@ -61,20 +60,10 @@ class Progress:
         psutil.cpu_percent()  # the first call only starts the measuring interval
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self._log.info(
-                "%s %s in %.1fs (%s/s)",
-                f"{self._done:,}",
-                self._unit,
-                time.monotonic() - self._start,
-                self._speed(),
-            )
+            seconds = time.monotonic() - self._start
+            self._log.info("%s %s in %.1fs (%s/s)", f"{self._done:,}", self._unit, seconds, self._speed())
 
     @property
     def rate(self) -> float:
@@ -93,17 +82,10 @@ class Progress:
         self._last_line = now
         left = (self._total - self._done) / max(self.rate, 1e-9)
         share = 100 * self._done // max(self._total, 1)
-        self._log.info(
-            "%s/%s %s  %d%%  %s/s  ETA %.0fs  cpu %.0f%%%s",
-            f"{self._done:,}",
-            f"{self._total:,}",
-            self._unit,
-            share,
-            self._speed(),
-            left,
-            psutil.cpu_percent(),
-            f"  {note}" if note else "",
+        progress = (
+            f"{self._done:,}/{self._total:,} {self._unit}  {share}%  {self._speed()}/s  ETA {left:.0f}s"
         )
+        self._log.info("%s  cpu %.0f%%%s", progress, psutil.cpu_percent(), f"  {note}" if note else "")
 
 
 def environment() -> dict[str, str | int | float]:
@@ -132,7 +114,6 @@ def _processor() -> str:
 
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    except FileNotFoundError:
-        names = []
-    return names[0] if names else platform.processor() or "unknown"
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (FileNotFoundError, StopIteration):
+        return platform.processor() or "unknown"

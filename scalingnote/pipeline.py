@@ -44,7 +44,7 @@ def run(
         if record and stage.builds == "report":  # before: the index can be served even if evaluation fails
             _record(config)
         parents, uri = _place(config, stage, opened)
-        if _finished(uri):
+        if fs.exists(fs.join(uri, MANIFEST)):
             built[stage.builds] = opened[stage.name] = open_artifact(uri, kind=stage.builds)
             log.info("%d/%d %s: finished before, %s", number, len(chosen), stage.name, uri)
             continue
@@ -167,7 +167,7 @@ def _newest(config: RunConfig, kind: str, built: Sequence[Stage], opened: dict[s
         raise ArtifactError(f"this run builds no {kind}: its stages are {', '.join(s.name for s in built)}")
     if stage.name not in opened:
         _, uri = _place(config, stage, opened)
-        if not _finished(uri):
+        if not fs.exists(fs.join(uri, MANIFEST)):
             raise ArtifactError(
                 f"no {kind} for this config in {config.run_dir}: run stage {stage.name!r} first"
             )
@@ -187,7 +187,3 @@ def _place(config: RunConfig, stage: Stage, opened: dict[str, Artifact]) -> tupl
     # A round's artifact lies beside its stage's others: one round is the first of two.
     folder = stage.name.partition("@")[0]
     return parents, fs.absolute(fs.join(config.run_dir, folder, mark[:12]))
-
-
-def _finished(uri: str) -> bool:
-    return fs.exists(fs.join(uri, MANIFEST))

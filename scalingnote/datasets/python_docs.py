@@ -139,9 +139,7 @@ def first_sentence(doc: str, name: str) -> tuple[str, str, str]:
     # An underlined heading or a directive is not a sentence.
     while paragraphs and (_heading(paragraphs[0]) or paragraphs[0].startswith("..")):
         paragraphs.pop(0)
-    if not paragraphs:
-        return "\n".join(signature), "", ""
-    flat = plain(paragraphs[0])
+    flat = plain(paragraphs[0]) if paragraphs else ""
     end = _SENTENCE_END.search(flat)
     sentence, left = (flat[: end.start()], flat[end.end() :]) if end else (flat, "")
     rest = "\n\n".join(part for part in [left.strip(), *paragraphs[1:]] if part)
@@ -164,7 +162,7 @@ def _document(item: dict[str, Any], *, config: PythonDocs) -> tuple[Row, str]:
     last = name.rpartition(".")[2]
     opening, sentence, rest = first_sentence(_scrub(item["doc"]), last)
     signature = f"{last}{_scrub(item['signature'])}" if item["signature"] else opening
-    source = _scrub(item["source"]) if len(rest) < 200 else ""
+    source = _scrub(item["source"]) if len(rest) < _SHORT_DOC_CHARS else ""
     content = "\n\n".join(part for part in (signature, rest, source) if part)
     if config.omit_name_words:
         sentence = without_name_words(sentence, name)
@@ -344,9 +342,8 @@ def _members(kind: type, roots: set[str]) -> Iterator[tuple[str, Any]]:
         home = base.__module__.split(".")
         private = base.__name__.startswith("_") or any(part.startswith("_") for part in home)
         if base is kind or (private and home[0] in roots):
-            yield from sorted(
-                ((str(name), member) for name, member in vars(base).items()), key=lambda x: x[0]
-            )
+            members = {str(name): member for name, member in vars(base).items()}
+            yield from sorted(members.items(), key=lambda item: item[0])
 
 
 def _kind(value: Any) -> str | None:

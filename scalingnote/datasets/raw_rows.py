@@ -234,7 +234,7 @@ def map_rows(rows: Rows, rename: Callable[[Row], Row]) -> Iterator[Row | Unreada
 
 
 def readable_rows(rows: Rows) -> Iterator[Row]:
-    """Only the rows that could be read: for a second table from a file whose unreadable rows are counted."""
+    """The rows that could be read: for a second table from a file whose unreadable rows are counted."""
     return (row for row in rows if isinstance(row, dict))
 
 
@@ -308,9 +308,7 @@ def csv_rows(path: Path, *, encoding: str = "utf-8") -> Iterator[Row | Unreadabl
                 yield dict(row)
 
 
-def parquet_rows(
-    path: Path | FileSlice, *, columns: Sequence[str] | None = None
-) -> Iterator[Row | UnreadableRow]:
+def parquet_rows(path: Path | FileSlice, *, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Rows of a Parquet file, one batch in memory at a time."""
     for batch in parquet_batches(path, columns):
         yield from batch.to_pylist()

@@ -107,7 +107,11 @@ def pairs(
 ) -> Iterator[Row]:
     """Rows of qrels, impressions or scores with a known query and document; a qrel or score only once."""
     known_queries, known_documents = set(query_ids), set(doc_ids)
-    other_columns = {"qrels": _qrel, "impressions": _impression, "scores": _score}[table]
+    other_columns: Callable[[Row], Row] = {
+        "qrels": _qrel,
+        "impressions": _impression,
+        "scores": lambda row: {"score": _number(row, "score")},
+    }[table]
     once = table != "impressions"
     seen: set[tuple[str, str]] = set()
 
@@ -144,11 +148,9 @@ def _identifier(row: Row, key: str) -> str:
     value = row.get(key)
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
-    if value is None or value == "":
-        raise _BadRowError(f"no {key}")
-    if not isinstance(value, str):
+    if value is not None and not isinstance(value, str):
         raise _BadRowError(f"{key} is of type {type(value).__name__}")
-    value = value.strip()
+    value = (value or "").strip()
     if not value:
         raise _BadRowError(f"no {key}")
     if len(value) > MAX_ID_CHARS:
@@ -200,10 +202,6 @@ def _qrel(row: Row) -> Row:
     if relevance != int(relevance) or not -(2**31) <= relevance < 2**31:
         raise _BadRowError("relevance is not a whole number")
     return {"relevance": int(relevance)}
-
-
-def _score(row: Row) -> Row:
-    return {"score": _number(row, "score")}
 
 
 def _impression(row: Row) -> Row:

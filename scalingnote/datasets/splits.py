@@ -175,9 +175,7 @@ def choose_windows(config: Logs, *, first: int, last: int) -> SplitWindows:
     window.
     """
     if config.train and config.test:
-        train, test = (
-            (_ms(start), _ms(end)) for start, end in (config.train, config.test)
-        )  # fmt: skip
+        train, test = ((_ms(start), _ms(end)) for start, end in (config.train, config.test))
     else:
         cut = last + 1 - round((last + 1 - first) * config.test_fraction)
         train, test = (first, cut), (cut, last + 1)
@@ -252,7 +250,10 @@ def split_queries(
     )
     test = judged.filter(fresh)["query_id"].unique()
     ids = pa.concat_arrays([trained, test])
-    frequent = _most_frequent_texts(texts)
+    # The most frequent text of each query; ties go to the alphabetically first.
+    order = [("query_id", "ascending"), ("rows", "descending"), ("query", "ascending")]
+    ordered = texts.sort_by(order)
+    frequent = ordered.filter(pa.array(first_rows(ordered, ["query_id"])))
     text = frequent["query"].take(pc.index_in(ids, value_set=frequent["query_id"].combine_chunks()))
     split = pa.array(["train"] * len(trained) + ["test"] * len(test), pa.string())
     in_test = test_clicks["query_id"].unique()
@@ -278,13 +279,6 @@ def judge_by_clicks(test_clicks: pa.Table, *, min_clicks: int) -> pa.Table:
         ["query_id", "doc_id"]
     )
     return enough.append_column("relevance", pa.array(np.ones(len(enough), np.int32))).cast(QRELS)
-
-
-def _most_frequent_texts(texts: pa.Table) -> pa.Table:
-    """The most frequent text of each query; ties go to the alphabetically first."""
-    order = [("query_id", "ascending"), ("rows", "descending"), ("query", "ascending")]
-    texts = texts.sort_by(order)
-    return texts.filter(pa.array(first_rows(texts, ["query_id"])))
 
 
 def _count(which: pa.Array | pa.ChunkedArray) -> int:

@@ -7,8 +7,7 @@ of the order of arms. When shares change,
 
 - between any two arms units move only to the one whose share grew by the larger factor;
 - with two arms, or if one arm grows at the cost of all others in proportion (a new one, for example), the
-minimal
-  share of units moves;
+  minimal share of units moves;
 - otherwise at most 2d / (1 + d) move where d must. In the worst case no rule that sees only the present
   shares moves fewer (correlated sampling; Bavarian et al., 2016, "The optimality of correlated sampling").
 """

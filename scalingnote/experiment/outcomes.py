@@ -54,18 +54,16 @@ class Measure(NamedTuple):
 
 def measures(*, few_results: int, depths: Sequence[int], satisfaction: bool, clicks: bool) -> list[Measure]:
     """The measures of a report, in its order."""
-    result = [
-        Measure(f"irrelevant@{k}", f"share of irrelevant documents in the top {k}", "lower") for k in depths
-    ]
-    if satisfaction:
-        result.append(Measure("satisfaction", "mean satisfaction, where it is known", "higher"))
-    result.append(
-        Measure(f"fewer_than_{few_results}", f"share of answers with fewer than {few_results}", "lower")
-    )
-    if clicks:
-        result.append(Measure("click_through", "share of answers with a click", "higher"))
+    rated = [Measure("satisfaction", "mean satisfaction, where it is known", "higher")]
+    clicked = [Measure("click_through", "share of answers with a click", "higher")]
     return [
-        *result,
+        *(
+            Measure(f"irrelevant@{k}", f"share of irrelevant documents in the top {k}", "lower")
+            for k in depths
+        ),
+        *(rated if satisfaction else []),
+        Measure(f"fewer_than_{few_results}", f"share of answers with fewer than {few_results}", "lower"),
+        *(clicked if clicks else []),
         Measure("latency_ms", "mean time of an answer, in ms", "lower"),
         Measure("partial", "share of answers without all shards", "lower"),
         Measure("errors", "share of requests that failed (5xx)", "lower"),
@@ -125,7 +123,8 @@ class Outcomes:
         enough_asked = pc.fill_null(requests["k"], self._few).to_numpy() >= self._few
         yield f"fewer_than_{self._few}", _share(results < self._few, of=answered & enough_asked)
         if self._satisfied is not None:
-            known = _values(self._satisfied, requests["request_id"], of=answered)
+            ratings = [self._satisfied.get(each, np.nan) for each in requests["request_id"].to_pylist()]
+            known = np.where(answered, np.array(ratings, float), np.nan)
             self.rated += int(np.isfinite(known).sum())
             yield "satisfaction", (np.nan_to_num(known), np.isfinite(known).astype(float))
         if self._clicked is not None:
@@ -160,20 +159,15 @@ def _share(which: ndarray, *, of: ndarray) -> tuple[_Numbers, _Numbers]:
     return (which & of).astype(float), of.astype(float)
 
 
-def _values(known: Mapping[str, float], request_ids: pa.ChunkedArray, *, of: ndarray) -> _Numbers:
-    values = [known.get(request_id, np.nan) for request_id in request_ids.to_pylist()]
-    return np.where(of, np.array(values, float), np.nan)
-
-
 def _clicked(known: Mapping[str, frozenset[str]], requests: pa.Table) -> ndarray:
     """Whether one of the shown documents was clicked; clicks on other documents do not count."""
     request_ids = requests["request_id"].to_pylist()
     out = np.zeros(len(request_ids), bool)
     rows = [row for row, request_id in enumerate(request_ids) if request_id in known]
-    for row, shown in zip(
-        rows, requests["doc_ids"].take(pa.array(rows, pa.int64())).to_pylist(), strict=True
-    ):
-        out[row] = not known[request_ids[row]].isdisjoint(shown or ())
+    shown = requests["doc_ids"].take(pa.array(rows, pa.int64())).to_pylist()
+    out[rows] = [
+        not known[request_ids[row]].isdisjoint(found or ()) for row, found in zip(rows, shown, strict=True)
+    ]
     return out
 
 

@@ -29,9 +29,7 @@ MISSING, OTHER = 0, 1
 SKETCH_VALUES = 2048  # of a slice's numbers: its sorted values at equal distances
 QUANTILE_KNOTS = 101
 DAY_S = 86_400.0
-COUNTED_PER_KEPT = (
-    10  # a slice counts more values than are kept: some that are rare in it are frequent overall
-)
+COUNTED_PER_KEPT = 10  # a slice counts more values than are kept: some rare in it are frequent overall
 
 
 @dataclass(frozen=True)
@@ -181,7 +179,7 @@ def _floats(value: Any) -> list[float] | None:
 def _observed(feature: Feature, column: pa.ChunkedArray) -> Facts:
     match feature:
         case Categorical():
-            counts = pc.value_counts(_texts(column)).to_pylist()
+            counts = pc.value_counts(column.cast(pa.string())).to_pylist()
             by_value = {row["values"]: row["counts"] for row in counts if row["values"]}
             most = sorted(by_value.items(), key=lambda item: (-item[1], item[0]))
             return {"counts": dict(most[: COUNTED_PER_KEPT * feature.max_values])}
@@ -196,16 +194,12 @@ def _observed(feature: Feature, column: pa.ChunkedArray) -> Facts:
 
 def _fitted(feature: Feature, observed: Sequence[Facts]) -> Facts:
     if isinstance(feature, Categorical):
-        counts: Counter[str] = Counter()
-        for slice_ in observed:
-            counts.update(slice_["counts"])
-        kept = sorted(
-            (item for item in counts.items() if item[1] >= feature.min_count),
-            key=lambda item: (-item[1], item[0]),
-        )
+        counts = sum((Counter[str](slice_["counts"]) for slice_ in observed), Counter[str]())
         if not counts:
             raise ConfigError(f"feature {feature.column!r} has no value in any row: leave it out")
-        return {"values": [value for value, _ in kept[: feature.max_values]]}
+        ordered = sorted(counts, key=lambda value: (-counts[value], value))
+        kept = [value for value in ordered if counts[value] >= feature.min_count]
+        return {"values": kept[: feature.max_values]}
     if not sum(slice_["count"] for slice_ in observed):
         kind = f"vector of {feature.dim}" if isinstance(feature, Vector) else "number or date"
         raise ConfigError(f"feature {feature.column!r} is a {kind} in no row: leave it out")
@@ -228,7 +222,7 @@ def _fitted(feature: Feature, observed: Sequence[Facts]) -> Facts:
 
 def _indices(encoding: Encoding, column: pa.ChunkedArray) -> Int32[ndarray, " rows"]:
     if isinstance(encoding.feature, Categorical):
-        texts = _texts(column)
+        texts = column.cast(pa.string())
         places = pc.index_in(texts, value_set=pa.array(encoding.facts["values"], pa.string()))
         index = np.asarray(pc.fill_null(places, -1)) + 2
         valid = np.asarray(pc.fill_null(pc.not_equal(texts, ""), False))
@@ -256,15 +250,11 @@ def _scaled(encoding: Encoding, column: pa.ChunkedArray) -> Float32[ndarray, "ro
     return np.where(np.isfinite(values), scaled, np.nan)[:, None].astype(np.float32)
 
 
-def _texts(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return column.cast(pa.string())
-
-
 def _numbers(column: pa.ChunkedArray) -> Float[ndarray, " rows"]:
     """Numbers as they are, dates and times (or their ISO texts) in days since 1970; NaN for none."""
     kind = column.type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        column = _days(_texts(column))
+        column = _days(column.cast(pa.string()))
     elif pa.types.is_date(kind) or pa.types.is_timestamp(kind):
         column = pc.divide(
             column.cast(pa.timestamp("s"), safe=False).cast(pa.int64()).cast(pa.float64()), DAY_S

@@ -193,9 +193,8 @@ class SqliteStore:
         check(events)
         now, connection = self._clock(), self._connection()
         with connection:
-            connection.execute(
-                "BEGIN IMMEDIATE"
-            )  # upgrading a read transaction fails at once instead of waiting
+            # Upgrading a read transaction would fail at once instead of waiting.
+            connection.execute("BEGIN IMMEDIATE")
             new = [event for event in events if self._is_new(connection, event, now)]
             for event in new:
                 self._apply(connection, event, now)

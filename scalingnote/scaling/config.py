@@ -145,15 +145,7 @@ class Constant:
     row: tuple[tuple[str, str | int], ...] = ()
 
 
-def _measured(
-    name: str,
-    value: float,
-    unit: str,
-    place: str,
-    *,
-    on: str = "",
-    **row: str | int,
-) -> Constant:
+def _measured(name: str, value: float, unit: str, place: str, *, on: str = "", **row: str | int) -> Constant:
     """A constant that a benchmark wrote to `place`: "FILE TABLE KEY", of the row with these values."""
     file, table, key = place.split(" ", 2)
     pairs = tuple((column.replace("_", " "), each) for column, each in row.items())
@@ -217,13 +209,13 @@ ENCODERS: dict[QueryTower, Constant] = {
     "bert-int8": _encoder("onnx int8", 103.63743159653085),
     "lookup": _encoder("lookup", 16645.44589053825),
 }
-ENCODER_TOKENS = _measured(
-    "tokens of a query that encoders were measured on",
-    *(12.953125, "tokens", "query_encoder.json metrics tokens_per_query"),
-)
+_TOKENS = "query_encoder.json metrics tokens_per_query"
+ENCODER_TOKENS = _measured("tokens of a query that encoders were measured on", 12.953125, "tokens", _TOKENS)
 GATEWAY_RATE = _measured(
     "requests a second through replicas of their own",
-    *(101.0, "1/s", _SERVED),
+    101.0,
+    "1/s",
+    _SERVED,
     server="replicas",
     connections=16,
 )
@@ -231,23 +223,22 @@ GATEWAY_ALONE_RATE = _measured(
     "requests a second inside a gateway", 346.0, "1/s", _SERVED, server="int8 x 1", connections=16
 )
 GATEWAY_CORES = _measured("cores of that machine", 2.0, "cores", "serve.json environment cpus")
-ENCODE_KEPT = _measured(
-    "share of a bare loop's speed that the encode job keeps",
-    *(0.929, "", "encode.json metrics tokens_per_s_over_floor"),
-    on="CPUs",
-)
+_KEPT = "encode.json metrics tokens_per_s_over_floor"
+ENCODE_KEPT = _measured("share of a bare loop's speed that the encode job keeps", 0.929, "", _KEPT, on="CPUs")
 VERSIONS = Constant(
-    "index versions held open",
-    *(2.0, "", "design: serve.versions_kept: a swap needs room for the next one"),
+    "index versions held open", 2.0, "", "design: serve.versions_kept: a swap needs room for the next one"
 )
 SHOWN_BYTES = Constant(
     "bytes of its id, title and snippet",
-    *(340.0, "bytes"),
+    340.0,
+    "bytes",
     "design: index.snippet_chars 240, and about 100 of ids, title and topic; held in memory",
 )
 USABLE = Constant(
     "share of a node's memory for the index",
-    *(0.75, "", "assumed: the rest: interpreter, page cache of titles and snippets, growth"),
+    0.75,
+    "",
+    "assumed: the rest: interpreter, page cache of titles and snippets, growth",
 )
 BUSY = Constant("busy share of a core", 0.6, "", "assumed: headroom for peaks; latency rises steeply beyond")
 GB_A_CORE = Constant("GB of memory a core", 8.0, "GB", "assumed: memory-optimised machines: 8 GB to a core")

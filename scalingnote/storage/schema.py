@@ -8,9 +8,7 @@ import re
 
 import pyarrow as pa
 
-_SURROGATE = re.compile(
-    r"[\ud800-\udfff]"
-)  # Python keeps a whole pair as the one character that it stands for
+_SURROGATE = re.compile(r"[\ud800-\udfff]")  # Python keeps a whole pair as the one character it stands for
 DOCUMENTS = pa.schema(
     {
         "doc_id": pa.string(),

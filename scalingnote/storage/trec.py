@@ -29,14 +29,6 @@ def write_qrels(uri: str, qrels: Mapping[str, Mapping[str, int]]) -> None:
     fs.write_bytes(uri, "".join(lines).encode())
 
 
-def read_qrels(uri: str) -> Qrels:
-    """Read the judgements of a file; DataError names the first invalid line or fractional grade."""
-    qrels: Qrels = {}
-    for query_id, doc_id, grade in qrels_rows(fs.read_bytes(uri).split(b"\n"), uri):
-        qrels.setdefault(query_id, {})[doc_id] = grade
-    return qrels
-
-
 def qrels_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str, int]]:
     """Query, document and grade of the lines of a file, which errors call `name`."""
     for place, (query_id, _, doc_id, relevance) in _rows(lines, name, columns=4):
@@ -61,25 +53,6 @@ def write_run(uri: str, run: Mapping[str, Sequence[tuple[str, float]]], *, tag: 
         )
     ]
     fs.write_bytes(uri, "".join(lines).encode())
-
-
-def read_run(uri: str) -> Run:
-    """Read the results of a file, best first: by score, ties by rank.
-
-    DataError names the first line that is invalid, has NaN, or repeats a document of a query.
-    """
-    results_of: dict[str, dict[str, tuple[float, float]]] = {}
-    for place, query_id, doc_id, score, rank in run_rows(fs.read_bytes(uri).split(b"\n"), uri):
-        results = results_of.setdefault(query_id, {})
-        if doc_id in results:
-            raise DataError(
-                f"{place}: document {doc_id!r} stands twice in query {query_id!r}: keep one of them"
-            )
-        results[doc_id] = -score, rank
-    return {
-        query_id: [(doc_id, -results[doc_id][0]) for doc_id in sorted(results, key=results.__getitem__)]
-        for query_id, results in results_of.items()
-    }
 
 
 def run_rows(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str, str, float, float]]:

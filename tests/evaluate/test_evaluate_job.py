@@ -30,6 +30,7 @@ from scalingnote.evaluate.test_set import QueryEmbeddings
 from scalingnote.models import backbone, tower
 from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Draft
+from trec_files import read_qrels, read_run
 
 DIM = 16
 CONFIG = EvaluateConfig(recall_at=(1, 10), run_depth=20, examples=2, distances=8)
@@ -161,7 +162,7 @@ def test_report(cluster, world, searcher, tmp_path):
     # The dual encoder's run is the ranking of a plain matrix product over the whole pool.
     test = test_set.load_test_set(made["dataset"])
     scores = arrow.l2_normalize(encoder.encode_queries(test.queries)) @ near.T
-    run = trec.read_run(artifact.file("runs/scalingdual.trec"))
+    run = read_run(artifact.file("runs/scalingdual.trec"))
     for query_id, row in zip(test.query_ids, scores, strict=True):
         best = np.argsort(-row, kind="stable")[:20]
         assert [doc for doc, _ in run[query_id]] == [ids[i] for i in best]
@@ -195,7 +196,7 @@ def test_report(cluster, world, searcher, tmp_path):
     assert entropy["methods"]["scalingdual"] == pytest.approx(expected.mean(), abs=1e-4)
     assert table.filter(pc.equal(table["method"], "bm25"))["contrastive_entropy"].null_count == 12
     assert "## Contrastive entropy" in Path(artifact.file("report.md")).read_text()
-    assert trec.read_qrels(artifact.file("qrels.trec")) == test.qrels
+    assert read_qrels(artifact.file("qrels.trec")) == test.qrels
     assert artifact.names("runs/") == [
         f"runs/{n}.trec" for n in ("bm25", "scalingdual", "scalingnote-index", "scalingnote")
     ]
@@ -291,11 +292,9 @@ def test_exact_search_of_a_sample_is_said_in_the_report(world, searcher, here, t
     assert 40 < searched < 80  # with 12 that are judged
     assert report["num_documents"] == 96
     assert report["index"] == {"bytes_per_vector": 20}
-    exact = {
-        doc for hits in trec.read_run(artifact.file("runs/scalingdual.trec")).values() for doc, _ in hits
-    }
-    lexical = {doc for hits in trec.read_run(artifact.file("runs/bm25.trec")).values() for doc, _ in hits}
-    through = trec.read_run(artifact.file("runs/scalingnote-index.trec"))
+    exact = {doc for hits in read_run(artifact.file("runs/scalingdual.trec")).values() for doc, _ in hits}
+    lexical = {doc for hits in read_run(artifact.file("runs/bm25.trec")).values() for doc, _ in hits}
+    through = read_run(artifact.file("runs/scalingnote-index.trec"))
     assert len(exact | lexical) <= searched < len({doc for hits in through.values() for doc, _ in hits})
     judged = {doc for grades in test_set.load_test_set(made["dataset"]).qrels.values() for doc in grades}
     assert judged <= exact
@@ -388,13 +387,13 @@ def test_what_a_user_brings_is_measured(world, searcher, here, tmp_path):
     again = report["reranking"]
     assert (again["queries"], again["candidates"], again["not_in_pool"]) == (2, 42, 2)
     assert set(again["methods"]) == {"as given", "scalingdual", "bm25"}
-    run = trec.read_run(artifact.file("reranked/scalingdual.trec"))
+    run = read_run(artifact.file("reranked/scalingdual.trec"))
     for query_id, row in zip(test.query_ids[:2], scores, strict=False):
         best = np.argsort(-row[:20], kind="stable")
         assert [doc for doc, _ in run[query_id]] == [*(ids[i] for i in best), "gone"]
 
     relaxed = report["relaxed"]
-    found = trec.read_run(artifact.file("runs/scalingdual.trec"))
+    found = read_run(artifact.file("runs/scalingdual.trec"))
     first = [found[q][0][0] == "d" + q[1:] for q in test.query_ids[:3]]
     assert relaxed["queries"] == 3
     assert relaxed["methods"]["scalingdual"]["R@1"] == pytest.approx(np.mean(first))

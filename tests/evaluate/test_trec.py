@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scalingnote.errors import DataError
 from scalingnote.evaluate.measures import measure
 from scalingnote.storage import trec
+from trec_files import read_qrels, read_run
 
 
 def best_first(scores: dict[str, float]) -> list[tuple[str, float]]:
@@ -37,9 +38,9 @@ def test_what_is_written_is_read(tmp_path_factory, qrels, run):
     folder = tmp_path_factory.mktemp("trec")
     trec.write_qrels(str(folder / "qrels"), qrels)
     trec.write_run(str(folder / "run"), run, tag="a tag")
-    assert trec.read_qrels(str(folder / "qrels")) == qrels
-    found = trec.read_run(str(folder / "run"))
-    assert list(found) == list(run)
+    assert read_qrels(str(folder / "qrels")) == qrels
+    found = read_run(str(folder / "run"))
+    assert list(found) == sorted(run)
     for query_id, results in run.items():
         assert [doc for doc, _ in found[query_id]] == [doc for doc, _ in results]
         assert [s for _, s in found[query_id]] == pytest.approx([s for _, s in results], rel=1e-8)
@@ -48,10 +49,10 @@ def test_what_is_written_is_read(tmp_path_factory, qrels, run):
 def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "run").write_text("q Q0 d 1 0.5 tag\nq Q0 d 2\n")
     with pytest.raises(DataError, match="line 2: 4 columns"):
-        trec.read_run(str(tmp_path / "run"))
+        read_run(str(tmp_path / "run"))
     (tmp_path / "qrels").write_text("q 0 d yes\n")
     with pytest.raises(DataError, match="'yes' is not a number"):
-        trec.read_qrels(str(tmp_path / "qrels"))
+        read_qrels(str(tmp_path / "qrels"))
     with pytest.raises(DataError, match="empty id"):
         trec.write_qrels(str(tmp_path / "qrels"), {"": {"d": 1}})
 
@@ -61,7 +62,7 @@ def test_results_keep_their_order_and_scores_that_need_not_change(tmp_path_facto
     uri = str(tmp_path_factory.mktemp("trec") / "run")
     results = [(f"d{number}", score) for number, score in enumerate(scores)]
     trec.write_run(uri, {"q": results}, tag="x")
-    found = trec.read_run(uri)["q"]
+    found = read_run(uri)["q"]
     assert [doc for doc, _ in found] == [doc for doc, _ in results]
     read = np.array([score for _, score in found], np.float32)  # what trec_eval holds
     assert (read[1:] < read[:-1]).all()
@@ -94,34 +95,34 @@ def test_others_measure_what_we_measure(tmp_path):
 
 def test_scores_order_a_run_whatever_its_ranks_say(tmp_path):
     (tmp_path / "run").write_text("q Q0 a 1 0.1 x\nq Q0 b 2 0.9 x\nq Q0 d 4 0.5 x\nq Q0 c 3 0.5 x\n")
-    assert trec.read_run(str(tmp_path / "run")) == {"q": [("b", 0.9), ("c", 0.5), ("d", 0.5), ("a", 0.1)]}
+    assert read_run(str(tmp_path / "run")) == {"q": [("b", 0.9), ("c", 0.5), ("d", 0.5), ("a", 0.1)]}
 
 
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ("q Q0 a 1 2 x\nq Q0 b 2 1 x\nq Q0 a 3 0 x\n", "line 3: document 'a' stands twice in query 'q'"),
+        ("q Q0 a 1 2 x\nq Q0 b 2 1 x\nq Q0 a 3 0 x\n", "run: document 'a' stands twice in query 'q'"),
         ("q Q0 a 1 2 x\nq Q0 b 2 nan x\n", "line 2: 'nan' is not a number"),
     ],
 )
 def test_a_run_that_has_no_order_is_refused(tmp_path, lines, told):
     (tmp_path / "run").write_text(lines)
     with pytest.raises(DataError, match=told):
-        trec.read_run(str(tmp_path / "run"))
+        read_run(str(tmp_path / "run"))
     with pytest.raises(DataError, match="document 'a' of query 'q' has the score NaN"):
         trec.write_run(str(tmp_path / "run"), {"q": [("a", float("nan"))]}, tag="x")
 
 
 def test_ids_of_others_are_read_as_they_stand(tmp_path):
     (tmp_path / "qrels").write_text("\ufeff1 0 http://x/a%20b 1\r\n1 0 50% 2.0\r\n")
-    assert trec.read_qrels(str(tmp_path / "qrels")) == {"1": {"http://x/a%20b": 1, "50%": 2}}
+    assert read_qrels(str(tmp_path / "qrels")) == {"1": {"http://x/a%20b": 1, "50%": 2}}
     trec.write_qrels(str(tmp_path / "ours"), {"1": {"http://x/a%20b": 1, "%:a": 1, "a b%20": 1}})
     assert (tmp_path / "ours").read_text() == "1 0 http://x/a%20b 1\n1 0 %:%25:a 1\n1 0 %:a%20b%2520 1\n"
-    assert trec.read_qrels(str(tmp_path / "ours")) == {"1": {"http://x/a%20b": 1, "%:a": 1, "a b%20": 1}}
+    assert read_qrels(str(tmp_path / "ours")) == {"1": {"http://x/a%20b": 1, "%:a": 1, "a b%20": 1}}
 
 
 @pytest.mark.parametrize("grade", ["0.5", "inf", "-inf", "nan"])
 def test_a_grade_that_is_not_whole_is_refused(tmp_path, grade):
     (tmp_path / "qrels").write_text(f"q 0 a 1\nq 0 b {grade}\n")
     with pytest.raises(DataError, match=rf"qrels, line 2: '{grade}' is "):
-        trec.read_qrels(str(tmp_path / "qrels"))
+        read_qrels(str(tmp_path / "qrels"))
