@@ -94,9 +94,9 @@ def query_terms(config: RunConfig) -> Artifact | None:
 def load_run(run_dir: str) -> RunConfig:
     """The config of the last run in `run_dir`, wherever that directory lies now."""
     path = fs.join(run_dir, RUN_FILE)
-    if not fs.exists(path):
+    if (text := fs.read_if_there(path)) is None:
         raise ConfigError(f"no run at {run_dir}: `scalingnote run CONFIG --set run_dir={run_dir}` makes one")
-    config = validate(RunConfig, yaml.safe_load(fs.read_bytes(path)), source=path)
+    config = validate(RunConfig, yaml.safe_load(text), source=path)
     return config.model_copy(update={"run_dir": run_dir})
 
 

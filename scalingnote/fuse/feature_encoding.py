@@ -194,7 +194,9 @@ def _observed(feature: Feature, column: pa.ChunkedArray) -> Facts:
 
 def _fitted(feature: Feature, observed: Sequence[Facts]) -> Facts:
     if isinstance(feature, Categorical):
-        counts = sum((Counter[str](slice_["counts"]) for slice_ in observed), Counter[str]())
+        counts = Counter[str]()
+        for slice_ in observed:
+            counts.update(slice_["counts"])
         if not counts:
             raise ConfigError(f"feature {feature.column!r} has no value in any row: leave it out")
         ordered = sorted(counts, key=lambda value: (-counts[value], value))

@@ -19,7 +19,7 @@ from safetensors import torch as safetensors
 from scalingnote import cluster
 from scalingnote.config import dump
 from scalingnote.encode.parts import EncodedPart, Steps, encode_parts, read_nothing, reader_cpus, write_parts
-from scalingnote.errors import ArtifactError, ConfigError
+from scalingnote.errors import ConfigError
 from scalingnote.fuse import prepare
 from scalingnote.fuse.config import FuseConfig
 from scalingnote.fuse.fusion import DocumentFusion, QueryFusion, important_words
@@ -27,6 +27,7 @@ from scalingnote.fuse.impressions import read_clicks
 from scalingnote.fuse.networks import DocumentNetwork, FusionStage, QueryNetwork, SemanticIds
 from scalingnote.fuse.prepare import VIEW, ClickBatches, FusedCorpus, read_part
 from scalingnote.log import get_logger
+from scalingnote.quantize.semantic_id import require_origin
 from scalingnote.storage import arrow, shuffle
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact
@@ -71,7 +72,7 @@ def run(
     draft = Draft(output, kind="embeddings", config=config, parents={**parents, tower.manifest.kind: tower})
     if draft.finished:
         return draft.existing()
-    _require_same_origin(parents["embeddings"], parents["semantic_ids"])
+    require_origin(parents["semantic_ids"], parents["embeddings"])
     prepare.require_columns(config, parents["dataset"])
     cluster.check_resources_early(config.writers, beside=reader_cpus(config.writers), knob=WRITERS)
     cluster.check_resources_early(config.resources, knob="fuse.resources")
@@ -101,15 +102,6 @@ def _tower(dual_encoder: str | None, student: str | None) -> Artifact:
     if dual_encoder:
         return open_artifact(dual_encoder, kind="dual_encoder")
     raise ConfigError("fusion needs the query tower that serves: give a student or a dual_encoder")
-
-
-def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
-    origin = semantic_ids.manifest.parents.get("embeddings", {}).get("digest")
-    if origin != embeddings.digest:
-        raise ArtifactError(
-            f"{semantic_ids.uri} was made from embeddings {str(origin)[:12]}, {embeddings.uri} is "
-            f"{embeddings.digest[:12]}: re-run quantize on these embeddings"
-        )
 
 
 def _prepare(

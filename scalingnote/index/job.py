@@ -30,6 +30,7 @@ from scalingnote.lexical import weights
 from scalingnote.log import Progress, get_logger
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.quantize.job import VIEW, part_rows, read_vectors, sample, use_threads
+from scalingnote.quantize.semantic_id import require_origin
 from scalingnote.storage import arrow
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, Part, open_artifact, write_file
@@ -119,7 +120,9 @@ def _planned(
 ) -> tuple[shard.Layout, list[list[shard.EmbeddingSlice]]]:
     """The layout, and the embeddings of each shard; an error where no index can be built of them."""
     source = parents["embeddings"]
-    _require_same_origin(source, parents["semantic_ids"])
+    fused_with = source.manifest.parents.get("semantic_ids", {}).get("digest")
+    if fused_with != parents["semantic_ids"].digest:
+        require_origin(parents["semantic_ids"], source)
     documents = parents["dataset"].names("documents/", ".parquet")
     filters.require_fields(_schema(parents["dataset"], documents[0]), config.filters)
     parts = source.names("embeddings/", ".parquet")
@@ -145,17 +148,6 @@ def _write(draft: Draft, slices: Sequence[Sequence[shard.EmbeddingSlice]], share
     for name, part in written.items():
         draft.register(name, part)
     return sum(part.bytes for name, part in written.items() if name.endswith(".faiss"))
-
-
-def _require_same_origin(embeddings: Artifact, semantic_ids: Artifact) -> None:
-    if embeddings.manifest.parents.get("semantic_ids", {}).get("digest") == semantic_ids.digest:
-        return  # these embeddings were fused with these semantic IDs
-    origin = semantic_ids.manifest.parents.get("embeddings", {}).get("digest")
-    if origin != embeddings.digest:
-        raise ArtifactError(
-            f"{semantic_ids.uri} was made from embeddings {str(origin)[:12]}, {embeddings.uri} is "
-            f"{embeddings.digest[:12]}: re-run quantize on these embeddings"
-        )
 
 
 def _schema(artifact: Artifact, part: str) -> Any:

@@ -9,6 +9,7 @@ So a document encoded alone gets what it would have got in the corpus.
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,22 +51,16 @@ VIEW = "summary"  # the embedding that is searched
 _FIRST_UNCOUNTED = 1 << 30
 
 
+@dataclass(frozen=True)
 class DocumentFlow:
     """Models for new documents, loaded once: document tower, codebooks, and fusion networks if any."""
 
-    def __init__(
-        self,
-        encoder: Any,
-        prompt: DocumentPrompt,
-        codebooks: Float[ndarray, "levels codes dim"],
-        *,
-        width: int = 1,
-        dtype: str = "float16",
-        fusion: "DocumentFusion | None" = None,
-    ) -> None:
-        """`width` is the beam of the semantic IDs, `dtype` the precision of stored embeddings."""
-        self._encoder, self._prompt, self._codebooks = encoder, prompt, codebooks
-        self._width, self._dtype, self._fusion = width, dtype, fusion
+    encoder: Any
+    prompt: DocumentPrompt
+    codebooks: Float[ndarray, "levels codes dim"]
+    width: int = 1  # beam of the semantic IDs
+    dtype: str = "float16"  # of stored embeddings
+    fusion: "DocumentFusion | None" = None
 
     @classmethod
     def load(
@@ -91,7 +86,7 @@ class DocumentFlow:
 
     def peak(self) -> float:
         """FLOPs per second of large matrix products on this device."""
-        return float(self._encoder.peak())
+        return float(self.encoder.peak())
 
     def __call__(self, documents: pa.Table) -> EncodedPart:
         """Encode documents with doc_id, title, topic, content, and features for the fusion networks.
@@ -100,21 +95,21 @@ class DocumentFlow:
         rows.
         """
         texts = documents.select(COLUMNS).append_column(schema.CONTENT_HASH, content_hashes(documents))
-        tokens, rejected = tokenise(texts, self._prompt)
+        tokens, rejected = tokenise(texts, self.prompt)
         lost = pa.array([row["row"] for row in rejected], pa.string())
         kept = documents.filter(pc.invert(pc.is_in(documents["doc_id"], value_set=lost)))
-        encoding = self._encoder.encode_with_cost(from_columns(tokens))
-        matrix = encoding.embeddings[:, list(self._encoder.views).index(VIEW)]
+        encoding = self.encoder.encode_with_cost(from_columns(tokens))
+        matrix = encoding.embeddings[:, list(self.encoder.views).index(VIEW)]
         # Rounded to the stored precision: in the stages, codes and fusion start from stored embeddings.
-        embeddings = to_numpy(to_arrow(l2_normalize(matrix), dtype=self._dtype))
-        codes = kmeans.encode(embeddings, self._codebooks, beam=self._width)
-        if self._fusion is not None:
-            embeddings = self._fusion.fuse(kept, embeddings, codes)
+        embeddings = to_numpy(to_arrow(l2_normalize(matrix), dtype=self.dtype))
+        codes = kmeans.encode(embeddings, self.codebooks, beam=self.width)
+        if self.fusion is not None:
+            embeddings = self.fusion.fuse(kept, embeddings, codes)
         columns = {
             "doc_id": tokens["doc_id"],
             "content_hash": tokens["content_hash"],
             "codes": to_arrow(codes.astype(np.int32)),
-            VIEW: to_arrow(embeddings, dtype=self._dtype),
+            VIEW: to_arrow(embeddings, dtype=self.dtype),
         }
         return EncodedPart(pa.table(columns), encoding.cost, rejected)
 

@@ -72,6 +72,16 @@ def assign_suffixes(
     return suffix, new
 
 
+def require_origin(semantic_ids: Artifact, embeddings: Artifact) -> None:
+    """ArtifactError unless the IDs were made from these embeddings."""
+    origin = semantic_ids.manifest.parents.get("embeddings", {}).get("digest")
+    if origin != embeddings.digest:
+        raise ArtifactError(
+            f"{semantic_ids.uri} was made from embeddings {str(origin)[:12]}, {embeddings.uri} is "
+            f"{embeddings.digest[:12]}: re-run quantize on these embeddings"
+        )
+
+
 def to_strings(codes: Integer[ndarray, "docs levels"], suffix: Int[ndarray, " docs"]) -> pa.Array:
     """IDs as text, "c0-c1-...-suffix"."""
     columns = [pa.array(column).cast(pa.string()) for column in (*codes.T, suffix)]

@@ -20,7 +20,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from scalingnote.config import Config, identity
-from scalingnote.errors import ArtifactError, DataError
+from scalingnote.errors import ArtifactError
 from scalingnote.log import environment
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage import usage
@@ -112,10 +112,8 @@ class Artifact:
         if name in self._verified or not small or fs.is_local(self.uri):
             return fs.open_input(self.file(name))
         uri = fs.join(self.uri, name)
-        try:
-            data = fs.read_bytes(uri)
-        except DataError:
-            raise self._missing(uri) from None
+        if (data := fs.read_if_there(uri)) is None:
+            raise self._missing(uri)
         self._verify(name, hashlib.sha256(data).hexdigest())
         return pa.BufferReader(data)
 

@@ -85,6 +85,14 @@ def read_bytes(uri: str) -> bytes:
         raise DataError(f"no file at {uri}") from None
 
 
+def read_if_there(uri: str) -> bytes | None:
+    """The content of a file; None if it is missing."""
+    try:
+        return read_bytes(uri)
+    except DataError:
+        return None
+
+
 def write_bytes(uri: str, data: Any) -> None:
     """Write any buffer atomically: a reader sees the old file or the complete new one."""
     if object_store.holds(uri):
@@ -106,11 +114,7 @@ def swap(uri: str, old: bytes | None, new: bytes) -> bool:
     """
     if object_store.holds(uri):
         return object_store.swap(uri, old, new)
-    try:
-        held = read_bytes(uri)
-    except DataError:
-        held = None
-    if held != old:
+    if read_if_there(uri) != old:
         return False
     write_bytes(uri, new)
     return True

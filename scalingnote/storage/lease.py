@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 import psutil
 
-from scalingnote.errors import DataError
 from scalingnote.log import get_logger
 from scalingnote.storage import filesystem as fs
 
@@ -49,7 +48,7 @@ class Lease:
         text: bytes | None = None
         seen, since = text, time.monotonic()
         while not (_is_free(text, unchanged_s=time.monotonic() - since) and self._write(text)):
-            if (text := _read(self._uri)) is not None and done():
+            if (text := fs.read_if_there(self._uri)) is not None and done():
                 return False
             if text == seen:
                 time.sleep(POLL_INTERVAL_S)
@@ -65,7 +64,7 @@ class Lease:
     @property
     def lost(self) -> bool:
         """Whether another process took the lease after this one had not renewed it in time."""
-        holder = _holder(_read(self._uri))
+        holder = _holder(fs.read_if_there(self._uri))
         return holder is not None and holder["process"] != _PROCESS
 
     def renew(self) -> None:
@@ -88,14 +87,6 @@ class Lease:
             return False
         self._mine = new
         return True
-
-
-def _read(uri: str) -> bytes | None:
-    """The content of a lease file; None if there is none."""
-    try:
-        return fs.read_bytes(uri)
-    except DataError:
-        return None
 
 
 def _holder(text: bytes | None) -> dict[str, Any] | None:

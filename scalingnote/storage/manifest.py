@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from scalingnote.errors import ArtifactError, DataError
+from scalingnote.errors import ArtifactError
 from scalingnote.storage import filesystem as fs
 
 MANIFEST = "manifest.json"
@@ -92,9 +92,7 @@ class Manifest:
 def read_manifest(uri: str) -> Manifest | None:
     """The manifest of the artifact at `uri`; None if there is none."""
     path = fs.join(uri, MANIFEST)
-    try:
-        text = fs.read_bytes(path)
-    except DataError:
+    if (text := fs.read_if_there(path)) is None:
         return None
     try:
         values = json.loads(text)
@@ -149,10 +147,8 @@ def digest_of(
 @lru_cache(maxsize=MAX_SHARDS_IN_MEMORY)
 def _read_shard(uri: str, shard: Shard) -> dict[str, Part]:
     path = fs.join(uri, shard.name)
-    try:
-        data = fs.read_bytes(path)
-    except DataError:
-        raise ArtifactError(f"{path} is missing: {uri} was deleted or built anew; run this again") from None
+    if (data := fs.read_if_there(path)) is None:
+        raise ArtifactError(f"{path} is missing: {uri} was deleted or built anew; run this again")
     if hashlib.sha256(data).hexdigest() != shard.sha256:
         raise ArtifactError(f"{path} is damaged: restore it or delete {uri} and re-run its stage")
     return {name: Part(**part) for name, part in json.loads(data).items()}

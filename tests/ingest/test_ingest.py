@@ -96,7 +96,7 @@ def test_a_document_alone_gets_what_it_got_among_all_others(run):
         alone = arrow.to_numpy(ready.table["summary"])
         np.testing.assert_allclose(alone[0], matrix[row], **CLOSE)
         codes = np.array(ready.table["codes"].to_pylist())
-        np.testing.assert_array_equal(codes, kmeans.encode_nearest(alone, flow._codebooks))
+        np.testing.assert_array_equal(codes, kmeans.encode_nearest(alone, flow.codebooks))
 
 
 def test_what_was_fused_is_fused_again(run, fused):
