@@ -91,16 +91,21 @@ def submit(
         if detach:
             print(job)
             return 0
-        try:
-            code = asyncio.run(_follow(client, job))
-        except KeyboardInterrupt:
-            print(f"{job} goes on: the same command follows it again", file=sys.stderr)
-            print(f"it ends with: ray job stop {job} --address {address}", file=sys.stderr)
-            raise
+        code = _exit_code(client, address, job)
         if code in (0, WRONG_INPUT) or retries == 0 or submission_id:
             return code
         retries, attempt = retries - 1, attempt + 1
         log.warning("%s failed with exit code %d, trying again: finished parts are kept", job, code)
+
+
+def _exit_code(client: JobSubmissionClient, address: str, job: str) -> int:
+    """Follow a job to its end; CTRL-C ends the following, not the job."""
+    try:
+        return asyncio.run(_follow(client, job))
+    except KeyboardInterrupt:
+        print(f"{job} goes on: the same command follows it again", file=sys.stderr)
+        print(f"it ends with: ray job stop {job} --address {address}", file=sys.stderr)
+        raise
 
 
 def _attempt(name: str, jobs: Mapping[str, JobStatus]) -> int:

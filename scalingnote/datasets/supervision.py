@@ -2,7 +2,7 @@
 
     raw rows -> valid rows about known queries and documents -> split by groups -> simulated impressions
 
-:func:`write_tables` does it in one task for at most MAX_ROWS rows; `supervision_tasks` does it for more,
+:func:`write_tables` does it in one task for at most MAX_ROWS rows; `job` does it for more,
 bucket by bucket of their queries, with the functions of this module.
 """
 

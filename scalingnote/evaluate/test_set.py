@@ -16,7 +16,7 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from scalingnote.datasets import splits
-from scalingnote.datasets.trec_slices import find_trec_slices, read_qrels_slice
+from scalingnote.datasets.file_formats import find_trec_slices, read_qrels_slice
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig

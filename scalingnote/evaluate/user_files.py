@@ -15,9 +15,8 @@ from numpy import ndarray
 
 from scalingnote.bm25 import document_texts
 from scalingnote.datasets.config import TableFile
-from scalingnote.datasets.file_formats import table_rows
+from scalingnote.datasets.file_formats import RUN_ROWS, find_trec_slices, read_run_slice, table_rows
 from scalingnote.datasets.raw_rows import FileRows
-from scalingnote.datasets.trec_slices import RUN_ROWS, find_trec_slices, read_run_slice
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
 from scalingnote.evaluate.config import EvaluateConfig, Judgements

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from scalingnote.datasets.file_formats import RUN_ROWS, find_trec_slices, read_run_slice
 from scalingnote.datasets.raw_rows import FileSlice
-from scalingnote.datasets.trec_slices import RUN_ROWS, find_trec_slices, read_run_slice
 from scalingnote.errors import DataError
 from scalingnote.mine.refresh import Ranked, RankedDocuments
 from scalingnote.storage import filesystem as fs

@@ -327,7 +327,6 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
     half: Numbers = "autocast" if isinstance(strategy, Ddp) else "bfloat16"
     numbers: Numbers = "float32" if config.precision == "float32" else half
     columns = 1 + (assumed.negatives if config.losses.denominator == "positives_and_negatives" else 0)
-    views = document.input.pooled
     state = training_state(
         strategy,
         config.optimizer,
@@ -342,24 +341,10 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
         rows=query.rows,
         ranks=config.ranks,
         columns=columns,
-        views=views,
+        views=document.input.pooled,
         prefixes=config.losses.matryoshka,
         dim=config.dim,
         masked=config.losses.mask_known,
-    )
-    loss = flops.loss(
-        rows=config.global_batch,
-        columns=columns,
-        views=views,
-        prefixes=config.losses.matryoshka,
-        bidirectional=config.losses.bidirectional,
-    )
-    pair = pair_work(
-        query.input,
-        document.input,
-        dim=config.dim,
-        checkpointing=config.memory.gradient_checkpointing,
-        grad_cache=config.memory.grad_cache is not None,
     )
     return Estimate(
         config=config,
@@ -372,9 +357,28 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
         state=state,
         activations=_activations(config, towers, numbers),
         scores=scores,
-        work=loss + pair.times(config.ranks * query.rows),
+        work=_step_work(config, query, document, columns=columns),
         exchanged=_exchanged(config, strategy, towers, numbers),
     )
+
+
+def _step_work(config: TrainConfig, query: TowerEstimate, document: TowerEstimate, *, columns: int) -> Work:
+    """Operations of a step over all GPUs: both towers and the loss."""
+    pair = pair_work(
+        query.input,
+        document.input,
+        dim=config.dim,
+        checkpointing=config.memory.gradient_checkpointing,
+        grad_cache=config.memory.grad_cache is not None,
+    )
+    loss = flops.loss(
+        rows=config.global_batch,
+        columns=columns,
+        views=document.input.pooled,
+        prefixes=config.losses.matryoshka,
+        bidirectional=config.losses.bidirectional,
+    )
+    return loss + pair.times(config.ranks * query.rows)
 
 
 def _activations(config: TrainConfig, towers: Sequence[TowerEstimate], numbers: Numbers) -> float:

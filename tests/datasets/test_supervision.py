@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from in_process import killed_after
-from scalingnote.datasets import file_formats, job, raw_rows, supervision, supervision_tasks
+from scalingnote.datasets import file_formats, job, raw_rows, supervision
 from scalingnote.datasets.config import Columns
 from scalingnote.errors import DataError
 from scalingnote.storage.artifact import Draft
@@ -151,7 +151,7 @@ def test_judgements_that_changed_are_read_anew(tmp_path, many):
     config = Columns(**write_inputs(tmp_path / "in"))
 
     def killed(task, items):
-        if task.keywords["task"].func is supervision_tasks._write:
+        if task.keywords["task"].func is job._write_queries:
             raise KeyboardInterrupt
         return map(task, items)
 
