@@ -287,7 +287,9 @@ def commands_page() -> str:
     ]
     for name, command in commands.choices.items():
         rows = [
-            _argument(action) for action in command._actions if not isinstance(action, argparse._HelpAction)
+            _argument(action)
+            for action in command.complete()._actions
+            if not isinstance(action, argparse._HelpAction)
         ]
         lines = [
             "| argument | meaning |",

@@ -13,7 +13,7 @@ from scalingnote import __version__, commands, stages
 from scalingnote.errors import ScalingNoteError, explained_imports
 from scalingnote.scaling import output
 
-Command = Callable[[str, Any, str], argparse.ArgumentParser]  # name, function, help -> its parser
+Command = Callable[[str, Any, str], "_Parser"]  # name, function, help -> its parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,12 +35,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """A command's parser; `declare` adds options only when the command is chosen."""
+
+    declare: Callable[[argparse.ArgumentParser], None] | None = None
+
+    def complete(self) -> "_Parser":
+        """The parser with all its options."""
+        if self.declare is not None:
+            declare, self.declare = self.declare, None
+            declare(self)
+        return self
+
+    def parse_known_args(self, *args: Any, **knobs: Any) -> Any:
+        """The options of the command."""
+        self.complete()
+        return super().parse_known_args(*args, **knobs)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("scalingnote", description="Train, index and serve dual encoders.")
     parser.add_argument("--version", action="version", version=__version__)
-    every = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    every = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
 
-    def command(name: str, function: Any, text: str) -> argparse.ArgumentParser:
+    def command(name: str, function: Any, text: str) -> _Parser:
         made = every.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         made.set_defaults(command=function, name=name)
         return made
@@ -196,7 +214,7 @@ def _add_cluster_and_machine(command: Command) -> None:
     datasets.add_argument("dataset", nargs="?", metavar="NAME")
 
     plan = command("plan", output.print_plan, "turn a corpus into GPU hours, machines and money")
-    output.add_plan_options(plan)
+    plan.declare = output.add_plan_options
 
     doctor = command("doctor", commands.doctor, "check this machine and say what to do about each finding")
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -1,6 +1,6 @@
 """Capacity plans and dry runs as text, and the options of `scalingnote plan`.
 
-The command line imports this module for every command, so all heavier modules are imported when one runs.
+The command line imports this module for every command, so heavier modules are imported when they are used.
 """
 
 import argparse
@@ -22,58 +22,25 @@ TRAINING_POINTS_PER_LIST = 39
 MAX_TRAIN_DOCUMENTS = 4_000_000  # index.train_documents, unless it is set
 DAY_S = 86_400
 
-# Option -> metavar and help. They repeat the descriptions of PlanConfig, which would need pydantic to read; a
-# test compares the defaults.
-OPTIONS = {
-    "needed": {
-        "documents": ("N", "documents of the corpus, e.g. 2e9"),
-        "tokens": ("N", "mean tokens of a document, its prompt counted in"),
-        "model": ("NAME", "backbone of both towers: a published name, or a folder with config.json"),
-        "qps": ("N", "queries a second at the peak"),
-    },
-    "corpus and model": {
-        "recall": ("R", "of the exact 100 best documents, default: 0.95"),
-        "query_tokens": ("N", "mean tokens of a query, default: 16"),
-        "dims": ("N", "Matryoshka dimensions, the last one indexed, default: 16 32 64 128"),
-        "query_tower": ("KIND", "bert-int8 (the default) or lookup"),
-        "pairs": ("N", "training pairs, default: 1e8"),
-        "negatives": ("N", "hard negatives of a pair, default: 1"),
-        "lora": ("RANK", "train adapters, default: all weights"),
-        "distill_epochs": ("N", "passes over the pairs' queries, default: 100"),
-    },
-    "machines": {
-        "gpu": ("KIND", "H200, H100 (the default), A100, L40S or L4"),
-        "gpus": ("N", "that work at the same time, default: 8"),
-        "mfu": ("SHARE", "of the peak that is reached, default: 0.4"),
-        "node_memory": ("GB", "sizes of searchers' nodes, default: 64 128 256 512 1024"),
-        "nodes": ("N", "CPU nodes of the offline stages, default: 16"),
-        "node_cores": ("N", "cores of each of them, default: 16"),
-        "replicas": ("N", "copies of everything that serves, at least, default: 2"),
-    },
-    "prices": {
-        "gpu_price": ("USD", "of a GPU hour, default: by kind"),
-        "core_price": ("USD", "of a CPU core's hour, default: 0.03"),
-        "memory_price": ("USD", "of a GB of memory for an hour, default: 0.004"),
-        "storage_price": ("USD", "of a GB in object storage for a month, default: 0.023"),
-        "request_price": ("USD", "of a million requests to it, default: 5"),
-    },
-}
-TEXT_OPTIONS, LIST_OPTIONS = ("model", "gpu", "query_tower"), ("dims", "node_memory")
+TEXT_OPTIONS = ("model", "gpu", "query_tower")
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `scalingnote plan`."""
-    for title, options in OPTIONS.items():
-        group = parser.add_argument_group(title)
-        for name, (metavar, text) in options.items():
-            group.add_argument(
-                f"--{name.replace('_', '-')}",
-                type=str if name in TEXT_OPTIONS else float,
-                nargs="+" if name in LIST_OPTIONS else None,
-                required=title == "needed",
-                metavar=metavar,
-                help=text,
-            )
+    """Declare the options of `scalingnote plan`: the fields of PlanConfig."""
+    from scalingnote.scaling.config import PlanConfig
+
+    for name, field in PlanConfig.model_fields.items():
+        has_default = not field.is_required() and field.default is not None
+        values = field.default if isinstance(field.default, tuple) else (field.default,)
+        shown = " ".join(f"{value:g}" if isinstance(value, int | float) else str(value) for value in values)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=str if name in TEXT_OPTIONS else float,
+            nargs="+" if isinstance(field.default, tuple) else None,
+            required=field.is_required(),
+            metavar="TEXT" if name in TEXT_OPTIONS else "N",
+            help=f"{field.description}, default: {shown}" if has_default else field.description,
+        )
     parser.add_argument("--explain", action="store_true", help="then every step and every constant's source")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write figures, steps and constants too")
 
@@ -88,7 +55,7 @@ def print_plan(options: argparse.Namespace) -> int:
     from scalingnote.scaling import capacity
     from scalingnote.scaling.config import PlanConfig
 
-    names = [name for group in OPTIONS.values() for name in group]
+    names = PlanConfig.model_fields
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     plan = capacity.plan(validate(PlanConfig, given, source="plan"))
     print(plan_text(plan))
