@@ -23,7 +23,7 @@ clicks all judgements and the ids and topics of all documents: one task each, wh
 MAX_SIMULATED_DOCUMENTS bound to about 5 GB. Rows, splits and clicks are those of one task.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -114,24 +114,45 @@ def build(config: AnyDataset, source: Source, draft: Draft, *, each: TaskRunner)
         draft.register(name, Part(**part))
     draft.write_table("rejected.parquet", quarantine.table())
     counts = {"documents": documents.rows, **beside.counts}
-    counts["rejected"] = sum(quarantine.rejected.values())
     left_out = beside.left_out | {"documents": documents.left_out}
-    about = sources.describe(config.name)
+    clicks = beside.click_model
+    return commit(draft, config.name, counts, quarantine, left_out, click_model=clicks, **source.notes)
+
+
+def commit(
+    draft: Draft,
+    name: str,
+    counts: dict[str, int],
+    quarantine: Quarantine,
+    left_out: Mapping[str, int],
+    *,
+    click_model: str | None = None,
+    **info: Any,
+) -> Artifact:
+    """Commit the data set `name`, with the numbers of rows that were rejected, repaired and left out.
+
+    `click_model` has simulated the impressions, if one has.
+    """
+    about = sources.describe(name)
+    counts = counts | {"rejected": sum(quarantine.rejected.values())}
     artifact = draft.commit(
         counts=counts,
-        simulated_clicks=beside.click_model is not None,
-        click_model=beside.click_model,
+        simulated_clicks=click_model is not None,
+        click_model=click_model,
         description=about.summary,
         licence=about.licence,
         rejected_by_reason=dict(sorted(quarantine.rejected.items())),
         mended=dict(sorted(quarantine.mended.items())),
-        left_out={name: count for name, count in sorted(left_out.items()) if count},
-        **source.notes,
+        left_out=above_zero(left_out),
+        **info,
     )
     log.info(
-        "%s: %s documents, %s train and %s test queries, %s rejected rows -> %s",
-        config.name,
-        *(f"{counts[name]:,}" for name in ("documents", "train_queries", "test_queries", "rejected")),
+        "%s: %s documents, %s impressions, %s train and %s test queries, %s rejected rows -> %s",
+        name,
+        *(
+            f"{counts[of]:,}"
+            for of in ("documents", "impressions", "train_queries", "test_queries", "rejected")
+        ),
         draft.uri,
     )
     return artifact

@@ -24,9 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote import cluster
-from scalingnote.datasets import sources, splits
+from scalingnote.datasets import splits
 from scalingnote.datasets.config import Logs
 from scalingnote.datasets.document_tasks import resume_or_clear, write_parts
+from scalingnote.datasets.job import commit
 from scalingnote.datasets.log_columns import CHECKED, LogTally, check_table
 from scalingnote.datasets.log_inputs import LogSlice, column_kinds, plan_slices, read_slice
 from scalingnote.errors import DataError
@@ -49,7 +50,16 @@ log = get_logger("datasets")
 IDS = pa.schema({"doc_id": pa.string()})
 IMPRESSIONS_PER_PART = 1 << 19
 _IDS_PER_LOOKUP = 1 << 20
-_COUNTS = ("documents", "queries", "qrels", "impressions", "scores", "train_queries", "test_queries")
+_COUNTS = (
+    "documents",
+    "queries",
+    "qrels",
+    "impressions",
+    "scores",
+    "train_queries",
+    "test_queries",
+    "test_impressions",
+)
 _MAX_BUCKET_BYTES = 1 << 30  # of input; above it, a warning advises more buckets
 
 
@@ -122,9 +132,8 @@ def _split_windows(
 
 def _commit(
     config: Logs, draft: Draft, tally: LogTally, split_windows: splits.SplitWindows, span: tuple[int, int]
-) -> Artifact:  # fmt: skip
+) -> Artifact:
     counts = {name: tally.counts[name] for name in _COUNTS}
-    counts |= {"rejected": sum(tally.rejected.values()), "test_impressions": tally.counts["test_impressions"]}
     windows = split_windows.shown()
     if not counts["train_queries"]:
         window, why = " to ".join(windows["train"]), tally.reasons(of="impressions")
@@ -133,29 +142,16 @@ def _commit(
         log.warning("no query to test with in the window %s to %s: widen dataset.test", *windows["test"])
     rejected = tally.table().sort_by([("table", "ascending"), ("reason", "ascending")])
     draft.write_table("rejected.parquet", rejected)
-    about = sources.describe("logs")
-    artifact = draft.commit(
-        counts=counts,
-        simulated_clicks=False,
-        click_model=None,
-        description=about.summary,
-        licence=about.licence,
-        rejected_by_reason=dict(sorted(tally.rejected.items())),
-        mended=dict(sorted(tally.mended.items())),
-        left_out={name: count for name, count in sorted(tally.left_out.items()) if count},
+    return commit(
+        draft,
+        "logs",
+        counts,
+        tally,
+        tally.left_out,
         windows=windows,
         span=splits.SplitWindows(span, span).shown()["train"],
         hold_out_documents=config.hold_out_documents,
     )
-    log.info(
-        "logs: %s documents, %s impressions, %s train and %s test queries, %s rejected rows -> %s",
-        *(
-            f"{counts[name]:,}"
-            for name in ("documents", "impressions", "train_queries", "test_queries", "rejected")
-        ),
-        draft.uri,
-    )
-    return artifact
 
 
 # --- one slice --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ bucket by bucket of their queries, with the functions of this module.
 
 import base64
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
@@ -242,7 +242,7 @@ def valid_users(rows: Rows, profile: pa.Schema, quarantine: Quarantine) -> pa.Ta
     return pa.Table.from_pylist(valid, schema=pa.schema([*USERS, *profile]))
 
 
-def above_zero(counts: dict[str, int]) -> dict[str, int]:
+def above_zero(counts: Mapping[str, int]) -> dict[str, int]:
     """Counts without the zeros."""
     return {name: count for name, count in sorted(counts.items()) if count}
 
