@@ -83,8 +83,8 @@ def many(monkeypatch):
 
     def limit():
         monkeypatch.setattr(supervision, "MAX_ROWS", 100)
-        monkeypatch.setattr(supervision_tasks, "BUCKET_BYTES", 6_000)
-        monkeypatch.setattr(supervision_tasks, "_ROWS_PER_BATCH", 16)
+        monkeypatch.setattr(job, "BUCKET_BYTES", 6_000)
+        monkeypatch.setattr(job, "_ROWS_PER_BATCH", 16)
         monkeypatch.setattr(supervision, "_ROWS_PER_BATCH", 16)
         monkeypatch.setattr(raw_rows, "SLICE_BYTES", 3_000)
 
@@ -171,7 +171,7 @@ def test_what_no_task_can_hold_is_refused(tmp_path, many, monkeypatch):
     draft = Draft(str(tmp_path / "held"), kind="dataset", config=config, parents={})
     with pytest.raises(DataError, match=r"more than 100 rows of queries, .* write them to files"):
         job.build(config, replace(source, qrels=list(source.qrels)), draft, each=map)
-    monkeypatch.setattr(supervision_tasks, "MAX_POSITIVES", 10)
+    monkeypatch.setattr(job, "MAX_POSITIVES", 10)
     with pytest.raises(DataError, match=r"answers, but a split by groups is drawn from 10 at most"):
         build(config, tmp_path / "out")
     (tmp_path / "in" / "qrels.jsonl").write_text('{"query_id": "q1", "doc_id": "gone"}\n')
