@@ -188,8 +188,8 @@ def _histories(clicks: pd.DataFrame, *, last: int) -> pa.Array:
     """The history of each click."""
     # Clicks are sorted by user and session start: a history is the clicks just before the session's first.
     clicks = clicks.assign(number=np.arange(len(clicks)))
-    of_user = clicks.groupby("user")["number"].transform("min").to_numpy()
-    of_session = clicks.groupby(["user", "start"])["number"].transform("min").to_numpy()
+    of_user = clicks.groupby("user")["number"].transform("min").to_numpy(np.int64)
+    of_session = clicks.groupby(["user", "start"])["number"].transform("min").to_numpy(np.int64)
     lengths = np.where(clicks["known"], np.minimum(of_session - of_user, last), 0)
     ends = np.concatenate([[0], np.cumsum(lengths)])
     within = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
