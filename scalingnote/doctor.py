@@ -36,8 +36,17 @@ class Finding:
 def examine(*, directory: Path | None = None) -> list[Finding]:
     """Every check, in the order in which a newcomer meets them; runs would be written below `directory`."""
     checks = (
-        *(_machine(), _python(), _packages(), _ray(), _clusters(), _accelerators(), _precision()),
-        *(_engines(), _memory(), _disk(directory or Path.cwd()), _datasets()),
+        _machine(),
+        _python(),
+        _packages(),
+        _ray(),
+        _clusters(),
+        _accelerators(),
+        _precision(),
+        _engines(),
+        _memory(),
+        _disk(directory or Path.cwd()),
+        _datasets(),
     )
     return [finding for check in checks for finding in check]
 

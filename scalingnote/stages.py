@@ -130,8 +130,23 @@ EVALUATE = Stage(
     may_read=("dual_encoder", "student", "teacher_embeddings", "bm25_terms"),
 )
 STAGES = (
-    *(PREPARE, PLANNER, COLLECT, ADOPT, TRAIN, PSEUDO_QUERIES, CROSS_ENCODER, TEACHER, DISTILL, ENCODE),
-    *(ENCODE_STUDENT, MINE, QUANTIZE, FUSE, BM25, INDEX, EVALUATE),
+    PREPARE,
+    PLANNER,
+    COLLECT,
+    ADOPT,
+    TRAIN,
+    PSEUDO_QUERIES,
+    CROSS_ENCODER,
+    TEACHER,
+    DISTILL,
+    ENCODE,
+    ENCODE_STUDENT,
+    MINE,
+    QUANTIZE,
+    FUSE,
+    BM25,
+    INDEX,
+    EVALUATE,
 )
 # A cross-encoder as the teacher builds the same artifacts in stages of the same names.
 CROSS_TEACHER = replace(

@@ -134,24 +134,32 @@ def _constants(config: PlanConfig, family: IndexFamily, work: dict[str, Constant
 
     price = Constant(
         f"price of an {config.gpu} hour",
-        *(known.GPU_PRICES[config.gpu], "USD"),
+        known.GPU_PRICES[config.gpu],
+        "USD",
         "assumed: of the order of public offers without commitment (--gpu-price)",
     )
     maker = "maker: dense bfloat16 operations a second"
+    peak = Constant(f"peak of an {config.gpu}", GPUS[config.gpu].peak, "1/s", maker)
+    pair = [peak, option("mfu", label="MFU"), option("pairs", "pairs"), work["pair"]]
+    tokens = [option("query_tokens", "tokens"), option("tokens", "tokens"), option("negatives")]
+    gpus = [option("gpus", "GPUs"), price if config.gpu_price is None else option("gpu_price", "USD")]
     student = [] if config.query_tower == "lookup" else [option("distill_epochs"), work["student"]]
-    return [
-        Constant(f"peak of an {config.gpu}", GPUS[config.gpu].peak, "1/s", maker),
-        *(option("mfu", label="MFU"), option("pairs", "pairs"), work["pair"]),
-        *(option("query_tokens", "tokens"), option("tokens", "tokens"), option("negatives")),
-        *(option("gpus", "GPUs"), price if config.gpu_price is None else option("gpu_price", "USD")),
-        *(work["query"], *student, known.ENCODE_KEPT, option("documents", "documents"), work["document"]),
-        *(option("storage_price", "USD"), option("dims", label="dimensions")),
-        *(family.recall, family.size, family.width, known.MEASURED_DIM, known.SHOWN_BYTES, family.time),
-        *(known.MEASURED_DOCUMENTS, known.FOUR_SHARDS, known.ONE_INDEX, option("core_price", "USD")),
-        *(known.GB_A_CORE, option("memory_price", "USD"), known.GATEWAY_CORES, known.GATEWAY_RATE),
-        *(known.GATEWAY_ALONE_RATE, known.VERSIONS, known.USABLE, option("qps", "1/s", "queries a second")),
-        *(known.BUSY, option("replicas"), known.ENCODERS[config.query_tower], known.ENCODER_TOKENS),
+    encoding = [
+        work["query"],
+        *student,
+        known.ENCODE_KEPT,
+        option("documents", "documents"),
+        work["document"],
     ]
+    storage = [option("storage_price", "USD"), option("dims", label="dimensions")]
+    vectors = [family.recall, family.size, family.width, known.MEASURED_DIM, known.SHOWN_BYTES, family.time]
+    shards = [known.MEASURED_DOCUMENTS, known.FOUR_SHARDS, known.ONE_INDEX]
+    cores = [option("core_price", "USD"), known.GB_A_CORE, option("memory_price", "USD")]
+    calls = [known.GATEWAY_CORES, known.GATEWAY_RATE, known.GATEWAY_ALONE_RATE]
+    searchers = [known.VERSIONS, known.USABLE, option("qps", "1/s", "queries a second")]
+    replicas = [known.BUSY, option("replicas"), known.ENCODERS[config.query_tower], known.ENCODER_TOKENS]
+    once = [*pair, *tokens, *gpus, *encoding]
+    return [*once, *storage, *vectors, *shards, *cores, *calls, *searchers, *replicas]
 
 
 def _operations(config: PlanConfig, shape: Shape) -> dict[str, Constant]:
