@@ -105,10 +105,15 @@ def _unpack(packed: Tensor, scales: Tensor, base: Stored, dtype: torch.dtype) ->
     """Return the weight that :func:`_pack` packed, in `dtype`."""
     if base == "int8":
         return packed.to(dtype).mul_(scales)
-    weight = torch.empty(len(packed), 2 * packed.shape[1], dtype=dtype, device=packed.device)
-    return _four_bits().dequantize_4bit(  # type: ignore[no-any-return]
-        packed.view(-1, 1), absmax=scales.float().flatten(), out=weight, blocksize=NF4_BLOCK, quant_type="nf4"
+    functions = _four_bits()
+    state = functions.QuantState(
+        absmax=scales.float().flatten(),
+        shape=torch.Size((len(packed), 2 * packed.shape[1])),
+        dtype=dtype,
+        blocksize=NF4_BLOCK,
+        quant_type="nf4",
     )
+    return functions.dequantize_4bit(packed.view(-1, 1), state)  # type: ignore[no-any-return]
 
 
 def _four_bits() -> Any:
