@@ -31,6 +31,8 @@ QUALITY, SMALL = 0.05, 0.5  # recall and its kin between seeds, and where it is 
 TIMING = 0.10  # of medians of several runs, beside the test that their ranges are apart
 
 RULES = (
+    Rule(r"^loads_per_actor$|^lost_parts_max$", "lower", 0.5, relative=False),
+    Rule(r"^lost_work_share$", "lower", 0.02, relative=False),
     Rule(r"^(lost|duplicates$|doubled$|undocumented$|wrong)", "zero"),
     Rule(r"^open_doors", "zero"),
     Rule(r"^hedge_p99_cut$", "higher", 0.15, relative=False),
@@ -52,7 +54,6 @@ RULES = (
     Rule(r"^faults_survived$", "higher"),
     Rule(r"^errors_per_request$", "lower", 0.005, relative=False),
     Rule(r"_s_per_gb$", "lower", SHORT, of_the_machine=True),
-    Rule(r"^loads_per_actor$|^lost_parts_max$", "lower", 0.5, relative=False),
     Rule(r"^elastic_loss_difference_max$", "lower", 0.02, relative=False),
     Rule(r"^max_difference$", "lower", 1e-6, relative=False),
     Rule(r"^(faults|kills|requests|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),
@@ -78,7 +79,7 @@ RULES = (
     Rule(r"^(searcher_bytes_per_document_over_index|(swap_peak|two_replicas)_\w+_over_one)$", "lower", RATIO),
     Rule(r"^hnsw_\d+_recall_gap$", "lower", 0.005, relative=False),
     # Costs over costs, where ours stand above the line; everywhere else X_over_Y is what is gained.
-    Rule(r"^(us_per_query|shards4|peak_memory)\w*_over_", "lower", RATIO),
+    Rule(r"^(us_per_query|shards4|peak_memory|base_)\w*_over_", "lower", RATIO),
     Rule(r"driver_mb_largest_over_smallest|_memory_growth$|_slowdown$", "lower", RATIO),
     Rule(r"growth_exponent", "lower", 0.2, relative=False),
     Rule(r"bytes_per", "lower", 0.02),

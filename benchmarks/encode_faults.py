@@ -9,6 +9,7 @@ must then have the digest of the undisturbed one, that is all bytes of all its p
 - loads_per_actor: how often a process loaded the model, on average, in the undisturbed run
 - lost_parts_max: parts that were encoded once more because of a fault, at most; each of the two encoders may
   hold one
+- lost_work_share: the same over all parts of a run
 """
 
 import argparse
@@ -80,6 +81,7 @@ def main() -> None:
             "faults": float(len(rows)),
             "loads_per_actor": loads_per_actor(whole),
             "lost_parts_max": float(max(row["parts encoded again"] for row in rows)),
+            "lost_work_share": max(row["parts encoded again"] for row in rows) / PARTS,
         },
         cases=rows,
     )

@@ -1,45 +1,70 @@
 """A tower of Qwen2.5-7B's shape with random weights on one GPU: speed, utilisation, memory.
 
-    python -m benchmarks.gpu --json docs/results/gpu.json        under 10 minutes on an H200
+    python -m benchmarks.gpu --json docs/results/gpu.json        about a quarter of an hour on an H200
     python -m benchmarks.gpu --dry-run                           the same code on a CPU with a tiny shape
 
-- encode: the document tower forward, in bfloat16
-- train lora: both towers on one shared frozen base, an adapter each (ScalingDual)
+- encode: the document tower forward, in bfloat16; compiled: its layers by torch.compile, on a GPU
+- train lora: both towers on one shared frozen base, an adapter each (ScalingDual), the base whole, in 8 bits
+  and, where bitsandbytes is installed, in 4
 - train full: all weights of a 7B document tower and a small query tower (ScalingDoc); weights, gradients and
-  moments in bfloat16, 56 GB before activations
+  moments in bfloat16, 56 GB before activations; by ddp, and by fsdp2 on one rank
+- train student: stage II, a student of 4 layers on stored embeddings
+- engines: the same document tower by each engine of the stage encode (gpu_engines.py)
+- index: IVFPQ beside faiss's own on the GPU (gpu_index.py)
 - queries: what a query costs as an LLM, as a student of 1, 4 or 12 layers, as a mean of a table's rows
 
-The first three with padded and with packed rows. Both kinds of training checkpoint activations and go
-through what a run goes through: StageOne and an engine. Tokens are real ones, pads are not counted. MFU: the
-operations that real tokens need, repeated passes left out, over the GPU's dense bfloat16 peak. The estimate
-beside the measured peak is what `train --dry-run` would count.
+The plain ones with padded and with packed rows. All training checkpoints activations but the student's, and
+goes through what a run goes through: a stage's losses and an engine. Tokens are real ones, pads are not
+counted. MFU: the operations that real tokens need, repeated passes left out, over the GPU's dense bfloat16
+peak. The estimate beside the measured peak is what `train --dry-run` would count.
 """
 
-import re
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 
-from benchmarks import gpu_queries
-from benchmarks.gpu_towers import DIM, TINY, Figures, any_tokenizer, forget, llm, random_tower, timed
+from benchmarks import gpu_engines, gpu_index, gpu_queries
+from benchmarks.gpu_towers import (
+    DIM,
+    TINY,
+    Figures,
+    allocated,
+    any_tokenizer,
+    document_rows,
+    forget,
+    llm,
+    peak_rate,
+    query_rows,
+    random_tower,
+    timed,
+    tokens,
+)
 from benchmarks.report import arguments, show, write
+from scalingnote.distillation.config import DistillLosses
+from scalingnote.distillation.objective import Lesson, StageTwo
 from scalingnote.models import backbone, flops, weights
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import collate
-from scalingnote.models.config import Lora, Scratch
+from scalingnote.models.config import Lora, Scratch, Stored
 from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.flops import PUBLISHED, Shape, backbone_shape
+from scalingnote.models.frozen import store_base
 from scalingnote.models.prompt import Row
-from scalingnote.scaling.training_cost import GPUS, tower_bytes
+from scalingnote.models.tower import Tower
+from scalingnote.scaling.training_cost import tower_bytes
 from scalingnote.train import engine
 from scalingnote.train.candidates import Triplets
-from scalingnote.train.config import Losses, Memory, Optimizer, Ranks, Schedule
+from scalingnote.train.config import Ddp, Fsdp2, Losses, Memory, Optimizer, Ranks, Schedule
+from scalingnote.train.engine import Cacheable
 from scalingnote.train.objective import StageOne
 
-LORA = Lora(rank=16)
-QUERY_TOKENS, DOCUMENT_TOKENS = 24, 256  # means
+BATCHES = 4  # different ones, in turn
+STUDENT_ROWS = 64  # lessons of a step, for each triplet of a training step
+Work = Callable[..., Figures]
 
 
 def main() -> None:
@@ -62,18 +87,44 @@ def main() -> None:
         for row in rows
         for key, figure in (("tokens/s", "tokens_per_s"), ("MFU", "mfu"), ("peak GB", "peak_gb"))
     }
+    small = TINY if dry else PUBLISHED["Qwen/Qwen2.5-1.5B"]
+    engines = gpu_engines.measure_all(small, device, seconds=seconds / 2)
+    show(f"Engines of the stage encode, {small.parameters:,} parameters", engines)
+    metrics |= gpu_engines.metrics(engines)
+    index = gpu_index.measure_all(vectors=20_000 if dry else 2_000_000, seconds=seconds / 5)
+    show("IVFPQ", index)
+    metrics |= gpu_index.metrics(index)
     queries = gpu_queries.measure_all(shape, device, seconds=seconds / 5)
     show(f"Queries of {gpu_queries.TOKENS} tokens a second, from token ids", queries)
     metrics |= gpu_queries.metrics(queries)
-    write(options.json, metrics=metrics, measurements=rows, queries=queries, device=name)
+    tables = {"engines": engines, "index": index, "queries": queries}
+    write(options.json, metrics=metrics, measurements=rows, **tables, device=name)
+
+
+def kinds(device: torch.device) -> dict[str, tuple[Work, tuple[bool, ...]]]:
+    """What is measured by name, and whether with padded, with packed rows, or both."""
+    both, packed = (False, True), (True,)
+    found: dict[str, tuple[Work, tuple[bool, ...]]] = {
+        "encode": (_encode, both),
+        "train lora": (_train_lora, both),
+        "train lora int8": (partial(_train_lora, base="int8"), packed),
+        "train full": (_train_full, both),
+        "train full fsdp2": (partial(_train_full, strategy=Fsdp2()), packed),
+        "train student": (_train_student, packed),
+    }
+    if device.type == "cuda":
+        found["encode compiled"] = partial(_encode, compiled=True), packed
+    if importlib.util.find_spec("bitsandbytes"):
+        found["train lora nf4"] = partial(_train_lora, base="nf4"), packed
+    return found
 
 
 def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int) -> list[Figures]:
     """Every measurement, one after the other; memory is given back in between."""
-    peak = _peak(device)
+    peak = peak_rate(device)
     found = []
-    for work, measure in (("encode", _encode), ("train lora", _train_lora), ("train full", _train_full)):
-        for packed in (False, True):
+    for work, (measure, packings) in kinds(device).items():
+        for packed in packings:
             forget(device)
             figures = measure(shape, device, packed=packed, seconds=seconds, rows=rows)
             operations = figures.pop("operations")
@@ -83,7 +134,7 @@ def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int
                     "rows": "packed" if packed else "padded",
                     "tokens/s": figures["tokens"] / figures["seconds"],
                     "MFU": operations / figures["seconds"] / peak,
-                    "peak GB": _allocated(device) / 1e9,
+                    "peak GB": allocated(device) / 1e9,
                     "estimate GB": figures["estimate"] / 1e9,
                     "loss": figures.get("loss", float("nan")),
                 }
@@ -91,43 +142,75 @@ def measure_all(shape: Shape, device: torch.device, *, seconds: float, rows: int
     return found
 
 
-def _encode(shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int) -> Figures:
+def _encode(
+    shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int, compiled: bool = False
+) -> Figures:
     made = random_tower(llm(shape, device), role="document").eval().requires_grad_(False)
-    batches = [_documents(shape, 4 * rows, number) for number in range(4)]
-    operations = [_forward(shape, batch) for batch in batches]
+    engine.apply_memory_settings(made, Memory(compile=compiled))
+    batches = [document_rows(shape, 4 * rows, number) for number in range(BATCHES)]
+    operations = [sum(flops.forward(shape, tokens=float(len(row.ids))) for row in batch) for batch in batches]
     inputs = [collate(batch, pad=made.pad, packed=packed).to(device) for batch in batches]
 
     @torch.inference_mode()
     def work(number: int) -> None:
-        made(inputs[number % 4])
+        made(inputs[number % BATCHES])
 
     figures = timed(work, device, seconds)
-    return (
-        figures
-        | _totals(figures["steps"], [_tokens(batch) for batch in batches], operations)
-        | {"estimate": 2.0 * shape.parameters}
-    )
+    totals = _totals(figures["steps"], [tokens(batch) for batch in batches], operations)
+    return figures | totals | {"estimate": 2.0 * shape.parameters}
 
 
-def _train_lora(shape: Shape, device: torch.device, **settings: Any) -> Figures:
+def _train_lora(shape: Shape, device: torch.device, *, base: Stored = "full", **settings: Any) -> Figures:
+    lora = Lora(rank=16, base=base)
     first = llm(shape, device)
+    store_base(first.model.requires_grad_(False), base)
     second = Backbone(weights.share_weights(first.model), first.tokenizer, first.causal)
     towers = DualEncoder(
-        random_tower(first, role="query", lora=LORA), random_tower(second, role="document", lora=LORA)
+        random_tower(first, role="query", lora=lora), random_tower(second, role="document", lora=lora)
     )
-    return _train(towers, (shape, shape), device, lora=LORA, **settings)
+    return _train_towers(towers, (shape, shape), device, lora=lora, **settings)
 
 
-def _train_full(shape: Shape, device: torch.device, **settings: Any) -> Figures:
-    small = Scratch(
-        architecture="bert", layers=4, hidden=64 if shape is TINY else 768, heads=4 if shape is TINY else 12
-    )
+def _train_full(
+    shape: Shape, device: torch.device, *, strategy: Ddp | Fsdp2 | None = None, **settings: Any
+) -> Figures:
+    small = _small_backbone(shape)
     query = backbone.build(small, tokenizer_json=any_tokenizer().backend_tokenizer.to_str(), seed=0)
     towers = DualEncoder(random_tower(query, role="query"), random_tower(llm(shape, device), role="document"))
-    return _train(towers, (backbone_shape(small), shape), device, lora=None, **settings)
+    try:
+        sizes = (backbone_shape(small), shape)
+        return _train_towers(towers, sizes, device, lora=None, strategy=strategy or Ddp(), **settings)
+    finally:
+        if dist.is_initialized():  # by the engine
+            dist.destroy_process_group()
 
 
-def _train(
+def _train_student(shape: Shape, device: torch.device, *, packed: bool, seconds: float, rows: int) -> Figures:
+    """Steps of stage II: queries, and the stored embeddings that a student of 4 layers learns."""
+    small = _small_backbone(shape)
+    size = backbone_shape(small)
+    made = backbone.build(small, tokenizer_json=any_tokenizer().backend_tokenizer.to_str(), seed=0)
+    student = random_tower(made, role="query")
+    chosen = [query_rows(size, STUDENT_ROWS * rows, number, causal=False) for number in range(BATCHES)]
+    lessons = [
+        Lesson(collate(batch, pad=student.pad, packed=packed), torch.randn(len(batch), DIM)).to(device)
+        for batch in chosen
+    ]
+    operations = [_training(size, batch, pooled=1, lora=None) for batch in chosen]
+    figures = _steps(
+        StageTwo(student, DistillLosses()),
+        lessons,
+        device,
+        memory=Memory(packing=packed),
+        rows=STUDENT_ROWS * rows,
+        seconds=seconds,
+    )
+    totals = _totals(figures["steps"], [tokens(batch) for batch in chosen], operations)
+    activations = max(map(tokens, chosen)) * tower_bytes(size, "autocast", checkpointing=False)
+    return figures | totals | {"estimate": _state(student) + activations}
+
+
+def _train_towers(
     towers: DualEncoder,
     shapes: tuple[Shape, Shape],
     device: torch.device,
@@ -136,49 +219,69 @@ def _train(
     packed: bool,
     seconds: float,
     rows: int,
+    strategy: Ddp | Fsdp2 | None = None,
 ) -> Figures:
-    """Steps of the real engine on `rows` triplets with a hard negative each."""
+    """Steps of stage I on `rows` triplets with a hard negative each."""
+    causal = bool(towers.query.causal)
+    queries = [query_rows(shapes[0], rows, number, causal=causal) for number in range(BATCHES)]
+    documents = [document_rows(shapes[1], 2 * rows, number) for number in range(BATCHES)]
+    batches = [
+        _triplets(towers, q, d, packed=packed).to(device) for q, d in zip(queries, documents, strict=True)
+    ]
+    state = _state(towers)  # before fsdp2 shards it
+    figures = _steps(
+        StageOne(towers, Losses()),
+        batches,
+        device,
+        memory=Memory(gradient_checkpointing=True, packing=packed),
+        rows=rows,
+        seconds=seconds,
+        strategy=strategy,
+    )
+    operations = [
+        _training(shapes[0], q, pooled=1, lora=lora) + _training(shapes[1], d, pooled=3, lora=lora)
+        for q, d in zip(queries, documents, strict=True)
+    ]
+    activations = sum(
+        max(map(tokens, side)) * tower_bytes(shape, "bfloat16", checkpointing=True)
+        for shape, side in zip(shapes, (queries, documents), strict=True)
+    )
+    both = [tokens(q) + tokens(d) for q, d in zip(queries, documents, strict=True)]
+    totals = _totals(figures["steps"], both, operations)
+    return figures | totals | {"estimate": state + activations}
+
+
+def _steps(
+    module: Cacheable,
+    batches: Sequence[Any],
+    device: torch.device,
+    *,
+    memory: Memory,
+    rows: int,
+    seconds: float,
+    strategy: Ddp | Fsdp2 | None = None,
+) -> Figures:
+    """Steps of the engine that a run would have; with the first loss."""
     schedule = Schedule(
         optimizer=Optimizer(peak_lr=1e-6),
         global_batch=rows,
         precision="bfloat16",
-        memory=Memory(gradient_checkpointing=True, packing=packed),
+        memory=memory,
+        strategy=strategy,
         resources=Ranks(workers=1),
     )
-    made = engine.build(StageOne(towers, Losses()), schedule=schedule, device=device)
-    towers.train()
-    queries = [_queries(shapes[0], rows, number, causal=bool(towers.query.causal)) for number in range(4)]
-    documents = [_documents(shapes[1], 2 * rows, number) for number in range(4)]
-    batches = [
-        _triplets(towers, q, d, packed=packed).to(device) for q, d in zip(queries, documents, strict=True)
-    ]
+    made = engine.build(module, schedule=schedule, device=device)
+    module.train()
     seen: list[float] = []
 
     def work(number: int) -> None:
-        loss, _ = made(batches[number % 4])
+        loss, _ = made(batches[number % BATCHES])
         made.backward(loss)
         made.step(1e-6)
         if not seen:
             seen.append(float(loss.detach()))
 
-    def operations(number: int) -> float:
-        sides = ((shapes[0], queries[number], 1), (shapes[1], documents[number], 3))
-        return sum(
-            flops.row(shape, tokens=float(len(row.ids)), pooled=views, dim=DIM, lora=lora).model
-            for shape, chosen, views in sides
-            for row in chosen
-        )
-
-    figures = timed(work, device, seconds)
-    tokens = [_tokens(q) + _tokens(d) for q, d in zip(queries, documents, strict=True)]
-    parameters = list(towers.parameters())
-    state = sum(p.nbytes * (4 if p.requires_grad else 1) for p in parameters)
-    activations = sum(
-        max(_tokens(rows) for rows in side) * tower_bytes(shape, "bfloat16", checkpointing=True)
-        for shape, side in zip(shapes, (queries, documents), strict=True)
-    )
-    totals = _totals(figures["steps"], tokens, [operations(number) for number in range(4)])
-    return figures | totals | {"estimate": float(state + activations), "loss": seen[0]}
+    return timed(work, device, seconds) | {"loss": seen[0]}
 
 
 def _triplets(
@@ -196,57 +299,27 @@ def _triplets(
     )
 
 
+def _small_backbone(shape: Shape) -> Scratch:
+    tiny = shape is TINY
+    return Scratch(architecture="bert", layers=4, hidden=64 if tiny else 768, heads=4 if tiny else 12)
+
+
+def _training(shape: Shape, rows: Sequence[Row], *, pooled: int, lora: Lora | None) -> float:
+    """Operations that training on these rows needs."""
+    works = (flops.row(shape, tokens=float(len(row.ids)), pooled=pooled, dim=DIM, lora=lora) for row in rows)
+    return sum(work.model for work in works)
+
+
+def _state(module: DualEncoder | Tower) -> float:
+    """Bytes of weights, and of a gradient and two moments of each that learns."""
+    return float(sum(p.nbytes * (4 if p.requires_grad else 1) for p in module.parameters()))
+
+
 def _totals(steps: int, tokens: Sequence[int], operations: Sequence[float]) -> Figures:
     return {
-        "tokens": sum(tokens[number % 4] for number in range(steps)),
-        "operations": sum(operations[number % 4] for number in range(steps)),
+        "tokens": sum(tokens[number % BATCHES] for number in range(steps)),
+        "operations": sum(operations[number % BATCHES] for number in range(steps)),
     }
-
-
-def _documents(shape: Shape, rows: int, seed: int) -> list[Row]:
-    """Log-normal lengths; three positions are pooled, as in the paper's prompt."""
-    rng = np.random.default_rng(seed)
-    mean = 32 if shape is TINY else DOCUMENT_TOKENS
-    lengths = rng.lognormal(np.log(mean) - 0.08, 0.4, rows).round().clip(16, 512).astype(int)
-    ids = (rng.integers(300, shape.vocabulary, length).tolist() for length in lengths)
-    return [Row(row, [len(row) // 4, len(row) - 8, len(row) - 1]) for row in ids]
-
-
-def _queries(shape: Shape, rows: int, seed: int, *, causal: bool) -> list[Row]:
-    rng = np.random.default_rng(seed + 1000)
-    lengths = rng.lognormal(np.log(QUERY_TOKENS) - 0.08, 0.4, rows).round().clip(4, 64).astype(int)
-    ids = (rng.integers(6, min(shape.vocabulary, 200), length).tolist() for length in lengths)
-    return [Row(row, [len(row) - 1 if causal else 0]) for row in ids]
-
-
-def _tokens(rows: Sequence[Row]) -> int:
-    return sum(len(row.ids) for row in rows)
-
-
-def _forward(shape: Shape, rows: Sequence[Row]) -> float:
-    return sum(flops.forward(shape, tokens=float(len(row.ids))) for row in rows)
-
-
-def _peak(device: torch.device) -> float:
-    """Dense bfloat16 operations per second: the maker's figure, or what a large product reaches here."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name()
-        known = next((gpu for label, gpu in GPUS.items() if label in re.findall(r"\w+", name)), None)
-        if known:
-            return known.peak
-    width = 8192 if device.type == "cuda" else 512
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    square = torch.ones(width, width, device=device, dtype=dtype)
-    figures = timed(lambda _: _multiply(square), device, 0.2)
-    return float(2 * width**3 * figures["steps"] / figures["seconds"])
-
-
-def _multiply(square: torch.Tensor) -> None:
-    square.mm(square)
-
-
-def _allocated(device: torch.device) -> float:
-    return float(torch.cuda.max_memory_allocated()) if device.type == "cuda" else 0.0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What GPU measurements share: towers with random weights made on the device, and a stopwatch."""
+"""What GPU measurements share: towers with random weights made on the device, rows, a stopwatch, the peak."""
 
 import gc
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2Model
 
@@ -12,9 +14,12 @@ from scalingnote.models import backbone, published_model, tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.config import Lora, Scratch, TowerConfig
 from scalingnote.models.flops import Shape
+from scalingnote.models.prompt import Row
 from scalingnote.models.tower import Tower
+from scalingnote.scaling.training_cost import GPUS
 
 DIM = 128
+QUERY_TOKENS, DOCUMENT_TOKENS = 24, 256  # means
 TINY = Shape(2, 64, 4, 2, 16, 128, 2048, qkv_bias=True)
 Figures = dict[str, Any]
 
@@ -76,3 +81,48 @@ def forget(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+
+
+def document_rows(shape: Shape, rows: int, seed: int) -> list[Row]:
+    """Log-normal lengths; three positions are pooled, as in the paper's prompt."""
+    rng = np.random.default_rng(seed)
+    mean = 32 if shape is TINY else DOCUMENT_TOKENS
+    lengths = rng.lognormal(np.log(mean) - 0.08, 0.4, rows).round().clip(16, 512).astype(int)
+    ids = (rng.integers(300, shape.vocabulary, length).tolist() for length in lengths)
+    return [Row(row, [len(row) // 4, len(row) - 8, len(row) - 1]) for row in ids]
+
+
+def query_rows(shape: Shape, rows: int, seed: int, *, causal: bool) -> list[Row]:
+    """Log-normal lengths; the last position is pooled, or the first."""
+    rng = np.random.default_rng(seed + 1000)
+    lengths = rng.lognormal(np.log(QUERY_TOKENS) - 0.08, 0.4, rows).round().clip(4, 64).astype(int)
+    ids = (rng.integers(6, min(shape.vocabulary, 200), length).tolist() for length in lengths)
+    return [Row(row, [len(row) - 1 if causal else 0]) for row in ids]
+
+
+def tokens(rows: Sequence[Row]) -> int:
+    """Tokens of rows."""
+    return sum(len(row.ids) for row in rows)
+
+
+def peak_rate(device: torch.device) -> float:
+    """Dense bfloat16 operations per second: the maker's figure, or what a large product reaches here."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name()
+        known = next((gpu for label, gpu in GPUS.items() if label in re.findall(r"\w+", name)), None)
+        if known:
+            return known.peak
+    width = 8192 if device.type == "cuda" else 512
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    square = torch.ones(width, width, device=device, dtype=dtype)
+    figures = timed(lambda _: _multiply(square), device, 0.2)
+    return float(2 * width**3 * figures["steps"] / figures["seconds"])
+
+
+def _multiply(square: torch.Tensor) -> None:
+    square.mm(square)
+
+
+def allocated(device: torch.device) -> float:
+    """Most bytes that torch held on the device since :func:`forget`."""
+    return float(torch.cuda.max_memory_allocated()) if device.type == "cuda" else 0.0

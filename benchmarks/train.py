@@ -8,6 +8,9 @@ size. Then rounds alternate, each in a process of its own, and the median counts
 registry has) trains without any of these, and is compared with such a step of ours. Ratios are of processor
 time, which other work on the machine does not stretch; those by the clock stand beside them.
 
+LoRA towers on one frozen backbone of 512, its layers stored whole, in 8 and in 4 bits: bytes of the layers,
+and the step's processor time.
+
 A checkpoint's slopes are of 1.6 GB of weights and moments on this disk: what the loop waits for while tensors
 are copied, what the background needs to write, and what a restart needs to read. A rank reads its own shard
 alone: of two 7B towers with AdamW, 180 GB in all, 5.7 GB on each of 32 ranks.
@@ -23,7 +26,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.report import alone, arguments, show, write
-from benchmarks.train_sides import Setting, Side, Size, measure, save_backbone
+from benchmarks.train_sides import Setting, Side, Size, frozen_mb, measure, save_backbone
+from scalingnote.models.config import Stored
 
 Row = dict[str, Any]
 SIDES: tuple[Side, Side] = ("ours", "sentence-transformers")
@@ -37,6 +41,8 @@ SPREADS = {"spread": 0.5, "equal": 0.0}  # of the logarithm of lengths
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 STEPS = 4  # that are timed, after a first one
 SAME = 1e-4  # largest relative difference of the two losses
+BASES: tuple[Stored, ...] = ("full", "int8", "nf4")
+BASE_SIZE, BASE_BATCH = Size(layers=2, hidden=512), 32  # matrices that cost more than their unpacking
 CHECKPOINT_SHAPE = (8192, 16384)
 
 
@@ -74,6 +80,10 @@ def main() -> None:
     show("Peak memory with chunks of 32 rows (bert)", memory)
 
     with TemporaryDirectory() as folder:
+        save_backbone(Path(folder), "qwen2", BASE_SIZE)
+        bases = _bases(folder, options)
+    show(f"LoRA on frozen layers of {BASE_SIZE.hidden}, {BASE_BATCH} triplets a step", bases)
+    with TemporaryDirectory() as folder:
         checkpoint = alone(_checkpoint, folder)
     show("A checkpoint, seconds a GB", [checkpoint])
 
@@ -89,6 +99,8 @@ def main() -> None:
         f"peak_memory_{options.largest}_over_32": memory[1]["peak MB"] / memory[0]["peak MB"],
         f"peak_memory_of_the_step_{options.largest}_over_32": memory[1]["step MB"] / memory[0]["step MB"],
         "peak_memory_over_sentence_transformers": memory[1]["peak MB"] / memory[3]["peak MB"],
+        **{f"base_{row['base']}_bytes_over_full": row["MB over full"] for row in bases[1:]},
+        **{f"base_{row['base']}_time_over_full": row["time over full"] for row in bases[1:]},
         "checkpoint_wait_s_per_gb": checkpoint["copy"],
         "checkpoint_write_s_per_gb": checkpoint["write"],
         "restart_s_per_gb": checkpoint["restart"],
@@ -99,9 +111,36 @@ def main() -> None:
         speed=speed,
         plain=plain,
         memory=memory,
+        bases=bases,
         checkpoint=checkpoint,
         size=vars(size),
     )
+
+
+def _bases(folder: str, options: Any) -> list[Row]:
+    """LoRA steps on a frozen backbone in each format: medians of rounds in which the formats take turns."""
+    settings = {base: [Setting("ours", BASE_BATCH, plain=True, base=base)] for base in BASES}
+    rounds = [
+        {
+            base: alone(measure, folder, BASE_SIZE, settings[base], steps=STEPS, threads=options.threads)[0]
+            for base in BASES
+        }
+        for _ in range(options.rounds)
+    ]
+    sizes = {base: alone(frozen_mb, folder, BASE_SIZE, base) for base in BASES}
+    rates = {base: [found[base]["samples/cpu s"] for found in rounds] for base in BASES}
+    return [
+        {
+            "base": base,
+            "MB": sizes[base],
+            "MB over full": sizes[base] / sizes["full"],
+            "samples/cpu s": statistics.median(rates[base]),
+            "time over full": statistics.median(
+                full / own for full, own in zip(rates["full"], rates[base], strict=True)
+            ),
+        }
+        for base in BASES
+    ]
 
 
 def _checkpoint(folder: str) -> Row:

@@ -32,7 +32,8 @@ from transformers import (
 from benchmarks.report import peak_memory_mb
 from scalingnote.models import dual_encoder
 from scalingnote.models.batch import collate
-from scalingnote.models.config import Pretrained, TowerConfig
+from scalingnote.models.config import Lora, Pretrained, Stored, TowerConfig
+from scalingnote.models.dual_encoder import DualEncoder
 from scalingnote.models.prompt import Row
 from scalingnote.train import engine
 from scalingnote.train.candidates import Triplets
@@ -71,6 +72,7 @@ class Setting:
     budget: int | None = None
     spread: float = 0.5  # of the logarithm of lengths; 0: all equal
     plain: bool = False  # one loss of one direction, the whole batch at once
+    base: Stored | None = None  # of LoRA towers on one backbone; None: all weights of two backbones learn
 
 
 def save_backbone(folder: Path, architecture: Literal["bert", "qwen2"], size: Size) -> None:
@@ -149,9 +151,22 @@ def _texts(
             yield Row([SPECIAL.index("[CLS]"), *words, SPECIAL.index("[SEP]")], [0])
 
 
+def frozen_mb(folder: str, size: Size, base: Stored) -> float:
+    """Megabytes of the frozen layers below the adapters of both towers; embeddings are left out."""
+    towers = _towers(Path(folder), size, Setting("ours", 2, base=base))
+    frozen = {id(p): p for name, p in towers.named_parameters() if "base_layer" in name}
+    return sum(parameter.nbytes for parameter in frozen.values()) / 1e6
+
+
+def _towers(folder: Path, size: Size, setting: Setting) -> DualEncoder:
+    lora = None if setting.base is None else Lora(rank=16, base=setting.base)
+    backbone = Pretrained(path=str(folder))
+    tower = TowerConfig(backbone=backbone, lora=lora, max_length=size.longest, prompt="{title}[EMB]")
+    return dual_encoder.build(tower, tower, dim=DIM, tokenizers={}, seed=0, share_base=lora is not None)
+
+
 def _ours(folder: Path, size: Size, setting: Setting) -> Callable[[int], float]:
-    tower = TowerConfig(backbone=Pretrained(path=str(folder)), max_length=size.longest, prompt="{title}[EMB]")
-    towers = dual_encoder.build(tower, tower, dim=DIM, tokenizers={}, seed=0, share_base=False)
+    towers = _towers(folder, size, setting)
     for made in (towers.query, towers.document):
         made.get_submodule("projection").load_state_dict(load_file(folder / "projection.st"))
     cache = GradCache(query_rows=setting.chunks[0], document_rows=setting.chunks[1])

@@ -79,9 +79,15 @@ def tokenizer(*, padding_side: str = "right", pad: str | None = "[PAD]") -> PreT
 
 
 def folder(
-    path: Path, family: str, *, padding_side: str = "right", positions: int = 64, **saving: Any
+    path: Path,
+    family: str,
+    *,
+    padding_side: str = "right",
+    positions: int = 64,
+    sizes: dict[str, int] | None = None,
+    **saving: Any,
 ) -> Path:
-    """A checkpoint of `family` at `path`, as one would download it."""
+    """A checkpoint of `family` at `path`, as one would download it; `sizes` replace those of its config."""
     made = tokenizer(padding_side=padding_side)
     pad = 1 if "roberta" in family or family == "camembert" else made.pad_token_id
     special = {"pad_token_id": pad, "eos_token_id": made.eos_token_id, "bos_token_id": made.cls_token_id}
@@ -89,6 +95,7 @@ def folder(
         torch.manual_seed(3)
         settings = FAMILIES[family](vocab_size=len(made), **special)
         settings.max_position_embeddings = positions
+        settings.update(sizes or {})
         model = AutoModel.from_config(settings)
     model.save_pretrained(path, **saving)
     made.save_pretrained(path)

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -11,6 +11,8 @@ import ray
 import ray.data
 
 from scalingnote import cluster
+
+R = TypeVar("R")
 
 
 def without_ray(patch: pytest.MonkeyPatch) -> None:
@@ -24,6 +26,13 @@ def without_ray(patch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("scalingnote.") and getattr(module, "ray", None) is ray:
             patch.setattr(module, "ray", _Ray())
+
+
+def run_without_ray(run: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    """What a stage gives without Ray: for tests of what is made of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        return run(*args, **kwargs)
 
 
 def killed_after(tasks: int) -> Callable[..., Iterator[Any]]:

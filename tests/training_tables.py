@@ -17,6 +17,17 @@ PAPER = ROOT / "configs/paper/scalingnote.yaml"
 # (what, GPUs, overrides of the published run); batch 512 divides over all of them.
 CASES: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("LoRA on a shared base, `ddp`", 8, ("strategy.kind=ddp", "query.lora.rank=16", "document.lora.rank=16")),
+    *(
+        (
+            f"the same, its base in {base}",
+            8,
+            (
+                "strategy.kind=ddp",
+                *(f"{side}.lora={{rank: 16, base: {base}}}" for side in ("query", "document")),
+            ),
+        )
+        for base in ("int8", "nf4")
+    ),
     ("all weights, `ddp`", 8, ("strategy.kind=ddp",)),
     ("all weights, ZeRO-1", 8, ("strategy.stage=1",)),
     ("all weights, ZeRO-2", 8, ("strategy.stage=2",)),

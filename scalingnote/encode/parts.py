@@ -298,5 +298,5 @@ class EncodingTally:
         sums = totals(self._records)
         text = f"{sums['tokens'] / elapsed:,.0f} tokens/s  padding {sums['padding']:.1%}"
         if sums["of_peak"]:
-            text += f"  {sums['of_peak']:.0%} of peak"
+            text += f"  MFU {sums['of_peak']:.0%}"
         return text + (f"  cost {elapsed / 3600 * self._price:,.2f}" if self._price else "")

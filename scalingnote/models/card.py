@@ -211,7 +211,9 @@ def _backbone(tower: Mapping[str, Any]) -> str:
         name = f"{backbone['architecture']} from scratch, {sizes}"
     if lora is None:
         return f"{name}, all weights trained"
-    return f"{name}, {'DoRA' if lora['dora'] else 'LoRA'} of rank {lora['rank']}, alpha {lora['alpha']:g}"
+    stored = {"int8": ", on 8-bit weights", "nf4": ", on 4-bit weights"}.get(lora.get("base", "full"), "")
+    kind = "DoRA" if lora["dora"] else "LoRA"
+    return f"{name}, {kind} of rank {lora['rank']}, alpha {lora['alpha']:g}{stored}"
 
 
 def _losses(config: Mapping[str, Any]) -> str:

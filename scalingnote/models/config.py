@@ -38,6 +38,9 @@ class Scratch(Config):
 Backbone = Annotated[Pretrained | Scratch, Field(discriminator="kind")]
 
 
+Stored = Literal["full", "int8", "nf4"]  # formats of frozen weights
+
+
 class Lora(Config):
     """Low-rank adapters on a frozen backbone, through peft."""
 
@@ -48,6 +51,17 @@ class Lora(Config):
     targets: tuple[str, ...] | Literal["all-linear"] = Field(
         "all-linear", description="names of the layers that get one"
     )
+    base: Stored = Field(
+        "full",
+        description="how the frozen linear layers are stored: full, in the format of products; int8, or nf4 "
+        "(QLoRA, needs bitsandbytes): a half and a quarter of bfloat16's bytes, for a slower step",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> "Lora":
+        if self.dora and self.base != "full":
+            raise ValueError(f"dora reads whole weights, and base={self.base} stores none: choose base=full")
+        return self
 
 
 Pooling = Literal["auto", "cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_length"]

@@ -18,6 +18,7 @@ from scalingnote.models import lookup, published_tower, tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
+from scalingnote.models.frozen import store_base
 from scalingnote.models.lookup import LookupTower, TokenWise
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.models.tower import Tower
@@ -120,6 +121,8 @@ def build(
         first = backbones.build(document.backbone, tokenizer_json=document_json, seed=seed)
     else:
         first = published_tower.backbone_of(document, "document")
+    assert document.lora is not None
+    store_base(first.model, document.lora.base)
     second = Backbone(share_weights(first.model), copy.deepcopy(first.tokenizer), first.causal)
     return DualEncoder(
         query_tower(tokenizer_json=None, backbone=first),
@@ -128,7 +131,7 @@ def build(
 
 
 def shares_base(query: QueryConfig, document: TowerConfig) -> bool:
-    """Return whether two towers can share a frozen backbone: equal backbones, and both have an adapter."""
+    """Return whether two towers can share a frozen backbone: equal and equally stored, both with adapters."""
     if isinstance(query, LookupConfig):
         return False
     poolings = [
@@ -136,7 +139,9 @@ def shares_base(query: QueryConfig, document: TowerConfig) -> bool:
     ]
     if poolings.count("placeholders") == 1:  # its table has rows for placeholders, the other's has none
         return False
-    return query.backbone == document.backbone and None not in (query.lora, document.lora)
+    if query.lora is None or document.lora is None or query.lora.base != document.lora.base:
+        return False
+    return query.backbone == document.backbone
 
 
 def build_query_tower(

@@ -25,6 +25,7 @@ from transformers.utils.hub import cached_file
 
 from scalingnote.errors import ConfigError
 from scalingnote.models.config import Lora
+from scalingnote.models.frozen import FrozenLinear, store_base
 
 Precision = Literal["auto", "float32", "bfloat16"]
 MEASURED_SIZE = 768  # of square matrices on a CPU
@@ -73,13 +74,14 @@ def _is_cpu_faster_in_bfloat16() -> bool:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters of `module` to `dtype` in place, but not its buffers.
+    """Convert the parameters of `module` to `dtype` in place, but not its buffers and no integers.
 
     Rotary frequencies are buffers, and an angle is a frequency times a position: at a base of 10^6 and heads
     of 128, bfloat16 frequencies are off by 0.6 radians between tokens 512 apart.
     """
     for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -112,7 +114,10 @@ def share_weights(model: nn.Module) -> nn.Module:
 
 
 def add_adapter(model: nn.Module, lora: Lora, *, name: str, tokens: Sequence[int], seed: int) -> None:
-    """Freeze `model`, add adapter `name` to it, and make the embeddings of `tokens` trainable."""
+    """Freeze `model`, add adapter `name` to it, and make the embeddings of `tokens` trainable.
+
+    Linear layers are stored as `lora.base` says, see :mod:`scalingnote.models.frozen`.
+    """
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
@@ -124,6 +129,7 @@ def add_adapter(model: nn.Module, lora: Lora, *, name: str, tokens: Sequence[int
         target_modules=targets,
     )
     model.requires_grad_(False)
+    store_base(model, lora.base)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(settings, model, adapter_name=name)
@@ -165,8 +171,11 @@ class NewTokens(nn.Module):
 def lower_frozen(module: nn.Module, dtype: torch.dtype) -> None:
     """Store frozen linear weights in the format of their products: half the memory, no cast per call.
 
-    For training under autocast to `dtype`. Trainable weights, norms and embeddings keep their format.
+    For training under autocast to `dtype`; float32 changes nothing. Trainable weights, norms and embeddings
+    keep their format.
     """
+    if dtype == torch.float32:
+        return
     for layer in module.modules():
         if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:
             cast_parameters(layer, dtype)
@@ -182,11 +191,17 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     replaced = []
     for name, module in model.named_modules():
+        if name.startswith(tuple(replaced)):
+            continue
         if isinstance(module, BaseTunerLayer):
             layer: Any = copy.deepcopy(module)
+            if isinstance(layer.base_layer, FrozenLinear):
+                layer.base_layer = layer.base_layer.unpacked()
             layer.float()
             layer.merge(safe_merge=True)
             tensors = layer.get_base_layer().state_dict()
+        elif isinstance(module, FrozenLinear):
+            tensors = module.unpacked().state_dict()
         elif isinstance(module, NewTokens):
             tensors = {"weight": module.weight}
         else:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from scalingnote.errors import ConfigError
 from scalingnote.models import flops
-from scalingnote.models.config import LookupConfig, Lora, Scratch, TokenWiseConfig, TowerConfig
+from scalingnote.models.config import LookupConfig, Lora, Scratch, Stored, TokenWiseConfig, TowerConfig
 from scalingnote.models.flops import Shape, Work, adapter_parameters, backbone_shape
 from scalingnote.models.prompt import PLACEHOLDERS
 from scalingnote.scaling.config import Assumptions, GpuName
@@ -23,6 +23,7 @@ from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, Optimizer, Strategy,
 # autocast: float32 weights, cast for every matrix product. bfloat16: weights and residual stream.
 Numbers = Literal["float32", "autocast", "bfloat16"]
 GIB = 2.0**30
+STORED_BYTES = {"int8": 1.0, "nf4": 0.5 + 2 / 64}  # of a frozen weight; nf4 has a scale for 64
 # DeepSpeed's own defaults, in elements: weights gathered at once, gradients reduced at once.
 MAX_LIVE_PARAMETERS = 1e9
 BUCKET_ELEMENTS = 5e8
@@ -125,23 +126,25 @@ def training_state(
     largest: int,
     gpus: int,
     numbers: Numbers,
+    base: Stored = "full",
 ) -> TrainingState:
     """Bytes of weights, gradients and optimizer state on one GPU.
 
     `trained` and `frozen` are numbers of parameters; `frozen_tables` those of frozen embeddings, which stay
     float32 if other frozen weights do not; `largest` most parameters that are gathered together: a tower's
-    token embeddings and two layers; `gpus` those of all nodes.
+    token embeddings and two layers; `gpus` those of all nodes; `base` how frozen linear layers are stored.
     """
     moments = 2 if optimizer.kind == "adamw_8bit" else 8  # bytes per parameter: two numbers
     everything = trained + frozen
     wide = 4 if numbers == "float32" else 2
+    stored = STORED_BYTES.get(base, wide) * (frozen - frozen_tables)
+    weights = stored + 4.0 * (trained + frozen_tables)
     match strategy:
         case Ddp():
-            held = wide * (frozen - frozen_tables) + 4.0 * (trained + frozen_tables)
             casts = 2.0 * trained * (numbers == "autocast")  # cached until the step ends
-            return TrainingState(held, 4.0 * trained, float(moments * trained), casts)
+            return TrainingState(weights, 4.0 * trained, float(moments * trained), casts)
         case Fsdp2(reshard=reshard, offload=offload):
-            shares = (4.0 * everything / gpus, 4.0 * trained / gpus, moments * trained / gpus)
+            shares = (weights / gpus, 4.0 * trained / gpus, moments * trained / gpus)
             whole = largest if reshard else everything
             gathered = (wide * whole + 4.0 * min(largest, trained)) * (gpus > 1)
             if offload:
@@ -336,6 +339,7 @@ def estimate(config: TrainConfig, assumed: Assumptions) -> Estimate:
         largest=max(tower.shape.embedding_parameters + 2 * tower.shape.layer_parameters for tower in towers),
         gpus=config.ranks,
         numbers=numbers,
+        base=config.document.lora.base if config.document.lora else "full",
     )
     scores = score_bytes(
         rows=query.rows,

@@ -343,6 +343,12 @@ class TrainConfig(Schedule):
             raise ValueError("align has no effect: it needs sparse, or query.kind=token_wise")
         if self.align and isinstance(self.query, LookupConfig):
             raise ValueError("align needs a query tower with a backbone, and a lookup has none")
+        loras = [getattr(tower, "lora", None) for tower in (self.query, self.document)]
+        if not self.merge_adapters and any(lora is not None and lora.base != "full" for lora in loras):
+            raise ValueError(
+                "merge_adapters=false keeps adapters beside the path of their whole backbone, but with "
+                "lora.base int8 or nf4 they fit its packed weights: leave it true"
+            )
         return self
 
     @property

@@ -109,12 +109,15 @@ class Engine:
 
 
 class DdpEngine(Engine):
-    """Every rank holds all weights in float32; gradients are averaged. One process runs plain PyTorch."""
+    """Every rank holds all weights, those that learn in float32; gradients are averaged.
+
+    One process runs plain PyTorch.
+    """
 
     def __init__(self, module: nn.Module, *, schedule: Schedule, device: torch.device) -> None:
-        super().__init__(module.to(device), schedule=schedule, device=device)
-        if self._dtype != torch.float32:
-            lower_frozen(module, self._dtype)
+        super().__init__(module, schedule=schedule, device=device)
+        lower_frozen(module, self._dtype)  # before a GPU would get twice the bytes
+        module.to(device)
         self._names = trainable(self.module)
         self._optimizer = optimizer.make([list(self._names.values())], schedule.optimizer, device=device)
         self._wrapped: nn.Module = self.module

@@ -36,7 +36,7 @@ def make(
     if device.type != "cuda":
         raise ConfigError(f"optimizer.kind=adamw_8bit needs a GPU, found {device}: choose adamw")
     try:
-        from bitsandbytes.optim import AdamW8bit  # type: ignore[import-not-found,unused-ignore]
+        from bitsandbytes.optim import AdamW8bit
     except ImportError:
         raise ConfigError(
             "optimizer.kind=adamw_8bit needs bitsandbytes: pip install bitsandbytes, or choose adamw"

@@ -24,7 +24,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 
 from scalingnote.errors import ConfigError
+from scalingnote.models.frozen import FrozenLinear
 from scalingnote.models.tower import Tower
+from scalingnote.models.weights import lower_frozen
 from scalingnote.train import optimizer
 from scalingnote.train.collectives import average_, rank, world_size
 from scalingnote.train.config import DeepSpeed, Fsdp2, Schedule
@@ -37,7 +39,8 @@ class Fsdp2Engine(Engine):
         backbone            sharded: its embedding table and norms as one unit, each layer as another
         projections, tau    small: whole on every rank, their gradients averaged once a step
 
-    Shards are float32, gathered in the compute dtype; gradients are reduced in float32. Nothing above a
+    Shards of what learns are float32; all are gathered in the compute dtype, and gradients are reduced in
+    float32. Nothing above a
     backbone is sharded, so a module's methods may be called directly: only backbones gather. A checkpoint
     knows each shard's place, and is cut anew for another number of ranks.
 
@@ -48,6 +51,7 @@ class Fsdp2Engine(Engine):
     def __init__(self, module: nn.Module, config: Fsdp2, *, schedule: Schedule, device: torch.device) -> None:
         super().__init__(module, schedule=schedule, device=device)
         low = self._dtype if self._dtype != torch.float32 else None
+        lower_frozen(module, self._dtype)
         knobs: dict[str, Any] = {
             "mesh": init_device_mesh(device.type, (world_size(),)),
             "reshard_after_forward": config.reshard,
@@ -117,6 +121,10 @@ class ZeroEngine(Engine):
     def __init__(
         self, module: nn.Module, config: DeepSpeed, *, schedule: Schedule, device: torch.device
     ) -> None:
+        if any(isinstance(layer, FrozenLinear) for layer in module.modules()):
+            raise ConfigError(
+                "strategy deepspeed casts all weights: lora.base int8 and nf4 need ddp or fsdp2"
+            )
         deepspeed = _import_deepspeed(device)
         super().__init__(module, schedule=schedule, device=device)
         self.layout = f"zero-{config.stage} on {world_size()} ranks"

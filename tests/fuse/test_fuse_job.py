@@ -287,8 +287,9 @@ def test_a_feature_that_is_not_there_is_refused(
 
 
 def test_inputs_that_do_not_belong_together_are_refused(
-    cluster: None, inputs: Inputs, fused: Artifact, tmp_path: Path
+    inputs: Inputs, fused: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    without_ray(monkeypatch)
     with pytest.raises(ArtifactError, match="re-run quantize"):
         job.run(config(), **{**inputs.uris, "embeddings": fused.uri}, output=f"{tmp_path}/a")
     with pytest.raises(ConfigError, match="give a student or a dual_encoder"):

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from in_process import run_without_ray
 from scalingnote import hybrid
 from scalingnote.hybrid import HybridCandidates, Joining
 from scalingnote.index import job
@@ -42,7 +43,7 @@ def _towers(uri: str) -> Artifact:
 
 
 def test_the_weight_is_the_best_of_all_documents_scored(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(3)
     numbers = rng.choice(DOCUMENTS, ASKED, replace=False).tolist()
@@ -64,7 +65,9 @@ def test_the_weight_is_the_best_of_all_documents_scored(
     asked = np.where(np.arange(ASKED)[:, None] % 3 == 0, rng.permutation(asked), asked)
     monkeypatch.setattr(job, "_queries", lambda *_: asked)
     towers = _towers(f"{tmp_path}/towers")
-    index = job.run(CONFIG, **corpus.uris, dual_encoder=towers.uri, output=f"{tmp_path}/index")
+    index = run_without_ray(
+        job.run, CONFIG, **corpus.uris, dual_encoder=towers.uri, output=f"{tmp_path}/index"
+    )
 
     terms = np.array([[str(i).count(str(t)) for t in range(10)] for i in range(DOCUMENTS)], np.float32)
     every = np.tile(np.arange(DOCUMENTS), (ASKED, 1))
@@ -90,14 +93,16 @@ def test_the_weight_is_the_best_of_all_documents_scored(
 
 
 def test_without_judgements_nothing_is_tuned(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tables = {"queries": pa.table([["q1"], ["1 2"], ["test"]], schema=QUERIES)}
     corpus = Corpus.build(f"{tmp_path}/corpus", sizes=[60], dim=16, sparse=True, tables=tables)
     monkeypatch.setattr(job, "_queries", lambda *_: corpus.matrix[:1])
     config = CONFIG.model_copy(update={"shards": 1, "nlist": 1, "nprobe": 1})
     towers = _towers(f"{tmp_path}/towers")
-    index = job.run(config, **corpus.uris, dual_encoder=towers.uri, output=f"{tmp_path}/index")
+    index = run_without_ray(
+        job.run, config, **corpus.uris, dual_encoder=towers.uri, output=f"{tmp_path}/index"
+    )
     assert "no test query has a relevant document indexed" in caplog.text
     assert index.read_json("index.json")["dense_weight"] is None
     assert index.manifest.info["hybrid_tuning"] == {}

@@ -1,6 +1,7 @@
 """Three doors, one result: a stage in process, from the shell and as a job gives the same digest."""
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -13,12 +14,14 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import psutil
 import pytest
 import ray
+from ray.job_submission import JobSubmissionClient
 
-from scalingnote import pipeline, stages
+from scalingnote import cli, pipeline, stages
 from scalingnote.config import load
 from scalingnote.run_config import RunConfig
 from scalingnote.storage.artifact import open_artifact
@@ -98,6 +101,7 @@ def head() -> Iterator[Head]:
     try:
         url = f"http://127.0.0.1:{dashboard}"
         wait_for(f"{url}/api/jobs/", process, Path(f"{place}/head.log"))
+        take_jobs(url)
         yield Head(f"127.0.0.1:{port}", url)
     finally:
         # Exactly the processes started here; other clusters may run on this machine.
@@ -140,37 +144,47 @@ def wait_for(url: str, process: psutil.Popen, log: Path) -> None:
     raise AssertionError(f"no answer from {url}\n{log.read_text()}")
 
 
-def shell(project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(SCRIPTS / "scalingnote"), *arguments],
-            cwd=project,
-            env=shell_environment(**environment),
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+def take_jobs(url: str) -> None:
+    """Return when a job was run: a head answers before its node takes any."""
+    client = JobSubmissionClient(url)
+    for _ in range(120):
+        try:
+            client.submit_job(entrypoint="true")
+            return
+        except RuntimeError as error:
+            if "No available agent" not in str(error):
+                raise
+            time.sleep(0.5)
+    raise AssertionError("no node took a job")
 
-    done = run()
-    for _ in range(60):  # a head answers before its node takes jobs
-        if "No available agent" not in done.stderr:
-            break
-        time.sleep(1)
-        done = run()
-    return done
+
+def shell(project: Path, *arguments: str, program: str = "scalingnote") -> CompletedProcess[str]:
+    return subprocess.run(
+        [str(SCRIPTS / program), *arguments],
+        cwd=project,
+        env=shell_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def command(project: Path, *arguments: str) -> CompletedProcess[str]:
+    """The command line in this process, which has imported Ray already."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(project), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(arguments)
+    return CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def submit(
-    project: Path, head: Head, stage: str, run_dir: str, *more: str
-) -> subprocess.CompletedProcess[str]:
+    project: Path, head: Head, stage: str, run_dir: str, *more: str, patch: pytest.MonkeyPatch
+) -> CompletedProcess[str]:
     # An address in the environment must not win over the one that is given.
-    return shell(
-        project,
-        *("submit", stage, "configs/tiny.yaml", "--address", head.dashboard, "--set", f"run_dir={run_dir}"),
-        *more,
-        RAY_ADDRESS="http://127.0.0.1:9",
-    )
+    patch.setenv("RAY_ADDRESS", "http://127.0.0.1:9")
+    where = ("--address", head.dashboard, "--set", f"run_dir={run_dir}")
+    return command(project, "submit", stage, "configs/tiny.yaml", *where, *more)
 
 
 def digests(project: Path, run_dir: str) -> dict[str, str]:
@@ -193,33 +207,40 @@ def in_process(project: Path, head: Head) -> Iterator[dict[str, str]]:
 
 
 def test_a_job_without_its_inputs_ends_with_the_stage_to_run(project: Path, head: Head) -> None:
-    done = submit(project, head, "collect", "runs/empty")
+    options = ("--config", "configs/tiny.yaml", "--set", f"run_dir={project}/runs/empty")
+    address = ("--set", f"address={head.address}")
+    done = shell(project, "jobs/collect.py", *options, *address, program="python")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "run stage 'prepare' first" in done.stdout
+    assert "run stage 'prepare' first" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_jobs_build_what_is_built_in_process(project: Path, head: Head, in_process: dict[str, str]) -> None:
-    for stage, kind in zip(STAGES, KINDS, strict=True):
-        done = submit(project, head, stage, "runs/jobs")
-        assert done.returncode == 0, done.stdout + done.stderr
-        line = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-        # The relative run_dir was pinned: the artifact outlives the job's own directory.
-        artifact = open_artifact(line["uri"], kind=kind)
-        assert Path(line["uri"]).is_relative_to(project / "runs" / "jobs")
-        assert (line["stage"], line["digest"]) == (stage, artifact.digest)
-        assert line["counts"] == artifact.counts
+def test_a_job_builds_what_is_built_in_process(
+    project: Path, head: Head, in_process: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other stage's job is that of :func:`test_a_submission_id_is_used_once`."""
+    shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "jobs" / STAGES[0])
+    done = submit(project, head, STAGES[1], "runs/jobs", patch=monkeypatch)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    # The relative run_dir was pinned: the artifact outlives the job's own directory.
+    artifact = open_artifact(line["uri"], kind=KINDS[1])
+    assert Path(line["uri"]).is_relative_to(project / "runs" / "jobs")
+    assert (line["stage"], line["digest"]) == (STAGES[1], artifact.digest)
+    assert line["counts"] == artifact.counts
     assert digests(project, "runs/jobs") == in_process
 
 
-def test_a_whole_run_is_one_job_and_resumes(project: Path, head: Head, in_process: dict[str, str]) -> None:
+def test_a_whole_run_is_one_job_and_resumes(
+    project: Path, head: Head, in_process: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(project / "runs" / "in-process" / STAGES[0], project / "runs" / "whole" / STAGES[0])
     driver = ("--driver-cpus", "0.1", "--driver-memory", "0.1", "--driver-resource", "driver")
-    done = submit(project, head, "run", "runs/whole", "--until", STAGES[-1], *driver)
+    done = submit(project, head, "run", "runs/whole", "--until", STAGES[-1], *driver, patch=monkeypatch)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1/2 prepare: finished before" in done.stdout
     assert digests(project, "runs/whole") == in_process
-    refused = submit(project, head, "planner", "runs/whole", "--until", STAGES[-1])
+    refused = submit(project, head, "planner", "runs/whole", "--until", STAGES[-1], patch=monkeypatch)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "scalingnote submit run" in refused.stderr
 
@@ -248,7 +269,7 @@ def test_a_job_refuses_a_run_dir_that_would_vanish_with_it(project: Path) -> Non
     assert done.stderr.startswith("prepare: run_dir is 'runs/tiny'")
 
 
-def test_a_submission_id_is_used_once(project: Path, head: Head) -> None:
+def test_a_submission_id_is_used_once(project: Path, head: Head, in_process: dict[str, str]) -> None:
     arguments = (
         "submit",
         "prepare",
@@ -258,11 +279,13 @@ def test_a_submission_id_is_used_once(project: Path, head: Head) -> None:
         "--submission-id",
         "once",
     )
-    first, second = shell(project, *arguments, "--detach"), shell(project, *arguments)
+    first, second = command(project, *arguments, "--detach"), shell(project, *arguments)
     assert (first.returncode, first.stdout) == (0, "once\n")
     assert second.returncode == 0, second.stderr
     assert "following it" in second.stderr
     assert second.stderr.count("\n") <= 3  # progress lines, but no traceback
+    config = load(RunConfig, [project / "configs" / "tiny.yaml"], [f"run_dir={project}/runs/tiny"])
+    assert pipeline.locate(config, KINDS[0]).digest == in_process[STAGES[0]]
 
 
 SLOW_JOB = """
@@ -320,7 +343,7 @@ def test_what_the_cluster_could_not_find_is_not_submitted(project: Path, tmp_pat
         (tmp_path, str(outside), "submit from the root of the project"),
         (project, "configs/tiny.yaml", "no Ray cluster answers at http://127.0.0.1:9"),
     ):
-        done = shell(place, "submit", "prepare", config, *nowhere)
+        done = command(place, "submit", "prepare", config, *nowhere)
         assert done.returncode == 2
         assert reason in done.stderr, done.stderr
         assert "Traceback" not in done.stderr

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_queries
+from benchmarks import gpu, gpu_engines, gpu_index, gpu_queries
 
 
 @pytest.fixture(scope="module")
@@ -12,16 +12,31 @@ def figures() -> list[dict]:
     return gpu.measure_all(gpu.TINY, torch.device("cpu"), seconds=0.0, rows=2)
 
 
-def test_every_kind_of_work_is_measured_padded_and_packed(figures: list[dict]):
+def test_every_kind_of_work_is_measured_and_the_plain_ones_padded_too(figures: list[dict]):
     kinds = [(row["work"], row["rows"]) for row in figures]
-    works = ("encode", "train lora", "train full")
-    assert kinds == [(work, rows) for work in works for rows in ("padded", "packed")]
+    assert [work for work, rows in kinds if rows == "padded"] == ["encode", "train lora", "train full"]
+    assert [work for work, rows in kinds if rows == "packed"] == list(gpu.kinds(torch.device("cpu")))
     assert all(row["tokens/s"] > 0 and row["MFU"] > 0 and row["estimate GB"] > 0 for row in figures)
 
 
 def test_padded_and_packed_rows_have_one_loss(figures: list[dict]):
-    losses = [row["loss"] for row in figures if row["work"] != "encode"]
-    assert losses[1::2] == pytest.approx(losses[::2], rel=0.01)  # bfloat16
+    losses = {(row["work"], row["rows"]): row["loss"] for row in figures}
+    for work in ("train lora", "train full"):
+        assert losses[work, "packed"] == pytest.approx(losses[work, "padded"], rel=0.01)  # bfloat16
+    assert losses["train full fsdp2", "packed"] == pytest.approx(losses["train full", "packed"], rel=0.01)
+    assert losses["train lora int8", "packed"] == pytest.approx(losses["train lora", "packed"], rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of the other library
+def test_engines_encode_the_same_rows(engines: list[dict]):
+    assert [row["engine"] for row in engines] == ["own", "sentence-transformers"]
+    assert all(row["tokens/s"] > 0 and row["MFU"] > 0 for row in engines)
+
+
+def test_an_index_is_trained_filled_and_searched():
+    (row,) = gpu_index.measure_all(vectors=6_000, seconds=0.0)
+    assert row["queries/s"] > 0
+    assert row["R@10"] > 0.5
 
 
 def test_without_a_gpu_the_dry_run_is_named(monkeypatch, capsys, tmp_path):
@@ -45,11 +60,22 @@ def test_queries_of_every_tower_are_measured_beside_the_papers(queries: list[dic
     assert queries[-1]["over llm"] > 1
 
 
-def test_the_dry_run_writes_its_metrics(monkeypatch, tmp_path, figures: list[dict], queries: list[dict]):
+@pytest.fixture(scope="module")
+def engines() -> list[dict]:
+    return gpu_engines.measure_all(gpu.TINY, torch.device("cpu"), seconds=0.0)
+
+
+def test_the_dry_run_writes_its_metrics(
+    monkeypatch, tmp_path, figures: list[dict], queries: list[dict], engines: list[dict]
+):
     monkeypatch.setattr(gpu, "measure_all", lambda *args, **kwargs: figures)
     monkeypatch.setattr(gpu_queries, "measure_all", lambda *args, **kwargs: queries)
+    monkeypatch.setattr(gpu_engines, "measure_all", lambda *args, **kwargs: engines)
+    index = [{"train s": 1.0, "vectors/s": 2.0, "queries/s": 3.0}] * 2
+    monkeypatch.setattr(gpu_index, "measure_all", lambda **kwargs: index)
     monkeypatch.setattr(sys, "argv", ["gpu", "--dry-run", "--json", str(tmp_path / "gpu.json")])
     gpu.main()
     metrics = json.loads((tmp_path / "gpu.json").read_text())["metrics"]
     assert metrics["train_lora_packed_tokens_per_s"] > 0
+    assert metrics["index_queries_over_faiss_gpu"] == 1
     assert metrics["queries_lookup_over_llm"] == queries[-2]["over llm"]

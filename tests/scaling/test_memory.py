@@ -61,7 +61,15 @@ def test_frozen_weights_have_neither_gradients_nor_moments():
     state = training_cost.training_state(
         Fsdp2(), Optimizer(), trained=10, frozen=990, largest=100, gpus=1, numbers="bfloat16"
     )
-    assert (state.weights, state.gradients, state.optimizer) == (4_000, 40, 80)
+    assert (state.weights, state.gradients, state.optimizer) == (2_020, 40, 80)
+
+
+@pytest.mark.parametrize(("base", "stored"), [("full", 2_000), ("int8", 1_000), ("nf4", 531.25)])
+def test_packed_frozen_weights_take_their_bytes(base: str, stored: float):
+    sizes = {"trained": 10, "frozen": 1_100, "frozen_tables": 100, "largest": 100, "numbers": "bfloat16"}
+    alone = training_cost.training_state(Ddp(), Optimizer(), **sizes, gpus=1, base=base)
+    shard = training_cost.training_state(Fsdp2(), Optimizer(), **sizes, gpus=4, base=base)
+    assert (alone.weights, shard.weights) == (440 + stored, (440 + stored) / 4)
 
 
 def test_scores_grow_with_the_rows_of_a_gpu_times_all_rows():

@@ -5,6 +5,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from in_process import run_without_ray
 from scalingnote import topk
 from scalingnote.errors import SearchError
 from scalingnote.hybrid import Joining
@@ -25,8 +26,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def uri(cluster: None, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return job.run(EXACT, **corpus.uris, output=f"{tmp_path_factory.mktemp('index')}/index").uri
+def uri(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_without_ray(
+        job.run, EXACT, **corpus.uris, output=f"{tmp_path_factory.mktemp('index')}/index"
+    ).uri
 
 
 def _documents(names: list[str], topic: str) -> pa.Table:

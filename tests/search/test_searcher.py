@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from in_process import run_without_ray
 from scalingnote import topk
 from scalingnote.errors import ArtifactError, SearchError
 from scalingnote.hybrid import Joining
@@ -34,8 +35,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def uri(cluster: None, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return job.run(EXACT, **corpus.uris, output=f"{tmp_path_factory.mktemp('index')}/index").uri
+def uri(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_without_ray(
+        job.run, EXACT, **corpus.uris, output=f"{tmp_path_factory.mktemp('index')}/index"
+    ).uri
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +166,10 @@ def test_of_equal_scores_the_lower_id_comes_first(searcher: Searcher) -> None:
     assert [hit.score for hit in merged] == pytest.approx([0.9, 0.5, 0.5, 0.5])
 
 
-def test_k_beyond_the_documents_gives_all_of_them(cluster: None, asked: np.ndarray, tmp_path: Path) -> None:
+def test_k_beyond_the_documents_gives_all_of_them(asked: np.ndarray, tmp_path: Path) -> None:
     small = Corpus.build(f"{tmp_path}/small", sizes=[40], dim=16)
     config = EXACT.model_copy(update={"nlist": 1, "shards": 50})  # ten shards hold nothing
-    searcher = Searcher.open(job.run(config, **small.uris, output=f"{tmp_path}/index").uri)
+    searcher = Searcher.open(run_without_ray(job.run, config, **small.uris, output=f"{tmp_path}/index").uri)
     found = searcher.search(asked, k=1000)
     assert all({r.doc_id for r in results} == {f"d{i}" for i in range(40)} for results in found)
     assert all([r.score for r in rs] == sorted((r.score for r in rs), reverse=True) for rs in found)
@@ -285,11 +288,9 @@ def _digits(numbers: list[int]) -> SparseRows:
     return SparseRows(offsets, flat, np.ones(len(flat), np.float32))
 
 
-def test_embeddings_and_terms_together_equal_brute_force(
-    cluster: None, asked: np.ndarray, tmp_path: Path
-) -> None:
+def test_embeddings_and_terms_together_equal_brute_force(asked: np.ndarray, tmp_path: Path) -> None:
     corpus = Corpus.build(f"{tmp_path}/corpus", sizes=[300, 340], dim=16, sparse=True)
-    index = job.run(EXACT, **corpus.uris, output=f"{tmp_path}/index").uri
+    index = run_without_ray(job.run, EXACT, **corpus.uris, output=f"{tmp_path}/index").uri
     searcher, mapped = Searcher.open(index), Searcher.open(index, mapped=True)
     numbers = [17, 404, 639, 8]
     queries_of = asked[: len(numbers)]

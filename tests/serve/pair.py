@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 import tiny
-from in_process import without_ray
+from in_process import run_without_ray
 from scalingnote.index import job
 from scalingnote.index.config import FastScan, IndexConfig
 from scalingnote.models import tower
@@ -28,9 +26,7 @@ def built(folder: Path, *, corpus_seed: int = 0) -> Artifact:
         iterations=2,
         filters=("topic",),
     )
-    with pytest.MonkeyPatch.context() as patch:
-        without_ray(patch)
-        return job.run(config, **corpus.uris, output=f"{folder}/index")
+    return run_without_ray(job.run, config, **corpus.uris, output=f"{folder}/index")
 
 
 def student(uri: str, *, dim: int = DIM, seed: int = 0) -> Artifact:

@@ -3,6 +3,7 @@
 `python -m benchmarks.encode_faults` and `python -m benchmarks.faults` measure the same many times over.
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import ray.train.torch
 import torch
 from ray.cluster_utils import Cluster
+from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as coordinator
 
 import tiny
 from in_process import without_ray
@@ -29,7 +31,16 @@ from scalingnote.train import job
 from scalingnote.train.config import DataAccess, Losses, Optimizer, Ranks, TrainConfig
 
 ROWS_PER_PART = 4
-STEP_S = 0.05  # of a step at least, so that the run outlives the loss of a node
+# Of a step at least, by the number of ranks: a run with one rank outlives the arrival of a node.
+STEP_S = {1: 0.5, 2: 0.05}
+# Ray's own intervals, of seconds up to a minute, are for clusters of many nodes.
+INTERVALS = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "4",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",  # a wait for the resources of a node that is gone
+}
 CONFIG = TrainConfig(
     query=tiny.query_tower(),
     document=tiny.document_tower(),
@@ -37,7 +48,7 @@ CONFIG = TrainConfig(
     losses=Losses(matryoshka=(8,)),
     optimizer=Optimizer(peak_lr=2e-3),  # at higher rates a rounding of 1e-6 grows to a tenth of the loss
     global_batch=8,
-    epochs=30.0,
+    epochs=15.0,
     precision="float32",
     validation=None,
     checkpoint_every=5,
@@ -48,10 +59,11 @@ CONFIG = TrainConfig(
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """Two nodes of one CPU and one simulated GPU each, and a head without any."""
+    """Two nodes of two CPUs and one simulated GPU each, and a head without any."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_health_check_failure_threshold", "4")
+        for name, value in INTERVALS.items():
+            patch.setenv(name, value)
         path = [str(Path(__file__).parent), str(Path(tiny.__file__).parent), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(path))  # workers import this file
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
@@ -88,19 +100,20 @@ def test_encoding_goes_on_without_a_node_and_repeats_no_finished_part(nodes: Clu
 
 
 @pytest.mark.timeout(1200)
-def test_training_goes_on_with_fewer_ranks_on_the_same_curve(
+def test_training_goes_on_with_fewer_ranks_and_then_with_more_on_the_same_curve(
     nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     dataset = tiny.dataset(str(tmp_path / "dataset"))
     tiny.triplets(str(tmp_path / "triplets"), dataset)
-    checkpoints = lambda: len(list(tmp_path.glob("trained/_work/checkpoints/*/checkpoint.json")))  # noqa: E731
     with Driver("train", tmp_path) as process:
-        wait_for(lambda: checkpoints() >= 1, process)
+        wait_for(lambda: newest_checkpoint(tmp_path) > 0, process)
         kill_node(nodes)
+        wait_for(lambda: 1 in worlds(tmp_path), process)
+        restarted = newest_checkpoint(tmp_path)
+        wait_for(lambda: newest_checkpoint(tmp_path) > restarted, process)
+        nodes.add_node(num_cpus=2, num_gpus=1)
         assert process.wait(timeout=900) == 0
-    worlds = [int(line) for line in (tmp_path / "worlds").read_text().split()]
-    assert worlds[:2] == [2, 2]
-    assert worlds[-1] == 1, "the run did not go on with the node that was left"
+    assert [ranks for ranks, _ in itertools.groupby(worlds(tmp_path))] == [2, 1, 2]
     curve = open_artifact(str(tmp_path / "trained"), kind="dual_encoder").read_json("curve.json")
     without_ray(monkeypatch)
     alone = CONFIG.model_copy(update={"resources": Ranks(workers=0), "data": DataAccess(stream="never")})
@@ -109,6 +122,18 @@ def test_training_goes_on_with_fewer_ranks_on_the_same_curve(
     np.testing.assert_allclose(
         [at["loss"] for at in curve], [at["loss"] for at in whole], rtol=0.05, atol=0.02
     )
+
+
+def newest_checkpoint(folder: Path) -> int:
+    """The step of the newest checkpoint; 0 before the first."""
+    markers = folder.glob("trained/_work/checkpoints/*/checkpoint.json")
+    return max((int(path.parent.name.removeprefix("step-")) for path in markers), default=0)
+
+
+def worlds(folder: Path) -> list[int]:
+    """The number of ranks that each rank that started was one of."""
+    notes = folder / "worlds"
+    return [int(line) for line in notes.read_text().split()] if notes.exists() else []
 
 
 # --- what a driver does, in a process of its own -----------------------------------------------------------
@@ -137,14 +162,21 @@ class GlooTrainer(ray.train.torch.TorchTrainer):
         super().__init__(*args, torch_config=ray.train.torch.TorchConfig(backend="gloo"), **kwargs)
 
 
+class QuickCoordinator(coordinator._AutoscalingCoordinatorActor):
+    """Looks at once for nodes that joined; Ray's own, every 20 seconds."""
+
+    TICK_INTERVAL_S = 1
+
+
 def slow_worker(settings: dict, *, notes: str):
+    world = ray.train.get_context().get_world_size()
     with Path(notes).open("a") as file:
-        file.write(f"{ray.train.get_context().get_world_size()}\n")
+        file.write(f"{world}\n")
     fit = job.fit
 
     def slow(engine, batch_at, **options):
         def waited(step: int):
-            time.sleep(STEP_S)
+            time.sleep(STEP_S[world])
             return batch_at(step)
 
         return fit(engine, waited, **options)
@@ -170,7 +202,10 @@ def parents(folder: Path) -> dict[str, str]:
 def main(what: str, name: str) -> None:
     folder = Path(name)
     cluster.connect()
+    coordinator._AutoscalingCoordinatorActor = QuickCoordinator
+    coordinator.get_or_create_autoscaling_coordinator()
     if what == "train":
+        job.RESIZE_INTERVAL_S = 2.0
         launch = job.launch
         job.TorchTrainer = GlooTrainer
         job.launch = lambda worker, *args, **kwargs: launch(

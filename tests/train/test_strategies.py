@@ -22,6 +22,7 @@ from scalingnote.train.checkpoint import Checkpoints
 from scalingnote.train.collectives import gather, rank, shares, world_size
 from scalingnote.train.config import Ddp, DeepSpeed, Fsdp2, GradCache, Memory, Optimizer, Ranks, Schedule
 from scalingnote.train.engine import Cacheable, Engine, build, cached_backward, load_weights
+from scalingnote.train.sharded import ZeroEngine
 
 ROWS = 12  # of the global batch: divides over 2, 3 and 4 ranks
 STEPS = 2
@@ -36,7 +37,7 @@ class Job:
 
     strategy: Ddp | Fsdp2 | DeepSpeed
     memory: Memory = PLAIN
-    lora: bool = False
+    base: str | None = None  # of LoRA; None: all weights learn
     precision: str = "float32"
 
 
@@ -51,17 +52,18 @@ class Pairs:
 class Contrast(Cacheable):
     """In-batch softmax over all ranks with a temperature that learns: all kinds of parameters.
 
-    Towers of two architectures, or two LoRA towers on one base.
+    Towers of two architectures, or two LoRA towers on one base, wide enough for a block of nf4.
     """
 
-    def __init__(self, *, lora: bool = False) -> None:
+    def __init__(self, *, base: str | None = None) -> None:
         super().__init__()
         texts = [text for row in tiny.document_rows() for text in (row["title"], row["content"])]
         learnt = backbone.train_tokenizer(texts, vocabulary=400)
-        adapter = {"lora": Lora(rank=2) if lora else None}
+        adapter = {"lora": Lora(rank=2, base=base) if base else None}
+        wide = tiny.CAUSAL.model_copy(update={"hidden": 64, "intermediate": 128} if base else {})
         self.towers = dual_encoder.build(
-            tiny.query_tower().model_copy(update=adapter),
-            tiny.document_tower(tiny.CAUSAL if lora else tiny.BIDIRECTIONAL).model_copy(update=adapter),
+            tiny.query_tower(wide).model_copy(update=adapter),
+            tiny.document_tower(wide if base else tiny.BIDIRECTIONAL).model_copy(update=adapter),
             dim=8,
             tokenizers={"query": learnt, "document": learnt},
             seed=0,
@@ -112,7 +114,7 @@ def schedule(job: Job) -> Schedule:
 
 
 def made(job: Job) -> Engine:
-    return build(Contrast(lora=job.lora), schedule=schedule(job), device=CPU)
+    return build(Contrast(base=job.base), schedule=schedule(job), device=CPU)
 
 
 def one_step(engine: Engine, step: int, job: Job, found: dict[str, Any]) -> None:
@@ -177,13 +179,13 @@ def train_all(jobs: dict[str, Job], folder: str | None) -> dict[str, dict[str, A
     return {name: train(job, Path(folder, name) if folder else None) for name, job in jobs.items()}
 
 
-@lru_cache(maxsize=2)
-def alone(*, lora: bool) -> dict[str, Any]:
-    return train(Job(Ddp(), lora=lora))
+@lru_cache
+def alone(base: str | None = None) -> dict[str, Any]:
+    return train(Job(Ddp(), base=base))
 
 
 def compare(found: dict[str, Any], job: Job) -> None:
-    expected = alone(lora=job.lora)
+    expected = alone(job.base)
     torch.testing.assert_close(found["norms"], expected["norms"], atol=1e-5, rtol=1e-4)
     for what in ("gradients", "first", "last"):
         assert set(found[what]) == set(expected[what]) or not found[what]
@@ -203,7 +205,11 @@ STRATEGIES = {
 ONE_BATCH = {
     **{f"{name}, checkpointed": Job(strategy, CHECKPOINTED) for name, strategy in STRATEGIES.items()},
     **{f"{name}, cached": Job(strategy, CACHED) for name, strategy in STRATEGIES.items()},
-    **{f"{name}, lora": Job(STRATEGIES[name], CACHED, lora=True) for name in ("ddp", "fsdp2", "zero-3")},
+    **{f"{name}, lora": Job(STRATEGIES[name], CACHED, base="full") for name in ("ddp", "fsdp2", "zero-3")},
+    "ddp, int8": Job(Ddp(), base="int8"),
+    "ddp, nf4": Job(Ddp(), CACHED, base="nf4"),
+    "fsdp2, int8": Job(Fsdp2(), CACHED, base="int8"),
+    "fsdp2, nf4": Job(Fsdp2(), CHECKPOINTED, base="nf4"),
     "fsdp2, kept": Job(Fsdp2(reshard=False, offload=True)),
     "zero-2, offloaded": Job(DeepSpeed(stage=2, offload_optimizer=True), CACHED),
     "zero-3, offloaded": Job(DeepSpeed(stage=3, offload_optimizer=True, offload_parameters=True), CACHED),
@@ -233,7 +239,7 @@ def test_a_checkpoint_continues_bit_for_bit(on_two: dict[str, dict[str, Any]], n
 
 @pytest.mark.parametrize("name", HALF)
 def test_half_precision_is_nearly_as_good(on_two: dict[str, dict[str, Any]], name: str):
-    assert on_two[name]["norms"] == pytest.approx(alone(lora=False)["norms"], rel=0.2)
+    assert on_two[name]["norms"] == pytest.approx(alone()["norms"], rel=0.2)
 
 
 @pytest.mark.timeout(600)
@@ -279,7 +285,22 @@ def test_weights_go_into_a_fresh_module():
         assert torch.equal(left, right)
 
 
+def test_frozen_weights_are_held_once_in_the_format_of_products():
+    engine = made(Job(Ddp(), base="full", precision="bfloat16"))
+    towers = engine.module.towers
+    layers = [
+        [p for name, p in tower.backbone.named_parameters() if "base_layer.weight" in name]
+        for tower in (towers.query, towers.document)
+    ]
+    assert len(layers[0]) == 7
+    assert [id(p) for p in layers[0]] == [id(p) for p in layers[1]]
+    assert {p.dtype for p in layers[0]} == {torch.bfloat16}
+    assert all(p.dtype == torch.float32 for p in engine.module.parameters() if p.requires_grad)
+
+
 def test_what_cannot_be_had_is_said():
+    with pytest.raises(ConfigError, match=r"lora\.base int8 and nf4 need ddp or fsdp2"):
+        ZeroEngine(Contrast(base="int8"), DeepSpeed(), schedule=Schedule(), device=CPU)
     with pytest.raises(ConfigError, match=r"adamw_8bit needs a GPU, found cpu"):
         build(
             Contrast(),

@@ -1,0 +1,90 @@
+"""Engines of the stage `encode` on one GPU: one tower, saved once, read and run by each.
+
+Each gets the same token rows and makes its own batches, copies to the GPU included. vLLM is measured where it
+is installed; it takes what is left of the GPU's memory for itself, so it comes last.
+"""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_towers import (
+    TINY,
+    Figures,
+    document_rows,
+    forget,
+    llm,
+    peak_rate,
+    random_tower,
+    timed,
+    tokens,
+)
+from scalingnote.encode import engines
+from scalingnote.encode.encoder import Encoder
+from scalingnote.models import flops, published_model
+from scalingnote.models.flops import Shape
+from scalingnote.models.published_tower import LibraryTower
+from scalingnote.models.tower import Tower
+from scalingnote.train.config import Memory
+from scalingnote.train.engine import apply_memory_settings
+
+BUDGET = 32_768  # tokens of a forward pass
+ROWS = 1024
+OURS = "own"
+
+
+def measure_all(shape: Shape, device: torch.device, *, seconds: float) -> list[Figures]:
+    """A row per engine: tokens a second, MFU, and times sentence-transformers' rate."""
+    rows = document_rows(shape, 32 if shape is TINY else ROWS, 0)
+    operations = sum(flops.forward(shape, tokens=float(len(row.ids))) for row in rows)
+    peak, found = peak_rate(device), []
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        random_tower(llm(shape, device), role="document").save(folder)
+        facts = json.loads((folder / "tower.json").read_text())
+        for engine, make in _makers(folder, facts, device).items():
+            forget(device)
+            made = make()
+            figures = timed(lambda _, made=made: made.encode_with_cost(rows), device, seconds)  # type: ignore[misc]
+            rate = figures["steps"] / figures["seconds"]
+            found.append({"engine": engine, "tokens/s": rate * tokens(rows), "MFU": rate * operations / peak})
+            del made
+    theirs = next(row["tokens/s"] for row in found if row["engine"] == "sentence-transformers")
+    return [row | {"over sentence-transformers": row["tokens/s"] / theirs} for row in found]
+
+
+def metrics(rows: list[Figures]) -> dict[str, float]:
+    """Tokens a second and MFU of each engine, and ours over each other."""
+    named = {row["engine"].replace(" ", "_").replace("-", "_"): row for row in rows}
+    rates = {f"engine_{name}_tokens_per_s": row["tokens/s"] for name, row in named.items()}
+    used = {f"engine_{name}_mfu": row["MFU"] for name, row in named.items()}
+    ours = named[OURS]["tokens/s"]
+    over = {f"engine_own_over_{name}": ours / row["tokens/s"] for name, row in named.items() if name != OURS}
+    return rates | used | over
+
+
+def _makers(folder: Path, facts: dict[str, Any], device: torch.device) -> dict[str, Callable[[], Any]]:
+    def own(*, compiled: bool = False) -> Encoder:
+        encoder = Encoder(Tower.load(folder), token_budget=BUDGET, device=device)
+        apply_memory_settings(encoder.tower, Memory(compile=compiled))
+        return encoder
+
+    def model() -> published_model.PublishedModel:
+        return published_model.read(folder, "document")
+
+    def library() -> engines.OneView:
+        tower = LibraryTower(model(), role="document", max_length=facts["max_length"])
+        return engines.OneView(Encoder(tower, token_budget=BUDGET, device=device), facts)
+
+    makers: dict[str, Callable[[], Any]] = {OURS: own, "sentence-transformers": library}
+    if device.type != "cuda":
+        return makers
+    makers["own compiled"] = lambda: own(compiled=True)
+    if importlib.util.find_spec("vllm"):
+        makers["vllm"] = lambda: engines.OneView(engines.VllmEngine(model(), gpus=1), facts)
+    return makers

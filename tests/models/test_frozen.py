@@ -1,0 +1,177 @@
+"""Frozen weights in 8 and 4 bits: what is packed, multiplied, trained on and merged."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+import families
+from scalingnote.errors import ConfigError
+from scalingnote.models import dual_encoder, frozen
+from scalingnote.models.batch import Batch, collate
+from scalingnote.models.config import Lora, TowerConfig
+from scalingnote.models.dual_encoder import DualEncoder
+from scalingnote.models.frozen import FrozenLinear
+from scalingnote.train.config import Optimizer, Ranks, Schedule, TrainConfig
+from scalingnote.train.engine import Engine, build
+
+BYTES = {"int8": 1.0, "nf4": 0.5}  # of a weight
+ERROR = {"int8": 0.01, "nf4": 0.12}  # of a normal matrix, relative to its norm
+
+
+def layer(base: str, *, wide: int = 128, out: int = 48) -> tuple[nn.Linear, FrozenLinear]:
+    torch.manual_seed(0)
+    whole = nn.Linear(wide, out).requires_grad_(False)
+    whole.weight.data = torch.randn(out, wide)
+    return whole, FrozenLinear(whole, base)
+
+
+@pytest.mark.parametrize("base", BYTES)
+def test_a_packed_weight_is_close_and_small(base: str):
+    whole, packed = layer(base)
+    found = packed.unpacked()
+    assert (found.weight - whole.weight).norm() < ERROR[base] * whole.weight.norm()
+    assert torch.equal(found.bias, whole.bias)
+    assert packed.weight.nbytes == BYTES[base] * whole.weight.numel()
+    assert packed.scales.nbytes == 2 * whole.weight.numel() / (128 if base == "int8" else frozen.NF4_BLOCK)
+
+
+@pytest.mark.parametrize("base", BYTES)
+def test_packing_what_was_unpacked_changes_nothing(base: str):
+    _, packed = layer(base)
+    again = FrozenLinear(packed.unpacked().requires_grad_(False), base)
+    torch.testing.assert_close(again.unpacked().weight, packed.unpacked().weight, atol=0, rtol=2**-8)
+
+
+def test_int8_is_exact_to_half_a_step_and_keeps_rows_of_zeros():
+    whole, _ = layer("int8")
+    whole.weight.data[3] = 0
+    packed = FrozenLinear(whole, "int8")
+    off = (packed.unpacked().weight - whole.weight).abs() / packed.scales.float()
+    # The rounded scale may lack 1/256 of the largest weight: half a step more.
+    assert off.max() <= 1.0
+    assert off.median() < 0.5
+    assert not packed.unpacked().weight[3].any()
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base", BYTES)
+def test_products_and_gradients_are_those_of_the_unpacked_weight(base: str, precision: torch.dtype):
+    _, packed = layer(base)
+    inputs = torch.randn(2, 5, 128, requires_grad=True)
+    found = {}
+    for name, module in (("packed", packed), ("unpacked", packed.unpacked().requires_grad_(False))):
+        inputs.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision != torch.float32):
+            product = module(inputs)
+        assert product.dtype == precision
+        product.float().square().sum().backward()
+        found[name] = product, inputs.grad
+    tolerance = {"atol": 0.05, "rtol": 0.02} if precision == torch.bfloat16 else {}
+    torch.testing.assert_close(found["packed"], found["unpacked"], **tolerance)
+
+
+def test_a_saved_graph_holds_no_unpacked_weight():
+    _, packed = layer("int8")
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        packed(torch.randn(3, 128, requires_grad=True))
+    assert {tensor.dtype for tensor in kept} == {torch.int8, torch.bfloat16}
+
+
+def test_a_width_that_has_no_blocks_and_a_missing_package_are_said(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="widths that 64 divides, found 96: choose int8"):
+        layer("nf4", wide=96)
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="needs bitsandbytes"):
+        layer("nf4")
+    with pytest.raises(ValidationError, match="choose base=full"):
+        Lora(dora=True, base="int8")
+    tower = TowerConfig(lora=Lora(base="nf4"))
+    with pytest.raises(ValidationError, match="leave it true"):
+        TrainConfig(query=tower, document=tower, merge_adapters=False)
+
+
+# --- towers ----------------------------------------------------------------------------------------------
+
+
+def folder(tmp_path: Path) -> Path:
+    """A Qwen2 whose widths have blocks."""
+    return families.folder(tmp_path / "base", "qwen2", sizes={"hidden_size": 64, "intermediate_size": 128})
+
+
+def towers(path: Path, base: str) -> DualEncoder:
+    lora = Lora(rank=4, base=base)
+    configs = {role: families.tower_config(path, role=role, lora=lora) for role in ("query", "document")}
+    return dual_encoder.build(**configs, dim=16, tokenizers={}, seed=0, share_base=True)
+
+
+class Match(nn.Module):
+    """In-batch softmax of a few queries and documents."""
+
+    def __init__(self, made: DualEncoder) -> None:
+        super().__init__()
+        self.towers = made
+
+    def forward(self, rows: dict[str, Batch]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        queries, documents = self.towers(rows["query"], rows["document"])
+        scores = queries @ documents.mean(1).T
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores))), {}
+
+
+def rows(made: DualEncoder) -> dict[str, Batch]:
+    titles = list(families.DOCUMENTS[0])
+    pad = made.query.pad
+    return {
+        "query": collate(made.query.prompt.rows(titles), pad=pad),
+        "document": collate(made.document.prompt.rows(*families.DOCUMENTS), pad=pad),
+    }
+
+
+def engine(made: DualEncoder) -> Engine:
+    schedule = Schedule(
+        optimizer=Optimizer(peak_lr=1e-2), global_batch=4, precision="float32", resources=Ranks(workers=0)
+    )
+    return build(Match(made), schedule=schedule, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("base", BYTES)
+def test_adapters_learn_on_packed_weights_and_are_merged_into_them(base: str, tmp_path: Path):
+    made = towers(folder(tmp_path), base)
+    layers = [
+        [module for module in tower.backbone.modules() if isinstance(module, FrozenLinear)]
+        for tower in (made.query, made.document)
+    ]
+    assert len(layers[0]) == 14
+    assert [id(layer.weight) for layer in layers[0]] == [id(layer.weight) for layer in layers[1]]
+    before = [(layer.weight.clone(), layer.scales.clone()) for layer in layers[0]]
+    training, batch = engine(made), rows(made)
+    losses = []
+    for _ in range(12):
+        loss, _ = training(batch)
+        training.backward(loss)
+        training.step(1e-2)
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
+    for layer, (weight, scales) in zip(layers[0], before, strict=True):
+        assert torch.equal(layer.weight, weight)
+        assert torch.equal(layer.scales, scales)
+    assert all("lora_" in name or "rows" in name or "projection" in name for name in training.weights())
+    assert not any("base_layer" in name for name in training.state())
+    made.eval().save(tmp_path / "saved")
+    again = DualEncoder.load(tmp_path / "saved")
+    for name, part in batch.items():
+        torch.testing.assert_close(again.encode(name, part), made.encode(name, part), atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_without_an_adapter_is_packed_and_saved_too(tmp_path: Path):
+    path = folder(tmp_path)
+    lora = Lora(rank=2, base="int8", targets=("q_proj",))
+    config = families.tower_config(path, role="query", lora=lora)
+    made = dual_encoder.build_query_tower(config, dim=16, tokenizer_json=None, seed=0).eval()
+    made.save(tmp_path / "saved")
+    batch = collate(made.prompt.rows(["join tensors"]), pad=made.pad)
+    again = dual_encoder.load_query_tower(tmp_path / "saved")
+    torch.testing.assert_close(again(batch), made(batch), atol=1e-4, rtol=1e-4)
