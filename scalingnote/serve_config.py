@@ -221,6 +221,11 @@ class ServeConfig(Config):
             raise ValueError(
                 f"{reached} can be reached from other machines: name a file of keys in api_keys, or set open"
             )
+        if self.escalation is not None and self.escalation.in_flight >= self.limits.in_flight:
+            raise ValueError(
+                f"escalation.in_flight is {self.escalation.in_flight}, limits.in_flight "
+                f"{self.limits.in_flight}: lower the first, or a slow teacher holds every request of a gateway"
+            )
         if self.mapped and self.live is not None:
             raise ValueError("mapped is for an index that is read only: a live index adds vectors")
         return self

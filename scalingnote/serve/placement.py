@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ray.serve import Application
+from ray.serve import Application, Deployment
 from ray.serve._private.build_app import build_app
 
 from scalingnote.index import shard
@@ -99,7 +99,7 @@ def problems(application: Application, nodes: Sequence[Node]) -> list[str]:
     """
     alive = [node for node in nodes if node["Alive"]]
     found, together = [], Counter[str]()
-    for deployment in build_app(application, name="checked", make_deployment_handle=_no_handle).deployments:
+    for deployment in deployments(application):
         actor, replicas = deployment.ray_actor_options or {}, int(deployment.num_replicas)
         needs = {RESOURCES[name]: float(actor[name]) for name in RESOURCES if actor.get(name)}
         needs |= actor.get("resources", {})
@@ -113,8 +113,14 @@ def problems(application: Application, nodes: Sequence[Node]) -> list[str]:
     return _too_much(together, alive)
 
 
+def deployments(application: Application) -> list[Deployment]:
+    """The deployments of a bound application, which is not deployed by this."""
+    built = build_app(application, name="checked", make_deployment_handle=_no_handle)
+    return list(built.deployments)
+
+
 def _no_handle(*_: object) -> Any:
-    """In place of the handles of an application that is not deployed."""
+    return None
 
 
 def _misfit(
