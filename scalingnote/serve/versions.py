@@ -225,14 +225,14 @@ class Versions:
         await asyncio.shield(asyncio.create_task(self._change_to(version)))
 
     async def follow(self) -> None:
-        """Change to the version that another gateway has activated, if it has."""
-        await self.documents.reopen()
+        """Change to the version that another gateway has activated; try again what could not be read."""
         served = await asyncio.to_thread(self.catalog.read)
         if served[0].name != self.active.name:
             async with self._changing:
                 if await self._open(served[0]):
                     await self.documents.try_open(served[0].name, served[0].uri)
                 self._serve(served)
+        await self.documents.reopen()
 
     async def _change_to(self, version: Version) -> None:
         async with self._changing:
