@@ -152,7 +152,7 @@ def test_replicas_that_are_to_be_apart_need_as_many_nodes(args: dict[str, Any]):
 
 
 def test_a_small_cpu_cluster_is_told_what_all_replicas_reserve(args: dict[str, Any]):
-    assert "the replicas reserve 5 CPUs, the cluster has 2 CPUs: lower serve.cpus_per_replica" in told(
+    assert "the replicas reserve 6 CPUs, the cluster has 2 CPUs: lower serve.cpus_per_replica" in told(
         served(args, **APART, cpus_per_replica=1), node(2, 8)
     )
     config = ServeConfig(cpus_per_replica=0.0)
