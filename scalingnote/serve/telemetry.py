@@ -85,7 +85,9 @@ class Metrics:
             name("escalated_total"), "searches by the teacher's embedding", tag_keys=("arm",)
         )
         self._degraded = metrics.Counter(
-            name("degraded_total"), "answers that had to do without a part", tag_keys=("arm", "reason")
+            name("degraded_total"),
+            "answers that had to do without a part",
+            tag_keys=("arm", "reason"),  # type: ignore[arg-type]
         )
         self._refused = metrics.Counter(name("refused_total"), "requests refused", tag_keys=("code",))
         self._in_flight = metrics.Gauge(name("in_flight"), "requests being worked on")

@@ -254,7 +254,7 @@ class Versions:
     async def _describe(self, version: Version) -> bool:
         """Take in what the searchers hold of a version; whether its documents are in a store apart."""
         calls = [searcher.describe.remote(version.name) for searcher in self._searchers]
-        content = reduce(VersionContent.joined, await asyncio.gather(*calls))
+        content: VersionContent = reduce(VersionContent.joined, await asyncio.gather(*calls))
         if content.held != content.layout.shards:  # a deployed replica holds a fixed range of shards
             raise ConfigError(
                 f"index {version.uri} has {content.layout.shards} shards, the searchers hold {content.held}: "
