@@ -224,7 +224,7 @@ class ServeConfig(Config):
         if self.escalation is not None and self.escalation.in_flight >= self.limits.in_flight:
             raise ValueError(
                 f"escalation.in_flight is {self.escalation.in_flight}, limits.in_flight "
-                f"{self.limits.in_flight}: lower the first, or a slow teacher holds every request of a gateway"
+                f"{self.limits.in_flight}: lower the first, a slow teacher would hold every request"
             )
         if self.mapped and self.live is not None:
             raise ValueError("mapped is for an index that is read only: a live index adds vectors")
