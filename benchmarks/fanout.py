@@ -1,4 +1,4 @@
-"""One gateway before 1, 8 and 48 groups of shards, and second calls where one searcher is slow.
+"""One gateway before 1 to 48 groups of shards, and second calls where one searcher is slow.
 
     python -m benchmarks.fanout --json docs/results/fanout.json
 
@@ -36,7 +36,8 @@ from scalingnote.serve.service import ServedArm, Service
 from scalingnote.serve.versions import Catalog, Version, VersionContent, Versions
 from scalingnote.serve_config import FanOutConfig, ServeConfig
 
-GROUPS = (1, 8, 48)
+# Groups, and how many an aggregator calls: 16 with and without aggregators say where these pay.
+CASES = ((1, 16), (8, 16), (16, 16), (16, 8), (48, 16))
 K, DIM = 10, 64
 SCANNED = 100_000  # vectors of a scan whose time is a searcher's
 SLOW = 50.0  # times as long as the others, of one replica of one group
@@ -72,8 +73,7 @@ class Searchers:
 class Aggregators:
     """All aggregators, which would be processes of their own."""
 
-    def __init__(self, searchers: Any, groups: int) -> None:
-        shared = sizes(groups, FanOutConfig())
+    def __init__(self, searchers: Any, shared: Sequence[Sequence[int]]) -> None:
         self._all = [Aggregator([_Remote(searchers, g) for g in own], own, "off") for own in shared]  # type: ignore[misc]
 
     async def search_many(self, number: int, queries: Sequence[Query], left_s: float) -> Packed:
@@ -140,13 +140,17 @@ def main() -> None:
     seconds = scan_seconds()
     cluster.connect()
     rows = []
-    for groups in GROUPS:
-        found = [measure(seconds, groups, options.queries, options.crowd) for _ in range(options.rounds)]
+    for groups, most in CASES:
+        fanout = FanOutConfig(groups_per_aggregator=most)
+        found = [
+            measure(seconds, groups, fanout, options.queries, options.crowd) for _ in range(options.rounds)
+        ]
         rate, median, tail = (float(np.median(column)) for column in zip(*found, strict=True))
         rows.append(
             {
                 "groups": groups,
-                "calls of the gateway": len(sizes(groups, FanOutConfig())) or groups,
+                "aggregators": (aggregators := len(sizes(groups, fanout))),
+                "calls of the gateway": aggregators or groups,
                 "queries/s of a gateway's loop": rate,
                 "p50 ms": median,
                 "p99 ms": tail,
@@ -156,14 +160,16 @@ def main() -> None:
     show(f"{options.crowd} queries at once for queries/s, 2 for latencies", rows)
     hedging = []
     for hedge_after in ("off", "auto"):
-        tails = [asyncio.run(tail_ms(seconds, hedge_after)) for _ in range(options.rounds)]
-        hedging.append({"second calls": hedge_after, "p99 ms": float(np.median(tails)), "rounds": tails})
+        slow = [asyncio.run(tail_ms(seconds, hedge_after)) for _ in range(options.rounds)]
+        hedging.append({"second calls": hedge_after, "p99 ms": float(np.median(slow)), "rounds": slow})
     show(f"{HEDGED_GROUPS} groups of two replicas, one of the replicas {SLOW:g} times as slow", hedging)
-    one, eight, most = rows
+    rates, tails = ([row[name] for row in rows] for name in ("queries/s of a gateway's loop", "p99 ms"))
     metrics = {
-        "qps_8_over_1": eight["queries/s of a gateway's loop"] / one["queries/s of a gateway's loop"],
-        "qps_48_over_1": most["queries/s of a gateway's loop"] / one["queries/s of a gateway's loop"],
-        "p99_48_slowdown": most["p99 ms"] / one["p99 ms"],
+        "qps_8_over_1": rates[1] / rates[0],
+        "qps_48_over_1": rates[4] / rates[0],
+        "p99_48_slowdown": tails[4] / tails[0],
+        "qps_16_aggregated_over_direct": rates[3] / rates[2],
+        "p99_16_aggregated_over_direct": tails[3] / tails[2],
         "hedge_p99_cut": 1 - hedging[1]["p99 ms"] / hedging[0]["p99 ms"],  # type: ignore[operator]
     }
     rounded = {name: round(value, 3) for name, value in metrics.items()}
@@ -183,23 +189,24 @@ def scan_seconds() -> list[float]:
     return found
 
 
-def measure(seconds: list[float], groups: int, queries: int, size: int) -> tuple[float, float, float]:
+def measure(
+    seconds: list[float], groups: int, fanout: FanOutConfig, queries: int, size: int
+) -> tuple[float, float, float]:
     """Queries of a second of the loop's processor time; p50 and p99 in milliseconds, of two at a time."""
     actor: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 1000}
     searcher: Any = ray.remote(Searchers)
     aggregator: Any = ray.remote(Aggregators)
+    shared = sizes(groups, fanout)
     searchers = searcher.options(**actor).remote(seconds)
-    aggregators = aggregator.options(**actor).remote(searchers, groups)
+    aggregators = aggregator.options(**actor).remote(searchers, shared)
     ray.get([searchers.ping.remote(), aggregators.ping.remote()])
     targets: list[Any] = [_Remote(searchers, group) for group in range(groups)]
-    shared: list[Any] = [
-        _Remote(aggregators, number, aggregates=True) for number in range(len(sizes(groups, FanOutConfig())))
-    ]
-    config = ServeConfig(deadline_s=DEADLINE_S)
+    called: list[Any] = [_Remote(aggregators, number, aggregates=True) for number in range(len(shared))]
+    config = ServeConfig(deadline_s=DEADLINE_S, fanout=fanout)
     parts = LocalHandle(_Parts(groups))
     versions = Versions(Catalog(Version("v", "nowhere", 10**6, DIM, "")), [parts])
     arms = [ServedArm("default", parts, "fake", personalised=False)]
-    service = Service(arms, targets, versions, config, aggregators=shared)
+    service = Service(arms, targets, versions, config, aggregators=called)
     application = api.build(service, config)
 
     async def measured() -> tuple[int, float, list[float]]:

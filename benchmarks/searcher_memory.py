@@ -28,6 +28,8 @@ from scalingnote import topk
 from scalingnote.index import families, ivf, postings, shard
 from scalingnote.index.config import IVFPQ, Coarse, IndexConfig
 from scalingnote.search.searcher import Searcher
+from scalingnote.serve import placement
+from scalingnote.serve_config import ServeConfig
 from scalingnote.storage import arrow
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact
 
@@ -65,6 +67,9 @@ def main() -> None:
     metrics = {
         # Of the largest index: a process's own few megabytes, which vary, weigh more the smaller it is.
         "searcher_bytes_per_document_over_index": rows[-1]["resident over index"],
+        "searcher_resident_over_reserved": round(
+            rows[-1]["resident bytes per document"] / rows[-1]["reserved bytes per document"], 3
+        ),
         "open_seconds_10m": round(extrapolated(rows, "open s"), 2),
         "open_seconds_cold_10m": round(extrapolated(rows, "open cold s"), 2),
         "swap_peak_unreclaimable_over_one": swap["unreclaimable over one"],
@@ -172,9 +177,16 @@ def measured(small: str, uri: str) -> dict[str, Any]:
         "open cold s": round(cold, 3),
         "index bytes per document": round(own / documents, 1),
         "resident bytes per document": round(memory["Pss"] / documents, 1),
+        "reserved bytes per document": round(reserved(index) / documents, 1),
         "unreclaimable bytes per document": round(memory["Anonymous"] / documents, 1),
         "resident over index": round(memory["Pss"] / own, 3),
     }
+
+
+def reserved(index: Artifact) -> int:
+    """Bytes that the service has Ray reserve for such a searcher."""
+    config = ServeConfig(mapped=True, versions_kept=1)
+    return placement.index_memory(index, [0], config, part="searcher")
 
 
 def opened(small: str, uri: str) -> tuple[float, dict[str, int]]:

@@ -4,9 +4,11 @@
 
 Two services of a finished run, one after the other, every part of each in replicas of its own:
 
-    swap    clients search; another version of the index is activated, again and again; searcher, encoder and
-            gateway replicas are killed (kill -9). Each answer must be what the version that it names gives in
-            process, of the shards that it says have answered.
+    swap    clients search three groups of shards below two aggregators, a teacher has the uncertain queries;
+            another version of the index is activated, again and again; searcher, aggregator, encoder, teacher
+            and gateway replicas are killed (kill -9), and a gateway starts while documents of a shard are
+            gone. Each answer must be what the version and the tower that it names give in process, of all
+            groups but those that it says are missing.
     write   clients search; documents are written and deleted; writer, searcher and gateway are killed. In the
             end every document must be as its last acknowledged write left it (or a later one that was sent
             and not acknowledged), and no answer may have a document twice.
@@ -38,18 +40,22 @@ from ray import serve
 
 from benchmarks import report
 from scalingnote import cluster, pipeline
+from scalingnote.encode.query_encoder import QueryEncoder
+from scalingnote.errors import ConfigError
 from scalingnote.index import job as index_job
+from scalingnote.index.shard import documents_file
 from scalingnote.run_config import RunConfig
 from scalingnote.search.searcher import Searcher
-from scalingnote.serve import artifacts
-from scalingnote.serve.replicas import QueryPathParts
-from scalingnote.serve_config import AppArgs
 from scalingnote.storage.artifact import Artifact
 
 # 408, 500: a replica died with the request; 502, 503: nobody was there to take it; 0: the connection broke.
 DOCUMENTED = {0, 200, 404, 408, 500, 502, 503, 504}
 TWO_OF_EACH = {"gateway_replicas": 2, "encoder_replicas": 2, "searcher_replicas": 2}
+GROUPS, GROUPS_PER_AGGREGATOR = 3, 2  # of the index that is swapped, a shard each
+DOCUMENTS = "documents"  # the fault that is no kill of a replica alone
+START = "import sys; from scalingnote.commands import _serve; sys.exit(_serve({}, sys.argv[1:]))"
 K = 10
+Expected = list[list[dict[str, float]]]  # of each query, what each shard finds: document -> score
 
 
 class Client:
@@ -81,7 +87,8 @@ class Tally:
 
     statuses: Counter[int] = field(default_factory=Counter)
     partial: int = 0
-    wrong: int = 0  # answers that mix versions, or are not what their version gives
+    degraded: Counter[str] = field(default_factory=Counter)
+    wrong: int = 0  # answers that mix versions, or are not what they say they are
     twice: int = 0  # answers with a document twice
 
 
@@ -94,11 +101,10 @@ class Cluster:
         self.kills: Counter[str] = Counter()
 
     @contextmanager
-    def service(self, knobs: dict[str, Any], run: str) -> Iterator[str]:
-        """A service as the shell starts it: its URL."""
-        command = [sys.executable, "-m", "scalingnote.cli", "serve", "--run", run]
-        for key, value in knobs.items():
-            command += ["--set", f"serve.{key}={json.dumps(value)}"]
+    def service(self, knobs: dict[str, Any], **served: str) -> Iterator[str]:
+        """A service as the shell starts it, of artifacts or of a run: its URL."""
+        command = [sys.executable, "-c", START, *(f"{name}={uri!r}" for name, uri in served.items())]
+        command += [f"serve.{key}={json.dumps(value)}" for key, value in knobs.items()]
         environment = {**os.environ, "RAY_ADDRESS": self._address}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout is not None
@@ -166,22 +172,29 @@ def settle(client: Client, *, shards: int) -> None:
 def swap(machine: Cluster, run_dir: str, *, swaps: int, kills: int) -> dict[str, Any]:
     """The index is swapped and replicas are killed under load."""
     config = pipeline.load_run(run_dir)
-    first = pipeline.locate(config, "index")
-    queries = _queries(config)
+    queries, towers = _queries(config), _towers(config)
     with tempfile.TemporaryDirectory() as folder:
-        second = _other_index(config, f"{folder}/index")
-        expected = {index.digest[:12]: _expected(index, config, queries) for index in (first, second)}
-        shards = len(next(iter(expected.values()))[0])
-        knobs = {
+        indexes = [_index(config, f"{folder}/{seed}", seed=config.index.seed + seed) for seed in (0, 1)]
+        # By version and whether the teacher encoded the query.
+        expected = {
+            (index.digest[:12], escalated): _expected(index, tower, queries)
+            for index in indexes
+            for escalated, tower in towers.items()
+        }
+        knobs: dict[str, Any] = {
             "port": 0,
             "deadline_s": 5,
             "state": f"{folder}/state",
             "encoder_in": "replicas",
             "searchers_in": "replicas",
             "shards_per_searcher": 1,
+            "fanout": {"groups_per_aggregator": GROUPS_PER_AGGREGATOR},
             **TWO_OF_EACH,
         }
-        with machine.service(knobs, run_dir) as url:
+        if True in towers:
+            knobs["escalation"] = {"teacher": towers[True].uri, "deadline_ms": 1000}
+        served = {"index": indexes[0].uri, "query_tower": towers[False].uri}
+        with machine.service(knobs, **served) as url:
             tally, local = Tally(), threading.local()
             numbers = iter(range(10**9))
 
@@ -194,25 +207,51 @@ def swap(machine: Cluster, run_dir: str, *, swaps: int, kills: int) -> dict[str,
                 )
                 tally.statuses[status] += 1
                 if status == 200:
-                    tally.partial += answer["shards_answered"] < shards
-                    tally.wrong += not _right(answer, expected[answer["index_version"]], number)
+                    tally.partial += answer["shards_answered"] < GROUPS
+                    tally.degraded.update(answer["degraded"])
+                    named = expected[answer["index_version"], answer["escalated"]]
+                    tally.wrong += not _right(answer, named[number])
 
             control = Client(url)
-            settle(control, shards=shards)
-            done, parts = 0, cycle(("IndexSearcher", "QueryEncoder", "Gateway"))
+            settle(control, shards=GROUPS)
+            faults = ["Aggregator", DOCUMENTS, "IndexSearcher", "QueryEncoder", "Gateway"]
+            faults += ["QueryTeacher"] * (True in towers)
+            done, parts = 0, cycle(faults)
             machine.kills.clear()
             with load(search, threads=4):
                 while done < swaps or machine.kills.total() < kills:
-                    uri = (second, first)[done % 2].uri
+                    uri = indexes[(done + 1) % 2].uri
                     done += control("POST", "/admin/index/activate", {"uri": uri})[0] == 200
                     if machine.kills.total() < kills and machine.whole():
-                        machine.kill(next(parts))
+                        part = next(parts)
+                        if part == DOCUMENTS:
+                            _lose_documents(machine, indexes, tally)
+                        else:
+                            machine.kill(part)
                     time.sleep(0.5)
-                settle(control, shards=shards)
+                settle(control, shards=GROUPS)
                 status, _ = control("POST", "/admin/index/roll_back")
-            return _row("swap", tally, swaps=done, kills=machine.kills.total(), writes=0, lost=0) | {
+            return _row("swap", tally, machine.kills, swaps=done, writes=0, lost=0) | {
                 "rolled back": status == 200
             }
+
+
+def _lose_documents(machine: Cluster, indexes: Sequence[Artifact], tally: Tally) -> None:
+    """Have a gateway start while it cannot read the documents of a shard, until an answer says so."""
+    files = [f"{index.uri}/{documents_file(0)}" for index in indexes]
+    before, deadline = tally.degraded["documents_unreadable"], time.monotonic() + 120
+    for file in files:
+        os.rename(file, f"{file}.away")
+    try:
+        machine.kill("Gateway")
+        machine.kills[DOCUMENTS] += 1
+        while tally.degraded["documents_unreadable"] == before:
+            if time.monotonic() > deadline:
+                raise SystemExit("no gateway answered without documents within two minutes")
+            time.sleep(0.1)
+    finally:
+        for file in files:
+            os.rename(f"{file}.away", file)
 
 
 def write(machine: Cluster, run_dir: str, *, operations: int, kills: int, batch: int = 25) -> dict[str, Any]:
@@ -229,7 +268,7 @@ def write(machine: Cluster, run_dir: str, *, operations: int, kills: int, batch:
             "searchers_in": "replicas",
             **TWO_OF_EACH,
         }
-        with machine.service(knobs, run_dir) as url:
+        with machine.service(knobs, run_dir=run_dir) as url:
             tally, local = Tally(), threading.local()
 
             def search() -> None:
@@ -271,8 +310,7 @@ def write(machine: Cluster, run_dir: str, *, operations: int, kills: int, batch:
                 settle(control, shards=shards)
             time.sleep(2)  # followers look every tenth of a second
             lost = sum(_title(control, doc_id) not in titles for doc_id, titles in allowed.items())
-            kills = machine.kills.total()
-            return _row("write", tally, swaps=0, kills=kills, writes=written, lost=lost)
+            return _row("write", tally, machine.kills, swaps=0, writes=written, lost=lost)
 
 
 def _send(client: Client, ids: Sequence[str], title: str | None) -> int:
@@ -299,56 +337,62 @@ def _queries(config: RunConfig) -> list[str]:
     return list(dict.fromkeys(table["query"].to_pylist()))[:200]
 
 
-def _other_index(config: RunConfig, uri: str) -> Artifact:
-    """The same documents with another quantizer: other neighbours for some queries."""
+def _towers(config: RunConfig) -> dict[bool, Artifact]:
+    """The query tower, and under True the teacher that its uncertain queries escalate to, if it has one."""
+    tower = pipeline.locate(config, "student" if config.distill else "dual_encoder")
+    with suppress(ConfigError):
+        return {False: tower, True: pipeline.teacher(config)}
+    return {False: tower}
+
+
+def _index(config: RunConfig, uri: str, *, seed: int) -> Artifact:
+    """The run's documents in GROUPS shards; another seed has other neighbours for some queries."""
     parents = {kind: pipeline.locate(config, kind).uri for kind in ("dataset", "embeddings", "semantic_ids")}
     nlist = Searcher.open(pipeline.locate(config, "index").uri).layout.nlist
-    changed = config.index.model_copy(update={"seed": config.index.seed + 1, "nprobe": 1, "nlist": nlist})
-    return index_job.run(changed, **parents, output=uri)
+    changes = {"seed": seed, "nprobe": 1, "nlist": nlist, "shards": GROUPS}
+    return index_job.run(config.index.model_copy(update=changes), **parents, output=uri)
 
 
-def _expected(index: Artifact, config: RunConfig, queries: Sequence[str]) -> list[list[dict[str, float]]]:
-    """For each query, what each shard of a version finds: document -> score."""
-    served = artifacts.find(AppArgs(run_dir=config.run_dir))
-    assert isinstance(served, artifacts.ServedArtifacts)
-    parts = served.arms[0].encoder
-    assert isinstance(parts, QueryPathParts)
-    path = parts.load()
-    shards = Searcher.open(index.uri).layout.shards
-    searchers = [Searcher.open(index.uri, shards=[number]) for number in range(shards)]
+def _expected(index: Artifact, tower: Artifact, queries: Sequence[str]) -> Expected:
+    """For each query, what each shard of a version finds by the embeddings of a tower."""
+    encoder = QueryEncoder.load(tower.directory("query"))
+    searchers = [Searcher.open(index.uri, shards=[number]) for number in range(GROUPS)]
     found = []
     for query in queries:
-        embedding = path([query])[0].embedding
+        embedding = encoder.encode_queries([query])
         of_shards = [searcher.search(embedding, k=K)[0] for searcher in searchers]
-        found.append([{result.doc_id: result.score for result in of} for of in of_shards])
+        found.append([{result.doc_id: float(result.score) for result in of} for of in of_shards])
     return found
 
 
-def _right(answer: dict[str, Any], expected: list[list[dict[str, float]]], query: int) -> bool:
-    """Whether an answer is the merge of what the shards of one version give that have answered."""
-    of_shards = expected[query]
+def _right(answer: dict[str, Any], expected: list[dict[str, float]]) -> bool:
+    """Whether an answer is the merge of what the shards give that it does not name as missing."""
+    missing = answer["missing_groups"]  # a group has one shard
+    if answer["shards_answered"] != GROUPS - len(missing):
+        return False
+    held = [scores for shard, scores in enumerate(expected) if shard not in missing]
+    best = sorted((score for scores in held for score in scores.values()), reverse=True)[:K]
     results = [(hit["doc_id"], hit["score"]) for hit in answer["results"]]
-    answered = {hit["explain"]["shard"] for hit in answer["results"]}
-    silent = answer["shards"] - answer["shards_answered"]
-    possible = [s for s in range(len(of_shards)) if s in answered or not silent]
-    best = sorted((score for s in possible for score in of_shards[s].values()), reverse=True)[:K]
     right_scores = all(abs(score - wanted) < 1e-4 for (_, score), wanted in zip(results, best, strict=False))
-    known = {doc_id for of in of_shards for doc_id in of}
+    known = {doc_id for scores in held for doc_id in scores}
     return len(results) == len(best) and right_scores and all(doc_id in known for doc_id, _ in results)
 
 
-def _row(name: str, tally: Tally, **numbers: int) -> dict[str, Any]:
+def _row(name: str, tally: Tally, kills: Counter[str], **numbers: int) -> dict[str, Any]:
     undocumented = sum(count for status, count in tally.statuses.items() if status not in DOCUMENTED)
     errors = sum(count for status, count in tally.statuses.items() if status not in (200, 404))
     return {
         "service": name,
         "requests": sum(tally.statuses.values()),
+        "kills": kills.total() - kills[DOCUMENTS],  # losing them kills a gateway
         **numbers,
         "partial": tally.partial,
         "errors": errors,
         "undocumented": undocumented,
         "wrong or mixed": tally.wrong,
         "doubled": tally.twice,
+        "killed": json.dumps(dict(sorted(kills.items()))),
+        "degraded": json.dumps(dict(sorted(tally.degraded.items()))),
         "statuses": json.dumps({str(status): count for status, count in sorted(tally.statuses.items())}),
     }
 

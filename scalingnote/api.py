@@ -264,7 +264,8 @@ class Index:
         self._teacher: QueryPath | None = None
         self._threshold = float("inf")
         if escalate:
-            self._teacher = QueryPath(_teacher(config), terms)
+            teacher = Tower.load(pipeline.teacher(config).directory("query"), "torch")
+            self._teacher = QueryPath(teacher, terms)
             self._threshold = self._tuned(_held_out_queries(config), escalate)
 
     def encode(self, query: str) -> "Query":
@@ -337,17 +338,6 @@ def mteb_search(run_dir: str | Path, *, name: str = "") -> "MtebSearch":
         **model_facts(tower, Encoder.load(tower)),
     }
     return MtebSearch(index.searcher, index.query_path, doc_ids, about=about)
-
-
-def _teacher(config: "RunConfig") -> Tower:
-    """The query side of the tower that encoded the documents."""
-    from scalingnote import pipeline
-
-    if config.distill is None or config.distill.document is not None or config.fuse is not None:
-        raise ConfigError("this run has no student that searches its teacher's documents: leave escalate out")
-    if config.cross_encoder is not None:
-        raise ConfigError("a cross-encoder cannot encode a query alone: leave escalate out")
-    return Tower.load(pipeline.locate(config, "dual_encoder").directory("query"), "torch")
 
 
 def _held_out_queries(config: "RunConfig") -> list[str]:

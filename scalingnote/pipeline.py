@@ -91,6 +91,18 @@ def query_terms(config: RunConfig) -> Artifact | None:
     return locate(config, "dual_encoder" if config.bm25 is None else "bm25_terms")
 
 
+def teacher(config: RunConfig) -> Artifact:
+    """The tower that encoded the documents, for the queries that a student of it is uncertain about.
+
+    ConfigError where the run has no such student, or another part decides on a query's embedding.
+    """
+    if config.distill is None or config.distill.document is not None or config.fuse is not None:
+        raise ConfigError("this run has no student that searches its teacher's documents: do not escalate")
+    if config.cross_encoder is not None:
+        raise ConfigError("a cross-encoder cannot encode a query alone: do not escalate")
+    return locate(config, "dual_encoder")
+
+
 def load_run(run_dir: str) -> RunConfig:
     """The config of the last run in `run_dir`, wherever that directory lies now."""
     path = fs.join(run_dir, RUN_FILE)

@@ -21,6 +21,17 @@ HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "
 # Ray Serve kills a proxy that is not ready in 5 s, HAProxy in 30 s: too early where all processors are busy.
 PROXY_TIMEOUTS = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S": "120"}
 Place = Literal["auto", "gateway", "replicas"]
+Part = Literal[
+    "gateway",
+    "encoder",
+    "teacher",
+    "document_tower",
+    "reranker",
+    "searcher",
+    "aggregator",
+    "document_encoder",
+    "writer",
+]
 # Replicas have other working directories than the command.
 LocalPath = Annotated[str, AfterValidator(lambda path: path if "://" in path else os.path.abspath(path))]
 
@@ -44,6 +55,53 @@ class Rerank(Config):
     replicas: int = Field(1, ge=1)
     cpus_per_replica: float = Field(0.1, ge=0, description="CPU cores Ray reserves for each")
     gpus_per_replica: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
+
+
+class Escalation(Config):
+    """A teacher, in replicas of its own, encodes the queries that the student is least certain about."""
+
+    share: float = Field(
+        0.3, gt=0, le=1, description="of a gateway's latest queries: those whose ten best scores are closest"
+    )
+    threshold: float | None = Field(
+        None,
+        le=0,
+        description="in place of `share`: minus the standard deviation of the ten best scores above which a "
+        "query is escalated",
+    )
+    teacher: str | None = Field(
+        None, description="URI of a dual_encoder or student; None: the run's own, that the student learnt of"
+    )
+    form: Form = Field("auto", description="of the teacher's query side")
+    deadline_ms: float = Field(
+        200.0, gt=0, description="after which the student's answer is given; at most half of the time left"
+    )
+    in_flight: int = Field(
+        32,
+        ge=1,
+        description="queries of a gateway that wait for the teacher; others get the student's answer",
+    )
+    max_batch: int = Field(8, ge=1, description="queries that a replica encodes together")
+    replicas: int = Field(1, ge=1)
+    cpus_per_replica: float = Field(0.1, ge=0, description="CPU cores Ray reserves for each")
+    gpus_per_replica: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
+
+
+class Placement(Config):
+    """Nodes for the replicas of a part, in options of Ray and Ray Serve, by their names there."""
+
+    num_cpus: float | None = Field(None, ge=0, description="None: what the part's own knob reserves")
+    num_gpus: float | None = Field(None, ge=0, description="None: what the part's own knob reserves")
+    memory: int | None = Field(
+        None,
+        ge=0,
+        description="bytes; None: of what searches, the artifact's size (docs/guides/serve.md), else nothing",
+    )
+    resources: dict[str, float] = Field({}, description="custom resources of nodes, and how much is reserved")
+    label_selector: dict[str, str] = Field({}, description="labels that a node must have")
+    max_replicas_per_node: int | None = Field(
+        None, ge=1, le=100, description="of one deployment: 1 keeps the replicas of a group of shards apart"
+    )
 
 
 class FanOutConfig(Config):
@@ -133,6 +191,7 @@ class ServeConfig(Config):
     )
     gateway_replicas: int = Field(1, ge=1)
     encoder_replicas: int = Field(1, ge=1)
+    gpus_per_encoder_replica: float = Field(0.0, ge=0, description="GPUs Ray reserves for each")
     searcher_replicas: int = Field(1, ge=1, description="replicas of each group of shards")
     cpus_per_replica: float = Field(0.1, ge=0, description="CPU cores Ray reserves for each replica")
     state: str | None = Field(
@@ -144,6 +203,11 @@ class ServeConfig(Config):
         "sqlite:features.db", description="store of users' features: sqlite:PATH or redis://HOST:PORT/DB"
     )
     rerank: Rerank | None = Field(None, description="null: no re-ranking")
+    escalation: Escalation | None = Field(None, description="null: the student encodes every query")
+    placement: dict[Part, Placement] = Field(
+        {},
+        description="by part: num_cpus, num_gpus, memory, resources, label_selector, max_replicas_per_node",
+    )
     canary: float = Field(
         0.0, ge=0, le=1, description="share of queries searched again exactly, to measure recall"
     )
@@ -156,6 +220,11 @@ class ServeConfig(Config):
         if reached and self.api_keys is None and not self.open:
             raise ValueError(
                 f"{reached} can be reached from other machines: name a file of keys in api_keys, or set open"
+            )
+        if self.escalation is not None and self.escalation.in_flight >= self.limits.in_flight:
+            raise ValueError(
+                f"escalation.in_flight is {self.escalation.in_flight}, limits.in_flight "
+                f"{self.limits.in_flight}: lower the first, a slow teacher would hold every request"
             )
         if self.mapped and self.live is not None:
             raise ValueError("mapped is for an index that is read only: a live index adds vectors")

@@ -253,6 +253,12 @@ class Searcher:
         """The document with this id; None where no shard held has it."""
         return self.store.get(doc_id)
 
+    def columns(self, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Id and filter columns of those candidates of a built index whose shards are held here."""
+        places = ((each, each >> _ROW_BITS, each & _ROWS) for each in ids)
+        held = self._shards
+        return {each: held[shard].stored[row] for each, shard, row in places if shard in held}
+
     def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
         """Vector of a document, as exact as the index keeps it; None where no shard held has the document.
 

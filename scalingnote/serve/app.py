@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.serve import Application, Deployment, deployment
 from ray.serve.handle import DeploymentHandle
 
 from scalingnote.experiment.access_log import AccessWriter
-from scalingnote.serve import api
+from scalingnote.serve import api, placement
 from scalingnote.serve.access import Admission, read_keys
 from scalingnote.serve.artifacts import ServedArtifacts, ServedTower, find, gateway_encodes
 from scalingnote.serve.concurrency import Handle, LocalHandle
@@ -24,24 +25,27 @@ from scalingnote.serve.fan_out import Aggregator, hedged, sizes
 from scalingnote.serve.grpc.servicer import Servicer
 from scalingnote.serve.replicas import ArmEncoder, IndexSearcher, QueryPathParts, Reranker
 from scalingnote.serve.service import ServedArm, Service
-from scalingnote.serve.telemetry import Metrics, RequestObserver, scrape
+from scalingnote.serve.telemetry import Metrics, RequestObserver, get_logger, scrape
 from scalingnote.serve.towers import DocumentTower, Location
 from scalingnote.serve.versions import Catalog, LiveCatalog, Versions
 from scalingnote.serve.writer import DocumentEncoder, WriteHandles, Writer
-from scalingnote.serve_config import AppArgs, ServeConfig
+from scalingnote.serve_config import AppArgs, Part, ServeConfig
 
-MAX_ONGOING_REQUESTS = 1000  # of a replica: calls wait in its batcher, not in Serve's queue
+MAX_ONGOING_REQUESTS = (
+    1000  # of a replica: calls wait in its batcher, or are refused by the gateway's admission
+)
+MAX_UNBATCHED = 5  # of a replica without batches: the others wait in Serve's queue
 
 # Allocations between two runs of the garbage collector. A search allocates some fifty containers and no
 # cycle: at Python's default of 700, the collector takes 1/40 of it.
 GC_THRESHOLD = 20_000
+log = get_logger()
 
 
 # --- the gateway -------------------------------------------------------------------------------------------
 
 
-# Admission refuses requests with 503 before Serve would queue them.
-@serve.deployment(max_ongoing_requests=1000)
+@serve.deployment
 @serve.ingress()
 class Gateway(Servicer):
     """Ingress of the application. Its gRPC methods are inherited, its HTTP side is built by Serve's hook.
@@ -56,6 +60,7 @@ class Gateway(Servicer):
         name: of the model, for clients of embeddings.
         documents: the document tower, for the same; None: it is not served.
         aggregators: of the searchers, where there are many groups.
+        teacher: of the queries that the students are uncertain about; None: they have none.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Gateway(Servicer):
         name: str = "scalingnote",
         documents: DeploymentHandle[Any] | None = None,
         aggregators: Sequence[DeploymentHandle[Any]] = (),
+        teacher: DeploymentHandle[Any] | None = None,
     ) -> None:
         gc.set_threshold(GC_THRESHOLD)
         self._config, self._metrics = config, Metrics()
@@ -84,6 +90,7 @@ class Gateway(Servicer):
             name=name,
             documents=documents,
             aggregators=aggregators,
+            teacher=teacher,
         )
         replica = serve.get_replica_context().replica_id.unique_id
         log = None if config.access_log is None else AccessWriter(config.access_log, replica)
@@ -109,7 +116,7 @@ class Gateway(Servicer):
         )
 
 
-@serve.deployment(max_ongoing_requests=1000)
+@serve.deployment
 @serve.ingress()
 class TowerGateway:
     """Ingress of a model that is served without an index.
@@ -163,17 +170,27 @@ def _local_searcher(catalog: Catalog | LiveCatalog, config: ServeConfig) -> Loca
 
 
 def build(args: AppArgs) -> Application:
-    """The Serve application of some arguments, for ``import_path`` in a Serve YAML."""
-    return bind(find(args))
+    """The Serve application of some arguments, for ``import_path`` in a Serve YAML.
+
+    What no node of the cluster could run is a warning: nodes may be on their way.
+    """
+    application = bind(find(args))
+    for problem in placement.problems(application, ray.nodes()) if ray.is_initialized() else ():
+        log.warning("%s", problem)
+    return application
 
 
 def bind(served: ServedArtifacts | ServedTower) -> Application:
     """The application: the gateway, and deployments of the parts that it does not run itself."""
     if isinstance(served, ServedTower):
         return _bind_tower(served)
-    config = served.config
+    config, memory = served.config, 0
+    if served.gateway_searches:
+        memory = placement.index_memory(served.index, served.shards, config, part="gateway")
     arms = [arm if gateway_encodes(arm, config) else _in_replicas(arm, config) for arm in served.arms]
-    gateway = _replicas(Gateway, num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
+    gateway = _replicas(
+        Gateway, config, "gateway", config.gateway_replicas, config.cpus_per_replica, memory=memory
+    )
     searchers = _searchers(served)
     application: Application = gateway.bind(
         arms,
@@ -185,6 +202,7 @@ def bind(served: ServedArtifacts | ServedTower) -> Application:
         served.name,
         _documents(served.document_tower, config.document_replicas or 0, config),
         _aggregators(searchers, config),
+        _teacher(served),
     )
     return application
 
@@ -193,7 +211,7 @@ def _bind_tower(served: ServedTower) -> Application:
     config, arm = served.config, served.query
     if arm is not None and not gateway_encodes(arm, config):
         arm = _in_replicas(arm, config)
-    gateway = _replicas(TowerGateway, num_replicas=config.gateway_replicas, ray_actor_options=_actor(config))
+    gateway = _replicas(TowerGateway, config, "gateway", config.gateway_replicas, config.cpus_per_replica)
     documents = _documents(served.document, served.document_replicas, config)
     application: Application = gateway.bind(
         served.name, None if arm is None else arm.encoder, documents, config, _reranker(config)
@@ -205,12 +223,8 @@ def _documents(tower: Location | None, replicas: int, config: ServeConfig) -> De
     """A deployment of the document tower; None where it is not served."""
     if tower is None or not replicas:
         return None
-    deployed = _replicas(
-        DocumentTower,
-        num_replicas=replicas,
-        ray_actor_options={**_actor(config), "num_gpus": config.gpus_per_document_replica},
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
-    )
+    gpus = config.gpus_per_document_replica
+    deployed = _replicas(DocumentTower, config, "document_tower", replicas, config.cpus_per_replica, gpus)
     handle: DeploymentHandle[Any] = deployed.bind(tower)
     return handle
 
@@ -223,10 +237,12 @@ def _searchers(served: ServedArtifacts) -> list[Any]:
     return [
         _replicas(
             IndexSearcher,
+            config,
+            "searcher",
+            config.searcher_replicas,
+            config.cpus_per_replica,
+            memory=placement.index_memory(served.index, shards, config, part="searcher"),
             name=f"IndexSearcher-{group:03d}",
-            num_replicas=config.searcher_replicas,
-            ray_actor_options=_actor(config),
-            max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ).bind(
             served.catalog,
             shards=shards,
@@ -243,60 +259,81 @@ def _aggregators(searchers: Sequence[Any], config: ServeConfig) -> list[Any]:
     return [
         _replicas(
             Aggregator,
+            config,
+            "aggregator",
+            config.searcher_replicas,
+            config.cpus_per_replica,
             name=f"Aggregator-{number:03d}",
-            num_replicas=config.searcher_replicas,
-            ray_actor_options=_actor(config),
-            max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ).bind([searchers[group] for group in groups], groups, hedged(config))
         for number, groups in enumerate(sizes(len(searchers), config.fanout))
     ]
 
 
 def _writing(served: ServedArtifacts) -> WriteHandles | None:
-    live = served.config.live
+    config, live = served.config, served.config.live
     if live is None:
         return None
     assert isinstance(served.catalog, LiveCatalog)
     assert served.documents is not None
-    options = {"num_cpus": live.cpus_per_encoder, "num_gpus": live.gpus_per_encoder}
-    encoder = _replicas(DocumentEncoder, num_replicas=live.encoders, ray_actor_options=options)
-    # One replica: it holds the claim on the logs, and the next one has to wait for it to end.
-    writer = _replicas(
-        Writer,
-        num_replicas=1,
-        ray_actor_options=_actor(served.config),
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+    cpus, gpus = live.cpus_per_encoder, live.gpus_per_encoder
+    encoder = _replicas(
+        DocumentEncoder, config, "document_encoder", live.encoders, cpus, gpus, ongoing=MAX_UNBATCHED
     )
+    # One replica: it holds the claim on the logs, and the next one has to wait for it to end.
+    memory = placement.index_memory(served.index, served.shards, config, part="writer")
+    writer = _replicas(Writer, config, "writer", 1, config.cpus_per_replica, memory=memory)
     folder, index = served.catalog.folder, served.catalog.index
     return WriteHandles(encoder.bind(served.documents), writer.bind(folder, index, live), live.deadline_s)
-
-
-def _replicas(cls: Any, **options: Any) -> Any:
-    """A deployment of a class, or of a deployment with other options."""
-    deployed: Any = cls if isinstance(cls, Deployment) else deployment(cls)
-    return deployed.options(**options)
-
-
-def _actor(config: ServeConfig) -> dict[str, float]:
-    return {"num_cpus": config.cpus_per_replica}
 
 
 def _in_replicas(arm: ServedArm, config: ServeConfig) -> ServedArm:
     encoder = _replicas(
         ArmEncoder,
+        config,
+        "encoder",
+        config.encoder_replicas,
+        config.cpus_per_replica,
+        config.gpus_per_encoder_replica,
         name=f"QueryEncoder-{arm.name}",
-        num_replicas=config.encoder_replicas,
-        ray_actor_options=_actor(config),
-        max_ongoing_requests=MAX_ONGOING_REQUESTS,
     )
     return replace(arm, encoder=encoder.bind(arm.encoder))
+
+
+def _teacher(served: ServedArtifacts) -> DeploymentHandle[Any] | None:
+    """A deployment of the teacher; None where no query escalates."""
+    config, escalation = served.config, served.config.escalation
+    if escalation is None or served.teacher is None:
+        return None
+    cpus, gpus = escalation.cpus_per_replica, escalation.gpus_per_replica
+    replicas = _replicas(ArmEncoder, config, "teacher", escalation.replicas, cpus, gpus, name="QueryTeacher")
+    handle: DeploymentHandle[Any] = replicas.bind(served.teacher, escalation.max_batch)
+    return handle
 
 
 def _reranker(config: ServeConfig) -> DeploymentHandle[Any] | None:
     rerank = config.rerank
     if rerank is None:
         return None
-    options = {"num_cpus": rerank.cpus_per_replica, "num_gpus": rerank.gpus_per_replica}
-    replicas = _replicas(Reranker, num_replicas=rerank.replicas, ray_actor_options=options)
-    handle: DeploymentHandle[Any] = replicas.bind(rerank.model)
+    cpus, gpus = rerank.cpus_per_replica, rerank.gpus_per_replica
+    handle: DeploymentHandle[Any] = _replicas(
+        Reranker, config, "reranker", rerank.replicas, cpus, gpus, ongoing=MAX_UNBATCHED
+    ).bind(rerank.model)
     return handle
+
+
+def _replicas(
+    cls: Any,
+    config: ServeConfig,
+    part: Part,
+    replicas: int,
+    cpus: float,
+    gpus: float = 0.0,
+    *,
+    memory: int = 0,
+    ongoing: int = MAX_ONGOING_REQUESTS,
+    **named: str,
+) -> Any:
+    """A deployment of a class, or of a deployment with other options."""
+    deployed: Any = cls if isinstance(cls, Deployment) else deployment(cls)
+    placed = placement.options(config, part, num_cpus=cpus, num_gpus=gpus, memory=memory)
+    return deployed.options(num_replicas=replicas, max_ongoing_requests=ongoing, **placed, **named)

@@ -12,7 +12,6 @@ from scalingnote.models.published_model import local_folder
 from scalingnote.run_config import RunConfig
 from scalingnote.serve import towers
 from scalingnote.serve.access import read_keys
-from scalingnote.serve.fan_out import sizes
 from scalingnote.serve.replicas import QueryPathParts
 from scalingnote.serve.service import ServedArm
 from scalingnote.serve.towers import Location
@@ -37,11 +36,17 @@ class ServedArtifacts:
     address: str | None = None  # of the Ray cluster
     name: str = "scalingnote"  # of the model, for clients of embeddings
     document_tower: Location | None = None  # for the same
+    teacher: QueryPathParts | None = None  # where there is escalation
+
+    @property
+    def shards(self) -> range:
+        """Numbers of all shards."""
+        return range(int(self.index.read_json("index.json")["shards"]))
 
     @property
     def groups(self) -> tuple[range, ...]:
         """The shards that each searcher deployment holds."""
-        shards = int(self.index.read_json("index.json")["shards"])
+        shards = len(self.shards)
         # The shards of a live index stay in one process: a search sees all of them at one moment.
         size = shards if self.config.live else self.config.shards_per_searcher
         return tuple(range(first, min(first + size, shards)) for first in range(0, shards, size))
@@ -52,23 +57,6 @@ class ServedArtifacts:
         if self.config.searchers_in != "auto":
             return self.config.searchers_in == "gateway"
         return self.config.gateway_replicas == 1 and self.index.counts["documents"] <= GATEWAY_MAX_DOCUMENTS
-
-    @property
-    def cpus(self) -> float:
-        """CPU cores that all replicas together reserve."""
-        config, replicas = self.config, self.config.gateway_replicas
-        replicas += sum(not gateway_encodes(arm, config) for arm in self.arms) * config.encoder_replicas
-        if not self.gateway_searches:
-            aggregators = sizes(len(self.groups), config.fanout)
-            replicas += (len(self.groups) + len(aggregators)) * config.searcher_replicas
-        replicas += config.live is not None
-        replicas += (self.document_tower is not None) * (config.document_replicas or 0)
-        cpus = replicas * config.cpus_per_replica
-        if config.rerank is not None:
-            cpus += config.rerank.replicas * config.rerank.cpus_per_replica
-        if config.live is not None:
-            cpus += config.live.encoders * config.live.cpus_per_encoder
-        return cpus
 
 
 @dataclass(frozen=True)
@@ -86,15 +74,6 @@ class ServedTower:
         """Replicas of the document side."""
         given = self.config.document_replicas
         return 0 if self.document is None else 1 if given is None else given
-
-    @property
-    def cpus(self) -> float:
-        """CPU cores that all replicas together reserve."""
-        config, replicas = self.config, self.config.gateway_replicas + self.document_replicas
-        if self.query is not None and not gateway_encodes(self.query, config):
-            replicas += config.encoder_replicas
-        reranked = 0.0 if config.rerank is None else config.rerank.replicas * config.rerank.cpus_per_replica
-        return replicas * config.cpus_per_replica + reranked
 
 
 def find(args: AppArgs) -> ServedArtifacts | ServedTower:
@@ -115,6 +94,7 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
             )
         index, tower = open_artifact(args.index, kind="index"), tower_at(args.query_tower)
         served = _served(index, tower, QueryPathParts(_location(tower)), args.serve)
+        served = replace(served, teacher=_teacher(served, None))
         if args.document_tower is None:
             return served
         return replace(served, document_tower=_location(tower_at(args.document_tower)))
@@ -130,6 +110,7 @@ def find(args: AppArgs) -> ServedArtifacts | ServedTower:
         planner = _location(pipeline.locate(run, "planner"))
         parts = replace(parts, fusion=_location(embeddings), planner=planner)
     served = _served(index, exports.find(tower, config.query_form, run.run_dir), parts, config)
+    served = replace(served, teacher=_teacher(served, run))
     documents = None if config.live is None else _document_path(run, index)
     document_tower = _document_tower(run) if config.document_replicas else None
     return replace(
@@ -190,6 +171,25 @@ def _served(index: Artifact, tower: Artifact, parts: QueryPathParts, config: Ser
             raise ConfigError(f"serve.live.folder is {config.live.folder}: its logs are files, name a folder")
         catalog = LiveCatalog(os.path.abspath(config.live.folder), index.uri, version.dim)
     return ServedArtifacts(index, tuple(arms), catalog, config)
+
+
+def _teacher(served: ServedArtifacts, run: RunConfig | None) -> QueryPathParts | None:
+    """The query side of the teacher that uncertain queries escalate to."""
+    escalation = served.config.escalation
+    if escalation is None:
+        return None
+    if escalation.teacher is not None:
+        tower = tower_at(escalation.teacher)
+    elif run is not None:
+        tower = pipeline.teacher(run)
+    else:
+        raise ConfigError(
+            "serve.escalation needs a run_dir, or the URI of a tower in serve.escalation.teacher"
+        )
+    dim, wanted = tower.read_json("query/tower.json")["dim"], Version.of(served.index.uri).dim
+    if dim != wanted:
+        raise ConfigError(f"serve.escalation: the index has embeddings of dim {wanted}, the teacher of {dim}")
+    return QueryPathParts(_location(tower), form=escalation.form)
 
 
 def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:

@@ -155,6 +155,12 @@ async def broadcast(handle: Handle, method: str, *args: Any) -> list[Any]:
     return list(await asyncio.to_thread(handle.broadcast(method, *args).results))
 
 
+def cancel(response: Any) -> None:
+    """Have the replica of a call that nobody waits for any more drop it, where it is one of Ray Serve."""
+    if hasattr(response, "cancel"):
+        response.cancel()
+
+
 async def gather_in_time(calls: Sequence[Awaitable[T]], *, deadline_s: float) -> list[T | None]:
     """Results in the order of `calls`; None where a call failed or took longer than `deadline_s`.
 

@@ -24,7 +24,7 @@ from pydantic_core import from_json, to_json
 
 from scalingnote.search.query_path import Query
 from scalingnote.search.searcher import Candidates, concatenate
-from scalingnote.serve.concurrency import Handle, LocalHandle, gather_in_time
+from scalingnote.serve.concurrency import Handle, LocalHandle, cancel, gather_in_time
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.serve.towers import Refused
 from scalingnote.serve_config import FanOutConfig, ServeConfig
@@ -194,8 +194,7 @@ class Target:
             answers: Packed = await response
             return answers
         except asyncio.CancelledError:
-            if hasattr(response, "cancel"):  # a response of Ray Serve, whose replica then stops, too
-                response.cancel()
+            cancel(response)
             raise
 
 

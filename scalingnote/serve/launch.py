@@ -23,6 +23,7 @@ from ray.serve.context import _get_global_client
 from scalingnote import cluster
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.log import get_logger
+from scalingnote.serve import placement
 from scalingnote.serve.artifacts import ServedArtifacts, ServedTower
 from scalingnote.serve.grpc.servicer import REGISTER
 from scalingnote.serve.telemetry import SERVE_LOGGING
@@ -119,12 +120,8 @@ def _port(config: ServeConfig, running: HTTPOptions | None) -> int:
 
 def start(served: Served, application: Application) -> str:
     """Start the application on the connected cluster; returns its URL once it answers."""
-    have = ray.cluster_resources().get("CPU", 0.0)
-    if served.cpus > have:
-        raise ConfigError(
-            f"the replicas reserve {served.cpus:g} CPUs, the cluster has {have:g}: lower "
-            "serve.cpus_per_replica or the numbers of replicas"
-        )
+    if problems := placement.problems(application, ray.nodes()):
+        raise ConfigError("\n".join(problems))
     return launch(application, served.config)
 
 

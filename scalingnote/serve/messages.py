@@ -164,6 +164,7 @@ class Timings(BaseModel):
 
     encode: float
     search: float
+    escalate: float = Field(description="the teacher's encoding, and the search with it")
     rerank: float
     total: float
 
@@ -179,6 +180,12 @@ class SearchResponse(BaseModel):
     shards: int
     shards_answered: int
     missing_groups: list[int] = Field(description="numbers of the groups of shards that did not answer")
+    escalated: bool = Field(description="whether the teacher encoded the query")
+    degraded: list[str] = Field(
+        description="what the answer had to do without: teacher_late, teacher_failed, teacher_busy, "
+        "teacher_silent (the student's results are given), documents_unreadable (ids and filter fields "
+        "alone), not_reranked (the cross-encoder did not answer, or had no documents)"
+    )
     timings_ms: Timings
 
 
@@ -282,6 +289,11 @@ class Health(BaseModel):
     encoder_answers: bool = Field(description="whether the encoder of every arm does")
     shards: int
     shards_answered: int
+    silent: list[str] = Field(
+        [],
+        description="parts that do not answer or cannot be read: encoder:ARM, teacher, aggregator:NUMBER, "
+        "group:NUMBER, documents",
+    )
 
 
 class Problem(BaseModel):

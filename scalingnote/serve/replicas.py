@@ -88,11 +88,12 @@ class ArmEncoder(TextTower):
     it: replicas on one machine do not compete for its cores.
     """
 
-    def __init__(self, parts: QueryPathParts) -> None:
+    def __init__(self, parts: QueryPathParts, max_batch: int = MAX_ENCODED) -> None:
+        """Take the parts of the path; a transformer encodes up to `max_batch` queries together."""
         self._path = parts.load()
         self._path(["warm up"])  # the first pass is the slowest
         in_loop = self._path.encoder.form == "lookup" and self._path.personal is None
-        self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=MAX_ENCODED)
+        self._batcher = None if in_loop else ThreadBatcher(self._encode_batch, max_batch=max_batch)
         encode = self._path.encoder.encode_queries
         super().__init__(folder_of(parts.tower, "query"), "query", encode, inline=in_loop)
 
@@ -229,6 +230,11 @@ class IndexSearcher:
         _, searcher = await self._require(version)
         document = await self._in_thread.run_between_batches(lambda: searcher.get(doc_id))
         return [] if document is None else [document]
+
+    async def columns(self, version: str, ids: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Id and filter columns of those candidates that are held here: where documents cannot be read."""
+        _, searcher = await self._require(version)
+        return await self._in_thread.run_between_batches(lambda: searcher.columns(ids))
 
     async def vector(self, version: str, doc_id: str) -> Float[ndarray, "found dim"] | Refused:
         """The vector of the document of this id: one row, or none."""

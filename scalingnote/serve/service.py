@@ -1,6 +1,7 @@
 """The gateway's service, for HTTP and gRPC alike: it answers a checked request within a deadline.
 
     query ─► encoder of the arm ─► every group of shards, one version ─► merged ─► cross-encoder, if asked
+                  └── teacher ◄── where the best scores are close together ◄─┘
 
 Every request is answered by one arm (a query tower, an index version, personal or not) and from one version
 of the index, chosen when it arrives. Nothing waits longer than the deadline: a group of shards that is slow
@@ -23,15 +24,15 @@ from scalingnote.errors import SearchError
 from scalingnote.experiment.config import arm_of, unit_of
 from scalingnote.hybrid import Joining
 from scalingnote.index import filters
-from scalingnote.search.query_path import Query
-from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank, with_documents
-from scalingnote.serve import messages
+from scalingnote.search.query_path import COMPARED, Query
+from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
+from scalingnote.serve import answers, messages
 from scalingnote.serve.access import invalid, not_found, unavailable
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
 from scalingnote.serve.embeddings import Embeddings
-from scalingnote.serve.fan_out import FanOut, hedged, sizes
+from scalingnote.serve.escalation import Teacher
+from scalingnote.serve.fan_out import FanOut, Found, hedged, sizes
 from scalingnote.serve.messages import SearchRequest, SimilarRequest
-from scalingnote.serve.replicas import INLINE_MAX_DOCUMENTS
 from scalingnote.serve.telemetry import get_logger, secret
 from scalingnote.serve.towers import Refused
 from scalingnote.serve.versions import Versions
@@ -56,6 +57,15 @@ class ServedArm:
     version: str | None = None  # name of the index version; None: the active one
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A query, and what was found by it."""
+
+    query: Query
+    found: Found
+    reason: str = ""  # why it is not the teacher's
+
+
 class Service:
     """Answers requests by the handles of the deployments.
 
@@ -71,6 +81,7 @@ class Service:
         on_recall: called with the recall of each canary, the share of the exact best that was found.
         name: of the model, for clients of embeddings.
         documents: the document tower, for the same; None: it is not served.
+        teacher: encodes the queries that `config.escalation` chooses; None: no query.
     """
 
     def __init__(
@@ -86,7 +97,11 @@ class Service:
         name: str = "scalingnote",
         documents: Handle | None = None,
         aggregators: Sequence[Handle] = (),
+        teacher: Handle | None = None,
     ) -> None:
+        self._teacher: Teacher | None = None
+        if teacher is not None and config.escalation is not None:
+            self._teacher = Teacher(teacher, config.escalation)
         self._arms, self._searchers = {arm.name: arm for arm in arms}, list(searchers)
         self._first_arm, self._aggregators = arms[0], list(aggregators)
         groups = sizes(len(searchers), config.fanout) if aggregators else [[n] for n in range(len(searchers))]
@@ -126,37 +141,45 @@ class Service:
         else:
             text, user_id = self._text(request.query or ""), request.user_id if arm.personalised else None
             query = await _encoded(arm.encoder.encode.remote(text, user_id), timer)
+        escalates = self._teacher is not None and _may_escalate(request, query, arm)
         query = replace(
             query,
             terms=query.terms if layout.sparse else None,
-            k=max(request.k, reranked),
+            k=max(request.k, reranked, COMPARED if escalates else 0),
             nprobe=request.nprobe,
             where=where,
             version=version,
         )
         timings_ms = {"encode": timer.step_ms()}
-        found, missing = await self._search_shards(query, timer, joining)
-        found = await self._with_documents(found)
+        first = _Found(query, await self._candidates(query, timer))
         timings_ms["search"] = timer.step_ms()
+        used = await self._escalated(request, first, timer) if escalates else first
+        timings_ms["escalate"] = timer.step_ms() if escalates else 0.0
+        best = rank(used.found.candidates, k=query.k, joining=joining, layout=layout)
+        found, readable = await self.versions.documents.shown(best, timer.left_s())
+        timings_ms["search"] = round(timings_ms["search"] + timer.step_ms(), 3)
         if self._on_recall is not None and query.terms is None and random.random() < self._config.canary:
-            self._start_canary(query, found)
+            self._start_canary(used.query, found)
         scores: list[float] = []
-        if reranked:
+        if reranked and readable:
             found, scores = await self._rerank(request, found, timer)
         timings_ms["rerank"] = timer.step_ms() if reranked else 0.0
-        results = _results(found, k=request.k)
+        results = answers.results(found, k=request.k)
         if request.explain:
-            _explain(results, found, scores)
+            answers.explain(results, found, scores)
         timings_ms["total"] = timer.total_ms()
-        state["answer"] = answer = _response(
+        unranked = bool(reranked and len(found) and not scores)
+        state["answer"] = answer = answers.response(
             state,
-            arm,
+            arm.name,
             results,
             found,
             timings_ms,
             shards=layout.shards,
-            missing=missing,
+            missing=used.found.missing,
             personalised=query.personalised,
+            escalated=used is not first and not used.reason,
+            degraded=answers.degraded(used.reason, unread=not readable, unranked=unranked),
         )
         return answer
 
@@ -177,19 +200,23 @@ class Service:
         vector = await _from_one(calls, request.doc_id, timer)
         timings_ms = {"encode": timer.step_ms()}
         query = Query(vector, k=request.k + 1, where=where, version=version)
-        best, missing = await self._search_shards(query, timer)
-        found = await self._with_documents(best)
-        others = [result for result in _results(found, k=query.k) if result["doc_id"] != request.doc_id]
-        timings_ms |= {"search": timer.step_ms(), "rerank": 0.0, "total": timer.total_ms()}
-        return _response(
+        candidates = await self._candidates(query, timer)
+        best = rank(candidates.candidates, k=query.k, joining=DEFAULT_JOINING, layout=layout)
+        found, readable = await self.versions.documents.shown(best, timer.left_s())
+        others = [
+            result for result in answers.results(found, k=query.k) if result["doc_id"] != request.doc_id
+        ]
+        timings_ms |= {"search": timer.step_ms(), "escalate": 0.0, "rerank": 0.0, "total": timer.total_ms()}
+        return answers.response(
             state,
-            arm,
+            arm.name,
             others[: request.k],
             found,
             timings_ms,
             shards=layout.shards,
-            missing=missing,
+            missing=candidates.missing,
             personalised=False,
+            degraded=answers.degraded("", unread=not readable, unranked=False),
         )
 
     async def encode(self, request: messages.EncodeRequest) -> dict[str, Any]:
@@ -208,7 +235,7 @@ class Service:
     async def document(self, doc_id: str) -> dict[str, Any]:
         """A document as the index shows it; 404 when it has none of this id."""
         version = self.versions.active.name
-        if (store := self.versions.store(version)) is not None:
+        if (store := self.versions.documents.store(version)) is not None:
             stored = await asyncio.to_thread(store.get, doc_id)
             if stored is None:
                 raise not_found(f"no document {doc_id!r}")
@@ -217,21 +244,8 @@ class Service:
         (document,) = await _from_one(calls, doc_id, self._timer(None))
         return dict(document)
 
-    async def _with_documents(self, found: Candidates) -> Candidates:
-        """Candidates with the documents that the answer shows, from the store of their version."""
-        if found.documents or not len(found):
-            return found
-        store = self.versions.store(found.version)
-        if store is None:
-            raise unavailable(f"version {found.version} of the index is no longer kept: try again")
-        if len(store) <= INLINE_MAX_DOCUMENTS:  # microseconds: their pages are in memory
-            return with_documents(found, store)
-        return await asyncio.to_thread(with_documents, found, store)
-
-    async def _search_shards(
-        self, query: Query, timer: RequestTimer, joining: Joining = DEFAULT_JOINING
-    ) -> tuple[Candidates, tuple[int, ...]]:
-        """The best candidates of the groups that are in time, and the others' numbers.
+    async def _candidates(self, query: Query, timer: RequestTimer) -> Found:
+        """The candidates of the groups that are in time, and the others' numbers.
 
         503 when no group is in time, 422 when one refuses the query.
         """
@@ -240,9 +254,25 @@ class Service:
             raise invalid(found.reason)
         if not found.candidates:
             raise unavailable("no shard of the index answers: try again")
-        layout = self.versions.content(query.version).layout
-        best = rank(found.candidates, k=query.k, joining=joining, layout=layout)
-        return best, found.missing
+        return found
+
+    async def _escalated(self, request: SearchRequest, first: "_Found", timer: RequestTimer) -> "_Found":
+        """What is found by the teacher's embedding where the student is uncertain, else `first`.
+
+        Where the teacher or the second search is not in time, what the student found, with the reason.
+        """
+        assert self._teacher is not None
+        query, found = first.query, first.found
+        if not self._teacher.is_uncertain(found.candidates):
+            return first
+        embedding = await self._teacher.encode(self._text(request.query or ""), timer.left_s())
+        if isinstance(embedding, str):
+            return replace(first, reason=embedding)
+        query = replace(query, embedding=embedding)
+        second = await self._fan_out.search(query, timer.left_s())
+        if isinstance(second, Refused) or len(second.missing) > len(found.missing):
+            return replace(first, reason="teacher_late")
+        return _Found(query, second)
 
     async def _rerank(
         self, request: SearchRequest, found: Candidates, timer: RequestTimer
@@ -274,7 +304,9 @@ class Service:
         task.add_done_callback(self._end_canary)
 
     async def _run_canary(self, query: Query, found: Candidates) -> None:
-        best, _ = await self._search_shards(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
+        exact = await self._candidates(replace(query, exact=True), RequestTimer(CANARY_DEADLINE_S))
+        layout = self.versions.content(query.version).layout
+        best = rank(exact.candidates, k=query.k, joining=DEFAULT_JOINING, layout=layout)
         if self._on_recall is not None and best.version == found.version and len(best):
             self._on_recall(float(np.isin(best.ids, found.ids).mean()))
 
@@ -313,22 +345,28 @@ class Service:
         """Answer ``GET /healthz``: whether encoders and searchers answer."""
         active = self.versions.active.name
         shards = self.versions.content(active).layout.shards
-        encoders = [arm.encoder.ping.remote() for arm in self._arms.values()]
-        searchers = [searcher.ping.remote(active) for searcher in self._searchers]
-        aggregators = [aggregator.ping.remote() for aggregator in self._aggregators]
-        pings = [*encoders, *searchers, *aggregators]
-        answers = await gather_in_time(pings, deadline_s=self._config.deadline_s)
-        encoder_answers = dict(zip(self._arms, answers[: len(encoders)], strict=True))
-        can_encode = any(encoder_answers[arm.name] for arm in self._config.split.arms if arm.share > 0)
-        first, last = len(encoders), len(encoders) + len(searchers)
-        shards_answered = sum(held or 0 for held in answers[first:last])
-        all_answer = all(encoder_answers.values()) and shards_answered == shards and all(answers[last:])
-        status = "ok" if all_answer else "degraded"
+        calls: dict[str, Awaitable[Any]] = {
+            **{f"encoder:{name}": arm.encoder.ping.remote() for name, arm in self._arms.items()},
+            **{f"group:{n}": each.ping.remote(active) for n, each in enumerate(self._searchers)},
+            **{f"aggregator:{n}": each.ping.remote() for n, each in enumerate(self._aggregators)},
+        }
+        if self._teacher is not None:
+            calls["teacher"] = self._teacher.handle.ping.remote()
+        pinged = await gather_in_time([*calls.values()], deadline_s=self._config.deadline_s)
+        answered = dict(zip(calls, pinged, strict=True))
+        silent = [name for name, answer in answered.items() if not answer]
+        if self.versions.documents.unreadable(active):
+            silent.append("documents")
+        with_traffic = [arm.name for arm in self._config.split.arms if arm.share > 0]
+        can_encode = any(answered[f"encoder:{name}"] for name in with_traffic)
+        shards_answered = sum(answered[f"group:{n}"] or 0 for n in range(len(self._searchers)))
+        status = "ok" if not silent and shards_answered == shards else "degraded"
         return messages.Health(
             status=status if can_encode and shards_answered else "down",
-            encoder_answers=all(encoder_answers.values()),
+            encoder_answers=all(answered[f"encoder:{name}"] for name in self._arms),
             shards=shards,
             shards_answered=shards_answered,
+            silent=silent,
         )
 
     # --- checks of requests, parts of responses -------------------------------------------------------
@@ -400,6 +438,11 @@ async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: Request
     raise not_found(f"no document {doc_id!r}")
 
 
+def _may_escalate(request: SearchRequest, query: Query, arm: ServedArm) -> bool:
+    """Whether the teacher could encode a query: a text, of nobody in particular, of its own documents."""
+    return request.query is not None and not query.personalised and arm.version is None
+
+
 def _joining(dense_weight: float | None, *, sparse: bool) -> Joining:
     if dense_weight is None:
         return DEFAULT_JOINING
@@ -418,48 +461,6 @@ def _unit_vector(values: Sequence[float], dim: int) -> Float[ndarray, "1 dim"]:
         raise invalid("vector is all zero: it has no direction", "vector")
     scaled = row / largest  # or the square of a large number would be infinite
     return np.asarray(scaled / np.linalg.norm(scaled), np.float32)
-
-
-def _results(found: Candidates, *, k: int) -> list[dict[str, Any]]:
-    """The k best candidates as a response shows them."""
-    pairs = zip(found.documents[:k], found.scores, strict=False)
-    return [{**document, "score": score} for document, score in pairs]
-
-
-def _explain(results: Sequence[dict[str, Any]], found: Candidates, scores: Sequence[float]) -> None:
-    """Add the parts of each score; `scores` are the cross-encoder's, of the first results."""
-    for place, result in enumerate(results):
-        result["explain"] = {
-            "dense": float(found.dense[place]),
-            "sparse": None if found.sparse is None else float(found.sparse[place]),
-            "rerank": scores[place] if place < len(scores) else None,
-            "shard": int(found.shards[place]),
-        }
-
-
-def _response(
-    state: State,
-    arm: ServedArm,
-    results: list[dict[str, Any]],
-    found: Candidates,
-    timings_ms: dict[str, float],
-    *,
-    shards: int,
-    missing: Sequence[int],
-    personalised: bool,
-) -> dict[str, Any]:
-    """A ``messages.SearchResponse`` as a dict: pydantic would validate every hit."""
-    return {
-        "request_id": state["request_id"],
-        "results": results,
-        "arm": arm.name,
-        "index_version": found.version,
-        "personalised": personalised,
-        "shards": shards,
-        "shards_answered": found.searched,
-        "missing_groups": list(missing),
-        "timings_ms": timings_ms,
-    }
 
 
 def _most_frequent(values: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -5,6 +5,8 @@ Metrics go through Ray, and every node exports those of its replicas for Prometh
     scalingnote_request_ms                path, status, arm: its count is that of requests
     scalingnote_step_ms                   step (encode, search), arm: of one search in eight, by turns
     scalingnote_partial_answers_total     arm
+    scalingnote_escalated_total           arm: searches by the teacher's embedding
+    scalingnote_degraded_total            arm, reason (docs/guides/serve.md)
     scalingnote_refused_total             code
     scalingnote_in_flight                 requests that a gateway replica works on
     scalingnote_canary_recall             share of the exact best that the index found, per query
@@ -41,7 +43,10 @@ SCRAPE_TIMEOUT_S = 2.0
 # Below WARNING Serve formats a line for each request, written or not, which takes a twentieth of a search.
 # Requests are logged by ``serve.access_log``.
 SERVE_LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
-TRACED_ATTRIBUTES = ("request_id", "arm", "index_version", "personalised", "shards", "shards_answered")
+TRACED_ATTRIBUTES = (
+    *("request_id", "arm", "index_version", "personalised", "shards", "shards_answered"),
+    *("escalated", "degraded"),
+)
 _tracer = trace.get_tracer("scalingnote")
 
 
@@ -76,6 +81,14 @@ class Metrics:
         self._partial = metrics.Counter(
             name("partial_answers_total"), "answers without some shards", tag_keys=("arm",)
         )
+        self._escalated = metrics.Counter(
+            name("escalated_total"), "searches by the teacher's embedding", tag_keys=("arm",)
+        )
+        self._degraded = metrics.Counter(
+            name("degraded_total"),
+            "answers that had to do without a part",
+            tag_keys=("arm", "reason"),  # type: ignore[arg-type]
+        )
         self._refused = metrics.Counter(name("refused_total"), "requests refused", tag_keys=("code",))
         self._in_flight = metrics.Gauge(name("in_flight"), "requests being worked on")
         self._recall = metrics.Histogram(
@@ -97,6 +110,10 @@ class Metrics:
             self._step_ms.observe(step_ms, tags={"step": step, "arm": response["arm"]})
         if response["shards_answered"] < response["shards"]:
             self._partial.inc(tags={"arm": response["arm"]})
+        if response["escalated"]:
+            self._escalated.inc(tags={"arm": response["arm"]})
+        for reason in response["degraded"]:
+            self._degraded.inc(tags={"arm": response["arm"], "reason": reason})
 
     def count_refusal(self, code: str) -> None:
         """Count a request that was refused."""
@@ -218,7 +235,7 @@ def trace_search(answer: Mapping[str, Any], seconds: float) -> None:
         return
     span.set_attributes({f"scalingnote.{name}": answer[name] for name in TRACED_ATTRIBUTES})
     start = time.time_ns() - int(1e9 * seconds)
-    for step in ("encode", "search", "rerank"):
+    for step in ("encode", "search", "escalate", "rerank"):
         if answer["timings_ms"][step]:
             end = start + int(1e6 * answer["timings_ms"][step])
             _tracer.start_span(step, start_time=start).end(end)

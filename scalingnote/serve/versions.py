@@ -19,9 +19,10 @@ import pyarrow as pa
 
 from scalingnote.errors import ConfigError, SearchError
 from scalingnote.index import versions as live_versions
-from scalingnote.index.shard import DocumentStore, Layout
+from scalingnote.index.shard import Layout
 from scalingnote.serve.access import conflict
 from scalingnote.serve.concurrency import Handle, broadcast
+from scalingnote.serve.documents import Documents
 from scalingnote.serve.telemetry import get_logger
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import open_artifact
@@ -195,13 +196,14 @@ class Versions:
         self.catalog, self._searchers = catalog, list(searchers)
         self._changing = asyncio.Lock()
         self._contents: dict[str, VersionContent] = {}
-        self._stores: dict[str, DocumentStore] = {}
+        self.documents = Documents(searchers)
 
     async def start(self) -> None:
         """Read which versions are served, and what they hold."""
         served = await asyncio.to_thread(self.catalog.read)
         for version in served:
-            await self._describe(version)
+            if await self._describe(version):
+                await self.documents.try_open(version.name, version.uri)
         self.served = served
 
     @property
@@ -213,10 +215,6 @@ class Versions:
         """The content of an open version."""
         return self._contents[name]
 
-    def store(self, name: str) -> DocumentStore | None:
-        """The documents of an open version; None of a live index, whose searchers send them."""
-        return self._stores.get(name)
-
     async def activate(self, version: Version) -> None:
         """Open another version on every searcher, then answer from it.
 
@@ -227,38 +225,40 @@ class Versions:
         await asyncio.shield(asyncio.create_task(self._change_to(version)))
 
     async def follow(self) -> None:
-        """Change to the version that another gateway has activated, if it has."""
+        """Change to the version that another gateway has activated; try again what could not be read."""
         served = await asyncio.to_thread(self.catalog.read)
         if served[0].name != self.active.name:
             async with self._changing:
-                await self._open(served[0])
+                if await self._open(served[0]):
+                    await self.documents.try_open(served[0].name, served[0].uri)
                 self._serve(served)
+        await self.documents.reopen()
 
     async def _change_to(self, version: Version) -> None:
         async with self._changing:
-            await self._open(version)
+            if await self._open(version):
+                await self.documents.open(version.name, version.uri)
             self._serve(await asyncio.to_thread(self.catalog.activate, version))
             await self._open(version)  # searchers of a live index open the current version only
             log.info("index version %s is active", version.name)
 
     def _serve(self, served: tuple[Version, ...]) -> None:
-        self.served, names = served, {version.name for version in served}
-        self._stores = {name: store for name, store in self._stores.items() if name in names}
+        self.served = served
+        self.documents.keep({version.name for version in served})
 
-    async def _open(self, version: Version) -> None:
+    async def _open(self, version: Version) -> bool:
         async with asyncio.timeout(OPEN_TIMEOUT_S):
             await asyncio.gather(*(broadcast(searcher, "load", version) for searcher in self._searchers))
-            await self._describe(version)
+            return await self._describe(version)
 
-    async def _describe(self, version: Version) -> None:
+    async def _describe(self, version: Version) -> bool:
+        """Take in what the searchers hold of a version; whether its documents are in a store apart."""
         calls = [searcher.describe.remote(version.name) for searcher in self._searchers]
-        content = reduce(VersionContent.joined, await asyncio.gather(*calls))
+        content: VersionContent = reduce(VersionContent.joined, await asyncio.gather(*calls))
         if content.held != content.layout.shards:  # a deployed replica holds a fixed range of shards
             raise ConfigError(
                 f"index {version.uri} has {content.layout.shards} shards, the searchers hold {content.held}: "
                 f"build it with index.shards={content.held}, or deploy the service with this index as its own"
             )
         self._contents[version.name] = content
-        if content.documents_apart and version.name not in self._stores:
-            index = await asyncio.to_thread(open_artifact, version.uri, kind="index")
-            self._stores[version.name] = await asyncio.to_thread(DocumentStore.open, index)
+        return content.documents_apart

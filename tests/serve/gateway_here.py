@@ -50,10 +50,12 @@ def service(
     *,
     groups: int = 1,
     writing: WriteHandles | None = None,
+    teacher: Any = None,
 ) -> Service:
     catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
     encoder = LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student"))))
     held = [(0, 1)] if groups == 1 else [(0,), (1,)]
     searchers = [LocalHandle(IndexSearcher(catalog, shards=shards)) for shards in held]
     arms = [ServedArm("default", encoder, "torch", False)]
-    return Service(arms, searchers, Versions(catalog, searchers), config, writing=writing)
+    asked = None if teacher is None else LocalHandle(teacher)
+    return Service(arms, searchers, Versions(catalog, searchers), config, writing=writing, teacher=asked)

@@ -14,11 +14,11 @@ from synthetic_corpus import Corpus
 DIM = 16
 
 
-def built(folder: Path, *, corpus_seed: int = 0) -> Artifact:
-    """An index of two shards, built in this process."""
+def built(folder: Path, *, corpus_seed: int = 0, shards: int = 2) -> Artifact:
+    """An index, built in this process."""
     corpus = Corpus.build(f"{folder}/corpus", sizes=[200, 220], dim=DIM, seed=corpus_seed)
     config = IndexConfig(
-        shards=2,
+        shards=shards,
         family=FastScan(refine="flat"),
         nlist=4,
         nprobe=4,

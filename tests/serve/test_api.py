@@ -119,7 +119,7 @@ def test_info_tells_what_can_be_asked(client, index):
     assert info["fields"] == {"topic": "text"}
     assert info["facets"]["topic"] == [{"value": f"topic {n}", "count": 60} for n in range(7)]
     assert [arm["name"] for arm in info["arms"]] == ["default"]
-    health = {"status": "ok", "encoder_answers": True, "shards": 2, "shards_answered": 2}
+    health = {"status": "ok", "encoder_answers": True, "shards": 2, "shards_answered": 2, "silent": []}
     assert client("GET", "/healthz").json() == health
 
 

@@ -11,7 +11,6 @@ from ray.serve import Deployment
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import ServeDeploySchema
 
-import tiny
 from scalingnote import commands, serve_config
 from scalingnote.config import load, validate
 from scalingnote.errors import ConfigError
@@ -22,7 +21,6 @@ from scalingnote.serve.artifacts import ServedArtifacts
 from scalingnote.serve.versions import LiveCatalog
 from scalingnote.serve.writer import DocumentPathParts
 from scalingnote.serve_config import LOOPBACK, AppArgs, LiveServe, Rerank, ServeConfig
-from scalingnote.storage.artifact import Draft
 
 ROOT = Path(app.__file__).parents[2]
 
@@ -217,10 +215,7 @@ def deployed(application: Any) -> Deployment:
     return application._bound_deployment
 
 
-def test_gpus_and_the_interval_of_reading_writes_are_those_that_are_set(tmp_path, monkeypatch):
-    draft = Draft(str(tmp_path / "index"), kind="index", config=tiny.Nothing(), parents={})
-    draft.write_json("index.json", {"shards": 2})
-    index = draft.commit(counts={"documents": 9})
+def test_gpus_and_the_interval_of_reading_writes_are_those_that_are_set(index, tmp_path, monkeypatch):
     config = ServeConfig(
         live=LiveServe(folder=str(tmp_path), encoders=2, gpus_per_encoder=0.5, refresh_s=3.0),
         rerank=Rerank(model="cross", replicas=2, gpus_per_replica=0.25),

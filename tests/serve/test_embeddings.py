@@ -207,7 +207,7 @@ def test_a_tower_of_one_side_is_served_alone(folder, tmp_path):
     assert isinstance(Table.read(query).tokenizer_json, str)
     served = artifacts.find(AppArgs(model=str(query)))
     assert isinstance(served, artifacts.ServedTower)
-    assert (served.document, served.document_replicas, served.cpus) == (None, 0, 0.1)
+    assert (served.document, served.document_replicas) == (None, 0)
     with pytest.raises(ConfigError, match="holds no tower"):
         artifacts.find(AppArgs(model=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"serve\.grpc_port needs an index"):

@@ -339,6 +339,7 @@ def test_replicas_that_would_not_fit_are_refused(
 ) -> None:
     config = ServeConfig(cpus_per_replica=50, searchers_in="replicas", shards_per_searcher=1)
     served = artifacts.find(AppArgs(index=index.uri, query_tower=query_tower.uri, serve=config))
-    assert served.cpus == 4 * 50
-    with pytest.raises(ConfigError, match="reserve 200 CPUs"):
+    with pytest.raises(
+        ConfigError, match=r"Gateway asks for 50 CPUs a replica, no node has that; .* \d+ CPUs"
+    ):
         launch.start(served, app.bind(served))

@@ -80,19 +80,21 @@ class Hit(_message.Message):
     def __init__(self, doc_id: _Optional[str] = ..., score: _Optional[float] = ..., title: _Optional[str] = ..., topic: _Optional[str] = ..., snippet: _Optional[str] = ..., semantic_id: _Optional[str] = ..., fields: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ..., explain: _Optional[_Union[Explained, _Mapping]] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("encode", "search", "rerank", "total")
+    __slots__ = ("encode", "search", "rerank", "total", "escalate")
     ENCODE_FIELD_NUMBER: _ClassVar[int]
     SEARCH_FIELD_NUMBER: _ClassVar[int]
     RERANK_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
+    ESCALATE_FIELD_NUMBER: _ClassVar[int]
     encode: float
     search: float
     rerank: float
     total: float
-    def __init__(self, encode: _Optional[float] = ..., search: _Optional[float] = ..., rerank: _Optional[float] = ..., total: _Optional[float] = ...) -> None: ...
+    escalate: float
+    def __init__(self, encode: _Optional[float] = ..., search: _Optional[float] = ..., rerank: _Optional[float] = ..., total: _Optional[float] = ..., escalate: _Optional[float] = ...) -> None: ...
 
 class SearchResponse(_message.Message):
-    __slots__ = ("request_id", "results", "arm", "index_version", "personalised", "shards", "shards_answered", "timings_ms", "missing_groups")
+    __slots__ = ("request_id", "results", "arm", "index_version", "personalised", "shards", "shards_answered", "timings_ms", "missing_groups", "escalated", "degraded")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     ARM_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +104,8 @@ class SearchResponse(_message.Message):
     SHARDS_ANSWERED_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_MS_FIELD_NUMBER: _ClassVar[int]
     MISSING_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ESCALATED_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     results: _containers.RepeatedCompositeFieldContainer[Hit]
     arm: str
@@ -111,7 +115,9 @@ class SearchResponse(_message.Message):
     shards_answered: int
     timings_ms: Timings
     missing_groups: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., results: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., arm: _Optional[str] = ..., index_version: _Optional[str] = ..., personalised: _Optional[bool] = ..., shards: _Optional[int] = ..., shards_answered: _Optional[int] = ..., timings_ms: _Optional[_Union[Timings, _Mapping]] = ..., missing_groups: _Optional[_Iterable[int]] = ...) -> None: ...
+    escalated: bool
+    degraded: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, request_id: _Optional[str] = ..., results: _Optional[_Iterable[_Union[Hit, _Mapping]]] = ..., arm: _Optional[str] = ..., index_version: _Optional[str] = ..., personalised: _Optional[bool] = ..., shards: _Optional[int] = ..., shards_answered: _Optional[int] = ..., timings_ms: _Optional[_Union[Timings, _Mapping]] = ..., missing_groups: _Optional[_Iterable[int]] = ..., escalated: _Optional[bool] = ..., degraded: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("queries", "user_id", "arm")

@@ -1,0 +1,289 @@
+"""Escalation: uncertain queries get the teacher's answer, certain ones never leave the gateway."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_here import Client, service
+from pair import DIM, student
+
+import tiny
+from scalingnote import pipeline
+from scalingnote.encode.encoder import Encoder
+from scalingnote.errors import ConfigError
+from scalingnote.run_config import RunConfig
+from scalingnote.search.query_path import Query, doubt
+from scalingnote.search.searcher import Candidates, Searcher
+from scalingnote.serve import api, app, artifacts, escalation
+from scalingnote.serve.concurrency import LocalHandle
+from scalingnote.serve.escalation import MAX_SILENT, MIN_MEASURED, Teacher
+from scalingnote.serve.fan_out import Found
+from scalingnote.serve.messages import SearchRequest, SearchResponse
+from scalingnote.serve.replicas import ArmEncoder, QueryPathParts
+from scalingnote.serve.service import ServedArm
+from scalingnote.serve_config import AppArgs, Escalation, ServeConfig
+from scalingnote.storage.artifact import Artifact
+
+QUERIES = [row["title"] for row in tiny.document_rows(12)]
+K = 5
+
+
+class Counted(ArmEncoder):
+    """A teacher that remembers what it was asked."""
+
+    def __init__(self, tower: Artifact) -> None:
+        super().__init__(QueryPathParts((tower.uri, "student")))
+        self.asked: list[str] = []
+
+    async def encode(self, query: str, user_id: str | None = None) -> Query:
+        self.asked.append(query)
+        return await super().encode(query, user_id)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return student(f"{tmp_path_factory.mktemp('teacher')}/teacher", seed=1)
+
+
+def best(index: Artifact, tower: Artifact, query: str, k: int = K) -> list[Any]:
+    embedding = Encoder.load(tower.directory("query")).encode_queries([query])
+    return Searcher.open(index.uri).search(embedding, k=k)[0]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_uncertain_queries_get_the_teachers_answer_and_no_other_leaves_the_gateway(
+    index: Artifact, query_tower: Artifact, teacher: Artifact, groups: int
+):
+    scores = np.array([[hit.score for hit in best(index, query_tower, query, 10)] for query in QUERIES])
+    doubts = doubt(scores)
+    limit = float(np.sort(doubts)[-4:-2].mean())  # between two of them: three escalate
+    asked = Counted(teacher)
+    config = ServeConfig(deadline_s=60, escalation=Escalation(threshold=limit, deadline_ms=60_000))
+    client = Client(api.build(service(index, query_tower, config, groups=groups, teacher=asked), config))
+    uncertain = [query for query, value in zip(QUERIES, doubts, strict=True) if value > limit]
+    differ = 0
+    for query in QUERIES:
+        answer = client.search(query=query, k=K).json()
+        SearchResponse.model_validate(answer, extra="forbid")
+        found = [hit["doc_id"] for hit in answer["results"]]
+        by_student, by_teacher = (
+            [hit.doc_id for hit in best(index, tower, query)] for tower in (query_tower, teacher)
+        )
+        assert found == (by_teacher if query in uncertain else by_student)
+        assert (answer["escalated"], answer["degraded"]) == (query in uncertain, [])
+        assert bool(answer["timings_ms"]["escalate"] > 0) >= answer["escalated"]
+        differ += by_student != by_teacher
+    assert asked.asked == uncertain
+    assert len(uncertain) == 3
+    assert differ > 6
+    vector = client("POST", "/encode", json={"queries": [uncertain[0]]}).json()["embeddings"][0]
+    assert not client.search(vector=vector).json()["escalated"]  # there is no text to encode again
+    client.close()
+
+
+class Failing:
+    """A teacher that is as slow or as dead as it is told."""
+
+    def __init__(self) -> None:
+        self.seconds, self.calls, self.cancelled = 0.0, 0, 0
+        self.waiting = self.most = 0
+
+    async def encode(self, query: str) -> Query:
+        self.calls += 1
+        if self.seconds < 0:
+            raise OSError("the replica is gone")
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.waiting -= 1
+        return Query(np.eye(1, DIM, dtype=np.float32))
+
+    async def ping(self) -> bool:
+        return self.seconds >= 0
+
+
+@pytest.fixture
+def failing() -> Failing:
+    return Failing()
+
+
+@pytest.fixture
+def client(index: Artifact, query_tower: Artifact, failing: Failing) -> Iterator[Client]:
+    config = ServeConfig(deadline_s=60, escalation=Escalation(share=1.0, deadline_ms=20, in_flight=2))
+    made = Client(api.build(service(index, query_tower, config, teacher=failing), config))
+    yield made
+    made.close()
+
+
+def test_without_the_teacher_the_students_answer_is_given_with_the_reason(
+    client: Client, failing: Failing, index: Artifact, query_tower: Artifact, monkeypatch: pytest.MonkeyPatch
+):
+    expected = [hit.doc_id for hit in best(index, query_tower, QUERIES[0])]
+    now = [100.0]
+    monkeypatch.setattr(escalation, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def reason() -> str:
+        answer = client.search(query=QUERIES[0], k=K).json()
+        assert ([hit["doc_id"] for hit in answer["results"]] == expected) != answer["escalated"]
+        assert len(answer["degraded"]) == (not answer["escalated"])
+        return "".join(answer["degraded"])
+
+    assert reason() == ""
+    failing.seconds = -1.0
+    assert reason() == "teacher_failed"
+    health = client("GET", "/healthz").json()
+    assert (health["status"], health["silent"]) == ("degraded", ["teacher"])
+    failing.seconds = 60.0
+    assert [reason() for _ in range(MAX_SILENT)] == ["teacher_late"] * (MAX_SILENT - 1) + ["teacher_silent"]
+    assert failing.cancelled == MAX_SILENT - 1  # nobody waits for it any more
+    calls = failing.calls
+    assert [reason() for _ in range(5)] == ["teacher_silent"] * 5
+    assert failing.calls == calls  # it costs nothing now
+    now[0] += escalation.PAUSE_S + 0.1
+    assert [reason(), reason()] == ["teacher_late", "teacher_silent"]  # one query tries
+    failing.seconds, now[0] = 0.0, now[0] + escalation.PAUSE_S + 0.1
+    assert [reason(), reason()] == ["", ""]
+
+
+def test_a_slow_teacher_has_few_queries_waiting_and_stops_no_certain_one(client: Client, failing: Failing):
+    failing.seconds = 60.0
+
+    async def crowd() -> list[Any]:
+        sent = [client._client.post("/search", json={"query": query, "k": K}) for query in QUERIES]
+        return [answer.json() for answer in await asyncio.gather(*sent)]
+
+    reasons = [reason for answer in client.wait(crowd()) for reason in answer["degraded"]]
+    assert len(reasons) == len(QUERIES)
+    assert set(reasons) <= {"teacher_late", "teacher_busy", "teacher_silent"}
+    assert reasons.count("teacher_late") == failing.calls
+    assert "teacher_busy" in reasons
+    assert failing.most == 2
+
+
+def spread(value: float) -> list[Candidates]:
+    """Candidates of two groups, whose scores lie `value` apart."""
+    scores = 0.9 - value * np.arange(10, dtype=np.float32)
+    return [
+        Candidates(np.arange(5), np.zeros(5, int), half, None, (), searched=1)
+        for half in (scores[::2], scores[1::2])
+    ]
+
+
+def test_the_share_is_of_the_latest_queries_whatever_they_are():
+    rng = np.random.default_rng(0)
+    asked = Teacher(LocalHandle(Failing()), Escalation(share=0.3))
+    first = [asked.is_uncertain(spread(value)) for value in rng.random(MIN_MEASURED)]
+    assert not any(first)  # nothing is known of the scores yet
+    for scale in (1.0, 0.01):  # another index, whose scores lie closer together
+        for value in rng.random(1000):
+            asked.is_uncertain(spread(scale * value))
+        chosen = [asked.is_uncertain(spread(scale * value)) for value in rng.random(2000)]
+        assert np.mean(chosen) == pytest.approx(0.3, abs=0.04)
+    by_score = [asked.is_uncertain(spread(0.01 * value)) for value in (0.0, 1.0)]
+    assert by_score == [True, False]
+    alone = Candidates(np.arange(1), np.zeros(1, int), np.ones(1, np.float32), None, (), searched=1)
+    assert not asked.is_uncertain([alone])  # one document has no order
+    assert not Teacher(LocalHandle(Failing()), Escalation(share=1.0)).is_uncertain([alone])
+
+
+def test_what_the_students_whole_answer_would_lose_by_a_partial_one_is_not_given_up(
+    index: Artifact, query_tower: Artifact, failing: Failing
+):
+    config = ServeConfig(deadline_s=60, escalation=Escalation(share=1.0, deadline_ms=1000))
+    made = service(index, query_tower, config, groups=2, teacher=failing)
+    asyncio.run(made.versions.start())
+    search, calls = made._fan_out.search, 0
+
+    async def lose_a_group(query: Query, left_s: float) -> Any:
+        nonlocal calls
+        calls += 1
+        found = await search(query, left_s)
+        assert isinstance(found, Found)
+        return found if calls == 1 else Found(found.candidates[:1], (1,))
+
+    made._fan_out.search = lose_a_group  # type: ignore[method-assign]
+    answer = asyncio.run(made.search(SearchRequest(query=QUERIES[0], k=K), {"request_id": "r"}))
+    assert (answer["degraded"], answer["shards_answered"], answer["missing_groups"]) == (
+        ["teacher_late"],
+        2,
+        [],
+    )
+    assert calls == 2
+
+
+def test_arms_of_another_index_and_personal_queries_are_not_escalated(
+    index: Artifact, query_tower: Artifact, failing: Failing
+):
+    config = ServeConfig(deadline_s=60, escalation=Escalation(share=1.0, deadline_ms=1000))
+    made = service(index, query_tower, config, teacher=failing)
+    asyncio.run(made.versions.start())
+    plain = made._arms["default"]
+
+    class Personal:
+        async def encode(self, query: str, user_id: str | None) -> Query:
+            return Query(np.eye(1, DIM, dtype=np.float32), personalised=True)
+
+    made._arms |= {
+        "pinned": ServedArm("pinned", plain.encoder, "torch", False, made.versions.active.name),
+        "personal": ServedArm("personal", LocalHandle(Personal()), "torch", True),
+    }
+    for arm, calls in (("pinned", 0), ("personal", 0), ("default", 1)):
+        asyncio.run(made.search(SearchRequest(query=QUERIES[0], arm=arm), {"request_id": "r"}))
+        assert failing.calls == calls
+
+
+# --- the deployment ---
+
+
+def deployed(args: AppArgs) -> Any:
+    """The teacher's deployment of an application."""
+    served = artifacts.find(args)
+    assert isinstance(served, artifacts.ServedArtifacts)
+    made: Any = app._teacher(served)
+    return None if made is None else made._bound_deployment
+
+
+def test_the_teacher_has_replicas_batches_and_gpus_of_its_own(
+    index: Artifact, query_tower: Artifact, teacher: Artifact
+):
+    knobs = {"teacher": teacher.uri, "replicas": 3, "gpus_per_replica": 0.5, "max_batch": 32}
+    args = {"index": index.uri, "query_tower": query_tower.uri}
+    made = deployed(AppArgs.model_validate(args | {"serve": {"escalation": knobs}}))
+    assert (made.name, made.num_replicas) == ("QueryTeacher", 3)
+    assert made.ray_actor_options == {"num_cpus": 0.1, "num_gpus": 0.5}
+    assert made.init_args == (QueryPathParts((teacher.uri, "student"), form="auto"), 32)
+    assert deployed(AppArgs.model_validate(args)) is None
+
+
+def test_the_teacher_of_a_run_is_the_tower_that_encoded_its_documents(
+    index: Artifact, query_tower: Artifact, teacher: Artifact, monkeypatch: pytest.MonkeyPatch
+):
+    run = RunConfig.model_validate({"dataset": {"name": "medquad"}})
+    built = {"index": index, "student": query_tower, "dual_encoder": teacher}
+    monkeypatch.setattr(pipeline, "locate", lambda _, kind: built[kind])
+    served = artifacts._served(
+        index, query_tower, QueryPathParts((query_tower.uri, "student")), ServeConfig(escalation=Escalation())
+    )
+    found = artifacts._teacher(served, run)
+    assert found is not None
+    assert found.tower == (teacher.uri, "student")
+    with pytest.raises(ConfigError, match="no student that searches its teacher's documents"):
+        artifacts._teacher(served, run.model_copy(update={"distill": None}))
+    with pytest.raises(ConfigError, match=r"needs a run_dir, or the URI of a tower in serve\.escalation"):
+        artifacts._teacher(served, None)
+
+
+def test_a_teacher_of_another_space_is_refused(index: Artifact, query_tower: Artifact, tmp_path: Path):
+    narrow = student(f"{tmp_path}/narrow", dim=DIM // 2)
+    args = {"index": index.uri, "query_tower": query_tower.uri}
+    with pytest.raises(ConfigError, match="dim 16, the teacher of 8"):
+        deployed(AppArgs.model_validate(args | {"serve": {"escalation": {"teacher": narrow.uri}}}))

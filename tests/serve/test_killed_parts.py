@@ -1,0 +1,176 @@
+"""Real replicas that are killed: an aggregator, the teacher, a gateway whose documents are gone.
+
+Whatever dies, an answer is complete, or it says what it lacks and is right in the rest.
+"""
+
+import json
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+from pair import built, student
+from ray import serve
+
+from scalingnote.encode.encoder import Encoder
+from scalingnote.index.shard import documents_file
+from scalingnote.search.searcher import Searcher
+from scalingnote.serve import app, artifacts, launch
+from scalingnote.serve_config import AppArgs
+from scalingnote.storage.artifact import Artifact
+
+QUERY, K = "bakoli menura", 5
+SHARDS = 4
+TRIES, PAUSE_S = 600, 0.1
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return built(tmp_path_factory.mktemp("index"), shards=SHARDS)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    return student(f"{tmp_path_factory.mktemp('teacher')}/teacher", seed=1)
+
+
+@pytest.fixture(scope="module")
+def url(cluster: None, index: Artifact, query_tower: Artifact, teacher: Artifact) -> Iterator[str]:
+    """Four groups below two aggregators, and a teacher for every query."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    knobs = {
+        "port": port,
+        "deadline_s": 20,
+        "searchers_in": "replicas",
+        "shards_per_searcher": 1,
+        "encoder_in": "gateway",
+        "cpus_per_replica": 0.1,
+        "fanout": {"groups_per_aggregator": 2},
+        "escalation": {"teacher": teacher.uri, "share": 1.0, "deadline_ms": 2000},
+    }
+    served = artifacts.find(
+        AppArgs.model_validate({"index": index.uri, "query_tower": query_tower.uri, "serve": knobs})
+    )
+    yield launch.start(served, app.bind(served))
+    serve.delete(launch.NAME)
+    serve.shutdown()
+
+
+def search(url: str, **asked: Any) -> tuple[int, Any]:
+    """Status and answer; 0 where the connection broke."""
+    body = json.dumps({"query": QUERY, "k": K, "explain": True, **asked}).encode()
+    request = urllib.request.Request(f"{url}/search", body, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as refused:
+        return refused.code, None
+    except OSError:
+        return 0, None
+
+
+def health(url: str) -> Any:
+    with suppress(OSError), urllib.request.urlopen(f"{url}/healthz", timeout=60) as answer:
+        return json.load(answer)
+    return {"status": "away"}
+
+
+def kill(part: str) -> None:
+    """kill -9 the replica of a deployment."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if f":{part}" in "".join(process.cmdline()):
+                found.append(process)
+    (replica,) = found
+    replica.kill()
+
+
+def best(index: Artifact, tower: Artifact, shards: list[int]) -> list[str]:
+    embedding = Encoder.load(tower.directory("query")).encode_queries([QUERY])
+    return [hit.doc_id for hit in Searcher.open(index.uri, shards=shards).search(embedding, k=K)[0]]
+
+
+def found(answer: Any) -> list[str]:
+    return [hit["doc_id"] for hit in answer["results"]]
+
+
+def test_a_killed_aggregator_costs_the_groups_that_are_named(url, index, query_tower, teacher):
+    towers = {True: teacher, False: query_tower}
+    kill("Aggregator-000")
+    partial = 0
+    for _ in range(TRIES):
+        status, answer = search(url, deadline_ms=1000)
+        if status == 200:
+            missing = answer["missing_groups"]
+            held = [group for group in range(SHARDS) if group not in missing]
+            assert missing in ([], [0, 1])
+            assert answer["shards_answered"] == len(held)
+            assert found(answer) == best(index, towers[answer["escalated"]], held)
+            partial += bool(missing)
+        else:
+            assert status == 503  # the other aggregator was slow, too
+        if not partial and "aggregator:0" in health(url).get("silent", []):
+            continue  # killed, and nobody has asked it since
+        if health(url)["status"] == "ok":
+            break
+        time.sleep(PAUSE_S)
+    status, answer = search(url)
+    assert (status, answer["missing_groups"], answer["shards_answered"]) == (200, [], SHARDS)
+
+
+def test_without_its_teacher_a_query_gets_the_students_answer_and_the_reason(
+    url, index, query_tower, teacher
+):
+    by_teacher, by_student = (best(index, tower, [*range(SHARDS)]) for tower in (teacher, query_tower))
+    assert by_teacher != by_student
+    status, answer = search(url)
+    assert (status, answer["escalated"], found(answer)) == (200, True, by_teacher)
+    kill("QueryTeacher")
+    reasons = set()
+    for _ in range(TRIES):
+        status, answer = search(url)
+        assert status == 200
+        assert found(answer) == (by_teacher if answer["escalated"] else by_student)
+        assert bool(answer["degraded"]) != answer["escalated"]
+        reasons |= set(answer["degraded"])
+        if answer["escalated"] and reasons:
+            break
+        time.sleep(PAUSE_S)
+    assert answer["escalated"]
+    assert reasons
+    assert reasons <= {"teacher_late", "teacher_failed", "teacher_silent"}
+
+
+def test_a_gateway_that_cannot_read_documents_starts_and_answers_by_ids(url, index, teacher):
+    wanted = best(index, teacher, [*range(SHARDS)])
+    file = f"{index.uri}/{documents_file(2)}"
+    os.rename(file, f"{file}.away")
+    try:
+        kill("Gateway")
+        for _ in range(TRIES):
+            status, answer = search(url)
+            if status == 200 and answer["degraded"]:
+                break
+            time.sleep(PAUSE_S)
+        assert answer["degraded"] == ["documents_unreadable"]
+        assert found(answer) == wanted
+        assert {hit["title"] for hit in answer["results"]} == {""}
+        assert health(url)["silent"] == ["documents"]
+    finally:
+        os.rename(f"{file}.away", file)
+    for _ in range(TRIES):
+        status, answer = search(url)
+        assert (status, found(answer)) == (200, wanted)
+        if not answer["degraded"]:
+            break
+        time.sleep(PAUSE_S)
+    assert [hit["title"] for hit in answer["results"]] == [f"Title {name[1:]}" for name in wanted]
+    assert health(url)["status"] == "ok"
