@@ -164,6 +164,31 @@ def exposure(r: Report) -> Lines:
     yield value(r, "control_open_doors", "the same, authentication off and on every interface: the control")
 
 
+def backends(r: Report) -> Lines:
+    default = {row["engine"]: row for row in r["searches"] if row["setting"] == "default"}
+    for name in (name for name in default if name != "own"):
+        title = {"qdrant": "Qdrant's local mode", "milvus": "Milvus Lite"}[name]
+        for k in (10, 100):
+            beside = f"ours {number(r['metrics'][f'recall{k}_exact_own'])}"
+            what = f"recall@{k} of {title} behind `/search`, as exact as it can be"
+            yield value(r, f"recall{k}_exact_{name}", what, "", beside, bar=0.99)
+        what = f"the same, embeddings and terms: of the ten best of ours, {title} finds"
+        yield value(r, f"recall10_hybrid_{name}", what, bar=0.99)
+        ours, theirs = (f"p50 {number(row['p50 ms'])} ms" for row in (default["own"], default[name]))
+        what = f"a search of 100 by embeddings, one at a time, beside {title}"
+        yield ratio(r, f"{name}_over_own_latency", what, ours, theirs, bar=1)
+
+
+def exports(r: Report) -> Lines:
+    for row in r["table"]:
+        name = row["database"]
+        what = f"rows missing in {name} after an export of {row['held']:,} was killed midway and resumed"
+        yield value(r, f"lost_rows_{name}", what)
+        yield value(r, f"wrong_rows_{name}", f"documents changed in {name}, of {row['sampled']} drawn")
+        what = f"share of our ten best that a search by the client of {name} finds"
+        yield value(r, f"recall10_export_{name}", what, bar=0.95)
+
+
 def experiment(r: Report) -> Lines:
     chance = min(v for k, v in r["metrics"].items() if k.startswith("again_") and k.endswith("_p_holm"))
     bar = f"≥ 0.05: {'met' if chance >= 0.05 else '**not met**'}"

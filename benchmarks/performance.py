@@ -34,6 +34,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Index": ("index", "sparse_index", "document_store", "searcher_memory"),
     "Live index": ("live_index",),
     "Serving": ("serve", "fanout", "serve_faults", "exposure"),
+    "Vector databases": ("backends", "exports"),
     "Experiments": ("experiment",),
     "Scaling laws": ("ladder",),
     "Package": ("package",),

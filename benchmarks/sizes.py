@@ -95,6 +95,8 @@ BENCHMARKS = (
     ),
     Benchmark("query_encoder", "--rounds 5 --batches 1 64", 3, "", 15),
     Benchmark("index", f"--documents 50000 --queries 200 --steps 20 {TINY}", 1.5, RUNS, 40),
+    Benchmark("backends", "--documents 5000 --queries 50", 1, "", 10),
+    Benchmark("exports", "--documents 6000 --queries 20", 2, "", 20),
     Benchmark("sparse_index", "--documents 10000 50000", 1, "--seismic 10000 100000 300000", 15),
     Benchmark(
         "live_index",

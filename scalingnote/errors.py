@@ -41,6 +41,10 @@ class SearchError(ScalingNoteError):
     """A search that cannot be answered: a missing shard, a vector of the wrong dimension."""
 
 
+class DatabaseError(ScalingNoteError):
+    """A vector database that fails or does not answer in time; a later attempt may succeed."""
+
+
 class MissingPackageError(ScalingNoteError):
     """A package that the core install leaves out."""
 

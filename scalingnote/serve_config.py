@@ -15,6 +15,7 @@ from scalingnote.encode.config import Form
 from scalingnote.errors import ConfigError
 from scalingnote.experiment.config import TrafficSplit
 from scalingnote.index.config import LiveConfig
+from scalingnote.search.config import SearchConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
@@ -160,6 +161,7 @@ class ServeConfig(Config):
     cors_origins: tuple[str, ...] = Field(
         (), description="web pages of these origins (https://shop.example) may call this service; (): none"
     )
+    search: SearchConfig = Field(SearchConfig(), description="what searches: the index or a vector database")
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: the index's own")
     deadline_s: float = Field(2.0, gt=0, description="of a request; slower shards are left out of the answer")
     embed_deadline_s: float = Field(60.0, gt=0, description="of a request for embeddings of many texts")
@@ -228,7 +230,40 @@ class ServeConfig(Config):
             )
         if self.mapped and self.live is not None:
             raise ValueError("mapped is for an index that is read only: a live index adds vectors")
+        if (problem := self._beyond_a_database()) is not None:
+            raise ValueError(problem)
         return self
+
+    def _beyond_a_database(self) -> str | None:
+        """The first setting that a vector database behind the service cannot meet, and what to do."""
+        search = self.search
+        if search.backend == "own":
+            return None
+        own, refused = "set search.backend to own", "no search.backend other than own can be used with"
+        if self.live is not None:
+            return f"{refused} live: documents are written to the own index only; {own}, or unset live"
+        if self.nprobe is not None:
+            return f"{refused} nprobe: lists are of the own index; unset it and set search.ef, or {own}"
+        if self.mapped:
+            return f"{refused} mapped: only the own index has files to map; unset it, or {own}"
+        if self.canary and search.backend == "milvus":
+            return f"canary needs an exact search, which Milvus does not have: set it to 0, or {own}"
+        if any(arm.index is not None for arm in self.split.arms) and (
+            search.is_local or "{version}" not in search.collection
+        ):
+            return (
+                "split has an arm with an index of its own, and search names one collection: put {version} "
+                f"into search.collection of a database server, leave the arm's index out, or {own}"
+            )
+        replicas, name = self.gateway_replicas, "gateway_replicas"
+        if self.searchers_in == "replicas":
+            replicas, name = self.searcher_replicas, "searcher_replicas"
+        if search.is_local and replicas > 1:
+            return (
+                f"{name} is {replicas}, but one process can open {search.url}: set {name} to 1, or "
+                f"search.url to a server of {search.backend}"
+            )
+        return None
 
 
 class AppArgs(Config):

@@ -105,12 +105,14 @@ def suffixes(codes: np.ndarray) -> np.ndarray:
     return found
 
 
-def semantic_ids(uri: str, source: Artifact) -> Artifact:
-    """IDs "1-0-<number of the document>"."""
+def semantic_ids(uri: str, source: Artifact, *, numbered: bool = False) -> Artifact:
+    """IDs "1-0-<number of the document>": the one in its id, or, where `numbered`, that of its row."""
     draft = Draft(uri, kind="semantic_ids", config=Settings(), parents={"embeddings": source})
+    first = 0
     for name in source.names("embeddings/", ".parquet"):
         doc_ids = source.table(name, ["doc_id"])["doc_id"]
-        numbers = [int(doc_id[1:]) for doc_id in doc_ids.to_pylist()]
+        rows = range(first, first := first + len(doc_ids))
+        numbers = rows if numbered else [int(doc_id[1:]) for doc_id in doc_ids.to_pylist()]
         codes = np.tile([1, 0], (len(numbers), 1))
         table = to_table(doc_ids, codes, np.array(numbers, np.int32))
         draft.write_table("codes/" + name.removeprefix("embeddings/"), table)

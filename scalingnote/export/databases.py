@@ -9,7 +9,8 @@ import importlib
 import os
 import uuid
 from collections.abc import Callable
-from typing import Any
+from math import ceil
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +26,7 @@ DENSE, TERMS = "dense", "terms"
 MAX_ID_BYTES = 512  # of a doc_id in Milvus
 NO_TERM = (1 << 32) - 2  # Milvus refuses a sparse vector without an entry; no vocabulary has so many terms
 NO_TERM_WEIGHT = 1e-6
+C = TypeVar("C")
 
 
 class Qdrant(Database):
@@ -32,21 +34,26 @@ class Qdrant(Database):
 
     batch_rows = 1_000
 
-    def __init__(self, url: str, collection: str) -> None:
+    def __init__(self, url: str, collection: str, timeout_s: float | None = None) -> None:
         client = _client("qdrant", "qdrant_client")
         self._models, self._collection = client.models, collection
         place = {"url": url, "api_key": os.environ.get("QDRANT_API_KEY")} if "://" in url else {"path": url}
-        self._client = client.QdrantClient(**place)
+        # The client knows whole seconds.
+        self._client = client.QdrantClient(**place, timeout=None if timeout_s is None else ceil(timeout_s))
+
+    def described(self) -> tuple[int | None, bool] | None:
+        """Dimension of the dense vectors and whether there are terms; None: there is no collection."""
+        if not self._client.collection_exists(self._collection):
+            return None
+        have = self._client.get_collection(self._collection).config.params
+        size = have.vectors[DENSE].size if isinstance(have.vectors, dict) and DENSE in have.vectors else None
+        return size, TERMS in (have.sparse_vectors or {})
 
     def open(self, layout: Layout) -> None:
         """Create the collection if it is not there."""
         models = self._models
-        if self._client.collection_exists(self._collection):
-            have = self._client.get_collection(self._collection).config.params
-            size = (
-                have.vectors[DENSE].size if isinstance(have.vectors, dict) and DENSE in have.vectors else None
-            )
-            _require(self._collection, layout, dim=size, sparse=TERMS in (have.sparse_vectors or {}))
+        if (have := self.described()) is not None:
+            _require(self._collection, layout, dim=have[0], sparse=have[1])
             return
         self._client.create_collection(
             self._collection,
@@ -82,20 +89,25 @@ class Milvus(Database):
 
     batch_rows = 1_000
 
-    def __init__(self, url: str, collection: str) -> None:
+    def __init__(self, url: str, collection: str, timeout_s: float | None = None) -> None:
         client = _client("milvus", "pymilvus")
-        self._types, self._collection = client.DataType, collection
-        self._client = client.MilvusClient(uri=url, token=os.environ.get("MILVUS_TOKEN", ""))
+        self._types, self._collection, self._timeout_s = client.DataType, collection, timeout_s
+        token = os.environ.get("MILVUS_TOKEN", "")
+        self._client = client.MilvusClient(uri=url, token=token, timeout=timeout_s)
+
+    def described(self) -> tuple[int | None, bool] | None:
+        """Dimension of the dense vectors and whether there are terms; None: there is no collection."""
+        if not self._client.has_collection(self._collection, timeout=self._timeout_s):
+            return None
+        described = self._client.describe_collection(self._collection, timeout=self._timeout_s)
+        fields = {field["name"]: field for field in described["fields"]}
+        return int(fields[DENSE]["params"]["dim"]) if DENSE in fields else None, TERMS in fields
 
     def open(self, layout: Layout) -> None:
         """Create the collection if it is not there, and load it."""
         client, types = self._client, self._types
-        if client.has_collection(self._collection):
-            fields = {
-                field["name"]: field for field in client.describe_collection(self._collection)["fields"]
-            }
-            dim = int(fields[DENSE]["params"]["dim"]) if DENSE in fields else None
-            _require(self._collection, layout, dim=dim, sparse=TERMS in fields)
+        if (have := self.described()) is not None:
+            _require(self._collection, layout, dim=have[0], sparse=have[1])
             client.load_collection(self._collection)
             return
         schema = client.create_schema(auto_id=False, enable_dynamic_field=True)
@@ -110,7 +122,9 @@ class Milvus(Database):
 
     def count(self) -> int:
         """Rows of the collection."""
-        found = self._client.query(self._collection, filter="", output_fields=["count(*)"])
+        found = self._client.query(
+            self._collection, filter="", output_fields=["count(*)"], timeout=self._timeout_s
+        )
         return int(found[0]["count(*)"])
 
     def write(self, rows: Rows, *, known: bool) -> None:
@@ -269,8 +283,13 @@ DATABASES: dict[str, Callable[[str, str], Database]] = {
 
 def connect(to: str, url: str, collection: str) -> Database:
     """A collection of a database; ConfigError where its client is not installed or nothing answers."""
+    return connected(to, url, lambda: DATABASES[to](url, collection))
+
+
+def connected(to: str, url: str | None, make: Callable[[], C]) -> C:
+    """What `make` makes of a database; ConfigError where its client is not installed or nothing answers."""
     try:
-        return DATABASES[to](url, collection)
+        return make()
     except ConfigError:
         raise
     except Exception as error:  # each client has its own
@@ -306,4 +325,4 @@ def _client(to: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"--to {to} needs {module} ({error}): pip install 'scalingnote[vectors]'") from None
+        raise ConfigError(f"{to} needs {module} ({error}): pip install 'scalingnote[vectors]'") from None

@@ -24,6 +24,7 @@ from scalingnote.storage.schema import is_valid_unicode
 
 Filter = Mapping[str, Any]
 RANGE = {"min", "max"}
+LARGEST = 1e300  # beyond every number of a document; JSON has no infinity
 
 
 def require_fields(documents: pa.Schema, names: Sequence[str]) -> None:
@@ -62,6 +63,26 @@ def mask(documents: pa.Table, wanted: Filter) -> Bool[ndarray, " rows"]:
     found = np.ones(len(documents), bool)
     for name, condition in wanted.items():
         found &= np.asarray(_matches(documents[name], condition).fill_null(False))
+    return found
+
+
+def conditions(wanted: Filter, fields: pa.Schema) -> dict[str, list[Any] | tuple[Any, Any]]:
+    """The conditions of a checked filter in the types of their fields, for other engines.
+
+    Returns:
+        Of each field the values of which a document has one (none: nothing matches), or both ends of a range,
+        included; an open end is -LARGEST or LARGEST.
+    """
+    found: dict[str, list[Any] | tuple[Any, Any]] = {}
+    for name, condition in wanted.items():
+        kind = fields.field(name).type
+        if not isinstance(condition, Mapping):
+            found[name] = _as(_listed(condition), kind).to_pylist()
+            continue
+        low, high = _ends(condition.get("min"), condition.get("max"), kind)
+        least, most = _limits(kind) if pa.types.is_integer(kind) else (-math.inf, math.inf)
+        ends = (-LARGEST if low == least else low, LARGEST if high == most else high)
+        found[name] = ends if low <= high else []
     return found
 
 

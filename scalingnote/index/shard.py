@@ -239,9 +239,7 @@ def open_shard(
         lists = ivf.read(coarse, [local_file(index, name) for name in files], mapped=mapped)
     else:
         lists = parse([index.read_bytes(name) for name in files], layout=layout, coarse=coarse)
-    name = columns_file(number)
-    # Indexes of earlier releases have neither columns nor ids.
-    documents = index.table(name if columns_only and name in index.manifest.parts else documents_file(number))
+    documents = open_columns(index, number) if columns_only else index.table(documents_file(number))
     if len(documents) != len(lists):
         raise ArtifactError(
             f"{index.uri}: shard {number} has {len(lists)} vectors and {len(documents)} documents: "
@@ -252,6 +250,12 @@ def open_shard(
         buffers = {name: index.open(part).read_buffer() for name, part in term_files(number).items()}
         terms = postings.load(buffers, documents=len(documents))
     return Shard(number, lists, documents, terms, open_ids(index, number, rows=len(documents)))
+
+
+def open_columns(index: Artifact, number: int) -> pa.Table:
+    """Ids and filter columns of a shard's documents; of an earlier release, whole documents."""
+    name = columns_file(number)
+    return index.table(name if name in index.manifest.parts else documents_file(number))
 
 
 def open_ids(index: Artifact, number: int, *, rows: int) -> UInt64[ndarray, "two rows"] | None:

@@ -99,6 +99,12 @@ class Candidates:
         return [SearchHit(*row) for row in zip(*columns, strict=True)]
 
 
+def candidate_ids(shards: Int[ndarray, "*n"], rows: Int[ndarray, "*n"]) -> Int[ndarray, "*n"]:
+    """The ids of candidates: their shards, and their rows in these, as one number."""
+    ids: ndarray = (shards << _ROW_BITS) + rows
+    return ids
+
+
 def with_documents(found: Candidates, store: DocumentStore) -> Candidates:
     """Candidates of a built index with their documents, from the store of the same version."""
     if found.documents:
@@ -391,7 +397,7 @@ class Searcher:
     ) -> list[Candidates]:
         """Candidates of each query, of a live index with their documents; without trailing rows of -1."""
         shards, inside = view.place(rows)
-        ids, dense = (shards << _ROW_BITS) + inside, dense.astype(np.float32, copy=False)
+        ids, dense = candidate_ids(shards, inside), dense.astype(np.float32, copy=False)
         answers = []
         for query, count in enumerate((rows >= 0).sum(axis=1).tolist()):
             own = query, slice(count)

@@ -162,7 +162,14 @@ def _encoder(encoder: QueryPathParts | DeploymentHandle[Any]) -> Handle:
 def _local_searcher(catalog: Catalog | LiveCatalog, config: ServeConfig) -> LocalHandle:
     refresh_s = config.live.refresh_s if config.live else 0.1
     return LocalHandle(
-        IndexSearcher(catalog, nprobe=config.nprobe, mapped=config.mapped, refresh_s=refresh_s)
+        IndexSearcher(
+            catalog,
+            nprobe=config.nprobe,
+            mapped=config.mapped,
+            refresh_s=refresh_s,
+            search=config.search,
+            timeout_s=config.deadline_s,
+        )
     )
 
 
@@ -249,6 +256,8 @@ def _searchers(served: ServedArtifacts) -> list[Any]:
             nprobe=config.nprobe,
             mapped=config.mapped,
             refresh_s=config.live.refresh_s if config.live else 0.1,
+            search=config.search,
+            timeout_s=config.deadline_s,
         )
         for group, shards in enumerate(served.groups)
     ]

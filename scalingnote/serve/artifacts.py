@@ -10,6 +10,7 @@ from scalingnote.encode.config import Form
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models.published_model import local_folder
 from scalingnote.run_config import RunConfig
+from scalingnote.search.backend import DatabaseSearcher
 from scalingnote.serve import towers
 from scalingnote.serve.access import read_keys
 from scalingnote.serve.replicas import QueryPathParts
@@ -47,8 +48,10 @@ class ServedArtifacts:
     def groups(self) -> tuple[range, ...]:
         """The shards that each searcher deployment holds."""
         shards = len(self.shards)
-        # The shards of a live index stay in one process: a search sees all of them at one moment.
-        size = shards if self.config.live else self.config.shards_per_searcher
+        # The shards of a live index stay in one process: a search sees all of them at one moment. A database
+        # has all of them.
+        whole = self.config.live is not None or self.config.search.backend != "own"
+        size = shards if whole else self.config.shards_per_searcher
         return tuple(range(first, min(first + size, shards)) for first in range(0, shards, size))
 
     @property
@@ -56,6 +59,8 @@ class ServedArtifacts:
         """Whether the gateway itself searches."""
         if self.config.searchers_in != "auto":
             return self.config.searchers_in == "gateway"
+        if self.config.search.backend != "own":
+            return True  # a searcher of its own would only pass calls on
         return self.config.gateway_replicas == 1 and self.index.counts["documents"] <= GATEWAY_MAX_DOCUMENTS
 
 
@@ -127,6 +132,8 @@ def _served_tower(model: str, config: ServeConfig) -> ServedTower:
     for name in ("grpc_port", "live", "access_log"):
         if getattr(config, name) is not None:
             raise ConfigError(f"serve.{name} needs an index: a model alone has embeddings over HTTP")
+    if config.search.backend != "own":
+        raise ConfigError("serve.search needs an index: a model alone has embeddings over HTTP")
     read_keys(config.api_keys)
     folder = local_folder(model).absolute()
     found = towers.sides(folder)
@@ -144,6 +151,7 @@ def _served_tower(model: str, config: ServeConfig) -> ServedTower:
 def _served(index: Artifact, tower: Artifact, parts: QueryPathParts, config: ServeConfig) -> ServedArtifacts:
     read_keys(config.api_keys)  # an unreadable file is an error before anything is started
     version = Version.of(index.uri)
+    _check_database(version, config)
     arms: list[ServedArm] = []
     pinned: list[Version] = []
     for arm in config.split.arms:
@@ -190,6 +198,15 @@ def _teacher(served: ServedArtifacts, run: RunConfig | None) -> QueryPathParts |
     if dim != wanted:
         raise ConfigError(f"serve.escalation: the index has embeddings of dim {wanted}, the teacher of {dim}")
     return QueryPathParts(_location(tower), form=escalation.form)
+
+
+def _check_database(version: Version, config: ServeConfig) -> None:
+    """ConfigError where a database is to be searched that does not hold the documents of the index."""
+    search = config.search
+    if search.backend != "own":
+        name = search.collection_of(version.name)
+        found = DatabaseSearcher.open(version.uri, search, collection=name, timeout_s=config.deadline_s)
+        found.close()  # of a local path the replica is the only user
 
 
 def _document_path(run: RunConfig, index: Artifact) -> DocumentPathParts:

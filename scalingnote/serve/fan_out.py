@@ -317,7 +317,7 @@ class Packed:
     scores: Float[ndarray, "two candidates"]  # dense and sparse
     documents: list[bytes]
     missing: dict[int, tuple[int, ...]]  # query -> groups
-    refused: dict[int, str]  # query -> reason
+    refused: dict[int, Refused]  # by query
 
 
 def packed(answers: Sequence[Answer | None]) -> Packed:
@@ -335,7 +335,7 @@ def packed(answers: Sequence[Answer | None]) -> Packed:
         np.stack([np.concatenate([nothing, *dense]), np.concatenate([nothing, *sparse])]),
         [_json(row) for _, each in pairs for row in each.documents],
         {n: answer.missing for n, answer in found.items() if answer.missing or not answer.candidates},
-        {n: answer.reason for n, answer in enumerate(answers) if isinstance(answer, Refused)},
+        {n: answer for n, answer in enumerate(answers) if isinstance(answer, Refused)},
     )
 
 
@@ -364,7 +364,7 @@ def unpacked(answers: Packed) -> list[Answer | None]:
     found: list[Answer | None] = []
     for query in range(answers.queries):
         if query in answers.refused:
-            found.append(Refused(answers.refused[query]))
+            found.append(answers.refused[query])
         elif query in candidates or query in answers.missing:
             found.append(Found(candidates.get(query, []), answers.missing.get(query, ())))
         else:

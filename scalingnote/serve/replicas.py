@@ -22,12 +22,14 @@ from numpy import ndarray
 
 from scalingnote.encode import query_encoder
 from scalingnote.encode.config import Form
-from scalingnote.errors import ConfigError, SearchError
+from scalingnote.errors import ConfigError, DatabaseError, SearchError
 from scalingnote.fuse.feature_store import StoreConfig, open_store
 from scalingnote.index import sparse
 from scalingnote.index.live_index import LiveIndex
 from scalingnote.models.sparse_query import SparseQuery, SparseRows
 from scalingnote.planner import planner
+from scalingnote.search.backend import DatabaseSearcher, SearchBackend
+from scalingnote.search.config import SearchConfig
 from scalingnote.search.query_path import Personal, Query, QueryPath
 from scalingnote.search.searcher import Candidates, LiveSearcher, Searcher
 from scalingnote.serve.concurrency import LoopBatcher, ThreadBatcher, gather_in_time, run_periodically
@@ -164,7 +166,8 @@ class Reranker:
 # --- searchers ---------------------------------------------------------------------------------------------
 
 
-_Call = tuple[Searcher, Query]  # the searcher of the version, looked up when the call arrives
+_Call = tuple[SearchBackend, Query]  # the searcher of the version, looked up when the call arrives
+OWN = SearchConfig()
 
 
 class IndexSearcher:
@@ -178,6 +181,8 @@ class IndexSearcher:
         nprobe: inverted lists searched where a query does not say; None: the index's own.
         mapped: leave vectors in their files.
         refresh_s: interval at which the writes to a live index are read.
+        search: the engine; a database has all shards.
+        timeout_s: of a database's answers.
     """
 
     def __init__(
@@ -188,9 +193,11 @@ class IndexSearcher:
         nprobe: int | None = None,
         mapped: bool = False,
         refresh_s: float = 0.1,
+        search: SearchConfig = OWN,
+        timeout_s: float = 2.0,
     ) -> None:
         self._catalog, self._shards, self._nprobe, self._mapped = catalog, shards, nprobe, mapped
-        self._refresh_s = refresh_s
+        self._refresh_s, self._search, self._timeout_s = refresh_s, search, timeout_s
         self._opening = asyncio.Lock()
         self._in_thread: ThreadBatcher[_Call, Candidates | Refused] = ThreadBatcher(
             self._search_batch, max_batch=MAX_SEARCHED
@@ -218,9 +225,10 @@ class IndexSearcher:
         found = await gather_in_time([self.search(query) for query in queries], deadline_s=left_s)
         return packed([Found([each]) if isinstance(each, Candidates) else each for each in found])
 
-    def _is_short(self, searcher: Searcher, query: Query) -> bool:
+    def _is_short(self, searcher: SearchBackend, query: Query) -> bool:
         """Whether a search is sure to take less than a millisecond: of vectors only, all in memory."""
-        if self._live or self._mapped or len(searcher) > INLINE_MAX_DOCUMENTS:
+        in_memory = isinstance(searcher, Searcher) and not self._mapped
+        if self._live or not in_memory or len(searcher) > INLINE_MAX_DOCUMENTS:
             return False
         plain = query.where is None and query.terms is None and not query.exact and not query.nprobe
         return plain and query.k <= INLINE_MAX_K
@@ -241,8 +249,8 @@ class IndexSearcher:
         _, searcher = await self._require(version)
         try:
             vector = await self._in_thread.run_between_batches(lambda: searcher.vector(doc_id))
-        except SearchError as error:
-            return Refused(str(error))
+        except (SearchError, DatabaseError) as error:
+            return Refused(str(error), temporary=isinstance(error, DatabaseError))
         return np.empty((0, searcher.dim), np.float32) if vector is None else vector[np.newaxis]
 
     async def describe(self, version: str) -> VersionContent:
@@ -305,14 +313,24 @@ class IndexSearcher:
         return set(self._last_active)
 
     async def ping(self, version: str) -> int:
-        """The number of shards held of a version, or of another one while it is not open."""
-        return len(self._held.get(version, next(iter(self._held.values()))).shards)
+        """The number of shards held of a version, or of another one while it is not open.
+
+        None of a database that does not answer.
+        """
+        searcher = self._held.get(version, next(iter(self._held.values())))
+        if isinstance(searcher, DatabaseSearcher):
+            try:
+                await self._in_thread.run_between_batches(searcher.answers)
+            except DatabaseError as error:
+                log.warning("the health check failed: %s", error)
+                return 0
+        return len(searcher.shards)
 
     @property
     def _live(self) -> bool:
         return isinstance(self._catalog, LiveCatalog)
 
-    async def _require(self, name: str) -> tuple[str, Searcher]:
+    async def _require(self, name: str) -> tuple[str, SearchBackend]:
         """The version to search, opened if need be, and its name."""
         if self._background is None:  # the constructor runs before there is an event loop
             self._background = asyncio.create_task(self._follow_catalog())
@@ -332,10 +350,15 @@ class IndexSearcher:
                 self.release_old_versions, interval_s=POLL_INTERVAL_S, name="reading which versions are kept"
             )
 
-    def _open(self, version: Version) -> Searcher:
+    def _open(self, version: Version) -> SearchBackend:
         log.info("opening index version %s: %s", version.name, version.uri)
-        opened: Searcher
-        if isinstance(self._catalog, LiveCatalog):
+        opened: SearchBackend
+        if self._search.backend != "own":
+            collection = self._search.collection_of(version.name)
+            opened = DatabaseSearcher.open(
+                version.uri, self._search, collection=collection, timeout_s=self._timeout_s
+            )
+        elif isinstance(self._catalog, LiveCatalog):
             live = LiveIndex(self._catalog.folder, self._catalog.index, follow=True)
             opened = LiveSearcher(live, nprobe=self._nprobe)
         else:
@@ -343,7 +366,7 @@ class IndexSearcher:
         opened.version = version.name
         # The first search compiles code and loads pages, which would take part of a request's deadline.
         opened.find(np.ones((1, opened.dim), np.float32), k=10)
-        if opened.layout.sparse:
+        if opened.layout.sparse and self._search.backend == "own":
             sparse.warm()
         return opened
 
@@ -358,7 +381,7 @@ class IndexSearcher:
         return [answers[number] for number in range(len(batch))]
 
     def _search_group(
-        self, searcher: Searcher, queries: Sequence[Query]
+        self, searcher: SearchBackend, queries: Sequence[Query]
     ) -> Sequence[Candidates | Refused | Exception]:
         first = queries[0]
         try:
@@ -374,6 +397,8 @@ class IndexSearcher:
             if len(queries) > 1:  # one of them may be the reason: the others are answered by themselves
                 return [answer for query in queries for answer in self._search_group(searcher, [query])]
             return [Refused(str(error))]
+        except DatabaseError as error:
+            return [Refused(str(error), temporary=True)] * len(queries)
         except Exception as error:
             return [error] * len(queries)
 

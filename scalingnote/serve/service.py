@@ -27,7 +27,7 @@ from scalingnote.index import filters
 from scalingnote.search.query_path import COMPARED, Query
 from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
 from scalingnote.serve import answers, messages
-from scalingnote.serve.access import invalid, not_found, unavailable
+from scalingnote.serve.access import RefusedError, invalid, not_found, unavailable
 from scalingnote.serve.concurrency import Handle, RequestTimer, gather_in_time
 from scalingnote.serve.embeddings import Embeddings
 from scalingnote.serve.escalation import Teacher
@@ -251,9 +251,13 @@ class Service:
         """
         found = await self._fan_out.search(query, timer.left_s())
         if isinstance(found, Refused):
-            raise invalid(found.reason)
+            raise _refusal(found)
         if not found.candidates:
-            raise unavailable("no shard of the index answers: try again")
+            engine = self._config.search.backend
+            silent = (
+                "no shard of the index answers" if engine == "own" else f"{engine} does not answer in time"
+            )
+            raise unavailable(f"{silent}: try again")
         return found
 
     async def _escalated(self, request: SearchRequest, first: "_Found", timer: RequestTimer) -> "_Found":
@@ -425,12 +429,17 @@ async def _encoded(call: Awaitable[T], timer: RequestTimer) -> T:
     return encoded
 
 
+def _refusal(refused: Refused) -> RefusedError:
+    """503 where a later attempt may succeed, else 422."""
+    return unavailable(f"{refused.reason}: try again") if refused.temporary else invalid(refused.reason)
+
+
 async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: RequestTimer) -> Any:
     """The answer of the searcher that has a document; 503 when a silent one may have it, else 404."""
     answers = await gather_in_time(calls, deadline_s=timer.left_s())
     for answer in answers:
         if isinstance(answer, Refused):
-            raise invalid(answer.reason)
+            raise _refusal(answer)
         if answer is not None and len(answer):
             return answer
     if any(answer is None for answer in answers):

@@ -40,6 +40,7 @@ class Refused:
     """Why a call is refused. A value, as Ray would wrap an exception in one of its own."""
 
     reason: str
+    temporary: bool = False  # whether a later attempt may succeed
 
 
 class TextTower:

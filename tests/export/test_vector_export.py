@@ -228,9 +228,7 @@ def test_a_repeated_id_is_found_by_counting(tmp_path):
 
 def test_a_client_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "pymilvus", None)
-    with pytest.raises(
-        ConfigError, match=r"--to milvus needs pymilvus .*pip install 'scalingnote\[vectors\]'"
-    ):
+    with pytest.raises(ConfigError, match=r"milvus needs pymilvus .*pip install 'scalingnote\[vectors\]'"):
         databases.connect("milvus", "milvus.db", "docs")
 
 

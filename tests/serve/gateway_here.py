@@ -55,7 +55,10 @@ def service(
     catalog = Catalog(Version.of(index.uri), config.state, config.versions_kept)
     encoder = LocalHandle(ArmEncoder(QueryPathParts((query_tower.uri, "student"))))
     held = [(0, 1)] if groups == 1 else [(0,), (1,)]
-    searchers = [LocalHandle(IndexSearcher(catalog, shards=shards)) for shards in held]
+    searchers = [
+        LocalHandle(IndexSearcher(catalog, shards=shards, search=config.search, timeout_s=config.deadline_s))
+        for shards in held
+    ]
     arms = [ServedArm("default", encoder, "torch", False)]
     asked = None if teacher is None else LocalHandle(teacher)
     return Service(arms, searchers, Versions(catalog, searchers), config, writing=writing, teacher=asked)

@@ -1,0 +1,391 @@
+"""What a service searches: a :class:`Searcher` over an index, or a vector database with the same documents.
+
+    queries ─► the database: best by vectors, best by terms ─► the scores they lack, by id ─► Candidates
+
+The database has what `scalingnote export vectors` wrote. Of the index the ids, the filter columns and the
+documents of the answers are read, never its vectors: candidates name a shard and a row as those of the index
+do, so they are ranked and shown by the same code. Documents that the index does not have are left out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from scalingnote.errors import ArtifactError, ConfigError, DatabaseError, ScalingNoteError, SearchError
+from scalingnote.hybrid import Joining
+from scalingnote.index import filters
+from scalingnote.index import shard as shards_of
+from scalingnote.index.shard import DocIds, DocumentStore, Layout
+from scalingnote.models.sparse_query import SparseRows
+from scalingnote.search import collection as collections
+from scalingnote.search.collection import Collection, Conditions, Hits, Part, Terms
+from scalingnote.search.config import SearchConfig
+from scalingnote.search.scan import unit_queries
+from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, candidate_ids
+from scalingnote.storage import arrow
+from scalingnote.storage.artifact import Artifact, open_artifact
+
+SAMPLED = 8  # documents that are compared with the collection's at the start
+TOLERANCE = 1e-4  # of their vectors: a database may keep them in another order of operations
+
+
+@runtime_checkable
+class SearchBackend(Protocol):
+    """What a service needs of an engine: :class:`Searcher` and :class:`DatabaseSearcher` have it."""
+
+    version: str
+
+    @property
+    def layout(self) -> Layout:
+        """Of the index version."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the queries."""
+        ...
+
+    @property
+    def shards(self) -> list[int]:
+        """Numbers of the shards searched."""
+        ...
+
+    @property
+    def fields(self) -> pa.Schema:
+        """Columns that a search may filter by."""
+        ...
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        ...
+
+    def find(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        terms: SparseRows | None = None,
+        *,
+        k: int,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+        exact: bool = False,
+    ) -> list[Candidates]:
+        """Candidates of each query, see :meth:`Searcher.find`."""
+        ...
+
+    def get(self, doc_id: str) -> dict[str, Any] | None:
+        """The document with this id."""
+        ...
+
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """Vector of a document."""
+        ...
+
+    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
+        """Number of documents per value of the text fields."""
+        ...
+
+
+class DatabaseSearcher:
+    """Search of all documents of an index version in a vector database. One thread at a time.
+
+    Args:
+        index: the artifact, for layout, ids, filter columns and documents.
+        collection: of the database, see :mod:`scalingnote.search.collection`.
+        name: of the database, for messages.
+    """
+
+    version = ""
+
+    def __init__(self, index: Artifact, collection: Collection, *, name: str) -> None:
+        self._index, self._collection, self._name = index, collection, name
+        self.layout = shards_of.open_layout(index)
+        self.shards = list(range(self.layout.shards))
+        self._columns = [shards_of.open_columns(index, n) for n in self.shards]
+        self._ids = [
+            DocIds(table["doc_id"], shards_of.open_ids(index, n, rows=len(table)))
+            for n, table in enumerate(self._columns)
+        ]
+
+    @classmethod
+    def open(
+        cls, index_uri: str, search: SearchConfig, *, collection: str, timeout_s: float
+    ) -> "DatabaseSearcher":
+        """Open an index version and the collection of its documents, and compare the two.
+
+        Raises:
+            ArtifactError: a file of the index is missing or damaged.
+            ConfigError: no database answers, or the collection does not hold the documents of the index.
+        """
+        index = open_artifact(index_uri, kind="index")
+        opened = collections.connect(search, collection, timeout_s=timeout_s)
+        searcher = cls(index, opened, name=search.backend)
+        try:
+            searcher.check(collection, str(search.url))
+        except BaseException:
+            opened.close()
+            raise
+        return searcher
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return self.layout.documents
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the queries."""
+        return self.layout.dim
+
+    @property
+    def fields(self) -> pa.Schema:
+        """Columns that a search may filter by."""
+        return self.layout.fields(self._columns[0].schema)
+
+    def facets(self, *, most: int) -> dict[str, dict[str, int]]:
+        """See :meth:`Searcher.facets`."""
+        return filters.facets(self._columns, self.fields, most=most)
+
+    def get(self, doc_id: str) -> dict[str, Any] | None:
+        """The document with this id, from the index."""
+        return self.store.get(doc_id)
+
+    @cached_property
+    def store(self) -> DocumentStore:
+        """The documents of the index; opened when the first answer is shown in this process."""
+        return DocumentStore.open(self._index)
+
+    def vector(self, doc_id: str) -> Float[ndarray, " dim"] | None:
+        """Vector of a document, from the database; None where it or the index does not have it."""
+        _, rows = self._places([doc_id])
+        found = self._read([doc_id], "dense").get(doc_id) if rows[0] >= 0 else None
+        return None if found is None else arrow.l2_normalize(np.asarray([found], np.float32))[0]
+
+    def answers(self) -> None:
+        """DatabaseError unless the database answers."""
+        with self._asked():
+            self._collection.count()
+
+    def close(self) -> None:
+        """Release the database."""
+        self._collection.close()
+
+    def find(
+        self,
+        queries: Float[ndarray, "queries dim"],
+        terms: SparseRows | None = None,
+        *,
+        k: int,
+        joining: Joining = DEFAULT_JOINING,
+        nprobe: int | None = None,
+        where: filters.Filter | None = None,
+        exact: bool = False,
+    ) -> list[Candidates]:
+        """See :meth:`Searcher.find`; `exact` as far as the database can.
+
+        Raises:
+            SearchError: the arguments are invalid for this index, or `nprobe` is given.
+            DatabaseError: the database fails.
+        """
+        if terms is not None and not self.layout.sparse:
+            raise SearchError("this index has no terms: set bm25, or train with train.sparse")
+        if nprobe is not None:
+            raise SearchError(f"nprobe is of the own index: search.ef is what {self._name} has")
+        unit = unit_queries(queries, dim=self.dim, k=k)
+        if where:
+            filters.check(where, self.fields)
+        conditions = filters.conditions(where or {}, self.fields)
+        if not len(unit) or any(condition == [] for condition in conditions.values()):
+            return self._candidates([_Scored([], [], [])] * len(unit), hybrid=terms is not None)
+        depth = k if terms is None else max(k, joining.candidates)
+        found = self._dense(unit, depth, conditions, exact=exact)
+        if terms is None:
+            return self._candidates([_Scored(*hits, []) for hits in found], hybrid=False)
+        rows = _rows(terms)
+        by_terms = self._sparse(rows, depth, conditions)
+        return self._candidates(self._both(unit, rows, found, by_terms), hybrid=True)
+
+    # --- parts of a search ----------------------------------------------------------------------------
+
+    def _dense(
+        self, unit: Float[ndarray, "queries dim"], depth: int, where: Conditions, *, exact: bool
+    ) -> list[Hits]:
+        """The best by vectors. A graph may find too few behind a filter: these queries are asked again."""
+        with self._asked():
+            found = self._collection.dense(unit, k=depth, where=where, thorough=exact)
+        wanted = min(depth, len(self))
+        short = [n for n, (ids, _) in enumerate(found) if len(ids) < wanted and not exact]
+        if short:
+            with self._asked():
+                again = self._collection.dense(unit[short], k=depth, where=where, thorough=True)
+            for n, hits in zip(short, again, strict=True):
+                found[n] = max(found[n], hits, key=lambda each: len(each[0]))
+        return found
+
+    def _sparse(self, rows: Sequence[Terms], depth: int, where: Conditions) -> list[Hits]:
+        """The best by terms; none for a query without terms."""
+        asked = [n for n, row in enumerate(rows) if row]
+        found: list[Hits] = [([], [])] * len(rows)
+        if asked:
+            with self._asked():
+                answers = self._collection.sparse([rows[n] for n in asked], k=depth, where=where)
+            for n, hits in zip(asked, answers, strict=True):
+                found[n] = hits
+        return found
+
+    def _both(
+        self,
+        unit: Float[ndarray, "queries dim"],
+        rows: Sequence[Terms],
+        by_vectors: Sequence[Hits],
+        by_terms: Sequence[Hits],
+    ) -> list["_Scored"]:
+        """All candidates with both scores: what one search did not find is scored by what is stored of it."""
+        dense = [dict(zip(*hits, strict=True)) for hits in by_vectors]
+        sparse = [dict(zip(*hits, strict=True)) for hits in by_terms]
+        pairs = [*zip(dense, sparse, strict=True)]
+        vectors = self._read(sorted({i for d, s in pairs for i in s.keys() - d.keys()}), "dense")
+        unscored = {i for row, (d, s) in zip(rows, pairs, strict=True) if row for i in d.keys() - s.keys()}
+        stored = self._read(sorted(unscored), "terms")
+        scored = []
+        for query, row, (by_vector, by_term) in zip(unit, rows, pairs, strict=True):
+            by_vector |= {
+                i: float(query @ np.asarray(vectors[i], np.float32))
+                for i in by_term.keys() - by_vector.keys()
+                if i in vectors
+            }
+            ids = [*by_vector]
+            terms = [
+                by_term[i] if i in by_term else _product(row, stored.get(i, {})) if row else 0.0 for i in ids
+            ]
+            scored.append(_Scored(ids, [by_vector[i] for i in ids], terms))
+        return scored
+
+    def _candidates(self, scored: Sequence["_Scored"], *, hybrid: bool) -> list[Candidates]:
+        """Candidates of each query, without documents that the index does not have."""
+        shards, rows = self._places([doc_id for each in scored for doc_id in each.ids])
+        ids, answers, end = candidate_ids(shards, rows), [], 0
+        for each in scored:
+            start, end = end, end + len(each.ids)
+            known = rows[start:end] >= 0
+            found = Candidates(
+                ids[start:end][known],
+                shards[start:end][known],
+                np.asarray(each.dense, np.float32)[known],
+                np.asarray(each.sparse, np.float32)[known] if hybrid else None,
+                (),
+                searched=len(self.shards),
+                version=self.version,
+            )
+            answers.append(found)
+        return answers
+
+    def _places(self, doc_ids: Sequence[str]) -> tuple[Int[ndarray, " ids"], Int[ndarray, " ids"]]:
+        """The shard of each document and its row there; row -1 where the index does not have it."""
+        shards, rows = np.zeros(len(doc_ids), np.int64), np.full(len(doc_ids), -1, np.int64)
+        for shard, ids in enumerate(self._ids):
+            own = ids.rows(doc_ids)
+            shards[own >= 0], rows[own >= 0] = shard, own[own >= 0]
+        return shards, rows
+
+    def _read(self, doc_ids: Sequence[str], part: Part) -> dict[str, Any]:
+        """What is stored of documents; nothing is asked for none."""
+        if not doc_ids:
+            return {}
+        with self._asked():
+            return self._collection.read(doc_ids, part)
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """DatabaseError for whatever a client raises: each has its own errors."""
+        try:
+            yield
+        except ScalingNoteError:
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise DatabaseError(f"{self._name} failed: {reason}") from error
+
+    # --- the collection at the start --------------------------------------------------------------------
+
+    def check(self, collection: str, url: str) -> None:
+        """ConfigError unless a collection at a URL holds the documents of the index: a sample is compared."""
+        layout, place = self.layout, f"collection {collection!r} of {self._name} at {url}"
+        remedy = (
+            f"load it with `scalingnote export vectors --run RUN --to {self._name} --url {url} "
+            f"--collection {collection}`"
+        )
+        with self._asked():
+            described = self._collection.described()
+            if described is None:
+                raise ConfigError(f"there is no {place}: {remedy}")
+            if described[0] != layout.dim or described[1] < layout.sparse:
+                have = f"{described[0] or 'no'} dimensions{'' if described[1] else ' and no terms'}"
+                wanted = f"{layout.dim}{' and terms' if layout.sparse else ''}"
+                raise ConfigError(f"{place} has {have}, the index {wanted}: {remedy}")
+            if (held := self._collection.count()) != layout.documents:
+                raise ConfigError(
+                    f"{place} holds {held:,} documents, the index {layout.documents:,}: {remedy}"
+                )
+        ids, vectors = self._sample()
+        stored, columns = self._read(ids, "dense"), self._read(ids, "columns")
+        for doc_id, vector in zip(ids, vectors, strict=True):
+            if doc_id not in stored:
+                raise ConfigError(f"{place} does not hold {doc_id!r} of the index: {remedy}")
+            if vector is not None and not np.allclose(stored[doc_id], vector, atol=TOLERANCE):
+                raise ConfigError(f"{place} has another vector of {doc_id!r} than the index: {remedy}")
+        if (missing := self._missing_column(ids, columns)) is not None:
+            raise ConfigError(f"{place} lacks the column {missing!r}, which the index filters by: {remedy}")
+
+    def _sample(self) -> tuple[list[str], list[Any]]:
+        """Ids of some documents, and their vectors; None where the embeddings are no longer there."""
+        embeddings = self._index.manifest.parents.get("embeddings")
+        if embeddings is not None:
+            with suppress(ArtifactError, OSError):
+                source = open_artifact(embeddings["uri"], kind="embeddings")
+                counts = source.rows_of(source.table_parts("embeddings"))
+                table = source.table(max(counts, key=lambda name: counts[name]), ["doc_id", "summary"])
+                rows = np.unique(np.linspace(0, len(table) - 1, SAMPLED).astype(np.int64))
+                table = table.take(pa.array(rows))
+                return table["doc_id"].to_pylist(), [*arrow.to_numpy(table["summary"])]
+        ids = max(self._columns, key=len)["doc_id"].slice(0, SAMPLED).to_pylist()
+        return ids, [None] * len(ids)
+
+    def _missing_column(self, ids: Sequence[str], stored: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """The first filter column that a document has in the index, and not in the collection."""
+        shards, rows = self._places(ids)
+        for doc_id, shard, row in zip(ids, shards.tolist(), rows.tolist(), strict=True):
+            for name in self.layout.filters if row >= 0 else ():
+                if self._columns[shard][name][row].is_valid and name not in stored[doc_id]:
+                    return name
+        return None
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Candidates of a query by the ids of their documents."""
+
+    ids: list[str]
+    dense: list[float]
+    sparse: list[float]  # empty where the query has no terms
+
+
+def _rows(terms: SparseRows) -> list[dict[int, float]]:
+    """Terms and weights of each query."""
+    numbers, weights, bounds = terms.terms.tolist(), terms.values.tolist(), terms.offsets.tolist()
+    return [
+        {term: weight for term, weight in zip(numbers[a:b], weights[a:b], strict=True) if weight}
+        for a, b in pairwise(bounds)
+    ]
+
+
+def _product(query: Terms, document: Terms) -> float:
+    """Inner product of two rows of terms."""
+    return sum((weight * document[term] for term, weight in query.items() if term in document), 0.0)

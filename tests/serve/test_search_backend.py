@@ -1,0 +1,307 @@
+"""A service with a vector database behind it answers as one with its own index, or says why it cannot."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_here import Client, service
+from pair import DIM, built
+from test_grpc import Call
+
+from in_process import without_ray
+from scalingnote.config import validate
+from scalingnote.errors import ConfigError
+from scalingnote.export import databases, vectors
+from scalingnote.index import job
+from scalingnote.index.config import FastScan, IndexConfig
+from scalingnote.models.sparse_query import SparseRows
+from scalingnote.search.config import SearchConfig
+from scalingnote.search.query_path import Query
+from scalingnote.search.searcher import DEFAULT_JOINING, Candidates, rank
+from scalingnote.serve import api, artifacts
+from scalingnote.serve.access import Admission
+from scalingnote.serve.fan_out import Found, packed, unpacked
+from scalingnote.serve.grpc import scalingnote_pb2 as pb
+from scalingnote.serve.grpc.servicer import Servicer
+from scalingnote.serve.replicas import IndexSearcher
+from scalingnote.serve.towers import Refused
+from scalingnote.serve.versions import Catalog, Version
+from scalingnote.serve_config import AppArgs, ServeConfig
+from scalingnote.storage.artifact import Artifact, open_artifact
+from synthetic_corpus import Corpus, queries
+
+CLIENTS = {"qdrant": "qdrant_client", "milvus": "pymilvus"}
+
+
+def loaded(backend: str, index: Artifact, folder: Path, collection: str = "scalingnote") -> dict[str, Any]:
+    """A database with the documents of an index, as a config names it."""
+    url = f"{folder / backend}.db"
+    dataset, embeddings = (
+        open_artifact(index.manifest.parents[kind]["uri"], kind=kind) for kind in ("dataset", "embeddings")
+    )
+    made = databases.connect(backend, url, collection)
+    source = vectors.Source(embeddings, dataset, None, ("title", "topic"))
+    vectors.export(source, made, checkpoint=f"{folder}/{collection}.json")
+    made._client.close()
+    return {"backend": backend, "url": url, "collection": collection}
+
+
+@pytest.fixture(scope="module")
+def own(index: Artifact, query_tower: Artifact) -> Iterator[Client]:
+    config = ServeConfig(deadline_s=60)
+    client = Client(api.build(service(index, query_tower, config), config))
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module", params=CLIENTS)
+def database(
+    request: pytest.FixtureRequest,
+    index: Artifact,
+    query_tower: Artifact,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[str, Client, Servicer, Any]]:
+    """The name of a database, a service that searches it by HTTP and by gRPC, and the database's client."""
+    pytest.importorskip(CLIENTS[request.param])
+    folder = tmp_path_factory.mktemp(request.param)
+    config = ServeConfig(deadline_s=60, search=loaded(request.param, index, folder))
+    made = service(index, query_tower, config)
+    client = Client(api.build(made, config))
+    (searcher,) = made._searchers[0].target._held.values()
+    servicer = Servicer(made, Admission(config.limits), lambda *_: None)
+    yield request.param, client, servicer, searcher._collection._client
+    client.close()
+    searcher.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/search", {"query": "bakoli menura", "k": 7}),
+        ("/search", {"vector": [0.1 * n for n in range(DIM)], "k": 5, "explain": True}),
+        ("/search", {"query": "menura", "k": 5, "filter": {"topic": ["topic 2", "topic 4"]}}),
+        ("/search", {"query": "menura", "k": 5, "filter": {"topic": "none"}}),
+        ("/search", {"query": "menura", "k": 0}),
+        ("/search", {"query": "menura", "filter": {"price": 3}}),
+        ("/search", {"query": "menura", "dense_weight": 0.5}),
+        ("/search", {"query": " "}),
+        ("/similar", {"doc_id": "d17", "k": 4}),
+        ("/similar", {"doc_id": "nothing"}),
+    ],
+    ids=str,
+)
+def test_an_answer_is_that_of_the_own_index(
+    own: Client, database: tuple[Any, ...], path: str, body: dict[str, Any]
+) -> None:
+    _, client, _, _ = database
+    expected, found = (each("POST", path, json=body) for each in (own, client))
+    assert found.status_code == expected.status_code
+    found, expected = found.json(), expected.json()
+    for answer in (found, expected):
+        del answer["request_id"]
+        answer["timings_ms"] = sorted(answer.get("timings_ms", {}))
+    for row in expected.get("results", []):
+        row["score"] = pytest.approx(row["score"], abs=1e-4)
+        if "explain" in row:
+            row["explain"]["dense"] = pytest.approx(row["explain"]["dense"], abs=1e-4)
+    assert found == expected
+
+
+def test_documents_and_limits_are_those_of_the_own_index(own: Client, database: tuple[Any, ...]) -> None:
+    _, client, _, _ = database
+    for path in ("/info", "/healthz", "/documents/d3", "/admin/index"):
+        assert client("GET", path).json() == own("GET", path).json()
+    assert client("GET", "/documents/nothing").status_code == 404
+    assert (
+        client("POST", "/documents", json={"documents": [{"doc_id": "a", "content": "b"}]}).status_code == 409
+    )
+
+
+def test_grpc_finds_what_http_finds(database: tuple[Any, ...]) -> None:
+    _, client, servicer, _ = database
+    request = pb.SearchRequest(query="bakoli", k=5, filter={"topic": "topic 3"})
+    answer = client.wait(servicer.Search(request, grpc_context=Call()))
+    body = client.search(query="bakoli", k=5, filter={"topic": "topic 3"}).json()
+    assert [(hit.doc_id, hit.title) for hit in answer.results] == [
+        (row["doc_id"], row["title"]) for row in body["results"]
+    ]
+    assert len(answer.results) == 5
+
+
+def test_lists_of_the_own_index_cannot_be_chosen(database: tuple[Any, ...]) -> None:
+    name, client, _, _ = database
+    answer = client.search(query="bakoli", nprobe=3)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (422, "invalid")
+    assert f"search.ef is what {name} has" in answer.json()["error"]["message"]
+
+
+def test_a_database_that_fails_is_unavailable_until_it_answers(
+    database: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, client, servicer, made = database
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("Connection refused")
+
+    with monkeypatch.context() as patch:
+        for method in ("query_batch_points", "search", "retrieve", "get", "count", "query"):
+            patch.setattr(made, method, fail, raising=False)
+        for answer in (client.search(query="bakoli"), client("POST", "/similar", json={"doc_id": "d17"})):
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"] == {
+                "code": "unavailable",
+                "message": f"{name} failed: Connection refused: try again",
+                "field": None,
+            }
+        context = Call()
+        client.wait(servicer.Search(pb.SearchRequest(query="bakoli"), grpc_context=context))
+        assert (context.code.name, context.details) == ("UNAVAILABLE", answer.json()["error"]["message"])
+        health = client("GET", "/healthz")
+        assert (health.status_code, health.json()["status"], health.json()["shards_answered"]) == (
+            503,
+            "down",
+            0,
+        )
+    assert client.search(query="bakoli").status_code == 200
+    assert client("GET", "/healthz").json()["status"] == "ok"
+
+
+def test_a_database_that_is_slow_is_unavailable_at_the_deadline(
+    database: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, client, _, made = database
+    for method in ("query_batch_points", "search"):
+        monkeypatch.setattr(made, method, lambda *_, **__: time.sleep(1), raising=False)
+    answer = client.search(query="bakoli", deadline_ms=50)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == f"{name} does not answer in time: try again"
+
+
+def test_a_refusal_that_is_temporary_stays_so_between_processes() -> None:
+    answers = [Refused("a"), Found([], (1,)), Refused("b", temporary=True)]
+    assert unpacked(packed(answers)) == answers
+
+
+@pytest.mark.parametrize("backend", CLIENTS)
+def test_terms_and_embeddings_are_searched_together(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip(CLIENTS[backend])
+    corpus = Corpus.build(f"{tmp_path}/corpus", sizes=[60, 30], dim=DIM, sparse=True)
+    config = IndexConfig(shards=2, family=FastScan(refine="flat"), nlist=2, nprobe=2, iterations=2)
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        index = job.run(config, **corpus.uris, output=f"{tmp_path}/index")
+    catalog = Catalog(Version.of(index.uri))
+    search = SearchConfig(**loaded(backend, index, tmp_path))
+    asked = queries(corpus.matrix, 4)
+    terms = SparseRows(np.array([0, 2]), np.array([1, 7], np.int32), np.ones(2, np.float32))
+
+    async def answers(searcher: IndexSearcher) -> list[Candidates | Refused]:
+        version = catalog.first.name
+        calls = [Query(row[None], terms, k=8, version=version) for row in asked]
+        found = await asyncio.gather(*map(searcher.search, calls))
+        searcher._background.cancel()
+        return found
+
+    layout = None
+    ranked = []
+    for searcher in (IndexSearcher(catalog), IndexSearcher(catalog, search=search, timeout_s=60.0)):
+        layout = next(iter(searcher._held.values())).layout
+        found = asyncio.run(answers(searcher))
+        ranked.append([rank([each], k=8, joining=DEFAULT_JOINING, layout=layout) for each in found])
+    for mine, theirs in zip(*ranked, strict=True):
+        assert mine.ids.tolist() == theirs.ids.tolist()
+        assert mine.scores == pytest.approx(theirs.scores, abs=1e-4)
+
+
+def test_another_version_is_searched_in_its_own_collection(
+    index: Artifact, query_tower: Artifact, tmp_path: Path
+) -> None:
+    pytest.importorskip("pymilvus")
+    other = built(tmp_path / "other", corpus_seed=1)
+    for each in (index, other):
+        search = loaded("milvus", each, tmp_path, f"docs_{each.digest[:12]}")
+    config = ServeConfig(
+        deadline_s=60, state=str(tmp_path), search={**search, "collection": "docs_{version}"}
+    )
+    client = Client(api.build(service(index, query_tower, config), config))
+    vector = queries(Corpus.build(f"{tmp_path}/c", sizes=[200, 220], dim=DIM, seed=1).matrix, 1)[0].tolist()
+    before = client.search(vector=vector).json()
+    answer = client("POST", "/admin/index/activate", json={"uri": other.uri})
+    assert answer.status_code == 200
+    after = client.search(vector=vector).json()
+    assert (before["index_version"], after["index_version"]) == (index.digest[:12], other.digest[:12])
+    assert before["results"] != after["results"]
+    third = built(tmp_path / "third", corpus_seed=2)
+    answer = client("POST", "/admin/index/activate", json={"uri": third.uri})
+    assert answer.status_code == 422
+    assert f"there is no collection 'docs_{third.digest[:12]}' of milvus" in answer.json()["error"]["message"]
+    assert client.search(vector=vector).json()["results"] == after["results"]
+    client.close()
+
+
+# --- at the start -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"live": {"folder": "live"}}, r"can be used with live: documents are written to the own index only"),
+        ({"nprobe": 8}, r"nprobe: lists are of the own index; unset it and set search\.ef"),
+        ({"mapped": True}, "mapped: only the own index has files"),
+        ({"canary": 0.1, "search": {"backend": "milvus", "url": "m.db"}}, "canary needs an exact search"),
+        (
+            {"split": {"arms": [{"name": "a", "share": 1, "index": "elsewhere"}]}},
+            r"an arm with an index of its own.*put \{version\} into search\.collection",
+        ),
+        (
+            {"gateway_replicas": 2},
+            "gateway_replicas is 2, but one process can open .*/q: set gateway_replicas",
+        ),
+        ({"searchers_in": "replicas", "searcher_replicas": 3}, "searcher_replicas is 3, but one process"),
+        ({"search": {"backend": "qdrant"}}, "backend qdrant needs a url"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_a_database_cannot_do_is_refused_before_anything_starts(
+    values: dict[str, Any], message: str
+) -> None:
+    given = {"search": {"backend": "qdrant", "url": "q"}} | values
+    with pytest.raises(ConfigError, match=message):
+        validate(ServeConfig, given, source="serve")
+
+
+@pytest.mark.parametrize(
+    "values", [{"gateway_replicas": 2}, {"canary": 0.1}, {"searchers_in": "replicas", "searcher_replicas": 3}]
+)
+def test_a_server_takes_more_processes_than_a_folder(values: dict[str, Any]) -> None:
+    search = {"backend": "qdrant", "url": "http://localhost:6333"}
+    assert validate(ServeConfig, {"search": search} | values, source="serve").search.url == search["url"]
+
+
+@pytest.mark.parametrize("backend", CLIENTS)
+def test_a_database_is_checked_before_replicas_start_and_left_to_them(
+    backend: str, index: Artifact, query_tower: Artifact, tmp_path: Path
+) -> None:
+    pytest.importorskip(CLIENTS[backend])
+    search = loaded(backend, index, tmp_path)
+    places = {"index": index.uri, "query_tower": query_tower.uri}
+    absent = AppArgs(**places, serve={"search": search | {"collection": "absent"}})
+    with pytest.raises(ConfigError, match=rf"there is no collection 'absent' of {backend}.*--to {backend}"):
+        artifacts.find(absent)
+    found = artifacts.find(AppArgs(**places, serve={"search": search}))
+    assert isinstance(found, artifacts.ServedArtifacts)
+    assert found.gateway_searches
+    assert found.groups == (range(2),)
+    opened = IndexSearcher(found.catalog, search=found.config.search)
+    (searcher,) = opened._held.values()
+    searcher.close()
+
+
+def test_a_model_alone_has_nothing_to_search(tmp_path: Path) -> None:
+    search = {"backend": "qdrant", "url": "http://localhost:6333"}
+    with pytest.raises(ConfigError, match=r"serve\.search needs an index"):
+        artifacts.find(AppArgs(model=str(tmp_path), serve={"search": search}))
