@@ -125,7 +125,7 @@ class IndexConfig(Config):
 
 
 class LiveConfig(Config):
-    """How an index takes writes and when it is written anew."""
+    """How an index accepts writes, and when compaction writes a new version."""
 
     merge_rows: int = Field(
         1024, ge=1, description="rows of a shard searched exactly before they are merged into lists"

@@ -27,7 +27,7 @@ RANGE = {"min", "max"}
 
 
 def require_fields(documents: pa.Schema, names: Sequence[str]) -> None:
-    """ConfigError unless the documents have these columns, of text, numbers, or yes and no."""
+    """ConfigError unless the documents have these columns, of text, numbers or booleans."""
     for name in names:
         if name not in documents.names:
             raise ConfigError(f"index.filters names {name!r}, documents have {', '.join(documents.names)}")
