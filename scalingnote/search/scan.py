@@ -212,7 +212,7 @@ def require_hybrid(layout: Layout) -> None:
     """SearchError unless the index can be searched by embeddings and terms together."""
     if not layout.sparse:
         raise SearchError(
-            "this index has no terms: set bm25, or train with train.sparse and encode, then index anew"
+            "this index has no terms: set bm25, or train with train.sparse and encode, then index again"
         )
     if layout.refine == "none":
         raise SearchError(
