@@ -35,7 +35,7 @@ def printed(command: str) -> str:
 def figures(text: str, label: str) -> list[float]:
     """The numbers of a row of a plan, behind its label."""
     (row,) = re.findall(rf"^  {re.escape(label)}  +(.*)$", text, flags=re.M)
-    return [float(cell.replace(",", "")) for cell in re.findall(r"[\d,]+\.?\d*(?:e\d+)?", row)]
+    return [float(cell.replace(",", "")) for cell in re.findall(r"\d[\d,]*\.?\d*(?:e\d+)?", row)]
 
 
 def hours(operations: float, peak: float) -> float:
