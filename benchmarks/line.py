@@ -1,8 +1,7 @@
-"""One line of docs/performance.md: ours, what stands beside it, the ratio, the bar and whether it was met.
+"""One line of docs/performance.md: our number, the compared one, their ratio, the bar and whether it was met.
 
-A peer's bar is 1: nobody changes to something slower or worse. What is promised has the bar that it promises:
-nothing lost, the recall tuned for, an export's cosine. A floor (a forward pass alone, an application that
-does nothing) has none, as nothing can be better than it.
+A peer's bar is 1. A guarantee has its own bar: nothing lost, the recall tuned for, an export's cosine. A
+floor (a forward pass alone, an application that does nothing) has none, because nothing can be better.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,7 @@ class Line:
         return {
             "what was measured": self.what,
             "ours": self.ours,
-            "beside it": self.beside,
+            "compared with": self.beside,
             "ratio": "-" if self.ratio is None else number(self.ratio) + ARROWS[self.better],
             "metric": f"`{self.metric}`" if self.metric else "-",
             "bar": self.bar or "-",

@@ -30,15 +30,15 @@ def train(r: Report) -> Lines:
     yield ratio(r, metric, f"the same at batch {last['batch']:,}", f"{last['peak MB']:.0f} MB", peak, bar=1)
     if checkpoint := r.get("checkpoint"):
         size = f"{checkpoint['GB']:.1f} GB, a local disk"
-        yield value(r, "checkpoint_wait_s_per_gb", "what training waits for a checkpoint", "s/GB", size)
-        yield value(r, "restart_s_per_gb", "reading of a checkpoint at a restart", "s/GB", size)
+        yield value(r, "checkpoint_wait_s_per_gb", "time that training waits for a checkpoint", "s/GB", size)
+        yield value(r, "restart_s_per_gb", "time to read a checkpoint at a restart", "s/GB", size)
 
 
 def teacher(r: Report) -> Lines:
     metrics = ("stored_teacher_speedup", "lookup_stored_teacher_speedup")
     for step, metric in zip(r["steps"], metrics, strict=True):
         teacher = f"a teacher of {r['teacher']['millions']:.0f}M"
-        asked = f"{teacher} asked in the loop {number(step['in the loop ms'])} ms"
+        asked = f"{teacher} that encodes in the loop {number(step['in the loop ms'])} ms"
         what = f"a query in distillation from stored embeddings, student {step['student']}"
         yield ratio(r, metric, what, f"{number(step['stored ms'])} ms", asked, bar=10)
 
@@ -80,12 +80,14 @@ def distillation(r: Report) -> Lines:
     bests = (("scalingnote", "the best transformer student", 0.98), ("lookup_best", "the best lookup", 0.95))
     for metric, what, bar in bests:
         name = f"{metric}_over_scalingdual_R50"
-        yield ratio(r, name, f"R@50 of {what}, of its teacher's, the worst case", "-", "ScalingDual", bar=bar)
+        yield ratio(
+            r, name, f"R@50 of {what}: share of its teacher's, worst case", "-", "ScalingDual", bar=bar
+        )
     for title, rows in r["tables"].items():
         found = {row["query side"]: row["R@50"] for row in rows}
         light = max((found[name] for name in found if is_light(name)), key=mean, default=None)
         if light is not None and "bm25" in found:
-            what, beside = f"R@50 of the best side that runs no model: {title}", f"BM25 {found['bm25']}"
+            what, beside = f"R@50 of the best query tower without a model: {title}", f"BM25 {found['bm25']}"
             yield plain(what, light, beside, mean(light) / mean(found["bm25"]), bar=1)
 
 
@@ -94,7 +96,7 @@ def collect(r: Report) -> Lines:
     yield value(
         r, "association_queries_per_second", f"Algorithm 1 as a join, {large['queries']:,} queries", "/s"
     )
-    yield value(r, "association_growth_exponent_largest", "its time grows as n to the")
+    yield value(r, "association_growth_exponent_largest", "exponent of its time in the number of queries")
     what, beside = f"the join, {pairs['queries']:,} queries", f"every pair: {number(pairs['every pair s'])} s"
     yield ratio(r, "association_speedup_over_every_pair", what, f"{number(pairs['join s'])} s", beside)
     for row in [row for row in r["engines"] if row["filter"] == "yes" and row["engine"] != "numpy"]:
@@ -105,7 +107,9 @@ def collect(r: Report) -> Lines:
         )
     cpu = {row["case"]: f"{number(row['cpu'])} cpu s" for row in r["variants"]}
     hot, none = cpu["hot key, 5 %"], cpu["plain"]
-    yield ratio(r, "association_hot_key_slowdown", "one key in 5 % of the queries", hot, f"none: {none}")
+    yield ratio(
+        r, "association_hot_key_slowdown", "a key that 5 % of the queries share", hot, f"no such key: {none}"
+    )
 
 
 def encode(r: Report) -> Lines:
@@ -187,11 +191,18 @@ def scale(r: Report) -> Lines:
     yield value(
         r, "driver_rss_gb_max", "memory of the largest driver", "GB", f"a worker {workers:.2f} GB", bar=1.0
     )
-    before = f"{sizes[-2]:,} documents before"
-    yield value(r, "driver_rss_growth", f"a driver's memory, {before}, {driver:.2f} GB", "", largest, bar=1.2)
-    yield value(r, "growth_exponent_max", "x of seconds ~ documents^x", "", largest, bar=1.1)
+    growth = f"growth of a driver's memory from {sizes[-2]:,} documents, to {driver:.2f} GB"
+    yield value(r, "driver_rss_growth", growth, "", largest, bar=1.2)
+    yield value(
+        r,
+        "growth_exponent_max",
+        "largest exponent of a stage's seconds in the documents",
+        "",
+        largest,
+        bar=1.1,
+    )
     for figure in ("seconds", "requests", "driver"):
-        what = f"{figure} of the largest corpus, as `scalingnote plan` computes them from smaller ones: error"
+        what = f"{figure} of the largest corpus, predicted by `scalingnote plan` from smaller ones: error"
         yield value(r, f"plan_{figure}_error_max", what, "", largest)
 
 
@@ -209,7 +220,12 @@ def encode_faults(r: Report) -> Lines:
     if "loads_per_actor" in r["metrics"]:
         yield value(r, "loads_per_actor", "times that an encoder loads its model", "", "a whole run", bar=1)
         yield value(
-            r, "lost_parts_max", "parts encoded again after a fault, at most", "", "two encoders", bar=2
+            r,
+            "lost_parts_max",
+            "largest number of parts encoded again after a fault",
+            "",
+            "two encoders",
+            bar=2,
         )
 
 

@@ -12,9 +12,7 @@ def query_encoder(r: Report) -> Lines:
     yield ratio(
         r, "onnx_int8_b1_over_sentence_transformers", what, int8, f"sentence-transformers {peer}", bar=1
     )
-    yield value(
-        r, "cosine_onnx_int8", "its least cosine to float32", "", "what an export must have", bar=0.999
-    )
+    yield value(r, "cosine_onnx_int8", "its least cosine to float32", "", "minimum of an export", bar=0.999)
     what = "a lookup table, one query at a time, queries/s"
     yield ratio(r, "lookup_b1_over_torch_fp32", what, table, f"a transformer, torch fp32 {torch}", bar=500)
     floor = f"floor: the tokenizer alone {rate[1, 64, 'tokenizer alone']}"
@@ -56,7 +54,7 @@ def document_store(r: Report) -> Lines:
     rows = {row["format"]: row for row in r["table"]}
     others = ("read_ahead", "packed", "parquet", "lmdb", "lance")
     for when, bar in (("warm", 0.8), ("cold", None)):
-        what = f"the documents of an answer of ten, mapped Arrow, {when}"
+        what = f"reading ten documents of an answer, mapped Arrow, {when}"
         ours = f"{number(rows['ours'][f'{when} p50 us'])} us"
         for name in (name for name in others if name in rows):
             theirs = f"{name} {number(rows[name][f'{when} p50 us'])} us"
@@ -106,10 +104,10 @@ def live_index(r: Report) -> Lines:
     kills = f"{r['metrics']['kills']:.0f} kills"
     yield value(r, "lost_writes", f"acknowledged writes lost in {kills}")
     yield value(r, "duplicates", f"documents found twice in {kills}")
-    yield value(r, "wrong_answers", f"answers other than brute force gives in {kills}")
+    yield value(r, "wrong_answers", f"answers that differ from brute force in {kills}")
     worst = max(r["streaming"], key=lambda row: row["gap, points"])
     beside = f"built anew at that moment: {number(100 * worst['built anew'])}"
-    what = f"recall@10 lost at worst while {r['streaming'][-1]['written']:,} documents come and go"
+    what = f"largest loss of recall@10 while {r['streaming'][-1]['written']:,} documents change"
     yield value(r, "streaming_recall_gap", what, "points", beside, bar=1)
     yield value(r, "writes_per_s_100x1", "durable writes, batches of 100", "documents/s")
     yield value(r, "writes_per_s_1x1", "durable writes, one by one", "documents/s")
@@ -118,12 +116,12 @@ def live_index(r: Report) -> Lines:
 def serve(r: Report) -> Lines:
     rate = {(row["server"], row["connections"]): f"{row['requests/s']:,}" for row in r["table"]}
     floor = f"floor: an application that does nothing {rate['noop', 16]}"
-    hand = f"a service by hand, the same student in float32 {rate['handwritten', 16]}"
+    hand = f"a hand-written service, the same student in float32 {rate['handwritten', 16]}"
     for metric, server, what, bar in (
         ("lookup", "lookup x 1", "a lookup tower, one index", 0.6),
         ("lookup_4_shards", "lookup x 4", "a lookup tower, 4 shards", None),
         ("int8", "int8 x 1", "an int8 transformer, one index", None),
-        ("replicas", "replicas", "a lookup tower, every part in replicas of its own", None),
+        ("replicas", "replicas", "a lookup tower, every part in separate replicas", None),
     ):
         what = f"requests/s at 16 connections: {what}"
         yield ratio(r, f"rps_over_noop_c16_{metric}", what, rate[server, 16], floor, bar=bar)

@@ -27,9 +27,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "Training": ("train", "methods", "sources", "teacher", "distillation", "faults", "gpu"),
     "Collecting": ("collect",),
     "Encoding": ("encode", "native", "encode_faults", "random_access"),
-    "Carriers": ("object_store", "scale", "stage_faults"),
-    "Quantising": ("quantize",),
-    "Fusing": ("fusion",),
+    "Storage and scale": ("object_store", "scale", "stage_faults"),
+    "Semantic IDs": ("quantize",),
+    "Fusion": ("fusion",),
     "Query encoders": ("query_encoder", "front_door", "mteb_agreement"),
     "Index": ("index", "sparse_index", "document_store", "searcher_memory"),
     "Live index": ("live_index",),
@@ -56,7 +56,7 @@ def main() -> None:
     if options.check:
         found = stale(read(RESULTS))
         for path in found:
-            print(f"{path}: another than the results give: run this without --check")
+            print(f"{path}: differs from the results: run this without --check")
         sys.exit(bool(found))
     update()
     print(PAGE)
@@ -118,7 +118,7 @@ def content(reports: Mapping[str, Report]) -> str:
 
 
 def rows_of(reports: Mapping[str, Report], *, only: Collection[str] | None = None) -> list[dict[str, str]]:
-    """The table's rows; what is not measured has one that says how to."""
+    """The table's rows; a benchmark without results has a row with its command."""
     rows = []
     for part, names in PARTS.items():
         for name in [name for name in names if only is None or name in only]:
@@ -141,7 +141,7 @@ def lines(name: str, report: Report) -> list[Line]:
         if not found:
             raise KeyError("lines")
     except (KeyError, IndexError, StopIteration, RuntimeError, ValueError) as error:
-        found.append(Line("not all that there is to say is in these results", f"no {error}"))
+        found.append(Line("some lines of these results are missing", f"no {error}"))
     return found
 
 

@@ -90,7 +90,7 @@ def main() -> None:
         keep(own)
     performance.update()
     rows = performance.rows_of(performance.read(folder), only={benchmark.name for benchmark in here})
-    cells = ("part", "what was measured", "ours", "beside it", "ratio", "bar")
+    cells = ("part", "what was measured", "ours", "compared with", "ratio", "bar")
     if rows:
         title = f"This machine, {options.size} sizes: {folder}"
         show(title, [{cell: row[cell] for cell in cells} for row in rows])

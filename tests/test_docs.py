@@ -81,3 +81,22 @@ def test_python_imports_what_exists(page: Path):
                 module = importlib.import_module(str(node.module))
                 for name in node.names:
                     assert hasattr(module, name.name) or find_spec(f"{node.module}.{name.name}"), block
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_modules_named_in_the_text_exist(name: str):
+    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.M | re.S)
+    modules = re.findall(r"`(\w+/[\w/]+\.py)`", text)
+    assert len(modules) > 5
+    for module in modules:
+        assert (ROOT / module).exists() or (ROOT / "scalingnote" / module).exists(), module
+
+
+def test_the_table_of_packages_is_complete():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| package \|.*?\n\n", text, flags=re.M | re.S)
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.M))))
+    package = ROOT / "scalingnote"
+    packages = {path.parent.name for path in package.glob("*/__init__.py")}
+    modules = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    assert named == packages | modules

@@ -8,8 +8,8 @@ With a base, only documents that changed since earlier embeddings are encoded, a
                                 ├─► buckets of doc_ids ─compare─► groups of parts ─► rows each part copies
     documents ─────────scatter──┘                          └───► changes: added, changed, deleted
 
-A document is unchanged if its content hash is, in whichever part it lies. Memory is bounded by a slice when
-scattering, then by a bucket or a group. Every step repeated writes the same files again.
+A document is unchanged if its content hash is, in any part. Memory is bounded by a slice while hashes are
+scattered, then by a bucket or a group. A repeated step writes the same files again.
 """
 
 import functools
@@ -196,7 +196,7 @@ class DocumentPartEncoder:
         self.peak = self._encoder.peak()
 
     def __call__(self, _: str, part: tuple[pa.Table, pa.Table | None, Rejected]) -> EncodedPart:
-        """Embeddings of a part, and the copied ones in their places."""
+        """Embeddings of a part, with the copied ones in their rows."""
         tokens, copies, rejected = part
         views: list[str] = list(self._config.views)
         dtype = self._config.dtype

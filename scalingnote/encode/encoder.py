@@ -124,7 +124,7 @@ class Encoder:
     ) -> tuple[Float[ndarray, "rows views dim"], int]:
         """Embeddings and computed tokens, padding included; fills `terms` if given.
 
-        There is no synchronisation between batches: a GPU computes while the next batch is put together.
+        Batches are not synchronised: a GPU computes while the CPU prepares the next batch.
         """
         out = torch.empty(len(rows), len(self.views), self.dim, device=self._device)
         packed, padded = self.tower.packs, 0

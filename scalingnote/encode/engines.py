@@ -1,4 +1,4 @@
-"""Engines: what turns the token rows of documents into embeddings, behind one interface.
+"""Engines that turn the token rows of documents into embeddings, behind one interface.
 
     own                     Encoder: packed rows, every view, the sparse head
     sentence-transformers   the modules of the library, padded rows, the indexed view
@@ -80,7 +80,7 @@ class TopTerms:
 
 
 class RowEncoding(NamedTuple):
-    """What an engine makes of token rows."""
+    """The result of an engine for some token rows."""
 
     embeddings: Float[ndarray, "rows views dim"]  # not normalised
     terms: TopTerms | None  # None for a tower without a sparse head
@@ -89,7 +89,7 @@ class RowEncoding(NamedTuple):
 
 @runtime_checkable
 class Engine(Protocol):
-    """What a worker loads once and gives token rows to."""
+    """An encoder of token rows, which a worker loads once."""
 
     dim: int
     views: tuple[str, ...]  # of the embeddings of a row, in order
@@ -105,7 +105,7 @@ LoadEngine = Callable[["Artifact", int], Any]  # of an artifact and a token budg
 
 
 def engine_loader(config: "EncodeConfig") -> LoadEngine:
-    """What loads the engine of a config in a worker, given the towers and a token budget."""
+    """A function that loads the engine of a config in a worker, given the towers and a token budget."""
     match config.engine:
         case "own":
             return load_document_encoder
@@ -116,7 +116,7 @@ def engine_loader(config: "EncodeConfig") -> LoadEngine:
 
 
 def check_installed(config: "EncodeConfig") -> None:
-    """Look for the engine's package here, or else in a task with the resources of a worker.
+    """Check that the engine's package is installed: here, or in a task with the resources of a worker.
 
     The driver may run on a node without GPUs and from another image than the workers.
 

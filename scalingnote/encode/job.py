@@ -4,8 +4,8 @@
     pseudo-queries ─────────────────────────────────────────────────────────────────────► parts of embeddings
 
 A generated query goes to the bucket of its source query, where the split of the source is known. Memory is
-bounded by a slice, then by a bucket. A step repeated writes the same files again, and neither slices nor
-buckets affect which queries are encoded.
+bounded by a slice, then by a bucket. A repeated step writes the same files again; slices and buckets do not
+affect which queries are encoded.
 """
 
 from collections.abc import Sequence
@@ -255,9 +255,10 @@ class TeacherQueryEncoder:
         return self._documents.encode_with_cost(rows), views.index("summary") if "summary" in views else 0
 
     def _write_vocabulary(self, folder: str) -> None:
-        """Write what a student may start from, so that distillation never loads the teacher.
+        """Write the data that a student may start from, so that distillation never loads the teacher.
 
-        The tokenizer, and of each token its embedding and the embedding of a query of this token alone.
+        These are the tokenizer, the input embedding of each token, and the embedding of a query with this
+        token alone.
         """
         import safetensors.torch
         import torch

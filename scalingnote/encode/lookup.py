@@ -4,7 +4,7 @@
     a batch       take the rows of 16 queries at once, one product per query
 
 float16 rows are converted to float32 by shifts of their bits (:func:`_widened`), because numpy's conversion
-takes longer than everything else. Measured per query without the tokenizer, one thread, 32,000 rows of 384 in
+takes longer than all other work. Measured per query without the tokenizer, one thread, 32,000 rows of 384 in
 float16, 8 tokens: 7 us alone (10 with numpy's conversion), 2.6 us in batches of 64 and 1,024; there torch's
 EmbeddingBag takes 1.4 us, with sums rounded to float16, and 2.8 us with learned weights. Tokenizing a query
 takes 10 to 30 us, or 2 us from cached words (:class:`WordTokenizer`).

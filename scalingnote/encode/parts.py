@@ -2,10 +2,10 @@
 
     name ─read─► input of a part ─encode─► table ─commit─► a file, then its record
 
-A part is the unit of work, of resumption and of identity. Its file has a name that depends on the part
-alone, and its record, written last, holds the file's checksum. A run that continues after a crash does only
-the parts without a record, and a part done twice gives the same file: readers see every row encoded exactly
-once. A worker does all three steps, or tasks on other CPUs read ahead of it and write behind it.
+A part is the unit of work and of resumption. The name of its file depends on the part alone, and its record,
+written last, holds the file's checksum. A run that continues after a crash encodes only the parts without a
+record, and a part encoded twice gives the same file: readers see every row exactly once. A worker does all
+three steps, or tasks on other CPUs read before it and write after it.
 
 Only workers import torch: the driver and the tasks start in a fraction of the time.
 """
@@ -166,7 +166,7 @@ def _execute(steps: Steps, todo: Sequence[str], resources: Fleet, **where: str) 
 
 
 class _Result(NamedTuple):
-    """Value of a step, or why there is none. As values, because Ray Data loses the type of exceptions."""
+    """Value of a step, or its error: returned as a value, because Ray Data loses the type of exceptions."""
 
     value: Any = None
     error: str = ""  # a ScalingNoteError: ends the run
@@ -211,7 +211,7 @@ class EncodeParts:
         return _commit(name, result, **self._commit)
 
     def _timed(self, name: str, part: Any) -> tuple[EncodedPart, dict[str, float]]:
-        """A part encoded, and the seconds since the previous one: waiting included, and of the processor."""
+        """An encoded part, with wall and processor seconds since the previous one."""
         encoded = self._encode(name, part)
         now = time.monotonic(), time.process_time()
         seconds, cpu_seconds = now[0] - self._since[0], now[1] - self._since[1]

@@ -1,1 +1,1 @@
-"""Reads the artifacts of any stage and says how good they are."""
+"""Quality of retrieval: test queries, measures, significance and reports."""

@@ -1,11 +1,11 @@
-"""Exact search of a pool: every document is scored for every query, in tasks that read a part once.
+"""Exact search of a pool: every document is scored for every query, in tasks that read each part once.
 
     part ─► scores of blocks of queries and documents ─► best documents and score ranges of a task
          ─► of all tasks, merged as they arrive
 
 Scores are by embeddings, by terms (of a tower with a sparse head, or words weighed by BM25), or by both
-joined. Only the results pass through the caller: queries times k, whatever the size of the pool. Their merge
-does not depend on the order of tasks.
+joined. Only the results (queries times k) pass through the caller, for any size of the pool. Their merge does
+not depend on the order of tasks.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -308,13 +308,13 @@ def _meta(about: Mapping[str, Any], *, kind: str) -> Any:
 def model_facts(
     folder: Path, document: Encoder, *, query: Sequence[Path] = (), active: int | None = None
 ) -> dict[str, Any]:
-    """What a model's folder says of it, as fields of mteb's ModelMeta: card, sizes, prompts.
+    """Facts of a model's folder as fields of mteb's ModelMeta: card, sizes, prompts.
 
     Args:
         folder: with the model's card.
         document: the document tower.
         query: folders of the query side.
-        active: parameters that a query passes, if that is not all of them; 0 of a table.
+        active: parameters that a query uses, if not all; 0 for a table.
     """
     from huggingface_hub.repocard import metadata_load
 
@@ -346,7 +346,7 @@ def model_facts(
 
 
 def _numbers(path: Path) -> int:
-    """The numbers in a file of weights, of which only the head is read."""
+    """Number of weights in a file, from its header alone."""
     if path.suffix == ".npy":
         return int(np.load(path, mmap_mode="r").size)
     with safe_open(path, "np") as file:

@@ -2,9 +2,9 @@
 
     parts ─► groups, a task for each ─► a table of what it found ─► joined as the tables arrive, in any order
 
-A document is known by its row, counted over all parts. Only what was asked for leaves a task: memory is
-bounded by a part there, and by the queries and their results in the caller, whatever the size of the pool.
-Every task gives a table, so that a runner of tasks can keep what is finished (`job.KeptTasks`).
+A document is identified by its row, counted over all parts. A task returns only the requested values: its
+memory is bounded by a part, and that of the caller by the queries and their results, for any size of the
+pool. Every task returns a table, so that finished tables can be kept (`job.KeptTasks`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -110,7 +110,7 @@ def comparison_table(merged: Report) -> str:
 
 
 def notes(report: Report) -> list[str]:
-    """What a reader of the main table has to know of the data."""
+    """Notes on the data for readers of the main table."""
     found = [SIMULATED] if report["simulated_clicks"] else []
     if sample := report.get("sample"):
         found.append(
@@ -323,7 +323,7 @@ def seconds(ancestors: Iterable[Ancestor]) -> dict[str, float]:
 
 
 def usage(ancestors: Iterable[Ancestor]) -> dict[str, dict[str, int]]:
-    """Stage -> what it took of storage and memory: sums over its rounds, and the largest of their peaks."""
+    """Stage -> storage and memory that it used: sums over its rounds, and the largest of their peaks."""
     by_stage: dict[str, dict[str, int]] = {}
     for ancestor in ancestors:
         used = ancestor.artifact.manifest.info.get("usage", {}) if ancestor.artifact else {}

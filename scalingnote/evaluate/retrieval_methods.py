@@ -1,4 +1,4 @@
-"""Retrieval methods of the report: test queries in, each method's ranked documents out.
+"""Retrieval methods of the report: each ranks the documents for the test queries.
 
 Query towers are searched exactly, and the served one also through the index. If documents have term weights,
 there are also sparse search and each tower's hybrid with it; if the run has weighted words by BM25, each
@@ -8,7 +8,7 @@ tower's hybrid with BM25. BM25 over the same pool is the lexical baseline.
     each shard of the index ─► its best documents, merged
     texts ─► document frequencies of the queries' words ─► BM25's impacts, in the search itself
 
-Every pass runs in tasks; methods over the same documents share it. Queries and their results are held here.
+Every pass runs in tasks; methods over the same documents share it. This process holds queries and results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -353,7 +353,7 @@ def _through_index(
     k: int,
     each: TaskRunner,
 ) -> trec.Run:
-    """Search an index shard by shard, as searchers do that hold one shard each."""
+    """Search an index shard by shard, like searchers with one shard each."""
     best, numbers = _HITS.empty_table(), range(shards.open_layout(index).shards)
     with Progress("evaluate", total=len(numbers), unit="shards searched through the index") as progress:
         for found in each(partial(_search_shard, index=index.uri, queries=queries, k=k), numbers):

@@ -315,8 +315,8 @@ def choose_queries(
 ) -> list[ChosenQuery]:
     """Queries on which methods differ most from the baseline.
 
-    They are the next greatest win and the next greatest loss of each method in turn. The seed decides between
-    equal differences, and draws the rest once no method differs any more.
+    Each method in turn contributes its next greatest win and its next greatest loss. The seed orders equal
+    differences, and selects the rest once no method differs any more.
 
     Args:
         values: each method's measure per query.

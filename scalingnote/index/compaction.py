@@ -3,9 +3,9 @@
     rows still alive ─ codes and terms as they are ┐
     documents written since ─ encoded once         ┴► files of a shard, one shard in memory at a time
 
-Centroids and codebooks become stale as documents come and go. Once the documents written reach a share of the
-index, they are trained anew on vectors of all shards, and every row is encoded again; so each write pays for
-a bounded number of trainings.
+Centroids and codebooks become stale as documents change. Once the documents written reach a share of the
+index, compaction trains them again on vectors of all shards and encodes every row again. So the number of
+trainings per write is bounded.
 
 Compaction only reads logs and files, so it may run in any process that sees them, while the index is written
 and searched. A kill leaves the old version current, with the whole log; the next call continues its plan. It
@@ -45,7 +45,7 @@ class _Plan:
 
     until: list[int]  # last record of each log that the version includes
     written: int  # documents written since the quantizer of the base was trained
-    stale: bool  # whether the quantizer is to be trained anew
+    stale: bool  # whether the quantizer must be trained again
 
 
 def compact(
@@ -60,7 +60,7 @@ def compact(
     Args:
         folder: of the live index.
         output: path or URI of the version; None: beside the logs.
-        retrain_at: train the quantizer anew once the documents written since its training are this share of
+        retrain_at: train the quantizer again once the documents written since its training are this share of
             the index, if the family keeps vectors to train on; otherwise documents keep their codes.
         keep_versions: versions to keep, those that were current last, with this one.
 
@@ -105,7 +105,7 @@ def due(snapshots: Sequence[Snapshot], *, share: float) -> bool:
 def _open_draft(uri: str, base: Artifact, *, anew: bool) -> Draft:
     """The draft of the next version, with the files of an earlier run.
 
-    If those are damaged, `anew` deletes them, which is safe only at a path that nothing else uses; else
+    If those are damaged, `anew` deletes them, which is safe only at a path without other users; otherwise
     ArtifactError names what to delete.
     """
     config = IndexConfig.model_validate(base.manifest.config)
@@ -118,7 +118,7 @@ def _open_draft(uri: str, base: Artifact, *, anew: bool) -> Draft:
     except ArtifactError as error:
         if not anew:
             raise
-        get_logger("index").warning("files of an earlier compaction are written anew: %s", error)
+        get_logger("index").warning("files of an earlier compaction are written again: %s", error)
         fs.delete(uri)
         return begin()
 
@@ -209,7 +209,7 @@ def _replayed(
 def _retrained(
     draft: Draft, folder: Path, base: Artifact, old: families.Quantizer, until: Sequence[int]
 ) -> families.Quantizer | None:
-    """A new quantizer, or that of an earlier run; None where there is too little to train on."""
+    """A new quantizer, or that of an earlier run; None where there are too few vectors to train on."""
     record = "quantizer.json"
     if found := recorded_files(draft, record):
         return families.parse_quantizer({Path(name).name: fs.read_bytes(draft.path(name)) for name in found})
@@ -252,7 +252,7 @@ def _trained(
     except ConfigError as error:
         get_logger("index").warning("centroids and codebooks stay as they are: %s", error)
         return None
-    get_logger("index").info("centroids and codebooks are trained anew on %s documents", f"{len(sample):,}")
+    get_logger("index").info("centroids and codebooks are trained again on %s documents", f"{len(sample):,}")
     return found
 
 

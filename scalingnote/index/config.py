@@ -10,7 +10,7 @@ MAX_LISTS = 1 << 20
 Refine = Literal["none", "sq8", "flat"]
 Coarse = Literal["flat", "hnsw"]
 KEPT = (
-    "vectors kept to score candidates anew: codes alone cap recall@10 at about 0.8 at any nprobe; 8-bit "
+    "vectors kept to rescore candidates: codes alone cap recall@10 at about 0.8 at any nprobe; 8-bit "
     "scalars (dim bytes per document) lift it to 0.98, floats (4*dim) make scores exact"
 )
 # Content is kept as a snippet only; the others name columns of a shard's own, or of the log of a live index.
@@ -66,7 +66,7 @@ class Tuning(Config):
     """How `nprobe` and `refine_factor` are found: the cheapest that reach a recall on real queries."""
 
     recall: float = Field(0.95, gt=0, le=1, description="share of the exact k best documents to be found")
-    k: int = Field(100, ge=1, description="results that the recall is of")
+    k: int = Field(100, ge=1, description="results per query that the recall is measured on")
     queries: int = Field(500, ge=1, description="test queries it is measured on, encoded by the query tower")
     shards: int = Field(
         8, ge=1, description="shards it is measured on, against their own exact answers; evenly spaced"
@@ -91,7 +91,7 @@ class IndexConfig(Config):
     )
     nprobe: int | None = Field(None, ge=1, description="inverted lists searched; None: tuned")
     refine_factor: int | None = Field(
-        None, ge=1, description="candidates scored anew per result asked for; None: tuned"
+        None, ge=1, description="candidates rescored per requested result; None: tuned"
     )
     tuning: Tuning = Tuning()
     filters: tuple[str, ...] = Field(
@@ -125,7 +125,7 @@ class IndexConfig(Config):
 
 
 class LiveConfig(Config):
-    """How an index takes writes and when it is written anew."""
+    """How an index accepts writes, and when compaction writes a new version."""
 
     merge_rows: int = Field(
         1024, ge=1, description="rows of a shard searched exactly before they are merged into lists"
@@ -142,7 +142,7 @@ class LiveConfig(Config):
     retrain_at: float = Field(
         0.5,
         gt=0,
-        description="train centroids and codebooks anew once documents written since are this share of the "
+        description="train centroids and codebooks again once documents written since are this share of the "
         "index: each write pays for a bounded number of trainings",
     )
     keep_versions: int = Field(

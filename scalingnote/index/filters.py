@@ -28,7 +28,7 @@ LARGEST = 1e300  # beyond every number of a document; JSON has no infinity
 
 
 def require_fields(documents: pa.Schema, names: Sequence[str]) -> None:
-    """ConfigError unless the documents have these columns, of text, numbers, or yes and no."""
+    """ConfigError unless the documents have these columns, of text, numbers or booleans."""
     for name in names:
         if name not in documents.names:
             raise ConfigError(f"index.filters names {name!r}, documents have {', '.join(documents.names)}")

@@ -111,8 +111,8 @@ def merge(pieces: Sequence[Lists]) -> Lists:
 def copy_lists(lists: Lists) -> Lists:
     """Copy lists, to add rows to the copy while the original is searched.
 
-    Serializing would not do: it detaches the centroids meanwhile, and searches would fail. The copy has its
-    own centroids.
+    Serializing is no alternative: it detaches the centroids meanwhile, and searches would fail. The copy has
+    its own centroids.
     """
     index, kept = (
         None if stored is None else faiss.clone_index(stored) for stored in (lists.index, lists.kept)

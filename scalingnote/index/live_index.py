@@ -1,7 +1,7 @@
 """A live index: documents are written and deleted while it is searched, and no acknowledged write is lost.
 
-    write ─► shard that owns the document ─► its log (durable) ─► its state ─► acknowledged, and in every
-    search that starts from here on
+    write ─► shard that owns the document ─► its log (durable) ─► its state ─► acknowledged, and visible to
+    every later search
 
 Concurrent writes to a shard share one sync of its log. A follower is a replica in another process that sees
 the logs' folder: it shows what the writer had acknowledged by the follower's last refresh.
@@ -244,7 +244,7 @@ class LiveShard:
         return sequence
 
     def _require_owned(self, doc_ids: Sequence[str]) -> None:
-        """MovedError where the sender determined the owners before this shard forgot deleted documents."""
+        """MovedError if the sender determined the owners before this shard forgot deleted documents."""
         number = self.snapshot.base.number
         hashed = owners(doc_ids, [], shards=self._shards)
         for doc_id, owner, known in zip(doc_ids, hashed, self.knows(doc_ids), strict=True):
@@ -438,7 +438,7 @@ class LiveIndex:
 
 
 def _logged(action: Callable[[], object], name: str) -> None:
-    """Run what nobody waits for."""
+    """Run a background task and log its failure."""
     try:
         action()
     except Exception:

@@ -8,9 +8,9 @@
     live rows B … B+M-1    lists merged from earlier writes
               B+M … B+L-1  the tail: the latest writes, compared one by one
 
-A snapshot shows the same documents for as long as it is held: each at most once, in its last version as of
-`sequence`, whatever is written, merged or compacted meanwhile. The same writes, applied in the order of their
-numbers, give the same state anywhere.
+A snapshot always shows the same documents, each at most once, in its last version as of `sequence`,
+regardless of later writes, merges and compactions. The same writes, applied in the order of their numbers,
+give the same state in every process.
 """
 
 import threading
@@ -218,7 +218,7 @@ def _single_batch(table: pa.Table) -> pa.RecordBatch:
 class Segment(NamedTuple):
     """Vectors that are scanned together, and their documents; rows of the shard from `first_row` on.
 
-    `alive` marks rows that still stand for a document; None: all.
+    `alive` marks rows that were not deleted or replaced; None: all.
     """
 
     first_row: int
@@ -246,12 +246,12 @@ class Snapshot:
 
     @property
     def rows(self) -> int:
-        """Number of rows, with those that no longer stand for a document."""
+        """Number of rows, with those that were deleted or replaced."""
         return len(self.base_alive) + len(self.live_alive)
 
     @property
     def alive(self) -> Bool[ndarray, " rows"]:
-        """Which rows stand for a document."""
+        """Which rows were not deleted or replaced."""
         return np.concatenate([self.base_alive, self.live_alive])
 
     @property
@@ -272,7 +272,7 @@ class Snapshot:
         return tuple(found)
 
     def documents(self, rows: Sequence[int] | Integer[ndarray, " rows"]) -> pa.Table:
-        """Documents of rows, in order; a dead row still has the document it stood for."""
+        """Documents of rows, in order; a dead row still has its document."""
         wanted = np.asarray(rows, np.int64)
         outside = wanted[(wanted < 0) | (wanted >= self.rows)]
         if len(outside):
@@ -280,7 +280,7 @@ class Snapshot:
         return take_rows(pa.concat_tables([self.base.documents, self._live_documents]), wanted)
 
     def document(self, row: int) -> dict[str, Any]:
-        """The document of a row that is there, as searches give it."""
+        """The document of an existing row, in the form of a search result."""
         first = len(self.base_alive)
         return self.base.stored[row] if row < first else self._live_stored[row - first]
 
@@ -441,7 +441,7 @@ def _with_terms(segments: tuple[Postings, ...], batches: Sequence[pa.RecordBatch
 
 
 def _appended(chunks: tuple[pa.RecordBatch, ...], batch: pa.RecordBatch) -> tuple[pa.RecordBatch, ...]:
-    """Append a chunk; each stays full or at least twice as long as the next, so rows are rarely copied."""
+    """Append a chunk; each is full or at least twice as long as the next, so rows are rarely copied."""
     left, most = list(chunks), arrow.BATCH_BYTES
     while left and left[-1].num_rows < 2 * batch.num_rows and left[-1].nbytes + batch.nbytes <= most:
         batch = pa.concat_batches([left.pop(), batch])

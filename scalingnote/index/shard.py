@@ -3,11 +3,11 @@
     lists.faiss, kept.faiss, sparse.*.npy    vectors and terms        ┐
     columns.arrow                            ids and filter columns   ├ what a searcher opens
     ids.npy                                  id ─► row                ┘
-    documents.arrow                          what an answer shows: the document store
+    documents.arrow                          title and snippet for answers: the document store
 
-A searcher of a built index never opens the documents: whoever shows an answer reads those of its k results
-from a :class:`DocumentStore`, by shard and row. All of these files are mapped, none is copied to memory but
-lists of fast scan.
+A searcher of a built index never opens the documents: the process that makes the answer reads those of its k
+results from a :class:`DocumentStore`, by shard and row. All of these files are mapped; only lists of fast
+scan are copied to memory.
 
 Shards are contiguous ranges of the corpus: each reads only its own parts, and row order is corpus order.
 Where neighbouring documents are similar, one shard may hold most of what a query scans. That shifts work
@@ -336,7 +336,7 @@ class DocIds:
 
 
 class DocumentStore:
-    """Documents of an index version by shard and row, and by id; nothing of them is held in memory.
+    """Documents of an index version by shard and row, and by id; they are not held in memory.
 
     Arrow files mapped for random reads. Ten documents take 38 µs warm (LMDB 47, Lance 3,600, Parquet 10,500)
     and 9 ms cold (Lance 8, LMDB 98, with read-ahead by the kernel 130): `benchmarks.document_store`.

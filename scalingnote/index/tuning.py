@@ -6,9 +6,10 @@ on real queries against their exact answers, never on perturbed documents.
     each sampled shard, opened once ─► for each nprobe, candidates by codes and their scores by vectors kept
     these shards together ─► the best refine_factor * k by codes ─► the best k of these ─► recall
 
-A searcher of these shards does the same; searchers of one shard each find no less. Exact answers come from
-the same shards; the k best of a part of the corpus lie deeper than those of all, so recall of all is rather
-higher. One task opens shard after shard, so the driver holds nothing but settings and their recall.
+A searcher of these shards does the same; searchers of one shard each have at least this recall. Exact answers
+come from the same shards: the k best of a part of the corpus are harder to find than those of the whole, so
+the recall of the whole is rather higher. One task opens shard after shard; the driver holds only settings and
+their recall.
 
 The cost of a setting is counted, not timed, so that the same inputs give the same index: codes scanned, and
 vectors rescored, each of which costs as much as `RESCORE_COST` codes.
@@ -184,7 +185,7 @@ def recall(found: Int[ndarray, "queries k"], exact: Int[ndarray, "queries k"]) -
 
 
 def choose(points: Sequence[OperatingPoint], *, target: float) -> OperatingPoint:
-    """The cheapest point that reaches the target; else, with a warning, of those near the best recall."""
+    """The cheapest point that reaches the target; else, with a warning, the cheapest near the best recall."""
     enough = [point for point in points if point.recall >= target]
     if enough:
         return min(enough, key=lambda point: (point.cost, point.nprobe))

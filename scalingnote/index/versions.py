@@ -1,4 +1,4 @@
-"""Versions of a live index: the one that was built, then those that compaction wrote; one of them is current.
+"""Versions of a live index: the built one and those that compaction wrote; one of them is current.
 
 folder/versions.json    the register: which versions are kept, and which is current
 folder/versions/00001   an index artifact whose live.json says what it includes

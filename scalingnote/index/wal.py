@@ -1,13 +1,14 @@
-"""A write-ahead log: one writer appends records, and every record that was synced outlives any crash.
+"""A write-ahead log: one writer appends records, and every synced record survives any crash.
 
     folder/lock                          held by the writer
     folder/acknowledged                  the last record known to be durable
     folder/00000000000000000001.log ...  segments, named after their first record; a record is header, payload
 
-Records are numbered from 1 without gaps. A crash may tear the end of the newest segment: what was never
-acknowledged is cut off when the writer comes back. Any other difference from what was written is damage and
-an error. An acknowledgement is stored in two places: in the file of that name, which outlives the process but
-is not synced, and in every later record, whose header names the last record acknowledged before it.
+Records are numbered from 1 without gaps. A crash may leave an incomplete end of the newest segment: the
+writer cuts off what was never acknowledged when it opens the log. Any other difference from what was written
+is damage and an error. An acknowledgement is stored in two places: in the file of that name, which outlives
+the process but is not synced, and in every later record, whose header names the last record acknowledged
+before it.
 """
 
 import fcntl

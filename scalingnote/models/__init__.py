@@ -1,1 +1,1 @@
-"""Towers: a backbone, the prompt it reads, the state that is pooled, the projection to an embedding."""
+"""Towers: backbone, prompt, pooling and projection; lookup tables; published models and exports."""

@@ -284,8 +284,8 @@ def _described(path: str | Path) -> tuple[str, Any, PreTrainedTokenizerFast]:
 def _tokenizer(path: str) -> Any:
     """Load the tokenizer at `path`; one whose class is the generic fast tokenizer is read from its file.
 
-    AutoTokenizer chooses by the model instead: in a Qwen2 folder it splits words as Qwen2's tokenizer does,
-    whatever tokenizer.json says. A tokenizer trained with other splits then gives wrong tokens.
+    AutoTokenizer chooses by the model instead: in a Qwen2 folder it splits words as Qwen2's tokenizer does
+    and ignores tokenizer.json. A tokenizer trained with other splits then gives wrong tokens.
     """
     declared = get_tokenizer_config(path).get("tokenizer_class")
     plain = declared in ("TokenizersBackend", "PreTrainedTokenizerFast")

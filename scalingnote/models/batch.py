@@ -257,7 +257,7 @@ def _attend(
     return out[None], None
 
 
-# Lengths change with every batch: a compiled loop over them would be compiled anew each time.
+# Lengths change with every batch: a compiled loop over them would be compiled again each time.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attend_equal_lengths(
     query: Float[Tensor, "1 heads total width"],

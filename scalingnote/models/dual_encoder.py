@@ -89,7 +89,7 @@ def build(
         share_backbone: whether a token_wise query tower uses the document tower's backbone with its adapter.
         sparse: whether the document tower gets a sparse head.
         document_seed: of a document tower that starts from scratch; None: `seed`. With equal weights in both
-            towers a query's tokens meet the document's own, which finds documents without any training.
+            towers, equal tokens of query and document match, which finds documents before any training.
 
     Raises:
         ConfigError: the configs do not fit together, or a model cannot be loaded.

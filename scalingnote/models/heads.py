@@ -6,7 +6,7 @@
     RowAttention rows [lines, tokens, dim]                -> the same, of a lookup table
     SparseHead   hidden [tokens, hidden]                  -> [rows, vocabulary]
 
-Everything but the logits of the sparse head is computed in float32, whatever the weights are stored in.
+All results except the logits of the sparse head are computed in float32, for any format of the weights.
 """
 
 import json
@@ -32,7 +32,7 @@ from scalingnote.models.published_model import Step
 class Projection(nn.Linear):
     """The linear map W without bias from pooled states to embeddings (ScalingNote, Eq. 3, 4, 14).
 
-    The result is float32 whatever the weight is stored in, because losses compare small differences. The
+    The result is float32 for any format of the weight, because losses compare small differences. The
     weight is cast in this forward pass and not by the caller: ZeRO-3 gathers it for this pass only.
     """
 
@@ -206,7 +206,7 @@ def _read_layer(step: Step) -> nn.Module:
     except FileNotFoundError as error:
         raise ConfigError(
             f"{step.folder} is a dense layer without {Path(error.filename or path).name}: weights are read "
-            "from safetensors only, so fetch the model anew, or convert it"
+            "from safetensors only, so fetch the model again, or convert it"
         ) from None
     dense = Dense(settings, residual="residual.weight" in weights)
     try:

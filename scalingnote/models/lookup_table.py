@@ -242,13 +242,13 @@ class Table:
             raise ArtifactError(f"{folder} is not a lookup tower: {error.filename} is missing") from None
         except KeyError as error:
             raise ArtifactError(
-                f"{folder}/tower.json does not say {error}: another version wrote it, make the tower anew"
+                f"{folder}/tower.json lacks {error}: another version wrote it, make the tower again"
             ) from None
         rows = facts["tokens"] + facts.get("features", 0)
         if len(values) != rows:
             raise ArtifactError(
                 f"{folder}/table.npy has {len(values):,} rows for {rows:,} tokens and features: "
-                "another version wrote it, make the tower anew"
+                "another version wrote it, make the tower again"
             )
         if _sha256(tokenizer.encode()) != facts["digest_of"]["tokenizer"]:
             raise ArtifactError(f"{folder}: tokenizer.json is not the one the table was made for: restore it")
@@ -370,7 +370,7 @@ def read_published(folder: Path) -> PublishedTable | None:
     first, layers = modules[0], [module for module in modules[1:] if module.name != "Normalize"]
     if first.name == LOOKUP_TABLE:
         if layers:
-            raise ConfigError(f"{folder} has {layers[0].name} behind a LookupTable: write the folder anew")
+            raise ConfigError(f"{folder} has {layers[0].name} behind a LookupTable: write the folder again")
         table = Table.read(first.folder)
         empty = table.mean_row()
     else:

@@ -130,7 +130,7 @@ def _session(path: Path, threads: int | None) -> Any:
 
 
 def _memory_ranges() -> dict[int, int]:
-    """Return start and end of the process's own writable memory; empty where Linux does not tell."""
+    """Return start and end of the process's own writable memory; empty where /proc does not list it."""
     ranges = {}
     with suppress(OSError), open("/proc/self/maps", encoding="ascii", errors="replace") as lines:
         for place, access, _, _, _, *name in map(str.split, lines):

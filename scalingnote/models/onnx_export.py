@@ -256,7 +256,7 @@ class FirstPosition(nn.Module):
 
 
 def _is_bert(backbone: nn.Module) -> bool:
-    """Return whether the layers have BERT's structure, whatever the family's name."""
+    """Return whether the layers have BERT's structure, under any family name."""
     layers = getattr(getattr(backbone, "encoder", None), "layer", None)
     if not isinstance(layers, nn.ModuleList) or not len(layers):
         return False

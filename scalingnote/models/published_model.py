@@ -1,4 +1,4 @@
-"""A published embedding model, read without torch: its modules and prompts, how text becomes embeddings.
+"""A published embedding model, read without torch: its modules and prompts.
 
     modules.json         the modules that every text passes
     router_config.json   the modules of each role, if the first module is a Router

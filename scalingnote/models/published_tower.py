@@ -211,7 +211,7 @@ def prompt_of(config: TowerConfig, *, role: Role) -> TextQueries | TextDocuments
 
 
 def token_limit(model: PublishedModel) -> int:
-    """Return how many tokens a published model reads of a text; ConfigError if no file states it."""
+    """Return the maximum tokens of a text for a published model; ConfigError if no file states it."""
     shell = backbones.shell(model.folder)
     tokens = model.max_length or tokenizer_of(model).model_max_length
     tokens = min(tokens, shell.max_positions or tokens)
@@ -263,7 +263,7 @@ def prefix_length(tokenizer: Any, prefix: str) -> int:
 def _backbone(model: PublishedModel, *, layers: int | None) -> Backbone:
     if not any(model.folder.glob("*.safetensors")):
         raise ConfigError(
-            f"{model.folder} has no safetensors: weights are read from nothing else, so convert them first"
+            f"{model.folder} has no safetensors: other weights are not read, so convert them first"
         )
     return backbones.load(model.folder, layers=layers)
 

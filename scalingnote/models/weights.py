@@ -56,8 +56,8 @@ def compute_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 def _is_cpu_faster_in_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 faster than float32; measured once, in a fifth of a second.
 
-    Processor time is compared, and the formats take turns: on a busy machine, too, all processes that encode
-    parts of one artifact must decide alike, and by the clock one in some did not.
+    It compares processor time in alternating runs: all processes that encode parts of one artifact must reach
+    the same decision, on a busy machine too, and with wall time some did not.
     """
     if torch.cpu._is_amx_tile_supported():
         return True
@@ -241,7 +241,7 @@ def load_adapter(model: nn.Module, path: str | Path) -> nn.Module:
     from peft import PeftModel
 
     if cached_file(str(path), _WEIGHTS, _raise_exceptions_for_missing_entries=False) is None:
-        raise ConfigError(f"{str(path)!r} has no {_WEIGHTS}: save the adapter anew, pickles are not read")
+        raise ConfigError(f"{str(path)!r} has no {_WEIGHTS}: save the adapter again, pickles are not read")
     with warnings.catch_warnings():
         # peft 0.21 still asks transformers 5.23 by the old name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

@@ -1,4 +1,4 @@
-"""Queries: text and user to what an index is searched with, and which of them a teacher encodes again.
+"""Queries: text and user become the input of a search; and which queries a teacher encodes again.
 
     text ─► query tower ─► unit embedding ─► query fusion (planner, features of the user) ─► final embedding
       └───► terms, where documents have terms
@@ -8,9 +8,9 @@
 
 Unknown users, and all users where no query fusion was trained, get the plain embedding, bit for bit.
 
-Escalation: a student of the teacher's space finds nearly the same documents, but orders them worse. The
-standard deviation of its ten best scores shows where, without training: the order of candidates with similar
-scores is uncertain. :class:`scalingnote.Index` searches this way; here is when to, and what it gives.
+Escalation: a student finds nearly the same documents as its teacher, but orders them worse. The order is
+uncertain where candidates have similar scores, that is, where the ten best scores have a small standard
+deviation. :class:`scalingnote.Index` searches this way; this module decides when, and measures the effect.
 """
 
 import json
@@ -50,7 +50,7 @@ class Personal:
 
 @dataclass(frozen=True)
 class Query:
-    """What an index is searched with: an encoded query, and how to search."""
+    """The input of a search: an encoded query, and how to search."""
 
     embedding: Float[ndarray, "one dim"]  # of unit length
     terms: SparseRows | None = None  # one row
@@ -81,7 +81,7 @@ class QueryPath:
 
         Args:
             queries: texts.
-            users: id of the user of each query, None where unknown; (): of no query.
+            users: id of the user of each query, None where unknown; (): no query has a user.
         """
         embeddings = arrow.l2_normalize(self.encoder.encode_queries(queries))
         terms = None if self.sparse is None else self.sparse.encode(queries)
@@ -161,7 +161,7 @@ def threshold(doubts: Float[ndarray, " queries"], share: float) -> float:
 
 @dataclass(frozen=True)
 class EscalationPoint:
-    """One share of queries that escalate, and what it gives."""
+    """One share of queries that escalate, with its quality and cost."""
 
     share: float
     """Asked for."""
@@ -188,9 +188,9 @@ def curve(
 
     Args:
         doubts: of the queries that are measured.
-        student: each query's ranking as the student has it.
+        student: the student's ranking of each query.
         teacher: the ranking once the teacher has re-ordered it.
-        metric: a ranking of every query in, each query's value out, e.g. nDCG@10.
+        metric: maps the rankings of all queries to a value per query, e.g. nDCG@10.
         student_cost: of encoding and searching one query; every query costs it.
         teacher_cost: of encoding one query, in the same unit; escalated queries cost it on top.
         shares: points of the curve.

@@ -3,9 +3,9 @@
     queries ─► checked, unit length ─► lists to scan ─► each segment's k best ─► the k best of all
 
 A *segment* is vectors that are scanned together: those of the shards a searcher holds, or those written to a
-live shard since. Rows are numbered through from the first segment to the last. A search for k returns k
-documents wherever k are allowed: the fewer are allowed, the more lists are scanned; if they are few, each is
-scored; and a scan that returns too few is repeated over all lists.
+live shard since. Rows are numbered from the first segment to the last. A search for k returns k documents if
+k are allowed: the fewer are allowed, the more lists are scanned; if only few are, each is scored; and a scan
+that returns too few is repeated over all lists.
 """
 
 import json
@@ -36,9 +36,9 @@ Ranking = tuple[Float[ndarray, "_ _"], Int[ndarray, "_ _"]]  # scores and rows, 
 
 
 class IndexView:
-    """What one search sees: the rows of all shards held, numbered through from the first shard to the last.
+    """The rows that one search sees: those of all shards held, numbered from the first shard to the last.
 
-    The same rows are cut differently by kind of data: *segments* are vectors that are scanned together,
+    Each kind of data divides the same rows differently: *segments* are vectors that are scanned together,
     `documents` are tables, `postings` are term lists; each sequence covers all rows in order.
     """
 
@@ -54,12 +54,12 @@ class IndexView:
         lookup: Mapping[int, Callable[[int], Mapping[str, Any]]] | None = None,
         cache_filters: bool = False,
     ) -> None:
-        """Cut the rows by segments and shards.
+        """Divide the rows by segments and shards.
 
         Args:
             layout: of the index.
             segments: inverted lists.
-            alive: of each segment, the rows that still stand for a document; None: all.
+            alive: of each segment, the rows that were not deleted or replaced; None: all.
             documents: tables of the rows, with the columns that a search may filter by.
             postings: term lists of the rows; empty where the index has no terms.
             shard_rows: number of rows of each shard, in order.
@@ -212,7 +212,7 @@ def require_hybrid(layout: Layout) -> None:
     """SearchError unless the index can be searched by embeddings and terms together."""
     if not layout.sparse:
         raise SearchError(
-            "this index has no terms: set bm25, or train with train.sparse and encode, then index anew"
+            "this index has no terms: set bm25, or train with train.sparse and encode, then index again"
         )
     if layout.refine == "none":
         raise SearchError(
@@ -269,7 +269,7 @@ def _merged(rankings: Sequence[Ranking], *, k: int) -> Ranking:
 
 
 def _replaced(found: Ranking, queries: Int[ndarray, " some"], new: Ranking) -> Ranking:
-    """Put another ranking in place of those of some queries."""
+    """Replace the rankings of some queries."""
     width = max(found[1].shape[1], new[1].shape[1])
     scores = np.full((len(found[0]), width), -np.inf, np.float32)
     rows = np.full(scores.shape, -1, np.int64)
@@ -289,7 +289,7 @@ def _matching_rows(documents: Sequence[pa.Table], where: str) -> Bool[ndarray, "
 @compiled
 @no_type_check
 def _unit(queries):
-    """Queries of unit length, and the first that has no direction or -1; numpy would take longer per call."""
+    """Queries of unit length, and the first one without direction, or -1; numpy takes longer per call."""
     unit = np.empty(queries.shape, np.float32)
     for q in range(len(queries)):
         total = 0.0

@@ -2,8 +2,8 @@
 
     queries ─► rows of the shards held ─scan─► Candidates ─rank─► the k best, as Candidates or SearchHits
 
-A searcher holds all shards of an index or some of them. :meth:`Searcher.find` returns what its shards have,
-and :func:`rank` ranks the candidates of one or of several searchers. :class:`Searcher` opens an index that
+A searcher holds all shards of an index or some of them. :meth:`Searcher.find` returns the candidates of its
+shards, and :func:`rank` ranks those of one or several searchers. :class:`Searcher` opens an index that
 was built, :class:`LiveSearcher` an index that takes writes.
 """
 
@@ -60,11 +60,11 @@ class SearchHit(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Documents that some shards have for one query, in no particular order; or the best of them, ranked.
+    """Candidates that some shards have for one query, in any order; or the best of them, ranked.
 
-    Documents of a live index travel with their candidates, because it may have changed by the time they are
-    read; those of a built index are read by :func:`with_documents` once the candidates are ranked. `ids`
-    order documents of equal scores in the same way wherever candidates are ranked.
+    Candidates of a live index contain their documents, because the index may change before they are read;
+    :func:`with_documents` reads those of a built index after ranking. `ids` order documents of equal scores
+    in the same way in every process.
     """
 
     ids: Int[ndarray, " candidates"]
@@ -186,7 +186,7 @@ class Searcher:
         mapped: bool = False,
         index: Artifact | None = None,
     ) -> None:
-        """Take over shards: their vectors are merged in place, unless `mapped`.
+        """Make a searcher of shards: their vectors are merged in place, unless `mapped`.
 
         `index` has the documents that answers show; None: the shards themselves.
         """
@@ -356,8 +356,8 @@ class Searcher:
     ) -> list[Candidates]:
         """Candidates of each query in the shards held, for :func:`rank`.
 
-        With `terms`, a row for each query, both scores of the candidates of either kind. `exact` compares a
-        query with every document, as far as the index keeps vectors, to measure what search misses.
+        With `terms` (a row for each query), candidates of both kinds get both scores. `exact` compares a
+        query with every document, as far as the index keeps vectors: it measures what a search misses.
         """
         view = self.view()
         layout = view.layout

@@ -71,7 +71,7 @@ class RefusedError(Exception):
 
 
 def invalid(message: str, field: str | None = None) -> RefusedError:
-    """422: the request is wrong, and would be for any server."""
+    """422: the request is invalid on any server."""
     return RefusedError(422, "invalid", message, field)
 
 
@@ -81,7 +81,7 @@ def not_found(message: str) -> RefusedError:
 
 
 def conflict(message: str) -> RefusedError:
-    """409: this server is not configured to do that."""
+    """409: this server is not configured for the request."""
     return RefusedError(409, "conflict", message)
 
 
@@ -91,7 +91,7 @@ def unavailable(message: str) -> RefusedError:
 
 
 def validation_refusal(problems: Sequence[Mapping[str, Any]]) -> RefusedError:
-    """422 with the first of pydantic's `problems`; the input is left out, as JSON cannot spell NaN."""
+    """422 with the first of pydantic's `problems`; without the input, because JSON cannot represent NaN."""
     first, *more = problems
     field = ".".join(str(step) for step in first["loc"]) or None
     return invalid(first["msg"] + (f" (and {len(more)} more)" if more else ""), field)
@@ -144,8 +144,8 @@ class Admission:
             authorization: the header of that name, empty without one.
             address: of the client, without its port.
             size: bytes of the body, as far as they are known.
-            public: no key is needed, and no rate is counted: a page is many files, and behind a proxy all
-                its readers may share one address.
+            public: no key is needed, and no rate is counted: a page loads many files, and all clients
+                behind a proxy may share one address.
         """
         wait_s = 0.0 if public else self._take_token(self._client(authorization, address))
         if wait_s > 0:
@@ -193,7 +193,7 @@ class Admission:
         return digest
 
     def _take_token(self, client: str | bytes) -> float:
-        """Take a token of the client's bucket; seconds until there is one, 0 if one was taken."""
+        """Take a token from the client's bucket: 0 if there was one, else the seconds until there is one."""
         rate, burst = self._limits.rate, float(self._limits.burst)
         if rate is None:
             return 0.0

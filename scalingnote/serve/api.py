@@ -114,7 +114,7 @@ def _add_search(api: FastAPI, service: Service) -> None:
 
     @post(api, "/similar", response=SearchResponse)
     async def similar(body: messages.SimilarRequest, request: Request) -> Response:
-        """Documents like one of the index."""
+        """Documents similar to one of the index."""
         return json_response(await service.similar(body, request.scope["state"]))
 
     @post(api, "/encode", response=messages.EncodeResponse)
@@ -124,7 +124,7 @@ def _add_search(api: FastAPI, service: Service) -> None:
 
     @api.get("/documents/{doc_id:path}", response_model=dict[str, Any])
     async def document(doc_id: messages.DocId) -> Response:
-        """A document as the index shows it."""
+        """A document in the form of a search result."""
         return json_response(await service.document(doc_id))
 
 

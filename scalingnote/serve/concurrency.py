@@ -81,8 +81,8 @@ class ThreadBatcher(Generic[Input, Output]):
 class LoopBatcher(Generic[Input, Output]):
     """Batches the calls of two turns of the event loop; a single call waits for one idle turn.
 
-    Under load two turns bring twice as many calls as one, and eight searches in one batch take two thirds of
-    the time of four and four.
+    Under load, two turns collect twice as many calls as one; a batch of eight searches takes two thirds of
+    the time of two batches of four.
 
     Args:
         work: for each input of a batch its output, or the error to raise for that call alone.

@@ -61,7 +61,7 @@ class Embeddings:
         self._models[f"{name}-document"] = (documents, "document")
 
     async def start(self) -> None:
-        """Ask a tower how wide its embeddings are; for a model that is served alone."""
+        """Ask a tower for the dimension of its embeddings; for a model that is served alone."""
         tower = self._side(self.name, None if self._queries else "document")
         self._dim = (await self._embed(tower, ["a"])).vectors.shape[1]
 
@@ -230,7 +230,7 @@ class Embeddings:
         return found
 
     async def _answer(self, call: Awaitable[Any], refused: Any) -> Any:
-        """A tower's answer; 503 when there is none in time, `refused` with its reason where it says so."""
+        """A tower's answer; 503 when there is none in time, `refused` with the reason when it refuses."""
         (answer,) = await gather_in_time([call], deadline_s=self._config.embed_deadline_s)
         if answer is None:
             raise unavailable("the tower does not answer: try again, with fewer texts if they are many")

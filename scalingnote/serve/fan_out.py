@@ -2,10 +2,10 @@
 
     gateway ─► aggregators (above 16 groups) ─► searchers of the groups
 
-A gateway that calls 48 groups for every query does little else. With aggregators it makes three calls, and
-queries that wait for the same target share one call. A call that takes longer than nearly all others is made
-once more: Ray Serve gives it to the replica with the fewest calls, which is not the one that is stuck (Dean
-and Barroso, "The Tail at Scale", 2013). What has not answered in time is named by its groups.
+A gateway that calls 48 groups for every query spends its time on calls. With aggregators it makes three
+calls, and queries that wait for the same target share one call. A call that takes longer than nearly all
+others is repeated (hedged): Ray Serve gives it to the replica with the fewest calls, which is not the slow
+one (Dean and Barroso, "The Tail at Scale", 2013). The answer names the groups that did not answer in time.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ log = get_logger()
 
 @dataclass(frozen=True)
 class Found:
-    """Candidates of the groups that answered, and the numbers of those that did not."""
+    """Candidates of the groups that answered, and the numbers of the groups that did not."""
 
     candidates: list[Candidates]
     missing: tuple[int, ...] = ()
@@ -51,7 +51,7 @@ Answer = Found | Refused
 
 
 def sizes(groups: int, config: FanOutConfig) -> list[range]:
-    """The groups of each aggregator, of nearly equal number; none where the gateway calls them itself."""
+    """The groups of each aggregator, nearly equally many; empty if the gateway calls the groups itself."""
     if groups <= config.groups_per_aggregator:
         return []
     aggregators = math.ceil(groups / config.groups_per_aggregator)
@@ -60,7 +60,7 @@ def sizes(groups: int, config: FanOutConfig) -> list[range]:
 
 
 def hedged(config: ServeConfig) -> float | str:
-    """When the searchers of a service are called again: never where each has a single replica."""
+    """`hedge_after` of a service: "off" if each searcher has a single replica."""
     return config.fanout.hedge_after if config.searcher_replicas > 1 else "off"
 
 
@@ -79,7 +79,7 @@ class Hedge:
         self._auto_s: float | None = None
 
     def observe(self, target: int, seconds: float) -> None:
-        """Take in how long a target took to answer."""
+        """Record how long a target took to answer."""
         self._latencies.setdefault(target, deque(maxlen=MEASURED_CALLS)).append(seconds)
         self._calls += 1
         if self._after == "auto" and self._calls % MIN_MEASURED == 0:
@@ -88,7 +88,7 @@ class Hedge:
                 self._auto_s = max(MIN_HEDGE_S, median(each[int(0.95 * len(each))] for each in measured))
 
     def delay_s(self) -> float | None:
-        """Seconds after which a call is made again; None: it is not."""
+        """Seconds after which a call is made again; None: never."""
         if self._seconds > HEDGED_SHARE * (self._calls + MIN_MEASURED):
             return None
         return self._after / 1000 if isinstance(self._after, float | int) else self._auto_s
@@ -108,7 +108,7 @@ class _Ask:
         self._open = targets
 
     def put(self, target: int, answer: Answer | None) -> None:
-        """Take the answer of a target; None when it has none."""
+        """Store the answer of a target; None if it has none."""
         self.answers[target] = answer
         self._open -= 1
         if not self.done.done() and (self._open == 0 or isinstance(answer, Refused)):
@@ -132,7 +132,7 @@ class Target:
         self._calls: set[asyncio.Task[None]] = set()
 
     def add(self, ask: _Ask, loop: asyncio.AbstractEventLoop) -> None:
-        """Have a query answered by the next call."""
+        """Add a query to the next call."""
         self._waiting.append(ask)
         if len(self._waiting) == 1:  # queries of the same turn of the loop share a call
             loop.call_soon(self._start_call)
@@ -246,7 +246,7 @@ class FanOut:
 
 
 class Aggregator:
-    """Searches some groups for a gateway, and hands on the best of what they find.
+    """Searches some groups for a gateway, and returns their best candidates.
 
     Args:
         searchers: handles, one for each group.
@@ -258,7 +258,7 @@ class Aggregator:
         self._fan_out = FanOut(searchers, [[group] for group in groups], hedge_after=hedge_after)
 
     async def search_many(self, queries: Sequence[Query], left_s: float) -> "Packed":
-        """What the groups find for each query in the time left."""
+        """The candidates of each query that the groups find in the time left."""
         own_s = AGGREGATOR_SHARE * left_s
         return packed(await asyncio.gather(*(self._best(query, own_s) for query in queries)))
 
@@ -283,7 +283,7 @@ def merged(answers: Sequence[Candidates], *, k: int) -> Candidates:
 
 
 class Encoded(Mapping[str, Any]):
-    """A document as JSON, read when a field is asked for: most candidates are not among the best."""
+    """A document as JSON, parsed on first access: most candidates are not among the best."""
 
     __slots__ = ("_row", "content")
 
@@ -308,7 +308,7 @@ class Encoded(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Packed:
-    """The answers of a call in one piece: to read a thousand small objects takes longer than to search."""
+    """The answers of a call in one buffer: reading a thousand small objects takes longer than the search."""
 
     queries: int
     parts: list[tuple[int, int, int, str, bool]]  # query, candidates, shards searched, version, hybrid

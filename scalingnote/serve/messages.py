@@ -104,8 +104,8 @@ class Document(BaseModel):
 class UpsertRequest(_Request):
     """The body of ``POST /documents``: each replaces the document with its id, if there is one.
 
-    A document is ``{"doc_id", "title", "topic", "content"}`` and the features of the data set. One that is
-    not is set aside with its reason; the others are written.
+    A document is ``{"doc_id", "title", "topic", "content"}`` and the features of the data set. Invalid
+    documents are rejected with the reason; the others are written.
     """
 
     documents: Annotated[list[dict[str, Any]], Field(min_length=1)]

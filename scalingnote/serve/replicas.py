@@ -3,9 +3,9 @@
 A lookup tower takes microseconds and runs in the event loop. A transformer runs in a thread of its own, on
 all queries that arrived during its last batch.
 
-A searcher holds every version that the catalog keeps, and for some seconds those that it kept before. A call
-names its version, so no answer mixes two while another one is activated; a version that is not open yet is
-opened by the first call that names it.
+A searcher holds every version that the catalog keeps, and versions that were dropped for some more seconds. A
+call names its version, so no answer mixes two versions during a change. The first call that names a version
+opens it, if it is not open yet.
 """
 
 import asyncio
@@ -221,12 +221,12 @@ class IndexSearcher:
         return await batcher((searcher, query))
 
     async def search_many(self, queries: Sequence[Query], left_s: float) -> Packed:
-        """The candidates of each query, of those that are found in `left_s` seconds."""
+        """The candidates of each query, as far as they are found in `left_s` seconds."""
         found = await gather_in_time([self.search(query) for query in queries], deadline_s=left_s)
         return packed([Found([each]) if isinstance(each, Candidates) else each for each in found])
 
     def _is_short(self, searcher: SearchBackend, query: Query) -> bool:
-        """Whether a search is sure to take less than a millisecond: of vectors only, all in memory."""
+        """Whether a search takes less than a millisecond for sure: vectors only, all in memory."""
         in_memory = isinstance(searcher, Searcher) and not self._mapped
         if self._live or not in_memory or len(searcher) > INLINE_MAX_DOCUMENTS:
             return False
@@ -234,7 +234,7 @@ class IndexSearcher:
         return plain and query.k <= INLINE_MAX_K
 
     async def document(self, version: str, doc_id: str) -> list[dict[str, Any]]:
-        """The document of this id: one, or none."""
+        """The document with this id, as a list of one or none."""
         _, searcher = await self._require(version)
         document = await self._in_thread.run_between_batches(lambda: searcher.get(doc_id))
         return [] if document is None else [document]
@@ -245,7 +245,7 @@ class IndexSearcher:
         return await self._in_thread.run_between_batches(lambda: searcher.columns(ids))
 
     async def vector(self, version: str, doc_id: str) -> Float[ndarray, "found dim"] | Refused:
-        """The vector of the document of this id: one row, or none."""
+        """The vector of the document with this id: one row, or none."""
         _, searcher = await self._require(version)
         try:
             vector = await self._in_thread.run_between_batches(lambda: searcher.vector(doc_id))
@@ -306,7 +306,7 @@ class IndexSearcher:
             self._held = {name: self._held[name] for name in self._held_until}
 
     def _active_lately(self, active: str) -> set[str]:
-        """Versions that a gateway may still ask for: the active one, and those active seconds ago."""
+        """Versions that a gateway may still name: the active one, and those that were active seconds ago."""
         now = time.monotonic()
         self._last_active[active] = now
         self._last_active = {n: at for n, at in self._last_active.items() if now - at <= RELEASE_AFTER_S}

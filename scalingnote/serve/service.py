@@ -4,9 +4,9 @@
                   └── teacher ◄── where the best scores are close together ◄─┘
 
 Every request is answered by one arm (a query tower, an index version, personal or not) and from one version
-of the index, chosen when it arrives. Nothing waits longer than the deadline: a group of shards that is slow
-or dead is left out of the answer, and the answer says so. There is no answer only when the encoder or all
-searchers are silent.
+of the index, chosen when it arrives. No request waits longer than its deadline: a slow or dead group of
+shards is left out of the answer, and the answer says so. A request fails only if the encoder or all searchers
+do not answer.
 """
 
 import asyncio
@@ -72,8 +72,8 @@ class Service:
     Args:
         arms: the first one answers requests outside the traffic split.
         searchers: one for each group of shards.
-        aggregators: of the groups that :func:`scalingnote.serve.fan_out.sizes` says; none: the searchers are
-            called for every query.
+        aggregators: of the groups of :func:`scalingnote.serve.fan_out.sizes`; none: the gateway calls the
+            searchers itself.
         versions: the open versions of the index.
         config: limits, deadline and traffic split.
         reranker: None: requests for re-ranking are refused.
@@ -435,7 +435,7 @@ def _refusal(refused: Refused) -> RefusedError:
 
 
 async def _from_one(calls: Sequence[Awaitable[Any]], doc_id: str, timer: RequestTimer) -> Any:
-    """The answer of the searcher that has a document; 503 when a silent one may have it, else 404."""
+    """The answer of the searcher with a document; 503 if one that did not answer may have it, else 404."""
     answers = await gather_in_time(calls, deadline_s=timer.left_s())
     for answer in answers:
         if isinstance(answer, Refused):

@@ -51,7 +51,7 @@ _tracer = trace.get_tracer("scalingnote")
 
 
 def get_logger() -> logging.Logger:
-    """The logger of replicas: from INFO on, into the replica's own log file, whatever Serve's level is."""
+    """The logger of replicas: INFO and above to the replica's own log file, independent of Serve's level."""
     logger = logging.getLogger("ray.serve.scalingnote")
     logger.setLevel(logging.INFO)
     return logger
@@ -120,7 +120,7 @@ class Metrics:
         self._refused.inc(tags={"code": code})
 
     def set_state(self, *, in_flight: int, version: str, documents: int) -> None:
-        """Set the gauges; called every now and then."""
+        """Set the gauges; called periodically."""
         self.set_in_flight(in_flight)
         if self._version not in ("", version):  # the gauge of the version before would stay at its value
             self._documents.set(0, tags={"version": self._version})

@@ -37,14 +37,14 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a call is refused. A value, as Ray would wrap an exception in one of its own."""
+    """Why a call is refused. It is returned, not raised, because Ray would wrap an exception."""
 
     reason: str
     temporary: bool = False  # whether a later attempt may succeed
 
 
 class TextTower:
-    """What clients of embeddings ask of a tower.
+    """A tower that embeds and tokenizes texts for clients.
 
     Args:
         folder: of the tower.
@@ -113,7 +113,7 @@ class TextTower:
 
 
 class DocumentTower(TextTower):
-    """The document side of a run or of a published model, for texts that are to be found."""
+    """The document side of a run or of a published model."""
 
     def __init__(self, location: Location) -> None:
         folder = folder_of(location, "document")

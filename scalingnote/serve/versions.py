@@ -3,8 +3,8 @@
     catalog ─► open on every searcher ─► described ─► active
 
 A :class:`Catalog` (or :class:`LiveCatalog`) remembers the active version and those kept for rolling back, for
-all processes. :class:`Versions` is what one gateway knows of them. A request takes the active version when
-it arrives and keeps it, so the change is one assignment: no request sees two versions.
+all processes. :class:`Versions` is the state of one gateway. A request takes the active version when it
+arrives and keeps it, so the change is one assignment: no request sees two versions.
 """
 
 import asyncio
@@ -166,7 +166,7 @@ class LiveCatalog:
 
 @dataclass(frozen=True)
 class VersionContent:
-    """What some shards of a version hold, and what a search of them may ask for."""
+    """The content of some shards of a version, and the options of a search in them."""
 
     layout: Layout
     held: int  # number of its shards

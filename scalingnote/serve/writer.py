@@ -1,4 +1,4 @@
-"""Writes of documents: encoders make index rows of them, one writer process makes the rows durable.
+"""Writes of documents: encoders turn them into index rows, one writer process makes the rows durable.
 
     documents ─► DocumentEncoder (replicas) ─► rows, vectors ─► Writer (one process) ─► log ─► acknowledged
                                                                    searchers follow the log ◄─┘
@@ -157,7 +157,7 @@ class DocumentWrites:
 
 
 def _validated(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[messages.Rejected]]:
-    """The rows that are documents, and the reasons why the others are not."""
+    """The rows that are valid documents, and the reason for each of the others."""
     documents, rejected = [], []
     for number, row in enumerate(rows):
         try:

@@ -1,4 +1,4 @@
-"""A step's triplets, and the candidates of all ranks that a loss compares its queries with.
+"""The triplets of a step, and the candidates of all ranks that their queries are compared with.
 
     TripletBatches   step number ─► this rank's share of the rows ─► Triplets, as tensors
     gather_candidates   Triplets of all ranks ─► positives and negatives, with masks of false negatives
@@ -134,7 +134,7 @@ def gather_candidates(
         triplets: of this rank.
         documents: embeddings of this rank's documents, in the order of `triplets.documents`.
         losses: whether negatives are gathered too (`denominator`), and whether masks are made (`mask_known`).
-        uneven: ranks may bring different numbers of rows.
+        uneven: ranks may have different numbers of rows.
     """
     size, share = len(triplets.query_ids), shares(triplets.query_ids, uneven=uneven)
     groups = documents.unflatten(0, (-1, size)).transpose(0, 1)

@@ -3,9 +3,9 @@
     {uri}/step-000000400/shard-00001-....safetensors   one file per rank, written by torch's DCP
     {uri}/step-000000400/checkpoint.json               written last: without it there is no checkpoint
 
-DCP knows the place of each shard in its tensor, so states of one layout can be read by another number of
-ranks: each reads what it needs of them, where they lie. Tensors are copied before :meth:`Checkpoints.save`
-returns; files are written while training goes on.
+DCP stores the position of each shard in its tensor, so another number of ranks can read a state of the same
+layout: each rank reads only the ranges that it needs, without a copy of the files. Tensors are copied before
+:meth:`Checkpoints.save` returns; files are written while training continues.
 """
 
 import json
@@ -231,11 +231,11 @@ class _StoredChunk:
 
 
 class _ShardReader(FileSystemReader):
-    """Reader of what HuggingFaceStorageWriter writes, where it lies.
+    """Reader of the files of HuggingFaceStorageWriter at any URI.
 
-    torch's own reader wants local files, so every node would first copy the shards of all ranks: 170 GB for
+    torch's own reader needs local files, so every node would first copy the shards of all ranks: 170 GB for
     two 7B towers with their moments. This one reads the headers of all files, then the ranges that a rank
-    needs, whatever the number of ranks that wrote them.
+    needs, for any number of ranks that wrote them.
     """
 
     storage_data: dict[MetadataIndex, _StoredChunk]

@@ -5,7 +5,7 @@ the gradients that all ranks hold for one rank's embeddings are summed and retur
 averaging then gives exactly the gradient of one process that holds the whole batch, without a correction
 factor (tested for 1 to 4 ranks).
 
-Ranks may bring different numbers of rows. With N rows on W ranks, n of them here, the loss of a rank is its
+Ranks may have different numbers of rows. With N rows on W ranks, n of them here, the loss of a rank is its
 mean times W n / N: the mean over ranks is then the mean over all rows, and its gradient the global one.
 Weights of rows are factors within that mean, divided by the number of rows and not by their sum, so they need
 no exchange.
@@ -39,7 +39,7 @@ def rank() -> int:
 
 @dataclass(frozen=True)
 class Shares:
-    """Rows of a global batch that each rank brings, in rank order; at least one each."""
+    """Rows of a global batch on each rank, in rank order; at least one each."""
 
     rows: tuple[int, ...]
 
@@ -55,12 +55,12 @@ class Shares:
 
     @property
     def weight(self) -> float:
-        """Factor of a mean over this rank's rows; 1 where all ranks bring the same number."""
+        """Factor of a mean over this rank's rows; 1 where all ranks have the same number."""
         return self.own * len(self.rows) / sum(self.rows)
 
 
 def shares(tensor: Shaped[Tensor, "rows ..."], *, uneven: bool = False) -> Shares:
-    """Numbers of rows on all ranks, where this rank brings `tensor`. Only `uneven` ones cost an exchange."""
+    """Numbers of rows on all ranks; this rank has those of `tensor`. Only `uneven` costs an exchange."""
     if not uneven or world_size() == 1:
         return Shares((len(tensor),) * world_size())
     sizes = torch.empty(world_size(), dtype=torch.long, device=tensor.device)
@@ -114,7 +114,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 
 def average_(tensors: list[Tensor]) -> None:
-    """Replace each tensor by its mean over ranks, in place. Every rank brings the same list."""
+    """Replace each tensor by its mean over ranks, in place. Every rank passes the same list."""
     if world_size() == 1:
         return
     bucket: list[Tensor] = []
@@ -151,7 +151,8 @@ def join_process_group(rank: int, world: int, store: str, backend: str, timeout_
     """Connect the `world` ranks of one machine without a port that the network reaches.
 
     Ray Train's own process group uses torch's TCP store, which listens on every interface and asks for no
-    token. Here ranks meet at a file that only this user can read, and Gloo and NCCL listen on loopback.
+    token. Here ranks connect through a file that only this user can read, and Gloo and NCCL listen on
+    loopback.
 
     Args:
         rank: number of this process.

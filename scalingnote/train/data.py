@@ -3,13 +3,12 @@
     Store   folder of Arrow files by table, memory-mapped; a row is one read through the page cache
     Order   step ─► places in the epoch ─permuted─► slots ─► part and draw ─permuted─► rows ─► by length
 
-A random order over a hundred million rows costs no memory, and all ranks of a machine share the page cache.
-Nothing about the order is remembered: a resumed run, a restarted worker or another number of ranks sees the
-same batches.
+A random order over a hundred million rows needs no memory, and all ranks of a machine share the page cache.
+The order has no state: a resumed run, a restarted worker or another number of ranks sees the same batches.
 
 Rows are numbered part after part; a part is one source and hop. An epoch has as many slots per part as the
-part has rows, or as its ratio asks for. A part's draws pass through a fresh permutation of it again and
-again, across epochs, so a large part with a small ratio is read whole before any of its rows comes back.
+part has rows, or as its ratio requires. The draws from a part follow one permutation of it after the other,
+across epochs, so a large part with a small ratio is read whole before a row repeats.
 """
 
 import fcntl
@@ -59,7 +58,7 @@ def _machine_lock(uri: str) -> Iterator[None]:
 
 
 class Rows:
-    """Rows of Arrow files laid end to end, numbered from the first row of the first file."""
+    """Rows of several Arrow files, numbered from the first row of the first file."""
 
     def __init__(self, files: Sequence[Path | pa.Table]) -> None:
         """Of files, which are mapped, or of tables of one chunk."""

@@ -1,4 +1,4 @@
-"""Engine: a module, its optimizer and the way both are spread over ranks, as the training loop sees them.
+"""Engine: a module, its optimizer and their distribution over ranks, behind one interface for the loop.
 
 The losses are such that the *mean over ranks* of the ranks' gradients is the gradient of one process that
 holds the whole batch (see :mod:`scalingnote.train.collectives`). Every engine takes that mean exactly once.
@@ -32,7 +32,7 @@ from scalingnote.train import optimizer
 from scalingnote.train.collectives import average_, rank, world_size
 from scalingnote.train.config import DeepSpeed, Fsdp2, GradCache, Memory, Schedule
 
-WHOLE = "whole"  # the layout of states that are cut anew for any number of ranks
+WHOLE = "whole"  # the layout of states that any number of ranks can read
 
 
 class Engine:
@@ -45,7 +45,7 @@ class Engine:
     module: nn.Module
     """The caller's own module. Its methods may be called directly, under :meth:`precision`."""
     layout: str = WHOLE
-    """How :meth:`state` is cut. States of one layout fit each other, whatever the number of ranks."""
+    """How :meth:`state` is divided. States of one layout are compatible for any number of ranks."""
     _names: dict[str, nn.Parameter]
     _optimizer: torch.optim.Optimizer
 
@@ -92,7 +92,7 @@ class Engine:
         return weights | optimizer.named_state(self._optimizer, self._names)
 
     def restored(self, state: Mapping[str, Tensor]) -> None:
-        """To be called when the tensors that :meth:`state` gave were filled from a checkpoint."""
+        """Must be called after the tensors of :meth:`state` were filled from a checkpoint."""
         optimizer.restore_scalars(self._optimizer, self._names, state)
 
     def weights(self) -> dict[str, Tensor] | None:
@@ -147,7 +147,7 @@ class DdpEngine(Engine):
 
 
 def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Engine:
-    """Spread `module` over the ranks as the schedule says. ConfigError when its strategy lacks a package."""
+    """Distribute `module` over the ranks by the schedule's strategy; ConfigError if a package is missing."""
     strategy = schedule.strategy_for(sum(p.numel() for p in trainable(module).values()))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -164,7 +164,7 @@ def build(module: nn.Module, *, schedule: Schedule, device: torch.device) -> Eng
 
 
 def load_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put what :meth:`Engine.weights` gave into a freshly built module of the same kind."""
+    """Load the result of :meth:`Engine.weights` into a new module of the same kind."""
     # Not strict: frozen parameters have no weights here, and those that two towers share have a name in each.
     unknown = module.load_state_dict(dict(weights), strict=False).unexpected_keys
     assert not unknown, f"weights of another module: {unknown[:4]}"

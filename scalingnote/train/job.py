@@ -42,7 +42,7 @@ from scalingnote.train.validation import validator
 from scalingnote.train.validation_sample import drawn_documents
 
 log = get_logger("train")
-FATAL = "fatal.json"  # in the work folder: an error that a restart cannot mend
+FATAL = "fatal.json"  # in the work folder: an error that a restart cannot fix
 RESIZE_INTERVAL_S = 60.0  # between looks for nodes that joined; a change restarts from the newest checkpoint
 M = TypeVar("M", bound=nn.Module)
 S = TypeVar("S", bound=Schedule)
@@ -151,7 +151,7 @@ def launch(
     Raises:
         TrainingError: the restarts did not help, or a rank had too little memory.
     """
-    fs.delete(fs.join(settings["work"], FATAL))  # of an earlier call, whose cause may be mended
+    fs.delete(fs.join(settings["work"], FATAL))  # of an earlier call, whose cause may be fixed
     resources = schedule.resources
     least = resources.min_workers or resources.workers
     cluster.check_resources(resources.model_copy(update={"workers": least}), knob=f"{room}.resources")
@@ -174,7 +174,7 @@ def _trainer(
     schedule: Schedule,
     folder: str | None,
 ) -> Any:
-    """A TorchTrainer; ranks of a private cluster meet at a file in `folder`."""
+    """A TorchTrainer; ranks of a private cluster connect through a file in `folder`."""
     resources = schedule.resources
     least = resources.min_workers or resources.workers
     filesystem, path = fs.resolve(fs.join(settings["work"], "ray"))
@@ -211,7 +211,7 @@ def _noted(
 ) -> dict[str, str] | None:
     """Run a rank, unless one of a group before it had too little memory.
 
-    The other ranks wait for such a rank, so it must die; the restarted group finds its note and ends.
+    The other ranks wait for such a rank, so its process ends; the restarted group reads the note and stops.
     """
     note = fs.join(settings["work"], FATAL)
     if fs.exists(note):
@@ -229,7 +229,7 @@ def _noted(
 
 
 def _cause(error: TrainingFailedError, settings: Settings, restarts: int) -> ScalingNoteError:
-    """What a user is told when Ray has given up: an error of ours if one is known."""
+    """The error message after Ray has given up: that of our own error if there is one."""
     for cause in getattr(error, "worker_failures", {}).values():
         if isinstance(cause, ScalingNoteError):
             return cause
@@ -326,7 +326,7 @@ def steps_made(output: str, *, planned: int) -> int:
 
 
 def _trackers(schedule: Schedule, output: str) -> tuple[list[Tracker], ConfigError | None]:
-    """The trackers, or the error; only rank 0 has any, and the other ranks must not wait for it in vain."""
+    """The trackers of rank 0, or the error, which all ranks must know: else they would wait for rank 0."""
     name = output.rstrip("/").rpartition("/")[2]
     try:
         return build_trackers(schedule.tracking, events_folder(output), name), None

@@ -2,13 +2,12 @@
 
     batch ─► loss, backward ─► mean over ranks ─► finite? ─► step ─► measure ─► checkpoint
 
-Ranks decide together (to stop, to keep the best, to save now) on numbers that are equal on all of them. The
-loop's own state travels in the checkpoint's notes, so a resumed run continues as if it had not been
-interrupted.
+Ranks decide (to stop, to keep the best, to save now) on numbers that are equal on all of them. The state of
+the loop is stored in the checkpoint's notes, so a resumed run continues as if it had not been interrupted.
 
 Rank 0 sends its numbers to trackers: TensorBoard files always, Weights & Biases and MLflow when configured.
-Event files hold times, so they are no part of an artifact: they lie beside it, in the run's ``tensorboard``
-folder, where they also outlive the work directory.
+Event files contain times, so they are not part of an artifact: they are in the run's ``tensorboard`` folder,
+where they remain when the work directory is deleted.
 """
 
 import importlib
@@ -45,7 +44,7 @@ Values = dict[str, float]
 
 @dataclass
 class TrainingHistory:
-    """Measurements of a run so far; travels with every checkpoint."""
+    """Measurements of a run so far; stored with every checkpoint."""
 
     curve: list[dict[str, Any]] = field(default_factory=list)
     """Loss, its parts, gradient norm and learning rate of every tenth step."""

@@ -7,7 +7,7 @@
       + weight KL(whole || cheap, sparse)        LightRetriever, Eq. 5
 
 Candidates are the documents of all ranks (:mod:`scalingnote.train.candidates`); the equations themselves
-stand in :mod:`scalingnote.losses`.
+are in :mod:`scalingnote.losses`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ class StageOne(Cacheable):
         align: Align | None = None,
         uneven: bool = False,
     ) -> None:
-        """`uneven`: ranks may bring different numbers of rows, which costs an exchange at every step."""
+        """`uneven`: ranks may have different numbers of rows, which costs an exchange at every step."""
         super().__init__()
         self.towers, self._losses, self._uneven = towers, losses, uneven
         self._sparse, self._align = sparse, align

@@ -1,9 +1,9 @@
-"""Optimizers: AdamW, in full or with 8-bit moments, and RowAdam; and their state as plain named tensors.
+"""Optimizers: AdamW with float32 or 8-bit moments, and RowAdam; and their state as named tensors.
 
-RowAdam is for lookup tables: a row moves in the steps that hold its token, and in no others. Adam moves every
-row in every step, by moments that decay for long after the row's last gradient. The row of a rare token would
-move ten times as far as its few gradients say. Here moments decay at a row's next gradient, by as many steps
-as have passed, and the row is left alone in between.
+RowAdam is for lookup tables: it updates a row only in steps whose batch contains its token. Adam updates
+every row in every step, by moments that decay slowly after the row's last gradient, so the row of a rare
+token would move ten times too far. Here the moments of a row decay at its next gradient, by the number of
+steps since the last one, and the row does not change in between.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -42,7 +42,7 @@ class Fsdp2Engine(Engine):
     Shards of what learns are float32; all are gathered in the compute dtype, and gradients are reduced in
     float32. Nothing above a
     backbone is sharded, so a module's methods may be called directly: only backbones gather. A checkpoint
-    knows each shard's place, and is cut anew for another number of ranks.
+    stores the position of each shard, so another number of ranks can read it.
 
     GradCache's chunks reduce their gradients one by one: shards add up, and no rank ever holds a whole
     gradient for longer than a layer's backward pass.

@@ -1,6 +1,6 @@
 """Training rows written in the order of a run, so that each rank reads its share alone and copies no store.
 
-    places      tasks over chunks of steps       rows that `Order` draws, by file of rows
+    places      tasks over chunks of steps       rows that `Order` selects, by file of rows
     rows        tasks over files of rows         rows by chunk; the documents they name, by file of documents
     tokens      tasks over files of documents    tokens by chunk
     stream      tasks over chunks of steps       rows and the tokens of their documents, in lanes
@@ -54,7 +54,7 @@ _INTERMEDIATE = ("places", "rows", "wanted", "tokens")
 
 @dataclass(frozen=True)
 class Layout:
-    """How the steps of a run lie in chunks, and the rows of a step in cells."""
+    """How the steps of a run are divided into chunks, and the rows of a step into cells."""
 
     steps: int
     batch: int  # rows of a step, over all ranks
@@ -240,7 +240,7 @@ def _write_chunk(item: tuple[int, int], *, layout: Layout, folder: str) -> JsonR
 
 
 def _pieces(folder: str, target: str, file: int) -> Iterator[pa.Table]:
-    """What chunks want of a file, in tables of about _PIECE_ROWS; without a column, a task is a chunk."""
+    """The rows of a file that chunks need, in tables of _PIECE_ROWS; without a column, a task is a chunk."""
     held: list[pa.Table] = []
     for name, table in named_stream(fs.join(folder, target), file):
         if "chunk" not in table.column_names:

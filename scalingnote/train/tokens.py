@@ -94,7 +94,7 @@ def distinct_queries(artifact: Artifact, table: str) -> Iterator[str]:
 
 
 def learnt_vocabulary(config: AnyTower) -> int | None:
-    """Size of the vocabulary that a tower's tokenizer learns; None where a checkpoint brings one."""
+    """Size of the vocabulary that a tower's tokenizer learns; None if the checkpoint has a tokenizer."""
     if isinstance(config, LookupConfig):
         return config.vocabulary
     return config.backbone.vocabulary if isinstance(config.backbone, Scratch) else None

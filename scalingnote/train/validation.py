@@ -1,7 +1,7 @@
 """Validation while training: contrastive entropy, R@K and MRR of held-out queries on one small, fixed sample.
 
 Each rank encodes a share of the sample and gathers the rest, so that all have the same numbers. Training is
-not affected: no gradient, no random number drawn, every module in the mode it was in.
+not affected: no gradient is computed, no random number drawn, and every module keeps its mode.
 """
 
 from collections.abc import Callable, Iterator, Sequence

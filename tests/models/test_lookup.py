@@ -170,7 +170,7 @@ def test_a_table_of_another_version_is_told_from_a_broken_one(tmp_path: Path):
     made.save(tmp_path)
     facts = json.loads((tmp_path / "tower.json").read_text())
     (tmp_path / "tower.json").write_text(json.dumps({k: v for k, v in facts.items() if k != "attention"}))
-    with pytest.raises(ArtifactError, match=r"does not say 'attention': another version wrote it"):
+    with pytest.raises(ArtifactError, match=r"lacks 'attention': another version wrote it"):
         dual_encoder.load_query_tower(tmp_path)
     (tmp_path / "tower.json").write_text(json.dumps(facts))
     np.save(tmp_path / "table.npy", np.zeros((made.tokens + 1, DIM), np.float16))
