@@ -69,8 +69,7 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     counts = _collect(context, draft, ranker)
     if not counts["triplets"]:
         raise DataError(
-            f"{dataset} gives no triplet: none of {counts['queries']:,} training queries has a positive "
-            f"and {config.num_negatives} hard negatives ({counts['without_negatives']:,} lack negatives)"
+            f"{dataset} gives no triplet: none of {counts['queries']:,} training queries has a positive"
         )
     statistics = triplet_parts.statistics(context, counts)
     draft.write_json("statistics.json", statistics)
@@ -82,11 +81,11 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
         ranking_model=ranker.kind if ranker else None,
     )
     log.info(
-        "%s triplets (%s) of %s queries, %s without enough negatives left out, %.1fs -> %s",
+        "%s triplets (%s) of %s queries, %s short of hard negatives, %.1fs -> %s",
         f"{counts['triplets']:,}",
         ", ".join(f"{counts[name]:,} {name}" for name in type(config.mixing).model_fields if counts[name]),
         f"{counts['queries']:,}",
-        f"{counts['without_negatives']:,}",
+        f"{counts['short_of_negatives']:,}",
         artifact.manifest.info["seconds"],
         output,
     )

@@ -114,13 +114,14 @@ def refresh(
         config: rank window, number of negatives, bounds.
 
     Returns:
-        The triplets, and counts of rows: ``mined``, ``kept`` (too few candidates, the old negatives stay),
-        and ``lost`` (too few old negatives either; the row is left out).
+        The triplets, and counts of rows: ``mined``; ``kept`` (too few candidates, the old negatives stay);
+        ``mixed`` (too few of either: the mined ones, then old ones) and, of these, ``short`` (fewer than
+        ``num_negatives`` even so: training masks what is absent).
     """
     counts: Counter[str] = Counter()
     unscored: list[bool] = []
     used_by_query: dict[str, set[str]] = {}
-    negatives: list[list[str] | None] = []
+    negatives: list[list[str]] = []
     columns = [triplets[name].to_pylist() for name in ("query_id", "positive", "negatives")]
     for query_id, positive, old, score in zip(*columns, positive_scores, strict=True):
         ranking = rankings.get(query_id, ())
@@ -139,9 +140,12 @@ def refresh(
             negatives.append(old[: config.num_negatives])
             unscored.append(len(old) > config.num_negatives)
         else:
-            counts["lost"] += 1
-            negatives.append(None)
-            unscored.append(True)
+            counts["mixed"] += 1
+            used.update(drawn)
+            both = [*drawn, *(doc_id for doc_id in old if doc_id not in drawn)]
+            negatives.append(both[: config.num_negatives])
+            counts["short"] += len(both) < config.num_negatives
+            unscored.append(bool(drawn))
     at = triplets.schema.get_field_index("negatives")
     column = pa.array(negatives, triplets.schema.field(at).type)
     fresh = triplets.set_column(at, triplets.schema.field(at), column)
@@ -149,7 +153,7 @@ def refresh(
     at = triplets.schema.get_field_index("scores")
     scores = pc.if_else(pa.array(unscored, pa.bool_()), None, triplets["scores"])
     fresh = fresh.set_column(at, triplets.schema.field(at), scores)
-    return fresh.filter(pc.is_valid(column)), dict(counts)
+    return fresh, dict(counts)
 
 
 def positives_by_query(*tables: pa.Table) -> dict[str, set[str]]:

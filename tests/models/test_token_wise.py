@@ -13,10 +13,10 @@ import families
 import tiny
 from scalingnote.encode.encoder import by_tokens
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, dual_encoder, lookup
+from scalingnote.models import backbone, dual_encoder
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig
-from scalingnote.models.lookup import BLOCKS, TokenWise, block_mask
+from scalingnote.models.token_wise import BLOCKS, TokenWise, block_mask
 
 QUERIES = ["torch stack", "a", "arrays along a new axis, arrays", "words of a title " * 3]
 INSTRUCTION = "go: "  # with two more tokens it fits the windows of the families that have one
@@ -30,14 +30,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def build(path: Path, **knobs) -> TokenWise:
     config = TokenWiseConfig(backbone=Pretrained(path=str(path)), max_length=16, **knobs)
-    return lookup.build_token_wise(config, dim=16, tokenizer_json=None, seed=0).eval()
+    return token_wise.build(config, dim=16, tokenizer_json=None, seed=0).eval()
 
 
 @pytest.fixture(scope="module")
 def scratch() -> TokenWise:
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, storage="float32")
-    return lookup.build_token_wise(config, dim=8, tokenizer_json=learnt, seed=0).eval()
+    return token_wise.build(config, dim=8, tokenizer_json=learnt, seed=0).eval()
 
 
 def alone(made: TokenWise, token: int) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_a_table_names_what_it_was_made_from():
 
     def digests(seed: int = 0, **knobs) -> dict[str, str]:
         config = TokenWiseConfig(backbone=tiny.CAUSAL, **knobs)
-        return lookup.build_token_wise(config, dim=8, tokenizer_json=learnt, seed=seed)._digests()
+        return token_wise.build(config, dim=8, tokenizer_json=learnt, seed=seed)._digests()
 
     first = digests()
     assert digests() == first
@@ -172,10 +172,10 @@ def test_what_cannot_read_blocks_is_refused(tmp_path: Path):
     learnt = backbone.train_tokenizer(["a few words"], vocabulary=400)
     both_ways = TokenWiseConfig(backbone=tiny.BIDIRECTIONAL)
     with pytest.raises(ConfigError, match="needs a causal backbone"):
-        lookup.build_token_wise(both_ways, dim=8, tokenizer_json=learnt, seed=0)
+        token_wise.build(both_ways, dim=8, tokenizer_json=learnt, seed=0)
     too_long = TokenWiseConfig(backbone=tiny.CAUSAL, instruction="long " * 40)
     with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
-        lookup.build_token_wise(too_long, dim=8, tokenizer_json=learnt, seed=0)
+        token_wise.build(too_long, dim=8, tokenizer_json=learnt, seed=0)
     folder = families.folder(tmp_path, "mistral")
     with pytest.raises(ConfigError, match="layers of the backbone see 8: shorten it"):
         build(folder, instruction="longer than a window")
