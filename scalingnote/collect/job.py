@@ -17,7 +17,7 @@ from scalingnote.collect import steps, triplet_parts
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
 from scalingnote.collect.steps import Context, Item
 from scalingnote.config import Resources
-from scalingnote.datasets.splits import held_out_documents, queries
+from scalingnote.datasets.splits import find_held_out, queries
 from scalingnote.errors import DataError
 from scalingnote.lexical.frequencies import count_frequencies
 from scalingnote.log import get_logger
@@ -56,17 +56,19 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     ranker = _ranker(config, source)
     cluster.check_resources(config.resources, knob="collect.resources")
     tasks = _tasks(config.resources)
+    held_out = find_held_out(source, each=tasks)
     context = Context(
         config=config,
         parts=_parts(config, source, ranker),
         dataset=source,
         planner=parents["planner"],
-        held_out=held_out_documents(source, each=tasks),
+        held_out=held_out.documents,
         test_queries=queries(source, "test", each=tasks)["query"].combine_chunks(),
         work=draft.work(),
         output=draft.uri,
     )
     counts = _collect(context, draft, ranker)
+    counts.update(held_out_documents=len(held_out.documents), held_out_by_text=held_out.equal_texts)
     if not counts["triplets"]:
         raise DataError(
             f"{dataset} gives no triplet: none of {counts['queries']:,} training queries has a positive"

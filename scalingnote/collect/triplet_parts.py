@@ -271,7 +271,8 @@ def statistics(context: Context, counts: Counts) -> dict[str, Any]:
         "left_out": {
             name: counts[name]
             for name in (
-                "exact_duplicates", "near_duplicates", "held_out_rows", "ignored_rows",
+                "exact_duplicates", "near_duplicates", "held_out_documents", "held_out_by_text",
+                "held_out_rows", "ignored_rows",
                 "multi_already_known", "multi_contradicted", "multi_negative_is_positive", "multi_duplicate",
                 "multi_over_cap", "multi_across_split", "lent_over_cap",
             )

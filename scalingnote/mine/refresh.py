@@ -114,9 +114,9 @@ def refresh(
         config: rank window, number of negatives, bounds.
 
     Returns:
-        The triplets, and counts of rows: ``mined``; ``kept`` (too few candidates, the old negatives stay);
-        ``mixed`` (too few of either: the mined ones, then old ones) and, of these, ``short`` (fewer than
-        ``num_negatives`` even so: training masks what is absent).
+        The triplets, and counts of rows: ``mined``; ``kept`` (too few candidates, or none: the old negatives
+        stay); ``mixed`` (too few of either: the mined ones, then old ones). Rows of any kind that have fewer
+        than ``num_negatives`` even so are ``short``: training masks what is absent.
     """
     counts: Counter[str] = Counter()
     unscored: list[bool] = []
@@ -135,7 +135,7 @@ def refresh(
             used.update(drawn)
             negatives.append(drawn)
             unscored.append(True)
-        elif len(old) >= config.num_negatives:
+        elif len(old) >= config.num_negatives or not drawn:
             counts["kept"] += 1
             negatives.append(old[: config.num_negatives])
             unscored.append(len(old) > config.num_negatives)
@@ -144,8 +144,8 @@ def refresh(
             used.update(drawn)
             both = [*drawn, *(doc_id for doc_id in old if doc_id not in drawn)]
             negatives.append(both[: config.num_negatives])
-            counts["short"] += len(both) < config.num_negatives
-            unscored.append(bool(drawn))
+            unscored.append(True)
+        counts["short"] += len(negatives[-1]) < config.num_negatives
     at = triplets.schema.get_field_index("negatives")
     column = pa.array(negatives, triplets.schema.field(at).type)
     fresh = triplets.set_column(at, triplets.schema.field(at), column)

@@ -93,7 +93,7 @@ class HeadTransform(nn.Module):
     """What a masked language model does to a state before its logits: dense, activation, LayerNorm."""
 
     def __init__(self, weights: Mapping[str, Tensor], *, activation: str, eps: float) -> None:
-        """Take ``dense.weight`` and ``norm.weight`` from `weights`, and ``dense.bias`` and ``norm.bias`` if any.
+        """Take ``dense.weight`` and ``norm.weight``; also ``dense.bias`` and ``norm.bias`` if there are any.
 
         `activation` is one of transformers; `eps` is that of LayerNorm.
         """

@@ -110,7 +110,7 @@ def test_parts_add_up_and_a_teacher_is_heard(tmp_path: Path, temperature: float 
     losses = CrossEncoderLosses(one_hot=0.5, teacher=2.0, reconstruction=0.25)
     module, batch = stage(store, losses, temperature), batches(store)(0)
     given = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
-    loss, parts = module(PairBatch(batch.pairs, batch.weights, batch.answers, given))
+    loss, parts = module(PairBatch(batch.pairs, batch.weights, batch.answers, batch.present, given))
     expected = 0.5 * parts["one_hot"] + 2.0 * parts["teacher"] + 0.25 * parts["reconstruction"]
     torch.testing.assert_close(loss.detach(), expected)
     query, document = module.model.proxies(batch.pairs)
