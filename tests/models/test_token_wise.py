@@ -8,14 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 import families
 import tiny
 from scalingnote.encode.encoder import by_tokens
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, dual_encoder
+from scalingnote.models import backbone, dual_encoder, token_wise
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig
+from scalingnote.models.lookup_table import Table
 from scalingnote.models.token_wise import BLOCKS, TokenWise, block_mask
 
 QUERIES = ["torch stack", "a", "arrays along a new axis, arrays", "words of a title " * 3]
@@ -125,6 +127,27 @@ def test_the_saved_table_gives_what_the_whole_model_gives(scratch: TokenWise, tm
     torch.testing.assert_close(table(batch_of(table, QUERIES, packed=True)), whole, **TIGHT)
 
 
+def test_every_further_task_has_a_table_behind_its_own_instruction(tmp_path: Path):
+    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    tasks = {"SciFact": "Given a claim: ", "NFCorpus": "of medicine "}
+    config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, storage="float32", tasks=tasks)
+    made = token_wise.build(config, dim=8, tokenizer_json=learnt, seed=0).eval()
+    made.save(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "tasks").iterdir()) == ["NFCorpus", "SciFact"]
+    found = {"own": Table.read(tmp_path)} | {name: Table.read(tmp_path / "tasks" / name) for name in tasks}
+    for name, text in {"own": config.instruction, **tasks}.items():
+        alone_with = config.model_copy(update={"instruction": text, "tasks": {}})
+        other = token_wise.build(alone_with, dim=8, tokenizer_json=learnt, seed=0).eval()
+        np.testing.assert_allclose(found[name].rows(), other.table(text), atol=1e-6)
+        assert found[name].made_from == other._digests(text)
+    assert np.abs(found["SciFact"].rows() - found["NFCorpus"].rows()).max() > 1e-3
+    with pytest.raises(ValidationError, match="should match pattern"):
+        TokenWiseConfig(tasks={"../up": "x"})
+    too_long = config.model_copy(update={"tasks": {"x": "long " * 40}})
+    with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
+        token_wise.build(too_long, dim=8, tokenizer_json=learnt, seed=0)
+
+
 @pytest.mark.parametrize(("storage", "error"), [("float16", 1e-3), ("int8", 2e-2)])
 def test_smaller_tables_are_close(scratch: TokenWise, tmp_path: Path, storage: str, error: float):
     scratch.lookup().save(tmp_path, storage=storage)
@@ -139,7 +162,8 @@ def test_a_table_names_what_it_was_made_from():
 
     def digests(seed: int = 0, **knobs) -> dict[str, str]:
         config = TokenWiseConfig(backbone=tiny.CAUSAL, **knobs)
-        return token_wise.build(config, dim=8, tokenizer_json=learnt, seed=seed)._digests()
+        made = token_wise.build(config, dim=8, tokenizer_json=learnt, seed=seed)
+        return made._digests(made.config.instruction)
 
     first = digests()
     assert digests() == first
