@@ -75,6 +75,11 @@ class TowerConfig(Config):
         "others read a published embedding model as it is, without `prompt`; auto: as its files say, or, "
         "where they are silent, the last token of a decoder and the mean, or [CLS], of an encoder",
     )
+    reads: Literal["text", "tokens"] = Field(
+        "text",
+        description="tokens: of documents, each token alone, and the mean of their states, without `prompt`: "
+        "LightRetriever's lightweight documents (section 4.1), to compare with; queries have kind=token_wise",
+    )
     projection: Start = Field(
         "auto",
         description="auto: the published model's dense layers; with pooling=placeholders a matrix to train, "
@@ -87,6 +92,17 @@ class TowerConfig(Config):
     prefix: str | None = Field(
         None, description="of a published model: text before every text of this tower; null: its own prompt"
     )
+
+    @model_validator(mode="after")
+    def _reads_tokens(self) -> "TowerConfig":
+        if self.reads == "tokens" and (
+            self.pooling != "placeholders" or self.attention == "flash_attention_2"
+        ):
+            raise ValueError(
+                "reads=tokens pools the end of each token, with a mask of blocks: leave pooling at "
+                "placeholders and attention at auto"
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_published(self) -> "TowerConfig":

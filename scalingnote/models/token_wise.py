@@ -10,6 +10,8 @@ many per line, and encoding the whole vocabulary gives the table that is saved: 
 """
 
 import hashlib
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int
 from numpy import ndarray
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,9 +27,11 @@ from scalingnote.errors import ConfigError
 from scalingnote.models import backbone as backbones
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention, first_position
-from scalingnote.models.config import Pretrained, TokenWiseConfig
+from scalingnote.models.config import Pretrained, TokenWiseConfig, TowerConfig
 from scalingnote.models.heads import Projection, start_projection
 from scalingnote.models.lookup import LookupPrompt, LookupTower, from_table
+from scalingnote.models.prompt import TokenDocuments
+from scalingnote.models.tower import TOKEN_DOCUMENTS, Tower
 from scalingnote.models.weights import add_adapter
 
 BLOCKS = 32  # per line: 64 tokens, about twice an instruction, so that the instruction costs little
@@ -35,34 +40,15 @@ _TABLE_LINES = 64  # per forward pass, when the table is computed
 _INSTRUCTION = -1  # the block number of the instruction's tokens
 
 
-class TokenWise(nn.Module):
-    """The query tower during training; :meth:`save` writes a lookup table without the model."""
+class TokenReader(nn.Module):
+    """A tower that reads tokens alone; the base of those of queries and of documents."""
 
-    role, views, packs = "query", ("query",), True
+    backbone: nn.Module
+    projection: Projection
+    instruction: Int[Tensor, " instruction"]  # tokens read once, before every token
+    end: int  # the token behind every token, whose state is its vector
 
-    def __init__(self, backbone: Backbone, config: TokenWiseConfig, *, dim: int) -> None:
-        super().__init__()
-        self.backbone, self.tokenizer, self.causal = backbone.model, backbone.tokenizer, backbone.causal
-        self.projection = Projection(backbone.hidden, dim)
-        self.config, self.dim, self.pad = config, dim, backbone.special.pad
-        choose_attention(backbone.model, config.attention)
-        tokens = backbone.raw_tokenizer
-        tokens.no_padding()
-        tokens.no_truncation()
-        self.prompt = LookupPrompt(tokens, max_length=config.max_length)
-        special = backbone.special
-        if not backbone.causal or special.end is None:
-            raise ConfigError(
-                "a token_wise query tower needs a causal backbone with an end-of-sequence token"
-            )
-        first = [] if special.first is None else [special.first]
-        self._first, self.end = first, special.end
-        for text in (config.instruction, *config.tasks.values()):
-            _check_room(len(self._instruction_ids(text)) + 2, backbone)
-        self.instruction: Int[Tensor, " instruction"]
-        self.register_buffer("instruction", self._instruction_ids(config.instruction), persistent=False)
-
-    def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
+    def mean_vectors(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
         """Return float32 embeddings, not normalised, of padded or packed rows; 0 for a row without tokens."""
         ids, lengths = batch.flat()
         # More than half of a batch's tokens are repeated: each distinct one is encoded once.
@@ -71,27 +57,6 @@ class TokenWise(nn.Module):
             distinct = self.instruction.new_tensor([self.end])
         vectors = self.token_vectors(distinct)
         return F.embedding_bag(place, vectors, lengths.cumsum(0) - lengths, mode="mean")[:, None]
-
-    def contextual(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
-        """Return embeddings of whole queries by the same backbone, read as ``instruction query end``.
-
-        This is the symmetric retriever that the token-wise query is aligned with (Eq. 5).
-        """
-        padded = batch.padded(self.pad)
-        assert padded.mask is not None
-        lengths, rows = padded.mask.sum(1), len(padded.ids)
-        start = len(self.instruction)
-        room = padded.ids.new_full((rows, 1), self.pad)
-        ids = torch.cat([self.instruction.expand(rows, -1), padded.ids, room], dim=1)
-        ends = (start + lengths)[:, None]
-        ids = ids.scatter(1, ends, self.end)
-        whole = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
-        states = self._states(ids, **attention_arguments(self.backbone, whole, causal=True))
-        return self._project(states[torch.arange(rows, device=ids.device)[:, None], ends])
-
-    def _instruction_ids(self, text: str) -> Int[Tensor, " instruction"]:
-        ids = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-        return torch.tensor([*self._first, *ids], dtype=torch.long)
 
     def token_vectors(
         self, ids: Int[Tensor, " tokens"], instruction: Int[Tensor, " instruction"] | None = None
@@ -136,6 +101,53 @@ class TokenWise(nn.Module):
         with torch.autocast(states.device.type, enabled=False):
             return self.projection(states)  # type: ignore[no-any-return]
 
+
+class TokenWise(TokenReader):
+    """The query tower during training; :meth:`save` writes a lookup table without the model."""
+
+    role, views, packs = "query", ("query",), True
+
+    def __init__(self, backbone: Backbone, config: TokenWiseConfig, *, dim: int) -> None:
+        super().__init__()
+        self.backbone, self.tokenizer, self.causal = backbone.model, backbone.tokenizer, backbone.causal
+        self.projection = Projection(backbone.hidden, dim)
+        self.config, self.dim, self.pad = config, dim, backbone.special.pad
+        choose_attention(backbone.model, config.attention)
+        tokens = backbone.raw_tokenizer
+        tokens.no_padding()
+        tokens.no_truncation()
+        self.prompt = LookupPrompt(tokens, max_length=config.max_length)
+        special = backbone.special
+        self._first, self.end = [] if special.first is None else [special.first], _end_token(backbone)
+        for text in (config.instruction, *config.tasks.values()):
+            _check_room(len(self._instruction_ids(text)) + 2, backbone)
+        self.register_buffer("instruction", self._instruction_ids(config.instruction), persistent=False)
+
+    def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
+        """Return float32 embeddings, not normalised, of padded or packed rows; 0 for a row without tokens."""
+        return self.mean_vectors(batch)
+
+    def contextual(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
+        """Return embeddings of whole queries by the same backbone, read as ``instruction query end``.
+
+        This is the symmetric retriever that the token-wise query is aligned with (Eq. 5).
+        """
+        padded = batch.padded(self.pad)
+        assert padded.mask is not None
+        lengths, rows = padded.mask.sum(1), len(padded.ids)
+        start = len(self.instruction)
+        room = padded.ids.new_full((rows, 1), self.pad)
+        ids = torch.cat([self.instruction.expand(rows, -1), padded.ids, room], dim=1)
+        ends = (start + lengths)[:, None]
+        ids = ids.scatter(1, ends, self.end)
+        whole = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
+        states = self._states(ids, **attention_arguments(self.backbone, whole, causal=True))
+        return self._project(states[torch.arange(rows, device=ids.device)[:, None], ends])
+
+    def _instruction_ids(self, text: str) -> Int[Tensor, " instruction"]:
+        ids = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        return torch.tensor([*self._first, *ids], dtype=torch.long)
+
     @torch.inference_mode()
     def table(self, instruction: str) -> Float32[ndarray, "vocabulary dim"]:
         """Return the vector of every token of the vocabulary, read behind `instruction`."""
@@ -178,6 +190,67 @@ class TokenWise(nn.Module):
             "adapter": _digest({name: state[name] for name in adapter}) if adapter else "none",
             "instruction": hashlib.sha256(instruction.encode()).hexdigest(),
         }
+
+
+class TokenDocumentTower(TokenReader, Tower):
+    """A document tower that reads tokens alone, to compare with (section 4.1); it is kept as a model."""
+
+    prompt: TokenDocuments
+
+    def __init__(
+        self, backbone: Backbone, config: TowerConfig, *, dim: int, adapter: str | None = None
+    ) -> None:
+        """Build a tower on `backbone`; for `adapter` see :class:`Tower`. ConfigError if it is not causal."""
+        nn.Module.__init__(self)
+        self._set_backbone(backbone, config, role="document", adapter=adapter)
+        self.projection, self.sparse, self.dim = Projection(backbone.hidden, dim), None, dim
+        self.special, self.pad, self.packs = backbone.special, backbone.special.pad, True
+        self.end = _end_token(backbone)
+        self.prompt = TokenDocuments(backbone.raw_tokenizer, max_length=config.max_length)
+        first = [] if backbone.special.first is None else [backbone.special.first]
+        self.register_buffer("instruction", torch.tensor(first, dtype=torch.long), persistent=False)
+
+    def _read(self, batch: Batch, *, terms: bool) -> tuple[Tensor, Tensor | None]:
+        assert not terms, "tokens alone have no term weights"
+        return self.mean_vectors(batch), None
+
+    def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
+        """Write the tower's folder; adapters are merged or kept as by :meth:`Tower.save`."""
+        base_config = self._save_backbone(folder, merge_adapters=merge_adapters)
+        self.tokenizer.save_pretrained(folder)
+        save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
+        facts = {
+            "kind": TOKEN_DOCUMENTS,
+            "role": self.role,
+            "dim": self.dim,
+            "causal": self.causal,
+            "views": list(self.views),
+            "max_length": self.config.max_length,
+            "prompt": "",
+            "tokens": {"max_length": self.config.max_length},
+            "layers": None if base_config is None else base_config.layers,
+            "sparse": None,
+        }
+        (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+
+
+def load_documents(folder: Path, facts: Mapping[str, Any]) -> TokenDocumentTower:
+    """Read a folder written by :meth:`TokenDocumentTower.save`; `facts` is its tower.json."""
+    config = TowerConfig(max_length=facts["max_length"], reads="tokens")
+    backbone = backbones.load(folder, layers=facts["layers"])
+    tower = TokenDocumentTower(backbone, config, dim=facts["dim"])
+    with torch.no_grad():
+        tower.projection.weight.copy_(load_file(folder / "projection.safetensors")["weight"])
+    return tower.eval()
+
+
+def _end_token(backbone: Backbone) -> int:
+    end = backbone.special.end
+    if not backbone.causal or end is None:
+        raise ConfigError(
+            "a tower that reads tokens alone needs a causal backbone with an end-of-sequence token"
+        )
+    return end
 
 
 def block_mask(

@@ -34,6 +34,7 @@ from scalingnote.models.sparse_head import HeadTransform, SparseHead
 from scalingnote.models.weights import add_adapter, merged_state, save_adapter
 
 log = get_logger("models")
+TOKEN_DOCUMENTS = "token_documents"  # kind of a saved tower that reads the tokens of documents alone
 
 
 class Tower(nn.Module):
@@ -235,6 +236,10 @@ class Tower(nn.Module):
                 from scalingnote.models import published_tower  # late: it extends this class
 
                 return published_tower.load(folder, facts)
+            if facts.get("kind") == TOKEN_DOCUMENTS:
+                from scalingnote.models import token_wise  # late: it extends this class
+
+                return token_wise.load_documents(folder, facts)
             if facts.get("kind") == "sentence_transformers":
                 from scalingnote.models.published_tower import LibraryTower  # late, and a large import
 
@@ -297,10 +302,26 @@ def build(
         ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
         tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
         add_adapter(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
-    tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
+    if config.reads == "tokens":
+        tower: Tower = _token_documents(backbone, config, role=role, dim=dim, sparse=sparse, adapter=adapter)
+    else:
+        tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
     pretrained = isinstance(config.backbone, Pretrained)
     start_projection(tower.projection, config.projection, pretrained=pretrained, seed=seed)
     return tower
+
+
+def _token_documents(
+    backbone: Backbone, config: TowerConfig, *, role: Role, dim: int, sparse: bool, adapter: str | None
+) -> Tower:
+    from scalingnote.models.token_wise import TokenDocumentTower  # late: it extends Tower
+
+    if role == "query" or sparse:
+        raise ConfigError(
+            "reads=tokens is of documents without term weights: set query.kind to token_wise, and leave "
+            "train.sparse out"
+        )
+    return TokenDocumentTower(backbone, config, dim=dim, adapter=adapter)
 
 
 def _sparse_head(config: TowerConfig) -> SparseHead:

@@ -27,7 +27,7 @@ from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, list_col
 from scalingnote.models.published_model import Role
 from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
-from scalingnote.models.token_wise import TokenWise
+from scalingnote.models.token_wise import TokenDocumentTower, TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import hash_of
@@ -130,6 +130,8 @@ def build_prompt(
         plain = config.model_copy(update={"lora": None, "attention": "eager"})
         if isinstance(plain, TokenWiseConfig):
             return TokenWise(shell, plain, dim=1).prompt
+        if plain.reads == "tokens":
+            return TokenDocumentTower(shell, plain, dim=1).prompt
         return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt
 
 
