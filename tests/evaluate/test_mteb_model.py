@@ -163,7 +163,7 @@ def test_towers_read_the_prompt_of_a_task(tmp_path):
     np.testing.assert_allclose(cosines(given, Task(prompt="it"), "query", "ask "), 1, atol=1e-5)
     given = MtebModel.load(folder, prompts={}, template="Do {instruction}: ")
     np.testing.assert_allclose(cosines(given, Task(prompt="it"), "query", "Do it: "), 1, atol=1e-5)
-    with pytest.raises(ConfigError, match="has no .instruction"):
+    with pytest.raises(ConfigError, match="put it where mteb"):
         MtebModel.load(folder, template="Query: ")
 
 

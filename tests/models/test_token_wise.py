@@ -207,8 +207,8 @@ def test_tokens_alone_are_of_documents_without_terms():
     for more in ({"role": "query"}, {"role": "document", "sparse": True}):
         with pytest.raises(ConfigError, match="is of documents without term weights"):
             tower.build(config, dim=8, tokenizer_json=LEARNT, seed=0, **more)
+    both_ways = TowerConfig(backbone=tiny.BIDIRECTIONAL, reads="tokens")
     with pytest.raises(ConfigError, match="needs a causal backbone"):
-        both_ways = TowerConfig(backbone=tiny.BIDIRECTIONAL, reads="tokens")
         tower.build(both_ways, role="document", dim=8, tokenizer_json=LEARNT, seed=0)
     with pytest.raises(ValidationError, match="leave pooling at placeholders"):
         TowerConfig(backbone=Pretrained(path="x"), reads="tokens", pooling="mean")
