@@ -20,8 +20,8 @@ class AdoptConfig(Config):
     )
     pooling: Pooling = Field(
         "auto",
-        description="auto: from the model's files; of a plain transformer, which has none, the last token of a "
-        "decoder and the mean, or [CLS], of an encoder",
+        description="auto: from the model's files; of a plain transformer, which has none, the last token of "
+        "a decoder and the mean, or [CLS], of an encoder",
     )
     normalise: bool | None = Field(None, description="embeddings of length 1; null: from the model's files")
     query_prefix: str | None = Field(

@@ -295,6 +295,13 @@ def build(
         return published_tower.build(
             config, role=role, dim=dim, seed=seed, backbone=backbone, adapter=adapter
         )
+    if "pooling" not in config.model_fields_set and _is_embedding_model(config):
+        log.warning(
+            "%s is an embedding model with its own pooling and prompts, which placeholders replace: set "
+            "train.%s.pooling to auto to start from what it learnt, or to placeholders if that is meant",
+            config.backbone.path,  # type: ignore[union-attr]
+            role,
+        )
     backbone = backbone or backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
     head = _sparse_head(config) if sparse else None
     if config.lora is not None and adapter is None:
@@ -309,6 +316,12 @@ def build(
     pretrained = isinstance(config.backbone, Pretrained)
     start_projection(tower.projection, config.projection, pretrained=pretrained, seed=seed)
     return tower
+
+
+def _is_embedding_model(config: TowerConfig) -> bool:
+    """Whether the backbone's folder has files of sentence-transformers."""
+    source = config.backbone
+    return isinstance(source, Pretrained) and (Path(source.path) / "modules.json").exists()
 
 
 def _token_documents(

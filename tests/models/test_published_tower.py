@@ -299,6 +299,22 @@ def test_a_plain_transformer_is_pooled_as_its_kind_is(
     assert published_model.read(said, "query", pooling="cls").pooling == ("cls",)
 
 
+def test_placeholders_in_an_embedding_model_are_a_choice_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    said: list[str] = []
+    monkeypatch.setattr(tower.log, "warning", lambda text, *values: said.append(text % values))
+    for path, knobs, expected in (
+        (folder(tmp_path / "said"), {}, 1),
+        (folder(tmp_path / "meant"), {"pooling": "placeholders"}, 0),
+        (families.folder(tmp_path / "plain", "bert"), {}, 0),
+    ):
+        made = TowerConfig(backbone=Pretrained(path=str(path)), max_length=24, **knobs)
+        tower.build(made, role="query", dim=16, tokenizer_json=None, seed=0)
+        assert len(said) == expected
+        said.clear()
+
+
 def test_a_folder_that_is_no_plain_transformer_needs_a_pooling(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="does not say how states are pooled: set pooling to one of cls"):
