@@ -243,7 +243,9 @@ def pool_seeds(artifacts: Sequence[Artifact]) -> PooledReport:
         stacked[name] = {m: np.stack([rows[m].to_numpy() for rows in of_seeds]) for m in row}
     for report in single[1:]:
         _require_same_data(first, report)
-    values = {name: {m: v.mean(0) for m, v in row.items()} for name, row in stacked.items()}
+    values: dict[str, MeasureValues] = {
+        name: {m: v.mean(0) for m, v in row.items()} for name, row in stacked.items()
+    }
     if len(single) == 1:
         return PooledReport(first, query_ids, values)
     spread = {
