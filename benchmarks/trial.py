@@ -172,7 +172,7 @@ def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], querie
     ways: list[Callable[[list[str]], Any]] = []
     if how != "(sparse)":
         ways.append(QueryEncoder.load(parents[kind].directory("query"), threads=1).encode_queries)
-    if how in ("(sparse)", "(hybrid)"):
+    if how in ("(sparse)", "(hybrid)", "(raw hybrid)"):
         ways.append(SparseQuery.load(parents["dual_encoder"].directory("sparse_query")).encode)
     for query in queries[:20]:
         for way in ways:

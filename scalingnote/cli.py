@@ -91,6 +91,13 @@ def _add_stages(command: Command) -> None:
     )
     _add_config(compare)
     compare.add_argument("--methods", nargs="+", required=True, metavar="FILE", help="one config per method")
+    compare.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="trainings of each method, with different seeds; default: %(default)s",
+    )
 
 
 def _add_commands_of_a_run(command: Command) -> None:

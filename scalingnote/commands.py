@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if "report" in built:
         from scalingnote.evaluate.report import comparison_table, merge_artifacts
 
-        print(comparison_table(merge_artifacts([built["report"]])))
+        print(comparison_table(merge_artifacts([[built["report"]]])))
     width = max(len(kind) for kind in built)
     for kind, artifact in built.items():
         print(f"{kind:<{width}}  {artifact.uri}")
@@ -128,7 +128,9 @@ def distill(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Run every method, except finished stages, and print one table of all."""
+    """Run every method with every seed, except finished stages, and print one table of all."""
+    if options.seeds < 1:
+        raise ConfigError(f"--seeds is {options.seeds}: give 1 or more")
     configs = [_load(options, method) for method in options.methods]  # all checked before any is run
     from scalingnote import pipeline
     from scalingnote.evaluate.report import comparison_table, merge_artifacts
@@ -139,7 +141,15 @@ def compare(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"methods name different run_dirs {sorted(places)}: give one with --set run_dir=..."
         )
-    merged = merge_artifacts([pipeline.run(config, record=False)["report"] for config in configs])
+    merged = merge_artifacts(
+        [
+            [
+                pipeline.run(config.with_seed(number), record=False)["report"]
+                for number in range(options.seeds)
+            ]
+            for config in configs
+        ]
+    )
     comparison = comparison_table(merged)
     run_dir = configs[0].run_dir
     text = json.dumps(merged, indent=1, sort_keys=True)

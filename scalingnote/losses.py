@@ -12,7 +12,8 @@
 
 A loss is a mean over rows, in general over queries. `weights` multiply the rows' losses before the mean,
 which is still taken over *all* rows: a row weighs the same whatever else is in its batch or on its rank. Rows
-without a teacher's score hold NaN and contribute 0.
+without a teacher's score hold NaN and contribute 0. A row with fewer documents than others has places that
+are not `present`, whatever stands there: its loss is that of its own documents alone.
 """
 
 import math
@@ -170,14 +171,25 @@ def margin_loss(
     cosines: Float[Tensor, "queries group"],
     *,
     margin: float,
+    present: Bool[Tensor, "queries group"] | None = None,
     weights: Float[Tensor, " queries"] | None = None,
 ) -> Float[Tensor, ""]:
     """Mean of max(0, margin - s(q, d+) + s(q, d-)) over queries and their hard negatives (Eq. 9).
 
-    Column 0 of `cosines` is a query's positive, the others are its hard negatives, at least one.
+    Column 0 of `cosines` is a query's positive, the others are its hard negatives, at least one. The loss of
+    a query is the mean over those that are `present`, and 0 if there are none.
     """
     losses = torch.relu(margin - cosines[:, :1] + cosines[:, 1:])
-    return (losses if weights is None else losses * weights[:, None]).mean()
+    return _mean(mean_of_present(losses, None if present is None else present[:, 1:]), weights)
+
+
+def mean_of_present(
+    values: Float[Tensor, "queries group"], present: Bool[Tensor, "queries group"] | None
+) -> Float[Tensor, " queries"]:
+    """Mean of each row over the columns that are present; 0 of a row without any. None: all are."""
+    if present is None:
+        return values.mean(-1)
+    return _zero_where_not(present, values).sum(-1) / present.sum(-1).clamp(min=1)
 
 
 # --- distillation of embeddings --------------------------------------------------------------------------
@@ -283,15 +295,18 @@ def teacher_kl(
     student: Float[Tensor, "queries group"],
     teacher: Float[Tensor, "queries group"],
     *,
+    present: Bool[Tensor, "queries group"] | None = None,
     weights: Float[Tensor, " queries"] | None = None,
 ) -> Float[Tensor, ""]:
     """Mean of KL(softmax(teacher) || softmax(student)) over queries with a score for every document.
 
-    Both are logits of a query's positive, then of its hard negatives.
+    Both are logits of a query's positive, then of its hard negatives; those not `present` are left out.
     """
-    scored = teacher.isfinite().all(-1)
-    target = _zero_where_not(scored[:, None], teacher).log_softmax(-1)
-    losses = (target.exp() * (target - student.log_softmax(-1))).sum(-1)
+    scored, present = _scored(teacher, present)
+    lowest = torch.finfo(student.dtype).min
+    target = _zero_where_not(scored[:, None], teacher).masked_fill(~present, lowest).log_softmax(-1)
+    own = student.masked_fill(~present, lowest).log_softmax(-1)
+    losses = _zero_where_not(present, target.exp() * (target - own)).sum(-1)
     return _mean(losses * scored, weights)
 
 
@@ -299,13 +314,17 @@ def teacher_margin_mse(
     student: Float[Tensor, "queries group"],
     teacher: Float[Tensor, "queries group"],
     *,
+    present: Bool[Tensor, "queries group"] | None = None,
     weights: Float[Tensor, " queries"] | None = None,
 ) -> Float[Tensor, ""]:
-    """Mean square of the difference of margins (s+ - s-) between student and teacher, over negatives."""
-    scored = teacher.isfinite().all(-1)
-    target = _zero_where_not(scored[:, None], teacher)
+    """Mean square of the difference of margins (s+ - s-) between student and teacher, over negatives.
+
+    The loss of a query is the mean over those negatives that are `present`, and 0 if there are none.
+    """
+    scored, present = _scored(teacher, present)
+    target = _zero_where_not(scored[:, None] & present, teacher)
     error = (student[:, :1] - student[:, 1:]) - (target[:, :1] - target[:, 1:])
-    return _mean(error.pow(2).mean(-1) * scored, weights)
+    return _mean(mean_of_present(error.pow(2), present[:, 1:]) * scored, weights)
 
 
 # --- LightRetriever --------------------------------------------------------------------------------------
@@ -318,16 +337,19 @@ def align(
     teacher: Float[Tensor, "queries docs"],
     temperature: float | Float[Tensor, ""],
     weights: Float[Tensor, " queries"],
+    absent: Bool[Tensor, " docs"] | None = None,
 ) -> Float[Tensor, ""]:
     """Mean of KL(teacher || softmax of the queries' cosines) over queries (LightRetriever, Eq. 5).
 
-    `teacher` holds log probabilities of the candidates; it gets no gradient.
+    `teacher` holds log probabilities of the candidates, -inf of those that are `absent`; it gets no gradient.
     """
     shares, target = weights.to(queries.dtype) / len(queries), teacher.detach()
 
     def loss_of(scores: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        if absent is not None:
+            scores.masked_fill_(absent, -torch.inf)
         log_shares, right = scores.log_softmax(1), target.exp()
-        loss = shares @ (right * (target - log_shares)).sum(1)
+        loss = shares @ _divergence(target, log_shares, absent)
         return loss, lambda: log_shares.exp_().sub_(right).mul_(shares[:, None])
 
     return _loss_of_scores(queries / temperature, candidates, loss_of)
@@ -338,10 +360,12 @@ def align_scores(
     *,
     teacher: Float[Tensor, "queries docs"],
     weights: Float[Tensor, " queries"],
+    absent: Bool[Tensor, " docs"] | None = None,
 ) -> Float[Tensor, ""]:
     """:func:`align` of `scores` that are no products of embeddings, already over the temperature."""
-    target = teacher.detach()
-    return _mean((target.exp() * (target - scores.log_softmax(1))).sum(1), weights)
+    if absent is not None:
+        scores = scores.masked_fill(absent, -torch.inf)
+    return _mean(_divergence(teacher.detach(), scores.log_softmax(1), absent), weights)
 
 
 def flops(means: Float[Tensor, " vocabulary"]) -> Float[Tensor, ""]:
@@ -370,6 +394,20 @@ def quadratic_ramp(progress: float | Float[Tensor, ""], share: float) -> float |
 def _zero_where_not(scored: Tensor | None, values: Tensor) -> Tensor:
     """`values` with zeros where nothing was scored: NaN times 0 is NaN, in gradients too."""
     return values if scored is None else values.masked_fill(~scored, 0.0)
+
+
+def _scored(teacher: Tensor, present: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Whether each row has a score for every document that is present; and which are."""
+    present = torch.ones_like(teacher, dtype=torch.bool) if present is None else present
+    return (teacher.isfinite() | ~present).all(-1), present
+
+
+def _divergence(target: Tensor, own: Tensor, absent: Tensor | None) -> Tensor:
+    """KL of each row of log probabilities; both are -inf where absent, which counts as 0."""
+    difference = target - own
+    if absent is not None:
+        difference = difference.masked_fill(absent, 0.0)
+    return (target.exp() * difference).sum(1)
 
 
 def _mean(losses: Tensor, weights: Tensor | None) -> Tensor:

@@ -59,6 +59,17 @@ class RunConfig(Config):
     serve: ServeConfig = ServeConfig()
     ladder: LadderConfig = LadderConfig()
 
+    def with_seed(self, number: int) -> "RunConfig":
+        """The same run with other random numbers in every training: `number` is added to their seeds."""
+        trained = {name: getattr(self, name) for name in ("train", "cross_encoder", "distill")}
+        return self.model_copy(
+            update={
+                name: section.model_copy(update={"seed": section.seed + number})
+                for name, section in trained.items()
+                if section is not None
+            }
+        )
+
     @model_validator(mode="after")
     def _has_a_query_tower(self) -> "RunConfig":
         if self.cross_encoder is not None and self.distill is None:

@@ -191,7 +191,7 @@ def test_compare_refuses_methods_of_different_run_dirs(config, tmp_path, capsys)
 
 
 def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monkeypatch, capsys):
-    reports = {}
+    reports, seeds = {}, []
     for name in ("one", "two"):
         draft = Draft(
             str(tmp_path / name), kind="report", config=RunConfig.model_validate(MINIMAL), parents={}
@@ -200,20 +200,27 @@ def test_compare_lays_the_reports_of_all_methods_together(config, tmp_path, monk
         draft.commit(counts={})
         reports[name] = open_artifact(str(tmp_path / name), kind="report")
         (tmp_path / f"{name}.yaml").write_text(f"evaluate: {{names: {{student: {name}}}}}\n")
-    monkeypatch.setattr(
-        pipeline, "run", lambda config, record: {"report": reports[config.evaluate.names.student]}
-    )
+
+    def run(config, record):
+        seeds.append((config.train.seed, config.distill.seed))
+        return {"report": reports[config.evaluate.names.student]}
+
+    monkeypatch.setattr(pipeline, "run", run)
     monkeypatch.setattr(
         "scalingnote.evaluate.report.merge_artifacts",
-        lambda all_: {"merged": [one.read_json("report.json") for one in all_]},
+        lambda all_: {"merged": [[one.read_json("report.json") for one in seeds] for seeds in all_]},
     )
     monkeypatch.setattr(
         "scalingnote.evaluate.report.comparison_table", lambda merged: f"| {len(merged['merged'])} methods |"
     )
     methods = [str(tmp_path / f"{name}.yaml") for name in reports]
-    assert cli.main(["compare", str(config), "--methods", *methods]) == 0
+    assert cli.main(["compare", str(config), "--methods", *methods, "--set", "distill.seed=5"]) == 0
     merged = json.loads((tmp_path / "runs" / "compare.json").read_text())
-    assert merged == {"merged": [{"name": "one"}, {"name": "two"}]}
+    assert merged == {"merged": [[{"name": "one"}] * 3, [{"name": "two"}] * 3]}
+    assert seeds == [(0, 5), (1, 6), (2, 7)] * 2
+    assert cli.main(["compare", str(config), "--methods", *methods, "--seeds", "1"]) == 0
+    assert len(seeds) == 8
+    assert cli.main(["compare", str(config), "--methods", *methods, "--seeds", "0"]) == 2
     assert (tmp_path / "runs" / "compare.md").read_text() == "| 2 methods |\n"
     assert "| 2 methods |" in capsys.readouterr().out
 

@@ -19,7 +19,9 @@ class AdoptConfig(Config):
         None, description="of a pair of models, that of queries; null: one model encodes both"
     )
     pooling: Pooling = Field(
-        "auto", description="auto: from the model's files; a plain transformer has none, so name one"
+        "auto",
+        description="auto: from the model's files; of a plain transformer, which has none, the last token of "
+        "a decoder and the mean, or [CLS], of an encoder",
     )
     normalise: bool | None = Field(None, description="embeddings of length 1; null: from the model's files")
     query_prefix: str | None = Field(

@@ -9,8 +9,9 @@ reads one slice or one bucket:
     term scores ─► own_keys ───────┬─ by key ─► join ─┬─ settled ───────────────────────────► ASSOCIATIONS
                 └► candidate_keys ─┘                  └─ one way, by pair ─► mutual_pairs ───►
 
-The number of candidate keys and of pairs is bounded, and what the bounds leave out is counted: see
-:func:`candidate_keys` and :func:`join`.
+What is not in Algorithm 1, and is counted: a query of fewer than n distinct terms owns no key and takes
+nothing; of a query the `max_terms` best terms above the threshold are combined (8 by default); a query takes
+from its `max_associates` strongest others (32). See :func:`own_keys`, :func:`candidate_keys`, :func:`join`.
 
 The key of a set of terms is a bit mix of the sum of the terms' mixed hashes: independent of their order and
 equal on every machine. A false match needs two sets with the same key. Among O own and C candidate keys

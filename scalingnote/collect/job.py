@@ -17,7 +17,7 @@ from scalingnote.collect import steps, triplet_parts
 from scalingnote.collect.config import BM25Ranker, CollectConfig, CrossEncoderConfig, ScoreTable
 from scalingnote.collect.steps import Context, Item
 from scalingnote.config import Resources
-from scalingnote.datasets.splits import held_out_documents, queries
+from scalingnote.datasets.splits import find_held_out, queries
 from scalingnote.errors import DataError
 from scalingnote.lexical.frequencies import count_frequencies
 from scalingnote.log import get_logger
@@ -56,21 +56,22 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
     ranker = _ranker(config, source)
     cluster.check_resources(config.resources, knob="collect.resources")
     tasks = _tasks(config.resources)
+    held_out = find_held_out(source, each=tasks)
     context = Context(
         config=config,
         parts=_parts(config, source, ranker),
         dataset=source,
         planner=parents["planner"],
-        held_out=held_out_documents(source, each=tasks),
+        held_out=held_out.documents,
         test_queries=queries(source, "test", each=tasks)["query"].combine_chunks(),
         work=draft.work(),
         output=draft.uri,
     )
     counts = _collect(context, draft, ranker)
+    counts.update(held_out_documents=len(held_out.documents), held_out_by_text=held_out.equal_texts)
     if not counts["triplets"]:
         raise DataError(
-            f"{dataset} gives no triplet: none of {counts['queries']:,} training queries has a positive "
-            f"and {config.num_negatives} hard negatives ({counts['without_negatives']:,} lack negatives)"
+            f"{dataset} gives no triplet: none of {counts['queries']:,} training queries has a positive"
         )
     statistics = triplet_parts.statistics(context, counts)
     draft.write_json("statistics.json", statistics)
@@ -82,11 +83,11 @@ def run(config: CollectConfig, *, dataset: str, planner: str, output: str) -> Ar
         ranking_model=ranker.kind if ranker else None,
     )
     log.info(
-        "%s triplets (%s) of %s queries, %s without enough negatives left out, %.1fs -> %s",
+        "%s triplets (%s) of %s queries, %s short of hard negatives, %.1fs -> %s",
         f"{counts['triplets']:,}",
         ", ".join(f"{counts[name]:,} {name}" for name in type(config.mixing).model_fields if counts[name]),
         f"{counts['queries']:,}",
-        f"{counts['without_negatives']:,}",
+        f"{counts['short_of_negatives']:,}",
         artifact.manifest.info["seconds"],
         output,
     )

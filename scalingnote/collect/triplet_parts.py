@@ -267,10 +267,12 @@ def statistics(context: Context, counts: Counts) -> dict[str, Any]:
             str(n): counts[f"queries_with_{n}_positives"] for n in range(1, MAX_POSITIVES_SHOWN + 1)
         },
         "pairs_of_both_sources": counts["pairs_of_both_sources"],
+        "short_of_negatives": counts["short_of_negatives"],
         "left_out": {
             name: counts[name]
             for name in (
-                "exact_duplicates", "near_duplicates", "held_out_rows", "ignored_rows", "without_negatives",
+                "exact_duplicates", "near_duplicates", "held_out_documents", "held_out_by_text",
+                "held_out_rows", "ignored_rows",
                 "multi_already_known", "multi_contradicted", "multi_negative_is_positive", "multi_duplicate",
                 "multi_over_cap", "multi_across_split", "lent_over_cap",
             )
@@ -297,6 +299,7 @@ def markdown(page: dict[str, Any]) -> str:
         ["query-document pairs", f"{page['pairs']:,}"],
         *([f"avg. words per {name}", str(value)] for name, value in page["words"].items()),
         ["pairs that clicks and ranking agree on", f"{page['pairs_of_both_sources']:,}"],
+        ["one-hop triplets short of hard negatives", f"{page['short_of_negatives']:,}"],
     ]
     lines += [reports.markdown(["statistic", "value"], facts), ""]
     lines += [f"Words of documents: mean over {page['documents_measured']:,} of them.", ""]
@@ -325,7 +328,7 @@ def _sample_texts(context: Context) -> dict[str, list[dict[str, Any]]]:
             shown[row["doc_id"]] = (row["title"] or row["content"])[:_SHOWN_CHARS]
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in read_table(context.folder("sample.parquet")).to_pylist():
-        positive, negative = row["positive"], row["negatives"][0]
+        positive, negative = row["positive"], next(iter(row["negatives"]), "")
         rows.setdefault(f"{row['source']}_{row['hop']}", []).append(
             {
                 "query": row["query"],

@@ -212,8 +212,9 @@ def one_hop_triplets(
 ) -> tuple[pa.Table, pa.Table, dict[str, int]]:
     """ONE_HOP triplets and KNOWN documents of the queries in `query_ids`, and counts.
 
-    Evidence of other queries is left out and counted (``ignored_rows``), and so is a triplet with fewer than
-    ``num_negatives`` negatives (``without_negatives``): a training row has exactly that many.
+    Evidence of other queries is left out and counted (``ignored_rows``). A triplet with fewer than
+    ``num_negatives`` negatives, or none, is kept and counted (``short_of_negatives``): training masks what is
+    absent, and `mine` fills it.
     """
     evidence = condensed(evidence, most=config.max_evidence, seed=config.seed)
     row_of = pc.index_in(evidence["query_id"], value_set=query_ids)
@@ -235,12 +236,10 @@ def one_hop_triplets(
         for source, triplet in _query_triplets(query_ids[number].as_py(), exposures, ranking, config):
             positives.add(triplet.positive)
             rejected.update(triplet.negatives)
-            if len(triplet.negatives) < config.num_negatives:
-                counts["without_negatives"] += 1
-            else:
-                scores = [ranking.get(doc_id) for doc_id in (triplet.positive, *triplet.negatives)]
-                row = {"row": number, "source": source, "scores": None if None in scores else scores}
-                triplets.append(row | triplet._asdict())
+            counts["short_of_negatives"] += len(triplet.negatives) < config.num_negatives
+            scores = [ranking.get(doc_id) for doc_id in (triplet.positive, *triplet.negatives)]
+            row = {"row": number, "source": source, "scores": None if None in scores else scores}
+            triplets.append(row | triplet._asdict())
         known += [{"row": number, "doc_id": doc_id, "positive": True} for doc_id in sorted(positives)]
         judged = sorted(rejected - positives)
         known += [{"row": number, "doc_id": doc_id, "positive": False} for doc_id in judged]

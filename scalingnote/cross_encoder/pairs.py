@@ -20,7 +20,7 @@ from scalingnote.cross_encoder.config import CrossEncoderLosses
 from scalingnote.encode.encoder import by_tokens
 from scalingnote.encode.engines import Cost, RowEncoding
 from scalingnote.errors import TrainingError
-from scalingnote.losses import teacher_kl
+from scalingnote.losses import mean_of_present, teacher_kl
 from scalingnote.models import cross_encoder, flops
 from scalingnote.models.batch import Batch, collate
 from scalingnote.models.cross_encoder import CrossEncoder, pair
@@ -29,7 +29,7 @@ from scalingnote.models.prompt import Row
 from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.collectives import shares
-from scalingnote.train.data import Order, Store
+from scalingnote.train.data import ABSENT, Order, Store, stand_ins
 from scalingnote.train.engine import Cacheable
 
 
@@ -40,6 +40,7 @@ class PairBatch(TensorRecord):
     pairs: Batch  # all queries with their positives, then all with their first negatives, and so on
     weights: Float[Tensor, " queries"]
     answers: Bool[Tensor, "queries group"]  # false negatives, without the positive itself
+    present: Bool[Tensor, "queries group"]  # not where a row has fewer negatives than others
     scores: Float[Tensor, "queries scored"] | None = None  # of a ranking model, of the first candidates
 
 
@@ -59,7 +60,8 @@ class PairBatches:
         global_batch = self._order.batch(step)
         chosen = global_batch[self._rank :: self._world]
         documents, answers = self._candidates(global_batch)
-        own = documents[self._rank :: self._world]
+        present = (documents != ABSENT)[self._rank :: self._world]
+        own = stand_ins(documents[self._rank :: self._world])
         queries = self._rows.tokens(chosen)
         distinct = np.unique(own)
         texts = dict(zip(distinct.tolist(), self._documents.tokens(distinct), strict=True))
@@ -72,6 +74,7 @@ class PairBatches:
             pairs=collate(pairs, pad=self._pad, packed=self._packed),
             weights=torch.from_numpy(self._rows.values("weight", chosen)),
             answers=torch.from_numpy(answers[self._rank :: self._world]),
+            present=torch.from_numpy(present),
             scores=torch.from_numpy(self._rows.values("scores", chosen)) if self._scored else None,
         )
 
@@ -130,11 +133,12 @@ class PairStage(Cacheable):
             parts: dict[str, Tensor] = {}
             weights = batch.weights * share
             if losses.one_hot:
-                parts["one_hot"] = one_hot(logits, batch.answers, weights=weights)
+                parts["one_hot"] = one_hot(logits, batch.answers | ~batch.present, weights=weights)
             if losses.teacher:
-                parts["teacher"] = _teacher_loss(logits, batch.scores, weights)
+                parts["teacher"] = _teacher_loss(logits, batch, weights)
             if losses.reconstruction:
-                parts["reconstruction"] = share * pairs[:, 2 * dim].mean()
+                of_pairs = pairs[:, 2 * dim].unflatten(0, (-1, queries)).T
+                parts["reconstruction"] = share * mean_of_present(of_pairs, batch.present).mean()
             loss = sum(
                 (getattr(losses, name) * part for name, part in parts.items()), start=logits.new_zeros(())
             )
@@ -156,23 +160,24 @@ def relevance(
 
 def one_hot(
     logits: Float[Tensor, "queries group"],
-    answers: Bool[Tensor, "queries group"],
+    ignore: Bool[Tensor, "queries group"],
     *,
     weights: Float[Tensor, " queries"],
 ) -> Float[Tensor, ""]:
-    """Mean cross entropy of the positive, column 0, among candidates that are not `answers` (Eq. 9)."""
-    allowed = logits.masked_fill(answers, torch.finfo(logits.dtype).min)
+    """Mean cross entropy of the positive, column 0, among candidates that are not ignored (Eq. 9)."""
+    allowed = logits.masked_fill(ignore, torch.finfo(logits.dtype).min)
     first = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
     return (weights * F.cross_entropy(allowed, first, reduction="none")).mean()
 
 
-def _teacher_loss(logits: Tensor, scores: Tensor | None, weights: Tensor) -> Tensor:
-    if scores is None:
+def _teacher_loss(logits: Tensor, batch: PairBatch, weights: Tensor) -> Tensor:
+    if batch.scores is None:
         raise TrainingError(
             "cross_encoder.losses.teacher is set, but the triplets carry no scores: collect them with a "
             "ranking model, or set it to 0"
         )
-    return teacher_kl(logits[:, : scores.shape[1]], scores, weights=weights)
+    own = batch.scores.shape[1]
+    return teacher_kl(logits[:, :own], batch.scores, present=batch.present[:, :own], weights=weights)
 
 
 class PairEncoder:

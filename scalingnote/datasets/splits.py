@@ -20,11 +20,12 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from scalingnote.datasets.config import Logs
+from scalingnote.datasets.log_columns import fold_letters, normalize_text
 from scalingnote.datasets.raw_rows import Row
 from scalingnote.errors import DataError
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.schema import QRELS, QUERIES
-from scalingnote.storage.shuffle import TaskRunner
+from scalingnote.storage.shuffle import TaskRunner, hash_of
 
 # Documents shown for a query in the test window, and the number of clicks on each.
 TEST_CLICKS = pa.schema({"query_id": pa.string(), "doc_id": pa.string(), "clicks": pa.int64()})
@@ -104,24 +105,46 @@ def judgements(dataset: Artifact, query_ids: pa.ChunkedArray) -> pa.Table:
     return pa.Table.from_batches(kept) if kept else QRELS.empty_table()
 
 
-def held_out_documents(dataset: Artifact, *, each: TaskRunner = map) -> pa.Array:
-    """doc_ids of every group with a document that is relevant to a test query; training may use all others.
+@dataclass(frozen=True)
+class HeldOut:
+    """The documents that training must not see."""
 
-    A data set whose info says ``hold_out_documents: false`` is split by time: one document may be clicked
-    before and after the cut, and only queries are held out (ScalingNote, section 4.1.2). `each` maps over the
-    parts; its order is that of the ids.
+    documents: pa.Array  # doc_ids
+    equal_texts: int  # of them, those whose text alone is why: that of a test document under another id
+
+
+def held_out_documents(dataset: Artifact, *, each: TaskRunner = map) -> pa.Array:
+    """doc_ids of :func:`find_held_out`."""
+    return find_held_out(dataset, each=each).documents
+
+
+def find_held_out(dataset: Artifact, *, each: TaskRunner = map) -> HeldOut:
+    """Every group with a document that is relevant to a test query, and every document with its text.
+
+    Texts are title and content; case, spacing and Unicode's forms do not count. A data set whose info says
+    ``hold_out_documents: false`` is split by time: one document may be clicked before and after the cut, and
+    only queries are held out (ScalingNote, section 4.1.2).
+
+    Args:
+        dataset: the data set.
+        each: maps over the parts of its tables; its order is that of the ids.
     """
     if not dataset.manifest.info.get("hold_out_documents", True):
-        return pa.array([], pa.string())
+        return HeldOut(pa.array([], pa.string()), 0)
 
-    def found(table: str, read: Callable[[str], pa.ChunkedArray]) -> pa.Array:
+    def found(table: str, read: Callable[[str], pa.ChunkedArray], kind: pa.DataType) -> pa.Array:
         chunks = [chunk for column in each(read, dataset.table_parts(table)) for chunk in column.chunks]
-        return pa.concat_arrays([pa.array([], pa.string()), *chunks])
+        return pa.concat_arrays([pa.array([], kind), *chunks])
 
     test = queries(dataset, "test", each=each)["query_id"].combine_chunks()
-    relevant = found("qrels", partial(_relevant_of_part, dataset=dataset, query_ids=test)).unique()
-    groups = found("documents", partial(_groups_of_part, dataset=dataset, doc_ids=relevant)).unique()
-    return found("documents", partial(_documents_of_part, dataset=dataset, doc_ids=relevant, groups=groups))
+    ids = pa.string()
+    relevant = found("qrels", partial(_relevant_of_part, dataset=dataset, query_ids=test), ids).unique()
+    groups = found("documents", partial(_groups_of_part, dataset=dataset, doc_ids=relevant), ids).unique()
+    texts = found("documents", partial(_texts_of_part, dataset=dataset, doc_ids=relevant), pa.uint64())
+    judged = partial(_documents_of_part, dataset=dataset, doc_ids=relevant, groups=groups)
+    by_id = found("documents", judged, ids)
+    both = found("documents", partial(judged, texts=texts.unique()), ids)
+    return HeldOut(both, len(both) - len(by_id))
 
 
 def _queries_of_part(part: str, *, dataset: Artifact, split: str) -> pa.Table:
@@ -141,12 +164,30 @@ def _groups_of_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.Ch
     return table.filter(pc.and_(pc.is_in(table["doc_id"], value_set=doc_ids), _grouped(table)))["group"]
 
 
+def _texts_of_part(part: str, *, dataset: Artifact, doc_ids: pa.Array) -> pa.ChunkedArray:
+    table = dataset.table(part, ["doc_id", "title", "content"])
+    return pa.chunked_array([_text_hashes(table.filter(pc.is_in(table["doc_id"], value_set=doc_ids)))])
+
+
 def _documents_of_part(
-    part: str, *, dataset: Artifact, doc_ids: pa.Array, groups: pa.Array
+    part: str, *, dataset: Artifact, doc_ids: pa.Array, groups: pa.Array, texts: pa.Array | None = None
 ) -> pa.ChunkedArray:
-    table = dataset.table(part, ["doc_id", "group"])
+    table = dataset.table(part, ["doc_id", "group", *(["title", "content"] if texts is not None else [])])
     of_groups = pc.and_(_grouped(table), pc.is_in(table["group"], value_set=groups))
-    return table.filter(pc.or_(pc.is_in(table["doc_id"], value_set=doc_ids), of_groups))["doc_id"]
+    chosen = pc.or_(pc.is_in(table["doc_id"], value_set=doc_ids), of_groups)
+    if texts is not None:
+        equal = pc.is_in(_text_hashes(table), value_set=texts, skip_nulls=True)
+        chosen = pc.or_(chosen.combine_chunks(), equal)
+    return table.filter(chosen)["doc_id"]
+
+
+def _text_hashes(table: pa.Table) -> pa.Array:
+    """A hash of each document's title and content; null where it has neither."""
+    fields = (pc.fill_null(table[name], "") for name in ("title", "content"))
+    texts = fold_letters(normalize_text(pc.binary_join_element_wise(*fields, " ")))
+    texts = pc.utf8_trim_whitespace(pc.replace_substring_regex(texts, r"\s+", " "))
+    empty = pc.equal(texts, "").to_numpy()
+    return pa.array(hash_of(texts), mask=empty)
 
 
 def _grouped(table: pa.Table) -> pa.ChunkedArray:

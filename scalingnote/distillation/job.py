@@ -122,7 +122,7 @@ def _document_tokenizer(config: DistillConfig, parents: Mapping[str, Artifact]) 
     if config.inherit_tokens:
         return parents["query_embeddings"].read_bytes("teacher/tokenizer.json").decode()
     triplets, dataset = parents["triplets"], parents["dataset"]
-    named = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
+    named, _ = tokens.document_hashes(triplets.batches("triplets", columns=["positive", "negatives"]))
     learnt = tokens.train_tokenizers(
         {"document": config.document}, texts=lambda: tokens.tokenizer_texts(triplets, dataset, named)
     )

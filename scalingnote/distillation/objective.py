@@ -35,7 +35,7 @@ from scalingnote.models.lookup import LookupTower
 from scalingnote.models.tower import Tower
 from scalingnote.train.candidates import TensorRecord, padded
 from scalingnote.train.collectives import Shares, gather, shares
-from scalingnote.train.data import Order, Store
+from scalingnote.train.data import ABSENT, Order, Store
 from scalingnote.train.engine import Cacheable
 from scalingnote.train.validation import INDEXED_VIEW
 
@@ -46,18 +46,23 @@ LESSONS, ROWS, DOCUMENTS = "lessons", "rows", "documents"  # tables of the store
 class LessonCandidates(TensorRecord):
     """Documents that one rank's queries are scored against: of each its positive, then its negatives.
 
-    A query without documents has `weights` 0 and is not `present`; its row of `index` is meaningless.
+    A query without documents has `weights` 0. Where a place holds no document, `document_ids` is ABSENT and
+    `index` is meaningless.
     """
 
     embeddings: Float[Tensor, "docs dim"]  # the teacher's, each document once
     index: Int[Tensor, "queries group"]  # rows of `embeddings`
-    present: Bool[Tensor, " queries"]
     weights: Float[Tensor, " queries"]  # of each row in the losses over candidates
     query_ids: Int[Tensor, " queries"]
     document_ids: Int[Tensor, "queries group"]
     known: Int[Tensor, "queries known"]  # documents known to answer the query; padded with -1
     scores: Float[Tensor, "queries group"] | None = None  # a cross-encoder's; NaN in unscored rows
     texts: Batch | None = None  # of the documents, in the order of `embeddings`
+
+    @property
+    def present(self) -> Bool[Tensor, "queries group"]:
+        """Which places hold a document."""
+        return self.document_ids != ABSENT
 
 
 class CandidateRows:
@@ -83,8 +88,8 @@ class CandidateRows:
     def __call__(self, rows: Int64[ndarray, " rows"]) -> LessonCandidates:
         """Candidates of these rows' queries."""
         documents = self._rows.values("documents", rows)
-        present = torch.from_numpy((documents >= 0).all(axis=1))
-        # Document 0 stands in for all missing ones; it is masked, and encoded once at most.
+        answered = torch.from_numpy(documents[:, 0] != ABSENT)
+        # Document 0 stands in for all absent ones; it is masked, and encoded once at most.
         distinct, index = np.unique(np.maximum(documents, 0), return_inverse=True)
         embeddings = self._documents.values("teacher", distinct)
         texts = None
@@ -93,8 +98,7 @@ class CandidateRows:
         return LessonCandidates(
             embeddings=torch.from_numpy(embeddings.astype(np.float32)),
             index=torch.from_numpy(index.reshape(documents.shape)),
-            present=present,
-            weights=self.weights(rows) * present * self._share,
+            weights=self.weights(rows) * answered * self._share,
             query_ids=torch.from_numpy(self._rows.values("query", rows)),
             document_ids=torch.from_numpy(documents),
             known=torch.from_numpy(padded(self._rows.lists("known", rows), width=self._known)),
@@ -265,7 +269,7 @@ def candidate_losses(
         assert candidates.scores is not None
         student = torch.einsum("qd,qgd->qg", scaled, F.normalize(own, dim=-1)[candidates.index])
         parts["scores"] = SCORE_LOSSES[losses.scores_kind](
-            student, candidates.scores, scored=candidates.scores.isfinite(), **rows
+            student, candidates.scores, scored=candidates.scores.isfinite() & candidates.present, **rows
         )
     return parts
 
@@ -286,7 +290,7 @@ class _CandidatePool:
         mask = false_negative_documents(
             query_ids, ids[:, 0], candidates.known, all_query_ids=gathered[:, 0], candidate_ids=all_ids
         )
-        return cls((all_ids >= 0)[None], mask)
+        return cls((all_ids != ABSENT)[None], mask)
 
 
 def _gathered_unit(
@@ -301,8 +305,9 @@ def _document_matching(
     documents: Float[Tensor, "docs dim"], candidates: LessonCandidates, *, weights: Float[Tensor, " queries"]
 ) -> Float[Tensor, ""]:
     """The mean over each row's documents, and over rows; the teacher's are unit vectors."""
-    index = candidates.index
-    each = weights[:, None].expand(index.shape).flatten()
+    index, present = candidates.index, candidates.present
+    share = index.shape[1] / present.sum(1, keepdim=True).clamp(min=1)
+    each = (weights[:, None] * share * present).flatten()
     teacher = F.normalize(candidates.embeddings, dim=-1)  # as stored, up to the rounding of float16
     return embedding_matching(teacher[index.flatten()], documents[index.flatten()], weights=each)
 

@@ -88,8 +88,7 @@ def prepare(
         ConfigError: the document embeddings lack the view that is searched.
     """
     if not Store.finished(folder):
-        if candidates is not None:
-            _write_names(candidates, folder=folder, each=each)
+        group = 1 if candidates is None else _write_names(candidates, folder=folder, each=each)
         task = partial(_lessons_of_slice, teacher=teacher, prompt=prompt, folder=folder)
         parts = slices(teacher, "embeddings")
         records = run_slices(LESSONS, task, parts, folder=folder, each=each, room="distill")
@@ -99,14 +98,14 @@ def prepare(
         }
         facts = {"sizes": {LESSONS: _total(tables[LESSONS])}, "dim": records[0]["dim"]}
         if candidates is not None:
-            more, counted = _write_candidates(candidates, teacher, records, folder=folder, each=each)
+            more, counted = _write_candidates(
+                candidates, teacher, records, group=group, folder=folder, each=each
+            )
             tables, facts = tables | more, facts | counted
         Store.finish(folder, tables, facts)
     facts = Store.facts_of(folder)
     if facts.get("left_out"):
-        log.warning(
-            "%s triplets left out: they name documents without an embedding", f"{facts['left_out']:,}"
-        )
+        log.warning("%s triplets left out: their positive has no embedding", f"{facts['left_out']:,}")
     sizes: dict[str, int] = facts["sizes"]
     return sizes
 
@@ -131,10 +130,13 @@ def lesson_rows(queries: pa.Table, *, prompt: QueryPrompt | LookupPrompt) -> pa.
     return one_chunk({"query": number, **token_columns(blocks, views=1), "teacher": teacher})
 
 
-def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) -> None:
-    """Write which documents and queries the training rows name: sorted hashes, 8 bytes each."""
+def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) -> int:
+    """Write which documents and queries the training rows name: sorted hashes, 8 bytes each.
+
+    Returns the most documents of a row.
+    """
     parts = slices(sources.triplets, "triplets")
-    run_slices(
+    records = run_slices(
         "names",
         partial(_hashes_of_slice, sources=sources, folder=folder),
         parts,
@@ -145,6 +147,7 @@ def _write_names(sources: CandidateSources, *, folder: str, each: TaskRunner) ->
     for table in ("named", "asked"):
         hashes = merge_sorted([read_array(fs.join(folder, _file_name(table, i))) for i in range(len(parts))])
         write_table(fs.join(folder, f"{table}.arrow"), pa.table({"hash": hashes}))
+    return max(record["group"] for record in records)
 
 
 def _write_candidates(
@@ -152,6 +155,7 @@ def _write_candidates(
     teacher: Artifact,
     lessons: Sequence[JsonRecord],
     *,
+    group: int,
     folder: str,
     each: TaskRunner,
 ) -> tuple[dict[str, list[tuple[str, Part]]], dict[str, Any]]:
@@ -172,13 +176,9 @@ def _write_candidates(
     _number_lessons(lessons, folder)
     rows = run(
         "rows",
-        partial(_rows_of_slice, sources=sources, teacher=teacher, folder=folder),
+        partial(_rows_of_slice, sources=sources, teacher=teacher, group=group, folder=folder),
         slices(sources.triplets, "triplets"),
     )
-    groups = {record["group"] for record in rows if record["group"]}
-    if len(groups) != 1:
-        raise DataError(f"triplets carry unequal numbers of documents ({sorted(groups)}): re-run collect")
-    (group,) = groups
     starts = np.cumsum([0, *(_total(named_parts(record["files"])) for record in lessons)])
     generated = run(
         "free",
@@ -190,6 +190,8 @@ def _write_candidates(
     with_documents = [file for record in rows for file in named_parts(record["files"])]
     without = [file for record in generated for file in named_parts(record["files"])]
     sizes = {"triplets": _total(with_documents), "generated": _total(without)}
+    if not sizes["triplets"]:
+        raise DataError("no triplet for training has a positive with an embedding: re-run collect or encode")
     tables = {
         DOCUMENTS: [file for record in written for file in named_parts(record["files"])],
         ROWS: [*with_documents, *without],
@@ -214,11 +216,11 @@ def _require_view(embeddings: Artifact) -> None:
 
 def _hashes_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
     table = _training_rows(sources.triplets, item[1], ["query_id", "positive", "negatives", "split"])
-    named = tokens.document_hashes(table.to_batches())
+    named, group = tokens.document_hashes(table.to_batches())
     asked = np.unique(tokens.query_number(table["query_id"]))
     for name, hashes in (("named", named), ("asked", asked.astype(np.uint64))):
         write_table(fs.join(folder, _file_name(name, item[0])), pa.table({"hash": hashes}))
-    return {}
+    return {"group": group}
 
 
 def _documents_of_slice(item: NumberedSlice, *, sources: CandidateSources, folder: str) -> JsonRecord:
@@ -260,13 +262,14 @@ def _number_lessons(lessons: Sequence[JsonRecord], folder: str) -> None:
 
 
 def _rows_of_slice(
-    item: NumberedSlice, *, sources: CandidateSources, teacher: Artifact, folder: str
+    item: NumberedSlice, *, sources: CandidateSources, teacher: Artifact, group: int, folder: str
 ) -> JsonRecord:
     number, parts = item
     table = _training_rows(sources.triplets, parts, _TRIPLET_COLUMNS, scores=teacher)
     columns, readable = tokens.triplet_columns(
         table,
         tokens.read_answers(sources.triplets, parts),
+        group=group,
         wanted=read_array(fs.join(folder, "named.arrow")),
         place=read_array(fs.join(folder, "place.arrow")),
     )

@@ -1,5 +1,6 @@
 """Encoder of texts with a transformer tower, for offline jobs, evaluation and serving."""
 
+import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from scalingnote.errors import ConfigError, DataError
 from scalingnote.models import flops
 from scalingnote.models.batch import collate
 from scalingnote.models.flops import model_shape
-from scalingnote.models.heads import strongest
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row
+from scalingnote.models.published_tower import with_prefix
+from scalingnote.models.sparse_head import strongest
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import Precision, cast_parameters, compute_dtype, matmul_peak
 
@@ -56,6 +58,16 @@ class Encoder:
     def load(cls, folder: Path, *, token_budget: int = 8192, precision: Precision = "auto") -> "Encoder":
         """The encoder of a tower's folder (``query/`` or ``document/`` of an artifact)."""
         return cls(Tower.load(folder), token_budget=token_budget, precision=precision)
+
+    def with_prefix(self, prefix: str) -> "Encoder":
+        """The same encoder with another text before every text; it shares the weights.
+
+        Raises:
+            ConfigError: the tower is not that of a published model, or the prefix alone fills its length.
+        """
+        made = copy.copy(self)
+        made.tower = with_prefix(self.tower, prefix)
+        return made
 
     def query_rows(self, queries: Sequence[str]) -> list[Row]:
         """Token rows of queries. An empty query has its end token alone.

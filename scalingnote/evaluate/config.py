@@ -22,7 +22,7 @@ class MethodNames(Config):
         if self.student == self.dual_encoder:
             raise ValueError(f"evaluate.names calls both towers {self.student!r}: they are two rows")
         for name in (self.student, self.dual_encoder):
-            if name == "bm25" or re.search(r" \((index|sparse|hybrid)\)$", name):
+            if name == "bm25" or re.search(r" \((index|sparse|hybrid|raw hybrid)\)$", name):
                 raise ValueError(
                     f"evaluate.names holds {name!r}, which is the name of another row: change it"
                 )
@@ -40,6 +40,11 @@ class Hybrid(Config):
         0.5, ge=0, le=1, description="weight of dense scores; sparse scores have the rest"
     )
     k: int = Field(60, ge=0, description="constant of reciprocal ranks: 1 / (k + rank)")
+    raw: bool = Field(
+        True,
+        description="with a sparse head also a row of the sum of the scores as they are, cosines and inner "
+        "products of terms, as LightRetriever's paper joins them (section 3.1)",
+    )
 
 
 class Judgements(Config):

@@ -109,20 +109,22 @@ class ScoreRanges:
 
 @dataclass(frozen=True)
 class JoinedScores:
-    """Two scores of the same documents, each mapped to [0, 1] by its range and interpolated."""
+    """Two scores of the same documents, each mapped to [0, 1] by its range, or as they are, interpolated."""
 
     names: tuple[str, str]  # dense and sparse
-    ranges: tuple[ScoreRanges, ScoreRanges]
+    ranges: tuple[ScoreRanges, ScoreRanges] | None  # None: scores are joined as they are
     dense_weight: float  # terms have the rest
 
     def block(
         self, scores: Mapping[str, Float[ndarray, "queries docs"]], queries: slice
     ) -> Float[ndarray, "queries docs"]:
         """Joined scores of a block, given both by name."""
-        dense, sparse = (
-            hybrid.normalised(scores[name], scale.low[queries], scale.high[queries])
-            for name, scale in zip(self.names, self.ranges, strict=True)
-        )
+        dense, sparse = (scores[name] for name in self.names)
+        if self.ranges is not None:
+            dense, sparse = (
+                hybrid.normalised(side, scale.low[queries], scale.high[queries])
+                for side, scale in zip((dense, sparse), self.ranges, strict=True)
+            )
         return hybrid.interpolated(dense, sparse, dense_weight=self.dense_weight)
 
 

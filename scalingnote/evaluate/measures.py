@@ -39,7 +39,7 @@ def per_query(
 ) -> dict[str, Float[ndarray, " queries"]]:
     """``R@K``, ``MRR@K``, ``MAP@K`` and ``nDCG@K`` of each query of `qrels`, in their order.
 
-    R@K is 1 if a relevant document is among the first K (ScalingNote, section 5.1); ir-measures calls it
+    R@K is 1 if a relevant document is among the first K (ScalingNote, section 4.1.2); ir-measures calls it
     Success@K. If queries have several relevant documents, ``Recall@K`` is added, the share of them among the
     first K; otherwise both are equal. A grade of 1 or more is relevant; nDCG uses the grade as the gain.
 
@@ -102,7 +102,7 @@ def auc(scores: Float[ndarray, " pairs"], labels: Float[ndarray, " pairs"]) -> f
 
     For two labels this is the area under the ROC curve (Mann and Whitney, 1947). With more labels, every two
     pairs with different labels have the same weight. All pairs are ranked together, whatever their query, as
-    in ScalingNote (section 5.1, AUC-SAT and AUC-REL). NaN if all labels are equal.
+    in ScalingNote (section 4.1.2, AUC-SAT and AUC-REL). NaN if all labels are equal.
     """
     right = total = 0.0
     for label in np.unique(labels)[1:]:

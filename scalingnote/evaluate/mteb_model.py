@@ -1,6 +1,7 @@
 """Our towers and our search as models of mteb 2, and BEIR folders as its tasks.
 
     model = MtebModel.load("query-tower")            # a Router folder; or two towers: load("q", "d")
+    model = MtebModel.load("m", template="Instruct: {instruction}\nQuery: ")  # instructions of mteb's tasks
     model = api.mteb_search("runs/quickstart")       # the index of a run, with BM25 if the run has it
     evaluate(model, [beir_task("data/scifact")], to="results")
 
@@ -28,9 +29,12 @@ from scalingnote.datasets.raw_rows import readable_rows
 from scalingnote.encode.encoder import Encoder
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.errors import ConfigError, DataError
+from scalingnote.evaluate.mteb_prompts import Prompts, prompt_name, task_prompts
 from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.log import get_logger
 from scalingnote.models import published_model, published_tower
+from scalingnote.models.token_wise import TASKS
+from scalingnote.models.tower import Tower
 from scalingnote.storage import arrow
 
 log = get_logger("evaluate")
@@ -53,19 +57,23 @@ class MtebModel:
 
     def __init__(
         self,
-        query: QueryEncoder,
+        query: QueryEncoder | Encoder,
         document: Encoder,
         *,
         name: str,
         revision: str = "local",
         facts: Mapping[str, Any] | None = None,
+        prompts: Prompts | None = None,
+        tables: Mapping[str, QueryEncoder] | None = None,
     ) -> None:
         """Args:
-            query: the query tower.
+            query: the query tower; an Encoder where queries have prompts.
             document: a document tower of the same dimension.
             name: ORGANISATION/MODEL, under which mteb stores results.
             revision: of the model.
             facts: further fields of mteb's ModelMeta.
+            prompts: read before the texts of a task; None: the model's own always.
+            tables: query towers of further tasks by name, in place of prompts of queries.
 
         Raises:
             ConfigError: the dimensions differ.
@@ -76,19 +84,52 @@ class MtebModel:
                 "that were trained together"
             )
         self._query, self._document = query, document
+        self._prompts, self._tables = prompts or Prompts({}), tables or {}
+        self._prompted: dict[tuple[bool, str], Encoder] = {}
         self._about = {"name": name, "revision": revision, "embed_dim": query.dim, **(facts or {})}
 
     @classmethod
-    def load(cls, query: str | Path, document: str | Path | None = None, *, name: str = "") -> "MtebModel":
+    def load(
+        cls,
+        query: str | Path,
+        document: str | Path | None = None,
+        *,
+        name: str = "",
+        prompts: Mapping[str, str] | None = None,
+        template: str | None = None,
+    ) -> "MtebModel":
         """Load a Router folder that `scalingnote distill` wrote, or two towers.
+
+        A table that a token_wise tower was saved as has one of its own for each task in ``query.tasks``.
 
         Args:
             query: the Router folder, or the folder of a query tower.
             document: the folder of a document tower, of an artifact or as `scalingnote publish` writes it.
             name: of the model; by default ``scalingnote/`` and the folder's name.
+            prompts: text before the texts of a task, by mteb's names (:class:`Prompts`); None: those that the
+                folder's config_sentence_transformers.json names for tasks.
+            template: of queries of all other tasks, "Instruct: {instruction}\\nQuery: " for example.
+
+        Raises:
+            ConfigError: queries are looked up in a table, which reads no prompt, or the template has no
+                {instruction}.
         """
         folder = Path(query)
-        tower = QueryEncoder.load(folder)
+        if template is not None and "{instruction}" not in template:
+            raise ConfigError(f"the template {template!r} has no {{instruction}}: put it where mteb's goes")
+        read = Prompts(task_prompts(folder) if prompts is None else prompts, template)
+        tower: QueryEncoder | Encoder = QueryEncoder.load(folder)
+        looked_up = tower.form == "lookup"
+        if looked_up and (prompts or template):
+            raise ConfigError(
+                f"{folder} looks queries up in a table, which reads no prompt: train with query.tasks "
+                "(token_wise), which makes a table for each task"
+            )
+        if not looked_up and (read.named or template):
+            saved = (folder / "tower.json").exists()
+            own = Tower.load(folder) if saved else published_tower.open_published(folder, "query")
+            tower = Encoder(own)
+        tables = {path.name: QueryEncoder.load(path) for path in sorted(folder.glob(f"{TASKS}/*"))}
         if document is None:
             encoder = Encoder(published_tower.open_published(folder, "document"))
         else:
@@ -96,8 +137,10 @@ class MtebModel:
         folders = [folder] if document is None else [folder, Path(document)]
         name = name or f"scalingnote/{folder.resolve().name}"
         sides = [*folder.glob("query_*")] if document is None else [folder]
-        facts = model_facts(folder, encoder, query=sides, active=0 if tower.form == "lookup" else None)
-        return cls(tower, encoder, name=name, revision=_checksum(folders), facts=facts)
+        facts = model_facts(folder, encoder, query=sides, active=0 if looked_up else None)
+        facts["use_instructions"] |= bool(read.named or template or tables)
+        revision = _checksum(folders)
+        return cls(tower, encoder, name=name, revision=revision, facts=facts, prompts=read, tables=tables)
 
     def encode(
         self,
@@ -112,10 +155,15 @@ class MtebModel:
         """Embeddings of the texts of all batches; texts of tasks without roles are queries.
 
         A batch of documents has `text`, or `title` and `body`. A document that cannot be encoded is logged
-        and gets zeros, so that it ranks last.
+        and gets zeros, so that it ranks last. The task and the role select the prompt.
         """
-        documents = getattr(prompt_type, "value", prompt_type) == "document"
-        parts = [self._documents(batch) if documents else self._queries(batch) for batch in inputs]
+        role = getattr(prompt_type, "value", prompt_type)
+        if role == "document":
+            encoder = self._with_prompt(self._document, task_metadata, role)
+            parts = [self._documents(batch, encoder) for batch in inputs]
+        else:
+            tower = self._asking(task_metadata, role)
+            parts = [self._queries(batch, tower) for batch in inputs]
         found: ndarray = np.concatenate([np.empty((0, self._query.dim), np.float32), *parts])
         return found
 
@@ -134,14 +182,35 @@ class MtebModel:
         """Metadata that mteb stores with results."""
         return _meta(self._about, kind="router")
 
-    def _queries(self, batch: Mapping[str, Sequence[str]]) -> Float[ndarray, "texts dim"]:
-        return arrow.l2_normalize(self._query.encode_queries(list(batch.get("query") or batch["text"])))
+    def _asking(self, task: Any, role: str | None) -> QueryEncoder | Encoder:
+        """The query tower for a task."""
+        if (name := prompt_name(self._tables, task, role)) is not None:
+            return self._tables[name]
+        return (
+            self._query
+            if isinstance(self._query, QueryEncoder)
+            else self._with_prompt(self._query, task, role)
+        )
 
-    def _documents(self, batch: Mapping[str, Sequence[str]]) -> Float[ndarray, "texts dim"]:
+    def _with_prompt(self, encoder: Encoder, task: Any, role: str | None) -> Encoder:
+        prefix = self._prompts.prefix(task, role)
+        if prefix is None:
+            return encoder
+        key = role == "document", prefix
+        if key not in self._prompted:
+            self._prompted[key] = encoder.with_prefix(prefix)
+        return self._prompted[key]
+
+    def _queries(
+        self, batch: Mapping[str, Sequence[str]], tower: QueryEncoder | Encoder
+    ) -> Float[ndarray, "texts dim"]:
+        return arrow.l2_normalize(tower.encode_queries(list(batch.get("query") or batch["text"])))
+
+    def _documents(self, batch: Mapping[str, Sequence[str]], encoder: Encoder) -> Float[ndarray, "texts dim"]:
         content = list(batch.get("body") or batch["text"])
         titles = [title or "" for title in batch.get("title") or [""] * len(content)]
         table = pa.table({"title": titles, "topic": [""] * len(content), "content": content})
-        views, problems = self._document.encode_rows(table)
+        views, problems = encoder.encode_rows(table)
         for row, reason in problems.items():
             log.warning("a document gets zeros, %s: %.80r", reason, content[row])
         out = np.zeros((len(content), self._document.dim), np.float32)

@@ -82,7 +82,14 @@ class ReportSection:
 
 def markdown(report: Report) -> str:
     """report.md: the comparison table, how to read it, all sections and the time of each stage."""
-    lines = ["# Retrieval report", "", comparison_table(merge_reports([report])), "", READING, ""]
+    lines = [
+        "# Retrieval report",
+        "",
+        comparison_table(merge_reports([report]), differences=False),
+        "",
+        READING,
+        "",
+    ]
     for section in report_sections(report):
         table = reports.markdown(section.head, section.rows)
         lines += [f"## {section.title}", "", section.text, "", table, ""]

@@ -13,17 +13,21 @@
  "relaxed": {"queries", "methods": {NAME: {"R@1": ...}}},
  "distance": {"splits": {SPLIT: {"queries", "mean", "bound", "cosine", "mean_as_given"}},
               "discrepancy": {"split", "pairs", "mean", "deviation", "counts", "edges"}},
+ "seeds": N, "spread": {NAME: {"R@1": standard deviation over seeds}},
  "seconds": {STAGE: s}, "environment": {...},
  "usage": {STAGE: {"requests", "bytes_read", "bytes_written", "driver_peak_bytes", "worker_peak_bytes"}}}
 
 An undefined number is null. Only dataset, methods, index, seconds and environment are always present;
-`sample` and no recall of the index where exact search covered some of the documents.
+`sample` and no recall of the index where exact search covered some of the documents; `seeds` and `spread`
+where several trainings were pooled.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from scalingnote import reports
@@ -33,6 +37,7 @@ from scalingnote.evaluate.config import EvaluateConfig
 from scalingnote.evaluate.measures import (
     MeasureValues,
     is_recall,
+    means,
     ordered_measures,
     significance_section,
 )
@@ -71,7 +76,8 @@ def main_table(
     def cell(method: str, name: str) -> str:
         if (value := rows[method].get(name)) is None:
             return "–"
-        mark = significance_mark(report, method, name)
+        spread = report.get("spread", {}).get(method, {}).get(name)
+        mark = ("" if spread is None else f" ± {spread:.3f}") + significance_mark(report, method, name)
         return best(f"{value:.3f}") + mark if value == highest[name] else f"{value:.3f}{mark}"
 
     head = ["method", *(["documents"] if documents else []), *names]
@@ -80,11 +86,26 @@ def main_table(
     ]
 
 
-def comparison_table(merged: Report) -> str:
-    """A Markdown table with a line per method, and one with a line per index.
+def differences_table(report: Report, methods: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of differences from the baseline, with corrected p-values."""
+    differences = report.get("significance", {}).get("differences", {})
+    names = ordered_measures(name for row in differences.values() for name in row)
+
+    def cell(difference: Mapping[str, float | None]) -> str:
+        p = difference["p_holm"]
+        shown = "" if p is None else " (p < 0.001)" if p < 0.001 else f" (p {p:.3f})"
+        return f"{difference['difference']:+.3f}{shown}"
+
+    rows = [[m, *(cell(differences[m][name]) for name in names)] for m in methods if m in differences]
+    return ["method", *names], rows
+
+
+def comparison_table(merged: Report, *, differences: bool = True) -> str:
+    """Markdown tables: a line per method, a line per index, and the methods' differences from the baseline.
 
     Args:
         merged: one report or several, as :func:`merge_reports` returns them.
+        differences: whether to add the last table.
     """
     methods: dict[str, dict[str, float]] = merged["methods"]
     # Best first by the last measure, nDCG, which considers both grades and ranks.
@@ -106,12 +127,22 @@ def comparison_table(merged: Report) -> str:
         "",
         reports.markdown(["index of", "recall@10", "recall@100", "bytes per vector", "pipeline"], indexes),
     ]
+    head, rows = differences_table(merged, order)
+    if rows and differences:
+        baseline = merged["significance"]["baseline"]
+        about = f"Less {baseline}; p of a paired t-test over queries, by Holm's correction over the methods:"
+        lines += ["", about, "", reports.markdown(head, rows)]
     return "\n".join([*lines, *(line for note in notes(merged) for line in ("", note))])
 
 
 def notes(report: Report) -> list[str]:
     """Notes on the data for readers of the main table."""
     found = [SIMULATED] if report["simulated_clicks"] else []
+    if (seeds := report.get("seeds", 1)) > 1:
+        found.append(
+            f"Means over {seeds} trainings with different seeds, ± the standard deviation between them. The "
+            "tests compare means over seeds query by query: they hold for other queries, and for these seeds."
+        )
     if sample := report.get("sample"):
         found.append(
             f"Exact search and BM25 cover a seeded sample of {sample['documents']:,} of "
@@ -147,36 +178,92 @@ def significance_mark(report: Report, method: str, measure: str) -> str:
     return BETTER if difference["difference"] > 0 else WORSE
 
 
-def merge_artifacts(artifacts: Sequence[Artifact]) -> Report:
+def merge_artifacts(methods: Sequence[Sequence[Artifact]]) -> Report:
     """:func:`merge_reports` of report artifacts, with the significance of differences from one baseline.
 
     Baseline, level and resamples are those of the first report. The measures that all reports have are
     tested.
 
+    Args:
+        methods: the reports of each method, one for each seed that it was trained with.
+
     Raises:
-        DataError: the reports have different documents or queries.
+        DataError: the reports have different documents or queries, or those of a method different rows.
     """
-    single = [artifact.read_json("report.json") for artifact in artifacts]
+    pooled = [pool_seeds(reports) for reports in methods]
+    single = [one.report for one in pooled]
     merged = merge_reports(single)
-    if len(single) == 1:
+    if len(methods) == len(methods[0]) == 1:
         return merged
-    tables = [artifact.table("per_query.parquet") for artifact in artifacts]
-    query_ids = tables[0]["query_id"].unique()
+    first = methods[0][0]
     values: dict[str, MeasureValues] = {}
-    for artifact, report, names, table in zip(artifacts, single, _merged_names(single), tables, strict=True):
-        if not table["query_id"].unique().equals(query_ids):
-            raise DataError(f"{artifacts[0].uri} and {artifact.uri} are of different test queries")
-        for name, new_name in names.items():
-            rows = table.filter(pc.equal(table["method"], name))
-            values[new_name] = {m: rows[m].to_numpy() for m in report["methods"][name]}
+    for one, names, (artifact, *_) in zip(pooled, _merged_names(single), methods, strict=True):
+        if not one.query_ids.equals(pooled[0].query_ids):
+            raise DataError(f"{first.uri} and {artifact.uri} are of different test queries")
+        values |= {new_name: one.values[name] for name, new_name in names.items()}
     common = set.intersection(*(set(row) for row in values.values()))
     values = {name: {m: row[m] for m in row if m in common} for name, row in values.items()}
-    stored = artifacts[0].manifest.config  # of this release or an earlier one
+    stored = first.manifest.config  # of this release or an earlier one
     known = {name: value for name, value in stored.items() if name in EvaluateConfig.model_fields}
-    config = validate(EvaluateConfig, known, source=artifacts[0].uri)
+    config = validate(EvaluateConfig, known, source=first.uri)
     baseline = single[0]["significance"]["baseline"]
     merged["significance"] = significance_section(config, values, baseline=baseline)
     return merged
+
+
+@dataclass(frozen=True)
+class PooledReport:
+    """A report of a method over its seeds, and the values behind its means."""
+
+    report: Report
+    query_ids: pa.Array
+    values: dict[str, MeasureValues]  # of each query, the mean over seeds
+
+
+def pool_seeds(artifacts: Sequence[Artifact]) -> PooledReport:
+    """Pool reports of one method that was trained with several seeds.
+
+    The value of a query is its mean over the seeds, so that a paired test over queries (Smucker et al., CIKM
+    2007; the t-test as Urbano et al., SIGIR 2019, recommend) has one value of each query and method: seeds of
+    one query are no independent observations. Between seeds, `spread` is the standard deviation of a mean.
+
+    Raises:
+        DataError: the reports have different rows, documents or queries.
+    """
+    single = [artifact.read_json("report.json") for artifact in artifacts]
+    tables = [artifact.table("per_query.parquet") for artifact in artifacts]
+    first, query_ids = single[0], tables[0]["query_id"].unique()
+    stacked: dict[str, dict[str, np.ndarray]] = {}
+    for name, row in first["methods"].items():
+        of_seeds = [table.filter(pc.equal(table["method"], name)) for table in tables]
+        if any(not rows["query_id"].equals(of_seeds[0]["query_id"]) for rows in of_seeds):
+            raise DataError(
+                f"the reports of {artifacts[0].uri} and its other seeds differ in rows of {name!r}"
+            )
+        stacked[name] = {m: np.stack([rows[m].to_numpy() for rows in of_seeds]) for m in row}
+    for report in single[1:]:
+        _require_same_data(first, report)
+    values: dict[str, MeasureValues] = {
+        name: {m: v.mean(0) for m, v in row.items()} for name, row in stacked.items()
+    }
+    if len(single) == 1:
+        return PooledReport(first, query_ids, values)
+    spread = {
+        name: {m: float(v.mean(1).std(ddof=1)) for m, v in row.items()} for name, row in stacked.items()
+    }
+    pooled = first | {"methods": means(values), "spread": spread, "seeds": len(single)}
+    for part in PER_INDEX:
+        pooled[part] = {name: float(np.mean([one[part][name] for one in single])) for name in first[part]}
+    return PooledReport(pooled, query_ids, values)
+
+
+def _require_same_data(first: Report, other: Report) -> None:
+    for name in SHARED:
+        if other.get(name) != first.get(name):
+            raise DataError(
+                f"reports differ in {name}: {first.get(name)!r} and {other.get(name)!r}; "
+                "compare methods that were run on one dataset"
+            )
 
 
 def merge_reports(single: Sequence[Report]) -> Report:
@@ -192,12 +279,7 @@ def merge_reports(single: Sequence[Report]) -> Report:
         raise DataError("no reports to compare: run at least one method")
     first = single[0]
     for report in single[1:]:
-        for name in SHARED:
-            if report.get(name) != first.get(name):
-                raise DataError(
-                    f"reports differ in {name}: {first.get(name)!r} and {report.get(name)!r}; "
-                    "compare methods that were run on one dataset"
-                )
+        _require_same_data(first, report)
     merged: Report = {name: first[name] for name in SHARED if name in first}
     merged |= {"methods": {}, "environment": first["environment"]}
     if len(single) == 1:
@@ -205,6 +287,10 @@ def merge_reports(single: Sequence[Report]) -> Report:
     per_index: dict[str, Any] = {}
     for report, names in zip(single, _merged_names(single), strict=True):
         merged["methods"] |= {names[name]: row for name, row in report["methods"].items()}
+        if "spread" in report:
+            merged["seeds"] = max(merged.get("seeds", 1), report["seeds"])
+            spread = {names[name]: row for name, row in report["spread"].items()}
+            merged["spread"] = merged.get("spread", {}) | spread
         through_index = [name for name in report["methods"] if name.endswith(" (index)")]
         served = names[(through_index or list(report["methods"]))[0]].removesuffix(" (index)")
         row = {name: report[name] for name in PER_INDEX}

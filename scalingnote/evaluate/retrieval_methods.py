@@ -182,6 +182,7 @@ class Methods:
             names.append(name)
             if self.has_terms(self.pool_of(kind)):
                 names += [f"{name} (sparse)"] * (kind == "dual_encoder") + [f"{name} (hybrid)"]
+                names += [f"{name} (raw hybrid)"] * self.config.hybrid.raw
             names += [f"{name} + bm25"] * ("bm25_terms" in self.parents)
             names += [f"{name} (index)"] * (name == self.served and "index" in self.parents)
         return names + ["bm25"] * self.config.bm25
@@ -294,17 +295,21 @@ def _search_pool(
     found = {method: ranked[method] for method in [*encoded, "bm25"] if method in ranked}
     if TERMS in sides and (dual := methods.config.names.dual_encoder) in encoded:
         found[f"{dual} (sparse)"] = ranked[TERMS]
-    joining = methods.config.hybrid
-    if hybrids and joining.kind == "reciprocal_rank":
+    joining, joined = methods.config.hybrid, {}
+    if joining.kind == "reciprocal_rank":
         for method, (dense, sparse) in hybrids.items():
             both = ranked[dense][1], ranked[sparse][1]
             found[method] = hybrid.reciprocal_ranks(*both, k=joining.k, depth=k)
-    elif hybrids:
+    else:
         joined = {
             method: JoinedScores(both, (single[both[0]].ranges, single[both[1]].ranges), joining.dense_weight)
             for method, both in hybrids.items()
         }
-        needed = {side: sides[side] for both in hybrids.values() for side in both}
+    if joining.raw and TERMS in sides:
+        raw = {f"{tower} (raw hybrid)": (tower, TERMS) for tower in encoded}
+        joined |= {method: JoinedScores(both, None, dense_weight=0.5) for method, both in raw.items()}
+    if joined:
+        needed = {side: sides[side] for one in joined.values() for side in one.names}
         found |= {method: (one.scores, one.ids) for method, one in search(needed, joined=joined).items()}
     return found, next(iter(single.values())).documents
 

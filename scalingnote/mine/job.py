@@ -88,7 +88,7 @@ def run(
         cut_runs(runs, source, held_out=held_out, folder=folder, each=cluster.map_tasks)
     else:
         places = _search(config, parents, rows, folder)
-    counts = Counter(mined=0, kept=0, lost=0, triplets=0)
+    counts = Counter(mined=0, kept=0, mixed=0, short=0, triplets=0)
     work = cluster.Loaded(partial(Miner, config, parents, draft.uri, folder, places))
     each = partial(cluster.map_loaded, resources=config.resources.without_gpus())
     step = partial(run_slices, folder=folder, room="mine")
@@ -96,7 +96,7 @@ def run(
     for name, record in zip(rows, records, strict=True):
         draft.register(name, Part(**record["part"]))
         counts.update(record["counts"])
-    if not counts["mined"]:
+    if not counts["mined"] and not counts["mixed"]:
         raise DataError(
             f"no negative was mined for {source.counts['triplets']:,} triplets: widen first_rank..last_rank "
             "or raise max_score_ratio"

@@ -114,13 +114,14 @@ def refresh(
         config: rank window, number of negatives, bounds.
 
     Returns:
-        The triplets, and counts of rows: ``mined``, ``kept`` (too few candidates, the old negatives stay),
-        and ``lost`` (too few old negatives either; the row is left out).
+        The triplets, and counts of rows: ``mined``; ``kept`` (too few candidates, or none: the old negatives
+        stay); ``mixed`` (too few of either: the mined ones, then old ones). Rows of any kind that have fewer
+        than ``num_negatives`` even so are ``short``: training masks what is absent.
     """
     counts: Counter[str] = Counter()
     unscored: list[bool] = []
     used_by_query: dict[str, set[str]] = {}
-    negatives: list[list[str] | None] = []
+    negatives: list[list[str]] = []
     columns = [triplets[name].to_pylist() for name in ("query_id", "positive", "negatives")]
     for query_id, positive, old, score in zip(*columns, positive_scores, strict=True):
         ranking = rankings.get(query_id, ())
@@ -134,14 +135,17 @@ def refresh(
             used.update(drawn)
             negatives.append(drawn)
             unscored.append(True)
-        elif len(old) >= config.num_negatives:
+        elif len(old) >= config.num_negatives or not drawn:
             counts["kept"] += 1
             negatives.append(old[: config.num_negatives])
             unscored.append(len(old) > config.num_negatives)
         else:
-            counts["lost"] += 1
-            negatives.append(None)
+            counts["mixed"] += 1
+            used.update(drawn)
+            both = [*drawn, *(doc_id for doc_id in old if doc_id not in drawn)]
+            negatives.append(both[: config.num_negatives])
             unscored.append(True)
+        counts["short"] += len(negatives[-1]) < config.num_negatives
     at = triplets.schema.get_field_index("negatives")
     column = pa.array(negatives, triplets.schema.field(at).type)
     fresh = triplets.set_column(at, triplets.schema.field(at), column)
@@ -149,7 +153,7 @@ def refresh(
     at = triplets.schema.get_field_index("scores")
     scores = pc.if_else(pa.array(unscored, pa.bool_()), None, triplets["scores"])
     fresh = fresh.set_column(at, triplets.schema.field(at), scores)
-    return fresh.filter(pc.is_valid(column)), dict(counts)
+    return fresh, dict(counts)
 
 
 def positives_by_query(*tables: pa.Table) -> dict[str, set[str]]:

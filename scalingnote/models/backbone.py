@@ -41,6 +41,23 @@ logging.disable_progress_bar()  # one bar per small file would hide our own prog
 _OPTIONAL_FILE = {"_raise_exceptions_for_missing_entries": False}
 # Names of the layer stack in families that use neither "layers" nor "encoder.layer".
 _LAYER_STACKS = {"distilbert": "transformer.layer", "gpt2": "h"}
+# Of the head of masked language models, by family: dense layer, norm, output layer, and the field of the
+# config that names the activation; without a field it is gelu.
+_ROBERTA_HEAD = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "")
+_MASKED_HEADS = {
+    "bert": (
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.decoder",
+        "hidden_act",
+    ),
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _ROBERTA_HEAD),
+    "distilbert": ("vocab_transform", "vocab_layer_norm", "vocab_projector", "activation"),
+    "modernbert": ("head.dense", "head.norm", "decoder", "classifier_activation"),
+    "electra": ("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head", ""),
+}
+_NORM_PARTS = (("weight", "weight"), ("weight", "gamma"), ("bias", "bias"), ("bias", "beta"))
+_EPSILONS = ("norm_eps", "layer_norm_eps")  # fields of a config; DistilBERT's has none
 _SCRATCH_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[EOS]"]
 
 
@@ -191,21 +208,49 @@ def shell(path: str | Path) -> Backbone:
     return Backbone(model, tokenizer, causal=is_causal(settings))
 
 
-def output_head(path: str) -> Tensor | None:
-    """Return the checkpoint's language-model head, [vocabulary, hidden] in float32.
+@dataclass(frozen=True)
+class OutputHead:
+    """The language-model head of a checkpoint in float32; what it lacks is None."""
 
-    None if the checkpoint has none or uses its input table.
-    """
+    weight: Tensor | None  # [vocabulary, hidden]; None: it is the input table
+    bias: Tensor | None = None
+    transform: dict[str, Tensor] | None = None  # for sparse_head.HeadTransform, with the next two
+    activation: str = "gelu"
+    eps: float = 1e-12
+
+
+def output_head(path: str) -> OutputHead:
+    """Return the head of the checkpoint at `path`; of one without a head, an OutputHead of None."""
     base, settings, _ = _described(path)
-    if getattr(_text_config(settings), "tie_word_embeddings", True):
-        return None
-    name = "lm_head.weight"
+    text = _text_config(settings)
+    dense, norm, output, activation = _MASKED_HEADS.get(settings.model_type, ("", "", "lm_head", ""))
+    tied = getattr(text, "tie_word_embeddings", True)
+    weight = None if tied else _tensor(base, f"{output}.weight")
+    if not dense:
+        return OutputHead(weight)
+    names = [(f"dense.{part}", f"{dense}.{part}") for part in ("weight", "bias")]
+    # Checkpoints converted from TensorFlow still call a norm's weight and bias gamma and beta.
+    names += [(f"norm.{part}", f"{norm}.{name}") for part, name in _NORM_PARTS]
+    found = {ours: tensor for ours, name in names if (tensor := _tensor(base, name)) is not None}
+    whole = {"dense.weight", "norm.weight"} <= found.keys()
+    biases = (_tensor(base, f"{place}.bias") for place in (output, output.rpartition(".")[0]) if place)
+    return OutputHead(
+        weight,
+        bias=next((bias for bias in biases if bias is not None), None) if whole else None,
+        transform=found if whole else None,
+        activation=getattr(text, activation) if activation else "gelu",
+        eps=next((getattr(text, name) for name in _EPSILONS if hasattr(text, name)), 1e-12),
+    )
+
+
+def _tensor(base: str, name: str) -> Tensor | None:
+    """Return a tensor of a checkpoint in float32; None if it has none of this name."""
     index = cached_file(base, "model.safetensors.index.json", **_OPTIONAL_FILE)
     files = json.loads(Path(index).read_text())["weight_map"] if index else {name: "model.safetensors"}
-    path_of_head = cached_file(base, files[name], **_OPTIONAL_FILE) if name in files else None
-    if path_of_head is None:
+    path = cached_file(base, files[name], **_OPTIONAL_FILE) if name in files else None
+    if path is None:
         return None
-    with safe_open(path_of_head, "pt") as weights:
+    with safe_open(path, "pt") as weights:
         return weights.get_tensor(name).float() if name in weights.keys() else None  # noqa: SIM118
 
 

@@ -7,7 +7,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from scalingnote.config import Config
 
 PAPER_PROMPT = (
-    "Document: {{'title': {title}}}. Predict a query term: \"[TITLE_QUERY]\". "
+    "Document: {{'title': {title}}}. Predict a query term: \"[TITLE_QUERY]\".\n"
     "Document: {{'topic': {topic}, 'content': {content}}}. "
     'Predict a query term: "[CONTENT_QUERY]", combine the predicted query terms, '
     'and compress the above content into one word: "[EMB]".'
@@ -64,6 +64,7 @@ class Lora(Config):
         return self
 
 
+Start = Literal["auto", "none", "random"]  # of a projection
 Pooling = Literal["auto", "cls", "last", "mean", "max", "weighted_mean", "mean_sqrt_length"]
 
 
@@ -85,12 +86,19 @@ class TowerConfig(Config):
     pooling: Literal["placeholders"] | Pooling = Field(
         "placeholders",
         description="placeholders: the states that `prompt` marks, and a query's first or last state. All "
-        "others read a published embedding model as it is, without `prompt`; auto: as its files say",
+        "others read a published embedding model as it is, without `prompt`; auto: as its files say, or, "
+        "where they are silent, the last token of a decoder and the mean, or [CLS], of an encoder",
     )
-    projection: Literal["auto", "none", "random"] = Field(
+    reads: Literal["text", "tokens"] = Field(
+        "text",
+        description="tokens: of documents, each token alone, and the mean of their states, without `prompt`: "
+        "LightRetriever's lightweight documents (section 4.1), to compare with; queries have kind=token_wise",
+    )
+    projection: Start = Field(
         "auto",
-        description="auto: the published model's dense layers, or a random matrix with pooling=placeholders; "
-        "none: pooled states are embeddings; random: a new matrix of `dim` rows, to train",
+        description="auto: the published model's dense layers; with pooling=placeholders a matrix to train, "
+        "which starts as the identity where a pretrained backbone is `dim` wide, else random; none: pooled "
+        "states are embeddings; random: a new matrix of `dim` rows, to train",
     )
     normalise: bool | None = Field(
         None, description="of a published model: embeddings of length 1; null: as its files say"
@@ -100,11 +108,21 @@ class TowerConfig(Config):
     )
 
     @model_validator(mode="after")
+    def _reads_tokens(self) -> "TowerConfig":
+        if self.reads == "tokens" and (
+            self.pooling != "placeholders" or self.attention == "flash_attention_2"
+        ):
+            raise ValueError(
+                "reads=tokens pools the end of each token, with a mask of blocks: leave pooling at "
+                "placeholders and attention at auto"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _is_published(self) -> "TowerConfig":
         if self.pooling != "placeholders":
             return self
         changed = [name for name in ("normalise", "prefix") if getattr(self, name) is not None]
-        changed += ["projection"] * (self.projection == "none")
         if changed:
             raise ValueError(
                 f"{', '.join(changed)} need a published model: set pooling to auto, cls, mean..."
@@ -140,6 +158,9 @@ class LookupConfig(Config):
     storage: Literal["float32", "float16", "int8"] = Field("float16", description="of the saved table")
 
 
+TaskName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # also of a folder
+
+
 class TokenWiseConfig(Config):
     """LightRetriever's dense query side: each token read alone behind an instruction, then the mean.
 
@@ -153,8 +174,16 @@ class TokenWiseConfig(Config):
     lora: Lora | None = Field(None, description="of a backbone of its own; None trains all weights")
     attention: Literal["auto", "eager", "sdpa"] = Field("auto", description="one that takes a mask of blocks")
     max_length: int = Field(64, ge=2, description="tokens of the query")
+    projection: Start = Field(
+        "auto", description="as of a transformer tower; without a backbone of its own, the document tower's"
+    )
     instruction: str = Field(
         "Retrieve documents that answer the query: ", description="read once, before every token"
+    )
+    tasks: dict[TaskName, str] = Field(
+        {},
+        description="instructions of further tasks by name: each gets a table of its own beside the first, "
+        "tasks/NAME, as LightRetriever has one per test set (appendix A.4). Training reads `instruction`",
     )
     storage: Literal["float32", "float16", "int8"] = Field("float16", description="of the saved table")
 

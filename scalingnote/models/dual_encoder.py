@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from scalingnote.errors import ArtifactError, ConfigError
 from scalingnote.models import backbone as backbones
-from scalingnote.models import lookup, published_tower, tower
+from scalingnote.models import lookup, published_tower, token_wise, tower
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.frozen import store_base
-from scalingnote.models.lookup import LookupTower, TokenWise
+from scalingnote.models.lookup import LookupTower
 from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import share_weights
 
@@ -170,7 +171,7 @@ def build_query_tower(
         return lookup.build(config, dim=dim, tokenizer_json=tokenizer_json, seed=seed)
     parts: dict[str, Any] = {"tokenizer_json": tokenizer_json, "backbone": backbone, "adapter": adapter}
     if isinstance(config, TokenWiseConfig):
-        return lookup.build_token_wise(config, dim=dim, seed=seed, **parts)
+        return token_wise.build(config, dim=dim, seed=seed, **parts)
     return tower.build(config, role="query", dim=dim, seed=seed, **parts)
 
 

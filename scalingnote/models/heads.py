@@ -1,12 +1,12 @@
-"""From hidden states to outputs: pooling, projections, a published model's layers, and term weights.
+"""From hidden states to embeddings: pooling, projections and a published model's layers.
 
     pooling      flat [tokens, hidden], lengths [rows]    -> [rows, width]
     Projection   [..., hidden]                            -> [..., dim]        W, no bias
     Head         pooled [rows, width] -> dense layers, activations, normalisation -> [rows, dim]
     RowAttention rows [lines, tokens, dim]                -> the same, of a lookup table
-    SparseHead   hidden [tokens, hidden]                  -> [rows, vocabulary]
 
-All results except the logits of the sparse head are computed in float32, for any format of the weights.
+
+All results are computed in float32, for any format of the weights.
 """
 
 import json
@@ -21,11 +21,10 @@ from jaxtyping import Float, Float32, Int
 from numpy import ndarray
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 from scalingnote.errors import ConfigError
+from scalingnote.models.config import Start
 from scalingnote.models.published_model import Step
 
 
@@ -42,6 +41,28 @@ class Projection(nn.Linear):
     def forward(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
         """Return float32 embeddings. Callers disable autocast, which would round them to half precision."""
         return F.linear(states.float(), self.weight.float())
+
+
+def start_projection(layer: Projection, start: Start, *, pretrained: bool, seed: int) -> None:
+    """Set the weight that training starts from, in place.
+
+    The states of a pretrained backbone have a meaning, which a random square matrix would lose: they start as
+    they are. "none" is the identity, which learns nothing: states are embeddings, as LightRetriever's are.
+
+    Raises:
+        ConfigError: `start` is "none", and embeddings are not as wide as states.
+    """
+    square = layer.in_features == layer.out_features
+    if start == "none" and not square:
+        raise ConfigError(
+            f"projection=none needs embeddings as wide as the backbone's states: set train.dim to "
+            f"{layer.in_features}, found {layer.out_features}"
+        )
+    if start == "none" or (start == "auto" and pretrained and square):
+        nn.init.eye_(layer.weight)
+        layer.requires_grad_(start != "none")
+    else:
+        draw_weights(layer, seed)
 
 
 def draw_weights(layer: nn.Linear, seed: int) -> None:
@@ -246,145 +267,3 @@ class RowAttention(nn.Module):
         """Copy the result of :meth:`matrices` of another head."""
         for layer, matrix in zip((self.score, self.out), matrices, strict=True):
             layer.weight.data.copy_(torch.from_numpy(matrix.T.copy()))
-
-
-MAX_LOGITS = 1 << 23  # numbers in a chunk of logits: 32 MB in float32
-_CHUNK_TOKENS, _CHUNK_POSITIONS = 2048, 256  # large enough for a matrix product at full speed
-_CHUNK_COLUMNS = 16_384  # terms per chunk of the backward pass
-
-
-class SparseHead(nn.Module):
-    """Term weights of documents from a language-model head (LightRetriever, section 2.3).
-
-        weight[row, term] = log(1 + relu(max over the row's places of logit[place, term]))
-
-    The head is the checkpoint's own, or the rows of the input table. The maximum is taken before relu and
-    log, which are monotonic (Eq. 12 of its appendix A.5), and is fused with the projection: the full
-    [tokens, vocabulary] logits are never in memory.
-    """
-
-    def __init__(self, own: Float[Tensor, "vocabulary hidden"] | None) -> None:
-        super().__init__()
-        self.own: nn.Linear | None = None
-        if own is not None:
-            self.own = nn.Linear(own.shape[1], own.shape[0], bias=False, device="meta")
-            self.own.weight = nn.Parameter(own)
-
-    def forward(
-        self,
-        hidden: Float[Tensor, "tokens hidden"],
-        places: Int[Tensor, "rows longest"],
-        table: nn.Parameter,
-    ) -> Float[Tensor, "rows vocabulary"]:
-        """Return non-negative term weights; a row without places has none.
-
-        Args:
-            hidden: states of all rows end to end.
-            places: indices into `hidden` of the tokens that count in each row; -1 is no token.
-            table: the backbone's input table, the head if there is no own one.
-        """
-        weight = _full_tensor(table if self.own is None else self.own.weight)
-        return torch.log1p(torch.relu(project_then_max(hidden, places, weight)))
-
-
-def project_then_max(
-    hidden: Float[Tensor, "tokens hidden"],
-    places: Int[Tensor, "rows longest"],
-    weight: Float[Tensor, "vocabulary hidden"],
-    *,
-    max_logits: int = MAX_LOGITS,
-) -> Float[Tensor, "rows vocabulary"]:
-    """Return the maximum of each logit over a row's places, at least in float32; -inf for no places.
-
-    Among equal logits the first place wins and alone gets the gradient.
-
-    Args:
-        hidden: states of all rows end to end.
-        places: indices into `hidden`; -1 is no token.
-        weight: rows of the language-model head.
-        max_logits: size of the chunks in which logits are computed.
-    """
-    out: Tensor = _ProjectThenMax.apply(hidden, places, weight, max_logits)  # type: ignore[no-untyped-call]
-    return out
-
-
-def strongest(
-    weights: Float[Tensor, "rows vocabulary"], k: int
-) -> tuple[Int[Tensor, "rows k"], Float[Tensor, "rows k"]]:
-    """Return the k terms of largest weight of each row and their weights, of which some may be 0."""
-    top = weights.topk(min(k, weights.shape[1]), dim=1)
-    return top.indices, top.values
-
-
-class _ProjectThenMax(torch.autograd.Function):
-    """Stores the winning place of each term (2 or 4 bytes); the backward pass is two sparse products."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, places: Tensor, weight: Tensor, max_logits: int) -> Tensor:
-        device = hidden.device.type
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        (rows, longest), vocabulary = places.shape, len(weight)
-        best = torch.full((rows, vocabulary), -torch.inf, dtype=wide, device=hidden.device)
-        small = torch.int16 if longest <= torch.iinfo(torch.int16).max else torch.int32
-        winner = torch.zeros((rows, vocabulary), dtype=small, device=hidden.device)
-        span = min(longest, _CHUNK_POSITIONS)
-        height = max(_CHUNK_TOKENS // span, 1)
-        width = max(max_logits // (height * span), 1)
-        for left in range(0, vocabulary, width):
-            part = slice(left, left + width)
-            columns = weight[part].to(low).T
-            for top in range(0, rows, height):
-                for first in range(0, longest, span):
-                    chosen = places[top : top + height, first : first + span]
-                    logits = hidden[chosen.clamp(min=0)].to(low) @ columns
-                    logits.masked_fill_((chosen < 0)[:, :, None], -torch.inf)
-                    values, at = logits.max(dim=1)
-                    block = (slice(top, top + height), part)
-                    better = values > best[block]
-                    best[block] = torch.where(better, values.to(wide), best[block])
-                    winner[block] = torch.where(better, (at + first).to(small), winner[block])
-        ctx.save_for_backward(hidden, places, weight, winner)
-        return best
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, places, weight, winner = ctx.saved_tensors
-        of_hidden, of_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
-        with torch.autocast(hidden.device.type, enabled=False):
-            states = hidden.to(grad.dtype)
-            to_hidden = torch.zeros_like(states) if of_hidden else None
-            to_weight = torch.zeros(weight.shape, dtype=grad.dtype, device=grad.device) if of_weight else None
-            for left in range(0, len(weight), _CHUNK_COLUMNS):
-                part = slice(left, left + _CHUNK_COLUMNS)
-                piece = grad[:, part]
-                row, column = piece.nonzero(as_tuple=True)
-                token = places[row, winner[:, part][row, column].long()]
-                kept = token >= 0
-                row, column, token = row[kept], column[kept], token[kept]
-                # index_add_ of rows of [terms, hidden] was 14 times slower (two cores).
-                shares = torch.sparse_coo_tensor(
-                    torch.stack([token, column]),
-                    piece[row, column],
-                    (len(states), piece.shape[1]),
-                    check_invariants=False,
-                )
-                if to_hidden is not None:
-                    to_hidden += torch.sparse.mm(shares, weight[part].to(grad.dtype))
-                if to_weight is not None:
-                    to_weight[part] = torch.sparse.mm(shares.t(), states)
-        return (
-            None if to_hidden is None else to_hidden.to(hidden.dtype),
-            None,
-            None if to_weight is None else to_weight.to(weight.dtype),
-            None,
-        )
-
-
-def _full_tensor(weight: Tensor) -> Tensor:
-    """Gather a weight that fsdp2 shards; its gradient is averaged over ranks like that of other weights."""
-    if not isinstance(weight, DTensor):
-        return weight
-    full: Tensor = weight.full_tensor(grad_placements=[Partial("avg")])
-    return full

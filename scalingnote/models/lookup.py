@@ -1,6 +1,6 @@
-"""Query towers that end as a table of token vectors: the table, and LightRetriever's token-wise encoder.
+"""A query tower without a model: one table of token vectors.
 
-A lookup tower: the embedding of a query is the mean of its tokens' rows in one table, without a model.
+The embedding of a query is the mean of its tokens' rows.
 
     ids        token ids without special tokens, then row numbers of features (LookupFeatures), if any
     rows       [tokens, dim]      looked up; with one head of attention over them, if configured
@@ -8,49 +8,32 @@ A lookup tower: the embedding of a query is the mean of its tokens' rows in one 
 
 Every option starts without effect: attention adds 0, rows of features are 0, and weights are 1 unless start
 weights are given. A query without tokens gets the mean of the token rows. On disk it is a :class:`Table`.
-
-A token-wise tower: each token is encoded alone after an instruction, then averaged.
-
-    line        [instruction | token end | token end | ...]   the instruction once, then blocks
-    mask        a block sees the instruction and itself       (appendix A.5); positions restart in each block
-    vectors     [tokens, dim]     states at the end tokens, projected (Eq. 3)
-    embedding   [queries, 1, dim] their mean over a query's tokens (Eq. 4)
-
-The vector of a token does not depend on the rest of its query. So a batch encodes each distinct token once,
-many per line, and encoding the whole vocabulary gives the table that is saved: a lookup tower (Eq. 6).
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int, Int64
+from jaxtyping import Float, Float32, Int, Int64
 from numpy import ndarray
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone as backbones
-from scalingnote.models.backbone import Backbone
-from scalingnote.models.batch import Batch, attention_arguments, choose_attention, first_position
-from scalingnote.models.config import LookupConfig, TokenWiseConfig
-from scalingnote.models.heads import Projection, RowAttention, draw_weights
+from scalingnote.models.batch import Batch
+from scalingnote.models.config import LookupConfig
+from scalingnote.models.heads import RowAttention
 from scalingnote.models.lookup_table import LookupFeatures, Storage, Table, is_bigram, quantize_rows
 from scalingnote.models.prompt import Row, tokenize
-from scalingnote.models.weights import add_adapter
 
 # Learning rates under RowAdam relative to token rows (docs/guides/distil.md); pairs are many and rare.
 BIGRAM_RATE = 0.25
 END_RATE = 0.5
 WEIGHT_RATE = 2.5
-BLOCKS = 32  # per line: 64 tokens, about twice an instruction, so that the instruction costs little
-_TABLE_LINES = 64  # per forward pass, when the table is computed
-_INSTRUCTION = -1  # the block number of the instruction's tokens
 
 
 @dataclass(frozen=True)
@@ -267,191 +250,3 @@ def build(
     if start is not None and start.weights is not None and tower.log_weights is not None:
         tower.log_weights.data.copy_(torch.from_numpy(start.weights).log())
     return tower
-
-
-class TokenWise(nn.Module):
-    """The query tower during training; :meth:`save` writes a lookup table without the model."""
-
-    role, views, packs = "query", ("query",), True
-
-    def __init__(self, backbone: Backbone, config: TokenWiseConfig, *, dim: int) -> None:
-        super().__init__()
-        self.backbone, self.tokenizer, self.causal = backbone.model, backbone.tokenizer, backbone.causal
-        self.projection = Projection(backbone.hidden, dim)
-        self.config, self.dim, self.pad = config, dim, backbone.special.pad
-        choose_attention(backbone.model, config.attention)
-        tokens = backbone.raw_tokenizer
-        tokens.no_padding()
-        tokens.no_truncation()
-        self.prompt = LookupPrompt(tokens, max_length=config.max_length)
-        special = backbone.special
-        if not backbone.causal or special.end is None:
-            raise ConfigError(
-                "a token_wise query tower needs a causal backbone with an end-of-sequence token"
-            )
-        first = [] if special.first is None else [special.first]
-        instruction = [*first, *tokens.encode(config.instruction, add_special_tokens=False).ids]
-        _check_room(len(instruction) + 2, backbone)
-        self.end = special.end
-        self.instruction: Int[Tensor, " instruction"]
-        self.register_buffer("instruction", torch.tensor(instruction, dtype=torch.long), persistent=False)
-
-    def forward(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
-        """Return float32 embeddings, not normalised, of padded or packed rows; 0 for a row without tokens."""
-        ids, lengths = batch.flat()
-        # More than half of a batch's tokens are repeated: each distinct one is encoded once.
-        distinct, place = ids.unique(return_inverse=True)
-        if not len(distinct):  # every rank needs a forward pass: gathering sharded weights is collective
-            distinct = self.instruction.new_tensor([self.end])
-        vectors = self.token_vectors(distinct)
-        return F.embedding_bag(place, vectors, lengths.cumsum(0) - lengths, mode="mean")[:, None]
-
-    def contextual(self, batch: Batch) -> Float[Tensor, "rows 1 dim"]:
-        """Return embeddings of whole queries by the same backbone, read as ``instruction query end``.
-
-        This is the symmetric retriever that the token-wise query is aligned with (Eq. 5).
-        """
-        padded = batch.padded(self.pad)
-        assert padded.mask is not None
-        lengths, rows = padded.mask.sum(1), len(padded.ids)
-        start = len(self.instruction)
-        room = padded.ids.new_full((rows, 1), self.pad)
-        ids = torch.cat([self.instruction.expand(rows, -1), padded.ids, room], dim=1)
-        ends = (start + lengths)[:, None]
-        ids = ids.scatter(1, ends, self.end)
-        whole = Batch(ids, (torch.arange(ids.shape[1], device=ids.device) <= ends).long(), ends)
-        states = self._states(ids, **attention_arguments(self.backbone, whole, causal=True))
-        return self._project(states[torch.arange(rows, device=ids.device)[:, None], ends])
-
-    def token_vectors(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
-        """Return the vector of each token from one forward pass over as many lines as needed."""
-        lines = -(-len(ids) // BLOCKS)
-        blocks, start = -(-len(ids) // lines), len(self.instruction)
-        # The last line is filled with repeated tokens, so that no line has pads and one mask serves all.
-        filled = torch.cat([ids, ids[-1:].expand(lines * blocks - len(ids))]).view(lines, blocks)
-        pairs = torch.stack([filled, torch.full_like(filled, self.end)], dim=2).flatten(1)
-        device = ids.device
-        within = torch.arange(start, start + 2, device=device).repeat(blocks)
-        positions = torch.cat([torch.arange(start, device=device), within])[None]
-        states = self._states(
-            torch.cat([self.instruction.expand(lines, -1), pairs], dim=1),
-            attention_mask=self._mask(blocks),
-            position_ids=positions + first_position(self.backbone),
-        )
-        return self._project(states[:, start + 1 :: 2].flatten(0, 1)[: len(ids)])
-
-    def _mask(self, blocks: int) -> Tensor:
-        """Return the block mask in the form of the backbone's attention: boolean, or added to the scores."""
-        sees = block_mask(len(self.instruction), blocks, self.instruction.device)[None, None]
-        if self.backbone.config._attn_implementation != "eager":  # type: ignore[union-attr]
-            return sees
-        dtype: torch.dtype = self.backbone.dtype  # type: ignore[assignment]
-        return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill(
-            ~sees, torch.finfo(dtype).min
-        )
-
-    def _states(
-        self, ids: Int[Tensor, "lines tokens"], **kwargs: Any
-    ) -> Float[Tensor, "lines tokens hidden"]:
-        return self.backbone(input_ids=ids, use_cache=False, **kwargs).last_hidden_state  # type: ignore[no-any-return]
-
-    def _project(self, states: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
-        # Autocast would round the embeddings, and losses compare small differences.
-        with torch.autocast(states.device.type, enabled=False):
-            return self.projection(states)  # type: ignore[no-any-return]
-
-    @torch.inference_mode()
-    def table(self) -> Float32[ndarray, "vocabulary dim"]:
-        """Return the vector of every token of the vocabulary."""
-        tokens = torch.arange(
-            self.tokenizer.backend_tokenizer.get_vocab_size(), device=self.instruction.device
-        )
-        pieces = [self.token_vectors(ids).cpu().numpy() for ids in tokens.split(BLOCKS * _TABLE_LINES)]
-        return np.concatenate(pieces)
-
-    def lookup(self) -> LookupTower:
-        """Return the lookup tower with the same embeddings, but an empty query gets the table's mean."""
-        return from_table(
-            self.table(),
-            self.tokenizer.backend_tokenizer,
-            max_length=self.config.max_length,
-            storage=self.config.storage,
-            made_from=self._digests(),
-        )
-
-    def save(self, folder: Path, *, merge_adapters: bool = True) -> None:
-        """Write the folder of :meth:`lookup`; its rows contain the adapter in any case."""
-        del merge_adapters
-        self.lookup().save(folder)
-
-    def _digests(self) -> dict[str, str]:
-        """Return digests of everything that a row depends on but the tokenizer, which the table adds."""
-        state = self.state_dict()
-        adapter = {name for name in state if "lora_" in name}
-        return {
-            "weights": _digest({name: state[name] for name in state.keys() - adapter}),
-            "adapter": _digest({name: state[name] for name in adapter}) if adapter else "none",
-            "instruction": hashlib.sha256(self.config.instruction.encode()).hexdigest(),
-        }
-
-
-def block_mask(
-    instruction: int, blocks: int, device: torch.device | None = None
-) -> Bool[Tensor, "tokens tokens"]:
-    """Return which token (row) sees which (column) in a line (appendix A.5).
-
-    A token sees itself and the earlier tokens of the instruction and of its own block of two tokens.
-    """
-    block = torch.arange(blocks, device=device).repeat_interleave(2)
-    block = torch.cat([block.new_full((instruction,), _INSTRUCTION), block])
-    place = torch.arange(len(block), device=device)
-    related = (block == _INSTRUCTION) | (block[:, None] == block)
-    return related & (place[:, None] >= place)
-
-
-def build_token_wise(
-    config: TokenWiseConfig,
-    *,
-    dim: int,
-    tokenizer_json: str | None,
-    seed: int,
-    backbone: Backbone | None = None,
-    adapter: str | None = None,
-) -> TokenWise:
-    """Build a tower that is ready to train, on `backbone` if given, else on the config's.
-
-    A `backbone` that already has `adapter` gets no other.
-    """
-    if backbone is None:
-        assert config.backbone is not None, (
-            "a token_wise tower without a backbone of its own needs the document tower's"
-        )
-        backbone = backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
-    if config.lora is not None and adapter is None:
-        add_adapter(backbone.model, config.lora, name="query", tokens=[], seed=seed)
-    tower = TokenWise(backbone, config, dim=dim)
-    draw_weights(tower.projection, seed)
-    return tower
-
-
-def _check_room(tokens: int, backbone: Backbone) -> None:
-    """Raise ConfigError if the instruction and a block exceed the backbone's positions or window."""
-    if backbone.max_positions is not None and tokens > backbone.max_positions:
-        raise ConfigError(
-            f"the instruction takes {tokens - 2} tokens, the backbone reads {backbone.max_positions}: "
-            "shorten it"
-        )
-    settings: Any = backbone.model.config
-    window = getattr(settings, "sliding_window", None)
-    if window is not None and getattr(settings, "use_sliding_window", True) and tokens > window:
-        raise ConfigError(
-            f"the instruction takes {tokens - 2} tokens, layers of the backbone see {window}: shorten it"
-        )
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -140,6 +140,8 @@ class DocumentPrompt:
         """Return a saved tower's prompt from its ``tower.json`` and ``tokenizer.json``, without torch."""
         if "text" in facts:  # of a published model
             return TextDocuments(Tokenizer.from_str(tokenizer_json), **facts["text"])
+        if "tokens" in facts:
+            return TokenDocuments(Tokenizer.from_str(tokenizer_json), **facts["tokens"])
         if "special" not in facts:
             raise ArtifactError(
                 "this tower was saved by an earlier version: re-run the stage that trained it"
@@ -199,6 +201,25 @@ class DocumentPrompt:
                 f"title takes {len(title)} tokens, the model reads {self._max_positions}: shorten the title"
             )
         return Row(ids, positions + [at for span in spans.values() for at in span] * self._spans)
+
+
+class TokenDocuments(DocumentPrompt):
+    """Documents as the tokens of ``title topic content``, without special tokens."""
+
+    views, width = ("summary",), 1
+
+    def __init__(self, tokenizer: Tokenizer, *, max_length: int) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.tokenizer, self._max_length = tokenizer, max_length
+
+    def rows(
+        self, titles: Sequence[str], topics: Sequence[str], contents: Sequence[str]
+    ) -> list[Row | DataError]:
+        """Return one row per document; long ones are cut. Its position is not used."""
+        texts = [" ".join(filter(None, fields)) for fields in zip(titles, topics, contents, strict=True)]
+        rows = tokenize(self.tokenizer, texts, self._max_length)
+        return [Row(ids[: self._max_length], [0]) for ids in rows]
 
 
 class TextPrompt:

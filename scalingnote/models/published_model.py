@@ -191,7 +191,8 @@ def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedMod
     Args:
         path: a folder, a hub id, or "package:NAME" (see :func:`local_folder`).
         role: which texts are encoded.
-        pooling: replaces the files' pooling if not "auto"; needed if the files state none.
+        pooling: replaces the files' pooling if not "auto". Of a model without modules.json, "auto" is
+            :func:`usual_pooling`.
 
     Raises:
         ConfigError: there is no such model, nothing states its pooling, or a file is invalid.
@@ -199,12 +200,7 @@ def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedMod
     folder = local_folder(path)
     modules = read_modules(folder, role)
     if modules is None:
-        if pooling == "auto":
-            raise ConfigError(
-                f"{str(path)!r} has no modules.json, so nothing states how its states are pooled: set "
-                f"pooling to one of {', '.join(MODES)}, as its model card says"
-            )
-        model = PublishedModel(folder, folder, (pooling,))
+        model = PublishedModel(folder, folder, (usual_pooling(folder) if pooling == "auto" else pooling,))
     else:
         model = _of_modules(folder, modules, role)
     if pooling != "auto":
@@ -218,6 +214,39 @@ def read(path: str | Path, role: Role, *, pooling: str = "auto") -> PublishedMod
         prefix=role_prompt(folder, role),
         truncate_dim=model_settings(folder).get("truncate_dim"),
     )
+
+
+def usual_pooling(folder: Path) -> str:
+    """Return how the states of a plain transformer are pooled, where no modules.json says so.
+
+    As sentence-transformers does with such a folder: the last token of a causal model, which alone has seen
+    all others, and the mean of an encoder. An encoder whose config names the pooling of its own classifier
+    (ModernBERT's does) was trained with that one.
+
+    Raises:
+        ConfigError: the folder holds no config of a transformer, or that of an encoder and a decoder.
+    """
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    settings = read_json(folder / "config.json") or {}
+    kind = settings.get("model_type")
+    if kind is None or settings.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"{folder} has no modules.json, and its config.json does not say how states are pooled: set "
+            f"pooling to one of {', '.join(MODES)}, as its model card says"
+        )
+    decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    both_ways = settings.get("is_causal") is False or settings.get("use_bidirectional_attention") in (
+        True,
+        "all",
+    )
+    if (decoder or settings.get("is_decoder")) and not both_ways:
+        return "last"
+    named = settings.get("classifier_pooling")
+    return named if named in MODES else "mean"
 
 
 def _packaged(name: str) -> Path:

@@ -10,6 +10,7 @@ settings that this package does not implement; it only encodes. A saved Publishe
 sentence-transformers folder with the same settings and a ``tower.json``.
 """
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -202,6 +203,25 @@ def open_published(folder: Path, role: Role) -> Tower:
     tokens = token_limit(published_model.read(folder, role))
     config = TowerConfig(backbone=Pretrained(path=str(folder)), pooling="auto", max_length=tokens)
     return build(config, role=role, dim=None).eval()
+
+
+def with_prefix(tower: Tower, prefix: str) -> Tower:
+    """Return a published tower that reads `prefix` before every text; it shares the weights of `tower`.
+
+    Raises:
+        ConfigError: the tower is not that of a published model, or the prefix alone fills its length.
+    """
+    if not isinstance(tower, PublishedTower | LibraryTower):
+        raise ConfigError(
+            "this tower reads no prefix: only those of published models do, and the tables that query.tasks "
+            "(token_wise) makes have one for each task"
+        )
+    made = copy.copy(tower)
+    made.native = replace(tower.native, prefix=prefix)
+    made.prompt = make_prompt(tower.tokenizer, made.native, tower.role, max_length=tower.config.max_length)
+    skips = isinstance(tower, LibraryTower) or not tower.native.include_prompt
+    made._skip = prefix_length(tower.tokenizer, prefix) if skips else 0
+    return made
 
 
 def prompt_of(config: TowerConfig, *, role: Role) -> TextQueries | TextDocuments:

@@ -5,7 +5,7 @@
     pooled     [rows, views, hidden]      states at each row's positions
     embeddings [rows, views, dim]         W, no bias (ScalingNote, Eq. 3, 4, 14); not normalised
     terms      [rows, vocabulary]         of a document tower with a sparse head: from the states of title,
-                                          topic and content (heads.SparseHead)
+                                          topic and content (sparse_head.SparseHead)
 
 A saved tower is a folder with the Hugging Face model and tokenizer, ``projection.safetensors`` and
 ``tower.json`` (role, prompt, lengths). Nothing else is needed to encode with it.
@@ -27,12 +27,14 @@ from scalingnote.models import library_export
 from scalingnote.models.backbone import Backbone
 from scalingnote.models.batch import Batch, attention_arguments, choose_attention
 from scalingnote.models.config import Pretrained, TowerConfig
-from scalingnote.models.heads import Projection, SparseHead, draw_weights
+from scalingnote.models.heads import Projection, start_projection
 from scalingnote.models.prompt import PLACEHOLDERS, DocumentPrompt, QueryPrompt
 from scalingnote.models.published_model import Role
+from scalingnote.models.sparse_head import HeadTransform, SparseHead
 from scalingnote.models.weights import add_adapter, merged_state, save_adapter
 
 log = get_logger("models")
+TOKEN_DOCUMENTS = "token_documents"  # kind of a saved tower that reads the tokens of documents alone
 
 
 class Tower(nn.Module):
@@ -169,9 +171,9 @@ class Tower(nn.Module):
         base_config = self._save_backbone(folder, merge_adapters=merge_adapters)
         self._save_tokenizer(folder, whole=base_config is None)
         save_file({"weight": self.projection.weight.detach().contiguous()}, folder / "projection.safetensors")
-        own = None if self.sparse is None else self.sparse.own
-        if own is not None:
-            save_file({"weight": own.weight.detach().contiguous()}, folder / "sparse_head.safetensors")
+        head = {} if self.sparse is None else self.sparse.tensors()
+        if head:
+            save_file(head, folder / "sparse_head.safetensors")
         facts = {
             "role": self.role,
             "dim": self.dim,
@@ -182,7 +184,8 @@ class Tower(nn.Module):
             "special": asdict(self.special),
             "max_positions": self._max_positions,
             "layers": None if base_config is None else base_config.layers,
-            "sparse": None if self.sparse is None else ("tied" if own is None else "own"),
+            "sparse": None if self.sparse is None else ("own" if head else "tied"),
+            "sparse_transform": None if self.sparse is None else self.sparse.facts,
         }
         (folder / "tower.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
@@ -233,20 +236,24 @@ class Tower(nn.Module):
                 from scalingnote.models import published_tower  # late: it extends this class
 
                 return published_tower.load(folder, facts)
+            if facts.get("kind") == TOKEN_DOCUMENTS:
+                from scalingnote.models import token_wise  # late: it extends this class
+
+                return token_wise.load_documents(folder, facts)
             if facts.get("kind") == "sentence_transformers":
                 from scalingnote.models.published_tower import LibraryTower  # late, and a large import
 
                 return LibraryTower.load(folder)
             weight = load_file(folder / "projection.safetensors")["weight"]
-            own = None
+            head = {}
             if facts.get("sparse") == "own":
-                own = load_file(folder / "sparse_head.safetensors")["weight"]
+                head = load_file(folder / "sparse_head.safetensors")
         except FileNotFoundError as error:
             raise ArtifactError(f"{folder} is not a tower: {error.filename or error} is missing") from None
         config = TowerConfig(max_length=facts["max_length"], prompt=facts["prompt"])
         backbone = backbones.load(folder, layers=facts.get("layers"))
         backbone.causal = facts["causal"]
-        sparse = SparseHead(own) if facts.get("sparse") else None
+        sparse = SparseHead.restore(head, facts.get("sparse_transform")) if facts.get("sparse") else None
         tower = cls(backbone, config, role=facts["role"], dim=facts["dim"], sparse=sparse)
         with torch.no_grad():
             tower.projection.weight.copy_(weight)
@@ -273,8 +280,8 @@ def build(
         tokenizer_json: tokenizer of a backbone from scratch.
         seed: of new weights.
         backbone: used instead of the config's.
-        sparse: whether the tower gets a sparse head: the checkpoint's own language-model head, or the rows
-            of the input table.
+        sparse: whether the tower gets a sparse head: the checkpoint's own language-model head, with the
+            transform of a masked language model, or the rows of the input table.
         adapter: name of the adapter that `backbone` already has.
 
     Raises:
@@ -288,6 +295,13 @@ def build(
         return published_tower.build(
             config, role=role, dim=dim, seed=seed, backbone=backbone, adapter=adapter
         )
+    if "pooling" not in config.model_fields_set and _is_embedding_model(config):
+        log.warning(
+            "%s is an embedding model with its own pooling and prompts, which placeholders replace: set "
+            "train.%s.pooling to auto to start from what it learnt, or to placeholders if that is meant",
+            config.backbone.path,  # type: ignore[union-attr]
+            role,
+        )
     backbone = backbone or backbones.build(config.backbone, tokenizer_json=tokenizer_json, seed=seed)
     head = _sparse_head(config) if sparse else None
     if config.lora is not None and adapter is None:
@@ -295,14 +309,43 @@ def build(
         ids = backbone.raw_tokenizer.get_vocab() if role == "document" else {}
         tokens = [ids[token] for token in PLACEHOLDERS if token in ids]
         add_adapter(backbone.model, config.lora, name=role, tokens=tokens, seed=seed)
-    tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
-    draw_weights(tower.projection, seed)
+    if config.reads == "tokens":
+        tower: Tower = _token_documents(backbone, config, role=role, dim=dim, sparse=sparse, adapter=adapter)
+    else:
+        tower = Tower(backbone, config, role=role, dim=dim, sparse=head, adapter=adapter)
+    pretrained = isinstance(config.backbone, Pretrained)
+    start_projection(tower.projection, config.projection, pretrained=pretrained, seed=seed)
     return tower
+
+
+def _is_embedding_model(config: TowerConfig) -> bool:
+    """Whether the backbone's folder has files of sentence-transformers."""
+    source = config.backbone
+    return isinstance(source, Pretrained) and (Path(source.path) / "modules.json").exists()
+
+
+def _token_documents(
+    backbone: Backbone, config: TowerConfig, *, role: Role, dim: int, sparse: bool, adapter: str | None
+) -> Tower:
+    from scalingnote.models.token_wise import TokenDocumentTower  # late: it extends Tower
+
+    if role == "query" or sparse:
+        raise ConfigError(
+            "reads=tokens is of documents without term weights: set query.kind to token_wise, and leave "
+            "train.sparse out"
+        )
+    return TokenDocumentTower(backbone, config, dim=dim, adapter=adapter)
 
 
 def _sparse_head(config: TowerConfig) -> SparseHead:
     source = config.backbone
-    head = SparseHead(backbones.output_head(source.path) if isinstance(source, Pretrained) else None)
+    if not isinstance(source, Pretrained):
+        return SparseHead(None)
+    found = backbones.output_head(source.path)
+    transform = None
+    if found.transform is not None:
+        transform = HeadTransform(found.transform, activation=found.activation, eps=found.eps)
+    head = SparseHead(found.weight, transform=transform, bias=found.bias)
     head.requires_grad_(config.lora is None)  # LoRA trains no head
     return head
 

@@ -54,7 +54,9 @@ class LadderConfig(Config):
         min_length=1,
         description="training pairs, each seen once; whole batches of them",
     )
-    seeds: tuple[int, ...] = Field((0,), min_length=1, description="of training; each seed is a separate run")
+    seeds: tuple[int, ...] = Field(
+        (0, 1, 2), min_length=1, description="of training; each seed is a separate run"
+    )
     lr_by_width: float = Field(
         1.0,
         ge=0,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pyarrow as pa
@@ -181,9 +182,11 @@ def law_report(table: pa.Table, fits: Mapping[Kind, Fit], *, config: LadderConfi
         constants = law.constants(level=config.level)
         report["laws"][kind] = {
             "runs": len(law.runs),
+            "sizes": law.sizes,
             "degrees_of_freedom": law.freedom,
             "r2": law.r2,
             "scatter": law.scatter,
+            "seed_scatter": law.seed_scatter,
             "constants": {name: _values(interval) for name, interval in constants.items()},
         }
     report["predictions"] = [
@@ -240,24 +243,17 @@ def _parameters(train: TrainConfig) -> int:
 
 def markdown(table: pa.Table, report: dict[str, Any]) -> str:
     """The ladder's report as Markdown: rungs, laws, predictions and best splits of budgets."""
-    rungs = [
-        [
-            f"{r['parameters']:,}",
-            f"{r['examples']:,}",
-            f"{r['contrastive_entropy']:.4f}",
-            f"{r['operations']:.2g}",
-        ]
-        for r in table.to_pylist()
-    ]
-    header = ["parameters", "pairs", "contrastive entropy", "operations"]
-    parts = ["# Ladder", reports.markdown(header, rungs, text=0)]
+    header = ["parameters", "pairs", "contrastive entropy", "between seeds", "seeds", "operations"]
+    parts = ["# Ladder", reports.markdown(header, _rung_rows(table), text=0)]
     level = f"{report['level']:.0%}"
     for kind, law in report["laws"].items():
         lines = [[name, *(f"{v:.4g}" for v in values)] for name, values in law["constants"].items()]
         free = law["degrees_of_freedom"]
+        between = law["seed_scatter"]
         quality = (
-            f"{law['runs']} runs, R² = {law['r2']:.4f} with {free} degree{'s' * (free != 1)} of freedom, "
-            f"scatter of a run {law['scatter']:.3f}."
+            f"{law['runs']} runs of {law['sizes']} sizes, R² = {law['r2']:.4f} with {free} "
+            f"degree{'s' * (free != 1)} of freedom, scatter of a run {law['scatter']:.3f}"
+            + ("." if between is None else f", between seeds of a size {between:.3f}.")
         )
         parts += [
             f"## {LAWS[kind]}",
@@ -283,6 +279,20 @@ def markdown(table: pa.Table, report: dict[str, Any]) -> str:
             "A law that is missing here needs more sizes: four for one of N or D, three of each for both."
         )
     return "\n\n".join(parts) + "\n"
+
+
+def _rung_rows(table: pa.Table) -> list[list[str]]:
+    """A row per size: the mean entropy of its seeds, and their standard deviation."""
+    sizes: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for run in table.to_pylist():
+        sizes.setdefault((run["parameters"], run["examples"]), []).append(run)
+    rows = []
+    for (parameters, pairs), runs in sizes.items():
+        entropies = [run["contrastive_entropy"] for run in runs]
+        between = f"{stdev(entropies):.4f}" if len(runs) > 1 else "–"
+        shown = [f"{fmean(entropies):.4f}", between, str(len(runs)), f"{runs[0]['operations']:.2g}"]
+        rows.append([f"{parameters:,}", f"{pairs:,}", *shown])
+    return rows
 
 
 def _prediction_rows(point: dict[str, Any]) -> list[list[str]]:

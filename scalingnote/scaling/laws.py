@@ -166,6 +166,29 @@ class Fit:
         return len(self.runs) - len(fields(self.law))
 
     @property
+    def sizes(self) -> int:
+        """Number of different sizes; runs of one size differ in their seed alone."""
+        return int(self._size_of_runs().max()) + 1
+
+    @property
+    def seed_scatter(self) -> float | None:
+        """Standard deviation of the logarithm between runs of one size; None if every size has one run.
+
+        A `scatter` well above it is a misfit of the law's form, which all seeds of a size share: the
+        intervals, which take runs as independent, are then too narrow.
+        """
+        size, logs = self._size_of_runs(), np.log(self.runs.entropy)
+        freedom = len(logs) - self.sizes
+        if not freedom:
+            return None
+        means = np.bincount(size, weights=logs) / np.bincount(size)
+        return float(np.sqrt(((logs - means[size]) ** 2).sum() / freedom))
+
+    def _size_of_runs(self) -> NDArray[np.int64]:
+        pairs = np.stack([self.runs.parameters, self.runs.data])
+        return np.asarray(np.unique(pairs, axis=1, return_inverse=True)[1], dtype=np.int64).reshape(-1)
+
+    @property
     def _laws(self) -> tuple[PowerLaw | JointLaw, ...]:
         return (self.law, *self.draws)
 

@@ -6,6 +6,9 @@
 
 groups       [queries, group, views, dim]   documents of this rank's queries: the positive, its negatives
 candidates   [docs, views, dim]             of all ranks: all positives, then all first negatives, and so on
+
+A row with fewer negatives than others has places whose document id is ABSENT. The row's positive is read in
+their stead, so that every batch has one shape, and every loss leaves them out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +25,7 @@ from scalingnote.losses import false_negative_documents, false_negative_queries
 from scalingnote.models.batch import Batch, collate
 from scalingnote.train.collectives import Shares, gather, shares
 from scalingnote.train.config import Losses
-from scalingnote.train.data import Share
+from scalingnote.train.data import ABSENT, Share
 
 R = TypeVar("R", bound="TensorRecord")
 
@@ -44,7 +47,7 @@ class Triplets(TensorRecord):
     queries: Batch
     documents: Batch  # the positives of all queries, then all first negatives, then all second ones...
     query_ids: Int[Tensor, " queries"]
-    document_ids: Int[Tensor, " docs"]
+    document_ids: Int[Tensor, " docs"]  # in the order of `documents`; ABSENT where a row has no negative
     known_positives: Int[Tensor, "queries known"]  # padded with -1; equally wide on all ranks
     weights: Float[Tensor, " queries"]  # of each row in every loss
     # A teacher's score of the positive, then of each negative; NaN in unscored rows. None: no row was scored.
@@ -121,19 +124,22 @@ class GatheredCandidates:
     share: Shares
     positives: Int[Tensor, " queries"]  # column of each query's positive among the candidates
     weights: Float[Tensor, " queries"]  # of the rows, times this rank's share
-    false_negative_documents: Bool[Tensor, "queries docs"] | None
+    present: Bool[Tensor, "queries group"]  # of the groups, those that are documents of their row
+    absent: Bool[Tensor, " docs"] | None  # of the candidates, those that are none; None: all are some
+    ignored_documents: Bool[Tensor, "queries docs"] | None  # absent, or false negatives
     false_negative_queries: Bool[Tensor, "queries all"] | None
 
 
 def gather_candidates(
     triplets: Triplets, documents: Float[Tensor, "docs views dim"], losses: Losses, *, uneven: bool = False
 ) -> GatheredCandidates:
-    """Gather positives and negatives of all ranks, with false-negative masks.
+    """Gather positives and negatives of all ranks, with masks of the absent ones and of false negatives.
 
     Args:
         triplets: of this rank.
         documents: embeddings of this rank's documents, in the order of `triplets.documents`.
-        losses: whether negatives are gathered too (`denominator`), and whether masks are made (`mask_known`).
+        losses: whether negatives are gathered too (`denominator`), and whether false negatives are masked
+            (`mask_known`).
         uneven: ranks may have different numbers of rows.
     """
     size, share = len(triplets.query_ids), shares(triplets.query_ids, uneven=uneven)
@@ -141,7 +147,6 @@ def gather_candidates(
     columns = 1 if losses.denominator == "positives_only" else groups.shape[1]
     # Column by column: positives of all ranks first, then each column of negatives, or labels would shift.
     candidates = gather(groups[:, :columns], share).transpose(0, 1).flatten(0, 1)
-    masks = _false_negatives(triplets, share, columns) if losses.mask_known else (None, None)
     return GatheredCandidates(
         triplets,
         groups,
@@ -150,22 +155,39 @@ def gather_candidates(
         share,
         torch.arange(size, device=documents.device) + share.start,
         triplets.weights * share.weight,
-        *masks,
+        present(triplets),
+        *_masks(triplets, share, columns, false_negatives=losses.mask_known),
     )
 
 
-def _false_negatives(
-    triplets: Triplets, share: Shares, columns: int
-) -> tuple[Bool[Tensor, "queries docs"], Bool[Tensor, "queries all"]]:
-    """Masks of candidates that answer this rank's queries, and of queries that its positives answer."""
+def present(triplets: Triplets) -> Bool[Tensor, "queries group"]:
+    """Which places of each row's group hold a document."""
+    return triplets.document_ids.unflatten(0, (-1, len(triplets.query_ids))).T != ABSENT
+
+
+def _masks(
+    triplets: Triplets, share: Shares, columns: int, *, false_negatives: bool
+) -> tuple[
+    Bool[Tensor, " docs"] | None, Bool[Tensor, "queries docs"] | None, Bool[Tensor, "queries all"] | None
+]:
+    """Masks of absent candidates, of those to ignore, and of queries that this rank's positives answer."""
+    if columns == 1 and not false_negatives:  # positives are never absent
+        return None, None, None
     ids = triplets.document_ids.unflatten(0, (-1, len(triplets.query_ids))).T
     query_ids, known = triplets.query_ids, triplets.known_positives
     # One exchange for all ids.
     gathered = gather(torch.cat([query_ids[:, None], ids[:, :columns], known], dim=1), share)
     all_query_ids, all_ids, all_known = gathered.split([1, columns, known.shape[1]], dim=1)
+    candidate_ids = all_ids.T.flatten()
+    absent = None if columns == 1 else candidate_ids == ABSENT
+    if not false_negatives:
+        assert absent is not None
+        return absent, absent.expand(len(query_ids), -1), None
     documents = false_negative_documents(
-        query_ids, ids[:, 0], known, all_query_ids=all_query_ids[:, 0], candidate_ids=all_ids.T.flatten()
+        query_ids, ids[:, 0], known, all_query_ids=all_query_ids[:, 0], candidate_ids=candidate_ids
     )
+    if absent is not None:
+        documents |= absent
     queries = false_negative_queries(
         query_ids,
         ids[:, 0],
@@ -173,7 +195,7 @@ def _false_negatives(
         all_positive_ids=all_ids[:, 0],
         all_known=all_known,
     )
-    return documents, queries
+    return absent, documents, queries
 
 
 def sparse_scores(
@@ -210,9 +232,13 @@ def sparse_scores(
 
 
 def mean_term_weights(
-    documents: Float[Tensor, "docs vocabulary"], *, share: Shares
+    documents: Float[Tensor, "docs vocabulary"], present: Bool[Tensor, "queries group"], *, share: Shares
 ) -> Float[Tensor, " vocabulary"]:
-    """Mean term weights over the documents of all ranks; the same on each of them, with gradients."""
-    total = gather(documents.sum(0, keepdim=True), Shares((1,) * len(share.rows))).sum(0)
-    group = len(documents) // share.own
-    return total / (group * sum(share.rows))
+    """Mean term weights over the documents of all ranks that are `present`, with gradients.
+
+    The same on each rank. `documents` are all positives, all first negatives, and so on.
+    """
+    own = present.T.flatten()[:, None]
+    one_row = Shares((1,) * len(share.rows))
+    total = gather((documents * own).sum(0, keepdim=True), one_row).sum(0)
+    return total / gather(own.sum().view(1, 1), one_row).sum()

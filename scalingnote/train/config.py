@@ -358,7 +358,8 @@ class TrainConfig(Schedule):
 
     @property
     def query_tower(self) -> TowerConfig | LookupConfig | TokenWiseConfig:
-        """`query`, with the document tower's backbone where it has none of its own."""
+        """`query`, with the document tower's backbone and projection where it has none of its own."""
         if not self.shares_backbone:
             return self.query
-        return self.query.model_copy(update={"backbone": self.document.backbone, "lora": self.document.lora})
+        shared = {name: getattr(self.document, name) for name in ("backbone", "lora", "projection")}
+        return self.query.model_copy(update=shared)

@@ -34,6 +34,7 @@ from scalingnote.storage.artifact import Part
 from scalingnote.train.config import Batching
 
 STORE = "store.json"
+ABSENT = -1  # in place of a document's row number, where a row has fewer negatives than others
 _FEISTEL_ROUNDS = 12
 _SLOTS, _PART, _WINDOW = range(3)  # purpose of a permutation, part of its key: equal keys would correlate
 LengthOf = Callable[[Int64[ndarray, " rows"]], ndarray]
@@ -350,7 +351,12 @@ class Share(NamedTuple):
     rows: Rows
     chosen: Int64[ndarray, " queries"]  # of `rows`
     documents: Rows
-    places: Int64[ndarray, "queries group"]  # of `documents`, the positive first
+    places: Int64[ndarray, "queries group"]  # of `documents`, the positive first; see `stand_ins`
+
+
+def stand_ins(documents: Int64[ndarray, "rows group"]) -> Int64[ndarray, "rows group"]:
+    """The documents that a batch reads for these rows: the positive, column 0, where one is ABSENT."""
+    return np.where(documents == ABSENT, documents[:, :1], documents)
 
 
 class MappedShares:
@@ -363,11 +369,12 @@ class MappedShares:
     def __call__(self, step: int) -> Share:
         """Every `world`-th row, so that ranks get equally long rows where a batch is sorted by length."""
         chosen = self._order.batch(step, length_of=self._lengths)[self._rank :: self._world]
-        return Share(self._rows, chosen, self._documents, self._rows.values("documents", chosen))
+        places = stand_ins(self._rows.values("documents", chosen))
+        return Share(self._rows, chosen, self._documents, places)
 
     def _lengths(self, rows: Int64[ndarray, " rows"]) -> Int64[ndarray, " rows"]:
         """Tokens of each row's longest document: the width of a padded batch."""
-        documents = self._rows.values("documents", rows)
+        documents = stand_ins(self._rows.values("documents", rows))
         lengths = self._documents.lengths(documents.reshape(-1)).reshape(documents.shape)
         longest: ndarray = lengths.max(axis=1)
         return longest

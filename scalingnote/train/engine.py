@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from scalingnote.models.batch import Batch
 from scalingnote.models.cross_encoder import CrossEncoder
-from scalingnote.models.lookup import TokenWise
+from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.models.weights import compute_dtype, lower_frozen
 from scalingnote.train import optimizer

@@ -24,7 +24,7 @@ from scalingnote.config import dump, validate
 from scalingnote.errors import ConfigError, ScalingNoteError, TrainingError
 from scalingnote.log import configure, get_logger
 from scalingnote.models import dual_encoder
-from scalingnote.models.lookup import TokenWise
+from scalingnote.models.token_wise import TokenWise
 from scalingnote.models.weights import compute_dtype
 from scalingnote.storage import filesystem as fs
 from scalingnote.storage.artifact import Artifact, Draft, open_artifact

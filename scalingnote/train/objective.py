@@ -33,7 +33,7 @@ from scalingnote.losses import (
 )
 from scalingnote.models.batch import Batch
 from scalingnote.models.dual_encoder import DualEncoder
-from scalingnote.models.lookup import TokenWise
+from scalingnote.models.token_wise import TokenWise
 from scalingnote.train.candidates import (
     GatheredCandidates,
     Triplets,
@@ -159,10 +159,10 @@ class StageOne(Cacheable):
             "sparse": cross_entropy(
                 scores,
                 positives=gathered.positives,
-                ignore=gathered.false_negative_documents,
+                ignore=gathered.ignored_documents,
                 weights=gathered.weights,
             ),
-            "flops": flops(mean_term_weights(terms, share=gathered.share)),
+            "flops": flops(mean_term_weights(terms, gathered.present, share=gathered.share)),
         }
         ramp = 1.0 if triplets.progress is None else quadratic_ramp(triplets.progress, sparse.ramp)
         loss = sparse.weight * parts["sparse"] + sparse.flops * ramp * parts["flops"]
@@ -170,9 +170,12 @@ class StageOne(Cacheable):
             view = len(self._view_weights) - 1  # the last view stands behind all others in the text
             widest = max(self._losses.matryoshka)
             teacher = candidate_log_probabilities(teacher_queries, gathered, widest, view, temperature)
-            parts["sparse_align"] = align_scores(scores, teacher=teacher, weights=gathered.weights)
+            parts["sparse_align"] = align_scores(
+                scores, teacher=teacher, weights=gathered.weights, absent=gathered.absent
+            )
             loss = loss + self._align.weight * parts["sparse_align"]
-        parts["terms"] = (terms > 0).sum(1).float().mean()
+        own = gathered.present.T.flatten()
+        parts["terms"] = ((terms > 0).sum(1) * own).sum() / own.sum()
         return loss, parts
 
 
@@ -212,7 +215,7 @@ def dense_loss(
             if not view_weight:
                 continue
             weight = prefix_weight * view_weight
-            loss = info_nce(q, candidates[:, view], ignore=gathered.false_negative_documents, **softmax)
+            loss = info_nce(q, candidates[:, view], ignore=gathered.ignored_documents, **softmax)
             if losses.bidirectional:
                 positives = groups[:, 0, view]
                 back = info_nce(positives, all_q, ignore=gathered.false_negative_queries, **softmax)
@@ -220,27 +223,33 @@ def dense_loss(
             contrastive = contrastive + weight * loss
             cosines = torch.einsum("qd,qgd->qg", q, groups[:, :, view])
             if losses.alpha and cosines.shape[1] > 1:
-                margin = margin + weight * margin_loss(cosines, margin=losses.margin, **rows)
+                hard = margin_loss(cosines, margin=losses.margin, present=gathered.present, **rows)
+                margin = margin + weight * hard
             if losses.teacher:
                 # The student's logits are those of its own softmax: cosines over the temperature.
                 logits = cosines / temperature
-                teacher = teacher + weight * _teacher_loss(logits, gathered.triplets, losses, rows)
+                teacher = teacher + weight * _teacher_loss(logits, gathered, losses, rows)
     parts = {"contrastive": contrastive, "margin": margin}
     return parts | {"teacher": teacher} if losses.teacher else parts
 
 
 def _teacher_loss(
-    student: Float[Tensor, "queries group"], triplets: Triplets, losses: Losses, rows: dict[str, Any]
+    student: Float[Tensor, "queries group"],
+    gathered: GatheredCandidates,
+    losses: Losses,
+    rows: dict[str, Any],
 ) -> Float[Tensor, ""]:
     assert losses.teacher is not None
-    if triplets.scores is None:
+    scores = gathered.triplets.scores
+    if scores is None:
         raise TrainingError(
             "losses.teacher is set, but the triplets carry no scores: collect them with a ranking model, "
             "or leave losses.teacher out"
         )
+    rows = rows | {"present": gathered.present}
     if losses.teacher.kind == "kl":
-        return teacher_kl(student, triplets.scores / losses.teacher.temperature, **rows)
-    return teacher_margin_mse(student, triplets.scores, **rows)
+        return teacher_kl(student, scores / losses.teacher.temperature, **rows)
+    return teacher_margin_mse(student, scores, **rows)
 
 
 def dense_alignment(
@@ -266,7 +275,14 @@ def dense_alignment(
         pairs = prefixes(queries, gathered.candidates[:, view], dims=dims, weights=weights)
         for dim, (weight, (q, candidates)) in zip(dims, pairs, strict=True):
             teacher = teachers[max(dims) if config.prefix == "widest" else dim]
-            loss = align(q, candidates, teacher=teacher, temperature=temperature, weights=gathered.weights)
+            loss = align(
+                q,
+                candidates,
+                teacher=teacher,
+                temperature=temperature,
+                weights=gathered.weights,
+                absent=gathered.absent,
+            )
             total = total + weight * view_weight * loss
     return total
 
@@ -281,7 +297,10 @@ def candidate_log_probabilities(
 ) -> Float[Tensor, "queries docs"]:
     """Log softmax over the candidates of one view, by the cosines of a prefix of `queries`; no gradient."""
     ((_, (q, candidates)),) = prefixes(queries, gathered.candidates[:, view], dims=[prefix])
-    return (q / temperature @ candidates.T).log_softmax(1)
+    scores = q / temperature @ candidates.T
+    if gathered.absent is not None:
+        scores = scores.masked_fill(gathered.absent, -torch.inf)
+    return scores.log_softmax(1)
 
 
 def _weighted_sum(parts: Mapping[str, Tensor], losses: Losses) -> Tensor:

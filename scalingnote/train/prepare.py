@@ -40,7 +40,7 @@ from scalingnote.storage.shuffle import (
 )
 from scalingnote.train import tokens
 from scalingnote.train.config import TrainConfig
-from scalingnote.train.data import Store
+from scalingnote.train.data import Store, stand_ins
 
 log = get_logger("train")
 _MERGE_ELEMENTS = 1 << 24  # hashes that are merged at a time
@@ -55,7 +55,7 @@ class PreparedStore:
     tokenizers: dict[str, str]  # JSON, for towers that start from scratch
     sizes: dict[str, int]  # training rows by source and hop: what Order takes
     documents: int
-    group: int  # documents of a row: the positive and the hard negatives
+    group: int  # documents of a row: the positive and the hard negatives, of which some may be absent
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def _write_store(
     of_documents = slices(dataset, "documents")
     run = partial(run_slices, folder=folder, each=each, room="train")
 
-    run("names", partial(_hashes_of_slice, triplets=triplets, folder=folder), of_triplets)
+    names = run("names", partial(_hashes_of_slice, triplets=triplets, folder=folder), of_triplets)
+    group = max(record["group"] for record in names)
     wanted = merge_sorted(
         [read_array(fs.join(folder, _file_name("names", i))) for i in range(len(of_triplets))]
     )
@@ -124,16 +125,16 @@ def _write_store(
 
     rows = run(
         "rows",
-        partial(_rows_of_slice, triplets=triplets, prompt=query, sparse=terms, folder=folder),
+        partial(_rows_of_slice, triplets=triplets, prompt=query, sparse=terms, group=group, folder=folder),
         of_triplets,
     )
-    _finish_store(written, rows, folder)
+    _finish_store(written, rows, group, folder)
 
 
 def _hashes_of_slice(item: NumberedSlice, *, triplets: Artifact, folder: str) -> JsonRecord:
-    hashes = tokens.document_hashes(tokens.read_columns(triplets, item[1], ["positive", "negatives"]))
+    hashes, group = tokens.document_hashes(tokens.read_columns(triplets, item[1], ["positive", "negatives"]))
     write_table(fs.join(folder, _file_name("names", item[0])), pa.table({"hash": hashes}))
-    return {}
+    return {"group": group}
 
 
 def _documents_of_slice(
@@ -164,6 +165,7 @@ def _rows_of_slice(
     triplets: Artifact,
     prompt: QueryPrompt | LookupPrompt,
     sparse: SparseQuery | None,
+    group: int,
     folder: str,
 ) -> JsonRecord:
     number, parts = item
@@ -172,6 +174,7 @@ def _rows_of_slice(
         table,
         tokens.read_answers(triplets, parts),
         prompt=prompt,
+        group=group,
         wanted=read_array(fs.join(folder, "wanted.arrow")),
         place=read_array(fs.join(folder, "place.arrow")),
         sparse=sparse,
@@ -200,7 +203,7 @@ def mean_row(store: Store) -> MeanRow:
     """Mean tokens and documents of the training rows, over a sample of at most 4,096."""
     rows = store["train"]
     some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _SAMPLE_ROWS)).astype(np.int64))
-    documents = rows.values("documents", some)
+    documents = stand_ins(rows.values("documents", some))
     of_documents = store["documents"].lengths(documents.ravel()).reshape(documents.shape)
     return MeanRow(
         query_tokens=float(rows.lengths(some).mean()),
@@ -258,18 +261,22 @@ def _trained_tokenizers(
     return tokenizers
 
 
-def _finish_store(documents: Sequence[JsonRecord], rows: Sequence[JsonRecord], folder: str) -> None:
+def _finish_store(
+    documents: Sequence[JsonRecord], rows: Sequence[JsonRecord], group: int, folder: str
+) -> None:
     problems = {doc_id: reason for record in documents for doc_id, reason in record["problems"].items()}
+    left_out, short = (sum(record[name] for record in rows) for name in ("left_out", "short"))
     if problems:
         doc_id, reason = next(iter(problems.items()))
-        left_out = sum(record["left_out"] for record in rows)
         log.warning(
-            "%s triplets left out: they name one of %s documents that cannot be read, such as %s: %s",
+            "%s triplets left out: their positive is one of %s documents that cannot be read, such as %s: %s",
             f"{left_out:,}",
             f"{len(problems):,}",
             doc_id,
             reason,
         )
+    if short:
+        log.info("%s triplets have fewer than %s hard negatives", f"{short:,}", group - 1)
     names = sorted({part for record in rows for part in record["parts"]})
     by_part = {
         part: [file for record in rows for file in named_parts(record["parts"].get(part, []))]
@@ -277,9 +284,6 @@ def _finish_store(documents: Sequence[JsonRecord], rows: Sequence[JsonRecord], f
     }
     sizes = {part: sum(file.rows or 0 for _, file in files) for part, files in by_part.items()}
     sizes = {part: count for part, count in sizes.items() if count}
-    groups = sorted({record["group"] for record in rows if record["group"]})
-    if len(groups) > 1:
-        raise DataError(f"triplets carry unequal numbers of documents ({groups}): re-run collect")
     tables = {
         "documents": [file for record in documents for file in named_parts(record["files"])],
         "train": [file for files in by_part.values() for file in files],
@@ -288,7 +292,8 @@ def _finish_store(documents: Sequence[JsonRecord], rows: Sequence[JsonRecord], f
     facts = {
         "sizes": sizes,
         "documents": sum(part.rows or 0 for _, part in tables["documents"]),
-        "group": groups[0] if groups else 1,
+        "group": group,
+        "short": short,
         "known": max(record["known"] for record in rows),
         "scored": any(record["scored"] for record in rows),
         "terms": max((record["terms"] for record in rows if record["terms"] is not None), default=None),

@@ -40,7 +40,7 @@ from scalingnote.storage.shuffle import (
     scatter,
     stream,
 )
-from scalingnote.train.data import Order, Rows, Share, Store, StoredFile, one_chunk
+from scalingnote.train.data import Order, Rows, Share, Store, StoredFile, one_chunk, stand_ins
 
 INDEX, POOL = "stream.json", "pool.arrow"
 CHUNK_ROWS = 1 << 16  # about 200 MB of rows with 8 documents of 96 tokens, for all ranks together
@@ -180,7 +180,8 @@ def _scatter_rows(
         chunk, place = wanted["chunk"].to_numpy(), wanted["place"].to_numpy()
         scatter(taken, chunk, target=fs.join(folder, "rows"), name=own)
         group = taken.schema.field("documents").type.list_size
-        named = taken["documents"].combine_chunks().flatten().to_numpy()
+        named = taken["documents"].combine_chunks().flatten().to_numpy().reshape(-1, group)
+        named = stand_ins(named).reshape(-1)
         places = (place[:, None] * group + np.arange(group)).reshape(-1)
         _scatter_documents(named, np.repeat(chunk, group), places, documents, folder, own)
     return {}

@@ -22,15 +22,16 @@ from scalingnote.models import backbone as backbones
 from scalingnote.models import published_tower
 from scalingnote.models.backbone import train_tokenizer
 from scalingnote.models.config import LookupConfig, Scratch, TokenWiseConfig, TowerConfig
-from scalingnote.models.heads import SparseHead
-from scalingnote.models.lookup import LookupPrompt, TokenWise
+from scalingnote.models.lookup import LookupPrompt
 from scalingnote.models.prompt import DocumentPrompt, QueryPrompt, Row, list_column, token_columns
 from scalingnote.models.published_model import Role
+from scalingnote.models.sparse_head import SparseHead
 from scalingnote.models.sparse_query import SparseQuery
+from scalingnote.models.token_wise import TokenDocumentTower, TokenWise
 from scalingnote.models.tower import Tower
 from scalingnote.storage.artifact import Artifact
 from scalingnote.storage.shuffle import hash_of
-from scalingnote.train.data import one_chunk
+from scalingnote.train.data import ABSENT, one_chunk
 
 MISSING, UNREADABLE = -1, -2  # in place of a row number
 MAX_KNOWN_POSITIVES = 16  # of a query, kept for masking; further ones are not masked
@@ -129,16 +130,19 @@ def build_prompt(
         plain = config.model_copy(update={"lora": None, "attention": "eager"})
         if isinstance(plain, TokenWiseConfig):
             return TokenWise(shell, plain, dim=1).prompt
+        if plain.reads == "tokens":
+            return TokenDocumentTower(shell, plain, dim=1).prompt
         return Tower(shell, plain, role=role, dim=1, sparse=SparseHead(None) if sparse else None).prompt
 
 
-def document_hashes(batches: Iterable[pa.RecordBatch]) -> UInt64[ndarray, " named"]:
-    """Sorted hashes of the doc_ids of all documents that triplets name."""
-    hashes = [np.empty(0, np.uint64)]
+def document_hashes(batches: Iterable[pa.RecordBatch]) -> tuple[UInt64[ndarray, " named"], int]:
+    """Sorted hashes of the doc_ids of all documents that triplets name, and the most documents of a row."""
+    hashes, group = [np.empty(0, np.uint64)], 1
     for batch in batches:
         ids = pa.concat_arrays([batch["positive"], pc.list_flatten(batch["negatives"])])
         hashes.append(np.unique(hash_of(ids)))
-    return np.unique(np.concatenate(hashes))
+        group = max(group, 1 + (pc.max(pc.list_value_length(batch["negatives"])).as_py() or 0))
+    return np.unique(np.concatenate(hashes)), group
 
 
 def document_rows(
@@ -172,16 +176,17 @@ def triplet_rows(
     answers: pa.Table | None,
     *,
     prompt: QueryPrompt | LookupPrompt,
+    group: int,
     wanted: UInt64[ndarray, " named"],
     place: Int64[ndarray, " named"],
     sparse: SparseQuery | None = None,
 ) -> tuple[pa.Table, int]:
-    """Rows of triplets that training can read, and the number left out for an unreadable document.
+    """Rows of triplets that training can read, and the number left out for an unreadable positive.
 
     Columns of a row: ``ids`` and ``positions`` of its query, ``terms`` of the `sparse` one, and those of
     :func:`triplet_columns`.
     """
-    columns, readable = triplet_columns(triplets, answers, wanted=wanted, place=place)
+    columns, readable = triplet_columns(triplets, answers, group=group, wanted=wanted, place=place)
     texts = pc.dictionary_encode(triplets["query"].combine_chunks())
     distinct = texts.dictionary.to_pylist()
     blocks = (
@@ -200,17 +205,18 @@ def triplet_columns(
     triplets: pa.Table,
     answers: pa.Table | None,
     *,
+    group: int,
     wanted: UInt64[ndarray, " named"],
     place: Int64[ndarray, " named"],
 ) -> tuple[dict[str, pa.Array], Bool[ndarray, " rows"]]:
-    """All columns of triplets but the texts, and a mask of rows whose documents are all readable.
+    """All columns of triplets but the texts, and a mask of rows whose positive is readable.
 
     `place` holds a row number for each of the `wanted` hashes, or MISSING or UNREADABLE. Columns of a row:
-    ``query`` (see :func:`query_number`), ``documents`` (row numbers, the positive first), ``known`` (row
-    numbers of documents known to answer the query), ``weight``, ``scores`` (NaN where there are none), and
-    ``split`` and ``part`` (source/hop), by which rows are divided into tables.
+    ``query`` (see :func:`query_number`), ``documents`` (`group` row numbers, the positive first; ABSENT where
+    the row has fewer, or one cannot be read), ``known`` (row numbers of documents known to answer the query),
+    ``weight``, ``scores`` (NaN where there are none), and ``split`` and ``part`` (source/hop), by which rows
+    are divided into tables.
     """
-    group = 1 + _width(triplets["negatives"])
     ids = pa.chunked_array(
         [*triplets["positive"].chunks, *pc.list_flatten(triplets["negatives"]).chunks], pa.string()
     )
@@ -220,7 +226,10 @@ def triplet_columns(
         missing = ids[int(np.flatnonzero(rows == MISSING)[0])].as_py()
         raise TrainingError(f"triplets name document {missing!r}, which the dataset lacks: re-run collect")
     size = len(triplets)
-    documents = np.concatenate([rows[:size, None], rows[size:].reshape(size, group - 1)], axis=1)
+    documents = np.full((size, group), ABSENT, dtype=np.int64)
+    documents[:, 0] = rows[:size]
+    documents[_places(_lengths(triplets["negatives"]), first=1)] = rows[size:]
+    documents[documents < 0] = ABSENT
     coded = pc.dictionary_encode(triplets["query_id"].combine_chunks())
     columns = {
         "query": pa.array(query_number(coded.dictionary)).take(coded.indices),
@@ -231,7 +240,7 @@ def triplet_columns(
         "split": triplets["split"].combine_chunks(),
         "part": pc.binary_join_element_wise(triplets["source"], triplets["hop"], "/").combine_chunks(),
     }
-    readable: ndarray = np.asarray((documents >= 0).all(axis=1))
+    readable: ndarray = np.asarray(documents[:, 0] != ABSENT)
     return columns, readable
 
 
@@ -243,9 +252,11 @@ def read_answers(triplets: Artifact, parts: Sequence[str]) -> pa.Table | None:
 
 
 def row_facts(rows: pa.Table) -> dict[str, Any]:
-    """Documents of each of some rows (`group`), most `known` answers, and whether any row is `scored`."""
+    """Rows with fewer documents than others (`short`), most `known` answers, whether any row is `scored`."""
+    documents = rows["documents"].combine_chunks()
+    group = documents.type.list_size
     return {
-        "group": rows.schema.field("documents").type.list_size if len(rows) else None,
+        "short": int((documents.flatten().to_numpy().reshape(-1, group) == ABSENT).any(axis=1).sum()),
         "known": pc.max(pc.list_value_length(rows["known"])).as_py() or 0,
         "scored": not bool(pc.all(pc.is_nan(pc.list_flatten(rows["scores"]))).as_py()),
     }
@@ -267,24 +278,34 @@ def row_numbers(
     return rows
 
 
-def _width(negatives: pa.ChunkedArray) -> int:
-    widths = pc.unique(pc.list_value_length(negatives)).to_pylist()
-    if len(widths) > 1 or None in widths:
-        raise TrainingError(f"triplets carry unequal numbers of negatives ({widths}): re-run collect")
-    return int(widths[0]) if widths else 0
+def _lengths(lists: pa.ChunkedArray) -> Int64[ndarray, " rows"]:
+    """Length of each list; 0 of a null."""
+    return np.asarray(pc.fill_null(pc.list_value_length(lists), 0), dtype=np.int64)
+
+
+def _places(
+    lengths: Int64[ndarray, " rows"], *, first: int = 0
+) -> tuple[Int64[ndarray, " values"], Int64[ndarray, " values"]]:
+    """Row and column, in a table, of each value of lists with these lengths; rows begin at column `first`."""
+    starts = np.cumsum(lengths) - lengths
+    column = np.arange(int(lengths.sum())) - np.repeat(starts, lengths) + first
+    return np.repeat(np.arange(len(lengths)), lengths), column
 
 
 def _scores(triplets: pa.Table, group: int) -> pa.FixedSizeListArray:
-    """A ranking model's scores of each row's documents; NaN where it gave none."""
+    """A ranking model's scores of each row's documents; NaN where it gave none, or not for all of them."""
     out = np.full((len(triplets), group), np.nan, dtype=np.float32)
     if "scores" in triplets.column_names:
-        scored = np.asarray(pc.is_valid(triplets["scores"]))
-        widths = pc.unique(pc.list_value_length(triplets["scores"]).drop_null()).to_pylist()
-        if widths not in ([], [group]):
-            raise TrainingError(f"triplets carry {widths} scores for {group} documents: re-run collect")
-        values = pc.fill_null(pc.list_flatten(triplets["scores"]), np.nan)
-        out[scored] = values.to_numpy().reshape(-1, group)
-        out[np.isnan(out).any(axis=1)] = np.nan
+        lengths, documents = _lengths(triplets["scores"]), 1 + _lengths(triplets["negatives"])
+        wrong = np.flatnonzero(np.asarray(pc.is_valid(triplets["scores"])) & (lengths != documents))
+        if len(wrong):
+            raise TrainingError(
+                f"a triplet carries {lengths[wrong[0]]} scores for {documents[wrong[0]]} documents: re-run "
+                "collect"
+            )
+        places = _places(lengths)
+        out[places] = pc.fill_null(pc.list_flatten(triplets["scores"]), np.nan).to_numpy()
+        out[np.unique(places[0][np.isnan(out[places])])] = np.nan
     return pa.FixedSizeListArray.from_arrays(pa.array(out.reshape(-1)), group)
 
 

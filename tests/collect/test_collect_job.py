@@ -23,7 +23,7 @@ from scalingnote.collect.config import (
 from scalingnote.collect.job import run
 from scalingnote.collect.triplets import click_evidence, hash_fraction, one_hop_triplets, ranking_evidence
 from scalingnote.config import Config, Resources
-from scalingnote.datasets.splits import held_out_documents, queries
+from scalingnote.datasets.splits import find_held_out, held_out_documents, queries
 from scalingnote.errors import ArtifactError, ConfigError, DataError
 from scalingnote.planner import job as planner_job
 from scalingnote.planner.config import Statistics
@@ -150,6 +150,28 @@ def test_documents_without_a_group_stand_alone(tmp_path):
     assert held_out("by-time", hold_out_documents=False) == []
 
 
+def test_documents_with_the_text_of_a_test_document_are_held_out_and_counted(tmp_path):
+    rows = [
+        ("d0", "Straße  one", "", "Holds\na text", None),
+        ("d1", "strasse one", "topic", "holds a TEXT", None),  # the same text under another id
+        ("d2", "Straße one", "", "holds another text", None),
+        ("d3", "", "", "", None),
+        ("d4", "", "", "judged", None),
+        ("d5", "", "", "judged", None),  # of a document that answers no test query
+        ("d6", "", "", "Straße one holds a text", "g"),  # joined alike
+        ("d7", "", "", "other", "g"),  # of the group of a document that is held out by its text alone
+    ]
+    draft = Draft(str(tmp_path / "dataset"), kind="dataset", config=Config(), parents={})
+    for part in range(2):
+        draft.write_table(f"documents/part-{part:05d}.parquet", table(DOCUMENTS, rows[part::2]))
+    draft.write_table("queries.parquet", table(QUERIES, [("q", "x", "test"), ("r", "y", "train")]))
+    judged = [("q", "d0", 1), ("q", "d3", 1), ("q", "d4", 0), ("r", "d5", 1)]
+    draft.write_table("qrels.parquet", table(QRELS, judged))
+    found = find_held_out(draft.commit(counts={}))
+    assert sorted(found.documents.to_pylist()) == ["d0", "d1", "d3", "d6"]
+    assert found.equal_texts == 2
+
+
 def test_one_hop(dataset, one_hop):
     artifact = one_hop
     assert artifact.manifest.info["simulated_clicks"] is True
@@ -178,6 +200,7 @@ def test_one_hop(dataset, one_hop):
     assert counts["pairs"] == len({(row["query_id"], row["positive"]) for row in rows})
     assert counts["documents"] == len({doc for row in rows for doc in (row["positive"], *row["negatives"])})
     assert 2 <= counts["ignored_rows"] + counts["held_out_rows"] < 60
+    assert (counts["held_out_documents"], counts["held_out_by_text"]) == (len(TEST_DOCUMENTS), 0)
     for name in artifact.names("triplets/"):
         keys = [(r["query_id"], r["source"], r["positive"]) for r in artifact.table(name).to_pylist()]
         assert keys == sorted(keys)
@@ -196,7 +219,7 @@ def check(row, clicked):
     assert row["query_id"] not in TEST_QUERIES
     seen = {row["positive"], *row["negatives"]}
     assert not seen & TEST_DOCUMENTS
-    assert len(row["negatives"]) == 1
+    assert len(row["negatives"]) <= 1
     assert row["positive"] not in row["negatives"]
     assert not clicked[row["query_id"]] & set(row["negatives"])
     assert row["weight"] == 1.0
@@ -435,12 +458,13 @@ def test_assemble_counts_what_lacks_negatives_and_what_nobody_asked():
         click_evidence(log, min_dwell_s=5.0), pa.array(["q", "r"]), config=config
     )
     assert triplets.to_pylist() == [
-        {"row": 0, "positive": "a", "negatives": ["b"], "source": "click", "scores": None}
+        {"row": 0, "positive": "a", "negatives": ["b"], "source": "click", "scores": None},
+        {"row": 1, "positive": "c", "negatives": [], "source": "click", "scores": None},
     ]
     assert [tuple(row.values()) for row in known.to_pylist()] == [
         (0, "a", True), (0, "d", True), (0, "b", False), (1, "c", True),
     ]  # fmt: skip
-    assert counts == {"ignored_rows": 1, "without_negatives": 1}
+    assert counts == {"ignored_rows": 1, "short_of_negatives": 1}
 
 
 def test_rankings_without_a_score_say_nothing():

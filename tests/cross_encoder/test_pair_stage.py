@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -110,7 +111,7 @@ def test_parts_add_up_and_a_teacher_is_heard(tmp_path: Path, temperature: float 
     losses = CrossEncoderLosses(one_hot=0.5, teacher=2.0, reconstruction=0.25)
     module, batch = stage(store, losses, temperature), batches(store)(0)
     given = torch.randn(8, 2, generator=torch.Generator().manual_seed(0))
-    loss, parts = module(PairBatch(batch.pairs, batch.weights, batch.answers, given))
+    loss, parts = module(PairBatch(batch.pairs, batch.weights, batch.answers, batch.present, given))
     expected = 0.5 * parts["one_hot"] + 2.0 * parts["teacher"] + 0.25 * parts["reconstruction"]
     torch.testing.assert_close(loss.detach(), expected)
     query, document = module.model.proxies(batch.pairs)
@@ -123,6 +124,36 @@ def test_parts_add_up_and_a_teacher_is_heard(tmp_path: Path, temperature: float 
     target = given.log_softmax(1)
     divergence = (target.exp() * (target - logits.log_softmax(1))).sum(1).mean()
     torch.testing.assert_close(parts["teacher"], divergence, rtol=1e-4, atol=1e-6)
+
+
+def test_a_row_without_a_hard_negative_costs_what_its_own_pairs_cost(tmp_path: Path):
+    store, *_ = made(tmp_path)
+    module, batch = stage(store, CrossEncoderLosses(teacher=2.0, reconstruction=0.25)), batches(store)(0)
+    draw = torch.Generator().manual_seed(0)
+    pairs, given = torch.randn(40, 1, 17, generator=draw), torch.randn(8, 2, generator=draw)
+    present = batch.present.clone()
+    assert present.all()
+    present[[1, 4], 1] = False
+    short = replace(batch, present=present, scores=given.masked_fill(~present[:, :2], torch.nan))
+    expected = dict.fromkeys(("one_hot", "teacher", "reconstruction"), 0.0)
+    for i in range(8):
+        rows = {column: pairs[column * 8 + i, 0].double() for column in range(5) if present[i, column]}
+        logits = {c: float(row[:8] @ row[8:16]) / 8**0.5 for c, row in rows.items()}
+        allowed = [math.exp(logit) for c, logit in logits.items() if not batch.answers[i, c]]
+        weight = batch.weights[i].item()
+        expected["one_hot"] -= weight * (logits[0] - math.log(sum(allowed))) / 8
+        own = [c for c in (0, 1) if c in rows]
+        target, mine = (
+            torch.tensor([side[c] for c in own], dtype=torch.float64).log_softmax(0)
+            for side in (given[i].tolist(), logits)
+        )
+        expected["teacher"] += weight * float((target.exp() * (target - mine)).sum()) / 8
+        expected["reconstruction"] += sum(float(row[16]) for row in rows.values()) / len(rows) / 8
+    for stand_in in (0.0, 50.0):
+        pairs[[9, 12]] = stand_in
+        _, parts = module.loss({"pair": pairs}, short)
+        for name, value in expected.items():
+            assert parts[name].item() == pytest.approx(value, rel=1e-4), name
 
 
 def test_two_ranks_learn_what_one_process_with_all_rows_would(tmp_path: Path):

@@ -84,14 +84,34 @@ def teacher(uri: str, triplets: Artifact, *, generated: int = 0, scores: bool = 
     return draft.commit(counts={})
 
 
+def shortened(uri: str, whole: Artifact) -> Artifact:
+    """The same triplets, of which every third has no negative."""
+    draft = Draft(uri, kind="triplets", config=tiny.Nothing(), parents={})
+    for part in whole.table_parts("triplets"):
+        rows = [
+            row | {"negatives": [] if i % 3 == 1 else row["negatives"], "scores": None}
+            for i, row in enumerate(whole.table(part).to_pylist())
+        ]
+        draft.write_table(part, pa.Table.from_pylist(rows, schema=schema.TRIPLETS))
+    return draft.commit(counts=whole.counts)
+
+
 class Made:
     """A prepared store and what it was made from."""
 
     def __init__(
-        self, folder: Path, *, symmetric: bool = False, left_out: str | None = None, **kwargs
+        self,
+        folder: Path,
+        *,
+        symmetric: bool = False,
+        left_out: str | None = None,
+        short: bool = False,
+        **kwargs,
     ) -> None:
         self.dataset = tiny.dataset(str(folder / "dataset"), count=COUNT, rows_per_part=10)
         self.triplets = tiny.triplets(str(folder / "triplets"), self.dataset)
+        if short:
+            self.triplets = shortened(str(folder / "short"), self.triplets)
         self.teacher = teacher(str(folder / "teacher"), self.triplets, **kwargs)
         found = embeddings(str(folder / "embeddings"), self.dataset, left_out=left_out)
         more = (self.dataset, document_student().prompt) if symmetric else ()
@@ -144,12 +164,26 @@ def test_generated_queries_have_no_documents_and_leave_the_mean_over_triplets_al
     lesson = made.batches(batch=len(made.rows) + 5)(0)
     found = lesson.candidates
     alone = lesson.teacher[:, 0] >= len(made.triplets.table("triplets"))
-    assert (found.present == ~alone).all()
+    assert (found.present[:, 0] == ~alone).all()
     assert alone.sum() == 5
     assert (found.weights[alone] == 0).all()
     assert found.weights.mean().item() == pytest.approx(1)
     assert (lesson.weights == 1).all()
     assert (found.document_ids[alone] == -1).all()
+
+
+def test_rows_short_of_negatives_are_lessons_too(tmp_path: Path):
+    made = Made(tmp_path, short=True)
+    assert made.sizes == {"triplets": len(made.rows)}
+    lesson = made.batches(batch=len(made.rows))(0)
+    found, ids = lesson.candidates, {}
+    for i, row in enumerate(made.triplets.table("triplets").to_pylist()):
+        ids[i] = [number(doc) for doc in (row["positive"], *row["negatives"])]
+    assert {len(own) for own in ids.values()} == {1, 2}
+    documents = found.embeddings[found.index][..., 0].long()
+    for query, own, there in zip(lesson.teacher[:, 0].long().tolist(), documents, found.present, strict=True):
+        assert own[there].tolist() == ids[query]
+    assert (found.weights == lesson.weights).all()  # all of them have a positive
 
 
 def test_a_student_for_documents_reads_them_in_the_order_of_their_embeddings(tmp_path: Path):

@@ -21,7 +21,8 @@ ROWS, DIM, TAU = 6, 8, 0.2
 ALL = DistillLosses(
     qkd=0.5, query_matching=0.7, document_matching=0.3, one_hot=1.1, scores=0.9, temperature=TAU
 )
-POSITIVE, NEGATIVE = [0, 1, 2, 0, -1, 5], [6, 7, 2, 8, -1, 1]  # 0 answers two queries, 2 is its own negative
+# 0 answers two queries, 2 is its own negative, and the fourth row has no negative.
+POSITIVE, NEGATIVE = [0, 1, 2, 0, -1, 5], [6, 7, 2, -1, -1, 1]
 QUERY_IDS = [10, 11, 12, 13, 14, 10]
 KNOWN = [[0, 1], [1, -1], [2, -1], [0, -1], [-1, -1], [5, -1]]
 WEIGHTS = [1.0, 2.0, 1.0, 0.5, 1.0, 1.0]
@@ -52,10 +53,9 @@ def lesson(made: StageTwo, rows: Sequence[int], *, scores: bool = False) -> Less
         chosen = [texts[i] for i in distinct.tolist()]
         columns = ([row[name] for row in chosen] for name in ("title", "topic", "content"))
         read = batch.collate(made.document.prompt.rows(*columns), pad=0)
-    present = ids[:, 0] >= 0
     weights = torch.tensor([WEIGHTS[i] for i in rows])
     given = torch.randn(ROWS, 2, generator=draw)
-    given[4], given[1] = torch.nan, torch.nan
+    given[4], given[1], given[3, 1] = torch.nan, torch.nan, torch.nan
     return Lesson(
         queries=batch.collate(made.student.prompt.rows([texts[i]["content"][:20] for i in rows]), pad=0),
         teacher=teacher[list(rows)],
@@ -63,8 +63,7 @@ def lesson(made: StageTwo, rows: Sequence[int], *, scores: bool = False) -> Less
         candidates=LessonCandidates(
             embeddings=documents[distinct],
             index=index,
-            present=present,
-            weights=weights * present * ROWS / 5,
+            weights=weights * (ids[:, 0] >= 0) * ROWS / 5,
             query_ids=torch.tensor([QUERY_IDS[i] for i in rows]),
             document_ids=ids,
             known=torch.tensor([KNOWN[i] for i in rows]),
@@ -86,11 +85,12 @@ def slow(queries: Tensor, documents: Tensor, given: Lesson) -> Found:
     for i in range(len(queries)):
         query, teacher = (F.normalize(side[i].double(), dim=0) for side in (queries, given.teacher))
         parts["query_matching"] += given.weights[i] * (teacher - query).norm()
-        if not found.present[i]:
+        own_places = [k for k in range(2) if found.document_ids[i, k] >= 0]
+        if not own_places:
             continue
         weight = found.weights[i].double()
         gaps = (inherited[i] - own[i]).norm(dim=-1)
-        parts["document_matching"] += weight * gaps.mean()
+        parts["document_matching"] += weight * gaps[own_places].mean()
         answers = {int(found.document_ids[i, 0]), *found.known[i].tolist()}
         scores, allowed = {}, []
         for j, k in pool:
@@ -102,11 +102,9 @@ def slow(queries: Tensor, documents: Tensor, given: Lesson) -> Found:
         if found.scores is None:
             target = torch.stack([teacher @ inherited[j, k] / TAU for j, k in pool])
             student = torch.stack([scores[place] for place in pool])
-        elif found.scores[i].isfinite().all():
-            target, student = (
-                found.scores[i].double(),
-                torch.stack([query @ own[i, k] / TAU for k in range(2)]),
-            )
+        elif found.scores[i, own_places].isfinite().all():
+            target = found.scores[i, own_places].double()
+            student = torch.stack([query @ own[i, k] / TAU for k in own_places])
         else:
             continue
         parts["scores"] -= weight * (target.softmax(0) * student.log_softmax(0)).sum()

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from scalingnote.errors import DataError
 from scalingnote.evaluate import measures
@@ -43,7 +44,7 @@ def report(
 def test_methods_of_several_reports_are_tested_against_the_baseline_of_the_first(tmp_path: Path):
     first = {"dual": values(0.9, "R@10", "nDCG@10"), "bm25": values(0.6, "R@10", "nDCG@10")}
     second = {"small": values(0.2, "R@10"), "dual": values(0.85, "R@10")}
-    merged = merge_artifacts([report(f"{tmp_path}/a", first), report(f"{tmp_path}/b", second)])
+    merged = merge_artifacts([[report(f"{tmp_path}/a", first)], [report(f"{tmp_path}/b", second)]])
     told = merged["significance"]
     assert (told["baseline"], told["alpha"]) == ("dual", 0.01)
     # Holm's correction is over all methods of both reports; what only some have is not compared.
@@ -55,27 +56,73 @@ def test_methods_of_several_reports_are_tested_against_the_baseline_of_the_first
     for name, row in expected.items():
         assert told["differences"][name].keys() == {"R@10"}
         assert told["differences"][name]["R@10"]["p_holm"] == pytest.approx(row["R@10"].p_holm)
-    marked = next(line for line in comparison_table(merged).splitlines() if "small" in line)
-    assert "▼" in marked
+    lines = [line for line in comparison_table(merged).splitlines() if "small" in line]
+    assert "▼" in lines[0]
+    difference = told["differences"]["small"]["R@10"]
+    assert difference["p_holm"] < 0.001
+    assert f"{difference['difference']:+.3f} (p < 0.001)" in lines[1]
+
+
+def test_seeds_of_a_method_are_pooled_query_by_query(tmp_path: Path):
+    rng = np.random.default_rng(0)
+    seeds = [{"dual": {"R@10": rng.random(60)}, "bm25": {"R@10": np.arange(60) / 60}} for _ in range(3)]
+    other = [{"small": {"R@10": rng.random(60) - 0.2}} for _ in range(3)]
+    groups = [
+        [report(f"{tmp_path}/{name}{n}", methods) for n, methods in enumerate(found)]
+        for name, found in (("a", seeds), ("b", other))
+    ]
+    merged = merge_artifacts(groups)
+    pooled = {
+        "dual": np.mean([one["dual"]["R@10"] for one in seeds], axis=0),
+        "bm25": np.arange(60) / 60,
+        "small": np.mean([one["small"]["R@10"] for one in other], axis=0),
+    }
+    assert merged["seeds"] == 3
+    for name, row in pooled.items():
+        assert merged["methods"][name]["R@10"] == pytest.approx(row.mean())
+    means = [one["dual"]["R@10"].mean() for one in seeds]
+    assert merged["spread"]["dual"]["R@10"] == pytest.approx(np.std(means, ddof=1))
+    assert merged["spread"]["bm25"]["R@10"] == pytest.approx(0, abs=1e-12)
+    for name in ("bm25", "small"):
+        found = merged["significance"]["differences"][name]["R@10"]
+        assert found["p"] == pytest.approx(stats.ttest_rel(pooled[name], pooled["dual"]).pvalue)
+    by_hand = sorted(merged["significance"]["differences"][name]["R@10"]["p"] for name in ("bm25", "small"))
+    corrected = sorted(
+        merged["significance"]["differences"][name]["R@10"]["p_holm"] for name in ("bm25", "small")
+    )
+    smallest = min(2 * by_hand[0], 1)
+    assert corrected == pytest.approx([smallest, max(smallest, by_hand[1])])
+    text = comparison_table(merged)
+    assert f"± {merged['spread']['dual']['R@10']:.3f}" in text
+    assert "Means over 3 trainings with different seeds" in text
+    assert set(merged["index"]) == {"dual", "small"}
+
+
+def test_seeds_with_other_rows_are_no_seeds(tmp_path: Path):
+    one, other = {"dual": values(0.9, "R@10")}, {"small": values(0.2, "R@10")}
+    with pytest.raises(DataError, match="different rows of 'dual'"):
+        merge_artifacts([[report(f"{tmp_path}/a", one), report(f"{tmp_path}/b", other)]])
 
 
 def test_an_index_that_finds_the_same_keeps_its_row(tmp_path: Path):
     same, smaller = {"dual": values(0.9, "R@10")}, INDEX | {"bytes_per_vector": 10.0}
-    merged = merge_artifacts([report(f"{tmp_path}/a", same), report(f"{tmp_path}/b", same, index=smaller)])
+    merged = merge_artifacts(
+        [[report(f"{tmp_path}/a", same)], [report(f"{tmp_path}/b", same, index=smaller)]]
+    )
     assert [*merged["methods"]] == ["dual"]
     assert merged["index"] == {"dual": INDEX, "dual #2": smaller}
 
 
 def test_one_report_keeps_what_it_says(tmp_path: Path):
     one = report(f"{tmp_path}/a", {"dual": values(0.9, "R@10"), "bm25": values(0.6, "R@10")})
-    assert merge_artifacts([one])["significance"] == one.read_json("report.json")["significance"]
+    assert merge_artifacts([[one]])["significance"] == one.read_json("report.json")["significance"]
 
 
 def test_other_queries_are_no_comparison(tmp_path: Path):
     one = {"dual": values(0.9, "R@10")}
     reports = [
-        report(f"{tmp_path}/a", one),
-        report(f"{tmp_path}/b", one, queries=[f"other{number}" for number in range(60)]),
+        [report(f"{tmp_path}/a", one)],
+        [report(f"{tmp_path}/b", one, queries=[f"other{number}" for number in range(60)])],
     ]
     with pytest.raises(DataError, match="different test queries"):
         merge_artifacts(reports)

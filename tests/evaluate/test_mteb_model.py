@@ -19,8 +19,10 @@ from scalingnote.errors import ConfigError, DataError
 from scalingnote.evaluate import mteb_model
 from scalingnote.evaluate.measures import measure
 from scalingnote.evaluate.mteb_model import MtebModel, MtebSearch
-from scalingnote.models import backbone, lookup, published_tower, tower
-from scalingnote.models.config import LookupConfig
+from scalingnote.evaluate.mteb_prompts import Prompts, prompt_name
+from scalingnote.models import backbone, lookup, published_tower, token_wise, tower
+from scalingnote.models.batch import collate
+from scalingnote.models.config import LookupConfig, TokenWiseConfig
 from scalingnote.models.publish import write_router
 from scalingnote.storage import arrow
 
@@ -98,6 +100,88 @@ def test_mtebs_search_finds_what_exact_search_finds(model, folders):
     for row, query in zip(expected(folders), QUERIES, strict=True):
         best = np.argsort(-row)[:3]
         assert found[query["id"]] == pytest.approx({CORPUS[i]["id"]: row[i] for i in best.tolist()}, abs=1e-5)
+
+
+@dataclass
+class Task:
+    """What is read of mteb's TaskMetadata."""
+
+    name: str = "SciFact"
+    type: str = "Retrieval"
+    prompt: object = None
+
+
+def test_prompts_are_found_by_mtebs_names_and_in_its_order():
+    names = ["SciFact-query", "SciFact", "Retrieval-query", "Retrieval", "query"]
+    for first, name in enumerate(names):
+        assert prompt_name(names[first:], Task(), "query") == name
+    assert prompt_name(names[:1], Task(), "document") is None
+    assert prompt_name(["document"], Task(), "document") == "document"
+    assert prompt_name(["STS"], Task(type="STS"), None) == "STS"
+    assert prompt_name(names, None, "query") == "query"
+    resolve = pytest.importorskip("mteb.models.abs_encoder").get_prompt_name
+    kinds = pytest.importorskip("mteb.types").PromptType
+    for first in range(len(names) + 1):
+        own = dict.fromkeys(names[first:], "text")
+        for role in (*kinds, None):
+            value = None if role is None else role.value
+            assert prompt_name(own, Task(), value) == resolve(own, Task(), role)
+
+
+def test_a_template_puts_mtebs_own_instruction_before_queries():
+    prompts = Prompts({"Quora": "same: "}, "Instruct: {instruction}\nQuery: ")
+    task = Task(prompt={"query": "Find {it}", "document": "not read"})
+    assert prompts.prefix(task, "query") == "Instruct: Find {it}\nQuery: "
+    assert prompts.prefix(Task(prompt="Find"), None) == "Instruct: Find\nQuery: "
+    assert prompts.prefix(task, "document") is None
+    assert prompts.prefix(Task(), "query") is None
+    assert prompts.prefix(Task(name="Quora", prompt="Find"), "query") == "same: "
+
+
+def test_towers_read_the_prompt_of_a_task(tmp_path):
+    folder = published.folder(tmp_path, prompts=published.PROMPTS, max_length=40)
+    settings = json.loads((folder / "config_sentence_transformers.json").read_text())
+    settings["prompts"] |= {"SciFact": "claim: ", "Retrieval-document": "passage: "}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    library = SentenceTransformer(str(folder), device="cpu")
+    texts = [row["text"] for row in QUERIES]
+
+    def cosines(model: MtebModel, task: Task, role: str, prompt: str) -> np.ndarray:
+        found = model.encode([{"text": texts}], task_metadata=task, prompt_type=role)
+        return (found * library.encode(texts, prompt=prompt, normalize_embeddings=True)).sum(1)
+
+    named = MtebModel.load(folder)
+    for task, role, prompt in (
+        (Task(), "query", "claim: "),
+        (Task(name="other"), "query", "find: "),
+        (Task(name="other"), "document", "passage: "),
+        (Task(name="other", type="STS"), "document", "text: "),
+    ):
+        np.testing.assert_allclose(cosines(named, task, role, prompt), 1, atol=1e-5)
+    assert named.mteb_model_meta.use_instructions
+    given = MtebModel.load(folder, prompts={"query": "ask "}, template="Do {instruction}: ")
+    np.testing.assert_allclose(cosines(given, Task(prompt="it"), "query", "ask "), 1, atol=1e-5)
+    given = MtebModel.load(folder, prompts={}, template="Do {instruction}: ")
+    np.testing.assert_allclose(cosines(given, Task(prompt="it"), "query", "Do it: "), 1, atol=1e-5)
+    with pytest.raises(ConfigError, match="put it where mteb"):
+        MtebModel.load(folder, template="Query: ")
+
+
+def test_a_token_wise_tower_has_a_table_for_each_task_and_tables_read_no_prompt(folders, tmp_path):
+    learnt = backbone.train_tokenizer([" ".join(row.values()) for row in ROWS], vocabulary=400)
+    config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, tasks={"SciFact": "Given a claim: "})
+    made = token_wise.build(config, dim=DIM, tokenizer_json=learnt, seed=0)
+    made.save(tmp_path / "query")
+    model = MtebModel.load(tmp_path / "query", folders["document"])
+    texts = [row["text"] for row in QUERIES]
+    for task, instruction in ((Task(), "Given a claim: "), (Task(name="other"), config.instruction)):
+        expected = made.lookup(instruction)
+        rows = expected(collate(expected.prompt.rows(texts), pad=0))[:, 0]
+        found = model.encode([{"text": texts}], task_metadata=task, prompt_type="query")
+        np.testing.assert_allclose(found, arrow.l2_normalize(rows.detach().numpy()), atol=2e-3)
+    assert model.mteb_model_meta.use_instructions
+    with pytest.raises(ConfigError, match="which reads no prompt"):
+        MtebModel.load(tmp_path / "query", folders["document"], template="Do {instruction}: ")
 
 
 @pytest.fixture(scope="module")

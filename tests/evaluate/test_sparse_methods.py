@@ -78,13 +78,28 @@ def test_the_report_has_sparse_and_hybrid_methods_and_a_student_only_the_latter(
         "light",
         "light (sparse)",
         "light (hybrid)",
+        "light (raw hybrid)",
         "cheap",
         "cheap (hybrid)",
+        "cheap (raw hybrid)",
         "cheap (index)",
     }
     assert list(runs) == retrieval_methods.Methods(CONFIG, parents).names
     without = {kind: artifact for kind, artifact in parents.items() if kind != "student"}
-    assert set(retrieved(without)) == {"light", "light (sparse)", "light (hybrid)", "light (index)"}
+    alone = {"light", "light (sparse)", "light (hybrid)", "light (index)"}
+    assert set(retrieved(without)) == alone | {"light (raw hybrid)"}
+    assert set(retrieved(without, raw=False)) == alone
+
+
+@pytest.mark.parametrize("kind", ["interpolation", "reciprocal_rank"])
+def test_a_raw_hybrid_adds_the_scores_as_they_are(parents: dict[str, Artifact], kind: str):
+    runs = retrieved(parents, kind=kind, dense_weight=0.9)
+    for query_id, found in runs["light (raw hybrid)"].items():
+        dense, sparse = (dict(runs[name][query_id]) for name in ("light", "light (sparse)"))
+        sums = {doc: score + sparse.get(doc, 0.0) for doc, score in dense.items()}
+        assert len(sums) == len(found) == tiny.DOCUMENTS
+        np.testing.assert_allclose([2 * score for _, score in found], sorted(sums.values())[::-1], atol=1e-5)
+        np.testing.assert_allclose([sums[doc] for doc, _ in found], sorted(sums.values())[::-1], atol=1e-5)
 
 
 @pytest.mark.parametrize(("weight", "same"), [(1.0, "light"), (0.0, "light (sparse)")])

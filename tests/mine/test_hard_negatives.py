@@ -34,15 +34,20 @@ def test_what_scores_nearly_as_well_as_the_positive_is_no_negative():
     assert candidates(RANKING, known={"a"}, positive_score=-0.1, config=config) == ["b", "c", "d", "e"]
 
 
-def test_rows_that_find_too_few_keep_their_own_or_are_counted_as_lost():
-    table = triplets(("q", "a", ["z"]), ("r", "a", ["z"]), ("s", "a", []))
-    config = MineConfig(first_rank=2, last_rank=2, max_score_ratio=None)
-    rankings = {"q": RANKING}
+def test_rows_that_find_too_few_keep_their_own_and_none_is_lost():
+    table = triplets(
+        ("q", "a", ["y", "z"]), ("r", "a", ["y", "z"]), ("s", "a", []),
+        ("t", "a", ["b"]), ("u", "a", ["z"]), ("v", "a", []), ("w", "a", ["y", "z"]),
+    )  # fmt: skip
+    config = MineConfig(first_rank=2, last_rank=3, num_negatives=2, max_score_ratio=None)
+    rankings = {"q": RANKING} | dict.fromkeys("tuvw", RANKING[:2])  # b alone is left of the window
     fresh, counts = refresh(
-        table, rankings, known=positives_by_query(table), positive_scores=[None] * 3, config=config
+        table, rankings, known=positives_by_query(table), positive_scores=[None] * 7, config=config
     )
-    assert [(r["query_id"], r["negatives"]) for r in fresh.to_pylist()] == [("q", ["b"]), ("r", ["z"])]
-    assert counts == {"mined": 1, "kept": 1, "lost": 1}
+    found = {row["query_id"]: row["negatives"] for row in fresh.to_pylist()}
+    assert sorted(found.pop("q")) == ["b", "c"]
+    assert found == {"r": ["y", "z"], "s": [], "t": ["b"], "u": ["b", "z"], "v": ["b"], "w": ["y", "z"]}
+    assert counts == {"mined": 1, "kept": 3, "mixed": 3, "short": 3}
 
 
 def test_a_query_gets_no_more_distinct_negatives_than_asked():

@@ -46,15 +46,11 @@ def test_a_causal_tower_pools_just_before_them_and_is_not_fed_the_last(tokenizer
 
 def test_the_prompt_reads_as_the_paper_prints_it(tokenizer: Tokenizer):
     row = one(prompt(tokenizer, causal=True), "T", "P", "C")
-    text = tokenizer.decode(row.ids, skip_special_tokens=False)
-    assert (
-        text
-        == PAPER_PROMPT.replace("{{", "{")
-        .replace("}}", "}")
-        .replace("{title}", "T")
-        .replace("{topic}", "P")
-        .replace("{content}", "C")
-        .split("[EMB]")[0]
+    # Section 3.2, in two lines.
+    assert tokenizer.decode(row.ids, skip_special_tokens=False) == (
+        "Document: {'title': T}. Predict a query term: \"[TITLE_QUERY]\".\n"
+        "Document: {'topic': P, 'content': C}. Predict a query term: \"[CONTENT_QUERY]\", combine the "
+        'predicted query terms, and compress the above content into one word: "'
     )
 
 

@@ -269,6 +269,74 @@ def test_errors_name_the_knob(tmp_path: Path):
         TowerConfig(prefix="query: ")
 
 
+PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a decoder": ("qwen2", {}, "last"),
+    "a decoder of another family": ("gemma", {}, "last"),
+    "a decoder that reads both ways": ("qwen3", {"is_causal": False}, "mean"),
+    "an encoder": ("bert", {}, "mean"),
+    "an encoder with its own classifier's pooling": ("modernbert", {"classifier_pooling": "cls"}, "cls"),
+    "one that names the mean": ("modernbert", {"classifier_pooling": "mean"}, "mean"),
+}
+
+
+@pytest.mark.parametrize(("family", "flags", "expected"), PLAIN.values(), ids=PLAIN)
+def test_a_plain_transformer_is_pooled_as_its_kind_is(
+    tmp_path: Path, family: str, flags: dict[str, Any], expected: str
+):
+    path = families.folder(tmp_path / "plain", family)
+    settings = json.loads((path / "config.json").read_text()) | flags
+    (path / "config.json").write_text(json.dumps(settings))
+    assert published_model.read(path, "query").pooling == (expected,)
+    assert published_model.read(path, "query", pooling="max").pooling == ("max",)
+    found, named = (
+        ours(published_tower.build(config(path, **more), role="document", dim=None))
+        for more in ({}, {"pooling": expected})
+    )
+    np.testing.assert_array_equal(found, named)
+    # What a folder of sentence-transformers says of itself comes first.
+    said = folder(tmp_path / "said", family, pooling="max", **flags)
+    assert published_model.read(said, "query").pooling == ("max",)
+    assert published_model.read(said, "query", pooling="cls").pooling == ("cls",)
+
+
+def test_placeholders_in_an_embedding_model_are_a_choice_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    said: list[str] = []
+    monkeypatch.setattr(tower.log, "warning", lambda text, *values: said.append(text % values))
+    for path, knobs, expected in (
+        (folder(tmp_path / "said"), {}, 1),
+        (folder(tmp_path / "meant"), {"pooling": "placeholders"}, 0),
+        (families.folder(tmp_path / "plain", "bert"), {}, 0),
+    ):
+        made = TowerConfig(backbone=Pretrained(path=str(path)), max_length=24, **knobs)
+        tower.build(made, role="query", dim=16, tokenizer_json=None, seed=0)
+        assert len(said) == expected
+        said.clear()
+
+
+def test_a_folder_that_is_no_plain_transformer_needs_a_pooling(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="does not say how states are pooled: set pooling to one of cls"):
+        published_model.read(tmp_path / "empty", "query")
+
+
+@pytest.mark.parametrize("kind", ["mean", "mean without its prompt", "last token"])
+def test_another_prefix_shares_the_weights(tmp_path: Path, kind: str):
+    path = folder(tmp_path, **KINDS[kind])
+    made = published_tower.open_published(path, "query")
+    encoder = Encoder(made, precision="float32", token_budget=64)
+    before = encoder.encode_queries(QUERIES)
+    other = encoder.with_prefix("Instruct: find. ")
+    library = SentenceTransformer(str(path), device="cpu")
+    expected = library.encode(QUERIES, prompt="Instruct: find. ")
+    np.testing.assert_allclose(other.encode_queries(QUERIES), expected, atol=CLOSE)
+    np.testing.assert_array_equal(encoder.encode_queries(QUERIES), before)
+    assert other.tower.backbone is encoder.tower.backbone
+    with pytest.raises(ConfigError, match="alone takes"):
+        encoder.with_prefix("word " * 40)
+
+
 def test_a_passage_prompt_is_one_of_documents(tmp_path: Path):
     path = folder(tmp_path, prompts={"query": "q: ", "passage": "p: "})
     settings = path / "config_sentence_transformers.json"

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scalingnote.models.heads import SparseHead, project_then_max, strongest
+from scalingnote.models.sparse_head import SparseHead, project_then_max, strongest
 
 
 def naive(hidden: Tensor, places: Tensor, weight: Tensor) -> Tensor:

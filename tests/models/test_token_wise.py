@@ -1,6 +1,7 @@
 """Tokens read in blocks give what each gives alone; the table gives what the whole model gives."""
 
 import copy
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,19 +9,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 import families
 import tiny
 from scalingnote.encode.encoder import by_tokens
 from scalingnote.errors import ConfigError
-from scalingnote.models import backbone, dual_encoder, lookup
+from scalingnote.models import backbone, dual_encoder, token_wise, tower
 from scalingnote.models.batch import Batch, collate
-from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig
-from scalingnote.models.lookup import BLOCKS, TokenWise, block_mask
+from scalingnote.models.config import Lora, Pretrained, TokenWiseConfig, TowerConfig
+from scalingnote.models.lookup_table import Table
+from scalingnote.models.prompt import DocumentPrompt
+from scalingnote.models.token_wise import BLOCKS, TokenWise, block_mask
+from scalingnote.models.tower import Tower
+from scalingnote.train import tokens
 
 QUERIES = ["torch stack", "a", "arrays along a new axis, arrays", "words of a title " * 3]
 INSTRUCTION = "go: "  # with two more tokens it fits the windows of the families that have one
 TIGHT = {"atol": 2e-6, "rtol": 1e-5}
+LEARNT = backbone.train_tokenizer(["a few words"], vocabulary=400)
 
 
 @pytest.fixture(scope="module", params=families.CAUSAL)
@@ -30,14 +37,14 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 def build(path: Path, **knobs) -> TokenWise:
     config = TokenWiseConfig(backbone=Pretrained(path=str(path)), max_length=16, **knobs)
-    return lookup.build_token_wise(config, dim=16, tokenizer_json=None, seed=0).eval()
+    return token_wise.build(config, dim=16, tokenizer_json=None, seed=0).eval()
 
 
 @pytest.fixture(scope="module")
 def scratch() -> TokenWise:
     learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
     config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, storage="float32")
-    return lookup.build_token_wise(config, dim=8, tokenizer_json=learnt, seed=0).eval()
+    return token_wise.build(config, dim=8, tokenizer_json=learnt, seed=0).eval()
 
 
 def alone(made: TokenWise, token: int) -> torch.Tensor:
@@ -53,9 +60,9 @@ def batch_of(made: TokenWise, queries: list[str], *, packed: bool) -> Batch:
 @pytest.mark.parametrize("kind", ["auto", "sdpa", "eager"])
 def test_a_token_in_a_block_gives_what_it_gives_alone(checkpoint: Path, kind: str):
     made = build(checkpoint, attention=kind, instruction=INSTRUCTION)
-    tokens = torch.arange(60, 60 + BLOCKS + 5)  # more than a line
-    found = made.token_vectors(tokens)
-    for token, vector in zip(tokens.tolist(), found, strict=True):
+    ids = torch.arange(60, 60 + BLOCKS + 5)  # more than a line
+    found = made.token_vectors(ids)
+    for token, vector in zip(ids.tolist(), found, strict=True):
         torch.testing.assert_close(vector, alone(made, token), **TIGHT)
 
 
@@ -125,6 +132,88 @@ def test_the_saved_table_gives_what_the_whole_model_gives(scratch: TokenWise, tm
     torch.testing.assert_close(table(batch_of(table, QUERIES, packed=True)), whole, **TIGHT)
 
 
+def test_every_further_task_has_a_table_behind_its_own_instruction(tmp_path: Path):
+    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    tasks = {"SciFact": "Given a claim: ", "NFCorpus": "of medicine "}
+    config = TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16, storage="float32", tasks=tasks)
+    made = token_wise.build(config, dim=8, tokenizer_json=learnt, seed=0).eval()
+    made.save(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "tasks").iterdir()) == ["NFCorpus", "SciFact"]
+    found = {"own": Table.read(tmp_path)} | {name: Table.read(tmp_path / "tasks" / name) for name in tasks}
+    for name, text in {"own": config.instruction, **tasks}.items():
+        alone_with = config.model_copy(update={"instruction": text, "tasks": {}})
+        other = token_wise.build(alone_with, dim=8, tokenizer_json=learnt, seed=0).eval()
+        np.testing.assert_allclose(found[name].rows(), other.table(text), atol=1e-6)
+        assert found[name].made_from == other._digests(text)
+    assert np.abs(found["SciFact"].rows() - found["NFCorpus"].rows()).max() > 1e-3
+    with pytest.raises(ValidationError, match="should match pattern"):
+        TokenWiseConfig(tasks={"../up": "x"})
+    too_long = config.model_copy(update={"tasks": {"x": "long " * 40}})
+    with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
+        token_wise.build(too_long, dim=8, tokenizer_json=learnt, seed=0)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)])
+def test_documents_may_be_the_mean_of_their_tokens_too(checkpoint: Path, tmp_path: Path, lora: Lora | None):
+    config = families.tower_config(checkpoint, role="document", reads="tokens", lora=lora)
+    made = tower.build(config, role="document", dim=16, tokenizer_json=None, seed=0).eval()
+    rows = made.prompt.rows(*families.DOCUMENTS)
+    (title,) = made.prompt.rows(["torch stack"], [""], ["joins"])
+    assert title.ids == made.prompt.tokenizer.encode("torch stack joins", add_special_tokens=False).ids
+    assert max(len(row.ids) for row in rows) <= config.max_length
+    with torch.inference_mode():
+        found = made(collate(rows, pad=made.pad, packed=True))
+        torch.testing.assert_close(made(collate(rows, pad=made.pad)), found, **TIGHT)
+        for row, embedding in zip(rows, found[:, 0], strict=True):
+            if row.ids:
+                whole = torch.stack([alone(made, token) for token in row.ids]).mean(0)
+                torch.testing.assert_close(embedding, whole, atol=1e-5, rtol=1e-4)
+            else:
+                assert (embedding == 0).all()
+    for merge in (True, False):
+        made.save(tmp_path / str(merge), merge_adapters=merge)
+        again = Tower.load(tmp_path / str(merge))
+        facts = json.loads((tmp_path / str(merge) / "tower.json").read_text())
+        tokens_json = (tmp_path / str(merge) / "tokenizer.json").read_text()
+        assert DocumentPrompt.restore(facts, tokens_json).rows(*families.DOCUMENTS) == rows
+        with torch.inference_mode():
+            torch.testing.assert_close(again(collate(rows, pad=again.pad)), found, atol=1e-5, rtol=1e-4)
+    prompt = tokens.build_prompt(config, role="document", tokenizer_json=None)
+    assert prompt.rows(*families.DOCUMENTS) == rows
+
+
+def test_a_light_document_tower_learns_beside_a_light_query_tower():
+    learnt = backbone.train_tokenizer([row["content"] for row in tiny.document_rows()], vocabulary=400)
+    made = dual_encoder.build(
+        TokenWiseConfig(backbone=tiny.CAUSAL, max_length=16),
+        TowerConfig(backbone=tiny.CAUSAL, max_length=24, reads="tokens"),
+        dim=8,
+        tokenizers={"query": learnt, "document": learnt},
+        seed=0,
+        share_base=True,
+        share_backbone=True,
+    )
+    documents = made.document.prompt.rows(*families.DOCUMENTS)
+    query, document = made(
+        batch_of(made.query, QUERIES, packed=True), collate(documents, pad=made.document.pad, packed=True)
+    )
+    (query @ document[:, 0].T).logsumexp(1).sum().backward()
+    assert made.query.backbone is made.document.backbone
+    assert all(parameter.grad is not None for parameter in made.parameters())
+
+
+def test_tokens_alone_are_of_documents_without_terms():
+    config = TowerConfig(backbone=tiny.CAUSAL, reads="tokens")
+    for more in ({"role": "query"}, {"role": "document", "sparse": True}):
+        with pytest.raises(ConfigError, match="is of documents without term weights"):
+            tower.build(config, dim=8, tokenizer_json=LEARNT, seed=0, **more)
+    both_ways = TowerConfig(backbone=tiny.BIDIRECTIONAL, reads="tokens")
+    with pytest.raises(ConfigError, match="needs a causal backbone"):
+        tower.build(both_ways, role="document", dim=8, tokenizer_json=LEARNT, seed=0)
+    with pytest.raises(ValidationError, match="leave pooling at placeholders"):
+        TowerConfig(backbone=Pretrained(path="x"), reads="tokens", pooling="mean")
+
+
 @pytest.mark.parametrize(("storage", "error"), [("float16", 1e-3), ("int8", 2e-2)])
 def test_smaller_tables_are_close(scratch: TokenWise, tmp_path: Path, storage: str, error: float):
     scratch.lookup().save(tmp_path, storage=storage)
@@ -139,7 +228,8 @@ def test_a_table_names_what_it_was_made_from():
 
     def digests(seed: int = 0, **knobs) -> dict[str, str]:
         config = TokenWiseConfig(backbone=tiny.CAUSAL, **knobs)
-        return lookup.build_token_wise(config, dim=8, tokenizer_json=learnt, seed=seed)._digests()
+        made = token_wise.build(config, dim=8, tokenizer_json=learnt, seed=seed)
+        return made._digests(made.config.instruction)
 
     first = digests()
     assert digests() == first
@@ -172,10 +262,10 @@ def test_what_cannot_read_blocks_is_refused(tmp_path: Path):
     learnt = backbone.train_tokenizer(["a few words"], vocabulary=400)
     both_ways = TokenWiseConfig(backbone=tiny.BIDIRECTIONAL)
     with pytest.raises(ConfigError, match="needs a causal backbone"):
-        lookup.build_token_wise(both_ways, dim=8, tokenizer_json=learnt, seed=0)
+        token_wise.build(both_ways, dim=8, tokenizer_json=learnt, seed=0)
     too_long = TokenWiseConfig(backbone=tiny.CAUSAL, instruction="long " * 40)
     with pytest.raises(ConfigError, match="the backbone reads 64: shorten it"):
-        lookup.build_token_wise(too_long, dim=8, tokenizer_json=learnt, seed=0)
+        token_wise.build(too_long, dim=8, tokenizer_json=learnt, seed=0)
     folder = families.folder(tmp_path, "mistral")
     with pytest.raises(ConfigError, match="layers of the backbone see 8: shorten it"):
         build(folder, instruction="longer than a window")

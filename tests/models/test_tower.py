@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,12 @@ from transformers import AlbertConfig, AutoModel, DistilBertConfig, GPT2Config, 
 import families
 import tiny
 from scalingnote.errors import ArtifactError, ConfigError
-from scalingnote.models import backbone, tower
+from scalingnote.models import backbone, dual_encoder, tower
 from scalingnote.models.batch import collate
-from scalingnote.models.config import Pretrained, Scratch, TowerConfig
+from scalingnote.models.config import Pretrained, Scratch, TokenWiseConfig, TowerConfig
 from scalingnote.models.prompt import PLACEHOLDERS, Row
 from scalingnote.models.tower import Tower
+from scalingnote.train.config import Losses, TrainConfig
 
 DOCUMENTS = (["torch stack", "numpy"], ["torch function", ""], ["joins tensors along a new axis", "arrays"])
 
@@ -169,6 +171,50 @@ def test_placeholders_read_in_place_begin_as_the_first_token(tmp_path: Path, fam
     # Those that a checkpoint brings have been trained.
     fresh[-1] += 1.0
     torch.testing.assert_close(rows(tmp_path / "trained")[0], fresh, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "bert"])
+def test_states_as_wide_as_embeddings_start_as_they_are(tmp_path: Path, family: str):
+    folder = families.folder(tmp_path / "base", family)  # 32 wide
+
+    def start(role: str, dim: int, **more: Any) -> torch.Tensor:
+        config = families.tower_config(folder, role=role, **more)
+        made = tower.build(config, role=role, dim=dim, tokenizer_json=None, seed=3)
+        assert made.projection.weight.requires_grad == (more.get("projection") != "none")
+        return made.projection.weight.detach()
+
+    for role in ("query", "document"):
+        torch.testing.assert_close(start(role, 32), torch.eye(32))
+        torch.testing.assert_close(start(role, 32, projection="none"), torch.eye(32))
+        assert (start(role, 32, projection="random") - torch.eye(32)).abs().max() > 0.1
+        torch.testing.assert_close(start(role, 16), start(role, 16, projection="random"))
+        with pytest.raises(ConfigError, match=r"set train\.dim to 32, found 16"):
+            start(role, 16, projection="none")
+
+
+def test_a_projection_of_a_model_from_scratch_stays_random(tokenizer_json: str):
+    config = tiny.query_tower()
+    dim = config.backbone.hidden
+    made = tower.build(config, role="query", dim=dim, tokenizer_json=tokenizer_json, seed=0)
+    assert (made.projection.weight - torch.eye(dim)).abs().max() > 0.1
+
+
+def test_a_token_wise_tower_starts_its_projection_as_the_document_tower_does(tmp_path: Path):
+    folder = families.folder(tmp_path / "base", "qwen2")
+    document = families.tower_config(folder, role="document", projection="none")
+    config = TrainConfig(query=TokenWiseConfig(), document=document, dim=32, losses=Losses(matryoshka=(32,)))
+    made = dual_encoder.build(
+        config.query_tower,
+        document,
+        dim=32,
+        tokenizers={},
+        seed=0,
+        share_base=True,
+        share_backbone=config.shares_backbone,
+    )
+    for side in (made.query, made.document):
+        torch.testing.assert_close(side.projection.weight, torch.eye(32))
+        assert not side.projection.weight.requires_grad
 
 
 def test_what_cannot_be_loaded_says_so(tmp_path: Path):

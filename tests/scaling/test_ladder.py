@@ -1,4 +1,5 @@
 import json
+import math
 import re
 from pathlib import Path
 
@@ -27,7 +28,7 @@ BACKBONES = tuple(
     Scratch(layers=layers, hidden=hidden, heads=2, intermediate=32, vocabulary=400, max_positions=64)
     for layers, hidden in ((1, 16), (1, 32), (2, 32), (2, 48))
 )
-SIZES = LadderConfig(backbones=BACKBONES, pairs=(16, 24, 40, 64), draws=10)
+SIZES = LadderConfig(backbones=BACKBONES, pairs=(16, 24, 40, 64), seeds=(0,), draws=10)
 STAGE_ONE = validate(
     TrainConfig,
     {"global_batch": 8, "dim": 16, "losses": {"matryoshka": [16]}, "resources": {"workers": 0}}
@@ -146,7 +147,8 @@ def test_the_laws_of_a_ladder_become_an_artifact(trained: list[Artifact], tmp_pa
     text = Path(made.file("report.md")).read_text()
     assert "L(N, D)" in text
     assert told["laws"]["joint"]["degrees_of_freedom"] == 4
-    assert "9 runs, R² = " in text
+    assert "9 runs of 9 sizes, R² = " in text
+    assert told["laws"]["joint"]["seed_scatter"] is None
     assert " with 4 degrees of freedom" in text
     assert "models not run" not in text
     assert "more sizes" in text
@@ -168,6 +170,32 @@ def planted(models: tuple[float, ...]) -> pa.Table:
             for d in (1e3, 1e4, 1e5, 1e6)
         ]
     )
+
+
+def test_seeds_of_a_size_are_runs_of_their_own_and_one_row_of_the_page():
+    assert LadderConfig().seeds == (0, 1, 2)
+    made = ladder.rung_configs(SIZES.model_copy(update={"seeds": (0, 1, 2)}), STAGE_ONE, rows=75)
+    assert len({(str(one.document.backbone), one.epochs, one.seed) for one in made}) == 48
+    rows = [
+        row | {"seed": seed, "contrastive_entropy": row["contrastive_entropy"] * math.exp(error)}
+        for row in planted((1e6, 1e7, 1e8)).to_pylist()
+        for seed, error in enumerate((-0.01, 0.0, 0.01))
+    ]
+    table = ladder.rung_table(rows)
+    fits = ladder.fit_laws(table, config=SIZES)
+    told = ladder.law_report(table, fits, config=SIZES)
+    joint = told["laws"]["joint"]
+    assert (joint["runs"], joint["sizes"], joint["degrees_of_freedom"]) == (36, 12, 31)
+    # Within each of 12 sizes: squares of 0.01, 0 and 0.01 over 24 degrees of freedom.
+    assert joint["seed_scatter"] == pytest.approx(0.01)
+    assert joint["scatter"] == pytest.approx(0.01, rel=0.2)
+    (line,) = [
+        line for line in ladder.markdown(table, told).splitlines() if line.startswith("| 1,000,000 | 1,000 ")
+    ]
+    value = float(PLANTED(1e6, 1e3))
+    cells = [cell.strip() for cell in line.split("|")[3:6]]
+    entropies = [value * math.exp(error) for error in (-0.01, 0.0, 0.01)]
+    assert cells == [f"{np.mean(entropies):.4f}", f"{np.std(entropies, ddof=1):.4f}", "3"]
 
 
 def test_laws_are_fitted_to_the_rungs_that_each_is_about():

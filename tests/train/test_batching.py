@@ -304,24 +304,58 @@ def test_a_document_that_cannot_be_read_costs_its_triplets_only(
     hit = [row for row in rows() if "d005" in (row["positive"], *row["negatives"])]
     train = [row for row in rows() if row["split"] == "train"]
     assert hit
-    assert sum(prepared.sizes.values()) == len(train) - len([row for row in hit if row["split"] == "train"])
-    assert f"{len(hit)} triplets left out: they name one of 1 documents" in said[0]
+    lost = [row for row in hit if row["positive"] == "d005"]
+    assert sum(prepared.sizes.values()) == len(train) - len([row for row in lost if row["split"] == "train"])
+    assert f"{len(lost)} triplets left out: their positive is one of 1 documents" in said[0]
     assert "such as d005: title takes" in said[0]
+    assert Store.open(prepared.store).facts["short"] == len(hit) - len(lost)
 
 
 def test_what_does_not_fit_together_is_said(dataset: Artifact, tmp_path: Path):
     lost = triplets(str(tmp_path / "lost"), [row | {"positive": "d999"} for row in rows(20)])
     with pytest.raises(TrainingError, match="triplets name document 'd999', which the dataset lacks"):
         prepare(CONFIG, dataset=dataset, triplets=lost, folder=str(tmp_path / "a"))
-    found = rows(20)
-    found[3] = found[3] | {"negatives": ["d001"], "scores": None}
-    uneven = triplets(str(tmp_path / "uneven"), found)
-    with pytest.raises(TrainingError, match="unequal numbers of negatives"):
-        prepare(CONFIG, dataset=dataset, triplets=uneven, folder=str(tmp_path / "b"))
     short = [row | {"scores": [1.0]} for row in rows(20)]
     made = triplets(str(tmp_path / "short"), short)
-    with pytest.raises(TrainingError, match=r"carry \[1\] scores for 3 documents"):
+    with pytest.raises(TrainingError, match="carries 1 scores for 3 documents"):
         prepare(CONFIG, dataset=dataset, triplets=made, folder=str(tmp_path / "c"))
+
+
+def shortened() -> list[dict]:
+    """Triplets with two, one or no negatives; the rows of one part of the artifact have none."""
+    found = rows()
+    for i, row in enumerate(found):
+        kept = 0 if int(row["query_id"][1:]) % 3 == 1 else i % 3
+        scores = None if row["scores"] is None else row["scores"][: 1 + kept]
+        found[i] = row | {"negatives": row["negatives"][:kept], "scores": scores}
+    return found
+
+
+def test_rows_short_of_negatives_are_read_and_what_is_absent_is_marked(dataset: Artifact, tmp_path: Path):
+    found = shortened()
+    made = triplets(str(tmp_path / "triplets"), found)
+    prepared = prepare(CONFIG, dataset=dataset, triplets=made, folder=str(tmp_path / "store"))
+    train = [row for row in found if row["split"] == "train"]
+    assert sum(prepared.sizes.values()) == len(train)
+    facts = Store.facts_of(prepared.store)
+    assert facts["short"] == sum(len(row["negatives"]) < 2 for row in found)
+    lengths: Counter[tuple[int, int]] = Counter()
+    source = batches(prepared)
+    for step in range(len(train) // 8):
+        batch = source(step)
+        numbers, texts = batch.document_ids.view(3, -1).T, read(batch.documents)
+        for i, own in enumerate(numbers.tolist()):
+            documents = sum(number >= 0 for number in own)
+            assert own[documents:] == [-1] * (3 - documents)
+            for column in range(documents, 3):  # the positive stands in
+                assert texts[column * 8 + i] == texts[i]
+            scores = batch.scores[i].tolist()
+            scored = sum(not np.isnan(score) for score in scores)
+            assert scored in (0, documents)
+            lengths[documents, scored] += 1
+    stored = Counter((1 + len(r["negatives"]), len(r["scores"] or ())) for r in train)
+    assert lengths.total() == len(train) // 8 * 8
+    assert not lengths - stored
 
 
 def test_a_doc_id_that_comes_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

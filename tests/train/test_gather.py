@@ -41,11 +41,13 @@ def triplets(made: StageOne, rows: Sequence[int]) -> Triplets:
     ids = own % (ROWS - 3)
     scores = torch.stack([own * 0.3, 1.0 - own * 0.1], dim=1)
     scores[own % 3 == 1] = torch.nan
+    negatives = torch.where(own % 4 == 2, -1, own + 1000)  # a fourth of the rows has none
+    scores[own % 4 == 2, 1] = torch.nan
     return Triplets(
         queries=batch.collate(made.towers.query.prompt.rows([texts[i]["content"][:20] for i in rows]), pad=0),
         documents=batch.collate(made.towers.document.prompt.rows(*columns), pad=0),
         query_ids=ids,
-        document_ids=torch.cat([ids, own + 1000]),
+        document_ids=torch.cat([ids, negatives]),
         known_positives=torch.stack([ids, (ids + 5) % 17], dim=1),
         weights=(1 + own % 3).float(),
         scores=scores,

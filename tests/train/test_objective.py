@@ -1,5 +1,7 @@
 """The module that stage I trains: what its loss adds up, and what it refuses."""
 
+import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -79,6 +81,74 @@ def test_views_are_weighed_by_name():
         alone = StageOne(towers(), Losses(matryoshka=(8,), view_weights=only))
         expected = expected + alone.loss(embeddings, triplets)[1]["contrastive"]
     torch.testing.assert_close(parts["contrastive"], expected)
+
+
+GROUPS = [[0, 4, 8], [1, -1, -1], [2, 6, -1], [3, 7, 11]]  # documents of each row; -1: it has fewer
+
+
+def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    one, other = one.double(), other.double()
+    return float(one @ other / one.norm() / other.norm())
+
+
+def slow_parts(embeddings: dict[str, torch.Tensor], scores: list[list[float]], kind: str) -> dict[str, float]:
+    """Eq. 5, 6, 9 and a ranking model's loss, query by query over its own documents alone."""
+    parts = dict.fromkeys(("contrastive", "margin", "teacher"), 0.0)
+    queries, documents, tau = embeddings["query"][:, 0], embeddings["document"], 0.05
+    for m in (4, 8):
+        for view in range(3):
+
+            def score(i: int, doc: int, m: int = m, view: int = view) -> float:
+                row, column = doc % 4, doc // 4
+                return cosine(queries[i, :m], documents[column * 4 + row, view, :m]) / tau
+
+            everything = [doc for own in GROUPS for doc in own if doc >= 0]
+            for i, own in enumerate(GROUPS):
+                own = [doc for doc in own if doc >= 0]
+                forth = sum(math.exp(score(i, doc)) for doc in everything)
+                back = sum(math.exp(score(j, own[0])) for j in range(4))
+                right = score(i, own[0])
+                parts["contrastive"] += (math.log(forth) + math.log(back) - 2 * right) / 2 / 4
+                logits = [score(i, doc) for doc in own]
+                gaps = [logits[0] - other for other in logits[1:]]
+                if gaps:
+                    parts["margin"] += sum(max(0, 0.2 - tau * gap) for gap in gaps) / len(gaps) / 4
+                given = scores[i][: len(own)]
+                if kind == "kl":
+                    p, q = (
+                        [math.exp(s) / sum(map(math.exp, side)) for s in side] for side in (given, logits)
+                    )
+                    parts["teacher"] += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / 4
+                elif gaps:
+                    wanted = [given[0] - other for other in given[1:]]
+                    squares = [(a - b) ** 2 for a, b in zip(gaps, wanted, strict=True)]
+                    parts["teacher"] += sum(squares) / len(squares) / 4
+    return parts
+
+
+@pytest.mark.parametrize("mask_known", [True, False])
+@pytest.mark.parametrize("kind", ["kl", "margin_mse"])
+def test_rows_of_fewer_negatives_cost_what_their_own_documents_cost(kind: str, mask_known: bool):
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(4, 3, generator=generator)
+    embeddings, triplets = drawn(scores)
+    present = torch.tensor(GROUPS) >= 0
+    expected = slow_parts(embeddings, scores.tolist(), kind)
+    ids = torch.tensor(GROUPS).T.flatten()
+    short = replace(triplets, document_ids=ids, scores=scores.masked_fill(~present, torch.nan))
+    losses = Losses(matryoshka=(4, 8), teacher=TeacherScores(kind=kind), mask_known=mask_known)
+    stage = StageOne(towers(), losses)
+    for stand_in in (0.0, 1e3):  # whatever stands where there is no document
+        documents = embeddings["document"].clone()
+        documents[ids < 0] = stand_in
+        given = {"query": embeddings["query"], "document": documents.requires_grad_()}
+        loss, parts = stage.loss(given, short)
+        for name, value in expected.items():
+            assert parts[name].item() == pytest.approx(value, rel=1e-4), name
+        (gradient,) = torch.autograd.grad(loss, documents)
+        assert gradient.isfinite().all()
+        assert (gradient[ids < 0] == 0).all()
+        assert (gradient[ids >= 0].flatten(1).norm(dim=1) > 0).all()
 
 
 def test_what_cannot_be_learnt_from_is_refused():
