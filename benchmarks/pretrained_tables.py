@@ -87,15 +87,15 @@ def quality(sides: Mapping[str, Row]) -> list[dict[str, Any]]:
     for name in sorted(plain, key=lambda name: -sides[name].mean(NDCG)):
         row, joined = sides[name], sides.get(f"{name} + bm25")
         line: dict[str, Any] = {"query side": name, "seeds": len(row.sides)}
-        line |= {measure: shown(row, measure) for measure in (NDCG, "R@10", "R@100")}
-        line["+ BM25, nDCG@10"] = "-" if joined is None else shown(joined, NDCG)
+        line |= {measure: mean_and_spread(row, measure) for measure in (NDCG, "R@10", "R@100")}
+        line["+ BM25, nDCG@10"] = "-" if joined is None else mean_and_spread(joined, NDCG)
         line["queries/s"] = "-" if row.speed is None else round(row.speed)
         line |= {"USD a million": dollars(row.speed), "USD at equal nDCG": equal(name, sides)}
         rows.append(line)
     return rows
 
 
-def shown(row: Row, measure: str) -> str:
+def mean_and_spread(row: Row, measure: str) -> str:
     """Mean over seeds, with the standard deviation where there are several."""
     mean = f"{row.mean(measure):.3f}"
     return f"{mean} ± {row.spread(measure):.3f}" if len(row.sides) > 1 else mean
@@ -123,6 +123,8 @@ def hour() -> float:
 def equal(name: str, sides: Mapping[str, Row]) -> str:
     """Cost where the teacher answers as many queries as it takes to keep ENOUGH of its nDCG@10."""
     row, teacher = sides[name], sides.get(teacher_of(name))
+    if row is teacher:
+        return dollars(row.speed)
     if teacher is None or row.speed is None or teacher.speed is None:
         return "-"
     both, best = row.beside(teacher)
@@ -201,7 +203,11 @@ def logs(found: Found) -> list[dict[str, Any]]:
                 continue
             kept = row.mean(NDCG) / best.mean(NDCG)
             line = {"data": dataset, "real queries": name.split(", ")[2].removesuffix(" queries")}
-            line |= {"seeds": str(len(row.sides)), NDCG: shown(row, NDCG), "of the teacher's": f"{kept:.1%}"}
+            line |= {
+                "seeds": str(len(row.sides)),
+                NDCG: mean_and_spread(row, NDCG),
+                "of the teacher's": f"{kept:.1%}",
+            }
             rows.append(line)
     return rows
 
@@ -229,17 +235,17 @@ def hours(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 
 def metrics(found: Found, outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Orders that hold, what training adds at least, and the cross-encoder's agreement at worst."""
-    told: dict[str, float] = {}
+    values: dict[str, float] = {}
     if rows := orders(found):
-        told["order_kept"] = sum(row["holds"] == "yes" for row in rows)
-        told["orders_reversed"] = sum(row["holds"] == "reversed" for row in rows)
-        told["orders_compared"] = len(rows)
+        values["order_kept"] = sum(row["holds"] == "yes" for row in rows)
+        values["orders_reversed"] = sum(row["holds"] == "reversed" for row in rows)
+        values["orders_compared"] = len(rows)
     if rows := untrained(found):
-        told["untrained_gap"] = round(min(float(row["gain"]) for row in rows), 3)
+        values["untrained_gap"] = round(min(float(row["gain"]) for row in rows), 3)
     agreed = [o.validation["ce_rank_agreement"] for o in outcomes if "ce_rank_agreement" in o.validation]
     if agreed:
-        told["ce_rank_agreement"] = min(agreed)
-    return told
+        values["ce_rank_agreement"] = min(agreed)
+    return values
 
 
 def plot(tables: Mapping[str, list[dict[str, Any]]], path: Path) -> None:

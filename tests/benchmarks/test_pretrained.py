@@ -68,6 +68,7 @@ def test_every_trial_is_a_config_with_pretrained_towers_alone(models: None):
             assert config.train.document.backbone.path == "models/smollm"
             assert config.train.document.backbone.layers == smollm.LAYERS
             assert config.train.document.lora is not None
+            assert "[EOS]" not in config.train.document.prompt
 
 
 def test_what_tells_most_comes_first_and_nothing_twice():
@@ -75,9 +76,7 @@ def test_what_tells_most_comes_first_and_nothing_twice():
     assert len({one.key for one in some}) == len(some)
     assert [one.seed for one in some] == sorted(one.seed for one in some)
     assert (some[0].method, some[0].steps) == ("methods/native", 0)
-    assert {one.steps for one in some if one.seed == 1 and one.method != "methods/table"} == {
-        pretrained.STEPS
-    }
+    assert {one.steps for one in some if one.seed == 1} == {pretrained.STEPS}
     assert pretrained.trials(("feedbackqa",), ("scratch",), seeds=1, steps=None, knobs=()) == []
 
 
