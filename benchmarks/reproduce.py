@@ -1,6 +1,9 @@
-"""The tables of three papers in small: what holds on public data, from random weights, and what does not.
+"""The tables of three papers in small: what holds on public data and what does not.
 
     python -m benchmarks.reproduce --json docs/results/reproduce.json --trials docs/results/trials.jsonl
+    python -m benchmarks.reproduce --backbones smollm minilm --processes 1 --trials docs/results/trials.jsonl
+
+From random weights (`scratch`), at three sizes of training:
 
     ScalingNote, Tables 3 and 4   methods by training size: AUC over judged pairs where there are any; recall
     ScalingNote, Table 5          the prompt without its title's loss, without its summary
@@ -10,17 +13,19 @@
 
 Sizes are stage I's steps: small a quarter and median half of large's. Means over seeds; a star marks a paired
 two-sided t-test over queries, of success@50 averaged over seeds, against the row that the paper compares
-with: p < 0.05 after Holm's correction for all rows of the table. Finished trials (benchmarks/trials.py) are
-not run again: interrupt it, and start it again.
+with: p < 0.05 after Holm's correction for all rows of the table. With pretrained towers (`smollm`, `minilm`):
+the tables of benchmarks/pretrained.py. Finished trials (benchmarks/trials.py) are not run again: interrupt
+it, and start it again.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
-from benchmarks import distillation
+from benchmarks import distillation, pretrained, pretrained_tables
 from benchmarks.distillation import Row
 from benchmarks.report import show, write
 from benchmarks.trial import Outcome, Trial
@@ -49,7 +54,10 @@ Found = Mapping[tuple[str, str], Mapping[str, Row]]  # by dataset and size: quer
 
 def main() -> None:
     """Parse arguments, run what is missing, print and write."""
-    parser = given(__doc__, datasets=DATASETS)
+    parser = given(__doc__, datasets=None)
+    kinds = ("scratch", *pretrained.BACKBONES)
+    parser.add_argument("--backbones", nargs="+", choices=kinds, default=kinds, help="default: all")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw quality against cost, pretrained")
     options = parser.parse_args()
     configure()
     wanted = {
@@ -57,9 +65,17 @@ def main() -> None:
             trial(dataset, size, method, seed, steps=options.steps, knobs=options.overrides)
             for method, seed in product(methods(size), range(options.seeds))
         ]
-        for dataset, size in product(options.datasets, SIZES)
+        for dataset, size in product(options.datasets or DATASETS, SIZES)
+        if "scratch" in options.backbones
     }
-    trials = [one for some in wanted.values() for one in some]
+    others = pretrained.trials(
+        options.datasets or pretrained.DATASETS,
+        options.backbones,
+        seeds=options.seeds,
+        steps=options.steps,
+        knobs=options.overrides,
+    )
+    trials = [*(one for some in wanted.values() for one in some), *others]
     outcomes = run_given(trials, options)
     found = by_size(wanted, outcomes)
     tables = {
@@ -71,9 +87,15 @@ def main() -> None:
         "EmbedDistill, Table 1": table_ladder(found),
     }
     tables = {title: rows for title, rows in tables.items() if rows}
-    for title, rows in tables.items():
+    sides = pretrained.by_dataset(others, outcomes)
+    theirs = [outcome for outcome in outcomes if outcome.trial in set(others)]
+    more = pretrained_tables.tables(sides, theirs)
+    for title, rows in (tables | more).items():
         show(title, rows)
-    write(options.json, metrics=metrics(found), tables=tables)
+    if options.plot and more:
+        pretrained_tables.plot(more, options.plot)
+    every = metrics(found) | pretrained_tables.metrics(sides, theirs)
+    write(options.json, metrics=every, tables=tables, pretrained=more)
     require(trials, outcomes, options)
 
 

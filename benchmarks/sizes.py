@@ -143,8 +143,8 @@ BENCHMARKS = (
     ),
     Benchmark(
         "reproduce",
-        "--datasets medquad --seeds 1 --steps 8 --set dataset.max_documents=1000 --set distill.epochs=1 "
-        f"{TRIALS}",
+        "--datasets medquad --backbones scratch --seeds 1 --steps 8 --set dataset.max_documents=1000 "
+        f"--set distill.epochs=1 {TRIALS}",
         7,
         TRIALS,
         600,

@@ -35,7 +35,12 @@ def shortened(config: RunConfig, *, steps: int) -> RunConfig:
     epochs = steps / (_triplets(config) // config.train.global_batch)
     here = Ranks(workers=0)  # a training takes a minute: half of it would be the start of Ray's workers
     short = config.train.model_copy(update={"epochs": epochs, "resources": here})
-    return config.model_copy(update={"train": short})
+    changed: dict[str, Any] = {"train": short}
+    if config.cross_encoder is not None:  # in stage I's place
+        epochs = steps / (_triplets(config) // config.cross_encoder.global_batch)
+        pairs = config.cross_encoder.model_copy(update={"epochs": epochs, "resources": here})
+        changed["cross_encoder"] = pairs
+    return config.model_copy(update=changed)
 
 
 def _triplets(config: RunConfig) -> int:

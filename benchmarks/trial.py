@@ -1,6 +1,7 @@
 """A trial: a method is trained on a dataset with a seed; every query side it gives is searched exactly."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -8,35 +9,46 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Float
+import numpy as np
+from jaxtyping import Float, Int
 from numpy import ndarray
 
-from benchmarks import minilm, training
+from benchmarks import cross_teacher, minilm, smollm, training
 from scalingnote import pipeline, stages
 from scalingnote.config import load
 from scalingnote.encode.query_encoder import QueryEncoder
 from scalingnote.evaluate import retrieval_methods, tower_measures
 from scalingnote.evaluate.measures import per_query
+from scalingnote.evaluate.pool import INDEXED_VIEW
 from scalingnote.evaluate.report import latest, lineage
 from scalingnote.evaluate.retrieval_methods import Methods
-from scalingnote.evaluate.test_set import QueryEmbeddings, load_test_set
+from scalingnote.evaluate.test_set import QueryEmbeddings, TestSet, load_test_set
 from scalingnote.evaluate.user_files import auc_section, test_set_pairs
 from scalingnote.log import environment
 from scalingnote.models.sparse_query import SparseQuery
 from scalingnote.run_config import RunConfig
+from scalingnote.search import query_path
+from scalingnote.storage import arrow, trec
 from scalingnote.storage.artifact import Artifact
 
 DEPTHS = (1, 5, 10, 20, 50, 100)
 TESTED = 50  # depth of the success that t-tests compare
 CPU_SECONDS = 1.0  # of timing a query side
 TAUGHT = 2_000  # queries over which a student's distance to its teacher is taken
-READ = ("dataset", "embeddings", "dual_encoder", "student", "teacher_embeddings")
+READ = ("dataset", "embeddings", "dual_encoder", "student", "teacher_embeddings", "bm25_terms")
 KEPT = ("python", "torch", "transformers", "processor", "cpus")
+TEACHERS = {
+    "minilm": minilm.overrides,
+    "minilm-native": minilm.native_overrides,
+    "smollm": smollm.overrides,
+}  # by backbone: what puts it in place of towers from scratch
+EXPENSIVE = ("minilm-native", "smollm")
+ESCALATED = "nDCG@10, escalated "  # and the share of the queries that the teacher encodes
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One training: `method` is a file of configs/, `steps` are those of stage I."""
+    """One training: `method` is a file of configs/, `steps` are those of stage I, 0 leaves it untrained."""
 
     dataset: str
     backbone: str
@@ -58,6 +70,7 @@ class Side:
     measures: dict[str, float]
     success: Float[ndarray, " queries"]  # whether a relevant document is among the first TESTED
     speed: float | None = None  # queries per processor second, one at a time; None: not ours to time
+    gains: Float[ndarray, " queries"] | None = None  # nDCG@10 of each query; None: of a line without them
 
 
 @dataclass(frozen=True)
@@ -78,34 +91,47 @@ def run(trial: Trial, *, run_dir: str) -> Outcome:
     names = [stage.name for stage in stages.of(config)]
     last = names[names.index("quantize") - 1]
     built = pipeline.run(config, stages.select(config, until=last), record=False)
+    if config.bm25 is not None:
+        built |= pipeline.run(config, stages.select(config, only="bm25"), record=False)
     if "encode_student" in names:
         first = pipeline.run(config, stages.select(config, until="encode"), record=False)
         built["teacher_embeddings"] = first["embeddings"]
-    history = built["dual_encoder"].read_json("validation.json") if "dual_encoder" in built else []
+    trained = "dual_encoder" in built and config.adopt is None
+    history = built["dual_encoder"].read_json("validation.json") if trained else []
     validation = {name: value for name, value in history[-1].items() if name != "step"} if history else {}
+    if "cross_encoder" in built:
+        validation |= cross_teacher.agreements(built)
     kept = {name: value for name, value in environment().items() if name in KEPT}
-    return Outcome(trial, _sides(config, built), validation, time.monotonic() - started, kept)
+    # Distances cost a pass of the teacher over training queries.
+    sides = _sides(config, built, distances=trial.backbone not in EXPENSIVE)
+    return Outcome(trial, sides, validation, time.monotonic() - started, kept)
 
 
 @cache
 def stage_one(dataset: str, method: str, knobs: tuple[str, ...]) -> str:
     """What stage I learns by: trials of one dataset, seed and number of steps that agree on it share it."""
-    files = config_files(dataset, method)
-    train = load(RunConfig, files, _of(knobs, load(RunConfig, files))).train
+    plain = unchanged(dataset, method)
+    train = unchanged(dataset, method, _of(knobs, plain)).train
     return "" if train is None else train.model_dump_json()
 
 
 def configured(trial: Trial, *, run_dir: str) -> RunConfig:
     """The config of a trial, with as many epochs of stage I as give its steps; collects its triplets."""
-    files = config_files(trial.dataset, trial.method)
-    plain = load(RunConfig, files)
+    plain = unchanged(trial.dataset, trial.method)
     # Short runs in this process: half of their time would be the start of Ray's workers.
     knobs = [f"run_dir={run_dir}", f"train.seed={trial.seed}"]
+    knobs += [f"{stage}.resources.workers=1" for stage in ("encode", "teacher")]
     if plain.distill is not None:
         knobs += [f"distill.seed={trial.seed}", "distill.resources.workers=0"]
-    if trial.backbone == "minilm":
-        knobs += minilm.overrides(plain)
-    config = load(RunConfig, files, [*knobs, *_of(trial.knobs, plain)])
+    if plain.pseudo_queries is not None:
+        knobs.append(f"pseudo_queries.seed={trial.seed}")
+    if plain.cross_encoder is not None:
+        knobs.append(f"cross_encoder.seed={trial.seed}")
+    if trial.backbone in TEACHERS:
+        knobs += TEACHERS[trial.backbone](plain)
+    config = unchanged(trial.dataset, trial.method, [*knobs, *_of(trial.knobs, plain)])
+    if config.adopt is not None:
+        return config  # as published: nothing is trained in stage I
     pipeline.run(config, stages.select(config, until="collect"), record=False)
     return training.shortened(config, steps=trial.steps)
 
@@ -115,9 +141,14 @@ def _of(knobs: Sequence[str], config: RunConfig) -> list[str]:
     return [knob for knob in knobs if config.distill is not None or not knob.startswith("distill.")]
 
 
-def config_files(dataset: str, method: str) -> list[str]:
-    """The configs of a trial: its data set, and over it the method."""
-    return [f"configs/quickstart/{dataset}.yaml", _method_file(method)]
+def unchanged(dataset: str, method: str, knobs: Sequence[str] = ()) -> RunConfig:
+    """The config of a method on a dataset: one of the quickstarts', or a BEIR folder in $SCALINGNOTE_DATA."""
+    own = f"configs/quickstart/{dataset}.yaml"
+    if Path(own).exists():
+        return load(RunConfig, [own, _method_file(method)], knobs)
+    folder = Path(os.environ.get("SCALINGNOTE_DATA", "data")) / dataset
+    beir = f"dataset={{name: beir, path: {folder}}}"
+    return load(RunConfig, ["configs/quickstart/base.yaml", _method_file(method)], [beir, *knobs])
 
 
 def _method_file(method: str) -> str:
@@ -127,7 +158,7 @@ def _method_file(method: str) -> str:
     return own if Path(own).exists() or not variant else f"configs/{file}.yaml:{variant}"
 
 
-def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
+def _sides(config: RunConfig, built: Mapping[str, Artifact], *, distances: bool) -> dict[str, Side]:
     """Every query side but a student's teacher, which has a trial of its own, and BM25 beside stage I."""
     parents = {kind: artifact for kind, artifact in built.items() if kind in READ}
     test = load_test_set(parents["dataset"])
@@ -135,7 +166,7 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
         tower_measures.sample_teacher_queries(
             latest(lineage(parents.values()), "query_embeddings"), queries=TAUGHT, seed=0
         )
-        if "student" in parents
+        if distances and "student" in parents
         else {}
     )
     texts = list(
@@ -150,19 +181,56 @@ def _sides(config: RunConfig, built: Mapping[str, Artifact]) -> dict[str, Side]:
     graded = auc_section(pairs, score)["methods"] if pairs else {}
     found = {}
     runs, _ = retrieval_methods.retrieve(methods, encoded, bm25, test=test)
+    names = config.evaluate.names
     for name, ranked in runs.items():
-        if config.distill is not None and name == config.evaluate.names.dual_encoder:
+        if config.distill is not None and name in (names.dual_encoder, f"{names.dual_encoder} + bm25"):
             continue
-        rankings = {query: [doc for doc, _ in results] for query, results in ranked.items()}
-        values = per_query(rankings, test.qrels, recall_at=DEPTHS, mrr_at=10, map_at=100, ndcg_at=10)
+        values = _values(ranked, test)
         measures = {measure: float(each.mean()) for measure, each in values.items()} | graded.get(name, {})
-        if teacher and name == config.evaluate.names.student:
-            for split, told in tower_measures.distance_section(teacher, encoded[name])["splits"].items():
-                measures[f"distance {split}"] = told["mean"]
+        if name == names.student:
+            if teacher:
+                for split, told in tower_measures.distance_section(teacher, encoded[name])["splits"].items():
+                    measures[f"distance {split}"] = told["mean"]
+            if names.dual_encoder in encoded and methods.pool_of("dual_encoder") == "embeddings":
+                measures |= _escalated(ranked, encoded[names.dual_encoder], parents["embeddings"], test)
         measures = {measure: round(value, 5) for measure, value in measures.items() if value is not None}
         speed = None if name == "bm25" else _speed(config, name, parents, test.queries)
-        found[name] = Side(measures, values[f"R@{TESTED}"], speed)
+        found[name] = Side(measures, values[f"R@{TESTED}"], speed, values["nDCG@10"])
     return found
+
+
+def _values(ranked: trec.Run, test: TestSet) -> Mapping[str, Float[ndarray, " queries"]]:
+    """Each query's measures."""
+    rankings = {query: [doc for doc, _ in results] for query, results in ranked.items()}
+    return per_query(rankings, test.qrels, recall_at=DEPTHS, mrr_at=10, map_at=100, ndcg_at=10)
+
+
+def _escalated(
+    ranked: trec.Run, teacher: QueryEmbeddings, embeddings: Artifact, test: TestSet
+) -> dict[str, float]:
+    """nDCG@10 of a student where its teacher orders the best documents of queries in most doubt, by share."""
+    table = embeddings.table("embeddings", ["doc_id", INDEXED_VIEW])
+    doc_ids, vectors = table["doc_id"].to_pylist(), arrow.l2_normalize(arrow.to_numpy(table[INDEXED_VIEW]))
+    place = {doc_id: row for row, doc_id in enumerate(doc_ids)}
+    best = np.array([[place[doc] for doc, _ in ranked[query]] for query in test.query_ids])
+    scores = np.array([[score for _, score in ranked[query]] for query in test.query_ids])
+    again = np.einsum("qd,qkd->qk", teacher.unit(test.queries), vectors[best])
+    order = np.argsort(-again, axis=1, kind="stable")
+
+    def ndcg(ranking: Int[ndarray, "queries k"]) -> Float[ndarray, " queries"]:
+        rows = zip(test.query_ids, ranking.tolist(), strict=True)
+        run = {query: [(doc_ids[row], 0.0) for row in found] for query, found in rows}
+        return _values(run, test)["nDCG@10"]
+
+    points = query_path.curve(
+        query_path.doubt(scores),
+        best,
+        np.take_along_axis(best, order, axis=1),
+        ndcg,
+        student_cost=0.0,
+        teacher_cost=1.0,
+    )
+    return {f"{ESCALATED}{point.share:.0%}": point.value for point in points}
 
 
 def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], queries: Sequence[str]) -> float:
@@ -172,8 +240,14 @@ def _speed(config: RunConfig, name: str, parents: Mapping[str, Artifact], querie
     ways: list[Callable[[list[str]], Any]] = []
     if how != "(sparse)":
         ways.append(QueryEncoder.load(parents[kind].directory("query"), threads=1).encode_queries)
-    if how in ("(sparse)", "(hybrid)", "(raw hybrid)"):
-        ways.append(SparseQuery.load(parents["dual_encoder"].directory("sparse_query")).encode)
+    of_terms = {
+        "(sparse)": "dual_encoder",
+        "(hybrid)": "dual_encoder",
+        "(raw hybrid)": "dual_encoder",
+        "+ bm25": "bm25_terms",
+    }
+    if how in of_terms:
+        ways.append(SparseQuery.load(parents[of_terms[how]].directory("sparse_query")).encode)
     for query in queries[:20]:
         for way in ways:
             way([query])

@@ -8,11 +8,13 @@ What a query costs is processor time of one thread: trials run beside one anothe
 """
 
 import argparse
+import base64
 import json
 import multiprocessing
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
+from numpy import ndarray
 
 from benchmarks import report
 from benchmarks.trial import TESTED, Outcome, Side, Trial, configured, run, stage_one
@@ -31,8 +35,8 @@ from scalingnote.log import configure, get_logger
 log = get_logger("trials")
 
 
-def given(description: str | None, *, datasets: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser of what every benchmark that is made of trials asks for."""
+def given(description: str | None, *, datasets: Sequence[str] | None) -> argparse.ArgumentParser:
+    """A parser of what every benchmark that is made of trials asks for; `datasets` are the default ones."""
     parser = report.arguments(description)
     parser.add_argument("--datasets", nargs="+", default=datasets)
     parser.add_argument("--seeds", type=int, default=3)
@@ -40,7 +44,9 @@ def given(description: str | None, *, datasets: Sequence[str]) -> argparse.Argum
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=VALUE")
     parser.add_argument("--trials", type=Path, default=Path("runs/trials.jsonl"))
     parser.add_argument("--run-dir", default="runs/trials")
-    parser.add_argument("--processes", type=int, default=2, help="trials at the same time, a thread each")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="trials at the same time, a thread each; 1: in their order"
+    )
     parser.add_argument(
         "--finished", action="store_true", help="tables of the trials that are there; run none"
     )
@@ -78,10 +84,13 @@ def run_all(trials: Sequence[Trial], path: Path, *, run_dir: str, processes: int
         os.environ |= {"OMP_NUM_THREADS": "1", "SCALINGNOTE_PRECISION": "float32"}
         spawn, parent = multiprocessing.get_context("spawn"), (os.getpid(),)
         with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_end_with, initargs=parent) as pool:
-            # What all trials on the same data share is built once, before they start.
-            firsts = {(trial.dataset, _before_stage_two(trial)): trial for trial in left}.values()
-            list(pool.map(_collect, firsts, repeat(run_dir)))  # of what fails here, trials tell again
-            list(pool.map(_group, _groups(left), repeat(path), repeat(run_dir)))
+            groups = [[trial] for trial in left]  # a single process builds nothing twice
+            if processes > 1:
+                # What all trials on the same data share is built once, before they start.
+                firsts = {(trial.dataset, _before_stage_two(trial)): trial for trial in left}.values()
+                list(pool.map(_collect, firsts, repeat(run_dir)))  # of what fails here, trials tell again
+                groups = _groups(left)
+            list(pool.map(_group, groups, repeat(path), repeat(run_dir)))
     found = {outcome.trial: outcome for outcome in read(path)}
     return [found[trial] for trial in trials if trial in found]
 
@@ -168,6 +177,7 @@ def _line(outcome: Outcome) -> str:
             "success": np.packbits(side.success > 0).tobytes().hex(),
             "speed": None if side.speed is None else float(f"{side.speed:.3g}"),
         }
+        | ({} if side.gains is None else {"gains": _packed(side.gains)})
         for name, side in outcome.sides.items()
     }
     said = {
@@ -188,8 +198,20 @@ def _parse(line: dict[str, Any]) -> Outcome:
                 float
             ),
             said["speed"],
+            _unpacked(said["gains"]) if "gains" in said else None,
         )
         for name, said in line["sides"].items()
     }
     trial = Trial(**line["trial"] | {"knobs": tuple(line["trial"]["knobs"])})
     return Outcome(trial, sides, line["validation"], line["seconds"], line["environment"])
+
+
+def _packed(gains: Float[ndarray, " queries"]) -> str:
+    """Values in [0, 1] in steps of 1/255."""
+    steps = np.round(gains * 255).astype(np.uint8)
+    return base64.b85encode(zlib.compress(steps.tobytes(), 9)).decode()
+
+
+def _unpacked(gains: str) -> Float[ndarray, " queries"]:
+    found: ndarray = np.frombuffer(zlib.decompress(base64.b85decode(gains)), np.uint8) / 255
+    return found

@@ -5,7 +5,6 @@
     Head         pooled [rows, width] -> dense layers, activations, normalisation -> [rows, dim]
     RowAttention rows [lines, tokens, dim]                -> the same, of a lookup table
 
-
 All results are computed in float32, for any format of the weights.
 """
 

